@@ -12,18 +12,18 @@ use compiler::graph::bind::bind;
 use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
 use compiler::pass::loss::Loss;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec, published_caps};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::digits::{self, Digits, SAMPLE, Split};
 use models::zoo::{Options, build, to_bytes};
-use runtime::data::{Batches, Dataset, Order};
-use runtime::evaluate::evaluate;
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::{Policy, Staleness};
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::exec::evaluate::evaluate;
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::{Policy, Staleness};
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
 const STAGES: usize = 8;
@@ -63,14 +63,14 @@ fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness:
     let count = StepCount::minibatches((EPOCHS * per_epoch) as u32);
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let pipeline = Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); stages]);
+    let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let pipeline = pipeline.with_caps(&published_caps(&vec![1; stages]));
     let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be cut");
     let data = Dataset::new(arrays(&digits.train), &feeds(&prepared.codes), BATCH).expect("the digits fit");
-    let order = Order::Shuffled { seed };
+    let order = RowOrder::Shuffled { seed };
     let batches = Batches::new(data, BATCH, 1, EPOCHS * per_epoch, order).expect("there is an epoch of digits");
     let rule = Rule::Sgd { learning_rate: rate, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
-    let training = Training {
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &weights(model),

@@ -9,16 +9,16 @@ use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::lower::input::InputError;
 use compiler::import::onnx::lower::walk::LowerError;
 use compiler::import::onnx::name::shown;
-use compiler::import::supply;
+use compiler::import::with_inputs;
 use compiler::pass::loss::{LossError, TARGET};
 use compiler::plan::problem::ProblemError;
 use compiler::schedule::error::ScheduleError;
-use compiler::wording::near::nearest;
-use runtime::compile::CompileError;
+use compiler::text::suggest::nearest;
 use runtime::data::DataError;
-use runtime::link::fate::LinkError;
-use runtime::prepare::PrepareError;
-use runtime::weights::FileError;
+use runtime::data::weights::FileError;
+use runtime::exec::compile::CompileError;
+use runtime::process::run_status::LinkError;
+use runtime::train::prepare::PrepareError;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -59,7 +59,8 @@ pub fn absent(path: &Path) -> String {
 
 /// About a model that cannot be imported.
 pub fn import(path: &Path, error: &ImportError) -> String {
-    let names: Vec<String> = supply::followed(error).into_iter().map(|name| format!("`{}`", shown(&name))).collect();
+    let names: Vec<String> =
+        with_inputs::followed(error).into_iter().map(|name| format!("`{}`", shown(&name))).collect();
     if !names.is_empty() {
         let names = names.join(", ");
         return format!(

@@ -5,9 +5,10 @@
 
 use crate::quantity;
 use crate::stages::plural;
-use compiler::plan::judge::class_of;
+use compiler::plan::check::cost::class_of;
 use compiler::plan::{Plan, ScheduleKind, Stage};
-use compiler::schedule::work::{self, Part};
+use compiler::schedule::action;
+use compiler::schedule::action::Phase;
 use compiler::schedule::{Instruction, Program, WorkerProgram};
 
 /// What to do about it.
@@ -44,7 +45,7 @@ pub fn beyond(plan: &Plan, program: &Program) -> Vec<String> {
         return told;
     }
     let (flights, versions) = peaks(program);
-    let apart = work::apart(program);
+    let apart = action::apart(program);
     for (at, stage) in plan.stages.iter().enumerate() {
         let cap = plan.schedule.in_flight.get(at).copied().unwrap_or(1);
         let held = stage.memory.activations / u64::from(cap.max(1));
@@ -102,7 +103,7 @@ fn peaks(program: &Program) -> (Vec<Peak>, Vec<Peak>) {
         for instruction in &worker.instructions {
             if let Some((work, ..)) = instruction.work() {
                 let at = work.stage.index();
-                in_flight[at] += u32::from(work.part == Part::Forward);
+                in_flight[at] += u32::from(work.part == Phase::Forward);
                 flights[at].meet(in_flight[at], || format!("at {work} on worker {}", name(worker)));
                 in_flight[at] = in_flight[at].saturating_sub(u32::from(work.part.ends()));
             }

@@ -2,11 +2,11 @@
 
 use crate::narrow::{Give, fitted, folded};
 use crate::{prediction, quantity, stages};
-use compiler::partition::planner::{Compared, Planned};
+use compiler::partition::planner::{ComparedPlan, Planned};
 
 /// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
 pub fn table(planned: &Planned, width: Option<usize>) -> String {
-    let row = |candidate: &Compared| {
+    let row = |candidate: &ComparedPlan| {
         vec![
             candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-")
                 + &of(candidate)
@@ -51,12 +51,12 @@ pub fn table(planned: &Planned, width: Option<usize>) -> String {
 }
 
 /// The devices that share each replica of a candidate; nothing where each replica is one.
-fn of(candidate: &Compared) -> String {
+fn of(candidate: &ComparedPlan) -> String {
     if candidate.tensor > 1 { format!(" of {}", candidate.tensor) } else { String::new() }
 }
 
 /// The devices of a candidate some of whose devices have several stages; nothing where each replica has its own.
-fn on(candidate: &Compared) -> String {
+fn on(candidate: &ComparedPlan) -> String {
     let replicas = candidate.replicas.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas));
     match candidate.devices == replicas {
         true => String::new(),

@@ -12,11 +12,11 @@ use compiler::import::onnx::name::shown;
 use compiler::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
-use runtime::checkpoint::keeper::{Kept, Saved};
 use runtime::checkpoint::lock::{self, Held, LockError};
-use runtime::checkpoint::manifest::{Dealt, DealtStage, FILE, Manifest};
-use runtime::checkpoint::start::{Start, StartError, check_states};
-use runtime::rate::Shape;
+use runtime::checkpoint::manifest::{DealtStage, FILE, Manifest, ShardLayout};
+use runtime::checkpoint::writer::{Kept, Saved};
+use runtime::optim::lr_schedule::Shape;
+use runtime::train::resume::{Start, StartError, check_states};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -282,16 +282,16 @@ fn told(
 }
 
 /// What two ways to deal out work have apart, in words: the first thing that decides the rest.
-fn apart(before: &Dealt, now: &Dealt) -> String {
-    let list = |of: &dyn Fn(&DealtStage) -> u32, plan: &Dealt| {
+fn apart(before: &ShardLayout, now: &ShardLayout) -> String {
+    let list = |of: &dyn Fn(&DealtStage) -> u32, plan: &ShardLayout| {
         plan.stages.iter().map(|stage| of(stage).to_string()).collect::<Vec<_>>().join(",")
     };
-    let stages = |plan: &Dealt| stages::plural(plan.stages.len() as u64, "stage", "stages");
+    let stages = |plan: &ShardLayout| stages::plural(plan.stages.len() as u64, "stage", "stages");
     let told =
         |what: &str, before: &str, now: &str| (before != now).then(|| format!("{what}{}, now {now}", shown(before)));
-    let count = |plan: &Dealt| plan.microbatches.to_string();
-    let replicas = |plan: &Dealt| list(&|stage| stage.replicas, plan);
-    let caps = |plan: &Dealt| list(&|stage| stage.cap, plan);
+    let count = |plan: &ShardLayout| plan.microbatches.to_string();
+    let replicas = |plan: &ShardLayout| list(&|stage| stage.replicas, plan);
+    let caps = |plan: &ShardLayout| list(&|stage| stage.cap, plan);
     told("schedule ", &before.schedule, &now.schedule)
         .or_else(|| told("", &stages(before), &stages(now)))
         .or_else(|| told("replicas ", &replicas(before), &replicas(now)))

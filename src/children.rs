@@ -6,7 +6,7 @@
 use crate::failure::Failure;
 use crate::signals::{self, Pauses};
 use crate::stop::Stop;
-use runtime::link::fate::{Fate, LinkError};
+use runtime::process::run_status::{LinkError, RunStatus};
 use std::collections::{BTreeMap, VecDeque};
 use std::env;
 use std::io::Read;
@@ -43,7 +43,7 @@ const SAID: usize = 2048;
 pub struct Children {
     shared: Arc<Shared>,
     watch: Option<JoinHandle<()>>,
-    fate: Arc<Fate>,
+    fate: Arc<RunStatus>,
     stop: &'static Stop,
 }
 
@@ -66,7 +66,7 @@ pub fn start(
     (run, restarts, address): (u64, u32, &str),
     resumed: Option<&Path>,
     deadline: Duration,
-    fate: &Arc<Fate>,
+    fate: &Arc<RunStatus>,
 ) -> Result<Children, Failure> {
     let fail = |error: std::io::Error| Failure::no("cannot start the processes of the run").because(error);
     let program = env::current_exe().map_err(fail)?;
@@ -120,7 +120,7 @@ impl Shared {
     }
 
     /// Until the run is over: a child that ends, or a signal that the run does not answer by itself, ends it.
-    fn watch(&self, fate: &Fate, deadline: Duration, stop: &Stop) {
+    fn watch(&self, fate: &RunStatus, deadline: Duration, stop: &Stop) {
         let mut stopped: BTreeMap<usize, Instant> = BTreeMap::new();
         let mut asked = Instant::now();
         while !self.is_over.load(Ordering::Relaxed) {

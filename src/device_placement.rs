@@ -9,7 +9,7 @@ use compiler::graph::hash::sha256;
 use compiler::import::dnn_partitioning;
 use compiler::import::onnx::name::shown;
 use compiler::partition::device_placement::solve::{Request, SolveError, solve};
-use compiler::plan::fault::Fault;
+use compiler::plan::check::error::PlanFault;
 use compiler::plan::{Plan, PlannedModel, device_placement, read};
 use std::path::Path;
 
@@ -53,7 +53,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
 }
 
 /// What the instance in a file says against the plan.
-pub fn check(plan: &Plan, path: &Path) -> Result<Vec<Fault>, Failure> {
+pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Failure> {
     let text = source::text(path, dnn_partitioning::MAX_BYTES as u64)?;
     let mut placement =
         dnn_partitioning::read(&text).map_err(|error| Failure::file("read the instance", path, error))?;

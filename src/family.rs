@@ -8,7 +8,7 @@ use crate::source::Costs;
 use crate::{machines, model};
 use compiler::cluster::{Cluster, unit};
 use compiler::export::sweep::Largest;
-use compiler::plan::coarse;
+use compiler::plan::coarsen;
 use compiler::plan::problem::InFlight;
 use models::choice::Setting;
 use models::zoo::{self, Options};
@@ -144,7 +144,7 @@ impl<'a> Family<'a> {
         let Some((parameters, mut costs)) = self.member(layers, &cluster)? else { return Ok(None) };
         costs.cluster = cluster;
         if is_coarse {
-            costs.graph = coarse::runs(&costs.graph, (PIECES * devices as usize).max(LEAST_PIECES));
+            costs.graph = coarsen::runs(&costs.graph, (PIECES * devices as usize).max(LEAST_PIECES));
         }
         let question = Question {
             stages: Some(vec![1; devices as usize]),

@@ -5,7 +5,7 @@ use crate::initial::listed;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::op::{NodeId, Op, Parameter, State};
-use compiler::wording::near::nearest;
+use compiler::text::suggest::nearest;
 
 /// Turns the parameters that the patterns name into states: exact names, or `prefix*`.
 pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Failure> {

@@ -8,8 +8,8 @@ use compiler::pass::attribution::Training;
 use compiler::plan::groups::MOST;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::SharedCosts;
+use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
-use compiler::tensor_parallel::price::Machine;
 use serde_json::Value;
 
 /// How many devices may share each replica.

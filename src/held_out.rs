@@ -9,7 +9,7 @@ use compiler::pass::loss::{IGNORED, LOSS, TARGET, attach, class_axis};
 use compiler::pass::precision::precision;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Dataset, mix, permutation};
-use runtime::evaluate::{EvaluateError, evaluate_each};
+use runtime::exec::evaluate::{EvaluateError, evaluate_each};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

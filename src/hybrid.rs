@@ -8,7 +8,7 @@ use compiler::cluster::unit;
 use compiler::graph::hash::sha256;
 use compiler::import::piper;
 use compiler::partition::hybrid::solve::{Request, SolveError, solve};
-use compiler::plan::fault::Fault;
+use compiler::plan::check::error::PlanFault;
 use compiler::plan::hybrid::check as judged;
 use compiler::plan::{Plan, PlannedModel};
 use compiler::profile::hybrid::Hybrid;
@@ -52,7 +52,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
 }
 
 /// What the instance in a file says against the plan.
-pub fn check(plan: &Plan, path: &Path) -> Result<Vec<Fault>, Failure> {
+pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Failure> {
     let text = source::text(path, piper::MAX_BYTES as u64)?;
     let mut hybrid = piper::read(&text).map_err(|error| Failure::file("read the instance", path, error))?;
     device_placement::is_of(plan, path, &text)?;

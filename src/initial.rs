@@ -7,7 +7,7 @@ use crate::screen::Screen;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find;
-use runtime::weights;
+use runtime::data::weights;
 use std::collections::BTreeMap;
 use std::path::Path;
 

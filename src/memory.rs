@@ -3,13 +3,13 @@
 use crate::failure::Failure;
 use crate::quantity;
 use compiler::graph::Graph;
-use compiler::plan::caps::{Lanes, synced};
-use compiler::schedule::work::apart;
+use compiler::plan::in_flight::{Lanes, synced};
+use compiler::schedule::action::apart;
 use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
-use runtime::compile::{Named, StageCode, Transfer};
 use runtime::device::cpu::half::is_half;
-use runtime::optimizer::Optimizer;
+use runtime::exec::compile::{NamedTensor, StageCode, Transfer};
+use runtime::optim::optimizer::Optimizer;
 
 /// Refuses what cannot fit.
 pub fn check(what: &str, needed: u64, help: &str) -> Result<(), Failure> {
@@ -29,7 +29,7 @@ pub fn of_graph(graph: &Graph) -> u64 {
 }
 
 /// Bytes of data that is made up: so many items, and their teacher's answers beside.
-pub fn of_data(feeds: &[Named], items: u64) -> u64 {
+pub fn of_data(feeds: &[NamedTensor], items: u64) -> u64 {
     let item = feeds.iter().fold(0, |sum: u64, feed| sum.saturating_add(feed.bytes as u64));
     item.saturating_mul(items).saturating_mul(2)
 }
@@ -63,13 +63,13 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             Schedule::Inference => (1, cap),
             _ => (1, cap.min(of_minibatch)),
         };
-        let named = |list: &[Named]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
+        let named = |list: &[NamedTensor]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
         let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();
         // Beside versions of two bytes there are masters, and all else is as large as they. Where replicas have shares of sums, state and
         // masters, what stages hold together counts as if it were shared too.
         let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
         let dealt = u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
-        let weights = |named: &Named| {
+        let weights = |named: &NamedTensor| {
             let bytes = named.bytes as u64;
             let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
             let shared = wide.saturating_mul(dealt + masters).div_ceil(shares);

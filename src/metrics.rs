@@ -9,8 +9,8 @@ use compiler::export::metrics::{End, HeldOut, Line, PlanTotal, StageTotal, Step,
 use compiler::export::report::{MeasuredOrder, MeasuredPlace};
 use compiler::plan::{Plan, Stage};
 use compiler::simulate::Activity;
-use runtime::link::group::Group;
-use runtime::train::StepDone;
+use runtime::process::process_group::Group;
+use runtime::train::run::StepDone;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -9,12 +9,12 @@ use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
 use compiler::graph::order;
-use compiler::import::doubt::Doubt;
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
 use compiler::import::onnx::decode;
 use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::name::shown;
-use compiler::import::supply;
+use compiler::import::training_warning::TrainingWarning;
+use compiler::import::with_inputs;
 use compiler::plan::{ImportSettings, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
@@ -42,7 +42,7 @@ pub fn load(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Fai
 }
 
 /// Tells a doubt with what mends it.
-pub fn tell(doubt: &Doubt, screen: &Screen) {
+pub fn tell(doubt: &TrainingWarning, screen: &Screen) {
     screen.warn(&format!("{doubt}; {}", doubt.remedy()));
 }
 
@@ -70,7 +70,7 @@ pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<Loaded, Failure> {
 
 /// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.
 pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, screen: &Screen) -> Result<Loaded, Failure> {
-    let loaded = supply::load(path, &Options::default(), arrays);
+    let loaded = with_inputs::load(path, &Options::default(), arrays);
     let (model, options) = loaded.map_err(|error| refused(path, &error))?;
     if !options.known.values.is_empty() {
         let names: Vec<String> = options.known.values.keys().cloned().collect();

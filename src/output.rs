@@ -5,7 +5,7 @@ use crate::replaced::{self, Mark};
 use crate::source;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
-use runtime::weights;
+use runtime::data::weights;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{self, File};

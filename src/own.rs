@@ -9,12 +9,12 @@ use crate::screen::Screen;
 use crate::source;
 use crate::stages::plural;
 use compiler::plan::ScheduleKind;
-use compiler::schedule::check::check;
-use compiler::schedule::csv::Table;
+use compiler::schedule::check::verify::check;
 use compiler::schedule::fit::fit;
-use compiler::schedule::json::from_json;
+use compiler::schedule::formats::csv::ComputeTable;
+use compiler::schedule::formats::json::from_json;
 use compiler::schedule::{Instruction, Pipeline, Program, Schedule, ScheduleError};
-use compiler::wording::near::hint;
+use compiler::text::suggest::hint;
 use std::path::Path;
 
 /// The most bytes of a file.
@@ -48,7 +48,7 @@ const ELSEWHERE: [(&str, &str); 16] = [
 #[derive(Clone, Debug)]
 pub enum Own {
     /// A row for each rank, for one minibatch.
-    Table(Table),
+    Table(ComputeTable),
     /// Programs for all workers, with everything they do.
     Program(Box<Program>),
 }
@@ -97,7 +97,7 @@ pub fn read(said: Option<&str>) -> Result<Option<Own>, Failure> {
         })?;
         return Ok(Some(Own::Program(Box::new(program))));
     }
-    let table: Table = text.parse().map_err(|error| {
+    let table: ComputeTable = text.parse().map_err(|error| {
         Failure::file("read the schedule", path, error).help(
             "a row for each rank, cells such as 2F0, 2B0, 2I0, 2W0 for stage 2 and micro-batch 0, as torch writes them",
         )

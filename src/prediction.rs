@@ -10,15 +10,15 @@ use crate::screen::Screen;
 use crate::stages::{self, plural};
 use compiler::export::gradients::gradients;
 use compiler::export::stage_name::ranges;
-use compiler::partition::in_flight::ENOUGH;
+use compiler::partition::search::in_flight::ENOUGH;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::even::Run;
-use compiler::simulate::pace;
+use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::Machine;
+use compiler::simulate::steady_throughput::Run;
+use compiler::simulate::step_time;
 use std::collections::BTreeSet;
 
 /// Minibatches without which nothing is told of shared cores.
@@ -62,7 +62,7 @@ pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
 /// What the plan's program takes, where that is a little more than the figure above it.
 fn in_program(plan: &Plan) -> Option<String> {
     let (kind, pipeline) = (schedule_of(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
-    let us = pace::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
+    let us = step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
     waits(plan, us)?;
     Some(format!(
         "{} per minibatch, {:.1} % more: in-flight caps are raised, which costs memory, for {:.1} % and more",

@@ -8,10 +8,10 @@ use crate::launcher::launched;
 use crate::screen::{Reader, Screen};
 use crate::training::{Prepared, Task};
 use crate::{advice, machines, signals, source};
-use runtime::link::fate::{Fate, LinkError};
-use runtime::link::group::{Door, Group, Notice, Part, join, listen};
-use runtime::link::handshake::Identity;
-use runtime::link::seats::Seats;
+use runtime::process::handshake::Identity;
+use runtime::process::placement::WorkerPlacement;
+use runtime::process::process_group::{Door, Group, Notice, ProcessConfig, join, listen};
+use runtime::process::run_status::{LinkError, RunStatus};
 use sha2::{Digest, Sha256};
 use std::env;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
@@ -156,7 +156,7 @@ impl Seat {
         run: impl FnOnce(Option<Group>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let workers = prepared.workers();
-        let fate = Arc::new(Fate::default());
+        let fate = Arc::new(RunStatus::default());
         // Those that were started together come together: whoever waits for others waits for people.
         let is_own = matches!(self, Seat::Member(member) if !matches!(member.share, Share::Beside));
         let notice = |notice| match notice {
@@ -164,28 +164,29 @@ impl Seat {
             Notice::Waits(_) => {}
             Notice::SentAway(whom) => screen.warn(&whom),
         };
-        let meet = |part: Part, door: Door| {
+        let meet = |part: ProcessConfig, door: Door| {
             let training = prepared.training(task);
-            let lines = part.seats.lines(training.program, training.codes, runtime::train::agrees(&training));
+            let lines = part.placement.lines(training.program, training.codes, runtime::train::run::agrees(&training));
             join(training.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
-        let part = |own: usize, seats: Seats, first: String, listen: Option<String>, run: u64| Part {
-            own,
-            seats,
-            identity: Identity { run, parts: digests(task, prepared) },
-            first,
-            listen,
-            patience: arguments.connect_timeout,
-            deadline: arguments.deadline,
-            follows: matches!(self, Seat::Member(Member { share: Share::Beside, .. })),
-        };
+        let part =
+            |own: usize, seats: WorkerPlacement, first: String, listen: Option<String>, run: u64| ProcessConfig {
+                own,
+                placement: seats,
+                identity: Identity { run, parts: digests(task, prepared) },
+                first,
+                listen,
+                patience: arguments.connect_timeout,
+                deadline: arguments.deadline,
+                follows: matches!(self, Seat::Member(Member { share: Share::Beside, .. })),
+            };
         match self {
             Seat::Alone => run(None),
             Seat::Parent => {
                 let port = listen("127.0.0.1:0").map_err(unmet)?;
                 let address =
                     port.local_addr().map_err(|error| Failure::no("cannot listen").because(error))?.to_string();
-                let seats = Seats::beside(workers);
+                let seats = WorkerPlacement::beside(workers);
                 let program = prepared.training(task).program;
                 let names: Vec<String> = (1..seats.processes).map(|process| seats.name(program, process)).collect();
                 let number = fresh();
@@ -226,14 +227,14 @@ impl Member {
         Member { own: rank as usize, share: Share::Each, first, listen, run: 0, restarts: 0, over_mpi: false }
     }
 
-    fn seats(&self, workers: usize) -> Result<Seats, Failure> {
+    fn seats(&self, workers: usize) -> Result<WorkerPlacement, Failure> {
         let (seats, there) = match &self.share {
-            Share::Beside => (Some(Seats::beside(workers)), "a process for each".to_string()),
-            Share::Each => (Seats::dealt(workers, workers), "a process for each".to_string()),
-            Share::Processes(count) => (Seats::dealt(workers, *count), format!("{count} processes")),
+            Share::Beside => (Some(WorkerPlacement::beside(workers)), "a process for each".to_string()),
+            Share::Each => (WorkerPlacement::dealt(workers, workers), "a process for each".to_string()),
+            Share::Processes(count) => (WorkerPlacement::dealt(workers, *count), format!("{count} processes")),
             Share::Hosts(devices) => {
                 let sum: u64 = devices.iter().map(|count| u64::from(*count)).sum();
-                (Seats::by_host(workers, devices), format!("{sum} devices on the hosts"))
+                (WorkerPlacement::by_host(workers, devices), format!("{sum} devices on the hosts"))
             }
         };
         let seats = seats.ok_or_else(|| {
@@ -259,8 +260,8 @@ impl Member {
 
 /// Connections to the others over MPI.
 #[cfg(feature = "mpi")]
-fn over_mpi(seats: &Seats, own: usize, screen: &Screen) -> Result<Door, Failure> {
-    let opened = runtime::link::mpi::open().map_err(unmet)?;
+fn over_mpi(seats: &WorkerPlacement, own: usize, screen: &Screen) -> Result<Door, Failure> {
+    let opened = runtime::process::mpi::open().map_err(unmet)?;
     if (opened.rank, opened.processes) != (own, seats.processes) {
         let (rank, processes) = (opened.rank, opened.processes);
         return Err(Failure::input(format!(
@@ -275,7 +276,7 @@ fn over_mpi(seats: &Seats, own: usize, screen: &Screen) -> Result<Door, Failure>
 
 /// There is no MPI in this build.
 #[cfg(not(feature = "mpi"))]
-fn over_mpi(_: &Seats, _: usize, _: &Screen) -> Result<Door, Failure> {
+fn over_mpi(_: &WorkerPlacement, _: usize, _: &Screen) -> Result<Door, Failure> {
     Err(Failure::bug("a build without MPI is asked for it"))
 }
 
@@ -332,7 +333,7 @@ fn own_host(hosts: &[(String, u32)]) -> Result<usize, Failure> {
 }
 
 /// Ends the process when the run is over and its workers do not notice, because one of them computes: who started it waits for word.
-fn hurry(fate: Arc<Fate>, reader: Reader) -> Arc<AtomicBool> {
+fn hurry(fate: Arc<RunStatus>, reader: Reader) -> Arc<AtomicBool> {
     let is_over = Arc::new(AtomicBool::new(false));
     let over = is_over.clone();
     let watch = move || {

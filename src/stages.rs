@@ -10,7 +10,7 @@ use compiler::import::onnx::name::shown;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::profile::Method;
-use compiler::schedule::StageShape;
+use compiler::schedule::StageSpec;
 use compiler::schedule::pipeline::pipeline;
 
 /// The option of a plan that names the device whose costs it was made from.
@@ -135,7 +135,7 @@ fn links(plan: &Plan) -> Vec<[String; 2]> {
     let Some(pipeline) = is_told.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
     let told = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
     let trains = plan.schedule.kind != ScheduleKind::Inference;
-    let one = |(at, shape): (usize, &StageShape)| {
+    let one = |(at, shape): (usize, &StageSpec)| {
         let sent = pipeline.edges.iter().map(|edge| {
             let forward = if edge.from.index() == at { edge.forward_us } else { 0.0 };
             forward + if trains && edge.to.index() == at { edge.backward_us } else { 0.0 }

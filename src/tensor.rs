@@ -4,16 +4,16 @@ use crate::failure::Failure;
 use crate::untrained;
 use compiler::cluster::{Seconds, device};
 use compiler::graph::Graph;
-use compiler::op::Layout;
+use compiler::op::Sharding;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::Pipeline;
-use compiler::tensor_parallel::price::Machine;
+use compiler::tensor_parallel::cost::Machine;
 use runtime::checkpoint::devices::whole_codes;
-use runtime::compile::StageCode;
-use runtime::prepare::{PrepareError, Prepared, Settings};
-use runtime::seat::Layouts;
-use runtime::shared::{Order, SharedError, prepare_shared_with, run_shared};
-use runtime::train::{Course, StepDone, Trained, Training};
+use runtime::comm::tensor_group::Layouts;
+use runtime::exec::compile::StageCode;
+use runtime::train::prepare::{PrepareError, Prepared, Settings};
+use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
+use runtime::train::tensor_parallel::{Order, SharedError, prepare_shared_with, run_shared};
 
 /// What two threads take to meet.
 const MEETING: Seconds = Seconds(2e-6);
@@ -62,8 +62,8 @@ impl Sharing {
     /// Trains on all devices of the group, from where the course begins.
     pub fn train(
         &self,
-        training: &Training<'_>,
-        course: Course<'_>,
+        training: &TrainJob<'_>,
+        course: RunOptions<'_>,
         on_step: &mut dyn FnMut(StepDone),
     ) -> Result<Trained, Failure> {
         run_shared(training, course, (&self.layouts, self.devices), on_step).map_err(|error| match &error {
@@ -76,7 +76,7 @@ impl Sharing {
 
     /// What it comes to, in a sentence.
     pub fn told(&self) -> String {
-        let split = self.layouts.values().filter(|layout| matches!(layout, Layout::Split(_))).count();
+        let split = self.layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
         let (devices, all) = (self.devices, self.layouts.len());
         match split {
             0 => format!("{devices} devices share every stage, and at these sizes hold all {all} parameters each"),

@@ -4,10 +4,10 @@ use crate::loss::Counted;
 use crate::training::{Prepared, Task};
 use compiler::graph::hash::hash;
 use compiler::import::onnx::name::shown;
-use runtime::data::Order;
-use runtime::optimizer::Rule;
-use runtime::policy::{Policy, Staleness, Statistics};
-use runtime::rate::{Rate, Shape};
+use runtime::data::RowOrder;
+use runtime::optim::lr_schedule::{Rate, Shape};
+use runtime::optim::optimizer::Rule;
+use runtime::optim::policy::{Policy, Staleness, Statistics};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
@@ -37,8 +37,8 @@ impl Term {
 pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
     let Policy { clip_norm, statistics, loss_scaling, staleness } = task.policy;
     let order = match task.order {
-        Order::InOrder => "in order",
-        Order::Shuffled { .. } => "shuffled",
+        RowOrder::InOrder => "in order",
+        RowOrder::Shuffled { .. } => "shuffled",
     };
     let (loss, unbiased) = (prepared.loss(), task.unbiased);
     let counted = Counted::One(loss, task.class_dim).written().unwrap_or_default();

@@ -3,7 +3,7 @@
 use crate::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::partition::planner::{PlanError, Planned};
-use compiler::plan::held::fullest;
+use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective, Problem, Target};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::profile::cost_graph::ParamCost;

@@ -19,38 +19,40 @@ use crate::whose;
 use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
-use compiler::pass::mixed::{Mixed, mixed};
+use compiler::pass::mixed_precision::{Mixed, mixed};
 use compiler::pass::precision::precision;
-use compiler::pass::unbiased::unbiased;
+use compiler::pass::unbiased_variance::unbiased;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rest::period;
-use compiler::schedule::rule::StepCount;
+use compiler::schedule::resume::period;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
-use runtime::checkpoint::Part;
-use runtime::checkpoint::cuts::Cuts;
+use runtime::checkpoint::StageSnapshot;
+use runtime::checkpoint::barrier::Gate;
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
-use runtime::checkpoint::gate::Gate;
-use runtime::checkpoint::keeper::Keeper;
-use runtime::checkpoint::manifest::Dealt;
+use runtime::checkpoint::manifest::ShardLayout;
+use runtime::checkpoint::points::Cuts;
+use runtime::checkpoint::writer::Keeper;
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, DataError, Dataset, Order};
-use runtime::desk::checkpoint::Checkpoint;
+use runtime::data::weights;
+use runtime::data::{Batches, DataError, Dataset, RowOrder};
 use runtime::device::cpu::half::is_half;
-use runtime::link::group::Group;
-use runtime::optimizer::Optimizer;
-use runtime::policy::{Policy, Staleness, Statistics};
-use runtime::prepare::{self, PrepareError, Settings};
-use runtime::train::{self, Course, StepDone, Trained, Training};
-use runtime::weights;
-use runtime::worker::{Span, Work};
+use runtime::optim::optimizer::Optimizer;
+use runtime::optim::policy::{Policy, Staleness, Statistics};
+use runtime::process::process_group::Group;
+use runtime::stage::saved_weights::Checkpoint;
+use runtime::stage::worker::{Span, Work};
+use runtime::train::prepare;
+use runtime::train::prepare::{PrepareError, Settings};
+use runtime::train::run;
+use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{OnceLock, mpsc};
@@ -128,7 +130,7 @@ pub struct Task<'a> {
     /// What is kept from training, to see what it has brought.
     pub held_out: HeldOut,
     /// In which order rows are seen.
-    pub order: Order,
+    pub order: RowOrder,
     /// What dropout masks follow from.
     pub seed: u64,
     /// How parameters move.
@@ -267,7 +269,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         code.recompute |= stage.recompute;
         code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
     }
-    let feeds = train::feeds(&made.codes);
+    let feeds = run::feeds(&made.codes);
     // What is read from a file is in memory by now.
     let made_up = match task.data {
         Data::Synthetic(_) => memory::of_data(&feeds, u64::from(task.microbatches) * SYNTHETIC_MINIBATCHES as u64),
@@ -327,7 +329,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
     // In order, no epoch has the rows behind its last whole minibatch.
-    let trained = if task.order == Order::InOrder && rows > items { rows / items * items } else { rows };
+    let trained = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
     let ignored = counted(&data, trained).map_err(unfit)?;
     held_out.as_ref().map_or(Ok(0), |data| counted(data, data.rows())).map_err(unfit_held_out)?;
     let batches =
@@ -380,7 +382,7 @@ pub fn run(
     let (told, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
         let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
-        move |part: Part| {
+        move |part: StageSnapshot| {
             // Who listens is there as long as the run.
             keeper.take(part).into_iter().for_each(|saved| drop(told.send(saved)));
         }
@@ -389,11 +391,11 @@ pub fn run(
         let heard = task.keeping.iter().flat_map(|keeping| saves.try_iter().map(|saved| (keeping.tell)(&saved)));
         heard.count();
     };
-    let course = Course {
+    let course = RunOptions {
         start: prepared.begun.as_ref().map(|begun| &begun.start),
         cuts: task.keeping.as_ref().map(|keeping| prepared.cuts(keeping)),
         gate: gate.as_ref(),
-        on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(Part) + Send)),
+        on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
     };
     let told_step = &mut |step| {
@@ -402,7 +404,7 @@ pub fn run(
     };
     let trained = match &prepared.sharing {
         Some(sharing) => sharing.train(&training, course, told_step).map(Some),
-        None => train::run_in_group(&training, course, told_step, group).map_err(|error| untrained::told(&error)),
+        None => run::run_in_group(&training, course, told_step, group).map_err(|error| untrained::told(&error)),
     };
     tell();
     let trained = trained?;
@@ -446,8 +448,8 @@ fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
 
 impl Prepared {
     /// What the workers run.
-    pub fn training<'a>(&'a self, task: &Task<'a>) -> Training<'a> {
-        Training {
+    pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        TrainJob {
             codes: &self.made.codes,
             program: &self.made.program,
             weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
@@ -459,9 +461,9 @@ impl Prepared {
     }
 
     /// The same as checkpoints know it: with whole tensors, where devices have parts.
-    pub fn whole<'a>(&'a self, task: &Task<'a>) -> Training<'a> {
+    pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
         let training = self.training(task);
-        Training { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
+        TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
     }
 
     /// How many workers there are.
@@ -490,8 +492,8 @@ impl Prepared {
     }
 
     /// How work is dealt out.
-    pub fn dealt(&self) -> Dealt {
-        Dealt::of(&self.made.program, &self.made.codes, self.policy.staleness)
+    pub fn dealt(&self) -> ShardLayout {
+        ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
     }
 
     /// Where the run is cut for checkpoints.

@@ -3,9 +3,9 @@
 use crate::failure::Failure;
 use crate::quantity;
 use compiler::tensor::Tensor;
-use runtime::checkpoint::start::StartError;
-use runtime::losses::Diverged;
-use runtime::train::TrainError;
+use runtime::train::losses::Diverged;
+use runtime::train::resume::StartError;
+use runtime::train::run::TrainError;
 use std::collections::BTreeMap;
 
 /// What the user reads.

@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
-use compiler::wording::near::nearest;
+use compiler::text::suggest::nearest;
 
 /// The verb that plans, and the one that takes plans.
 const PLANS: &str = "partition";

@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use compiler::partition::planner::{self, PlanError, Planned, PlannerOptions};
-use compiler::partition::zero::least;
+use compiler::partition::search::zero::least;
 use compiler::plan::problem::Problem;
 use compiler::plan::zero::{LEVELS, MOST};
 

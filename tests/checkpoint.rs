@@ -13,18 +13,18 @@ use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer};
 use compiler::op::{BatchNorm, Emit, Input, Op, Parameter, State};
 use compiler::pass::loss::Loss;
 use compiler::schedule::Schedule;
-use compiler::schedule::rest::period;
-use compiler::schedule::rule::StepCount;
+use compiler::schedule::resume::period;
+use compiler::schedule::semantics::StepCount;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::barrier::Gate;
 use runtime::checkpoint::find::{self, Found};
-use runtime::checkpoint::gate::Gate;
-use runtime::checkpoint::start::check_states;
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::{Policy, Staleness, Statistics};
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Course, run, train};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::{Policy, Staleness, Statistics};
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::resume::check_states;
+use runtime::train::run::{RunOptions, run, train};
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -269,7 +269,7 @@ fn everything_that_a_checkpoint_holds_matters() {
         });
         let mut weights = ready.weights.clone();
         weights.extend(found.weights.clone());
-        let course = Course { start: Some(&found.start), ..Course::default() };
+        let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
         let fault =
             run(&ready.training(&weights), course, &mut |_| {}).err().expect("versions are missing").to_string();
         assert!(fault.starts_with("the checkpoint has no `v"), "{fault}");

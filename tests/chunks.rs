@@ -4,13 +4,13 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::partition::planner::{PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::ScheduleKind;
+use compiler::plan::check::consistency::sound;
 use compiler::plan::problem::{CostModel, Problem};
-use compiler::plan::sound::sound;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
-use compiler::schedule::check::check;
+use compiler::schedule::check::verify::check;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use std::collections::BTreeMap;
 

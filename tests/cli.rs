@@ -229,9 +229,9 @@ fn from_the_zoo_to_an_answer() {
     assert_eq!(weights, std::fs::read(at.join("ck/weights.safetensors")).unwrap());
 
     let rows = compiler::tensor::Tensor::from_f32(&[5, 6], &[0.5; 30]);
-    runtime::weights::write(&at.join("x.npz"), &[("x".to_string(), rows)].into()).unwrap();
+    runtime::data::weights::write(&at.join("x.npz"), &[("x".to_string(), rows)].into()).unwrap();
     done(at, &["eval", "m.onnx", "--inputs", "x.npz", "--weights", "w.safetensors", "-o", "y.npz"]);
-    assert_eq!(runtime::weights::read(&at.join("y.npz")).unwrap()["logits"].shape(), [5, 3]);
+    assert_eq!(runtime::data::weights::read(&at.join("y.npz")).unwrap()["logits"].shape(), [5, 3]);
     std::fs::write(at.join("list.tsv"), "m.onnx\tx.npz\tz.npz\nm.onnx\tnone.npz\tn.npz\n").unwrap();
     fails(at, 1, &["eval", "--batch-file", "list.tsv"]);
     assert!(at.join("z.npz").exists());
@@ -395,8 +395,8 @@ fn training_takes_what_users_have() {
     use compiler::tensor::Tensor;
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    let read = |name: &str| runtime::weights::read(&at.join(name)).unwrap();
-    let write = |name: &str, arrays| runtime::weights::write(&at.join(name), &arrays).unwrap();
+    let read = |name: &str| runtime::data::weights::read(&at.join(name)).unwrap();
+    let write = |name: &str, arrays| runtime::data::weights::write(&at.join(name), &arrays).unwrap();
     done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
     done(at, &["zoo", "mlp"]);
     // What is true or false is true where it stands alone.
@@ -554,7 +554,7 @@ fn optimizers_are_called_the_same_by_all_verbs() {
     };
     let trained = |words: &[&str]| {
         done(folder, &[&["train", "m.onnx", "--synthetic-data", "--steps", "3", "--save", "w.npz"], words].concat());
-        runtime::weights::read(&folder.join("w.npz")).unwrap()
+        runtime::data::weights::read(&folder.join("w.npz")).unwrap()
     };
     let same = |one: &[&str], other: &[&str]| {
         assert!(planned(one) == planned(other), "{one:?} and {other:?}");

@@ -20,18 +20,18 @@ use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::Schedule;
 use compiler::schedule::pipeline::pipeline;
-use compiler::schedule::rule::StepCount;
+use compiler::schedule::semantics::StepCount;
 use compiler::tensor::Tensor;
+use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
-use compiler::tensor_parallel::price::Machine;
 use profiler::scratch::scratch;
-use runtime::data::{Batches, Dataset, Order};
+use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::device::cpu::matmul::has_panels;
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
-use runtime::shared::{prepare_shared, train_shared};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::tensor_parallel::{prepare_shared, train_shared};
 use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -169,8 +169,8 @@ impl Set {
         let item = self.batch / self.microbatches as usize;
         let dataset = Dataset::new(self.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
         let batches =
-            Batches::new(dataset, self.batch, self.microbatches as usize, STEPS as usize, Order::InOrder).unwrap();
-        let training = Training {
+            Batches::new(dataset, self.batch, self.microbatches as usize, STEPS as usize, RowOrder::InOrder).unwrap();
+        let training = TrainJob {
             codes: &prepared.codes,
             program: &prepared.program,
             weights: &self.weights,

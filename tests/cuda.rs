@@ -10,12 +10,12 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use emulator::{Case, Played};
 use reference::{facts_of, in_type, reference, tensors};
-use runtime::device::cuda::card::{self, Card, Memory, Operands};
+use runtime::device::cuda::card::{self, Gpu, Memory, Operands};
 use runtime::device::cuda::compile::{Architecture, cubin};
 use runtime::device::cuda::library;
 use runtime::device::cuda::prelude::PRELUDE;
-use runtime::device::cuda::recipe::{Fault, Recipe};
-use runtime::device::layout::Layout;
+use runtime::device::cuda::recipe::{Fault, LaunchPlan};
+use runtime::device::layout::TensorLayout;
 use std::collections::BTreeSet;
 
 /// An op with its values, and what the reference makes of them.
@@ -30,8 +30,8 @@ struct Question {
 fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
     let facts = facts_of(inputs);
     let outputs = rule(op).infer(&facts.iter().collect::<Vec<_>>()).ok()?;
-    let layouts = |facts: &[Fact]| facts.iter().map(Layout::of).collect::<Vec<_>>();
-    let recipe = Recipe::new(op, &layouts(&facts), &layouts(&outputs))?;
+    let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
+    let recipe = LaunchPlan::new(op, &layouts(&facts), &layouts(&outputs))?;
     let want = reference(op, inputs, &outputs);
     let sizes = outputs.iter().map(|f| f.bytes().unwrap() as usize).collect();
     let case = Case { recipe, inputs: inputs.iter().map(|t| t.bytes().to_vec()).collect(), outputs: sizes };
@@ -165,7 +165,7 @@ fn a_gpu_gives_what_the_reference_gives() {
         println!("skipped: no GPU");
         return;
     }
-    let card = Card::open(0).unwrap();
+    let card = Gpu::open(0).unwrap();
     let stream = card.stream().unwrap();
     println!("{:?}", card.about());
     for question in questions() {

@@ -2,7 +2,7 @@
 
 use assert_cmd::Command;
 use compiler::tensor::Tensor;
-use runtime::weights;
+use runtime::data::weights;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;

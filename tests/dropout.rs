@@ -6,18 +6,18 @@ use compiler::op::dropout::COUNTER;
 use compiler::op::{Dropout, Emit, Input, MatMul, Op, Parameter};
 use compiler::pass::inference::inference;
 use compiler::pass::loss::Loss;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, Dataset, Order, mix};
-use runtime::evaluate::evaluate;
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder, mix};
+use runtime::exec::evaluate::evaluate;
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
 const BATCH: usize = 8;
@@ -54,7 +54,7 @@ fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, see
     let item = BATCH / microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let pipeline = Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); stages]);
+    let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let placed: Vec<usize> = (0..5).map(|op| op * stages / 5).collect();
     let prepared = prepare(&graph, &placed, pipeline, &settings).unwrap();
     let feeds = feeds(&prepared.codes);
@@ -62,10 +62,10 @@ fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, see
     let mut arrays = synthetic(&prepared.graph, &feeds, item, STEPS * BATCH, 3);
     assert_eq!(arrays.remove(COUNTER).map(|t| t.to_i64()), Some(vec![0]), "no data file has the counter");
     let data = Dataset::new(arrays, &feeds, item).unwrap();
-    let batches = Batches::new(data, BATCH, microbatches as usize, STEPS, Order::InOrder).unwrap().with_seed(seed);
+    let batches = Batches::new(data, BATCH, microbatches as usize, STEPS, RowOrder::InOrder).unwrap().with_seed(seed);
     let optimizer =
         Optimizer::from(Rule::Sgd { learning_rate: 0.05, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
-    let training = Training {
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &weights,
@@ -102,14 +102,14 @@ fn seeds_give_other_masks_and_ratio_zero_gives_none() {
 #[test]
 fn items_have_counters_of_their_own() {
     let x = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[4, 1], &[0.0; 4]))]);
-    let batches = || Batches::new(Dataset::new(x.clone(), &[], 1).unwrap(), 0, 1, 0, Order::InOrder);
+    let batches = || Batches::new(Dataset::new(x.clone(), &[], 1).unwrap(), 0, 1, 0, RowOrder::InOrder);
     // No feed, no rows: the data alone decides how many minibatches there are.
     assert!(batches().is_err());
     let fact = Fact::of(DType::F32, &[1, 1]);
-    let feed = runtime::compile::Named { name: "x".into(), fact, bytes: 4 };
+    let feed = runtime::exec::compile::NamedTensor { name: "x".into(), fact, bytes: 4 };
     let data = || Dataset::new(x.clone(), std::slice::from_ref(&feed), 1).unwrap();
     let of = |seed: u64, item: u32| {
-        let batches = Batches::new(data(), 2, 2, 2, Order::InOrder).unwrap().with_seed(seed);
+        let batches = Batches::new(data(), 2, 2, 2, RowOrder::InOrder).unwrap().with_seed(seed);
         let mut bytes = [0; 8];
         batches.fill(COUNTER, item, &mut bytes);
         i64::from_le_bytes(bytes)

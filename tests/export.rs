@@ -6,7 +6,7 @@ mod shared;
 use assert_cmd::Command;
 use compiler::export::target::table::TARGETS;
 use compiler::import::onnx::proto::ModelProto;
-use compiler::schedule::csv::Table;
+use compiler::schedule::formats::csv::ComputeTable;
 use compiler::tensor::Tensor;
 use prost::Message;
 use serde_json::Value;
@@ -298,7 +298,7 @@ fn every_schedule_becomes_a_table() {
     ] {
         gpt(folder, &["--gpus", "2", "--stages", replicas, "--schedule", schedule]);
         done(folder, &["export", "p.json", "--to", "torch", "-o", "t"]);
-        let table: Table = text(folder, "t/schedule.csv").parse().unwrap();
+        let table: ComputeTable = text(folder, "t/schedule.csv").parse().unwrap();
         let stages = json(folder, "t/stages.json");
         assert_eq!((table.rows.len(), table.microbatches()), (2, 4), "{schedule}");
         assert_eq!(table.stages() as usize, stages["stages"].as_array().unwrap().len(), "{schedule}");
@@ -314,19 +314,19 @@ fn every_schedule_becomes_a_table() {
 
 /// Runs the stages one after the other, as `stages.json` says, and compares with the whole model.
 fn runs_as_the_whole(folder: &Path, model: &str, inputs: &BTreeMap<String, Tensor>) {
-    runtime::weights::write(&folder.join("x.npz"), inputs).unwrap();
+    runtime::data::weights::write(&folder.join("x.npz"), inputs).unwrap();
     done(folder, &["eval", model, "--inputs", "x.npz", "-o", "whole.npz"]);
-    let whole = runtime::weights::read(&folder.join("whole.npz")).unwrap();
+    let whole = runtime::data::weights::read(&folder.join("whole.npz")).unwrap();
     let told = json(folder, "s/stages.json");
     let mut pool = inputs.clone();
     for stage in told["stages"].as_array().unwrap() {
         let named = |input: &Value| input["name"].as_str().unwrap().to_string();
         let wanted: Vec<String> = stage["inputs"].as_array().unwrap().iter().map(named).collect();
         let given: BTreeMap<String, Tensor> = wanted.iter().map(|name| (name.clone(), pool[name].clone())).collect();
-        runtime::weights::write(&folder.join("in.npz"), &given).unwrap();
+        runtime::data::weights::write(&folder.join("in.npz"), &given).unwrap();
         let file = format!("s/{}", stage["file"].as_str().unwrap());
         done(folder, &["eval", &file, "--inputs", "in.npz", "-o", "out.npz"]);
-        pool.extend(runtime::weights::read(&folder.join("out.npz")).unwrap());
+        pool.extend(runtime::data::weights::read(&folder.join("out.npz")).unwrap());
     }
     for name in told["outputs"].as_array().unwrap() {
         let name = name.as_str().unwrap();

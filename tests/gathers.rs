@@ -1,9 +1,9 @@
 //! Programs whose replicas have shares of what they would hold alike: what their instructions mean, take and must not do.
 
-use compiler::schedule::chart::chart;
-use compiler::schedule::check::check;
-use compiler::schedule::json::{from_json, to_json};
-use compiler::schedule::{Pipeline, Program, StageShape};
+use compiler::schedule::check::verify::check;
+use compiler::schedule::formats::chart::chart;
+use compiler::schedule::formats::json::{from_json, to_json};
+use compiler::schedule::{Pipeline, Program, StageSpec};
 use compiler::simulate::run::{Machine, simulate};
 
 /// Replicas that step shares of the weights, and what a program may have beside what schedules write: checkpoints, and a forward that runs
@@ -46,7 +46,7 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
     assert_eq!(from_json(&to_json(&program).unwrap()).unwrap(), program);
     assert_eq!(chart(&program).unwrap(), "0.0 | F0 R0 B0\n0.1 | F1 R1 B1\n");
     // Forward 2, the forward again 2, what is left of a backward of 6, and a reduce-scatter and an all-gather of an all-reduce of 10.
-    let mut stage = StageShape::new(2, 2.0, 6.0);
+    let mut stage = StageSpec::new(2, 2.0, 6.0);
     (stage.recompute, stage.all_reduce) = (Some(2.0), 10.0);
     let pipeline = Pipeline::chain(vec![stage]);
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
@@ -62,7 +62,7 @@ fn shares_of_weights_are_only_told_of() {
     let text = SHARES.replace("zero=1", "zero=3");
     let program: Program = text.parse().unwrap();
     check(&program).unwrap();
-    let mut stage = StageShape::new(2, 2.0, 6.0);
+    let mut stage = StageSpec::new(2, 2.0, 6.0);
     (stage.recompute, stage.all_reduce) = (Some(2.0), 10.0);
     let pipeline = Pipeline::chain(vec![stage]);
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();

@@ -13,7 +13,7 @@ fn give(folder: &Path) {
     let labels: Vec<i64> = (0..8).map(|at| at % 3).collect();
     let arrays = [("x", Tensor::from_f32(&[8, 6], &values)), ("y", Tensor::from_i64(&[8], &labels))];
     let arrays = arrays.map(|(name, tensor)| (name.to_string(), tensor));
-    runtime::weights::write(&folder.join("rows.npz"), &arrays.into()).unwrap();
+    runtime::data::weights::write(&folder.join("rows.npz"), &arrays.into()).unwrap();
 }
 
 #[test]

@@ -15,21 +15,21 @@ use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
-use compiler::plan::check::{check, reckon};
+use compiler::plan::check::verify::{check, reckon};
 use compiler::plan::problem::{CostModel, Problem};
-use compiler::plan::{Place, Plan, ScheduleKind, Stage, StageId};
+use compiler::plan::{LevelPlacement, Plan, ScheduleKind, Stage, StageId};
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::shared::SharedCosts;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::dim::Bindings;
+use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
-use compiler::tensor_parallel::price::Machine;
 use instances::{Random, random_graph};
 use models::zoo::{Options, build, to_bytes};
-use runtime::prepare::Settings;
-use runtime::shared::prepare_shared;
+use runtime::train::prepare::Settings;
+use runtime::train::tensor_parallel::prepare_shared;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -96,7 +96,7 @@ fn extend(
                 tensor_degree: Some(degree).filter(|degree| *degree > 1),
                 devices: (group * degree..(group + replicas) * degree).collect(),
                 recompute: false,
-                hierarchy: vec![Place { replicas, ..place }],
+                hierarchy: vec![LevelPlacement { replicas, ..place }],
                 ..template.stages[0].clone()
             });
             extend(problem, template, [degree, groups, ops], [end, group + replicas], stages, best);
@@ -168,8 +168,8 @@ fn random_models_on_random_levels_pass_their_judge() {
         let Ok(found) = plan(&problem, &PlannerOptions::default()) else { continue };
         assert_eq!(found.plan.stages[0].tensor_degree, Some(problem.shared[0].devices), "seed {seed}");
         check(&problem, &found.plan).unwrap();
-        compiler::plan::sound::sound(&found.plan).unwrap();
-        assert_eq!(compiler::plan::figures::figures(&found.plan), vec![], "seed {seed}");
+        compiler::plan::check::consistency::sound(&found.plan).unwrap();
+        assert_eq!(compiler::plan::check::figures::figures(&found.plan), vec![], "seed {seed}");
     }
 }
 
@@ -267,7 +267,7 @@ fn devices_hold_what_plans_say() {
         stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
     }
     let count = StepCount { minibatches: 1, microbatches: 2 };
-    let pipeline = Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); 2]);
+    let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); 2]);
     let dims = BTreeMap::new();
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
     let (made, _) = prepare_shared(&graph, &stages, pipeline, &settings, &machine).unwrap();
@@ -353,7 +353,7 @@ fn trains_as_without(name: &str) {
     for (shared, alone) in shared.iter().zip(&alone) {
         assert!((shared - alone).abs() <= 1e-6 * alone.abs(), "{shared}, alone {alone}");
     }
-    let read = |name: &str| runtime::weights::read(&folder.path().join(name)).unwrap();
+    let read = |name: &str| runtime::data::weights::read(&folder.path().join(name)).unwrap();
     for (name, alone) in read("alone.npz") {
         let shared = read("shared.npz")[&name].to_f64();
         let worst = shared.iter().zip(alone.to_f64()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);

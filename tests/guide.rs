@@ -4,7 +4,7 @@ mod console;
 
 use compiler::tensor::Tensor;
 use console::{pages, play};
-use runtime::weights;
+use runtime::data::weights;
 use std::fs;
 use std::path::Path;
 

@@ -8,12 +8,12 @@ use compiler::import::import::{Options as Import, load};
 use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::cost_graph;
 use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
-use compiler::plan::memory::Holdings;
-use compiler::plan::passing::Passing;
+use compiler::plan::gradient_buffers::GradientBuffers;
+use compiler::plan::memory::MemoryTerms;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
-use runtime::compile::compile_parts;
-use runtime::train::placement;
+use runtime::exec::compile::compile_parts;
+use runtime::train::run::placement;
 
 /// Samples of an item: enough that a tensor is large beside what alignment adds.
 const BATCH: i64 = 32;
@@ -36,7 +36,7 @@ fn stages_keep_what_plans_say() {
         let costs = cost_graph(&graph, &attribute(&graph, Training::Gradient).unwrap());
         let mut trained = graph.clone();
         attach(&mut trained, Loss::CrossEntropy, None).unwrap();
-        let passing = Passing::of(&levels("3:1GB/s").unwrap());
+        let passing = GradientBuffers::of(&levels("3:1GB/s").unwrap());
         let ops = order::numbered(&graph).len();
         let (mut said, mut found, mut halves, mut between) = (0u64, 0u64, 0u64, 0u64);
         for at in 0..CUTS {
@@ -50,7 +50,7 @@ fn stages_keep_what_plans_say() {
             // The last stage keeps what the loss reads besides, which planning does not know.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();
-                let holdings = Holdings::of(&costs, &costs.flows(), &inside, &passing);
+                let holdings = MemoryTerms::of(&costs, &costs.flows(), &inside, &passing);
                 let feeds: usize = code.feeds.iter().filter(|feed| feed.name != TARGET).map(|feed| feed.bytes).sum();
                 let kept = (code.kept_bytes + code.own_bytes.iter().sum::<usize>() + feeds) as u64;
                 let planned = holdings.saved + holdings.sent;

@@ -11,8 +11,8 @@ use compiler::op::{Binary, Input, MatMul, Op, Parameter, Transpose, Unary, Value
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::cost_graph;
-use compiler::plan::check::check;
-use compiler::plan::fault::Fault;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Problem, ProblemError};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
@@ -144,7 +144,7 @@ fn the_judge_refuses_what_is_apart() {
     problem.graph.ops[first].joins = Some(OpId(layer));
     let faults = check(&problem, &found).unwrap_err();
     assert!(
-        faults.iter().any(|fault| matches!(fault, Fault::Apart { op, with, .. } if *op == first && *with == layer))
+        faults.iter().any(|fault| matches!(fault, PlanFault::Apart { op, with, .. } if *op == first && *with == layer))
     );
     assert!(faults[0].to_string().contains("to which it belongs"), "{}", faults[0]);
 }

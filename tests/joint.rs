@@ -7,24 +7,24 @@ use compiler::cluster::read::levels;
 use compiler::graph::{Graph, Origin, Output, Writer};
 use compiler::op::{Constant, Conv, Emit, Input, MatMul, Op, Parameter, Reshape, Unary, Value, Window};
 use compiler::pass::attribution::{Training as Learns, attribute};
+use compiler::pass::batched_weight_grad::ITEMS;
 use compiler::pass::costs::cost_graph;
-use compiler::pass::joint::ITEMS;
 use compiler::pass::loss::Loss;
 use compiler::plan::ScheduleKind;
-use compiler::plan::memory::{Holdings, Multiples};
-use compiler::plan::passing::Passing;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::plan::gradient_buffers::GradientBuffers;
+use compiler::plan::memory::{MemoryMultipliers, MemoryTerms};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use drawn::uniform;
 use profiler::scratch::{of_joint, scratch};
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Prepared, Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Prepared, Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
 type Network = (Graph, BTreeMap<String, Tensor>);
@@ -77,7 +77,7 @@ fn prepared((graph, _): &Network, pipeline: Pipeline, schedule: Schedule, microb
 }
 
 fn chain(replicas: &[u32]) -> Pipeline {
-    Pipeline::chain(replicas.iter().map(|r| StageShape::new(*r, 1.0, 2.0)).collect())
+    Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect())
 }
 
 /// Steps that make gradients of several items at once.
@@ -94,9 +94,9 @@ fn trained(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained
     ]);
     let data = Dataset::new(data, &feeds(&prepared.codes), 1).unwrap();
     let minibatch = microbatches as usize;
-    let batches = Batches::new(data, minibatch, minibatch, STEPS as usize, Order::InOrder).unwrap();
+    let batches = Batches::new(data, minibatch, minibatch, STEPS as usize, RowOrder::InOrder).unwrap();
     let rule = Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
-    let training = Training {
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &network.1,
@@ -214,7 +214,7 @@ fn forwards_leave_what_is_put_by() {
 #[test]
 fn replicas_and_few_micro_batches() {
     let network = network();
-    let shape = |zero| StageShape { zero, ..StageShape::new(2, 1.0, 2.0) };
+    let shape = |zero| StageSpec { zero, ..StageSpec::new(2, 1.0, 2.0) };
     let whole = trained(&network, &prepared(&network, chain(&[1]), Schedule::OneFOneB, 17), 17);
     for (zero, steps) in [(0, 4), (1, 4), (2, 0), (3, 0)] {
         let shared = prepared(&network, Pipeline::chain(vec![shape(zero)]), Schedule::OneFOneB, 17);
@@ -244,10 +244,10 @@ fn what_is_put_by_is_planned() {
         [op.joint_bytes, op.joint_workspace_bytes] = joint;
     }
     assert_eq!(costs.ops.iter().filter(|op| op.joint_bytes > 0).count(), 4);
-    let passing = Passing::of(&levels("1:1GB/s").unwrap());
-    let holdings = Holdings::of(&costs, &costs.flows(), &vec![true; costs.ops.len()], &passing);
+    let passing = GradientBuffers::of(&levels("1:1GB/s").unwrap());
+    let holdings = MemoryTerms::of(&costs, &costs.flows(), &vec![true; costs.ops.len()], &passing);
     for microbatches in [4, 8, 12] {
-        let multiples = Multiples {
+        let multiples = MemoryMultipliers {
             in_flight: 1,
             apart: 0,
             versions: 1,

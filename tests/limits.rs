@@ -7,19 +7,19 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::check::check;
-use compiler::plan::fault::Fault;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
 use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId};
+use compiler::schedule::action::{Phase, apart};
 use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
 use compiler::schedule::published_caps as published;
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::work::{Part, apart};
+use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{self, Instruction};
-use compiler::simulate::steady::{Steady, steady};
+use compiler::simulate::one_f_one_b_rr::{Steady, steady};
 use instances::{Random, add, chain, parallel, transformer};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -146,12 +146,12 @@ fn holds_its_counts(name: &str, plan: &Plan) {
     let minibatches = if kind.is_round_robin() { 12 } else { 2 };
     let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let program = schedule(kind, &pipeline(plan).unwrap(), count).unwrap();
-    schedule::check::check(&program).unwrap();
+    schedule::check::verify::check(&program).unwrap();
     for worker in &program.workers {
         let mut now = vec![0u32; program.stages.len()];
         for (work, ..) in worker.instructions.iter().filter_map(Instruction::work) {
             let at = work.stage.index();
-            now[at] += u32::from(work.part == Part::Forward);
+            now[at] += u32::from(work.part == Phase::Forward);
             assert!(now[at] <= plan.schedule.in_flight[at], "{name}: {now:?} of {:?}", plan.schedule.in_flight);
             now[at] -= u32::from(work.part.ends());
         }
@@ -304,7 +304,8 @@ fn a_plan_that_overloads_the_link_of_a_server_is_refused() {
         let mut hasty = found.clone();
         (hasty.predicted.minibatch_us, hasty.predicted.busiest_link) = (2001.0, None);
         let faults = check(&problem, &hasty).unwrap_err();
-        let is_link = |fault: &Fault| matches!(fault, Fault::Link { unit: 0, needed_us, .. } if *needed_us > 4000.0);
+        let is_link =
+            |fault: &PlanFault| matches!(fault, PlanFault::Link { unit: 0, needed_us, .. } if *needed_us > 4000.0);
         assert!(faults.iter().any(is_link), "{faults:?}");
         let mut wrong = found.clone();
         wrong.predicted.busiest_link.as_mut().unwrap().share = 0.5;

@@ -8,10 +8,10 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::{gpus, levels};
 use compiler::cluster::unit::bandwidth;
 use compiler::import::pipedream;
-use compiler::partition::joined::Joined;
 use compiler::partition::milp::solve::refine;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::partition::search::{Among, Found, Question};
+use compiler::partition::search::candidates::{SearchContext, SearchLimits, SearchResult};
+use compiler::partition::search::fused_graph::FusedGraph;
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use compiler::plan::read::to_json;
@@ -73,11 +73,11 @@ fn limit(problem: &mut Problem, seed: u64) {
 }
 
 /// From one device alone, which may not fit, to the best that integer programs find.
-fn from_single(problem: &Problem) -> Found {
-    let joined = Joined::of(&problem.graph);
-    let question = Question { problem, joined: &joined, budget: Some(1_000_000), among: Among::ALONE };
+fn from_single(problem: &Problem) -> SearchResult {
+    let joined = FusedGraph::of(&problem.graph);
+    let question = SearchContext { problem, joined: &joined, budget: Some(1_000_000), among: SearchLimits::ALONE };
     let [single, ..] = question.baselines();
-    refine(&question, Found::of(single), None).unwrap()
+    refine(&question, SearchResult::of(single), None).unwrap()
 }
 
 /// Holds a proven answer from a poor start against everything.
@@ -181,11 +181,12 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         problem.activation_compression = Some(1.0);
         let ours = with(&problem, Partitioner::Pipec).unwrap();
         // Everything on one device leaves much to find; no node at all is too little to find it.
-        let joined = Joined::of(&problem.graph);
-        let question = Question { problem: &problem, joined: &joined, budget: Some(0), among: Among::ALONE };
+        let joined = FusedGraph::of(&problem.graph);
+        let question =
+            SearchContext { problem: &problem, joined: &joined, budget: Some(0), among: SearchLimits::ALONE };
         let [single, ..] = question.baselines();
         let single_us = single.minibatch_us;
-        let found = refine(&question, Found::of(single), None).unwrap();
+        let found = refine(&question, SearchResult::of(single), None).unwrap();
         let best = found.candidates.iter().map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
         println!(
             "{name}: {best} of {single_us}, {:?}, bound {}, {:?}",
@@ -210,10 +211,10 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
 #[test]
 fn no_time_at_all_is_said() {
     let problem = Problem::new(chain(20), levels("4:0.5GB/s").unwrap(), CostModel::Paper);
-    let joined = Joined::of(&problem.graph);
-    let question = Question { problem: &problem, joined: &joined, budget: None, among: Among::ALONE };
+    let joined = FusedGraph::of(&problem.graph);
+    let question = SearchContext { problem: &problem, joined: &joined, budget: None, among: SearchLimits::ALONE };
     let [single, ..] = question.baselines();
-    let found = refine(&question, Found::of(single), Some(Duration::ZERO)).unwrap();
+    let found = refine(&question, SearchResult::of(single), Some(Duration::ZERO)).unwrap();
     assert_eq!((found.proven_us, found.candidates.len()), (None, 1));
     assert!(found.fallback.unwrap().contains("clock"));
 }

@@ -73,7 +73,7 @@ fn give(folder: &Path) {
     let good = [0, 1, 2, 0, 1, 2, 0, 1];
     let write = |name: &str, arrays: &[(&str, Tensor)]| {
         let arrays = arrays.iter().map(|(name, tensor)| (name.to_string(), tensor.clone())).collect();
-        runtime::weights::write(&folder.join(name), &arrays).unwrap();
+        runtime::data::weights::write(&folder.join(name), &arrays).unwrap();
     };
     write("train.npz", &[("x", x()), ("y", y(good))]);
     write("no-labels.npz", &[("x", x())]);

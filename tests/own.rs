@@ -200,7 +200,7 @@ fn a_program_writes_checkpoints() {
     refused(folder, &train, 2, "no place for checkpoints");
     refused(folder, &train, 2, "`--checkpoint-dir FOLDER`");
     done(folder, &[&train[..], &["--checkpoint-dir", "ck"]].concat());
-    let read = |name: &str| runtime::weights::read(&folder.join("ck").join(name)).unwrap();
+    let read = |name: &str| runtime::data::weights::read(&folder.join("ck").join(name)).unwrap();
     let (all, own) = (read("weights.safetensors"), read("stage-0-version-2.safetensors"));
     assert!(!own.is_empty() && own.len() < all.len());
     for (name, tensor) in &own {

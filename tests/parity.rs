@@ -8,14 +8,14 @@ use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::pass::loss::Loss;
 use compiler::pass::precision::precision;
 use compiler::plan::zero::MOST;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::{DType, Tensor};
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -97,7 +97,7 @@ fn run_shared(
     let batch = set.batch;
     let dims = BTreeMap::from([(name.clone(), (batch / count.microbatches as usize) as i64)]);
     let level = |r: &u32| if *r > 1 { zero } else { 0 };
-    let shape = |r: &u32| StageShape { zero: level(r), ..StageShape::new(*r, 1.0, 2.0) };
+    let shape = |r: &u32| StageSpec { zero: level(r), ..StageSpec::new(*r, 1.0, 2.0) };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect());
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let prepared = prepare(&set.model.graph, stages, pipeline, &settings).unwrap();
@@ -113,8 +113,8 @@ fn run_shared(
     let dataset =
         Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), batch / count.microbatches as usize).unwrap();
     let steps = count.minibatches as usize;
-    let batches = Batches::new(dataset, batch, count.microbatches as usize, steps, Order::InOrder).unwrap();
-    let training = Training {
+    let batches = Batches::new(dataset, batch, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &weights,

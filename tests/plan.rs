@@ -8,13 +8,13 @@ use compiler::cluster::read::{gpus, levels};
 use compiler::cluster::unit::bandwidth;
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::check::check;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use compiler::plan::read::{from_json, schema, to_json};
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
-use compiler::simulate::steady::Steady;
+use compiler::simulate::one_f_one_b_rr::Steady;
 use instances::Random;
 use std::time::{Duration, Instant};
 

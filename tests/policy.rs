@@ -7,18 +7,18 @@ use compiler::op::{BatchNorm, Emit, Input, MatMul, NodeId, Op, Parameter, State,
 use compiler::pass::backward::{Arriving, Made, Read, backward};
 use compiler::pass::fragment::fragments;
 use compiler::pass::loss::{LOSS, Loss, attach};
-use compiler::pass::mixed::mixed;
+use compiler::pass::mixed_precision::mixed;
 use compiler::pass::pipeline;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec, published_caps};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::data::{Batches, Dataset, Order, mix};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::{DISCREPANCY, LossScaling, Policy, Staleness, Statistics};
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder, mix};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::{DISCREPANCY, LossScaling, Policy, Staleness, Statistics};
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 const BATCH: usize = 4;
@@ -98,7 +98,7 @@ fn momentum() -> Optimizer {
 }
 
 fn chain(replicas: &[u32]) -> Pipeline {
-    let shapes = replicas.iter().map(|r| StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
+    let shapes = replicas.iter().map(|r| StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
     Pipeline::chain(shapes).with_caps(&published_caps(replicas))
 }
 
@@ -121,8 +121,8 @@ fn run_with(
     let prepared = prepare(&net.graph, &stages, pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(net.dtype, steps), &feeds(&prepared.codes), item).unwrap();
-    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
-    let training = Training {
+    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &net.weights,
@@ -408,7 +408,7 @@ fn under_a_flush_the_norm_is_over_all_stages_to_the_bit() {
             let one = run(&net, chain(&[1]), Schedule::OneFOneB, count, policy);
             let (losses, weights) = flushed(&net, count, 0.1);
             assert_same(&format!("tied {tied}, {microbatches} microbatches"), &one, &losses, &weights);
-            let even = |stages: usize| Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); stages]);
+            let even = |stages: usize| Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
             for (schedule, pipeline) in [
                 (Schedule::OneFOneB, even(2)),
                 (Schedule::Gpipe, even(3)),

@@ -1,11 +1,11 @@
 //! The published schedules: bubbles, activations and step times as the papers' formulas have them, and the tables that torch's own
 //! generators write.
 
-use compiler::schedule::check::check;
-use compiler::schedule::csv::{Table, csv};
-use compiler::schedule::rule::StepCount;
+use compiler::schedule::check::verify::check;
+use compiler::schedule::formats::csv::{ComputeTable, csv};
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError, StageSpec};
 use compiler::simulate::Timeline;
 use compiler::simulate::run::{Machine, simulate};
 
@@ -164,7 +164,7 @@ fn speed(ratio: f64, layers: &[i32], m: u32) -> f64 {
     let all = 1.0 - ratio.powi(layers.iter().sum());
     for &count in layers {
         let share = ratio.powi(first) * (1.0 - ratio.powi(count)) / all;
-        stages.push(StageShape::new(1, share / 4.0, share * 3.0 / 4.0));
+        stages.push(StageSpec::new(1, share / 4.0, share * 3.0 / 4.0));
         first += count;
     }
     let pipeline = Pipeline::chain(stages);
@@ -225,7 +225,7 @@ const TABLES: [(Schedule, u32, &str); 5] = [
 #[test]
 fn tables_of_torch() {
     for (name, v, text) in TABLES {
-        let table: Table = text.parse().unwrap();
+        let table: ComputeTable = text.parse().unwrap();
         assert_eq!(table.to_string(), text, "{name}");
         let pipeline = ranks(name, 4, v);
         let program = table.program(&pipeline, 2).unwrap();
@@ -236,7 +236,7 @@ fn tables_of_torch() {
         let [a, b] = [&program, &own].map(|program| simulate(program, &pipeline, &Machine::of(&pipeline)).unwrap());
         near(a.makespan, b.makespan, name.name());
         assert_eq!(table.splits_backward(), name.splits_backward());
-        let again: Table = csv(&own).parse().unwrap();
+        let again: ComputeTable = csv(&own).parse().unwrap();
         assert_eq!(again.to_string(), csv(&own));
     }
 }
@@ -247,7 +247,7 @@ fn replicas_share_a_table() {
     for (name, v, text) in TABLES {
         let mut pipeline = ranks(name, 4, v);
         pipeline.stages.iter_mut().for_each(|stage| stage.replicas = 3);
-        let table: Table = text.parse().unwrap();
+        let table: ComputeTable = text.parse().unwrap();
         let program = table.program(&pipeline, 2).unwrap();
         check(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(program.workers.len(), 12);

@@ -8,15 +8,15 @@ use compiler::cluster::device::find;
 use compiler::cluster::read::levels;
 use compiler::cluster::{Bytes, DeviceClass};
 use compiler::partition::planner::{Partitioner, PlanError, PlannerOptions, plan};
-use compiler::plan::check::check;
-use compiler::plan::figures::figures;
+use compiler::plan::check::figures::figures;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::read::{from_json, to_json};
 use compiler::plan::{Edge, ScheduleKind, Stage};
 use compiler::profile::cost_graph::{OpId, ParamCost};
 use compiler::schedule::pipeline::pipeline_of;
-use compiler::simulate::stated::stated;
-use compiler::simulate::steady::{Steady, steady};
+use compiler::simulate::check_plan::stated;
+use compiler::simulate::one_f_one_b_rr::{Steady, steady};
 use instances::{Random, random_graph};
 
 const CLUSTERS: [&str; 8] = [

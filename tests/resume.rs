@@ -6,7 +6,7 @@ use compiler::tensor::Tensor;
 use runtime::checkpoint::encode::Holds;
 use runtime::checkpoint::find;
 use runtime::data::mix;
-use runtime::weights;
+use runtime::data::weights;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;

@@ -6,13 +6,13 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
 use compiler::plan::StageId;
-use compiler::schedule::check::check;
-use compiler::schedule::fault::CheckError;
-use compiler::schedule::rule::StepCount;
+use compiler::schedule::action::Phase;
+use compiler::schedule::check::error::CheckError;
+use compiler::schedule::check::verify::check;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::work::Part;
+use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{
-    Bucket, Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token,
+    Bucket, Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageSpec, Token,
     Version, WorkerId,
 };
 
@@ -49,10 +49,10 @@ fn random_pipeline(random: &mut Random, name: Schedule) -> Pipeline {
     let replicas = 1 + random.below(3);
     let mut time = |most: u32| f64::from(random.below(most * 4)) / 4.0;
     let times: Vec<[f64; 3]> = (0..stages).map(|_| [time(5), time(9), time(3)]).collect();
-    let shapes = times.iter().map(|&[forward, backward, all_reduce]| StageShape {
+    let shapes = times.iter().map(|&[forward, backward, all_reduce]| StageSpec {
         all_reduce,
         recompute: (forward as u32 % 3 == 1).then(|| forward.min(backward)),
-        ..StageShape::new(if deals_equally { replicas } else { 1 + random.below(4) }, forward, backward)
+        ..StageSpec::new(if deals_equally { replicas } else { 1 + random.below(4) }, forward, backward)
     });
     let mut pipeline = Pipeline::chain(shapes.collect());
     for stage in &mut pipeline.stages {
@@ -109,7 +109,7 @@ fn every_program_passes_and_reads_back() {
     let mut seen: BTreeMap<&str, [u32; 3]> = BTreeMap::new();
     for seed in 0..programs {
         let (pipeline, program) = random_program(&mut Random(seed));
-        let replicas = |stage: &StageShape| stage.replicas;
+        let replicas = |stage: &StageSpec| stage.replicas;
         let unequal = pipeline.stages.iter().any(|stage| replicas(stage) != replicas(&pipeline.stages[0]));
         let skips = pipeline.edges.iter().any(|edge| edge.to.0 > edge.from.0 + 1);
         let kinds = seen.entry(program.schedule.name()).or_default();
@@ -153,7 +153,7 @@ fn times_choose_order_and_never_versions() {
         for (a, b) in program.workers.iter().zip(&other.workers) {
             let versions = |instructions: &[Instruction], kind| {
                 let used = instructions.iter().filter_map(Instruction::work).filter(|(work, ..)| match kind {
-                    Payload::Activation => work.part == Part::Forward,
+                    Payload::Activation => work.part == Phase::Forward,
                     Payload::Gradient => work.part.ends(),
                 });
                 let mut used: Vec<_> = used.map(|(work, version, _)| (work.stage, work.item, version)).collect();
@@ -440,7 +440,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
                     let (from, to) = program.edges[edge.index()];
                     let uses = |i: &Instruction| match i.work() {
                         Some((work, ..)) if kind == Payload::Activation => {
-                            (work.stage, work.item, work.part) == (to, item, Part::Forward)
+                            (work.stage, work.item, work.part) == (to, item, Phase::Forward)
                         }
                         Some((work, ..)) => (work.stage, work.item) == (from, item) && work.part.makes_gradients(),
                         None => false,

@@ -206,7 +206,7 @@ fn files_and_answers_are_what_the_schemas_say() {
     pipec(at, "zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx");
     let arrays = [("x", Tensor::from_f32(&[12, 6], &[0.5; 72])), ("y", Tensor::from_i64(&[12], &[1; 12]))];
     let arrays = arrays.map(|(name, tensor)| (name.to_string(), tensor));
-    runtime::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
+    runtime::data::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
     let train = "train m.onnx --data d.npz --batch 4 --metrics m.jsonl --stages 2,1 --eval-split 0.4";
     let printed = parsed(&pipec(at, &format!("{train} --format json -q")));
     let total = json!({"$ref": "#/$defs/Total", "$defs": metrics["$defs"]});
@@ -276,7 +276,7 @@ fn what_verbs_answer_is_what_the_schema_of_answers_says() {
     let x = Tensor::from_f32(&[2, 1, 8, 8], &[0.5; 128]);
     let y = Tensor::from_i64(&[2], &[1; 2]);
     let arrays = [("x", x), ("y", y)].map(|(name, tensor)| (name.to_string(), tensor));
-    runtime::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
+    runtime::data::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
     fits("eval", "eval mlp.onnx --inputs d.npz -o out.npz", 0);
     fs::write(at.join("list.tsv"), "mlp.onnx\td.npz\tout.npz\nnone.onnx\td.npz\tout.npz\n").unwrap();
     fits("cases", "eval --batch-file list.tsv", 1);

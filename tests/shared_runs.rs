@@ -32,7 +32,7 @@ const TRAIN: [&str; 11] =
 const KEPT: [&str; 4] = ["--checkpoint-dir", "ck", "--checkpoint-every", "2"];
 
 fn read(folder: &Path, name: &str) -> BTreeMap<String, Tensor> {
-    runtime::weights::read(&folder.join(name)).unwrap()
+    runtime::data::weights::read(&folder.join(name)).unwrap()
 }
 
 fn losses(folder: &Path, name: &str) -> Vec<f64> {

@@ -1,16 +1,16 @@
 //! Simulated figures that are known from elsewhere: bubbles, activations, stashes, shared cores, links.
 
-use compiler::schedule::chart::chart;
-use compiler::schedule::check::check;
-use compiler::schedule::json::{from_json, to_json};
-use compiler::schedule::link::Link;
-use compiler::schedule::rule::StepCount;
+use compiler::schedule::check::verify::check;
+use compiler::schedule::formats::chart::chart;
+use compiler::schedule::formats::json::{from_json, to_json};
+use compiler::schedule::link_time::Link;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Bucket, Pipeline, Program, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Bucket, Pipeline, Program, Schedule, StageSpec};
 use compiler::simulate::efficiency::{auto_caps, steady_efficiency};
 use compiler::simulate::network::Network;
+use compiler::simulate::one_f_one_b_rr::{bound, ideal_us, steady};
 use compiler::simulate::run::{Jitter, Machine, simulate};
-use compiler::simulate::steady::{bound, ideal_us, steady};
 use compiler::simulate::{Activity, SimulateError, Timeline};
 
 fn play(program: &Program, pipeline: &Pipeline) -> Timeline {
@@ -264,7 +264,7 @@ fn jitter_follows_its_seed_and_slows_what_waits() {
 fn in_buckets() -> Pipeline {
     let bucket = |ready, share| Bucket { ready, share };
     let buckets = vec![bucket(0.25, 0.25), bucket(0.75, 0.25), bucket(1.0, 0.5)];
-    Pipeline::chain(vec![StageShape { all_reduce: 8.0, buckets, ..StageShape::new(2, 1.0, 8.0) }])
+    Pipeline::chain(vec![StageSpec { all_reduce: 8.0, buckets, ..StageSpec::new(2, 1.0, 8.0) }])
 }
 
 #[test]

@@ -63,7 +63,7 @@ fn prepared() -> tempfile::TempDir {
     }
     let arrays = [("x", Tensor::from_f32(&[8, 6], &[0.5; 48])), ("y", Tensor::from_i64(&[8], &[1; 8]))];
     let arrays = arrays.map(|(name, tensor)| (name.to_string(), tensor));
-    runtime::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
+    runtime::data::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
     folder
 }
 

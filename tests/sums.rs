@@ -6,18 +6,18 @@ mod drawn;
 use compiler::graph::{Graph, Origin, Output, Writer};
 use compiler::op::{Binary, Emit, Input, MatMul, Op, Parameter, Reduce, ReduceKind, Unary, Value};
 use compiler::pass::loss::Loss;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use drawn::uniform;
-use runtime::compile::StageCode;
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::exec::compile::StageCode;
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
 /// Rows of a microbatch: more than any product sums up at once.
@@ -64,15 +64,15 @@ fn trained(
         schedule,
         count,
     };
-    let shapes = (0..=stages[stages.len() - 1]).map(|_| StageShape::new(1, 1.0, 2.0)).collect();
+    let shapes = (0..=stages[stages.len() - 1]).map(|_| StageSpec::new(1, 1.0, 2.0)).collect();
     let prepared = prepare(graph, stages, Pipeline::chain(shapes), &settings).unwrap();
     let data =
         [("x", 42), ("y", 43)].map(|(name, seed)| (name.to_string(), uniform(&[minibatch * steps, WIDTH], seed)));
     let data = Dataset::new(BTreeMap::from(data), &feeds(&prepared.codes), ROWS).unwrap();
-    let batches = Batches::new(data, minibatch, MICROBATCHES as usize, steps, Order::InOrder).unwrap();
+    let batches = Batches::new(data, minibatch, MICROBATCHES as usize, steps, RowOrder::InOrder).unwrap();
     let rule = Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
     let optimizer = Optimizer::from(rule);
-    let training = Training {
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights,

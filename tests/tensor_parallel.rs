@@ -6,20 +6,20 @@ mod shared;
 use compiler::cluster::{BytesPerSecond, Seconds, device};
 use compiler::graph::order;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
-use compiler::op::Layout;
+use compiler::op::Sharding;
 use compiler::pass::loss::Loss;
 use compiler::pass::precision::precision;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::{DType, Tensor};
-use compiler::tensor_parallel::price::Machine;
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
-use runtime::seat::Layouts;
-use runtime::shared::{SharedError, prepare_shared, train_shared};
-use runtime::train::{Trained, Training, feeds, train};
+use compiler::tensor_parallel::cost::Machine;
+use runtime::comm::tensor_group::Layouts;
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::tensor_parallel::{SharedError, prepare_shared, train_shared};
 use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -64,7 +64,7 @@ fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(
     let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
     let item = set.batch / microbatches as usize;
     let dims = BTreeMap::from([(name.clone(), item as i64)]);
-    let pipeline = Pipeline::chain(replicas.iter().map(|r| StageShape::new(*r, 1.0, 2.0)).collect());
+    let pipeline = Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect());
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
     let (prepared, layouts) = match devices {
         1 => (prepare(&set.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
@@ -76,8 +76,8 @@ fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(
     };
     let weights: BTreeMap<String, Tensor> = set.model.weights.iter().map(given).collect();
     let dataset = Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
-    let batches = Batches::new(dataset, set.batch, microbatches as usize, 10, Order::InOrder).unwrap();
-    let training = Training {
+    let batches = Batches::new(dataset, set.batch, microbatches as usize, 10, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &weights,
@@ -106,7 +106,7 @@ fn losses_are_those_of_pytorch_on_groups_of_two_and_four() {
         for devices in [2, 4] {
             let (trained, layouts) = run(&set, &[1], devices, &Policy::default()).unwrap();
             let error = worst(&trained.losses, &set.expected["loss64_adam"].to_f64());
-            let split = layouts.values().filter(|layout| matches!(layout, Layout::Split(_))).count();
+            let split = layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
             println!("{name}, {devices} devices: {error:.1e}, {split} of {} parameters split", layouts.len());
             assert!(error <= 1e-5, "{name}, {devices} devices: {error:.2e}");
             // A recurrent layer is shared by the rows of a batch, with whole weights.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// The rooms, from the ground up; a room may import what stands on lower floors, and itself.
 const FLOORS: [(&str, usize); 19] = [
-    ("compiler::wording", 1),
+    ("compiler::text", 1),
     ("compiler::tensor", 1),
     ("compiler::cluster", 2),
     ("compiler::op", 3),

@@ -3,8 +3,8 @@
 use compiler::export::trace::encode::encode;
 use compiler::export::trace::perfetto::{self, BEGIN, BYTES, COUNTER, END};
 use compiler::export::trace::{Form, Trace};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Schedule};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{Activity, Span, Timeline, Track};

@@ -10,21 +10,21 @@ use compiler::pass::backward::{Arriving, Made, Read, backward};
 use compiler::pass::fragment::fragments;
 use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::pipeline;
-use compiler::schedule::check::check;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Bucket, Instruction, Pipeline, Schedule, StageShape, published_caps};
+use compiler::schedule::check::verify::check;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Bucket, Instruction, Pipeline, Schedule, StageSpec, published_caps};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use drawn::uniform;
-use runtime::data::{Batches, Dataset, Order, mix};
-use runtime::desk::checkpoint::Checkpoint;
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Prepared, Settings, prepare};
-use runtime::rate::{Rate, Shape};
-use runtime::train::{TrainError, Trained, Training, feeds, train, train_with_checkpoints};
-use runtime::worker::Work;
+use runtime::data::{Batches, Dataset, RowOrder, mix};
+use runtime::optim::lr_schedule::{Rate, Shape};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::stage::saved_weights::Checkpoint;
+use runtime::stage::worker::Work;
+use runtime::train::prepare::{Prepared, Settings, prepare};
+use runtime::train::run::{TrainError, TrainJob, Trained, feeds, train, train_with_checkpoints};
 use std::collections::{BTreeMap, HashMap};
 
 const BATCH: usize = 4;
@@ -101,10 +101,10 @@ fn in_buckets(
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let bucket = Bucket { ready: 1.0, share: 1.0 / buckets as f64 };
-    let shape = |r: &u32| StageShape {
+    let shape = |r: &u32| StageSpec {
         recompute: (again == Again::Program).then(|| f64::from(*r)),
         buckets: vec![bucket; buckets],
-        ..StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))
+        ..StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))
     };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect()).with_caps(caps);
     let pipeline = if schedule == Schedule::Zbv { pipeline.folded() } else { pipeline };
@@ -125,8 +125,8 @@ fn ran(
     let item = BATCH / count.microbatches as usize;
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
-    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
-    let training = Training {
+    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &weights,
@@ -242,12 +242,12 @@ fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(Str
     let prepared = prepare(&graph, &placed, pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
-    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
+    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
     let optimizer =
         Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     let (codes, program) = (&prepared.codes, &prepared.program);
     let keep_gradients = true;
-    let training = Training {
+    let training = TrainJob {
         codes,
         program,
         weights: &weights,
@@ -269,7 +269,7 @@ fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(Str
 /// two parts, with replicas, over the skip edge.
 #[test]
 fn all_schedules_with_a_flush_train_the_same_bits() {
-    let pipeline = |stages: usize, r: u32| Pipeline::chain(vec![StageShape::new(r, 1.0, 2.0); stages]);
+    let pipeline = |stages: usize, r: u32| Pipeline::chain(vec![StageSpec::new(r, 1.0, 2.0); stages]);
     for (replicas, microbatches) in [(1, 4), (1, 2), (2, 4), (1, 1)] {
         let count = StepCount { minibatches: 4, microbatches };
         for (stages, schedules) in [
@@ -292,7 +292,7 @@ fn all_schedules_with_a_flush_train_the_same_bits() {
     }
     // Unequal replicas: the order is played.
     let count = StepCount { minibatches: 3, microbatches: 4 };
-    let unequal = || Pipeline::chain([1, 3, 2].map(|r| StageShape::new(r, f64::from(r), 2.0 * f64::from(r))).to_vec());
+    let unequal = || Pipeline::chain([1, 3, 2].map(|r| StageSpec::new(r, f64::from(r), 2.0 * f64::from(r))).to_vec());
     let expected = flushed(Schedule::OneFOneB, unequal(), count);
     for name in [Schedule::ZbH1, Schedule::ZbH2] {
         assert!(flushed(name, unequal(), count) == expected, "{name}");

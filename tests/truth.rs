@@ -8,7 +8,6 @@ mod shared;
 use compiler::graph::Graph;
 use compiler::graph::bind::bind;
 use compiler::graph::evaluate::evaluate;
-use compiler::import::doubt::Finding;
 use compiler::import::import::{Batch, Model, Options, Weight, from_onnx, load};
 use compiler::import::onnx::decode;
 use compiler::import::onnx::proto::attribute_proto::AttributeType;
@@ -18,6 +17,7 @@ use compiler::import::onnx::proto::{
     AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, StringStringEntryProto, TensorProto,
     TensorShapeProto, TypeProto, ValueInfoProto, type_proto,
 };
+use compiler::import::training_warning::Finding;
 use compiler::op::Op;
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;

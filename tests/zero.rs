@@ -6,17 +6,17 @@ use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
 use compiler::pass::loss::Loss;
 use compiler::plan::zero::MOST;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Bucket, Instruction, Pipeline, Program, Schedule, StageShape, published_caps};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Bucket, Instruction, Pipeline, Program, Schedule, StageSpec, published_caps};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Prepared, Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Prepared, Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
 const BATCH: usize = 12;
@@ -55,10 +55,10 @@ impl Run<'_> {
         let item = BATCH / self.count.microbatches as usize;
         let dims: Bindings = symbols(&self.model.graph).into_iter().map(|symbol| (symbol, item as i64)).collect();
         let bucket = Bucket { ready: 1.0, share: 1.0 / self.buckets as f64 };
-        let shape = |r: &u32| StageShape {
+        let shape = |r: &u32| StageSpec {
             buckets: vec![bucket; self.buckets],
             zero,
-            ..StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))
+            ..StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))
         };
         let pipeline = Pipeline::chain(self.replicas.iter().map(shape).collect());
         let pipeline = pipeline.with_caps(&published_caps(self.replicas));
@@ -78,13 +78,13 @@ impl Run<'_> {
         let feeds = feeds(&prepared.codes);
         let arrays = synthetic(&prepared.graph, &feeds, item, steps * BATCH, 7);
         let data = Dataset::new(arrays, &feeds, item).unwrap();
-        let batches = Batches::new(data, BATCH, self.count.microbatches as usize, steps, Order::InOrder).unwrap();
+        let batches = Batches::new(data, BATCH, self.count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
         let weights = self.model.weights.iter().map(|(name, weight)| match weight {
             Weight::Given(tensor) => (name.clone(), tensor.clone()),
             Weight::Missing { path } => panic!("no weights at {path}"),
         });
         let weights: BTreeMap<String, Tensor> = weights.collect();
-        let training = Training {
+        let training = TrainJob {
             codes: &prepared.codes,
             program: &prepared.program,
             weights: &weights,

@@ -8,18 +8,18 @@ use compiler::graph::verify::verify;
 use compiler::import::import::{Batch, Model, Options as Import, Weight, from_onnx, load};
 use compiler::import::onnx::decode::parse;
 use compiler::pass::loss::Loss;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::choice::Setting;
 use models::zoo::{ENTRIES, Entry, Options, build, to_bytes};
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
@@ -158,7 +158,7 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
     let count = StepCount { minibatches: 1, microbatches: 1 };
     let settings = Settings { dims, loss: Loss::Output, class_axis: None, schedule: Schedule::Gpipe, count };
-    let pipeline = Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); stages]);
+    let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let prepared =
         prepare(&model.graph, &placed, pipeline, &settings).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
     let mut feeds = feeds(&prepared.codes);
@@ -174,10 +174,10 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
             Weight::Missing { path } => panic!("{name} should be in {path}"),
         })
         .collect();
-    let batches = Batches::new(data, BATCH, 1, 1, Order::InOrder).unwrap();
+    let batches = Batches::new(data, BATCH, 1, 1, RowOrder::InOrder).unwrap();
     let optimizer =
         Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 });
-    let training = Training {
+    let training = TrainJob {
         codes: &prepared.codes,
         program: &prepared.program,
         weights: &weights,

@@ -13,21 +13,21 @@ use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, ScheduleKind, Stage};
 use compiler::profile::{Method, Profile, ProfiledModel};
 use compiler::schedule::Schedule;
+use compiler::schedule::action::Phase;
 use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::work::Part;
-use compiler::simulate::steady::{Steady, steady};
+use compiler::schedule::semantics::StepCount;
+use compiler::simulate::one_f_one_b_rr::{Steady, steady};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use profiler::machine::cluster_of_this_cpu;
 use profiler::measure::{self, Settings as Measuring, measure};
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Prepared, Settings, prepare};
-use runtime::train::{Trained, Training, feeds, train};
-use runtime::worker::Work;
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::stage::worker::Work;
+use runtime::train::prepare::{Prepared, Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
 /// What all models are trained for.
@@ -156,7 +156,7 @@ impl<'a> Known<'a> {
         let arrays = synthetic(&prepared.graph, &feeds, item_rows, rows, 1);
         let data = Dataset::new(arrays, &feeds, item_rows).expect("the data is made for the model");
         let microbatches = way.microbatches as usize;
-        let batches = Batches::new(data, self.subject.batch, microbatches, minibatches as usize, Order::InOrder);
+        let batches = Batches::new(data, self.subject.batch, microbatches, minibatches as usize, RowOrder::InOrder);
         let batches = batches.expect("there are several minibatches of data");
         Ready { known: self, plan, prepared, batches, steps, first }
     }
@@ -207,7 +207,7 @@ struct Moment {
 impl Ready<'_> {
     /// Trains from the initial weights. Time runs from the loss of one minibatch to that of a later one.
     pub fn run(&self) -> Outcome {
-        let training = Training {
+        let training = TrainJob {
             codes: &self.prepared.codes,
             program: &self.prepared.program,
             weights: &self.known.weights,
@@ -244,12 +244,12 @@ impl Ready<'_> {
 
 /// What lies between two moments of each worker's time, for one minibatch.
 fn spent(trained: &Trained, [begin, end]: [f64; 2], steps: u32) -> Vec<Spent> {
-    let of = |spans: &Vec<runtime::worker::Span>| {
+    let of = |spans: &Vec<runtime::stage::worker::Span>| {
         let mut spent = Spent::default();
         for span in spans {
             let seconds = (span.end.min(end) - span.start.max(begin)).max(0.0) / f64::from(steps);
             match span.work {
-                Work::Compute(work) if work.part == Part::Forward => spent.forward += seconds,
+                Work::Compute(work) if work.part == Phase::Forward => spent.forward += seconds,
                 Work::Compute(_) | Work::Recompute(..) => spent.backward += seconds,
                 Work::Step(..) => spent.step += seconds,
                 Work::Wait => spent.wait += seconds,

@@ -11,12 +11,12 @@
 //! item of a group, the next is on its way. k = 1 is 1F1B, k = all is GPipe; in between, time is bought with memory.
 
 use compiler::plan::StageId;
-use compiler::schedule::chart::chart;
-use compiler::schedule::check::check;
-use compiler::schedule::csv::csv;
-use compiler::schedule::own::{OrderOfWork, program};
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::work::{Part, Work};
+use compiler::schedule::action::{Phase, Work};
+use compiler::schedule::check::verify::check;
+use compiler::schedule::custom::{OrderOfWork, program};
+use compiler::schedule::formats::chart::chart;
+use compiler::schedule::formats::csv::csv;
+use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{MicrobatchId, Pipeline, Program, RankId};
 use compiler::simulate::run::{Machine, simulate};
 use std::error::Error;
@@ -29,18 +29,18 @@ struct Grouped {
 impl OrderOfWork for Grouped {
     fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
         let groups = items.div_ceil(self.k);
-        let of_group = |group: u32, part: Part| {
+        let of_group = |group: u32, part: Phase| {
             let own = group * self.k..items.min((group + 1) * self.k);
             own.map(move |item| Work { stage: StageId(rank.0), item: MicrobatchId(item), part })
         };
         // As many groups go ahead as there are ranks after this one; from then on each backward makes room for a forward.
         let ahead = groups.min(pipeline.stages.len() as u32 - 1 - rank.0);
-        let mut work: Vec<Work> = (0..ahead).flat_map(|group| of_group(group, Part::Forward)).collect();
+        let mut work: Vec<Work> = (0..ahead).flat_map(|group| of_group(group, Phase::Forward)).collect();
         for group in 0..groups {
             if ahead + group < groups {
-                work.extend(of_group(ahead + group, Part::Forward));
+                work.extend(of_group(ahead + group, Phase::Forward));
             }
-            work.extend(of_group(group, Part::Backward));
+            work.extend(of_group(group, Phase::Backward));
         }
         work
     }

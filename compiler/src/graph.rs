@@ -9,9 +9,9 @@
 
 pub mod bind;
 pub mod evaluate;
+pub mod evaluate_spmd;
 pub mod hash;
 pub mod isomorphism;
-pub mod lockstep;
 pub mod order;
 pub mod text;
 pub mod verify;

@@ -3,21 +3,21 @@
 pub mod batched;
 pub mod build;
 pub mod dnn_partitioning;
-pub mod doubt;
 pub mod fx;
 // The verb of this folder has the folder's name.
+pub mod batch_in_axis;
+pub mod fixed_batch_left;
 #[allow(clippy::module_inception)]
 pub mod import;
-pub mod known;
-pub mod leftover;
-pub mod merged;
+pub mod known_inputs;
+pub mod lower_error;
 pub mod onnx;
-pub mod opening;
 pub mod pipedream;
 pub mod piper;
 pub mod prune;
 pub mod random;
-pub mod reason;
 pub mod row_dropout;
-pub mod supply;
 pub mod symbol;
+pub mod symbolic_batch;
+pub mod training_warning;
+pub mod with_inputs;

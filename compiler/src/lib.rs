@@ -20,9 +20,9 @@
 //! use compiler::plan::problem::{CostModel, Problem};
 //! use compiler::profile::ProfiledModel;
 //! use compiler::schedule::pipeline::{pipeline, schedule_of};
-//! use compiler::schedule::rule::StepCount;
+//! use compiler::schedule::semantics::StepCount;
 //! use compiler::schedule::scheduler::schedule;
-//! use compiler::schedule::{chart::chart, check::check};
+//! use compiler::schedule::{check::verify::check, formats::chart::chart};
 //! use compiler::simulate::run::{Machine, simulate};
 //!
 //! let graph = text::parse(r#"
@@ -77,4 +77,4 @@ pub mod schedule;
 pub mod simulate;
 pub mod tensor;
 pub mod tensor_parallel;
-pub mod wording;
+pub mod text;

@@ -2,7 +2,7 @@
 //!
 //! Importers lower source operators to these, gradients are graphs of these, and a device implements only these. What
 //! an op *means* (shapes, cost, backward, reference kernel, samples) stands in a file of its own, `op/NAME.rs`, as its
-//! [`Rule`]; [`table`] gathers them.
+//! [`OpRule`]; [`table`] gathers them.
 //!
 //! Conventions. Shapes are row-major. Axes are never negative. Elementwise ops with several inputs broadcast as NumPy
 //! does: shapes are aligned at the right, and a dim of 1 stretches. `N` is the batch, `C` channels, `D…` the spatial
@@ -27,7 +27,6 @@ pub mod grouped_matmul;
 pub mod gru;
 pub mod iota;
 pub mod layer_norm;
-pub mod layout;
 pub mod lstm;
 pub mod matmul;
 pub mod pad;
@@ -39,6 +38,7 @@ pub mod rule;
 pub mod sample;
 pub mod scatter;
 pub mod select;
+pub mod sharding;
 pub mod slice;
 pub mod softmax;
 pub mod source;
@@ -56,8 +56,8 @@ use crate::tensor::view::{View, ViewMut};
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-pub use layout::{Cut, Group, Layout, PartSite, Strategy};
-pub use rule::{Cost, Emit, FactError, KernelError, Rule, Sample, Site, elements, moved};
+pub use crate::op::sharding::{Group, PartSite, Sharding, SplitDim, Strategy};
+pub use rule::{Cost, Emit, FactError, KernelError, OpRule, Sample, Site, elements, moved};
 
 /// Any core op.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -786,7 +786,7 @@ pub struct AllReduce {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReduceScatter {
     /// How the sum is divided.
-    pub cut: Cut,
+    pub cut: SplitDim,
     /// Devices in the group.
     pub devices: usize,
 }
@@ -795,7 +795,7 @@ pub struct ReduceScatter {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllGather {
     /// How the whole was divided.
-    pub cut: Cut,
+    pub cut: SplitDim,
     /// Devices in the group.
     pub devices: usize,
 }
@@ -804,9 +804,9 @@ pub struct AllGather {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllToAll {
     /// How the whole was divided.
-    pub from: Cut,
+    pub from: SplitDim,
     /// How it is divided then.
-    pub to: Cut,
+    pub to: SplitDim,
     /// Devices in the group.
     pub devices: usize,
 }
@@ -815,7 +815,7 @@ pub struct AllToAll {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
     /// How the tensor is divided.
-    pub cut: Cut,
+    pub cut: SplitDim,
     /// Devices in the group.
     pub devices: usize,
 }

@@ -7,24 +7,24 @@
 pub mod analytic;
 pub mod attribution;
 pub mod backward;
+pub mod batched_weight_grad;
 pub mod canonicalise;
+pub mod concat_of_pads;
 pub mod costs;
 pub mod cse;
 pub mod dce;
 pub mod fold;
 pub mod fragment;
 pub mod fuse;
+pub mod gradient_accumulation;
 pub mod inference;
-pub mod join;
-pub mod joint;
 pub mod loss;
 pub mod memory;
-pub mod mixed;
+pub mod mixed_precision;
 pub mod pipeline;
 pub mod precision;
-pub mod split;
-pub mod sums;
-pub mod unbiased;
+pub mod split_backward;
+pub mod unbiased_variance;
 
 /// Whether a pass changed anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,30 +7,24 @@
 //! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `groups` devices that share a replica, `sound` what must hold of a plan by itself, `zero` what replicas share, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
 
 pub mod buckets;
-pub mod caps;
 pub mod check;
 pub mod chunks;
-pub mod clock;
-pub mod coarse;
+pub mod coarsen;
+pub mod cost_estimate;
 pub mod cut_bytes;
+pub mod device_memory;
 pub mod device_placement;
 pub mod diff;
-pub mod fault;
-pub mod figures;
+pub mod gradient_buffers;
 pub mod groups;
-pub mod held;
 pub mod hybrid;
-pub mod judge;
+pub mod in_flight;
 pub mod links;
 pub mod memory;
-pub mod outlook;
-pub mod passing;
 pub mod ports;
 pub mod problem;
 pub mod read;
-pub mod sound;
 pub mod stage_cost;
-pub mod traffic;
 pub mod zero;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
@@ -221,7 +215,7 @@ fn is_none_of(number: &u32) -> bool {
 /// One level of a stage's place in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Place {
+pub struct LevelPlacement {
     /// Which group of this level the stage belongs to, counted from 0 inside the group of the next level out.
     pub group: u32,
     /// How often that group is replicated over this level's members.
@@ -247,7 +241,7 @@ pub struct Stage {
     pub tensor_degree: Option<u32>,
     /// What that does to the stage, where devices share its ops.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sharing: Option<Sharing>,
+    pub sharing: Option<TensorParallelCost>,
     /// For each op the name of the choice that was taken, where ops have some.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub choices: Vec<String>,
@@ -277,13 +271,13 @@ pub struct Stage {
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
     /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`]; under cost `pipec`, by `devices`.
-    pub hierarchy: Vec<Place>,
+    pub hierarchy: Vec<LevelPlacement>,
 }
 
 /// What a stage of one replica gains and pays by having its ops shared, in microseconds for one item.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Sharing {
+pub struct TensorParallelCost {
     /// Forward time if one device did everything.
     pub alone_fwd_us: f64,
     /// Backward time if one device did everything and forward did not run again.

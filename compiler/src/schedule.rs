@@ -16,43 +16,28 @@
 //! Two things need no instruction: a backward adds its gradients to those of its round itself, and a Step that is not in place keeps
 //! the version before, until its Drop.
 
-pub mod bfs;
+pub mod action;
 pub mod channel;
-pub mod chart;
 pub mod check;
 pub mod collective;
-pub mod csv;
-pub mod dualpipev;
-pub mod ends;
+pub mod compute_table;
+pub mod custom;
+pub mod dense_map;
 pub mod error;
-pub mod fault;
+pub mod event_queue;
 pub mod fit;
-pub mod gpipe;
-pub mod inference;
-pub mod interleaved;
-pub mod json;
-pub mod ledger;
-pub mod link;
+pub mod formats;
+pub mod generators;
+pub mod link_time;
+pub mod list_scheduler;
 pub mod lower;
-pub mod moments;
-pub mod newest;
-pub mod numbered;
-pub mod one_f_one_b;
-pub mod one_f_one_b_rr;
-pub mod order;
-pub mod own;
 pub mod pipeline;
-pub mod rest;
-pub mod rule;
+pub mod resume;
 pub mod scheduler;
+pub mod semantics;
 pub mod shape;
-pub mod shares;
-pub mod table;
-pub mod text;
-pub mod two_bw;
-pub mod work;
-pub mod zbv;
-pub mod zero_bubble;
+pub mod version_lifetime;
+pub mod zero;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -229,7 +214,7 @@ impl FromStr for Schedule {
 
 /// What a schedule needs to know of one stage.
 #[derive(Clone, PartialEq, Debug)]
-pub struct StageShape {
+pub struct StageSpec {
     /// Workers that share the stage's items.
     pub replicas: u32,
     /// Time of one item's forward on one replica, in microseconds.
@@ -257,7 +242,7 @@ pub struct StageShape {
     pub saved_bytes: u64,
 }
 
-impl StageShape {
+impl StageSpec {
     /// A stage with `replicas` workers that compute `forward` and `backward` microseconds an item, half of the backward for the
     /// weights, as matrix products have it; cap 1, no bytes.
     pub fn new(replicas: u32, forward: f64, backward: f64) -> Self {
@@ -331,7 +316,7 @@ impl Edge {
 #[derive(Clone, PartialEq, Debug)]
 pub struct Pipeline {
     /// The stages, first to last.
-    pub stages: Vec<StageShape>,
+    pub stages: Vec<StageSpec>,
     /// The rank of each stage; all ranks hold equally many stages, and those of one rank have equally many replicas.
     pub ranks: Vec<RankId>,
     /// The edges, each from an earlier to a later stage.

@@ -6,23 +6,23 @@
 //!
 //! All times are microseconds.
 
+pub mod check_plan;
 pub mod efficiency;
-pub mod even;
-pub mod flows;
-pub mod forwards;
-pub mod hidden;
-pub mod holding;
+pub mod inference;
+pub mod link_sharing;
+pub mod memory;
 pub mod network;
-pub mod pace;
+pub mod one_f_one_b_rr;
+pub mod overlap;
 pub mod run;
-pub mod stated;
-pub mod steady;
+pub mod steady_throughput;
+pub mod step_time;
 
 use std::fmt;
 
 use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
 use crate::schedule::collective::{Collective, Meeting};
-use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Payload};
 
 /// What fills a span of time.
@@ -56,10 +56,10 @@ impl Activity {
     /// The activity that a piece of work is.
     pub fn of(Work { stage, item, part }: Work) -> Activity {
         match part {
-            Part::Forward => Activity::Forward(stage, item),
-            Part::Backward => Activity::Backward(stage, item),
-            Part::BackwardInput => Activity::BackwardInput(stage, item),
-            Part::BackwardWeight => Activity::BackwardWeight(stage, item),
+            Phase::Forward => Activity::Forward(stage, item),
+            Phase::Backward => Activity::Backward(stage, item),
+            Phase::BackwardInput => Activity::BackwardInput(stage, item),
+            Phase::BackwardWeight => Activity::BackwardWeight(stage, item),
         }
     }
 

@@ -6,14 +6,14 @@ use compiler::cluster::device::find;
 use compiler::cluster::read::{from_toml, levels};
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::check::check;
+use compiler::plan::check::consistency::sound;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
-use compiler::plan::sound::sound;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use random::Random;
 

@@ -6,15 +6,15 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::check::check;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::schedule::Schedule;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use random::Random;
 

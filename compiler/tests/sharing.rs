@@ -2,10 +2,10 @@
 //! says, every device runs what it is told to with the reference kernels, and the outputs are joined again.
 
 use compiler::graph::verify::verify;
-use compiler::graph::{Graph, Origin, Writer, lockstep};
+use compiler::graph::{Graph, Origin, Writer, evaluate_spmd};
 use compiler::op::collective::meet;
-use compiler::op::layout::{Local, part_of, strategies, whole_of, write};
 use compiler::op::sample::{ramp, run, try_run};
+use compiler::op::sharding::{Local, part_of, strategies, whole_of, write};
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
@@ -14,11 +14,11 @@ use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What each device holds of a tensor that lies like this. Terms of a sum are numbers that add up to it.
-fn parts(whole: &Tensor, layout: Layout, devices: usize, seed: u64) -> Vec<Tensor> {
+fn parts(whole: &Tensor, layout: Sharding, devices: usize, seed: u64) -> Vec<Tensor> {
     match layout {
-        Layout::Replicated => vec![whole.clone(); devices],
-        Layout::Split(cut) => (0..devices).map(|device| part_of(whole, cut, devices, device)).collect(),
-        Layout::Partial => {
+        Sharding::Replicated => vec![whole.clone(); devices],
+        Sharding::Split(cut) => (0..devices).map(|device| part_of(whole, cut, devices, device)).collect(),
+        Sharding::Partial => {
             let mut terms: Vec<Tensor> =
                 (1..devices).map(|device| ramp(whole.shape(), seed + device as u64).cast(whole.dtype())).collect();
             terms.push(added(whole, &terms, -1.0));
@@ -44,14 +44,14 @@ fn added(start: &Tensor, terms: &[Tensor], sign: f64) -> Tensor {
     Tensor::new(start.dtype(), start.shape().to_vec(), bytes.into()).unwrap()
 }
 
-fn joined(parts: &[Tensor], layout: Layout) -> Tensor {
+fn joined(parts: &[Tensor], layout: Sharding) -> Tensor {
     match layout {
-        Layout::Replicated => {
+        Sharding::Replicated => {
             assert!(parts.iter().all(|part| part.bytes() == parts[0].bytes()), "devices have different wholes");
             parts[0].clone()
         }
-        Layout::Split(cut) => whole_of(parts, cut),
-        Layout::Partial => added(&parts[0], &parts[1..], 1.0),
+        Sharding::Split(cut) => whole_of(parts, cut),
+        Sharding::Partial => added(&parts[0], &parts[1..], 1.0),
     }
 }
 
@@ -74,13 +74,13 @@ fn shared(op: &Op, way: &Strategy, inputs: &[Tensor], devices: usize) -> Result<
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
     let made = write(op, way, &at, &mut out);
     verify(&graph).unwrap();
-    let values = lockstep::evaluate(&graph, &given).map_err(|e| e.to_string())?;
+    let values = evaluate_spmd::evaluate(&graph, &given).map_err(|e| e.to_string())?;
     let of = |value: &Value| -> Vec<Tensor> { values.iter().map(|device| device[value].clone()).collect() };
     Ok(made.iter().zip(&way.outputs).map(|(value, layout)| joined(&of(value), *layout)).collect())
 }
 
 fn described(way: &Strategy) -> String {
-    let list = |layouts: &[Layout]| layouts.iter().map(Layout::to_string).collect::<Vec<_>>().join(" ");
+    let list = |layouts: &[Sharding]| layouts.iter().map(Sharding::to_string).collect::<Vec<_>>().join(" ");
     format!("{} -> {}", list(&way.inputs), list(&way.outputs))
 }
 
@@ -229,10 +229,10 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
                     let told = described(&way);
                     let what = format!("{name}, {}, {devices} devices, {told}", sample.title);
                     let got = shared(&sample.op, &way, &inputs, devices).unwrap_or_else(|e| panic!("{what}: {e}"));
-                    let sums = way.inputs.iter().chain(&way.outputs).any(|layout| *layout == Layout::Partial);
+                    let sums = way.inputs.iter().chain(&way.outputs).any(|layout| *layout == Sharding::Partial);
                     let exact = !sums && way.local != Local::Written;
                     // Terms are as large as one, and numbers that are not finite have none.
-                    if way.inputs.contains(&Layout::Partial) && !finite(&inputs) {
+                    if way.inputs.contains(&Sharding::Partial) && !finite(&inputs) {
                         continue;
                     }
                     let narrowest = inputs.iter().chain(&want).map(Tensor::dtype).filter(|d| d.is_float());

@@ -8,15 +8,15 @@ mod random;
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::partition::planner::{Partitioner, PlanError, PlannerOptions, plan};
-use compiler::plan::check::check;
+use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
 use compiler::simulate::run::{Machine, simulate};
-use compiler::simulate::steady::{Steady, steady, steady_in_sync};
 use random::Random;
 
 /// How far two stretches of one run differ.

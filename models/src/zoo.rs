@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 
 use compiler::import::onnx::proto::ModelProto;
-use compiler::wording::near::hint;
+use compiler::text::suggest::hint;
 use prost::Message;
 
 use crate::builder::{Axis, Builder, Counts};

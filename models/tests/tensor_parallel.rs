@@ -7,15 +7,15 @@ use compiler::cluster::{BytesPerSecond, Seconds, device};
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::verify::verify;
-use compiler::graph::{Graph, lockstep, order};
+use compiler::graph::{Graph, evaluate_spmd, order};
 use compiler::import::import::{Model, Options as Import, Weight, from_onnx, load};
 use compiler::import::onnx::decode::parse;
 use compiler::op::collective::is_meeting;
 use compiler::op::dropout::COUNTER;
-use compiler::op::layout::{part_of, whole_of};
 use compiler::op::sample::ramp;
+use compiler::op::sharding::{part_of, whole_of};
 use compiler::op::table::rule;
-use compiler::op::{Layout, Op, Value};
+use compiler::op::{Op, Sharding, Value};
 use compiler::pass::backward::{Arriving, Backward, Read, backward};
 use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::loss::{LOSS, Loss, attach};
@@ -23,10 +23,10 @@ use compiler::pass::pipeline;
 use compiler::pass::precision::precision;
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
-use compiler::tensor_parallel::choose::{Model as Ways, choose};
-use compiler::tensor_parallel::price::{Machine, NEVER};
-use compiler::tensor_parallel::share::{Memory, Stage as Sharing, memory, share};
-use compiler::tensor_parallel::{Choice, Task};
+use compiler::tensor_parallel::cost::{Machine, NEVER};
+use compiler::tensor_parallel::partition_stage::{Memory, Stage as Sharing, memory, share};
+use compiler::tensor_parallel::strategy_search::{Model as Ways, choose};
+use compiler::tensor_parallel::{Choice, SpmdTask};
 use models::choice::Setting;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -37,7 +37,7 @@ use std::time::Instant;
 struct Stage {
     fragment: Fragment,
     backward: Backward,
-    task: Task,
+    task: SpmdTask,
     given: BTreeMap<String, Tensor>,
 }
 
@@ -118,14 +118,14 @@ fn alone(stage: &Stage) -> Vec<Tensor> {
     results.chain(followed).map(|value| values[&value].clone()).collect()
 }
 
-fn joined(parts: Vec<Tensor>, layout: Layout) -> Tensor {
+fn joined(parts: Vec<Tensor>, layout: Sharding) -> Tensor {
     match layout {
-        Layout::Replicated => {
+        Sharding::Replicated => {
             assert!(parts.iter().all(|part| part.bytes() == parts[0].bytes()), "devices have different wholes");
             parts[0].clone()
         }
-        Layout::Split(cut) => whole_of(&parts, cut),
-        Layout::Partial => panic!("a result ends as a sum of terms"),
+        Sharding::Split(cut) => whole_of(&parts, cut),
+        Sharding::Partial => panic!("a result ends as a sum of terms"),
     }
 }
 
@@ -139,7 +139,7 @@ fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, 
         .map(|device| {
             let part = |(name, tensor): (&String, &Tensor)| {
                 let part = match shared.parameters.get(name) {
-                    Some(Layout::Split(cut)) => part_of(tensor, *cut, machine.devices, device),
+                    Some(Sharding::Split(cut)) => part_of(tensor, *cut, machine.devices, device),
                     _ => tensor.clone(),
                 };
                 (name.clone(), part)
@@ -147,7 +147,7 @@ fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, 
             stage.given.iter().map(part).collect()
         })
         .collect();
-    let forward = lockstep::evaluate(&shared.fragment.graph, &given).unwrap();
+    let forward = evaluate_spmd::evaluate(&shared.fragment.graph, &given).unwrap();
     for (id, read) in &made.reads {
         let (Op::Input(input), Read::Saved(value)) = (&made.graph.node(*id).op, read) else { panic!("{read:?}") };
         given
@@ -155,15 +155,15 @@ fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, 
             .zip(&forward)
             .for_each(|(given, values)| drop(given.insert(input.name.clone(), values[value].clone())));
     }
-    let backward = lockstep::evaluate(&made.graph, &given).unwrap();
+    let backward = evaluate_spmd::evaluate(&made.graph, &given).unwrap();
     let all = |values: &[HashMap<Value, Tensor>], value: Value| values.iter().map(|v| v[&value].clone()).collect();
     let graph = &shared.fragment.graph;
     let mut results: Vec<Tensor> =
-        graph.outputs.iter().map(|o| joined(all(&forward, o.value), Layout::Replicated)).collect();
+        graph.outputs.iter().map(|o| joined(all(&forward, o.value), Sharding::Replicated)).collect();
     for (output, end) in made.graph.outputs.iter().zip(&stage.task.ends[graph.outputs.len()..]) {
         results.push(joined(all(&backward, output.value), choice.end(*end)));
     }
-    results.extend(graph.averages.iter().map(|a| joined(all(&forward, a.sample), Layout::Replicated)));
+    results.extend(graph.averages.iter().map(|a| joined(all(&forward, a.sample), Sharding::Replicated)));
     (results, memory(&shared.fragment, shared.backward.as_ref()))
 }
 

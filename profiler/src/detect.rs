@@ -4,7 +4,7 @@ use crate::machine;
 use compiler::cluster::device::{KINDS, Kind, find};
 use compiler::cluster::read::{ClusterError, check};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, Level, Seconds};
-use runtime::device::cuda::card::{About, Card, CardFault, count, is_joined};
+use runtime::device::cuda::card::{CardFault, Gpu, GpuInfo, count, is_joined};
 use thiserror::Error;
 
 /// One direction of a PCIe 4.0 slot of sixteen lanes, in bytes per second.
@@ -40,12 +40,12 @@ pub enum DetectError {
 }
 
 /// The GPUs of this machine, in the driver's order, or why one cannot be opened.
-pub fn gpus() -> Vec<Result<About, CardFault>> {
-    (0..count()).map(|ordinal| Ok(Card::open(ordinal)?.about().clone())).collect()
+pub fn gpus() -> Vec<Result<GpuInfo, CardFault>> {
+    (0..count()).map(|ordinal| Ok(Gpu::open(ordinal)?.about().clone())).collect()
 }
 
 /// These GPUs as a cluster; where there are none, `workers` on the cores of this CPU.
-pub fn cluster(gpus: &[About], workers: u32) -> Result<Cluster, DetectError> {
+pub fn cluster(gpus: &[GpuInfo], workers: u32) -> Result<Cluster, DetectError> {
     let Some(first) = gpus.first() else { return Ok(machine::cluster_of_this_cpu(workers)?) };
     let usual = kind(&first.name, first.memory as u64).map(Kind::link);
     let is_joined = gpus.len() > 1 && gpus.iter().all(|a| gpus.iter().all(|b| is_joined(a.ordinal, b.ordinal)));
@@ -53,7 +53,7 @@ pub fn cluster(gpus: &[About], workers: u32) -> Result<Cluster, DetectError> {
     of_cards(gpus, name, bandwidth)
 }
 
-fn of_cards(gpus: &[About], name: &str, bandwidth: BytesPerSecond) -> Result<Cluster, DetectError> {
+fn of_cards(gpus: &[GpuInfo], name: &str, bandwidth: BytesPerSecond) -> Result<Cluster, DetectError> {
     let mut classes: Vec<DeviceClass> = Vec::new();
     for card in gpus {
         let device = device(card)?;
@@ -72,7 +72,7 @@ fn of_cards(gpus: &[About], name: &str, bandwidth: BytesPerSecond) -> Result<Clu
 }
 
 /// What is known of a card, with the memory that it tells itself.
-fn device(card: &About) -> Result<Device, DetectError> {
+fn device(card: &GpuInfo) -> Result<Device, DetectError> {
     let unknown = || DetectError::Unknown { ordinal: card.ordinal, name: card.name.clone() };
     let kind = kind(&card.name, card.memory as u64).ok_or_else(unknown)?;
     Ok(Device { memory: Bytes(card.memory as u64), ..kind.device() })
@@ -109,9 +109,9 @@ mod tests {
     use super::*;
     use runtime::device::cuda::compile::Architecture;
 
-    fn card(ordinal: usize, name: &str, gigabytes: f64) -> About {
+    fn card(ordinal: usize, name: &str, gigabytes: f64) -> GpuInfo {
         let memory = (gigabytes * 1e9) as usize;
-        About {
+        GpuInfo {
             ordinal,
             name: name.to_string(),
             architecture: Architecture { major: 9, minor: 0 },

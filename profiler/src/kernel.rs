@@ -11,8 +11,8 @@ use compiler::op::table::{attributes, rule};
 use compiler::op::{BatchScatterAdd, KernelError, NodeId, Op, ScatterAdd};
 use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
-use runtime::buffer::Buffer;
 use runtime::data::mix;
+use runtime::device::buffer::Buffer;
 use runtime::device::cpu::Kernel;
 use std::time::{Duration, Instant};
 

@@ -19,7 +19,7 @@ use compiler::pass::attribution::{Attribution, AttributionError, Training, attri
 use compiler::pass::costs::{cost_graph, dtype};
 use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
 use compiler::tensor::Tensor;
-use runtime::compile::CompileError;
+use runtime::exec::compile::CompileError;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};
 use thiserror::Error;

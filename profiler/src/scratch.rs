@@ -3,10 +3,10 @@
 use compiler::graph::Graph;
 use compiler::op::NodeId;
 use compiler::pass::attribution::{Attribution, owner};
-use compiler::pass::joint::put_by;
+use compiler::pass::batched_weight_grad::put_by;
 use compiler::tensor::fact::Fact;
 use runtime::device::cpu::Kernel;
-use runtime::steps::{chain_workspace, joint};
+use runtime::exec::sequence::{chain_workspace, joint};
 
 /// For every op the bytes of workspace of the kernel or chain that needs most, forward or backward.
 pub fn scratch(attribution: &Attribution) -> Vec<u64> {
@@ -43,7 +43,7 @@ pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
 }
 
 /// What an op puts by and the scratch that it needs where gradients of several items are made at once: see
-/// [`joint`](compiler::pass::joint).
+/// [`joint`](compiler::pass::batched_weight_grad).
 pub fn of_joint(attribution: &Attribution) -> Vec<[u64; 2]> {
     let of = |graph: &Graph, id: &NodeId| -> Option<[u64; 2]> {
         let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|value| graph.fact(*value).clone()).collect();

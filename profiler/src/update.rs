@@ -8,8 +8,8 @@ use compiler::graph::order;
 use compiler::op::{Op, Value};
 use compiler::pass::attribution::Attribution;
 use compiler::tensor::DType;
-use runtime::buffer::Buffer;
-use runtime::optimizer::{Optimizer, Rule, Update};
+use runtime::device::buffer::Buffer;
+use runtime::optim::optimizer::{Optimizer, Rule, Update};
 use std::collections::HashMap;
 
 /// Its factors are of no matter to the time, but values should stay ordinary ones.

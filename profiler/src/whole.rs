@@ -11,12 +11,12 @@ use compiler::op::{NodeId, Op};
 use compiler::pass::attribution::{Attribution, Training, tag};
 use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
 use compiler::tensor::Tensor;
-use runtime::buffer::Buffer;
-use runtime::compile::{CompileError, Named, StageCode, compile};
 use runtime::data::synthetic::synthetic;
-use runtime::execute::{Executor, Item};
-use runtime::gradient::begun;
-use runtime::steps::Step;
+use runtime::device::buffer::Buffer;
+use runtime::exec::compile::{CompileError, NamedTensor, StageCode, compile};
+use runtime::exec::executor::{Executor, Item};
+use runtime::exec::sequence::Step;
+use runtime::stage::gradients::begun;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -118,7 +118,7 @@ impl Whole {
             return None;
         }
         let code = &self.code;
-        let given = |named: &Named| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
+        let given = |named: &NamedTensor| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
         let states = code.states.iter().map(|named| match given(named) {
             Some(tensor) => Buffer::copy_of(tensor.bytes()),
             None => made_up(named, |_| 1.0),
@@ -221,7 +221,7 @@ impl Samples {
 }
 
 /// Floats of the size that initial weights have, so that values neither vanish nor grow on their way.
-fn spread(named: &Named, seed: u64) -> Buffer {
+fn spread(named: &NamedTensor, seed: u64) -> Buffer {
     let shape = named.fact.concrete().unwrap_or_default();
     let fan_in: usize = shape.iter().skip(1).product();
     let scale = 1.0 / (fan_in.max(1) as f64).sqrt();
@@ -230,7 +230,7 @@ fn spread(named: &Named, seed: u64) -> Buffer {
 }
 
 /// A value for each element; integers are zero, which every table has a row for.
-fn made_up(named: &Named, value: impl Fn(usize) -> f64) -> Buffer {
+fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Buffer {
     if !named.fact.dtype.is_float() {
         return Buffer::new(named.bytes);
     }

@@ -1,7 +1,7 @@
 //! Checkpoints from which a run goes on as if nothing had happened.
 //!
 //! A checkpoint is a cut after minibatch N at every stage: weights, optimizer state and running statistics as they are after the
-//! updates of the rounds up to N. Nobody stops for it. Each worker gives its [`Part`] when it makes the last of those updates, the
+//! updates of the rounds up to N. Nobody stops for it. Each worker gives its [`StageSnapshot`] when it makes the last of those updates, the
 //! parts are written beside the run, and the checkpoint is there when all are.
 //!
 //! Without a flush, items behind the cut have begun by then with older weights. What their forwards computed with belongs to the part,
@@ -17,26 +17,25 @@
 //!   stage-0.replica-1.in-flight.safetensors
 //! ```
 
-pub mod cuts;
+pub mod barrier;
 pub mod devices;
 pub mod encode;
 pub mod files;
 pub mod find;
-pub mod gate;
-pub mod join;
-pub mod keeper;
 pub mod lock;
 pub mod manifest;
-pub mod start;
+pub mod merge_shards;
+pub mod points;
+pub mod writer;
 
-use crate::buffer::{Buffer, Counted};
-use crate::execute::Weights;
+use crate::device::buffer::{Buffer, CountedBytes};
+use crate::exec::executor::Weights;
 use compiler::plan::StageId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// What one worker gives of one of its stages to a checkpoint.
-pub struct Part {
+pub struct StageSnapshot {
     /// The stage.
     pub stage: StageId,
     /// Which of its replicas.
@@ -46,9 +45,9 @@ pub struct Part {
     /// Replicas whose parts tell together what moves the parameters: as many as have shares of that, 1 where each has all.
     pub replicas: u32,
     /// This one's share of what moves the parameters, where the first has another.
-    pub moves: Vec<Moves>,
+    pub moves: Vec<ParameterState>,
     /// What all replicas have alike, and the first one's share of what they have not: the first one's part has it.
-    pub whole: Option<Whole>,
+    pub whole: Option<StageState>,
     /// Older versions that items behind the cut see, without shared parameters that have versions of their own.
     pub versions: BTreeMap<u32, Weights>,
     /// What forwards of items behind the cut computed with, where that is no version.
@@ -56,29 +55,31 @@ pub struct Part {
     /// Older versions of shared parameters that have versions of their own, by the parameter's place.
     pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
     /// Counts what the part holds until it is written.
-    pub counted: Option<Counted>,
+    pub counted: Option<CountedBytes>,
 }
 
-impl Part {
+impl StageSnapshot {
     /// All bytes that it holds, by reference or as copies.
     pub fn bytes(&self) -> usize {
-        let moved = |of: &Moves| of.state.iter().chain(&of.master).chain(&of.drift).map(Buffer::len).sum::<usize>();
+        let moved =
+            |of: &ParameterState| of.state.iter().chain(&of.master).chain(&of.drift).map(Buffer::len).sum::<usize>();
         let shared = self.shared.values().flat_map(BTreeMap::values);
         let sets = self.versions.values().chain(self.forwards.values()).chain(self.whole.iter().map(|of| &of.weights));
         let weights = sets.flatten().chain(shared).map(|weight| weight.len()).sum::<usize>();
-        let whole =
-            |of: &Whole| of.moves.iter().map(moved).sum::<usize>() + of.states.iter().map(Buffer::len).sum::<usize>();
+        let whole = |of: &StageState| {
+            of.moves.iter().map(moved).sum::<usize>() + of.states.iter().map(Buffer::len).sum::<usize>()
+        };
         let weights = weights + self.moves.iter().map(moved).sum::<usize>();
         weights + self.whole.as_ref().map_or(0, whole)
     }
 }
 
 /// A stage after the last update in front of a cut.
-pub struct Whole {
+pub struct StageState {
     /// Parameters.
     pub weights: Weights,
     /// How they move.
-    pub moves: Vec<Moves>,
+    pub moves: Vec<ParameterState>,
     /// States.
     pub states: Vec<Buffer>,
     /// The scale of the loss, and good steps since it last changed, where it is scaled.
@@ -87,7 +88,7 @@ pub struct Whole {
 
 /// What the next update of a parameter needs beside its gradient.
 #[derive(Default)]
-pub struct Moves {
+pub struct ParameterState {
     /// The weights in `f32`, where they are narrow.
     pub master: Option<Buffer>,
     /// The optimizer's tensors.
@@ -98,13 +99,13 @@ pub struct Moves {
     pub updates: u32,
 }
 
-/// What a desk begins with in the middle of a run, beside weights and states.
+/// The state of a stage in the middle of a run, beside weights and running statistics.
 #[derive(Default)]
-pub struct Begin {
+pub struct ResumeState {
     /// Updates that the weights have seen.
     pub version: u32,
     /// How parameters move; masters come with the weights.
-    pub moves: Vec<Moves>,
+    pub moves: Vec<ParameterState>,
     /// Older versions.
     pub versions: BTreeMap<u32, Weights>,
     /// Older versions for which this one stands in, where nobody knows them any more.

@@ -2,8 +2,9 @@
 
 pub mod npz;
 pub mod synthetic;
+pub mod weights;
 
-use crate::compile::Named;
+use crate::exec::compile::NamedTensor;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 pub use compiler::op::dropout::mix;
@@ -62,10 +63,14 @@ impl Dataset {
     /// `feeds` have the shape of one item of `item_rows` samples. An array with as many values in a row as the feed has
     /// for a sample is taken by rows; one that has the feed's own shape, and not as many rows as the others, is fed
     /// whole to every item. What a run makes itself is no data and is passed over.
-    pub fn new(mut arrays: BTreeMap<String, Tensor>, feeds: &[Named], item_rows: usize) -> Result<Dataset, DataError> {
+    pub fn new(
+        mut arrays: BTreeMap<String, Tensor>,
+        feeds: &[NamedTensor],
+        item_rows: usize,
+    ) -> Result<Dataset, DataError> {
         let found = arrays.keys().map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ");
         let mut picked: BTreeMap<String, Tensor> = BTreeMap::new();
-        let feeds: Vec<&Named> = feeds.iter().filter(|f| !is_made(&f.name)).collect();
+        let feeds: Vec<&NamedTensor> = feeds.iter().filter(|f| !is_made(&f.name)).collect();
         for &feed in &feeds {
             let name = &feed.name;
             let missing = || DataError::Missing { name: name.clone(), found: found.clone() };
@@ -86,7 +91,8 @@ impl Dataset {
             let array = array.cast(feed.fact.dtype);
             picked.insert(name.clone(), array);
         }
-        let fits: Vec<(&Named, Fit)> = feeds.iter().map(|&f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
+        let fits: Vec<(&NamedTensor, Fit)> =
+            feeds.iter().map(|&f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
         // What can only be rows says how many there are; else whatever can.
         let only = fits.iter().find(|(_, fit)| !fit.whole).or_else(|| fits.iter().find(|(_, fit)| fit.rows));
         let rows = only.map(|(feed, _)| (feed.name.clone(), picked[&feed.name].shape()[0]));
@@ -196,7 +202,7 @@ struct Fit {
 }
 
 impl Fit {
-    fn of(feed: &Named, array: &Tensor, item_rows: usize) -> Fit {
+    fn of(feed: &NamedTensor, array: &Tensor, item_rows: usize) -> Fit {
         let expected = feed.fact.concrete().unwrap_or_default();
         let (Some((first, rest)), Some((rows, row))) = (expected.split_first(), array.shape().split_first()) else {
             return Fit { rows: false, whole: expected == array.shape() };
@@ -249,7 +255,7 @@ pub struct Batches {
 
 /// The order in which rows are seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum RowOrder {
     /// As they stand in the file, from the start again when they run out.
     InOrder,
     /// A new permutation every epoch.
@@ -272,15 +278,15 @@ impl Batches {
         batch: usize,
         microbatches: usize,
         steps: usize,
-        order: Order,
+        order: RowOrder,
     ) -> Result<Batches, DataError> {
         let per_epoch = data.rows / batch.max(1);
         if per_epoch == 0 {
             return Err(DataError::Few { rows: data.rows, batch });
         }
         let orders = match order {
-            Order::InOrder => Vec::new(),
-            Order::Shuffled { seed } => {
+            RowOrder::InOrder => Vec::new(),
+            RowOrder::Shuffled { seed } => {
                 (0..steps.div_ceil(per_epoch)).map(|epoch| permutation(data.rows, seed, epoch as u64)).collect()
             }
         };
@@ -341,8 +347,8 @@ mod tests {
     use compiler::tensor::DType;
     use compiler::tensor::fact::Fact;
 
-    fn feed(name: &str, shape: &[usize]) -> Named {
-        Named { name: name.into(), fact: Fact::of(DType::F32, shape), bytes: shape.iter().product::<usize>() * 4 }
+    fn feed(name: &str, shape: &[usize]) -> NamedTensor {
+        NamedTensor { name: name.into(), fact: Fact::of(DType::F32, shape), bytes: shape.iter().product::<usize>() * 4 }
     }
 
     fn ramp(rows: usize) -> BTreeMap<String, Tensor> {
@@ -353,7 +359,7 @@ mod tests {
     #[test]
     fn items_take_rows_in_order_and_start_again() {
         let data = Dataset::new(ramp(5), &[feed("x", &[1, 2])], 1).unwrap();
-        let batches = Batches::new(data, 2, 2, 4, Order::InOrder).unwrap();
+        let batches = Batches::new(data, 2, 2, 4, RowOrder::InOrder).unwrap();
         let first_of = |item| {
             let mut out = [0u8; 8];
             batches.fill("x", item, &mut out);
@@ -380,9 +386,9 @@ mod tests {
         let mut arrays = ramp(6);
         arrays.insert("table".into(), Tensor::from_f32(&[4, 1], &[1.0, 2.0, 3.0, 4.0]));
         arrays.insert("target".into(), Tensor::from_i64(&[6, 3], &(0..18).collect::<Vec<_>>()));
-        let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[6]), bytes: 48 };
+        let target = NamedTensor { name: "target".into(), fact: Fact::of(DType::I64, &[6]), bytes: 48 };
         let feeds = [feed("x", &[2, 2]), feed("table", &[4, 1]), target];
-        let batches = Batches::new(Dataset::new(arrays, &feeds, 2).unwrap(), 2, 1, 3, Order::InOrder).unwrap();
+        let batches = Batches::new(Dataset::new(arrays, &feeds, 2).unwrap(), 2, 1, 3, RowOrder::InOrder).unwrap();
         let mut table = [0u8; 16];
         batches.fill("table", 2, &mut table);
         assert_eq!(f32::from_le_bytes(table[12..].try_into().unwrap()), 4.0);
@@ -409,7 +415,7 @@ mod tests {
         assert!(matches!(shape, Err(DataError::Shape { .. })));
         let mut labels = ramp(5);
         labels.insert("y".into(), Tensor::from_i64(&[5], &[0, 1, 2, 10, 4]));
-        let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1]), bytes: 8 };
+        let target = NamedTensor { name: "target".into(), fact: Fact::of(DType::I64, &[1]), bytes: 8 };
         let data = Dataset::new(labels, &[feed("x", &[1, 2]), target], 1).unwrap();
         assert!(matches!(data.check_labels("target", 10), Err(DataError::Label { row: 3, label: 10, .. })));
         assert_eq!(data.check_counted("target", 5), Ok(0));
@@ -420,7 +426,7 @@ mod tests {
         let of = |labels: &[i64]| {
             let mut arrays = ramp(5);
             arrays.insert("y".into(), Tensor::from_i64(&[5, 2], labels));
-            let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1, 2]), bytes: 16 };
+            let target = NamedTensor { name: "target".into(), fact: Fact::of(DType::I64, &[1, 2]), bytes: 16 };
             Dataset::new(arrays, &[feed("x", &[1, 2]), target], 1).unwrap()
         };
         let none = of(&[IGNORED; 10]).check_counted("target", 9);

@@ -13,14 +13,14 @@
 //! ```
 //! use compiler::graph::text;
 //! use compiler::pass::loss::Loss;
-//! use compiler::schedule::rule::StepCount;
+//! use compiler::schedule::semantics::StepCount;
 //! use compiler::schedule::{Pipeline, Schedule};
 //! use compiler::tensor::Tensor;
-//! use runtime::data::{Batches, Dataset, Order};
-//! use runtime::optimizer::{Optimizer, Rule};
-//! use runtime::policy::Policy;
-//! use runtime::prepare::{Settings, prepare};
-//! use runtime::train::{Training, feeds, train};
+//! use runtime::data::{Batches, Dataset, RowOrder};
+//! use runtime::optim::optimizer::{Optimizer, Rule};
+//! use runtime::optim::policy::Policy;
+//! use runtime::train::prepare::{Settings, prepare};
+//! use runtime::train::run::{TrainJob, feeds, train};
 //! use std::collections::BTreeMap;
 //!
 //! let graph = text::parse(r#"
@@ -56,11 +56,11 @@
 //! let weights = [("fc1.weight", numbers(&[8, 6])), ("fc2.weight", numbers(&[3, 8]))];
 //! let weights: BTreeMap<String, Tensor> = weights.map(|(name, tensor)| (name.to_string(), tensor)).into();
 //! let rule = Rule::Sgd { learning_rate: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 };
-//! let training = Training {
+//! let training = TrainJob {
 //!     codes: &prepared.codes,
 //!     program: &prepared.program,
 //!     weights: &weights,
-//!     batches: &Batches::new(data, 8, 2, 5, Order::InOrder)?,
+//!     batches: &Batches::new(data, 8, 2, 5, RowOrder::InOrder)?,
 //!     optimizer: &Optimizer::from(rule),
 //!     policy: Policy::default(),
 //!     keep_gradients: false,
@@ -71,34 +71,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-pub mod buffer;
 pub mod checkpoint;
-pub mod compile;
+pub mod comm;
 pub mod data;
-pub mod desk;
 pub mod device;
-pub mod evaluate;
-pub mod execute;
-pub mod gradient;
-pub mod link;
-pub mod losses;
-pub mod memory;
-pub mod norm;
-pub mod optimizer;
-pub mod pieces;
-pub mod policy;
-pub mod prepare;
-pub mod rate;
-pub mod refusal;
-pub mod seat;
-pub mod share;
-pub mod shared;
-pub mod shelf;
-pub mod statistics;
-pub mod stepper;
-pub mod steps;
+pub mod exec;
+pub mod optim;
+pub mod process;
+pub mod stage;
 pub mod train;
-pub mod vault;
-pub mod weights;
-pub mod wiring;
-pub mod worker;
+pub mod zero;

@@ -6,7 +6,7 @@ use crate::{quantity, stages};
 use clap::Args;
 use profiler::cache::Cache;
 use profiler::{detect, machine};
-use runtime::device::cuda::card::{About, CardFault};
+use runtime::device::cuda::card::{CardFault, GpuInfo};
 use runtime::device::cuda::library::{self, FOLDERS};
 use serde_json::json;
 use std::fs::OpenOptions;
@@ -174,7 +174,7 @@ fn compiler() -> Finding {
 
 fn gpus() -> Finding {
     let cards = detect::gpus();
-    let told = |(ordinal, card): (usize, &Result<About, CardFault>)| match card {
+    let told = |(ordinal, card): (usize, &Result<GpuInfo, CardFault>)| match card {
         Ok(card) => format!("{ordinal}: {} with {}", card.name, quantity::bytes(card.memory as u64)),
         Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
     };

@@ -11,12 +11,12 @@ use crate::{cmd, overwritten, quantity, replaced, whose};
 use clap::Args;
 use compiler::export::target::refusal::Refusal;
 use compiler::export::target::table::{self, Entry, TARGETS};
-use compiler::export::target::{Asked, Bundle, File, Need};
+use compiler::export::target::{Bundle, ExportInput, File, Need};
 use compiler::import::import::Batch;
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
-use compiler::schedule::csv::{Table, csv};
-use compiler::wording::near::hint;
+use compiler::schedule::formats::csv::{ComputeTable, csv};
+use compiler::text::suggest::hint;
 use serde_json::json;
 use std::fs;
 use std::iter;
@@ -78,14 +78,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         Need::Plan | Need::Costs => None,
     };
     let imported = loaded.as_ref().map(Loaded::imported);
-    let asked = Asked { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
+    let asked = ExportInput { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
     let bundle = (target.write)(&asked).map_err(|refusal| explain(&arguments, &refusal))?;
     bundle.notes.iter().for_each(|note| screen.note(note));
     write(&arguments, &bundle, screen)
 }
 
 /// The rows of the user's own order of work.
-fn table_of(own: Own) -> Result<Table, Failure> {
+fn table_of(own: Own) -> Result<ComputeTable, Failure> {
     match own {
         Own::Table(table) => Ok(table),
         Own::Program(program) => {

@@ -7,9 +7,9 @@ use crate::screen::Screen;
 use crate::{quantity, stages};
 use clap::Args;
 use compiler::graph::{Graph, order, text};
-use compiler::import::doubt::Doubt;
 use compiler::import::import::Batch;
 use compiler::import::onnx::name::shown;
+use compiler::import::training_warning::TrainingWarning;
 use compiler::op::dropout::COUNTER;
 use compiler::op::table::rule;
 use compiler::op::{Op, Value};
@@ -264,7 +264,7 @@ fn against_training(loaded: &Loaded, bound: &Result<Graph, Failure>) -> Vec<Stri
     reasons
 }
 
-fn told(doubt: &Doubt) -> serde_json::Value {
+fn told(doubt: &TrainingWarning) -> serde_json::Value {
     let severity = if doubt.is_wrong() { "wrong" } else { "warning" };
     json!({
         "finding": doubt.name(), "severity": severity, "count": doubt.count, "first": doubt.first,

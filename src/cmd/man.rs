@@ -6,7 +6,7 @@ use crate::screen::Screen;
 use crate::{quantity, source, stages};
 use clap::{Args, Command, CommandFactory};
 use clap_mangen::Man;
-use compiler::wording::near::nearest;
+use compiler::text::suggest::nearest;
 use serde_json::json;
 use std::fs;
 use std::path::PathBuf;

@@ -3,8 +3,9 @@
 use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::{Args, ValueEnum};
-use runtime::optimizer::{self, Rule};
-use runtime::rate::{Rate, Shape};
+use runtime::optim::lr_schedule::{Rate, Shape};
+use runtime::optim::optimizer;
+use runtime::optim::optimizer::Rule;
 
 /// The decays of Adam (Kingma and Ba, 2015).
 const USUAL_BETAS: [f64; 2] = [0.9, 0.999];

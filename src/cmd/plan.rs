@@ -8,19 +8,19 @@ use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::{cmd, device_placement, hybrid, prediction, source, stages};
 use clap::{Args, Subcommand};
-use compiler::plan::check::check as judged;
-use compiler::plan::fault::Fault;
-use compiler::plan::figures::figures;
+use compiler::plan::check::consistency::sound;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::check::figures::figures;
+use compiler::plan::check::verify::check as judged;
 use compiler::plan::problem::CostModel;
 use compiler::plan::read;
-use compiler::plan::sound::sound;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::Program;
-use compiler::schedule::check;
+use compiler::schedule::check::verify;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::stated::stated;
+use compiler::schedule::semantics::StepCount;
+use compiler::simulate::check_plan::stated;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -115,7 +115,7 @@ fn judge(
     screen: &Screen,
 ) -> Result<(), Failure> {
     let plan = source::plan(path)?;
-    let told = |faults: &[Fault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let told = |faults: &[PlanFault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
     let mut faults = told(&sound(&plan).err().unwrap_or_default());
     if faults.is_empty() {
         if let Some(model) = model {
@@ -165,7 +165,7 @@ fn judge(
 }
 
 /// What the costs of the model, or of the instance, say against the plan.
-fn by_model(plan: &Plan, model: &Path, profile: Option<&str>, screen: &Screen) -> Result<Vec<Fault>, Failure> {
+fn by_model(plan: &Plan, model: &Path, profile: Option<&str>, screen: &Screen) -> Result<Vec<PlanFault>, Failure> {
     match plan.cost {
         CostModel::Load => device_placement::check(plan, model),
         CostModel::Hybrid => hybrid::check(plan, model),
@@ -190,6 +190,6 @@ fn checked(plan: &Plan, own: Option<&Own>) -> Result<Program, String> {
         None => schedule(schedule_of(plan.schedule.kind)?, &pipeline, count),
     });
     let program = made.map_err(|error| error.to_string())?;
-    check::check(&program).map_err(|error| error.to_string())?;
+    verify::check(&program).map_err(|error| error.to_string())?;
     Ok(program)
 }

@@ -5,7 +5,8 @@ use crate::screen::Screen;
 use clap::{Args, ValueEnum};
 use compiler::plan::ScheduleKind;
 use compiler::tensor::DType;
-use runtime::policy::{self, Policy, Statistics};
+use runtime::optim::policy;
+use runtime::optim::policy::{Policy, Statistics};
 
 /// What is done beside the plain step.
 #[derive(Clone, Debug, Args)]

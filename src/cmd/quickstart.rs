@@ -29,10 +29,10 @@ use models::digits::{self, SAMPLE, Split};
 use models::zoo;
 use profiler::machine;
 use profiler::measure::Settings;
-use runtime::data::Order;
-use runtime::evaluate;
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
+use runtime::data::RowOrder;
+use runtime::exec::evaluate;
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -162,7 +162,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         length: Length::Epochs(epochs),
         data: Data::Arrays(arrays(&digits.train)),
         held_out: HeldOut::Nothing,
-        order: Order::Shuffled { seed: arguments.seed },
+        order: RowOrder::Shuffled { seed: arguments.seed },
         seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: false,

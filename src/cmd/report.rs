@@ -14,8 +14,8 @@ use compiler::export::report::page::PICTURES;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
 use compiler::graph::hash::sha256;
-use compiler::plan::coarse;
-use compiler::plan::held::fullest;
+use compiler::plan::coarsen;
+use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::pipeline;
@@ -197,7 +197,7 @@ fn what_if(source: &Source, arguments: &Arguments, plan: &Plan, screen: &Screen)
         let Ok(mut costs) = source.costs(plan, micro_batch) else { continue };
         // A framework's cuts are where modules end, and runs of ops know no modules.
         if !plan.options.contains_key("target") {
-            costs.graph = coarse::runs(&costs.graph, PIECES);
+            costs.graph = coarsen::runs(&costs.graph, PIECES);
         }
         for &count in &counts {
             bar.set_message(format!("{} devices", count * inner));

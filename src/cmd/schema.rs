@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::{Args, ValueEnum};
 use compiler::export::{failure, metrics};
-use compiler::schedule::json;
+use compiler::schedule::formats::json;
 use compiler::{cluster, plan, profile};
 
 /// Which schema.

@@ -11,13 +11,13 @@ use compiler::export::trace::encode::encode;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{ScheduleKind, StageMemory};
 use compiler::schedule::Program;
-use compiler::schedule::chart::chart;
-use compiler::schedule::csv::{Table, csv};
-use compiler::schedule::json::to_json;
+use compiler::schedule::formats::chart::chart;
+use compiler::schedule::formats::csv::{ComputeTable, csv};
+use compiler::schedule::formats::json::to_json;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
-use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::{even, run};
+use compiler::schedule::semantics::StepCount;
+use compiler::simulate::{run, steady_throughput};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -83,7 +83,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
-    let in_flight = even::in_flight(&pipeline);
+    let in_flight = steady_throughput::in_flight(&pipeline);
     // Some rounds of all replicas, so that what they do together is seen, and enough to fill what is in flight.
     let usual = if microbatches == 1 {
         let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
@@ -111,7 +111,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         let minibatches = program.items / program.microbatches.max(1);
         let is_replicated = pipeline.stages.iter().any(|stage| stage.replicas > 1);
         if extension == Some("csv") && is_replicated {
-            let back = text.parse::<Table>().map_err(|error| error.to_string());
+            let back = text.parse::<ComputeTable>().map_err(|error| error.to_string());
             let back = back.and_then(|table| table.program(&pipeline, 1).map_err(|error| error.to_string()));
             if let Err(why) = back {
                 screen.warn(&format!(
@@ -144,7 +144,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen
             .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
     }
-    let pace = even::Run::of(kind, &pipeline, &machine, microbatches);
+    let pace = steady_throughput::Run::of(kind, &pipeline, &machine, microbatches);
     // Programs in a file are for as many minibatches as they are.
     let is_fixed = own.as_ref().is_some_and(|own| own.minibatches().is_some());
     let long = Some(pace.minibatches()).filter(|long| *long > minibatches && !is_fixed);

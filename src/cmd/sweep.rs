@@ -12,7 +12,7 @@ use crate::source::{self, Costs};
 use crate::{output, quantity, stages};
 use clap::Args;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
-use compiler::plan::{ScheduleKind, coarse};
+use compiler::plan::{ScheduleKind, coarsen};
 use compiler::profile::cost_graph::CostGraph;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -257,7 +257,7 @@ fn figures(
     match partition::ask(path, costs.clone(), &question) {
         Ok(planned) => {
             if depth.is_some() {
-                *cut = coarse::stages(&costs.graph, &planned.plan);
+                *cut = coarsen::stages(&costs.graph, &planned.plan);
             }
             Ok(Ok(Figures::of(&planned.plan, parameters)))
         }

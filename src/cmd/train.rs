@@ -33,7 +33,7 @@ use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::tensor::DType;
 use profiler::machine;
-use runtime::data::Order;
+use runtime::data::RowOrder;
 use runtime::device::cpu::half::is_half;
 use std::cell::RefCell;
 use std::env;
@@ -320,7 +320,7 @@ fn once(
             (None, Some(share)) => HeldOut::Share(share),
             (None, None) => HeldOut::Nothing,
         },
-        order: if arguments.shuffle { Order::Shuffled { seed: arguments.seed } } else { Order::InOrder },
+        order: if arguments.shuffle { RowOrder::Shuffled { seed: arguments.seed } } else { RowOrder::InOrder },
         seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: arguments.save_gradients.is_some(),

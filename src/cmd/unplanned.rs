@@ -5,10 +5,10 @@ use crate::failure::{Failure, INFEASIBLE};
 use crate::screen::Screen;
 use crate::zero::Zero;
 use crate::{advice, quantity, source, stages};
-use compiler::partition::lack::TooSmall;
+use compiler::partition::explain::infeasible::Infeasible;
 use compiler::partition::planner::PlanError;
 use compiler::plan::ScheduleKind;
-use compiler::plan::held::fullest;
+use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::ProblemError;
 use compiler::plan::zero::MOST;
 use std::path::Path;
@@ -108,8 +108,9 @@ const MOST_OPS: usize = 400;
 const MOST_DEVICES: u32 = 16;
 
 /// What to do where devices hold too little themselves.
-fn too_small(file: &Path, small: &TooSmall, schedule: ScheduleKind) -> Failure {
-    let TooSmall { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } = small;
+fn too_small(file: &Path, small: &Infeasible, schedule: ScheduleKind) -> Failure {
+    let Infeasible { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } =
+        small;
     let (memory, missing) = (quantity::bytes(*memory), quantity::bytes(*missing));
     let (replicas, least) =
         (stages::plural(u64::from(*replicas), "replica", "replicas"), quantity::at_least(*smallest));

@@ -11,7 +11,7 @@ use compiler::import::onnx::proto::{
     AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto,
     TensorShapeProto, TypeProto, ValueInfoProto, type_proto,
 };
-use compiler::import::supply;
+use compiler::import::with_inputs;
 use compiler::op::Op;
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
@@ -152,7 +152,7 @@ pub fn refused(model: &ModelProto) -> String {
 /// The model's results for this data, and the inputs that were taken as constants.
 pub fn answers(model: &ModelProto, data: &[(&str, Tensor)]) -> Result<(Vec<Tensor>, Vec<String>), String> {
     let data: BTreeMap<String, Tensor> = data.iter().map(|(name, t)| ((*name).to_owned(), t.clone())).collect();
-    let imported = supply::import(&source(model), &Options::default(), &data);
+    let imported = with_inputs::import(&source(model), &Options::default(), &data);
     let (model, options) = imported.map_err(|error| error.to_string())?;
     let mut sizes = Bindings::new();
     for id in model.graph.ids() {

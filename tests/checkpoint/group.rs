@@ -2,12 +2,12 @@
 
 use crate::ready::{Ready, bits, mlp, momentum, plan, ready};
 use compiler::schedule::Schedule;
-use runtime::link::fate::Fate;
-use runtime::link::group::{Door, Group, Part, join, listen};
-use runtime::link::handshake::Identity;
-use runtime::link::seats::Seats;
-use runtime::policy::Policy;
-use runtime::train::{Course, Trained, agrees, run_in_group, train};
+use runtime::optim::policy::Policy;
+use runtime::process::handshake::Identity;
+use runtime::process::placement::WorkerPlacement;
+use runtime::process::process_group::{Door, Group, ProcessConfig, join, listen};
+use runtime::process::run_status::RunStatus;
+use runtime::train::run::{RunOptions, Trained, agrees, run_in_group, train};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -16,13 +16,22 @@ use std::time::{Duration, Instant};
 
 fn meet(ready: &Ready, own: usize, door: Door, first: &str) -> Group {
     let training = ready.training(&ready.weights);
-    let seats = Seats::beside(training.program.workers.len());
+    let seats = WorkerPlacement::beside(training.program.workers.len());
     let lines = seats.lines(training.program, training.codes, agrees(&training));
     let identity = Identity { run: 1, parts: Vec::new() };
     let wait = Duration::from_secs(30);
     let (first, listen) = (first.to_string(), None);
-    let part = Part { own, seats, identity, first, listen, patience: wait, deadline: wait, follows: false };
-    join(training.program, &lines, part, door, Arc::new(Fate::default()), &|_| {}).unwrap()
+    let part = ProcessConfig {
+        own,
+        placement: seats,
+        identity,
+        first,
+        listen,
+        patience: wait,
+        deadline: wait,
+        follows: false,
+    };
+    join(training.program, &lines, part, door, Arc::new(RunStatus::default()), &|_| {}).unwrap()
 }
 
 /// A disk that is as slow as can be keeps its first part until it is told to go on.
@@ -34,7 +43,7 @@ fn slow(ready: &Ready, group: Group, goes_on: Receiver<()>) -> Trained {
             let _ = goes_on.recv();
         }
     };
-    let course = Course { cuts: Some(ready.cuts()), on_part: Some(&mut on_part), ..Course::default() };
+    let course = RunOptions { cuts: Some(ready.cuts()), on_part: Some(&mut on_part), ..RunOptions::default() };
     let trained = run_in_group(&ready.training(&ready.weights), course, &mut |_| {}, Some(group)).unwrap().unwrap();
     assert_eq!(parts.load(Ordering::Relaxed), 24, "every part has come");
     trained
@@ -57,7 +66,7 @@ fn a_slow_disk_holds_up_processes_whose_parts_would_fill_the_memory() {
             scope.spawn(move || {
                 let group = meet(ready, own, Door::Outside, address);
                 told.send((own - 1, group.progress.clone())).unwrap();
-                let course = Course { cuts: Some(ready.cuts()), ..Course::default() };
+                let course = RunOptions { cuts: Some(ready.cuts()), ..RunOptions::default() };
                 assert!(
                     run_in_group(&ready.training(&ready.weights), course, &mut |_| {}, Some(group)).unwrap().is_none()
                 );

@@ -3,26 +3,26 @@
 use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
 use compiler::pass::loss::Loss;
-use compiler::schedule::rest::period;
-use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use compiler::schedule::resume::period;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageSpec, published_caps};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::choice::Setting;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
-use runtime::checkpoint::cuts::Cuts;
+use runtime::checkpoint::barrier::Gate;
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find::{self, Found};
-use runtime::checkpoint::gate::Gate;
-use runtime::checkpoint::keeper::{Keeper, Kept, Saved};
-use runtime::checkpoint::manifest::Dealt;
+use runtime::checkpoint::manifest::ShardLayout;
+use runtime::checkpoint::points::Cuts;
+use runtime::checkpoint::writer::{Keeper, Kept, Saved};
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::{Optimizer, Rule};
-use runtime::policy::Policy;
-use runtime::prepare::{Prepared, Settings, prepare};
-use runtime::rate::{Rate, Shape};
-use runtime::train::{Course, StepDone, Trained, Training, feeds, run};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::lr_schedule::{Rate, Shape};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Prepared, Settings, prepare};
+use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained, feeds, run};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -81,7 +81,7 @@ pub struct Plan {
 }
 
 pub fn plan(schedule: Schedule, replicas: &[u32], microbatches: u32) -> Plan {
-    let shapes = replicas.iter().map(|r| StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
+    let shapes = replicas.iter().map(|r| StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
     let pipeline = Pipeline::chain(shapes).with_caps(&published_caps(replicas));
     let pipeline = match schedule {
         Schedule::Interleaved | Schedule::Bfs => pipeline.looped(2),
@@ -120,7 +120,7 @@ pub fn ready(model: &Model, plan: Plan, optimizer: Optimizer, policy: Policy) ->
     feeds.sort_by(|a, b| a.name.cmp(&b.name));
     let arrays = synthetic(&prepared.graph, &feeds, item, 5 * BATCH, 1);
     let data = Dataset::new(arrays, &feeds, item).unwrap();
-    let order = Order::Shuffled { seed: 5 };
+    let order = RowOrder::Shuffled { seed: 5 };
     let batches = Batches::new(data, BATCH, microbatches as usize, STEPS as usize, order).unwrap().with_seed(9);
     let weights = model.weights.iter().map(|(name, weight)| match weight {
         Weight::Given(tensor) => (name.clone(), tensor.clone()),
@@ -130,8 +130,8 @@ pub fn ready(model: &Model, plan: Plan, optimizer: Optimizer, policy: Policy) ->
 }
 
 impl Ready {
-    pub fn training<'a>(&'a self, weights: &'a BTreeMap<String, Tensor>) -> Training<'a> {
-        Training {
+    pub fn training<'a>(&'a self, weights: &'a BTreeMap<String, Tensor>) -> TrainJob<'a> {
+        TrainJob {
             codes: &self.prepared.codes,
             program: &self.prepared.program,
             weights,
@@ -152,7 +152,7 @@ impl Ready {
             keep: None,
             begun: None,
             run: BTreeMap::from([("seed".to_string(), "9".to_string())]),
-            plan: Dealt::of(&self.prepared.program, &self.prepared.codes, self.policy.staleness),
+            plan: ShardLayout::of(&self.prepared.program, &self.prepared.codes, self.policy.staleness),
             steps: STEPS,
             per_epoch: self.batches.per_epoch() as u32,
             codes: &self.prepared.codes,
@@ -170,7 +170,7 @@ impl Ready {
             None | Some(Saved::Done { left: None, .. }) => {}
             Some(other) => panic!("{other:?}"),
         };
-        let course = Course {
+        let course = RunOptions {
             start: from.map(|found| &found.start),
             cuts: Some(self.cuts()),
             gate,

@@ -5,9 +5,9 @@ use compiler::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};
-use runtime::checkpoint::keeper::{Keeper, Kept, Saved};
-use runtime::policy::Policy;
-use runtime::train::{Course, run};
+use runtime::checkpoint::writer::{Keeper, Kept, Saved};
+use runtime::optim::policy::Policy;
+use runtime::train::run::{RunOptions, run};
 use std::cell::Cell;
 use std::fs;
 use std::io;
@@ -71,8 +71,11 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
             // What a kill ends is looked at as it is left; a full disk is looked at when the run is over.
             let mut best: Option<u32> = None;
             let mut parts = Vec::new();
-            let course =
-                Course { cuts: Some(ready.cuts()), on_part: Some(&mut |part| parts.push(part)), ..Course::default() };
+            let course = RunOptions {
+                cuts: Some(ready.cuts()),
+                on_part: Some(&mut |part| parts.push(part)),
+                ..RunOptions::default()
+            };
             let done = run(&ready.training(&ready.weights), course, &mut |_| {}).unwrap();
             assert_eq!(bits(&done.losses), bits(&whole.losses));
             for part in parts {
@@ -122,8 +125,11 @@ fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
         let save = |files: &dyn Fn() -> Ending| {
             let mut keeper = Keeper::new(files(), ready.kept(at, &ready.weights));
             let mut parts = Vec::new();
-            let course =
-                Course { cuts: Some(ready.cuts()), on_part: Some(&mut |part| parts.push(part)), ..Course::default() };
+            let course = RunOptions {
+                cuts: Some(ready.cuts()),
+                on_part: Some(&mut |part| parts.push(part)),
+                ..RunOptions::default()
+            };
             run(&ready.training(&ready.weights), course, &mut |_| {}).unwrap();
             let first = parts.iter().map(|part| part.minibatches).min();
             parts.retain(|part| Some(part.minibatches) == first);
@@ -198,14 +204,14 @@ fn broken_checkpoints_are_named_and_not_read() {
     found.start.optimizer.insert(name.clone(), Tensor::zeros(DType::F32, &[1]));
     let mut weights = ready.weights.clone();
     weights.extend(found.weights.clone());
-    let course = Course { start: Some(&found.start), ..Course::default() };
+    let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
     let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
     assert!(fault.contains("the run needs f32["), "{fault}");
     for count in [i64::MIN, -1, i64::MAX, 1 << 33] {
         let mut found = find::read(good).unwrap();
         let steps = found.start.optimizer.iter_mut().filter(|(name, _)| name.ends_with("/step"));
         steps.for_each(|(_, tensor)| *tensor = Tensor::from_i64(&[], &[count]));
-        let course = Course { start: Some(&found.start), ..Course::default() };
+        let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
         let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
         assert!(
             fault.contains("/step` of the checkpoint is something else, the run needs a count of updates"),
@@ -213,7 +219,7 @@ fn broken_checkpoints_are_named_and_not_read() {
         );
     }
     found.start.optimizer.remove(&name);
-    let course = Course { start: Some(&found.start), ..Course::default() };
+    let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
     let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
     assert!(fault.contains("the checkpoint has no") && fault.contains(&name), "{fault}");
 }

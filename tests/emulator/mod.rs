@@ -3,7 +3,7 @@
 
 use runtime::device::cuda::card::fault;
 use runtime::device::cuda::prelude::PRELUDE;
-use runtime::device::cuda::recipe::{Base, Fault, Recipe};
+use runtime::device::cuda::recipe::{Base, Fault, LaunchPlan};
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// A recipe with its values.
 pub struct Case {
-    pub recipe: Recipe,
+    pub recipe: LaunchPlan,
     pub inputs: Vec<Vec<u8>>,
     /// Bytes of each output.
     pub outputs: Vec<usize>,

@@ -23,7 +23,7 @@ pub fn data(inside: &str) -> Option<PathBuf> {
 
 /// All arrays of an `.npz` file.
 pub fn arrays(path: &Path) -> BTreeMap<String, Tensor> {
-    runtime::weights::read(path).unwrap()
+    runtime::data::weights::read(path).unwrap()
 }
 
 /// The values of the first step of an array `[steps, …]`.

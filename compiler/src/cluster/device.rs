@@ -5,7 +5,7 @@
 //! core with AVX-512; a cluster file that knows better sets each by hand.
 
 use crate::cluster::{Bytes, BytesPerSecond, Device, Peak, Seconds};
-use crate::wording::near;
+use crate::text::suggest;
 
 /// The kind that `--gpus` and `--levels` stand for when no kind is named.
 pub const DEFAULT_KIND: &str = "h100";
@@ -60,7 +60,7 @@ pub fn find(name: &str) -> Option<&'static Kind> {
 
 /// The kind that was meant by a name that is none, as the end of a sentence, for messages.
 pub fn hint(name: &str) -> String {
-    near::hint(name, KINDS.iter().map(|kind| kind.name))
+    suggest::hint(name, KINDS.iter().map(|kind| kind.name))
 }
 
 /// All names, for messages.

@@ -6,7 +6,7 @@
 use crate::cluster::device::{self, DEFAULT_KIND};
 use crate::cluster::unit::{self, UnitError};
 use crate::cluster::{BytesPerSecond, Cluster, Device, DeviceClass, Host, Level, MAX_DEVICES, SCHEMA, Seconds};
-use crate::wording::{Format, plainly};
+use crate::text::{Format, plainly};
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;

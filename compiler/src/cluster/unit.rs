@@ -4,7 +4,7 @@
 //! plan without any other sign.
 
 use crate::cluster::{Bytes, BytesPerSecond, Seconds};
-use crate::wording::near::hint;
+use crate::text::suggest::hint;
 use std::fmt;
 
 /// Why a quantity could not be read.

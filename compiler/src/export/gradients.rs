@@ -4,7 +4,7 @@ use crate::export::quantity;
 use crate::plan::Plan;
 use crate::plan::buckets::USUAL_BYTES;
 use crate::schedule::pipeline::{pipeline, schedule_of};
-use crate::simulate::hidden::hidden;
+use crate::simulate::overlap::hidden;
 use serde_json::Value;
 
 /// In what parts, and what share of that time work hides; nothing where nothing is summed, or playing the plan would take long.

@@ -55,7 +55,7 @@ pub struct Move {
 
 /// A cut between two stages.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Cut {
+pub struct CutCost {
     /// The stage before it.
     pub before: usize,
     /// Bytes of all tensors over it for one micro-batch, in one direction, to whatever later stage.
@@ -74,7 +74,7 @@ pub struct Modelled {
     /// The costs of its ops.
     pub graph: CostGraph,
     /// The cuts, in order.
-    pub cuts: Vec<Cut>,
+    pub cuts: Vec<CutCost>,
     /// What does not follow from these costs as the plan says; empty where all does.
     pub faults: Vec<String>,
 }

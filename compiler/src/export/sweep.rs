@@ -8,7 +8,7 @@ use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::quantity::{self, plural};
 use crate::export::svg::Svg;
-use crate::plan::held::fullest;
+use crate::plan::device_memory::fullest;
 use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind};
 use std::collections::BTreeSet;

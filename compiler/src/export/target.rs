@@ -1,6 +1,6 @@
 //! A plan in the words of other tools.
 //!
-//! A target takes what is [`Asked`] and gives a [`Bundle`] of files, or a `Refusal`: what a tool cannot carry is never left out in
+//! A target takes what is [`ExportInput`] and gives a [`Bundle`] of files, or a `Refusal`: what a tool cannot carry is never left out in
 //! silence. `table` lists the targets, one file each; `fit` holds what several of them ask of a plan, `orders` its order of work as a
 //! table, `layers` its stages as lists of modules. Names come from files that nobody vouches for: they are written as data, escaped as
 //! the format has it, and never become the name of a file.
@@ -24,12 +24,12 @@ pub mod torchtitan;
 use crate::import::import::{Model, Options};
 use crate::plan::Plan;
 use crate::profile::cost_graph::CostGraph;
-use crate::schedule::csv::Table;
+use crate::schedule::formats::csv::ComputeTable;
 use std::path::Path;
 
 /// What a target is made from.
 #[derive(Clone, Copy, Debug)]
-pub struct Asked<'a> {
+pub struct ExportInput<'a> {
     /// The plan, which is sound.
     pub plan: &'a Plan,
     /// The costs of its ops: there for targets that need [`Need::Costs`].
@@ -37,7 +37,7 @@ pub struct Asked<'a> {
     /// The model: there for targets that need [`Need::Model`].
     pub model: Option<&'a Imported<'a>>,
     /// The order of work of a plan that has none of its own.
-    pub table: Option<&'a Table>,
+    pub table: Option<&'a ComputeTable>,
 }
 
 /// The model of a plan, with what is needed to read it once more.

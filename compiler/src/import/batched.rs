@@ -5,7 +5,7 @@
 
 use crate::graph::Graph;
 use crate::import::build::Build;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
 use crate::op::{BatchGather, BatchScatterAdd, Binary, Gather, Op, ScatterAdd, Value};
 use crate::tensor::dim::Dim;
 
@@ -16,7 +16,7 @@ pub fn slices(
     dims: &[Dim],
     index: Value,
     along: usize,
-) -> Result<Option<Value>, Reason> {
+) -> Result<Option<Value>, LowerReason> {
     let graph = scope.graph();
     let Op::Broadcast(_) = graph.node(index.node).op else { return Ok(None) };
     let source = graph.inputs(index.node)[0];
@@ -36,7 +36,7 @@ pub fn slices(
 }
 
 /// Slices of `x` along the axis behind `batch` others, with indices of their own for each element of those.
-pub fn gather(scope: &mut (impl Build + ?Sized), x: Value, indices: Value, batch: usize) -> Result<Value, Reason> {
+pub fn gather(scope: &mut (impl Build + ?Sized), x: Value, indices: Value, batch: usize) -> Result<Value, LowerReason> {
     match batch {
         0 => scope.add(Op::Gather(Gather { axis: 0 }), &[x, indices]),
         _ => scope.add(Op::BatchGather(BatchGather { batch }), &[x, indices]),
@@ -50,7 +50,7 @@ pub fn scatter_add(
     indices: Value,
     updates: Value,
     batch: usize,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let size = scope.graph().fact(x).shape[batch].clone();
     let op = match batch {
         0 => Op::ScatterAdd(ScatterAdd { axis: 0, size }),

@@ -1,8 +1,9 @@
 //! Writing core ops: what every importer adds to a graph, one method for each op that source operators share.
 
 use crate::graph::{Graph, Origin};
-use crate::import::opening::{self, Opened};
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
+use crate::import::symbolic_batch;
+use crate::import::symbolic_batch::Opened;
 use crate::op::dropout::COUNTER;
 use crate::op::{Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
 use crate::tensor::dim::{Bindings, Dim};
@@ -35,22 +36,22 @@ pub trait Build {
     }
 
     /// Adds a core op and gives its first output.
-    fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, Reason> {
+    fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, LowerReason> {
         Ok(self.add_all(op, inputs)?[0])
     }
 
     /// Adds a core op and gives all its outputs.
-    fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, Reason> {
+    fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, LowerReason> {
         let origin = self.origin();
-        let inputs = opening::agree(self, &op, inputs)?;
+        let inputs = symbolic_batch::agree(self, &op, inputs)?;
         let node = self.graph_mut().add(op, &inputs, &origin)?;
         for fact in &self.graph().node(node).facts {
             if fact.shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-                return Err(Reason::Inputs(format!("its result would have the shape {fact}")));
+                return Err(LowerReason::Inputs(format!("its result would have the shape {fact}")));
             }
             let known = fact.shape.iter().all(|d| d.known().is_some());
             if (known && fact.bytes().is_none_or(|bytes| bytes > LARGEST)) || fact.is_hollow() {
-                return Err(Reason::Large(fact.clone()));
+                return Err(LowerReason::Large(fact.clone()));
             }
         }
         Ok(self.graph().values(node))
@@ -62,17 +63,17 @@ pub trait Build {
     }
 
     /// Adds a constant.
-    fn constant(&mut self, tensor: Tensor) -> Result<Value, Reason> {
+    fn constant(&mut self, tensor: Tensor) -> Result<Value, LowerReason> {
         self.add(Op::Constant(Constant { tensor }), &[])
     }
 
     /// Adds a number of rank 0.
-    fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, Reason> {
+    fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, LowerReason> {
         self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
     }
 
     /// The counter of dropouts: an input that the source model does not have, one for the whole graph.
-    fn counter(&mut self) -> Result<Value, Reason> {
+    fn counter(&mut self) -> Result<Value, LowerReason> {
         let known =
             self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
         match known {
@@ -85,56 +86,56 @@ pub trait Build {
     }
 
     /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.
-    fn size(&mut self, dim: &Dim) -> Result<Value, Reason> {
+    fn size(&mut self, dim: &Dim) -> Result<Value, LowerReason> {
         let one = self.constant(Tensor::from_i64(&[], &[1]))?;
         let ones = self.add(Op::Broadcast(Broadcast { shape: vec![dim.clone()] }), &[one])?;
         self.add(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0], keep: false }), &[ones])
     }
 
     /// `f(x)`.
-    fn unary(&mut self, op: Unary, x: Value) -> Result<Value, Reason> {
+    fn unary(&mut self, op: Unary, x: Value) -> Result<Value, LowerReason> {
         self.add(Op::Unary(op), &[x])
     }
 
     /// `f(a, b)`.
-    fn binary(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, Reason> {
+    fn binary(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, LowerReason> {
         self.add(Op::Binary(op), &[a, b])
     }
 
     /// `f(x, number)`.
-    fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, Reason> {
+    fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(x).dtype;
         let number = self.scalar(dtype, number)?;
         self.binary(op, x, number)
     }
 
     /// `a ? b`.
-    fn compare(&mut self, op: Compare, a: Value, b: Value) -> Result<Value, Reason> {
+    fn compare(&mut self, op: Compare, a: Value, b: Value) -> Result<Value, LowerReason> {
         self.add(Op::Compare(op), &[a, b])
     }
 
     /// `condition ? a : b`.
-    fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Value, Reason> {
+    fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Value, LowerReason> {
         self.add(Op::Select(Select {}), &[condition, a, b])
     }
 
     /// `x` as another element type; `x` itself when it has it already.
-    fn cast(&mut self, x: Value, to: DType) -> Result<Value, Reason> {
+    fn cast(&mut self, x: Value, to: DType) -> Result<Value, LowerReason> {
         if self.graph().fact(x).dtype == to { Ok(x) } else { self.add(Op::Cast(crate::op::Cast { to }), &[x]) }
     }
 
     /// `x` under another shape; `x` itself when it has it already.
-    fn reshape(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
+    fn reshape(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, LowerReason> {
         if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Reshape(Reshape { shape }), &[x]) }
     }
 
     /// `x` stretched to a shape; `x` itself when it has it already.
-    fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
+    fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, LowerReason> {
         if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
     }
 
     /// What log-sum-exp takes off before it raises: the largest element, 0 where that is infinite, since ∞ - ∞ is no number.
-    fn finite_largest(&mut self, largest: Value) -> Result<Value, Reason> {
+    fn finite_largest(&mut self, largest: Value) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(largest).dtype;
         let size = self.unary(Unary::Abs, largest)?;
         let (infinity, zero) = (self.scalar(dtype, f64::INFINITY)?, self.scalar(dtype, 0.0)?);
@@ -144,7 +145,7 @@ pub trait Build {
 
     /// The `p`-th root of a sum of powers, whose gradient at 0 is 0: the power itself has no slope there, and a
     /// gradient of 0 times its infinity would be no number.
-    fn root(&mut self, sum: Value, p: f64) -> Result<Value, Reason> {
+    fn root(&mut self, sum: Value, p: f64) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(sum).dtype;
         let (zero, one) = (self.scalar(dtype, 0.0)?, self.scalar(dtype, 1.0)?);
         let none = self.compare(Compare::Equal, sum, zero)?;
@@ -157,7 +158,7 @@ pub trait Build {
     }
 
     /// `x` joined along `axes`.
-    fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, Reason> {
+    fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {
         self.add(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[x])
     }
 }

@@ -11,12 +11,12 @@ use crate::graph::bind::bind;
 use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
-use crate::import::doubt::{Doubt, Finding};
+use crate::import::fixed_batch_left;
 use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
-use crate::import::known::Known;
-use crate::import::leftover;
+use crate::import::known_inputs::Known;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::decode;
 use crate::import::onnx::error::{DecodeError, FormatError};
 use crate::import::onnx::file;
@@ -25,10 +25,10 @@ use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel, ValueInfo};
 use crate::import::onnx::name::shown;
 use crate::import::onnx::training::{TrainModeError, train_mode};
-use crate::import::onnx::truth;
+use crate::import::onnx::training_warnings;
 use crate::import::prune::prune;
-use crate::import::reason::Reason;
 use crate::import::row_dropout;
+use crate::import::training_warning::{Finding, TrainingWarning};
 use crate::op::Op;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
@@ -62,7 +62,7 @@ pub struct Model {
     /// What the user should hear about though it stops nothing.
     pub warnings: Vec<String>,
     /// In what the file is not the model that its framework trains.
-    pub doubts: Vec<Doubt>,
+    pub doubts: Vec<TrainingWarning>,
     /// The fingerprint of the source model, which does not depend on its weights: 64 hexadecimal characters.
     pub sha256: String,
     /// The file.
@@ -193,12 +193,12 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
 /// Imports a decoded ONNX model, named after `file`.
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
     walk::check(source)?;
-    let doubts = truth::doubts(source);
+    let doubts = training_warnings::doubts(source);
     if let Some(folded) = doubts.iter().find(|d| options.train_mode && d.finding == Finding::FoldedBatchNorm) {
         return Err(TrainModeError::Folded(folded.clone()).into());
     }
     let turned = if options.train_mode { Some(train_mode(source)?) } else { None };
-    let doubts = turned.as_ref().map_or(doubts, truth::doubts);
+    let doubts = turned.as_ref().map_or(doubts, training_warnings::doubts);
     let source = turned.as_ref().unwrap_or(source);
     let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
         (false, Some(fixed)) => walk::lower(source, fixed, &Bindings::new(), &options.known),
@@ -243,7 +243,7 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
 /// What a file says beside its graph.
 struct About {
     warnings: Vec<String>,
-    doubts: Vec<Doubt>,
+    doubts: Vec<TrainingWarning>,
     sha256: String,
     file: String,
     producer: String,
@@ -342,23 +342,24 @@ fn lower(
             return Ok(Found { lowered: open?, batch, inputs, remarks });
         }
         let why = match open {
-            Ok(lowered) => match differs(&lowered.graph, &inputs).or_else(|| leftover::closed(&lowered.graph, &inputs))
-            {
-                None => {
-                    remarks.extend(untied(&lowered.graph, &inputs));
-                    remarks.extend(leftover::counted(&lowered.graph, &inputs));
-                    return Ok(Found { lowered, batch, inputs, remarks });
+            Ok(lowered) => {
+                match differs(&lowered.graph, &inputs).or_else(|| fixed_batch_left::closed(&lowered.graph, &inputs)) {
+                    None => {
+                        remarks.extend(untied(&lowered.graph, &inputs));
+                        remarks.extend(fixed_batch_left::counted(&lowered.graph, &inputs));
+                        return Ok(Found { lowered, batch, inputs, remarks });
+                    }
+                    Some(why) => why,
                 }
-                Some(why) => why,
-            },
+            }
             Err(LowerError::Nodes(faults)) => match faults.0.first().map(|fault| (fault, &fault.reason)) {
                 // Each time round, one more of finitely many inputs is open.
-                Some((_, Reason::Batch { input, axis })) if !inputs.opened.contains_key(input) => {
+                Some((_, LowerReason::Batch { input, axis })) if !inputs.opened.contains_key(input) => {
                     axes = inputs.opened.clone();
                     axes.insert(input.clone(), *axis);
                     continue;
                 }
-                Some((fault, Reason::Time)) if axes.is_empty() && inputs.facts[0].rank() > 1 => {
+                Some((fault, LowerReason::Time)) if axes.is_empty() && inputs.facts[0].rank() > 1 => {
                     let first = &infos[0].name;
                     remarks.push(format!(
                         "axis 0 of input `{}` is the time of node `{}`, so axis 1 is the batch",

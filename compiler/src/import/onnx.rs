@@ -7,6 +7,7 @@
 //! `file` opens and maps, `decode` walks the road and gathers every fault it can see, `model` holds what comes out.
 //! A tensor's values stay views into the mapped file: a model of two gigabytes is read in milliseconds.
 
+pub mod check_graph;
 pub mod decode;
 pub mod element;
 pub mod error;
@@ -21,7 +22,6 @@ pub mod order;
 pub mod payload;
 pub mod proto;
 pub mod signature;
-pub mod structure;
 pub mod training;
-pub mod truth;
+pub mod training_warnings;
 pub mod warning;

@@ -2,14 +2,14 @@
 //! ([`Uniform`](crate::op::Uniform)), and what other distributions make of them.
 
 use crate::import::build::Build;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
 use crate::op::{Binary, Compare, Op, Unary, Uniform, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 
 /// Uniform numbers from 0 to 1, 1 left out.
-pub fn uniform(scope: &mut (impl Build + ?Sized), dtype: DType, shape: &[Dim]) -> Result<Value, Reason> {
+pub fn uniform(scope: &mut (impl Build + ?Sized), dtype: DType, shape: &[Dim]) -> Result<Value, LowerReason> {
     let counter = scope.counter()?;
     // Streams are numbered when it is known which ops are left.
     let fact = Fact::new(dtype, shape.to_vec());
@@ -22,7 +22,7 @@ pub fn between(
     dtype: DType,
     shape: &[Dim],
     [low, high]: [f64; 2],
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let drawn = uniform(scope, dtype, shape)?;
     let scaled = if high - low == 1.0 { drawn } else { scope.with_number(Binary::Mul, drawn, high - low)? };
     if low == 0.0 { Ok(scaled) } else { scope.with_number(Binary::Add, scaled, low) }
@@ -35,7 +35,7 @@ pub fn normal(
     shape: &[Dim],
     mean: f64,
     deviation: f64,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     // Half types have too few bits for the tails.
     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
     let (u, v) = (uniform(scope, wide, shape)?, uniform(scope, wide, shape)?);
@@ -62,7 +62,7 @@ pub fn bernoulli(
     probability: Value,
     dtype: DType,
     shape: &[Dim],
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let wide = if scope.fact(probability).dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let probability = scope.cast(probability, wide)?;
     let drawn = uniform(scope, wide, shape)?;
@@ -71,7 +71,12 @@ pub fn bernoulli(
 }
 
 /// The same with one probability for all.
-pub fn coin(scope: &mut (impl Build + ?Sized), probability: f64, dtype: DType, shape: &[Dim]) -> Result<Value, Reason> {
+pub fn coin(
+    scope: &mut (impl Build + ?Sized),
+    probability: f64,
+    dtype: DType,
+    shape: &[Dim],
+) -> Result<Value, LowerReason> {
     let probability = scope.scalar(DType::F32, probability)?;
     bernoulli(scope, probability, dtype, shape)
 }

@@ -23,7 +23,7 @@ fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [
     Ok(&slices.shape[..batch])
 }
 
-impl Rule for BatchGather {
+impl OpRule for BatchGather {
     fn name(&self) -> &'static str {
         "batch_gather"
     }
@@ -84,7 +84,7 @@ impl Rule for BatchGather {
     }
 }
 
-impl Rule for BatchScatterAdd {
+impl OpRule for BatchScatterAdd {
     fn name(&self) -> &'static str {
         "batch_scatter_add"
     }

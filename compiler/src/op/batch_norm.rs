@@ -8,7 +8,7 @@ use super::layer_norm::same;
 use super::sample::{ramp, run};
 use super::*;
 
-impl Rule for BatchNorm {
+impl OpRule for BatchNorm {
     fn name(&self) -> &'static str {
         "batch_norm"
     }
@@ -63,7 +63,7 @@ impl Rule for BatchNorm {
     }
 }
 
-impl Rule for BatchNormGrad {
+impl OpRule for BatchNormGrad {
     fn name(&self) -> &'static str {
         "batch_norm_grad"
     }

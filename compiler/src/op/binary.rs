@@ -1,11 +1,11 @@
 //! Elementwise functions of two inputs, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched, sum_to};
-use super::layout::elementwise;
 use super::unary::scalar;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for Binary {
+impl OpRule for Binary {
     fn name(&self) -> &'static str {
         match self {
             Binary::Add => "add",

@@ -1,9 +1,9 @@
 //! The same bits read as another element type.
 
-use super::layout::elementwise;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for BitCast {
+impl OpRule for BitCast {
     fn name(&self) -> &'static str {
         "bit_cast"
     }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::tensor::view::strides;
 
-impl Rule for Broadcast {
+impl OpRule for Broadcast {
     fn name(&self) -> &'static str {
         "broadcast"
     }
@@ -41,7 +41,8 @@ impl Rule for Broadcast {
             let part = way.outputs[0].part(&outputs[0], group.devices)?;
             Some(way.sized(Op::Broadcast(Broadcast { shape: part.shape })))
         };
-        let mut ways: Vec<Strategy> = layout::elementwise(inputs, &outputs[0]).into_iter().filter_map(sized).collect();
+        let mut ways: Vec<Strategy> =
+            sharding::elementwise(inputs, &outputs[0]).into_iter().filter_map(sized).collect();
         ways.push(Strategy::linear(&[true], 1));
         ways
     }

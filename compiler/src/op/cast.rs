@@ -1,9 +1,9 @@
 //! Conversion between element types.
 
-use super::layout::elementwise;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for Cast {
+impl OpRule for Cast {
     fn name(&self) -> &'static str {
         "cast"
     }

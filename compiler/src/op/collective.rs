@@ -4,9 +4,9 @@
 //! gradients. What each device gets follows from the parts of all, in the order of the devices ([`meet`]); a sum of terms is taken in
 //! that order, so that all devices have the same bits, run after run. Alone, a device can only be a group of one.
 
-use super::layout::{Cut, Layout, part_of, whole_of};
 use super::reduce::{join, join_integers};
 use super::*;
+use crate::op::sharding::{Sharding, SplitDim, part_of, whole_of};
 
 fn one<'a>(inputs: &[&'a Fact]) -> Result<&'a Fact, FactError> {
     match inputs {
@@ -16,17 +16,17 @@ fn one<'a>(inputs: &[&'a Fact]) -> Result<&'a Fact, FactError> {
 }
 
 /// The fact of one part, after a check that there are devices and that the axis divides.
-fn part(x: &Fact, cut: Cut, devices: usize) -> Result<Fact, FactError> {
+fn part(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
     if cut.axis >= x.rank() {
         return Err(FactError::Axis { axis: cut.axis, rank: x.rank() });
     }
     let uneven = || FactError::Attribute(format!("axis {} of {x} has no {} blocks of {devices}", cut.axis, cut.blocks));
-    Layout::Split(cut).part(x, devices).ok_or_else(uneven)
+    Sharding::Split(cut).part(x, devices).ok_or_else(uneven)
 }
 
 /// The fact of the whole, from one part.
-fn whole(x: &Fact, cut: Cut, devices: usize) -> Result<Fact, FactError> {
+fn whole(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
     if cut.axis >= x.rank() {
         return Err(FactError::Axis { axis: cut.axis, rank: x.rank() });
@@ -54,7 +54,7 @@ fn check_sum(x: &Fact, kind: ReduceKind) -> Result<(), FactError> {
 
 macro_rules! collective {
     ($op:ty, $name:literal, $infer:expr) => {
-        impl Rule for $op {
+        impl OpRule for $op {
             fn name(&self) -> &'static str {
                 $name
             }
@@ -142,19 +142,19 @@ fn joined(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
 /// Which device of the group this is, as an `i64` scalar.
 pub(in crate::op) fn device(out: &mut dyn Emit, devices: usize) -> Value {
     let all = out.emit(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }), &[]);
-    let own = out.emit(Op::Shard(Shard { cut: Cut { axis: 0, blocks: 1 }, devices }), &[all]);
+    let own = out.emit(Op::Shard(Shard { cut: SplitDim { axis: 0, blocks: 1 }, devices }), &[all]);
     out.emit(Op::Reshape(Reshape { shape: vec![] }), &[own])
 }
 
 /// Small cases, of groups of one: more devices are asked in tests of whole groups.
 pub fn samples() -> Vec<Sample> {
     let sample = |op| Sample { title: "alone", op, inputs: vec![sample::ramp(&[4, 6], 1)], differentiate: vec![] };
-    let (cut, devices) = (Cut { axis: 1, blocks: 2 }, 1);
+    let (cut, devices) = (SplitDim { axis: 1, blocks: 2 }, 1);
     vec![
         sample(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })),
         sample(Op::ReduceScatter(ReduceScatter { cut, devices })),
         sample(Op::AllGather(AllGather { cut, devices })),
-        sample(Op::AllToAll(AllToAll { from: cut, to: Cut { axis: 0, blocks: 1 }, devices })),
+        sample(Op::AllToAll(AllToAll { from: cut, to: SplitDim { axis: 0, blocks: 1 }, devices })),
         sample(Op::Shard(Shard { cut, devices })),
     ]
 }
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn two_devices_by_hand() {
-        let (rows, columns) = (Cut { axis: 0, blocks: 1 }, Cut { axis: 1, blocks: 1 });
+        let (rows, columns) = (SplitDim { axis: 0, blocks: 1 }, SplitDim { axis: 1, blocks: 1 });
         let devices = 2;
         let sum = [11., 22., 33., 44.];
         assert_eq!(met(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })), [sum, sum]);
@@ -193,7 +193,7 @@ mod tests {
     fn facts_follow_and_uneven_parts_are_refused() {
         let x = Fact::of(DType::F32, &[4, 6]);
         let infer = |op: Op| rule(&op).infer(&[&x]).map(|facts| facts[0].to_string());
-        let cut = |axis, blocks| Cut { axis, blocks };
+        let cut = |axis, blocks| SplitDim { axis, blocks };
         assert_eq!(infer(Op::Shard(Shard { cut: cut(1, 3), devices: 2 })).unwrap(), "f32[4, 3]");
         assert_eq!(infer(Op::AllGather(AllGather { cut: cut(0, 1), devices: 4 })).unwrap(), "f32[16, 6]");
         let turned = AllToAll { from: cut(0, 1), to: cut(1, 1), devices: 2 };

@@ -1,10 +1,10 @@
 //! Elementwise comparisons, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched};
-use super::layout::elementwise;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for Compare {
+impl OpRule for Compare {
     fn name(&self) -> &'static str {
         match self {
             Compare::Equal => "equal",

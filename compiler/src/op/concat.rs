@@ -3,7 +3,7 @@
 use super::broadcast::shape_text;
 use super::*;
 
-impl Rule for Concat {
+impl OpRule for Concat {
     fn name(&self) -> &'static str {
         "concat"
     }
@@ -72,9 +72,9 @@ impl Rule for Concat {
         if let (Some(size), true) = (own.known(), inputs.iter().all(|x| x.shape[self.axis] == own)) {
             let several = group.blocks.get(&(size as usize)).into_iter().flatten().copied();
             ways.extend(several.chain([1]).map(|blocks| Strategy {
-                inputs: vec![Layout::Split(Cut { axis: self.axis, blocks }); count],
-                outputs: vec![Layout::Split(Cut { axis: self.axis, blocks: blocks * count })],
-                local: layout::Local::Same,
+                inputs: vec![Sharding::Split(SplitDim { axis: self.axis, blocks }); count],
+                outputs: vec![Sharding::Split(SplitDim { axis: self.axis, blocks: blocks * count })],
+                local: sharding::Local::Same,
                 any_order: false,
             }));
         }

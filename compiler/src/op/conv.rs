@@ -11,7 +11,7 @@ use super::window::number;
 use super::*;
 use crate::tensor::view::indices;
 
-impl Rule for Conv {
+impl OpRule for Conv {
     fn name(&self) -> &'static str {
         "conv"
     }

@@ -19,7 +19,7 @@ use super::sample::{ramp, run};
 use super::softmax::{max_and_sum, rows};
 use super::*;
 
-impl Rule for CrossEntropy {
+impl OpRule for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross_entropy"
     }
@@ -55,13 +55,13 @@ impl Rule for CrossEntropy {
             Strategy::along(&[Some(axis), row], &[None, row]).written()
         };
         let mut ways: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
-        let outputs = vec![Layout::Partial, Layout::Replicated];
+        let outputs = vec![Sharding::Partial, Sharding::Replicated];
         ways.push(Strategy { outputs, ..Strategy::along(&[Some(self.axis), None], &[None; 2]).written() });
         ways
     }
 
     fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        if strategy.outputs[1] == Layout::Replicated { self.by_classes(at, out) } else { self.by_rows(at, out) }
+        if strategy.outputs[1] == Sharding::Replicated { self.by_classes(at, out) } else { self.by_rows(at, out) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -82,7 +82,7 @@ impl Rule for CrossEntropy {
     }
 }
 
-impl Rule for CrossEntropyGrad {
+impl OpRule for CrossEntropyGrad {
     fn name(&self) -> &'static str {
         "cross_entropy_grad"
     }
@@ -121,7 +121,7 @@ impl Rule for CrossEntropyGrad {
     }
 
     fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let classes = matches!(strategy.inputs[1], Layout::Split(cut) if cut.axis == self.axis);
+        let classes = matches!(strategy.inputs[1], Sharding::Split(cut) if cut.axis == self.axis);
         if classes { self.by_classes(at, out) } else { self.by_rows(at, out) }
     }
 

@@ -4,7 +4,7 @@ use super::sample::ramp;
 use super::softmax::rows;
 use super::*;
 
-impl Rule for Cumulative {
+impl OpRule for Cumulative {
     fn name(&self) -> &'static str {
         "cumulative"
     }
@@ -34,7 +34,7 @@ impl Rule for Cumulative {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = layout::all_but(inputs[0], &[self.axis], outputs.len());
+        let mut ways = sharding::all_but(inputs[0], &[self.axis], outputs.len());
         if self.kind == CumulativeKind::Sum {
             ways.push(Strategy::linear(&[true], 1));
         }

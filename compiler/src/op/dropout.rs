@@ -49,7 +49,7 @@ impl Dropout {
     }
 }
 
-impl Rule for Dropout {
+impl OpRule for Dropout {
     fn name(&self) -> &'static str {
         "dropout"
     }
@@ -78,7 +78,7 @@ impl Rule for Dropout {
     }
 
     fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let [Layout::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is split") };
+        let [Sharding::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is split") };
         let own = out.fact(at.inputs[0]).concrete().expect("sizes are known where ops are shared");
         let part = DropoutPart { whole: *self, run: own[cut.axis..].iter().product(), devices: at.devices };
         let device = collective::device(out, at.devices);
@@ -102,7 +102,7 @@ impl DropoutPart {
     }
 }
 
-impl Rule for DropoutPart {
+impl OpRule for DropoutPart {
     fn name(&self) -> &'static str {
         "dropout_part"
     }

@@ -5,7 +5,7 @@ use super::reduce::check_axes;
 use super::*;
 use crate::tensor::view::strides;
 
-impl Rule for Flip {
+impl OpRule for Flip {
     fn name(&self) -> &'static str {
         "flip"
     }
@@ -29,7 +29,7 @@ impl Rule for Flip {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        let mut ways = layout::all_but(inputs[0], &self.axes, outputs.len());
+        let mut ways = sharding::all_but(inputs[0], &self.axes, outputs.len());
         ways.push(Strategy::linear(&[true], outputs.len()));
         ways
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-impl Rule for Gather {
+impl OpRule for Gather {
     fn name(&self) -> &'static str {
         "gather"
     }
@@ -61,7 +61,7 @@ impl Rule for Gather {
     }
 }
 
-impl Rule for ScatterAdd {
+impl OpRule for ScatterAdd {
     fn name(&self) -> &'static str {
         "scatter_add"
     }

@@ -38,7 +38,7 @@ fn agree(left_name: &'static str, left: &Dim, right_name: &'static str, right: &
     (left == right).then_some(()).ok_or_else(told)
 }
 
-impl Rule for GroupedMatMul {
+impl OpRule for GroupedMatMul {
     fn name(&self) -> &'static str {
         "grouped_matmul"
     }
@@ -98,7 +98,7 @@ impl Rule for GroupedMatMul {
     }
 }
 
-impl Rule for GroupedMatMulGrad {
+impl OpRule for GroupedMatMulGrad {
     fn name(&self) -> &'static str {
         "grouped_matmul_grad"
     }

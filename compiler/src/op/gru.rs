@@ -27,7 +27,7 @@ fn kept(sizes: &Sizes) -> Result<Fact, FactError> {
     Ok(sizes.sequence(&sizes.hidden.mul(&Dim::from(4usize))?))
 }
 
-impl Rule for Gru {
+impl OpRule for Gru {
     fn name(&self) -> &'static str {
         "gru"
     }
@@ -118,7 +118,7 @@ impl Rule for Gru {
     }
 }
 
-impl Rule for GruGrad {
+impl OpRule for GruGrad {
     fn name(&self) -> &'static str {
         "gru_grad"
     }

@@ -4,7 +4,7 @@ use super::broadcast::check_sizes;
 use super::*;
 use crate::tensor::view::strides;
 
-impl Rule for Iota {
+impl OpRule for Iota {
     fn name(&self) -> &'static str {
         "iota"
     }

@@ -12,7 +12,7 @@
 use super::sample::{ramp, run};
 use super::*;
 
-impl Rule for LayerNorm {
+impl OpRule for LayerNorm {
     fn name(&self) -> &'static str {
         "layer_norm"
     }
@@ -67,7 +67,7 @@ impl Rule for LayerNorm {
     }
 }
 
-impl Rule for LayerNormGrad {
+impl OpRule for LayerNormGrad {
     fn name(&self) -> &'static str {
         "layer_norm_grad"
     }

@@ -78,7 +78,7 @@ pub(super) fn products(x: &Fact, w_hh: &Fact) -> f64 {
     2.0 * rows * w_hh.shape[0].known().unwrap_or(0) as f64 * width
 }
 
-impl Rule for Lstm {
+impl OpRule for Lstm {
     fn name(&self) -> &'static str {
         "lstm"
     }
@@ -170,7 +170,7 @@ impl Rule for Lstm {
     }
 }
 
-impl Rule for LstmGrad {
+impl OpRule for LstmGrad {
     fn name(&self) -> &'static str {
         "lstm_grad"
     }

@@ -6,7 +6,7 @@ use super::*;
 use crate::tensor::dim::volume;
 use crate::tensor::view::{indices, strides};
 
-impl Rule for MatMul {
+impl OpRule for MatMul {
     fn name(&self) -> &'static str {
         "matmul"
     }

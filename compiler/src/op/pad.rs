@@ -5,7 +5,7 @@ use super::slice::{origin, spread};
 use super::*;
 use crate::tensor::view::strides;
 
-impl Rule for Pad {
+impl OpRule for Pad {
     fn name(&self) -> &'static str {
         "pad"
     }

@@ -8,7 +8,7 @@ use super::window::number;
 use super::*;
 use crate::tensor::view::indices;
 
-impl Rule for MaxPool {
+impl OpRule for MaxPool {
     fn name(&self) -> &'static str {
         "max_pool"
     }
@@ -43,7 +43,7 @@ impl Rule for MaxPool {
     }
 }
 
-impl Rule for MaxPoolGrad {
+impl OpRule for MaxPoolGrad {
     fn name(&self) -> &'static str {
         "max_pool_grad"
     }
@@ -84,7 +84,7 @@ impl Rule for MaxPoolGrad {
     }
 }
 
-impl Rule for AvgPool {
+impl OpRule for AvgPool {
     fn name(&self) -> &'static str {
         "avg_pool"
     }
@@ -136,7 +136,7 @@ impl AvgPool {
     }
 }
 
-impl Rule for AvgPoolGrad {
+impl OpRule for AvgPoolGrad {
     fn name(&self) -> &'static str {
         "avg_pool_grad"
     }

@@ -5,7 +5,7 @@ use super::unary::scalar;
 use super::*;
 use crate::tensor::view::strides;
 
-impl Rule for Reduce {
+impl OpRule for Reduce {
     fn name(&self) -> &'static str {
         "reduce"
     }
@@ -83,9 +83,10 @@ impl Rule for Reduce {
                 (true, ReduceKind::Sum) => Strategy::along(&[Some(axis)], &[None]),
                 (true, ReduceKind::Mean) => Strategy::along(&[Some(axis)], &[None]).written(),
                 (true, _) if x.dtype == DType::Bool => continue,
-                (true, _) => {
-                    Strategy { outputs: vec![Layout::Replicated], ..Strategy::along(&[Some(axis)], &[None]).written() }
-                }
+                (true, _) => Strategy {
+                    outputs: vec![Sharding::Replicated],
+                    ..Strategy::along(&[Some(axis)], &[None]).written()
+                },
             });
         }
         if matches!(self.kind, ReduceKind::Sum | ReduceKind::Mean) {
@@ -142,7 +143,7 @@ impl Rule for Reduce {
     }
 }
 
-impl Rule for ArgReduce {
+impl OpRule for ArgReduce {
     fn name(&self) -> &'static str {
         "arg_reduce"
     }

@@ -4,7 +4,7 @@ use super::broadcast::{check_sizes, shape_text};
 use super::*;
 use crate::tensor::element_count;
 
-impl Rule for Reshape {
+impl OpRule for Reshape {
     fn name(&self) -> &'static str {
         "reshape"
     }
@@ -52,7 +52,7 @@ impl Rule for Reshape {
                 };
                 let mut shape = self.shape.clone();
                 shape[other.axis] = Dim::from(to[other.axis] / group.devices);
-                let (own, other) = (Layout::Split(Cut { axis, blocks }), Layout::Split(other));
+                let (own, other) = (Sharding::Split(SplitDim { axis, blocks }), Sharding::Split(other));
                 let along = Strategy::along(&[None], &[None]).sized(Op::Reshape(Reshape { shape }));
                 ways.push(Strategy { inputs: vec![own], outputs: vec![other], any_order: false, ..along });
             }
@@ -71,13 +71,13 @@ impl Rule for Reshape {
 }
 
 /// The cut of a tensor whose parts change after every `1/(outer · devices)` of its elements.
-fn place(shape: &[usize], outer: usize, devices: usize) -> Option<Cut> {
+fn place(shape: &[usize], outer: usize, devices: usize) -> Option<SplitDim> {
     let mut before = 1usize;
     for (axis, &size) in shape.iter().enumerate() {
         let fits = |blocks: &usize| blocks.checked_mul(devices).is_some_and(|parts| parts > 0 && size % parts == 0);
         let blocks = Some(outer).filter(|outer| outer % before == 0).map(|outer| outer / before).filter(fits);
         if let (Some(blocks), true) = (blocks, size > 1) {
-            return Some(Cut { axis, blocks });
+            return Some(SplitDim { axis, blocks });
         }
         before = before.checked_mul(size).filter(|before| *before > 0)?;
     }

@@ -34,7 +34,7 @@ impl Activation {
     }
 }
 
-impl Rule for Rnn {
+impl OpRule for Rnn {
     fn name(&self) -> &'static str {
         "rnn"
     }
@@ -101,7 +101,7 @@ impl Rule for Rnn {
     }
 }
 
-impl Rule for RnnGrad {
+impl OpRule for RnnGrad {
     fn name(&self) -> &'static str {
         "rnn_grad"
     }

@@ -1,7 +1,7 @@
 //! What an op means: how shapes follow, what a run costs, its gradient, its clear kernel, and the words that these speak in.
 
-use super::layout::{Group, PartSite, Strategy};
 use super::{Op, Value};
+use crate::op::sharding::{Group, PartSite, Strategy};
 use crate::tensor::dim::DimError;
 use crate::tensor::fact::Fact;
 use crate::tensor::view::{View, ViewMut};
@@ -142,7 +142,7 @@ pub enum KernelError {
 }
 
 /// Everything an op means.
-pub trait Rule {
+pub trait OpRule {
     /// The name in the text form and in messages, lower case: `layer_norm`.
     fn name(&self) -> &'static str;
 
@@ -161,7 +161,7 @@ pub trait Rule {
         vec![None; at.inputs.len()]
     }
 
-    /// Whether [`Rule::backward`] takes a gradient that arrives at this output. Where it does not, training is refused:
+    /// Whether [`OpRule::backward`] takes a gradient that arrives at this output. Where it does not, training is refused:
     /// a gradient that is dropped would be a wrong model.
     fn takes_gradient(&self, output: usize) -> bool {
         let _ = output;
@@ -169,7 +169,7 @@ pub trait Rule {
     }
 
     /// The clear kernel: it folds constants, and is the oracle for every faster one. Facts have been checked by
-    /// [`Rule::infer`]; every element of every output must be written.
+    /// [`OpRule::infer`]; every element of every output must be written.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError>;
 
     /// The ways of sharing the op among the devices of a group, besides that in which each does everything. Sizes need not divide:
@@ -179,7 +179,7 @@ pub trait Rule {
         Vec::new()
     }
 
-    /// Writes what each device runs under a strategy that says [`Written`](super::layout::Local::Written), and returns what it has of
+    /// Writes what each device runs under a strategy that says [`Written`](crate::op::sharding::Local::Written), and returns what it has of
     /// each output then.
     fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let _ = (at, out);

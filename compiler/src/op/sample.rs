@@ -19,12 +19,12 @@ pub fn ramp(shape: &[usize], seed: u64) -> Tensor {
 }
 
 /// The outputs of an op's reference kernel. Panics when the inputs do not fit or the kernel fails: for samples and tests.
-pub fn run(rule: &dyn Rule, inputs: &[Tensor]) -> Vec<Tensor> {
+pub fn run(rule: &dyn OpRule, inputs: &[Tensor]) -> Vec<Tensor> {
     try_run(rule, inputs).expect("the kernel of a sample succeeds")
 }
 
 /// The outputs of an op's reference kernel, or its error. Panics when the inputs do not fit the op.
-pub fn try_run(rule: &dyn Rule, inputs: &[Tensor]) -> Result<Vec<Tensor>, KernelError> {
+pub fn try_run(rule: &dyn OpRule, inputs: &[Tensor]) -> Result<Vec<Tensor>, KernelError> {
     let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
     let outputs = rule.infer(&facts.iter().collect::<Vec<_>>()).expect("the inputs of a sample fit its op");
     let shapes: Vec<Vec<usize>> =
@@ -52,7 +52,7 @@ pub fn try_run(rule: &dyn Rule, inputs: &[Tensor]) -> Result<Vec<Tensor>, Kernel
 /// Asserts that a gradient rule gives the slopes of the sum of all outputs, each weighted by one of `weights`. Input
 /// `slot` has its gradient at place `places[slot]`. All tensors are `f64`.
 #[cfg(test)]
-pub fn assert_slopes(rule: &dyn Rule, inputs: &[Tensor], weights: &[Tensor], gradients: &[Tensor], places: &[usize]) {
+pub fn assert_slopes(rule: &dyn OpRule, inputs: &[Tensor], weights: &[Tensor], gradients: &[Tensor], places: &[usize]) {
     let loss = |inputs: &[Tensor]| -> f64 {
         let dot = |(w, y): (&Tensor, &Tensor)| w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum::<f64>();
         weights.iter().zip(&run(rule, inputs)).map(dot).sum()

@@ -7,7 +7,7 @@ use super::unary::scalar;
 use super::*;
 use crate::tensor::dim::volume;
 
-impl Rule for Scatter {
+impl OpRule for Scatter {
     fn name(&self) -> &'static str {
         "scatter"
     }

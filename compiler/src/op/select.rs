@@ -1,11 +1,11 @@
 //! A choice between two values for each element, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched, sum_to};
-use super::layout::elementwise;
 use super::unary::scalar;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for Select {
+impl OpRule for Select {
     fn name(&self) -> &'static str {
         "select"
     }

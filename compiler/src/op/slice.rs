@@ -5,7 +5,7 @@ use super::*;
 use crate::tensor::dim::Bindings;
 use crate::tensor::view::strides;
 
-impl Rule for Slice {
+impl OpRule for Slice {
     fn name(&self) -> &'static str {
         "slice"
     }
@@ -52,7 +52,7 @@ impl Rule for Slice {
         let [x] = inputs else { return Vec::new() };
         let mut ways = vec![Strategy::linear(&[true], outputs.len())];
         for axis in 0..x.rank() {
-            let Some(size) = layout::size(x, axis) else { continue };
+            let Some(size) = sharding::size(x, axis) else { continue };
             let (begin, end) = (self.begin[axis].known(), self.end[axis].known());
             let (Some(begin), Some(end)) = (begin.map(|at| at as usize), end.map(|at| at as usize)) else { continue };
             let all = begin == 0 && end == size;
@@ -73,11 +73,11 @@ impl Rule for Slice {
                 let mut op = self.clone();
                 op.begin[axis] = Dim::from(begin / group.devices);
                 op.end[axis] = Dim::from(end / group.devices);
-                let (own, other) = (Cut { axis, blocks }, Cut { axis, blocks: (end - begin) / block });
+                let (own, other) = (SplitDim { axis, blocks }, SplitDim { axis, blocks: (end - begin) / block });
                 ways.push(Strategy {
-                    inputs: vec![Layout::Split(own)],
-                    outputs: vec![Layout::Split(other)],
-                    local: layout::Local::Sized(Op::Slice(op)),
+                    inputs: vec![Sharding::Split(own)],
+                    outputs: vec![Sharding::Split(other)],
+                    local: sharding::Local::Sized(Op::Slice(op)),
                     any_order: false,
                 });
             }

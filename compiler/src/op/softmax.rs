@@ -9,7 +9,7 @@ use super::*;
 /// An element is compared, shifted, exponentiated (sixteen, as in [`super::unary`]), added and scaled.
 const FLOPS: f64 = 20.0;
 
-impl Rule for Softmax {
+impl OpRule for Softmax {
     fn name(&self) -> &'static str {
         "softmax"
     }
@@ -32,7 +32,7 @@ impl Rule for Softmax {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        layout::all_but(inputs[0], &[self.axis], outputs.len())
+        sharding::all_but(inputs[0], &[self.axis], outputs.len())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -47,7 +47,7 @@ impl Rule for Softmax {
     }
 }
 
-impl Rule for LogSoftmax {
+impl OpRule for LogSoftmax {
     fn name(&self) -> &'static str {
         "log_softmax"
     }
@@ -70,7 +70,7 @@ impl Rule for LogSoftmax {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        layout::all_but(inputs[0], &[self.axis], outputs.len())
+        sharding::all_but(inputs[0], &[self.axis], outputs.len())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -10,7 +10,7 @@ fn none(inputs: &[&Fact], fact: &Fact) -> Result<Vec<Fact>, FactError> {
 
 macro_rules! given_from_outside {
     ($op:ty, $name:literal) => {
-        impl Rule for $op {
+        impl OpRule for $op {
             fn name(&self) -> &'static str {
                 $name
             }
@@ -36,7 +36,7 @@ given_from_outside!(Input, "input");
 given_from_outside!(Parameter, "parameter");
 given_from_outside!(State, "state");
 
-impl Rule for Constant {
+impl OpRule for Constant {
     fn name(&self) -> &'static str {
         "constant"
     }

@@ -3,10 +3,10 @@
 //! It is a view, so no device copies anything. That a gradient which arrives goes no further is its whole meaning, not a
 //! gap: a straight-through estimator or a moving target is trained as the model says.
 
-use super::layout::elementwise;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for StopGradient {
+impl OpRule for StopGradient {
     fn name(&self) -> &'static str {
         "stop_gradient"
     }

@@ -4,7 +4,7 @@ use super::*;
 use serde_json::{Map, Value as Json, json};
 
 /// The meaning of an op.
-pub fn rule(op: &Op) -> &dyn Rule {
+pub fn rule(op: &Op) -> &dyn OpRule {
     match op {
         Op::Input(o) => o,
         Op::Parameter(o) => o,
@@ -124,7 +124,7 @@ pub fn attributes(op: &Op) -> Map<String, Json> {
     }
 }
 
-/// The op with this [`Rule::name`] and these [`attributes`], or what is wrong with them.
+/// The op with this [`OpRule::name`] and these [`attributes`], or what is wrong with them.
 pub fn parse(name: &str, attributes: Map<String, Json>) -> Result<Op, String> {
     if attributes.is_empty() {
         for family in ["unary", "binary", "compare"] {

@@ -7,7 +7,7 @@ use super::*;
 use crate::tensor::dim::volume;
 use std::cmp::Ordering;
 
-impl Rule for TopK {
+impl OpRule for TopK {
     fn name(&self) -> &'static str {
         "top_k"
     }
@@ -69,7 +69,7 @@ impl Rule for TopK {
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
-        layout::all_but(inputs[0], &[self.axis], outputs.len())
+        sharding::all_but(inputs[0], &[self.axis], outputs.len())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

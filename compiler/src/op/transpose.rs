@@ -4,7 +4,7 @@ use super::broadcast::{copy_elements, walk};
 use super::*;
 use crate::tensor::view::strides;
 
-impl Rule for Transpose {
+impl OpRule for Transpose {
     fn name(&self) -> &'static str {
         "transpose"
     }

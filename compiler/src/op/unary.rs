@@ -1,9 +1,9 @@
 //! Elementwise functions of one input.
 
-use super::layout::elementwise;
 use super::*;
+use crate::op::sharding::elementwise;
 
-impl Rule for Unary {
+impl OpRule for Unary {
     fn name(&self) -> &'static str {
         match self {
             Unary::Neg => "neg",

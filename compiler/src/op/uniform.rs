@@ -24,7 +24,7 @@ impl Uniform {
     }
 }
 
-impl Rule for Uniform {
+impl OpRule for Uniform {
     fn name(&self) -> &'static str {
         "uniform"
     }

@@ -4,10 +4,10 @@
 //! who may run how many replicas; for each such choice all costs are linear in which op stands before which cut, and `formulation`
 //! writes that down, with its rows in `times` and `memory`; `solver` hands it to good_lp.
 
-pub mod choices;
 pub mod formulation;
 pub mod memory;
 pub mod order;
+pub mod replica_choices;
 pub mod solve;
 pub mod solver;
 pub mod times;

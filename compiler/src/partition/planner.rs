@@ -5,18 +5,24 @@
 //! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
 //! order or in groups of ops, and the plan says so.
 
-use crate::partition::best::{best, play_baselines};
-use crate::partition::bound::Bounds;
-use crate::partition::finish::{self, Statement};
-use crate::partition::fit::Least;
-use crate::partition::in_flight::Efficiency;
-use crate::partition::joined::Joined;
-use crate::partition::lack::TooSmall;
-use crate::partition::search::{Among, Candidate, Found, Question, same};
-use crate::partition::states::Growth;
-use crate::partition::{chunked, cuts, every, floor, grouped, lack, milp, mixed, placement};
+use crate::partition::baselines::enumerate;
+use crate::partition::bounds::lower_bound::Bounds;
+use crate::partition::bounds::min_memory;
+use crate::partition::explain::infeasible;
+use crate::partition::explain::infeasible::Infeasible;
+use crate::partition::heterogeneous::plan;
+use crate::partition::milp;
+use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchLimits, SearchResult, same};
+use crate::partition::search::downsets::Growth;
+use crate::partition::search::finish_plan;
+use crate::partition::search::finish_plan::Statement;
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::in_flight::Efficiency;
+use crate::partition::search::memory_dp::FitObjective;
+use crate::partition::search::select::{best, play_baselines};
+use crate::partition::search::{constraints, interleaved, pipec_rules, tensor_parallel};
 use crate::plan::Plan;
-use crate::plan::fault::Fault;
+use crate::plan::check::error::PlanFault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
 use serde_json::json;
@@ -96,7 +102,7 @@ pub struct PlannerOptions<'a> {
 
 /// One of the plans that were looked at.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Compared {
+pub struct ComparedPlan {
     /// Who made it.
     pub name: &'static str,
     /// Its time in microseconds for one minibatch.
@@ -119,7 +125,7 @@ pub struct Planned {
     /// The plan.
     pub plan: Plan,
     /// All candidates, the chosen one first.
-    pub compared: Vec<Compared>,
+    pub compared: Vec<ComparedPlan>,
 }
 
 /// Why there is no plan.
@@ -153,10 +159,10 @@ pub enum PlanError {
     },
     /// An answer: devices of a class hold too little themselves, whatever the limit is.
     #[error(transparent)]
-    TooSmall(Box<TooSmall>),
+    TooSmall(Box<Infeasible>),
     /// A partitioner made a plan that the judge refuses: a fault of ours, never of the input.
     #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Unsound(Vec<Fault>),
+    Unsound(Vec<PlanFault>),
 }
 
 /// Makes a plan for `problem`.
@@ -171,13 +177,14 @@ fn found(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, Pla
     problem.check()?;
     check(problem, options)?;
     if problem.constraints.tensor || !problem.shared.is_empty() {
-        return grouped::best(problem, options);
+        return tensor_parallel::best(problem, options);
     }
-    let joined = Joined::of(&problem.graph);
+    let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);
-    let question = Question { problem: &asked, joined: &joined, budget: options.budget, among: Among::ALONE };
+    let question =
+        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
     if problem.cluster.is_mixed() {
-        return mixed::plan(problem, &question, options);
+        return plan::plan(problem, &question, options);
     }
     let answer = answer(&question, options).map_err(|refused| refused.error)?;
     conclude(problem, &question, options, answer)
@@ -207,11 +214,11 @@ fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemE
 /// What a partitioner found, before it is written down as a plan.
 pub struct Answer {
     /// The candidates that were not chosen, and how complete the search was.
-    pub found: Found,
+    pub found: SearchResult,
     /// The best that fits.
-    pub chosen: Candidate,
+    pub chosen: PlanCandidate,
     /// One device, data parallelism, the uniform pipeline.
-    pub baselines: [Candidate; 3],
+    pub baselines: [PlanCandidate; 3],
 }
 
 /// Why a partitioner has no answer.
@@ -237,36 +244,38 @@ fn is_pinned(problem: &Problem) -> bool {
 }
 
 /// Asks a partitioner for stages that follow each other along the devices as they stand.
-pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
+pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
     let problem = question.problem;
     let baselines = question.baselines();
     let is_pinned = is_pinned(problem);
     let is_placed = problem.cost == CostModel::Pipec;
     let ours = || match (is_placed, is_pinned) {
-        (true, _) => placement::found(question, &baselines),
+        (true, _) => pipec_rules::found(question, &baselines),
         (false, true) => question.pinned(),
         (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
     };
     let mut found = match options.partitioner {
         // What memory alone rules out is not walked through.
-        Partitioner::Milp | Partitioner::Exhaustive if !problem.cluster.is_mixed() && floor::proves_none(problem) => {
+        Partitioner::Milp | Partitioner::Exhaustive
+            if !problem.cluster.is_mixed() && min_memory::proves_none(problem) =>
+        {
             ours()?
         }
         Partitioner::Milp => milp::solve::refine(question, ours()?, options.time_limit)?,
         Partitioner::Exhaustive if is_placed && !is_pinned => {
-            let (candidate, states) = every::every(question)?;
+            let (candidate, states) = enumerate::every(question)?;
             let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
             let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
-            Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
+            SearchResult { candidates: candidate.into_iter().collect(), states, proven_us, ..SearchResult::nothing() }
         }
-        Partitioner::Pipec if problem.chunks > 1 => chunked::found(question)?,
+        Partitioner::Pipec if problem.chunks > 1 => interleaved::found(question)?,
         Partitioner::Pipec => ours()?,
         _ if is_pinned => ours()?,
         Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
         Partitioner::Exhaustive => question.exhaustive()?,
-        Partitioner::Single => Found::of(baselines[0].clone()),
-        Partitioner::DataParallel => Found::of(baselines[1].clone()),
-        Partitioner::Uniform => Found::of(baselines[2].clone()),
+        Partitioner::Single => SearchResult::of(baselines[0].clone()),
+        Partitioner::DataParallel => SearchResult::of(baselines[1].clone()),
+        Partitioner::Uniform => SearchResult::of(baselines[2].clone()),
     };
     let is_ours = options.partitioner == Partitioner::Pipec && is_placed && !is_pinned;
     let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
@@ -291,13 +300,13 @@ pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<A
 }
 
 /// Adds what the question finds without replication: a search that is not through everything may miss it among all plans.
-fn without_replication(question: &Question<'_>, baselines: &[Candidate; 3], found: &mut Found) {
+fn without_replication(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3], found: &mut SearchResult) {
     let mut narrower = question.problem.clone();
     narrower.constraints.no_replication = true;
     let narrower = question.about(&narrower);
     let more = match narrower.problem.chunks {
-        1 => placement::found(&narrower, baselines),
-        _ => chunked::found(&narrower),
+        1 => pipec_rules::found(&narrower, baselines),
+        _ => interleaved::found(&narrower),
     };
     let Ok(more) = more else { return };
     let fitting = more.candidates.iter().filter(|candidate| candidate.fits);
@@ -311,7 +320,7 @@ fn without_replication(question: &Question<'_>, baselines: &[Candidate; 3], foun
 /// Writes an answer to `question`, which is `problem` over joined ops, down as a plan, and has it checked.
 pub fn conclude(
     problem: &Problem,
-    question: &Question<'_>,
+    question: &SearchContext<'_>,
     options: &PlannerOptions<'_>,
     answer: Answer,
 ) -> Result<Planned, PlanError> {
@@ -331,20 +340,20 @@ pub fn conclude(
         played: &played,
         is_played: options.efficiency.is_some(),
         asked: question.problem,
-        notes: cuts::moved(question.joined, names),
+        notes: constraints::moved(question.joined, names),
     };
-    let mut plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    let mut plan = finish_plan::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
     if let Some(limit) = options.time_limit {
         plan.options.insert("time_limit".to_string(), json!(limit.as_secs_f64()));
     }
     let rest = found.candidates.iter().chain(&baselines);
-    let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
+    let compared = std::iter::once(&chosen).chain(rest).map(ComparedPlan::of).collect();
     Ok(Planned { plan, compared })
 }
 
-impl Compared {
-    fn of(candidate: &Candidate) -> Compared {
-        Compared {
+impl ComparedPlan {
+    fn of(candidate: &PlanCandidate) -> ComparedPlan {
+        ComparedPlan {
             name: candidate.name,
             minibatch_us: candidate.minibatch_us,
             replicas: candidate.shape.replicas(),
@@ -357,9 +366,9 @@ impl Compared {
 }
 
 /// Better candidates first: by the objective, then by stages, then by devices.
-pub fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Ordering {
-    let stages = |candidate: &Candidate| candidate.memory.len();
-    let devices = |candidate: &Candidate| candidate.shape.replicas().iter().sum::<u32>();
+pub fn order(objective: Objective, left: &PlanCandidate, right: &PlanCandidate) -> Ordering {
+    let stages = |candidate: &PlanCandidate| candidate.memory.len();
+    let devices = |candidate: &PlanCandidate| candidate.shape.replicas().iter().sum::<u32>();
     let time = if same(left.minibatch_us, right.minibatch_us) {
         Ordering::Equal
     } else {
@@ -374,13 +383,18 @@ pub fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Order
 }
 
 /// The explained no: of all that can be found, what needs the least memory.
-fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, is_pinned: bool) -> PlanError {
+fn infeasible(
+    question: &SearchContext<'_>,
+    found: &SearchResult,
+    partitioner: Partitioner,
+    is_pinned: bool,
+) -> PlanError {
     let problem = question.problem;
     let mut candidates = found.candidates.clone();
     // The searches have looked for the least memory already; the walk through everything stops at what fits.
     if partitioner == Partitioner::Exhaustive && !is_pinned && problem.cost != CostModel::Pipec {
-        let shapes = question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory);
+        let shapes = question.fitting(&stage_cost::levels(&problem.cluster), FitObjective::Memory);
         candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
     }
-    lack::error(question, &candidates)
+    infeasible::error(question, &candidates)
 }

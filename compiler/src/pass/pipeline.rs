@@ -1,9 +1,10 @@
 //! The order of the passes, with the verifier between them.
 
 use super::fragment::Fragment;
-use super::{Changed, canonicalise, cse, dce, fold, join};
+use super::{Changed, canonicalise, cse, dce, fold};
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
+use crate::pass::concat_of_pads;
 use thiserror::Error;
 
 /// A pass broke the graph: our bug.
@@ -22,7 +23,8 @@ type Pass = (&'static str, fn(&mut Graph) -> Changed);
 const CANONICAL: [Pass; 3] = [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
 
 /// What a stage's fragment goes through once its sizes are fixed.
-const CONCRETE: [Pass; 4] = [("fold", fold::fold), ("cse", cse::cse), ("join", join::join), ("dce", dce::dce)];
+const CONCRETE: [Pass; 4] =
+    [("fold", fold::fold), ("cse", cse::cse), ("join", concat_of_pads::join), ("dce", dce::dce)];
 
 /// What a forward fragment goes through: no `cse`, because merging ops that only meet when two stages are one would
 /// make the order of gradient sums depend on the cut.

@@ -18,8 +18,8 @@
 //! al., SC 2021, section 2.2). On a V the backward is split, and weight gradients fill the way back (Qi et al., ICLR 2024, section 6).
 
 use crate::cluster::Level;
+use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage, messages, shared};
 use crate::plan::links;
-use crate::plan::outlook::{Asked, Outlook, PlacedStage, messages, shared};
 use crate::plan::{Edge, ScheduleKind};
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
 }
 
 /// Puts stages, several of which stand on the same devices, and the edges between them together.
-pub fn outlook(asked: &Asked, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Outlook {
+pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
     for (at, stage) in stages.iter().enumerate() {
@@ -74,7 +74,7 @@ pub fn outlook(asked: &Asked, levels: &[Level], stages: &[PlacedStage], edges: &
     let way: f64 = (0..stages.len()).map(|at| compute(at) + 2.0 * comes_in(at)).sum();
     let minibatch_us = (busiest + fill).max(way) + reduce;
     let bubble = if minibatch_us > 0.0 { (1.0 - most / minibatch_us).max(0.0) } else { 0.0 };
-    Outlook { minibatch_us, busiest_us: busiest, step_us: minibatch_us, bubble }
+    CostEstimate { minibatch_us, busiest_us: busiest, step_us: minibatch_us, bubble }
 }
 
 #[cfg(test)]
@@ -92,7 +92,7 @@ mod tests {
                 PlacedStage { forward_us, backward_us: 2.0 * forward_us, weight_bytes: 0.0, first, replicas: 1 }
             };
             let stages: Vec<PlacedStage> = (0..4 * chunks).map(stage).collect();
-            outlook(&Asked { schedule, microbatches: 8, latency: false }, &cluster, &stages, &[]).minibatch_us
+            outlook(&FlowQuery { schedule, microbatches: 8, latency: false }, &cluster, &stages, &[]).minibatch_us
         };
         // Eight micro-batches of 3 on each rank, and bubbles of 9 / v.
         assert_eq!(time(ScheduleKind::Interleaved, 1), 24.0 + 9.0);

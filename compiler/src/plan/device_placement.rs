@@ -1,23 +1,24 @@
 //! The judge of placements: works out from the definition in `profile/placement.rs` what a plan for such devices holds and how
 //! loaded they are. It shares no code with the searches.
 
-use crate::plan::fault::Fault;
-use crate::plan::{Plan, check};
+use crate::plan::Plan;
+use crate::plan::check::error::PlanFault;
+use crate::plan::check::verify;
 use crate::profile::placement::{NOMINAL, Placement};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Judges a plan: every node on one device, colours together, memory, and the load that the plan states.
-pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<Fault>> {
+pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let mut device_of: Vec<Option<usize>> = vec![None; placement.nodes.len()];
     let mut count = vec![0u32; placement.nodes.len()];
     if plan.stages.is_empty() {
-        faults.push(Fault::NoStages);
+        faults.push(PlanFault::NoStages);
     }
     for (stage, held) in plan.stages.iter().enumerate() {
         for &(from, to) in &held.ops {
             if from >= to || to as usize > placement.nodes.len() {
-                faults.push(Fault::Range { stage, from, to, ops: placement.nodes.len() });
+                faults.push(PlanFault::Range { stage, from, to, ops: placement.nodes.len() });
                 continue;
             }
             for op in from as usize..to as usize {
@@ -27,15 +28,15 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<Fault>> {
         }
         if held.replicas != 1 || held.devices.len() != 1 {
             let what = format!("{} replicas; such devices do not replicate", held.replicas);
-            faults.push(Fault::Devices { stage, what });
+            faults.push(PlanFault::Devices { stage, what });
         }
     }
     if plan.stages.len() > placement.devices as usize {
         let what = format!("there are {} stages and {} devices", plan.stages.len(), placement.devices);
-        faults.push(Fault::Devices { stage: plan.stages.len() - 1, what });
+        faults.push(PlanFault::Devices { stage: plan.stages.len() - 1, what });
     }
     let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);
-    faults.extend(wrong.take(16).map(|(op, &count)| Fault::Coverage { op, count }));
+    faults.extend(wrong.take(16).map(|(op, &count)| PlanFault::Coverage { op, count }));
     if !faults.is_empty() {
         return Err(faults);
     }
@@ -45,7 +46,7 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<Fault>> {
         let Some(colour) = node.colour else { continue };
         let with = *first_of.entry(colour).or_insert(op);
         if place(with) != place(op) {
-            faults.push(Fault::Apart { op, stage: place(op), with: with as u32, other: place(with) });
+            faults.push(PlanFault::Apart { op, stage: place(op), with: with as u32, other: place(with) });
         }
     }
     let mut worst: f64 = 0.0;
@@ -64,37 +65,37 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<Fault>> {
         }
         if bytes > placement.bytes_per_device {
             let (needed, limit) = (bytes as u64, placement.bytes_per_device as u64);
-            faults.push(Fault::Memory { stage, needed, limit });
+            faults.push(PlanFault::Memory { stage, needed, limit });
         }
         worst = worst.max(load);
     }
     times(placement, plan, &place, &mut faults);
     edges(placement, plan, &place, &mut faults);
     let said = plan.predicted.minibatch_us;
-    if check::differs(said, worst) {
+    if verify::differs(said, worst) {
         let (said, found) = (said.to_string(), worst.to_string());
-        faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
+        faults.push(PlanFault::Figure { what: "predicted.minibatch_us".into(), said, found });
     }
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
 }
 
-fn times(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<Fault>) {
+fn times(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<PlanFault>) {
     let mut found = vec![[0.0f64; 2]; plan.stages.len()];
     for (op, node) in placement.nodes.iter().enumerate() {
         found[place(op)][usize::from(node.is_backward)] += node.time;
     }
     for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
         for (name, said, found) in [("fwd_us", stage.fwd_us, found[0]), ("bwd_us", stage.bwd_us, found[1])] {
-            if check::differs(said, found) {
+            if verify::differs(said, found) {
                 let what = format!("{name} of stage {at}");
-                faults.push(Fault::Figure { what, said: said.to_string(), found: found.to_string() });
+                faults.push(PlanFault::Figure { what, said: said.to_string(), found: found.to_string() });
             }
         }
     }
 }
 
 /// What goes from device to device, each tensor once to every device that reads it, in bytes at the nominal bandwidth.
-fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<Fault>) {
+fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<PlanFault>) {
     let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for (op, node) in placement.nodes.iter().enumerate() {
         let to: BTreeSet<usize> = node.readers.iter().map(|&to| place(to as usize)).collect();
@@ -103,5 +104,5 @@ fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, fau
             *bytes = bytes.saturating_add((node.transfer * NOMINAL.0 / 1e6).round() as u64);
         }
     }
-    check::edge_bytes(plan, &found, faults);
+    verify::edge_bytes(plan, &found, faults);
 }

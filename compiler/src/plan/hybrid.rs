@@ -1,15 +1,16 @@
 //! The judge of plans for layers with choices: works out from the definition in `profile/hybrid.rs` what every stage of such a
 //! plan spends and holds. It shares no code with the search.
 
-use crate::plan::check::{self, TOLERANCE};
-use crate::plan::fault::Fault;
+use crate::plan::check::error::PlanFault;
+use crate::plan::check::verify;
+use crate::plan::check::verify::TOLERANCE;
 use crate::plan::{Plan, Stage};
 use crate::profile::hybrid::{Choice, Hybrid, Layer};
 use std::collections::BTreeMap;
 
 /// Judges a plan: every layer in one stage and by a choice that it has there, links forward, replicas and devices within
 /// what there is, memory, and the time per sample that the plan states.
-pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
+pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let held = coverage(hybrid, plan, &mut faults);
     counts(hybrid, plan, &mut faults);
@@ -24,7 +25,7 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
                 Some(choice) => drop(taken.insert(op, (at, choice))),
                 None => {
                     let what = format!("op {op} has no choice `{}` at tensor degree {degree}", name.escape_debug());
-                    faults.push(Fault::Devices { stage: at, what });
+                    faults.push(PlanFault::Devices { stage: at, what });
                 }
             }
         }
@@ -36,7 +37,7 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
         let (from, to) = (taken[&link.from].0, taken[&link.to].0);
         if from > to {
             let tensor = hybrid.layers[link.from as usize].name.clone();
-            faults.push(Fault::Backward { tensor, from, to });
+            faults.push(PlanFault::Backward { tensor, from, to });
         }
     }
     edges(hybrid, plan, &|layer| taken[&layer].0 as u32, &mut faults);
@@ -49,23 +50,27 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
         let bytes: f64 = taken.values().filter(|(place, _)| *place == at).map(|(_, choice)| holds(choice)).sum();
         if bytes > hybrid.bytes_per_device * (1.0 + TOLERANCE) {
             let (needed, limit) = (bytes.ceil() as u64, hybrid.bytes_per_device as u64);
-            faults.push(Fault::Memory { stage: at, needed, limit });
+            faults.push(PlanFault::Memory { stage: at, needed, limit });
         }
         if plan.schedule.in_flight.get(at).copied().map(u64::from) != Some(in_flight) {
             let said = format!("{:?}", plan.schedule.in_flight.get(at));
-            faults.push(Fault::Figure { what: format!("in_flight of stage {at}"), said, found: in_flight.to_string() });
+            faults.push(PlanFault::Figure {
+                what: format!("in_flight of stage {at}"),
+                said,
+                found: in_flight.to_string(),
+            });
         }
     }
     let said = plan.predicted.minibatch_us;
-    if check::differs(said, worst) {
+    if verify::differs(said, worst) {
         let (said, found) = (said.to_string(), worst.to_string());
-        faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
+        faults.push(PlanFault::Figure { what: "predicted.minibatch_us".into(), said, found });
     }
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
 }
 
 /// What goes from stage to stage, every link by itself.
-fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut Vec<Fault>) {
+fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut Vec<PlanFault>) {
     let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for link in &hybrid.links {
         let (from, to) = (place(link.from), place(link.to));
@@ -74,21 +79,21 @@ fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut 
             *bytes = bytes.saturating_add(link.bytes as u64);
         }
     }
-    check::edge_bytes(plan, &found, faults);
+    verify::edge_bytes(plan, &found, faults);
 }
 
 /// The layers of each stage, ascending.
-fn coverage(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<Vec<u32>> {
+fn coverage(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) -> Vec<Vec<u32>> {
     let mut count = vec![0u32; hybrid.layers.len()];
     if plan.stages.is_empty() {
-        faults.push(Fault::NoStages);
+        faults.push(PlanFault::NoStages);
     }
     let mut held = Vec::with_capacity(plan.stages.len());
     for (stage, given) in plan.stages.iter().enumerate() {
         let mut ops = Vec::new();
         for &(from, to) in &given.ops {
             if from >= to || to as usize > count.len() || ops.last().is_some_and(|&last| last >= from) {
-                faults.push(Fault::Range { stage, from, to, ops: count.len() });
+                faults.push(PlanFault::Range { stage, from, to, ops: count.len() });
                 continue;
             }
             ops.extend(from..to);
@@ -96,26 +101,26 @@ fn coverage(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<Vec<u3
         }
         if ops.len() != given.choices.len() || ops.is_empty() {
             let what = format!("{} choices for {} ops", given.choices.len(), ops.len());
-            faults.push(Fault::Devices { stage, what });
+            faults.push(PlanFault::Devices { stage, what });
         }
         held.push(ops);
     }
     let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);
-    faults.extend(wrong.take(16).map(|(op, &count)| Fault::Coverage { op, count }));
+    faults.extend(wrong.take(16).map(|(op, &count)| PlanFault::Coverage { op, count }));
     held
 }
 
-fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) {
+fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) {
     let (mut devices, mut replicas) = (0u64, 0u64);
     for (at, stage) in plan.stages.iter().enumerate() {
         let used = u64::from(stage.replicas) * u64::from(stage.tensor_degree.unwrap_or(1));
         if stage.replicas == 0 || !hybrid.microbatches.is_multiple_of(stage.replicas) {
             let what = format!("{} replicas do not divide {} micro-batches", stage.replicas, hybrid.microbatches);
-            faults.push(Fault::Devices { stage: at, what });
+            faults.push(PlanFault::Devices { stage: at, what });
         }
         if used != stage.devices.len() as u64 {
             let what = format!("{} devices for {used}", stage.devices.len());
-            faults.push(Fault::Devices { stage: at, what });
+            faults.push(PlanFault::Devices { stage: at, what });
         }
         devices += used;
         replicas += u64::from(stage.replicas);
@@ -125,7 +130,7 @@ fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) {
     for (what, used, there) in over {
         if used > u64::from(there) {
             let what = format!("all stages take {used} {what}, there are {there}");
-            faults.push(Fault::Devices { stage: plan.stages.len().saturating_sub(1), what });
+            faults.push(PlanFault::Devices { stage: plan.stages.len().saturating_sub(1), what });
         }
     }
 }

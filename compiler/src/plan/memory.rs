@@ -12,7 +12,7 @@
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
-//! where that is most ([`arena`](crate::profile::arena): without what crosses a cut, and where backwards are split without their halves), and what is put by where gradients of several items are made at once ([`joint`](crate::pass::joint)). The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
+//! where that is most ([`arena`](crate::profile::arena): without what crosses a cut, and where backwards are split without their halves), and what is put by where gradients of several items are made at once ([`joint`](crate::pass::batched_weight_grad)). The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
 //! and those that are `shared` with other stages are added up with theirs, `late` rounds of them after the stage's own (`caps`). The messages are the gradients
 //! that one item gets and gives: `passed` is `inputs`, or twice that where those of the item before may still be on their way (`passing`). A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
@@ -21,15 +21,15 @@
 //! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
 //! and the next may be under way.
 
-use crate::pass::joint::joins;
-use crate::plan::passing::Passing;
+use crate::pass::batched_weight_grad::joins;
+use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::{ScheduleKind, StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 
 /// The sizes of a set of ops, in bytes, before anything is multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holdings {
+pub struct MemoryTerms {
     /// Parameters, each once.
     pub weights: u64,
     /// Sums of their gradients, each once.
@@ -64,7 +64,7 @@ pub struct Holdings {
 
 /// How often each of them is held.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Multiples {
+pub struct MemoryMultipliers {
     /// Micro-batches in flight.
     pub in_flight: u32,
     /// Those of them that may be between the halves of their backward; 0 where it is whole.
@@ -87,7 +87,7 @@ pub struct Multiples {
     pub microbatches: u32,
 }
 
-impl Multiples {
+impl MemoryMultipliers {
     /// The level of ZeRO: none for one replica.
     pub fn level(&self) -> u32 {
         if self.replicas > 1 { self.zero } else { 0 }
@@ -106,10 +106,10 @@ impl Multiples {
     }
 }
 
-impl Holdings {
+impl MemoryTerms {
     /// The sizes of the ops of which `inside` is true; `flows` are those of the graph.
-    pub fn of(graph: &CostGraph, flows: &Flows, inside: &[bool], passing: &Passing) -> Holdings {
-        let mut holdings = Holdings::default();
+    pub fn of(graph: &CostGraph, flows: &Flows, inside: &[bool], passing: &GradientBuffers) -> MemoryTerms {
+        let mut holdings = MemoryTerms::default();
         for param in &graph.params {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
             if users > 0 {
@@ -164,7 +164,7 @@ impl Holdings {
     }
 
     /// What a stage of these sizes holds. Sums stop at the largest `u64`, which no device has.
-    pub fn held(&self, multiples: &Multiples) -> StageMemory {
+    pub fn held(&self, multiples: &MemoryMultipliers) -> StageMemory {
         let trains = multiples.schedule != ScheduleKind::Inference;
         let weights = if trains { zero::kept(self, multiples) } else { self.weights };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
@@ -219,14 +219,14 @@ mod tests {
             tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
             params: vec![ParamCost::new("w", 1000, vec![OpId(0), OpId(1), OpId(2)])],
         };
-        let passing = Passing::of(&levels("4:1GB/s").unwrap());
-        let of = |inside: &[bool]| Holdings::of(&graph, &graph.flows(), inside, &passing);
+        let passing = GradientBuffers::of(&levels("4:1GB/s").unwrap());
+        let of = |inside: &[bool]| MemoryTerms::of(&graph, &graph.flows(), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
-        let rest = Holdings { inputs: 100, passed: 200, arena, halves: 11, ..Holdings::default() };
+        let rest = MemoryTerms { inputs: 100, passed: 200, arena, halves: 11, ..MemoryTerms::default() };
         assert_eq!(
             tail,
-            Holdings {
+            MemoryTerms {
                 weights: 1000,
                 summed: 1000,
                 terms: 2000,
@@ -240,9 +240,9 @@ mod tests {
         // In two bytes a number its sums have four, and so has what the optimizer moves and keeps.
         let mut narrow = graph.clone();
         narrow.params[0].bytes = 500;
-        let half = Holdings { weights: 500, masters: 1000, ..tail };
-        assert_eq!(Holdings::of(&narrow, &narrow.flows(), &[false, true, true], &passing), half);
-        let multiples = Multiples {
+        let half = MemoryTerms { weights: 500, masters: 1000, ..tail };
+        assert_eq!(MemoryTerms::of(&narrow, &narrow.flows(), &[false, true, true], &passing), half);
+        let multiples = MemoryMultipliers {
             in_flight: 3,
             apart: 0,
             versions: 3,
@@ -257,50 +257,57 @@ mod tests {
         let held = tail.held(&multiples);
         assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 3000, 2000, 480));
         assert_eq!(held.total, 1000 + 2000 + 3000 + 2000 + 480 + 200 + 9);
-        assert_eq!(tail.held(&Multiples { late: 2, ..multiples }).total, held.total + 2 * 1000);
-        let replicated = tail.held(&Multiples { replicas: 2, ..multiples });
+        assert_eq!(tail.held(&MemoryMultipliers { late: 2, ..multiples }).total, held.total + 2 * 1000);
+        let replicated = tail.held(&MemoryMultipliers { replicas: 2, ..multiples });
         assert_eq!(replicated.gradients, 5000);
         // Shared out, three replicas have a third of each sum and of its state, but for what other stages hold too.
-        let tied = tail.held(&Multiples { replicas: 3, zero: 1, ..multiples });
+        let tied = tail.held(&MemoryMultipliers { replicas: 3, zero: 1, ..multiples });
         assert_eq!((tied.gradients, tied.optimizer), (2000 + 1000 + 334 + 1000, 2000));
-        let whole = Holdings { shared: 0, ..tail }.held(&Multiples { replicas: 3, zero: 1, ..multiples });
+        let whole = MemoryTerms { shared: 0, ..tail }.held(&MemoryMultipliers { replicas: 3, zero: 1, ..multiples });
         assert_eq!((whole.gradients, whole.optimizer), (2000 + 667, 668));
-        assert_eq!(tail.held(&Multiples { zero: 1, ..multiples }), held);
-        let made = Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 2, ..multiples });
+        assert_eq!(tail.held(&MemoryMultipliers { zero: 1, ..multiples }), held);
+        let made = MemoryTerms { shared: 0, largest: 600, ..tail }.held(&MemoryMultipliers {
+            replicas: 3,
+            zero: 2,
+            ..multiples
+        });
         // Of three versions an older one serves while others are still at the round before.
         assert_eq!((made.gradients, made.optimizer), (600 + 2 * 667, 668));
         // What other stages hold too is there twice while it is added up, and nothing is made then.
-        let summed = Multiples { replicas: 3, zero: 2, versions: 1, ..multiples };
+        let summed = MemoryMultipliers { replicas: 3, zero: 2, versions: 1, ..multiples };
         assert_eq!(tail.held(&summed).gradients, 1000 + 1000 + 334);
-        let two_rounds = Multiples { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
+        let two_rounds = MemoryMultipliers { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
         // Eight items of a round are put by, where gradients stay.
-        let joint = Holdings { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), put_by: 50, ..tail };
+        let joint = MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), put_by: 50, ..tail };
         let of_round = |microbatches, replicas, zero| {
             let schedule = ScheduleKind::OneFOneB;
-            joint.held(&Multiples { schedule, microbatches, replicas, zero, ..multiples }).workspace
+            joint.held(&MemoryMultipliers { schedule, microbatches, replicas, zero, ..multiples }).workspace
         };
         assert_eq!([of_round(7, 1, 0), of_round(8, 1, 2), of_round(15, 2, 1), of_round(16, 2, 2)], [9, 120, 120, 9]);
-        assert_eq!(joint.held(&Multiples { microbatches: 8, ..multiples }).workspace, 9);
-        let gathered =
-            Holdings { shared: 0, needed: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });
+        assert_eq!(joint.held(&MemoryMultipliers { microbatches: 8, ..multiples }).workspace, 9);
+        let gathered = MemoryTerms { shared: 0, needed: 600, ..tail }.held(&MemoryMultipliers {
+            replicas: 3,
+            zero: 3,
+            ..multiples
+        });
         assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));
         assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
-        let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
+        let recomputed = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);
         // Two items between the halves of their backward keep what the second reads; recomputed, what is saved as well.
-        let split = tail.held(&Multiples { apart: 2, ..multiples });
+        let split = tail.held(&MemoryMultipliers { apart: 2, ..multiples });
         assert_eq!((split.between, split.total), (22, held.total + 22));
-        let both = tail.held(&Multiples { apart: 2, recompute: true, ..multiples });
+        let both = tail.held(&MemoryMultipliers { apart: 2, recompute: true, ..multiples });
         assert_eq!((both.activations, both.between), (3 * 100 + 2 * 60, 22));
         let head = of(&[true, false, false]);
         assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
-        assert_eq!(head.held(&Multiples { apart: 3, ..multiples }).between, 2 * 100);
+        assert_eq!(head.held(&MemoryMultipliers { apart: 3, ..multiples }).between, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
-        let inference = Multiples { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
+        let inference = MemoryMultipliers { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
         assert_eq!(head.held(&inference).activations, 110);
-        assert_eq!(head.held(&Multiples { in_flight: 3, ..inference }).activations, 310);
+        assert_eq!(head.held(&MemoryMultipliers { in_flight: 3, ..inference }).activations, 310);
     }
 }

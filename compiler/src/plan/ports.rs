@@ -21,12 +21,12 @@ pub struct Ports {
     /// The level that joins the stages of each edge; none where they are on the same workers.
     edges: Vec<Option<usize>>,
     /// The parts of each stage's all-reduce.
-    reductions: Vec<Vec<Part>>,
+    reductions: Vec<Vec<AllReducePart>>,
 }
 
 /// What an all-reduce does at one level.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Part {
+pub struct AllReducePart {
     /// Of the time of the whole.
     pub share: f64,
     /// Over which ports.
@@ -73,7 +73,7 @@ impl Ports {
                 let mut ports: Vec<Port> = of.iter().flat_map(|&port| [out_of(port), into(port)]).collect();
                 ports.sort_unstable();
                 ports.dedup();
-                Part { share: if whole > 0.0 { ring.us / whole } else { 0.0 }, ports }
+                AllReducePart { share: if whole > 0.0 { ring.us / whole } else { 0.0 }, ports }
             };
             rings.iter().map(part).collect()
         });
@@ -89,7 +89,7 @@ impl Ports {
     }
 
     /// The parts of a stage's all-reduce, one after the other; none where nothing is known.
-    pub fn reduction(&self, stage: usize) -> &[Part] {
+    pub fn reduction(&self, stage: usize) -> &[AllReducePart] {
         self.reductions.get(stage).map_or(&[], Vec::as_slice)
     }
 }

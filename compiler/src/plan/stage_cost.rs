@@ -1,6 +1,6 @@
 //! What a stage costs, by the name of a cost model. This file is all that the searches over levels know of cost.
 //!
-//! A cluster is searched level by level. At level k a [`Part`] is a run of ops on `replicas` units, a unit being all devices of
+//! A cluster is searched level by level. At level k a [`StageRange`] is a run of ops on `replicas` units, a unit being all devices of
 //! the level below; what one unit needs for it is `inner_us`. Times are microseconds for one minibatch.
 //!
 //! ```text
@@ -14,10 +14,10 @@
 //!
 //! | equation | here                    | unit         |
 //! | ---      | ---                     | ---          |
-//! | A_{k-1}  | `Part::inner_us`        | microseconds |
-//! | m        | `Part::replicas`        |              |
-//! | w        | `Part::weight_bytes`    | bytes        |
-//! | a_s, out | `Part::in_bytes`, `out_bytes` | bytes  |
+//! | A_{k-1}  | `StageRange::inner_us`        | microseconds |
+//! | m        | `StageRange::replicas`        |              |
+//! | w        | `StageRange::weight_bytes`    | bytes        |
+//! | a_s, out | `StageRange::in_bytes`, `out_bytes` | bytes  |
 //! | B_k      | `LevelCost::bytes_per_us` | bytes/µs   |
 //! | n_{k-1}  | `LevelCost::previous_count` |          |
 //!
@@ -42,7 +42,7 @@ pub struct LevelCost {
 
 /// A run of ops on some units of one level.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Part {
+pub struct StageRange {
     /// Whether it starts where the level's whole span starts.
     pub is_first: bool,
     /// Whether it ends with the model.
@@ -75,7 +75,7 @@ impl StageCost {
     }
 
     /// Time that `part` needs for one minibatch at `level`, links included, in microseconds.
-    pub fn part_us(&self, level: &LevelCost, part: &Part) -> f64 {
+    pub fn part_us(&self, level: &LevelCost, part: &StageRange) -> f64 {
         let m = f64::from(part.replicas);
         let bandwidth = level.bytes_per_us;
         match self.model {
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     const LEVEL: LevelCost = LevelCost { count: 4, bytes_per_us: 100.0, previous_count: 2 };
-    const PART: Part = Part {
+    const PART: StageRange = StageRange {
         is_first: false,
         is_last: false,
         replicas: 2,
@@ -149,7 +149,7 @@ mod tests {
         out_bytes: 8000.0,
     };
 
-    fn us(model: CostModel, activation_compression: Option<f64>, part: Part) -> f64 {
+    fn us(model: CostModel, activation_compression: Option<f64>, part: StageRange) -> f64 {
         StageCost { model, activation_compression }.part_us(&LEVEL, &part)
     }
 
@@ -157,8 +157,8 @@ mod tests {
     fn paper() {
         // max(60, 2 * 1 * 1000 / 100) / 2 = 30; 2 * 4000 / 100 = 80
         assert_eq!(us(CostModel::Paper, None, PART), 80.0);
-        assert_eq!(us(CostModel::Paper, None, Part { is_first: true, ..PART }), 30.0);
-        assert_eq!(us(CostModel::Paper, None, Part { is_first: true, weight_bytes: 9000.0, ..PART }), 90.0);
+        assert_eq!(us(CostModel::Paper, None, StageRange { is_first: true, ..PART }), 30.0);
+        assert_eq!(us(CostModel::Paper, None, StageRange { is_first: true, weight_bytes: 9000.0, ..PART }), 90.0);
     }
 
     #[test]
@@ -167,7 +167,7 @@ mod tests {
         for (model, activation_compression) in ratios {
             let cost = StageCost { model, activation_compression };
             for (replicas, in_bytes) in [(1, 0.0), (1, 9e3), (2, 4e3), (3, 7e3), (4, 1e6)] {
-                let part = Part { replicas, in_bytes, ..PART };
+                let part = StageRange { replicas, in_bytes, ..PART };
                 assert!(cost.part_us(&LEVEL, &part) >= cost.entry_us(&LEVEL, in_bytes, 4));
             }
         }
@@ -178,9 +178,9 @@ mod tests {
     fn pipedream() {
         // 4 * 1 * 1000 / (100 * 2) = 20
         assert_eq!(us(CostModel::Pipedream, None, PART), 40.0);
-        assert_eq!(us(CostModel::Pipedream, None, Part { is_first: true, ..PART }), 35.0);
+        assert_eq!(us(CostModel::Pipedream, None, StageRange { is_first: true, ..PART }), 35.0);
         assert_eq!(us(CostModel::Pipedream, Some(1.0), PART), 80.0);
-        assert_eq!(us(CostModel::Pipedream, Some(1.0), Part { is_last: true, ..PART }), 40.0);
-        assert_eq!(us(CostModel::Pipedream, Some(0.5), Part { is_last: true, ..PART }), 80.0);
+        assert_eq!(us(CostModel::Pipedream, Some(1.0), StageRange { is_last: true, ..PART }), 40.0);
+        assert_eq!(us(CostModel::Pipedream, Some(0.5), StageRange { is_last: true, ..PART }), 80.0);
     }
 }

@@ -19,7 +19,7 @@
 //! all-gather: together they carry what an all-reduce carries. At level 3 no version is gathered as a whole: a forward and a backward gather
 //! what each of their ops reads in front of it, and drop it behind it, so that weights travel twice for every item. A parameter that stages share is stepped whole by all who hold it.
 
-use crate::plan::memory::{Holdings, Multiples};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::{ScheduleKind, Stage};
 
 /// The highest level.
@@ -33,9 +33,9 @@ fn share(bytes: u64, replicas: u32) -> u64 {
 }
 
 /// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
-pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
-    let Holdings { weights, summed, masters, terms, shared, largest, needed, .. } = *holdings;
-    let Multiples { replicas, optimizer_state, .. } = *multiples;
+pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64) {
+    let MemoryTerms { weights, summed, masters, terms, shared, largest, needed, .. } = *holdings;
+    let MemoryMultipliers { replicas, optimizer_state, .. } = *multiples;
     // `as` saturates; state is a small factor checked with the problem.
     let state = |summed: u64, masters: u64| ((summed as f64 * optimizer_state).ceil() as u64).saturating_add(masters);
     // What stages share is whole at each of them, and each adds up with what the others have of it.
@@ -67,8 +67,8 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
 }
 
 /// Bytes of one version of the weights that a replica of a stage holds between its ops.
-pub fn kept(holdings: &Holdings, multiples: &Multiples) -> u64 {
-    let Holdings { weights, shared, .. } = *holdings;
+pub fn kept(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> u64 {
+    let MemoryTerms { weights, shared, .. } = *holdings;
     match multiples.level() {
         // Sums are no narrower than weights: of what stages share no less than all is counted.
         3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared).min(weights),

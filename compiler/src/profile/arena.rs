@@ -8,20 +8,20 @@
 /// and result lie in the arena wherever its readers are: so only an op that alone reads what it reads can be first, and only one that
 /// a single op reads can be last ([`Flows::ends`](crate::profile::cost_graph::Flows::ends)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct ArenaPosition {
     /// It reads tensors, none of them of its own stage.
     pub first: bool,
     /// It is read, by no op of its own stage.
     pub last: bool,
 }
 
-impl Place {
+impl ArenaPosition {
     /// Every place.
-    pub const ALL: [Place; 4] = [
-        Place { first: false, last: false },
-        Place { first: true, last: false },
-        Place { first: false, last: true },
-        Place { first: true, last: true },
+    pub const ALL: [ArenaPosition; 4] = [
+        ArenaPosition { first: false, last: false },
+        ArenaPosition { first: true, last: false },
+        ArenaPosition { first: false, last: true },
+        ArenaPosition { first: true, last: true },
     ];
 
     fn index(self) -> usize {
@@ -49,7 +49,7 @@ impl Live {
     }
 
     /// What is alive at a place, where the backward is split or not.
-    pub fn at(&self, place: Place, is_split: bool) -> u64 {
+    pub fn at(&self, place: ArenaPosition, is_split: bool) -> u64 {
         if is_split { self.split[place.index()] } else { self.whole[place.index()] }
     }
 }
@@ -57,7 +57,7 @@ impl Live {
 /// Raises figures by place to what is alive at one moment: `bytes` in all, of which so many come from outside if the op is the first of
 /// its stage, and so many go outside if it is the last.
 pub fn raise(figures: &mut [u64; 4], bytes: u64, [comes, goes]: [u64; 2]) {
-    for place in Place::ALL {
+    for place in ArenaPosition::ALL {
         let elsewhere = if place.first { comes } else { 0 } + if place.last { goes } else { 0 };
         let figure = &mut figures[place.index()];
         *figure = (*figure).max(bytes.saturating_sub(elsewhere));
@@ -67,7 +67,7 @@ pub fn raise(figures: &mut [u64; 4], bytes: u64, [comes, goes]: [u64; 2]) {
 /// How backwards run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Way {
-    /// Gradients of several items are made at once: see [`joint`](crate::pass::joint).
+    /// Gradients of several items are made at once: see [`joint`](crate::pass::batched_weight_grad).
     pub is_joint: bool,
     /// They are split in halves.
     pub is_split: bool,
@@ -122,8 +122,8 @@ pub struct Needs {
 
 impl Needs {
     /// Figures by place.
-    pub fn by(arena: impl Fn(Place) -> Arena) -> Needs {
-        Needs { by_place: Place::ALL.map(arena) }
+    pub fn by(arena: impl Fn(ArenaPosition) -> Arena) -> Needs {
+        Needs { by_place: ArenaPosition::ALL.map(arena) }
     }
 
     /// Whether gradients of several items at once make a difference anywhere.
@@ -138,7 +138,7 @@ impl Needs {
     }
 
     /// What is needed at a place.
-    pub fn at(&self, place: Place) -> Arena {
+    pub fn at(&self, place: ArenaPosition) -> Arena {
         self.by_place[place.index()]
     }
 }

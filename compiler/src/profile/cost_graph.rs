@@ -3,7 +3,7 @@
 //! It knows nothing of what an op computes, so that it can be built from a graph and its profile, and as well from the
 //! published profiles of other tools. Ops stand in topological order and an op's id is its index.
 
-use crate::profile::arena::{Arena, Live, Needs, Place, Way};
+use crate::profile::arena::{Arena, ArenaPosition, Live, Needs, Way};
 use serde::{Deserialize, Serialize};
 
 /// The most ops, tensors and parameters a cost graph may have, each.
@@ -50,7 +50,7 @@ pub struct OpCost {
     /// Scratch bytes while the op runs, forward or backward.
     pub workspace_bytes: u64,
     /// Bytes put by where gradients of several items are made at once, and the scratch that this needs: see
-    /// [`joint`](crate::pass::joint).
+    /// [`joint`](crate::pass::batched_weight_grad).
     pub joint_bytes: u64,
     /// The latter.
     pub joint_workspace_bytes: u64,
@@ -138,19 +138,19 @@ pub struct Flows {
 impl Flows {
     /// Where an op can stand: first only if it alone reads what it reads, and last only if one op reads what it makes. Else gradients
     /// come from several ops and stages, and their terms and their sum lie in the arena.
-    pub fn ends(&self, op: usize) -> Place {
+    pub fn ends(&self, op: usize) -> ArenaPosition {
         let is_read_here = |made: &u32| self.after[*made as usize].len() == 1;
-        Place {
+        ArenaPosition {
             first: !self.before[op].is_empty() && self.before[op].iter().all(is_read_here),
             last: self.after[op].len() == 1,
         }
     }
 
     /// Where an op stands among those of which `inside` is true.
-    pub fn place(&self, op: usize, inside: impl Fn(usize) -> bool) -> Place {
+    pub fn place(&self, op: usize, inside: impl Fn(usize) -> bool) -> ArenaPosition {
         let is_apart = |ops: &[u32]| !ops.iter().any(|&op| inside(op as usize));
         let ends = self.ends(op);
-        Place { first: ends.first && is_apart(&self.before[op]), last: ends.last && is_apart(&self.after[op]) }
+        ArenaPosition { first: ends.first && is_apart(&self.before[op]), last: ends.last && is_apart(&self.after[op]) }
     }
 }
 
@@ -271,7 +271,7 @@ impl OpCost {
     }
 
     /// What a worker's arena must hold while the op runs.
-    pub fn arena(&self, place: Place) -> Arena {
+    pub fn arena(&self, place: ArenaPosition) -> Arena {
         let own = Arena::by(|way| {
             let joint = if way.is_joint { self.joint_workspace_bytes } else { 0 };
             self.workspace_bytes.max(joint).saturating_add(self.live.at(place, way.is_split))
@@ -281,7 +281,7 @@ impl OpCost {
 
     /// The same wherever it stands and however backwards run.
     pub fn most_scratch(&self) -> u64 {
-        let arena = self.arena(Place::default());
+        let arena = self.arena(ArenaPosition::default());
         Way::ALL.into_iter().map(|way| arena.of(way)).max().unwrap_or(0)
     }
 }

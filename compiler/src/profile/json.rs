@@ -3,7 +3,7 @@
 //! Two readers of one file must not see two different values, so a repeated key is an error and not a choice. NaN and infinite
 //! numbers are no JSON and fail in the parser; nesting is bounded by the parser's own limit of 128.
 
-use crate::wording::{Format, plainly};
+use crate::text::{Format, plainly};
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::HashSet;

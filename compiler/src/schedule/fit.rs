@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::plan::StageId;
-use crate::schedule::rule::{Rule, StepCount};
+use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::{EdgeId, Instruction, Pipeline, Program, RankId, ScheduleError};
 
 /// Stages that a refusal lists at most.
@@ -70,7 +70,7 @@ fn told(list: &[(RankId, u32)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::check::check;
+    use crate::schedule::check::verify::check;
     use crate::schedule::scheduler::schedule;
     use crate::schedule::{Edge, Schedule};
 

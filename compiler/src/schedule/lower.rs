@@ -34,11 +34,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use crate::plan::StageId;
-use crate::schedule::ends::with_ends;
-use crate::schedule::order::{Layout, Order};
-use crate::schedule::rule::Rule;
-use crate::schedule::shares::{Gathering, complete};
-use crate::schedule::work::{Part, Work};
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::list_scheduler::{Layout, WorkOrder};
+use crate::schedule::semantics::Rule;
+use crate::schedule::version_lifetime::with_ends;
+use crate::schedule::zero::{Gathering, complete};
 use crate::schedule::{
     EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Slot, Token, Version, WorkerId, WorkerProgram,
 };
@@ -50,8 +50,8 @@ const AHEAD: u32 = 2;
 /// The same in inference, where there are forwards only.
 pub const NEXT: u32 = 1;
 
-/// Turns the order into a program. The order must come from [`play`](crate::schedule::order::play) of the same rule.
-pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &Order) -> Program {
+/// Turns the order into a program. The order must come from [`play`](crate::schedule::list_scheduler::play) of the same rule.
+pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &WorkOrder) -> Program {
     let layout = Layout::new(&rule.stages);
     let lists = Lists::new(pipeline, rule, order, &layout);
     let mut workers = Vec::with_capacity(layout.workers());
@@ -85,7 +85,7 @@ struct Transfer {
 /// The order with all transfers placed.
 struct Lists<'a> {
     rule: &'a Rule,
-    order: &'a Order,
+    order: &'a WorkOrder,
     /// By worker: Recvs to post before a place in its work, Sends to post after it, in order.
     recvs: Vec<Vec<Transfer>>,
     sends: Vec<Vec<Transfer>>,
@@ -94,13 +94,13 @@ struct Lists<'a> {
 }
 
 impl<'a> Lists<'a> {
-    fn new(pipeline: &'a Pipeline, rule: &'a Rule, order: &'a Order, layout: &Layout) -> Self {
+    fn new(pipeline: &'a Pipeline, rule: &'a Rule, order: &'a WorkOrder, layout: &Layout) -> Self {
         let items = rule.items as usize;
         // Where each item's forward stands at each stage, and what makes its gradients.
         let mut place_of = vec![[0u32; 2]; pipeline.stages.len() * items];
         for work in &order.work {
             for (place, &Work { stage, item, part }) in (0u32..).zip(work) {
-                if part != Part::BackwardWeight {
+                if part != Phase::BackwardWeight {
                     place_of[stage.index() * items + item.index()][usize::from(part.makes_gradients())] = place;
                 }
             }
@@ -172,7 +172,7 @@ fn in_order_of_sends(recvs: &mut [Transfer]) {
 }
 
 /// For each piece of work, the place of the worker's next backward at the same stage, or the end of its list.
-fn next_backwards(order: &Order) -> Vec<Vec<u32>> {
+fn next_backwards(order: &WorkOrder) -> Vec<Vec<u32>> {
     let of_worker = |work: &Vec<Work>| {
         let mut next: BTreeMap<StageId, u32> = BTreeMap::new();
         let mut places: Vec<u32> = Vec::with_capacity(work.len());
@@ -260,11 +260,11 @@ impl<'a> Writer<'a> {
                 self.waits.add(wait, token);
             }
             let version = match part {
-                Part::Forward => lists.rule.version(stage, item),
+                Phase::Forward => lists.rule.version(stage, item),
                 _ => lists.rule.backward_version(stage, item),
             };
             let needs_update = |&(round, ..): &(u32, StageId, Token)| match part {
-                Part::Forward => version.0 > round,
+                Phase::Forward => version.0 > round,
                 _ if !lists.rule.schedule.stashes() => version.0 > round,
                 _ => !lists.rule.schedule.is_round_robin() && lists.rule.round(stage, item) > round,
             };
@@ -279,14 +279,14 @@ impl<'a> Writer<'a> {
             self.wait(place);
             let mut held = None;
             let slot = match part {
-                Part::Forward => {
+                Phase::Forward => {
                     let slot = self.stage(stage).slots.take(item);
                     self.out.push(Instruction::Load { stage, item });
                     held = Some((stage, slot)).filter(|_| !lists.rule.schedule.trains());
                     slot
                 }
-                Part::BackwardInput => self.stage(stage).slots.of(item),
-                Part::Backward | Part::BackwardWeight => self.stage(stage).slots.give(item),
+                Phase::BackwardInput => self.stage(stage).slots.of(item),
+                Phase::Backward | Phase::BackwardWeight => self.stage(stage).slots.give(item),
             };
             let is_last = part.ends() && self.is_last(stage, item);
             let has_buckets = self.buckets(stage) > 1;

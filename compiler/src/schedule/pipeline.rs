@@ -12,7 +12,7 @@ use crate::plan::groups;
 use crate::plan::links::{self, Ring, Wire};
 use crate::plan::ports::Ports;
 use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
-use crate::schedule::{Bucket, Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape};
+use crate::schedule::{Bucket, Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec};
 use std::collections::BTreeMap;
 
 /// The pipeline of a plan, with the plan's in-flight caps. Fails if the plan contradicts itself.
@@ -55,7 +55,7 @@ pub fn pipeline_of(
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
         let again = if recompute.is_some() { gather } else { 0.0 };
         let recompute = recompute.map(|us| us + gather);
-        StageShape {
+        StageSpec {
             cap,
             weight: weight + more,
             recompute,
@@ -64,10 +64,10 @@ pub fn pipeline_of(
             zero: stage.zero,
             param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),
-            ..StageShape::new(stage.replicas, stage.fwd_us + gather, stage.bwd_us + more + gather + again)
+            ..StageSpec::new(stage.replicas, stage.fwd_us + gather, stage.bwd_us + more + gather + again)
         }
     };
-    let stages: Vec<StageShape> = planned.iter().zip(caps).zip(&rings).map(shape).collect();
+    let stages: Vec<StageSpec> = planned.iter().zip(caps).zip(&rings).map(shape).collect();
     let ranks = ranks(planned);
     let mut edges = Vec::with_capacity(planned_edges.len());
     let mut joined_at = Vec::with_capacity(planned_edges.len());

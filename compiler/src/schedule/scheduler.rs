@@ -1,17 +1,17 @@
 //! All schedules in one list: from a name to programs.
 
-use crate::schedule::bfs::bfs;
-use crate::schedule::dualpipev::dualpipev;
-use crate::schedule::gpipe::gpipe;
-use crate::schedule::inference::inference;
-use crate::schedule::interleaved::interleaved;
-use crate::schedule::newest::one_f_one_b_rr_newest;
-use crate::schedule::one_f_one_b::one_f_one_b;
-use crate::schedule::one_f_one_b_rr::{one_f_one_b_rr, one_f_one_b_rr_vsync};
-use crate::schedule::rule::StepCount;
-use crate::schedule::two_bw::two_bw;
-use crate::schedule::zbv::zbv;
-use crate::schedule::zero_bubble::{zb_h1, zb_h2};
+use crate::schedule::generators::bfs::bfs;
+use crate::schedule::generators::dualpipev::dualpipev;
+use crate::schedule::generators::gpipe::gpipe;
+use crate::schedule::generators::inference::inference;
+use crate::schedule::generators::interleaved::interleaved;
+use crate::schedule::generators::one_f_one_b::one_f_one_b;
+use crate::schedule::generators::one_f_one_b_rr::{one_f_one_b_rr, one_f_one_b_rr_vsync};
+use crate::schedule::generators::one_f_one_b_rr_newest::one_f_one_b_rr_newest;
+use crate::schedule::generators::two_bw::two_bw;
+use crate::schedule::generators::zbv::zbv;
+use crate::schedule::generators::zero_bubble::{zb_h1, zb_h2};
+use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
 /// The programs that run `count` minibatches over the pipeline, with the pipeline's in-flight caps where the schedule follows any.

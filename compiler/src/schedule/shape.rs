@@ -3,9 +3,9 @@
 //! Under the schedules with chunks a rank holds several stages. Two placements are published: a loop, where stage s is on rank
 //! s mod p, and a V, where the stages go down the ranks and come back up, so that the first and the last stage share a rank.
 
-use crate::plan::caps::common_divisor;
+use crate::plan::in_flight::common_divisor;
 use crate::plan::ports::Ports;
-use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape, published_caps};
+use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec, published_caps};
 
 /// No cluster that a program of this form can drive has more workers.
 pub const MAX_WORKERS: u64 = 1 << 16;
@@ -17,7 +17,7 @@ pub fn common_multiple(a: u64, b: u64) -> u64 {
 
 impl Pipeline {
     /// A chain of stages, each speaking to the next, with the published in-flight caps.
-    pub fn chain(mut stages: Vec<StageShape>) -> Self {
+    pub fn chain(mut stages: Vec<StageSpec>) -> Self {
         let replicas: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
         for (stage, cap) in stages.iter_mut().zip(published_caps(&replicas)) {
             stage.cap = cap;
@@ -53,7 +53,7 @@ impl Pipeline {
 
     /// A chain of perfectly balanced stages: a stage's time is its number of replicas, backward `ratio` times forward.
     pub fn balanced(replicas: &[u32], ratio: f64) -> Self {
-        Self::chain(replicas.iter().map(|&r| StageShape::new(r, f64::from(r), f64::from(r) * ratio)).collect())
+        Self::chain(replicas.iter().map(|&r| StageSpec::new(r, f64::from(r), f64::from(r) * ratio)).collect())
     }
 
     /// The same pipeline with other in-flight caps, one for each stage.

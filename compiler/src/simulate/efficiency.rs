@@ -2,7 +2,7 @@
 
 use crate::schedule::{Pipeline, published_caps};
 use crate::simulate::SimulateError;
-use crate::simulate::steady::steady;
+use crate::simulate::one_f_one_b_rr::steady;
 
 /// The efficiency that [`auto_caps`] tries to reach.
 pub const TARGET: f64 = 0.98;

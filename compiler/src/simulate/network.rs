@@ -3,7 +3,7 @@
 //! Transfers of one kind from one worker to another follow each other; others disturb each other where they share a port.
 
 use crate::plan::ports::Ports;
-use crate::schedule::link::Link;
+use crate::schedule::link_time::Link;
 use crate::schedule::{Edge, Payload, Pipeline};
 
 /// Transfer and reduce times of a pipeline, where nothing else is carried.
@@ -30,7 +30,7 @@ impl Network {
     /// Times from bytes, with a link for each edge and one among the replicas of each stage, and no port that any of them share.
     pub fn new(pipeline: &Pipeline, edge: impl Fn(&Edge) -> Link, replicas: impl Fn(usize) -> Link) -> Self {
         let times = |e: &Edge| [edge(e).time(e.forward_bytes), edge(e).time(e.backward_bytes)];
-        let reduce = |(index, stage): (usize, &crate::schedule::StageShape)| match stage.replicas {
+        let reduce = |(index, stage): (usize, &crate::schedule::StageSpec)| match stage.replicas {
             0 | 1 => 0.0,
             r => replicas(index).all_reduce(r, stage.param_bytes),
         };

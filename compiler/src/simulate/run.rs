@@ -2,7 +2,7 @@
 //!
 //! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and the one
 //! before it in its channel has ended; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round
-//! before is reduced; a replica that posts one before the backward that makes its gradients joins when that has made them. What goes over one port at the same time shares it, as [`flows`](crate::simulate::flows) says.
+//! before is reduced; a replica that posts one before the backward that makes its gradients joins when that has made them. What goes over one port at the same time shares it, as [`flows`](crate::simulate::link_sharing) says.
 //!
 //! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
 //! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
@@ -18,12 +18,12 @@ use crate::op::dropout::mix;
 use crate::plan::StageId;
 use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::collective::{Collective, Meeting};
-use crate::schedule::moments::Moments;
-use crate::schedule::numbered::Numbered;
-use crate::schedule::rule::{Rule, dealt};
-use crate::schedule::{Bucket, Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
-use crate::simulate::flows::{Flows, Way};
-use crate::simulate::holding::Holding;
+use crate::schedule::dense_map::DenseMap;
+use crate::schedule::event_queue::EventQueue;
+use crate::schedule::semantics::{Rule, dealt};
+use crate::schedule::{Bucket, Instruction, MicrobatchId, Payload, Pipeline, Program, StageSpec, Token, WorkerId};
+use crate::simulate::link_sharing::{Flows, LinkRoute};
+use crate::simulate::memory::Holding;
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -115,7 +115,7 @@ enum Progress {
 struct Line {
     sends: VecDeque<(Token, MicrobatchId)>,
     recvs: VecDeque<Token>,
-    way: Way,
+    way: LinkRoute,
     /// What is on its way, since when.
     carries: Option<(Activity, f64)>,
     carried: u64,
@@ -126,7 +126,7 @@ struct Line {
 #[derive(Default)]
 struct Reducing {
     /// The parts of an all-reduce: each its share of the time, and where it goes.
-    parts: Vec<(f64, Way)>,
+    parts: Vec<(f64, LinkRoute)>,
     /// Those that all replicas have joined, in order; the first is on its way.
     met: VecDeque<Meeting>,
     began: f64,
@@ -136,7 +136,7 @@ struct Reducing {
 struct Hands {
     at: usize,
     /// Posted tokens; true when complete.
-    tokens: Numbered<bool>,
+    tokens: DenseMap<bool>,
     blocked: Option<Token>,
     computing: Option<(Activity, f64)>,
     computed: u64,
@@ -160,7 +160,7 @@ struct Simulation<'a> {
     reductions: BTreeMap<StageId, Reducing>,
     flows: Flows<Arrival>,
     /// Computations, by the virtual time at which they end, and how many there are.
-    computing: Moments<Progress>,
+    computing: EventQueue<Progress>,
     busy: usize,
     now: f64,
     virtual_now: f64,
@@ -180,7 +180,7 @@ impl<'a> Simulation<'a> {
             let weights = weights.fold(0, u64::saturating_add);
             Hands {
                 at: 0,
-                tokens: Numbered::new(worker.instructions.len()),
+                tokens: DenseMap::new(worker.instructions.len()),
                 blocked: None,
                 computing: None,
                 computed: 0,
@@ -204,7 +204,7 @@ impl<'a> Simulation<'a> {
             joined: HashMap::new(),
             reductions: BTreeMap::new(),
             flows: Flows::new(),
-            computing: Moments::new(),
+            computing: EventQueue::new(),
             busy: 0,
             now: 0.0,
             virtual_now: 0.0,
@@ -329,7 +329,7 @@ impl<'a> Simulation<'a> {
     fn compute(&mut self, worker: WorkerId, activity: Activity) {
         // A program that was not checked may name any stage at all.
         let pipeline = self.pipeline;
-        let of = |stage: StageId, time: fn(&StageShape) -> f64| pipeline.stages.get(stage.index()).map_or(0.0, time);
+        let of = |stage: StageId, time: fn(&StageSpec) -> f64| pipeline.stages.get(stage.index()).map_or(0.0, time);
         let time = match activity {
             Activity::Forward(stage, _) => of(stage, |shape| shape.forward),
             Activity::Backward(stage, item) => of(stage, |shape| shape.backward) - self.spared(worker, stage, item),
@@ -368,7 +368,7 @@ impl<'a> Simulation<'a> {
         let holding = self.hands[worker.index()].holds.iter_mut().find(|of| of.stage == stage);
         let is_spared = holding.is_some_and(|of| !of.again.is_empty() && of.again.remove(&item));
         let shape = self.pipeline.stages.get(stage.index()).filter(|_| is_spared);
-        let within = |shape: &StageShape| shape.recompute.unwrap_or(0.0).min((shape.backward - shape.weight).max(0.0));
+        let within = |shape: &StageSpec| shape.recompute.unwrap_or(0.0).min((shape.backward - shape.weight).max(0.0));
         shape.map_or(0.0, within)
     }
 

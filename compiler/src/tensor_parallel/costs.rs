@@ -14,27 +14,27 @@
 //! A value that goes from run to run is whole on every device. Where the reader keeps it for its backward it counts with the op that makes it, as if both
 //! were one stage; where they are not, it waits as an input of the second.
 
-use super::alike::Surroundings;
-use super::choose::{ChooseError, Chosen, choose_within};
-use super::price::{Machine, Time, sum};
-use super::runs::{cheapest, pieces};
-use super::share::{Shared, Stage, share};
 use crate::graph::{Graph, order};
 use crate::op::collective::is_meeting;
-use crate::op::{Layout, NodeId, Op, Value};
+use crate::op::{NodeId, Op, Sharding, Value};
 use crate::pass::attribution::{
     Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
 };
 use crate::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
+use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
 use crate::pass::memory::Passage;
 use crate::pass::pipeline::{self, PassBug};
-use crate::pass::sums::root;
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
 use crate::profile::shared::SharedCosts;
 use crate::tensor::fact::Fact;
+use crate::tensor_parallel::cost::{Machine, Time, sum};
+use crate::tensor_parallel::dedup::Surroundings;
+use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
+use crate::tensor_parallel::segments::{cheapest, pieces};
+use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
@@ -300,7 +300,7 @@ impl Sharer<'_> {
         let graph = &self.whole.graph;
         for (at, value) in outside.iter().enumerate() {
             if let Op::Parameter(parameter) = &graph.node(value.node).op {
-                let layout = shared.parameters.get(&parameter.name).copied().unwrap_or(Layout::Replicated);
+                let layout = shared.parameters.get(&parameter.name).copied().unwrap_or(Sharding::Replicated);
                 let part = layout.part(&parameter.fact, self.machine.devices).and_then(|part| part.bytes());
                 figures.parameters.push((at, part.unwrap_or(u64::MAX)));
             }

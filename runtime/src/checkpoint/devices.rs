@@ -1,20 +1,20 @@
-//! Checkpoints of stages that several devices share: parts of all devices put together, and what a checkpoint holds dealt out among them.
+//! Checkpoints of tensor-parallel stages: the shards of all devices put together, and a checkpoint divided into shards.
 //!
-//! Files of a checkpoint know nothing of devices that share a stage, as they know nothing of replicas that have shares of it: a run goes on
-//! from them with any number of devices. Parts of replicas are joined first, since a replica's share is one of its device's part.
+//! Files of a checkpoint do not depend on tensor parallelism or ZeRO: a run resumes with any number of devices. Shards of replicas
+//! are merged first, because they divide the shard of a device.
 
-use crate::buffer::Buffer;
 use crate::checkpoint::encode::{Flight, STEP};
-use crate::checkpoint::join::join;
-use crate::checkpoint::start::Start;
-use crate::checkpoint::{Moves, Part, Whole};
-use crate::compile::{Named, StageCode};
-use crate::desk::checkpoint::{Checkpoint, tensor};
-use crate::execute::Weights;
-use crate::seat::Layouts;
-use crate::shared::SharedError;
-use compiler::op::layout::{part_of, whole_of};
-use compiler::op::{Cut, Layout};
+use crate::checkpoint::merge_shards::join;
+use crate::checkpoint::{ParameterState, StageSnapshot, StageState};
+use crate::comm::tensor_group::Layouts;
+use crate::device::buffer::Buffer;
+use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::executor::Weights;
+use crate::stage::saved_weights::{Checkpoint, tensor};
+use crate::train::resume::Start;
+use crate::train::tensor_parallel::SharedError;
+use compiler::op::sharding::{part_of, whole_of};
+use compiler::op::{Sharding, SplitDim};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Dim;
 use compiler::tensor::fact::Fact;
@@ -22,9 +22,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// How a parameter is split, if it is.
-fn cut_of(layouts: &Layouts, name: &str) -> Option<Cut> {
+fn cut_of(layouts: &Layouts, name: &str) -> Option<SplitDim> {
     match layouts.get(name) {
-        Some(Layout::Split(cut)) => Some(*cut),
+        Some(Sharding::Split(cut)) => Some(*cut),
         _ => None,
     }
 }
@@ -39,7 +39,7 @@ pub fn dealt(
     let part = |(name, whole): (&String, &Tensor)| {
         let Some(cut) = cut_of(layouts, parameter(name)) else { return Ok((name.clone(), whole.clone())) };
         let refused = || SharedError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
-        Layout::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(refused)?;
+        Sharding::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(refused)?;
         Ok((name.clone(), part_of(whole, cut, devices, device)))
     };
     tensors.iter().map(part).collect()
@@ -68,11 +68,11 @@ pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Resul
 
 /// The stages as files of checkpoints know them: names and shapes of whole tensors, and nothing that runs.
 pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Vec<StageCode> {
-    let whole = |named: &Named| {
+    let whole = |named: &NamedTensor| {
         let Some(cut) = cut_of(layouts, &named.name) else { return named.clone() };
         let (mut fact, shape) = (named.fact.clone(), named.fact.concrete().unwrap_or_default());
         fact.shape[cut.axis] = Dim::from(shape[cut.axis] * devices);
-        Named { name: named.name.clone(), fact, bytes: named.bytes * devices }
+        NamedTensor { name: named.name.clone(), fact, bytes: named.bytes * devices }
     };
     let code = |code: &StageCode| StageCode {
         parameters: code.parameters.iter().map(whole).collect(),
@@ -89,7 +89,7 @@ pub struct Joining<'a> {
     layouts: &'a Layouts,
     devices: usize,
     /// By minibatches, stage, and the replica where each has all of its device's part: what each device has given.
-    parts: BTreeMap<(u32, u32, u32), Vec<Vec<Part>>>,
+    parts: BTreeMap<(u32, u32, u32), Vec<Vec<StageSnapshot>>>,
     /// By stage and version.
     written: BTreeMap<(u32, u32), Vec<VecDeque<Checkpoint>>>,
 }
@@ -101,7 +101,7 @@ impl<'a> Joining<'a> {
     }
 
     /// Takes a device's part. Gives those that are whole with it.
-    pub fn take(&mut self, device: usize, part: Part) -> Vec<Part> {
+    pub fn take(&mut self, device: usize, part: StageSnapshot) -> Vec<StageSnapshot> {
         let replica = if part.replicas > 1 { 0 } else { part.replica };
         let (key, replicas) = ((part.minibatches, part.stage.0, replica), part.replicas.max(1) as usize);
         let of = self.parts.entry(key).or_insert_with(|| (0..self.devices).map(|_| Vec::new()).collect());
@@ -109,10 +109,10 @@ impl<'a> Joining<'a> {
         if of.iter().any(|own| own.len() < replicas) {
             return Vec::new();
         }
-        let mut left: Vec<VecDeque<Part>> =
+        let mut left: Vec<VecDeque<StageSnapshot>> =
             self.parts.remove(&key).unwrap_or_default().into_iter().map(|own| join(own).into()).collect();
         let mut whole = Vec::new();
-        while let Some(parts) = left.iter_mut().map(VecDeque::pop_front).collect::<Option<Vec<Part>>>() {
+        while let Some(parts) = left.iter_mut().map(VecDeque::pop_front).collect::<Option<Vec<StageSnapshot>>>() {
             whole.push(self.joined(parts));
         }
         whole
@@ -132,7 +132,7 @@ impl<'a> Joining<'a> {
     }
 
     /// One part of the same replica of every device.
-    fn joined(&self, parts: Vec<Part>) -> Part {
+    fn joined(&self, parts: Vec<StageSnapshot>) -> StageSnapshot {
         let code = &self.codes[parts[0].stage.index()];
         let one = |p: usize, each: &[&Buffer]| -> Option<Buffer> {
             let named = &code.parameters[p];
@@ -149,34 +149,34 @@ impl<'a> Joining<'a> {
             (0..each[0].len()).map(of).collect()
         };
         let buffer = |p: usize, own: Vec<&Buffer>| one(p, &own).unwrap_or_else(|| Buffer::copy_of(own[0].bytes()));
-        let moves = |p: usize, each: Vec<&Moves>| {
-            let of = |kind: fn(&Moves) -> Option<&Buffer>| {
+        let moves = |p: usize, each: Vec<&ParameterState>| {
+            let of = |kind: fn(&ParameterState) -> Option<&Buffer>| {
                 each.iter().map(|own| kind(own)).collect::<Option<Vec<_>>>().map(|own| buffer(p, own))
             };
             let state = |at: usize| buffer(p, each.iter().map(|own| &own.state[at]).collect());
-            Moves {
+            ParameterState {
                 master: of(|own| own.master.as_ref()),
                 state: (0..each[0].state.len()).map(state).collect(),
                 drift: of(|own| own.drift.as_ref()),
                 updates: each[0].updates,
             }
         };
-        let numbered = |of: fn(&Part) -> &BTreeMap<u32, Weights>| -> BTreeMap<u32, Weights> {
+        let numbered = |of: fn(&StageSnapshot) -> &BTreeMap<u32, Weights>| -> BTreeMap<u32, Weights> {
             let each = |number: &u32| parts.iter().filter_map(|part| of(part).get(number)).collect();
             of(&parts[0]).keys().map(|number| (*number, weights(each(number)))).collect()
         };
         let (versions, forwards) = (numbered(|part| &part.versions), numbered(|part| &part.forwards));
-        let wholes: Option<Vec<&Whole>> = parts.iter().map(|part| part.whole.as_ref()).collect();
-        let whole = wholes.map(|each| Whole {
+        let wholes: Option<Vec<&StageState>> = parts.iter().map(|part| part.whole.as_ref()).collect();
+        let whole = wholes.map(|each| StageState {
             weights: weights(each.iter().map(|whole| &whole.weights).collect()),
             moves: (0..each[0].moves.len()).map(|p| moves(p, each.iter().map(|of| &of.moves[p]).collect())).collect(),
             states: each[0].states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
             scale: each[0].scale,
         });
         let shared = parts[0].shared.clone();
-        let Part { stage, replica, minibatches, .. } = parts[0];
+        let StageSnapshot { stage, replica, minibatches, .. } = parts[0];
         // What the parts hold stays counted until they are joined.
-        Part {
+        StageSnapshot {
             stage,
             replica,
             minibatches,

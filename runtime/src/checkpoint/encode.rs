@@ -1,11 +1,11 @@
-//! The parts of a checkpoint as files of named tensors, and back.
+//! Stage snapshots as files of named tensors, and back.
 
-use crate::buffer::Buffer;
-use crate::checkpoint::Part;
-use crate::compile::{Named, StageCode};
-use crate::optimizer::Optimizer;
-use crate::stepper::wide;
-use crate::weights::{FileError, Piece, encode};
+use crate::checkpoint::StageSnapshot;
+use crate::data::weights::{FileError, Piece, encode};
+use crate::device::buffer::Buffer;
+use crate::exec::compile::{NamedTensor, StageCode};
+use crate::optim::optimizer::Optimizer;
+use crate::optim::update::wide;
 use bytemuck::cast_slice;
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -53,7 +53,7 @@ impl Holds {
 
 /// The bytes of the files of a part. A state that follows nothing is as it was `given`, and not rounded.
 pub fn files(
-    part: &Part,
+    part: &StageSnapshot,
     code: &StageCode,
     optimizer: &Optimizer,
     given: &BTreeMap<String, Tensor>,
@@ -123,10 +123,10 @@ pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
 }
 
 /// A parameter or a state of a part, if there is one, that is no longer a number everywhere. States that nothing moves are as they were given.
-pub fn not_finite<'a>(part: &Part, code: &'a StageCode) -> Option<&'a str> {
+pub fn not_finite<'a>(part: &StageSnapshot, code: &'a StageCode) -> Option<&'a str> {
     let whole = part.whole.as_ref()?;
     let held = whole.weights.iter().zip(&whole.moves).map(|(weight, moves)| moves.master.as_ref().unwrap_or(weight));
-    let is_finite = |named: &Named, buffer: &Buffer| {
+    let is_finite = |named: &NamedTensor, buffer: &Buffer| {
         let piece = piece(named, buffer);
         match piece.dtype {
             DType::F32 => cast_slice::<u8, f32>(piece.bytes).iter().all(|value| value.is_finite()),
@@ -140,7 +140,7 @@ pub fn not_finite<'a>(part: &Part, code: &'a StageCode) -> Option<&'a str> {
     all.find(|(named, buffer)| !is_finite(named, buffer)).map(|(named, _)| &*named.name)
 }
 
-fn piece<'a>(named: &Named, buffer: &'a Buffer) -> Piece<'a> {
+fn piece<'a>(named: &NamedTensor, buffer: &'a Buffer) -> Piece<'a> {
     let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
     let dtype = if buffer.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
     Piece { dtype, shape, bytes: buffer.bytes() }

@@ -1,4 +1,4 @@
-//! What a checkpoint does to a disk, step by step, so that tests can end it after any of them.
+//! The file operations of a checkpoint, one by one, so that tests can interrupt after any of them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};

@@ -1,9 +1,9 @@
-//! Finding checkpoints in a folder, and reading one whole: every file has the length and the hash that its manifest says.
+//! Finds checkpoints in a folder and reads them: every file must have the length and hash of its manifest.
 
 use crate::checkpoint::encode::{Flight, Holds, flight};
 use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest};
-use crate::checkpoint::start::Start;
-use crate::weights;
+use crate::data::weights;
+use crate::train::resume::Start;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
 use std::cmp::Reverse;

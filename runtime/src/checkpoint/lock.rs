@@ -1,7 +1,7 @@
-//! One run at a time writes checkpoints into a folder.
+//! A lock on a checkpoint folder: one run at a time writes there.
 //!
-//! The folder itself is locked, by the system: whatever ends the process ends the lock, and nothing is left behind. Where a folder cannot
-//! be locked, on a file system or a system that has no such locks, everyone may write.
+//! The operating system holds the lock on the folder itself, so it ends with the process and leaves nothing behind. On a file system
+//! without such locks, every run may write.
 
 use std::fs::{File, TryLockError};
 use std::io;

@@ -1,11 +1,11 @@
-//! The manifest of a checkpoint: what run it is of, where that stood, and every file with its hash.
+//! The manifest of a checkpoint: the run, its position, and every file with its hash.
 //!
-//! It is written last and read first, and hostile until checked: names stay in the folder, numbers in their bounds. Its own hash is that
-//! of its bytes with zeros for the digits of the hash.
+//! It is written last and read first, and untrusted until checked: names stay in the folder, numbers in their bounds. Its own hash
+//! is that of its bytes with zeros in place of the hash.
 
 use crate::checkpoint::encode::Holds;
-use crate::compile::StageCode;
-use crate::policy::Staleness;
+use crate::exec::compile::StageCode;
+use crate::optim::policy::Staleness;
 use compiler::graph::hash::sha256;
 use compiler::schedule::Program;
 use serde::{Deserialize, Serialize};
@@ -39,7 +39,7 @@ pub struct Manifest {
     /// What decides the numbers, and must be the same for a run to go on.
     pub run: BTreeMap<String, String>,
     /// How work was dealt out, which may be another one in a run that goes on.
-    pub plan: Dealt,
+    pub plan: ShardLayout,
     /// All files but this one.
     pub files: Vec<Listed>,
     /// The hash of this one.
@@ -66,7 +66,7 @@ pub struct Scale {
 
 /// How work was dealt out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Dealt {
+pub struct ShardLayout {
     /// The schedule.
     pub schedule: String,
     /// What makes up for weights that are not stashed.
@@ -105,14 +105,14 @@ pub struct Listed {
     pub sha256: String,
 }
 
-impl Dealt {
+impl ShardLayout {
     /// How a program deals out work over these stages.
-    pub fn of(program: &Program, codes: &[StageCode], staleness: Staleness) -> Dealt {
+    pub fn of(program: &Program, codes: &[StageCode], staleness: Staleness) -> ShardLayout {
         let stage = |(stage, code): (&compiler::schedule::ProgramStage, &StageCode)| {
             let names: Vec<&str> = code.parameters.iter().map(|named| named.name.as_str()).collect();
             DealtStage { replicas: stage.replicas, cap: stage.cap, parameters: sha256(names.join("\n").as_bytes()) }
         };
-        Dealt {
+        ShardLayout {
             schedule: program.schedule.name().to_string(),
             staleness: match staleness {
                 Staleness::None => "none",
@@ -213,7 +213,12 @@ mod tests {
             cursor: Cursor { epoch: 0, minibatch: 4 },
             loss_scale: Some(Scale { value: 1024.0, good: 3 }),
             run: BTreeMap::from([("seed".into(), "7".into())]),
-            plan: Dealt { schedule: "1f1b".into(), staleness: "none".into(), microbatches: 2, stages: Vec::new() },
+            plan: ShardLayout {
+                schedule: "1f1b".into(),
+                staleness: "none".into(),
+                microbatches: 2,
+                stages: Vec::new(),
+            },
             files: vec![Listed {
                 name: holds.file_name(0, 0),
                 holds,

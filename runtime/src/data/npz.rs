@@ -3,8 +3,8 @@
 //! An npz is a zip of npy arrays. Everything in it is doubted: names appear once, sizes that the archive declares are
 //! capped by what is really there, object arrays (pickles) are refused unread, and shapes are multiplied with care.
 
-use crate::memory;
-use crate::weights::{FileError, read_regular};
+use crate::data::weights::{FileError, read_regular};
+use crate::device::host_memory;
 use compiler::tensor::{DType, Tensor, element_count};
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read, Seek, SeekFrom, Write};
@@ -35,7 +35,7 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     if let Some(declared) = entries(path).filter(|n| *n != archive.len()) {
         return Err(wrong(format!("{declared} entries, but {} names: some array is there twice", archive.len())));
     }
-    let limit = memory::available().map_or(TOTAL_LIMIT, |bytes| TOTAL_LIMIT.min(bytes / 2));
+    let limit = host_memory::available().map_or(TOTAL_LIMIT, |bytes| TOTAL_LIMIT.min(bytes / 2));
     let mut arrays = BTreeMap::new();
     let mut total = 0u64;
     for i in 0..archive.len() {

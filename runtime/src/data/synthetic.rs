@@ -1,7 +1,7 @@
 //! Made-up data for a model without any: seeded, of the right shapes, with indices that stay within their tables.
 
 use super::mix;
-use crate::compile::Named;
+use crate::exec::compile::NamedTensor;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
@@ -12,7 +12,13 @@ use std::collections::BTreeMap;
 /// `rows` rows for every feed whose first dim is the `item_rows` samples of an item, one value of its own shape for
 /// every other: floats spread evenly over -1…1, integers over what their readers in `graph` admit. The counter of
 /// dropouts is 0.
-pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, seed: u64) -> BTreeMap<String, Tensor> {
+pub fn synthetic(
+    graph: &Graph,
+    feeds: &[NamedTensor],
+    item_rows: usize,
+    rows: usize,
+    seed: u64,
+) -> BTreeMap<String, Tensor> {
     let mut arrays = BTreeMap::new();
     for (stream, feed) in feeds.iter().enumerate() {
         let mut shape = feed.fact.concrete().unwrap_or_default();

@@ -60,7 +60,7 @@ mod wide;
 #[cfg(target_arch = "x86_64")]
 pub mod winograd;
 
-pub use super::layout::Layout;
+pub use super::layout::TensorLayout;
 use compiler::op::collective::is_meeting;
 use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
@@ -76,7 +76,7 @@ pub const ALIGNMENT: usize = 64;
 pub type Body = Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync>;
 
 /// A fast kernel.
-pub struct Fast {
+pub struct FastKernel {
     /// Bytes of scratch that `body` gets.
     pub workspace: usize,
     /// What it does.
@@ -88,43 +88,48 @@ pub struct Fast {
 /// One op at fixed shapes, ready to run.
 pub struct Kernel {
     op: Op,
-    inputs: Vec<Layout>,
-    outputs: Vec<Layout>,
-    fast: Option<Fast>,
+    inputs: Vec<TensorLayout>,
+    outputs: Vec<TensorLayout>,
+    fast: Option<FastKernel>,
 }
 
-impl Fast {
+impl FastKernel {
     /// A kernel that needs no scratch.
-    pub fn new<F>(body: F) -> Fast
+    pub fn new<F>(body: F) -> FastKernel
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync + 'static,
     {
-        Fast { workspace: 0, body: Box::new(body), adding: None }
+        FastKernel { workspace: 0, body: Box::new(body), adding: None }
     }
 
     /// A kernel that is told whether it adds to what its output holds; it is only told so if it `adds` at all.
-    pub fn adding<F>(adds: bool, body: F) -> Fast
+    pub fn adding<F>(adds: bool, body: F) -> FastKernel
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
     {
         let written = Arc::new(body);
         let added = written.clone();
         let adding: Body = Box::new(move |inputs, outputs, workspace| added(inputs, outputs, workspace, true));
-        Fast {
+        FastKernel {
             adding: adds.then_some(adding),
-            ..Fast::new(move |inputs, outputs, workspace| written(inputs, outputs, workspace, false))
+            ..FastKernel::new(move |inputs, outputs, workspace| written(inputs, outputs, workspace, false))
         }
     }
 
     /// The same kernel with `bytes` of scratch.
-    pub fn with_workspace(self, bytes: usize) -> Fast {
-        Fast { workspace: bytes.next_multiple_of(ALIGNMENT), ..self }
+    pub fn with_workspace(self, bytes: usize) -> FastKernel {
+        FastKernel { workspace: bytes.next_multiple_of(ALIGNMENT), ..self }
     }
 }
 
 impl Kernel {
     /// A kernel of these parts; without a fast one it runs the op's reference rule.
-    pub fn from_parts(op: Op, inputs: Vec<Layout>, outputs: Vec<Layout>, fast: Option<Fast>) -> Kernel {
+    pub fn from_parts(
+        op: Op,
+        inputs: Vec<TensorLayout>,
+        outputs: Vec<TensorLayout>,
+        fast: Option<FastKernel>,
+    ) -> Kernel {
         Kernel { op, inputs, outputs, fast }
     }
 
@@ -161,7 +166,7 @@ impl Kernel {
 
     fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]]) {
         let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
-        let expected = self.inputs.iter().chain(&self.outputs).map(Layout::bytes);
+        let expected = self.inputs.iter().chain(&self.outputs).map(TensorLayout::bytes);
         assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
     }
 
@@ -194,7 +199,7 @@ impl Kernel {
     }
 
     fn fits(&self, inputs: &[&[u8]], outputs: &[&mut [u8]], workspace: &[u8]) -> bool {
-        let aligned = |layout: &Layout, at: *const u8| (at as usize).is_multiple_of(layout.dtype.size());
+        let aligned = |layout: &TensorLayout, at: *const u8| (at as usize).is_multiple_of(layout.dtype.size());
         let scratch = self.workspace();
         self.inputs.iter().zip(inputs).all(|(l, b)| aligned(l, b.as_ptr()))
             && self.outputs.iter().zip(outputs).all(|(l, b)| aligned(l, b.as_ptr()))
@@ -213,7 +218,7 @@ impl Kernel {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::optimizer::accumulate;
+    use crate::optim::optimizer::accumulate;
     use bytemuck::{cast_slice, cast_slice_mut};
     use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
     use compiler::tensor::DType;
@@ -232,7 +237,7 @@ pub(crate) mod tests {
         let count = outputs[0].bytes().unwrap() as usize / 4;
         let before = numbers(count, 7);
         let (mut apart, mut written, mut added) = (before.clone(), numbers(count, 8), before);
-        let mut workspace = crate::buffer::Buffer::new(kernel.workspace());
+        let mut workspace = crate::device::buffer::Buffer::new(kernel.workspace());
         kernel.run(inputs, &mut [cast_slice_mut(&mut written)], workspace.bytes_mut()).unwrap();
         accumulate(DType::F32, cast_slice_mut(&mut apart), cast_slice(&written));
         kernel.run_adding(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut()).unwrap();

@@ -5,18 +5,18 @@ use compiler::tensor::fact::Fact;
 
 /// Element type and shape of an operand, in plain numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct TensorLayout {
     /// Element type.
     pub dtype: DType,
     /// Shape, outermost first.
     pub shape: Vec<usize>,
 }
 
-impl Layout {
+impl TensorLayout {
     /// The layout of a fact. Panics when a symbol is left: kernels are made for bound graphs.
-    pub fn of(fact: &Fact) -> Layout {
+    pub fn of(fact: &Fact) -> TensorLayout {
         let shape = fact.concrete().expect("kernels are made when every symbol has its value");
-        Layout { dtype: fact.dtype, shape }
+        TensorLayout { dtype: fact.dtype, shape }
     }
 
     /// The number of elements.

@@ -3,7 +3,7 @@
 use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, details, paragraph};
-use crate::export::report::{Cut, Modelled, Move};
+use crate::export::report::{CutCost, Modelled, Move};
 use crate::export::stage_name::layers;
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::OpCost;
@@ -140,7 +140,7 @@ fn ops(plan: &Plan, modelled: &Modelled) -> String {
     details("Ops and cuts", &table.html())
 }
 
-fn cut_line(before: usize, cut: Option<&Cut>) -> String {
+fn cut_line(before: usize, cut: Option<&CutCost>) -> String {
     let told = cut.map_or(String::new(), |cut| {
         let tensors = quantity::plural(cut.tensors as u64, "tensor", "tensors");
         format!(": {tensors}, {} an item each way", quantity::bytes(cut.bytes))

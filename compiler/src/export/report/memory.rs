@@ -5,7 +5,7 @@ use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table};
 use crate::export::svg::{Anchor, Svg, width};
-use crate::plan::held::{Held, held};
+use crate::plan::device_memory::{DeviceMemory, held};
 use crate::plan::{Plan, StageMemory};
 
 /// Bars that are drawn at most; the table has them all.
@@ -36,7 +36,7 @@ fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
 }
 
 /// `Stage 3`, or `Stages 3, 4` where a device holds both.
-fn name(bar: &Held) -> String {
+fn name(bar: &DeviceMemory) -> String {
     let stages: Vec<String> = bar.stages.iter().map(usize::to_string).collect();
     let word = if stages.len() == 1 { "Stage" } else { "Stages" };
     short(&format!("{word} {}", stages.join(", ")), 14).into_owned()

@@ -3,9 +3,9 @@
 //! No partitioner is asked: the op changes its stage, and `plan::check` works out what that comes to. Where several ops could go,
 //! the one after which a minibatch is shortest goes; among equals, the one in whose stead the fullest device holds least.
 
-use crate::export::report::{Cut, Modelled, Move};
+use crate::export::report::{CutCost, Modelled, Move};
 use crate::plan::Plan;
-use crate::plan::check;
+use crate::plan::check::verify;
 use crate::plan::problem::Problem;
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ const WORK: usize = 4_000_000;
 
 /// The costs of the model under the plan, and of every cut's neighbours.
 pub fn modelled(problem: Problem, plan: &Plan) -> Modelled {
-    let faults = match check::check(&problem, plan) {
+    let faults = match verify::check(&problem, plan) {
         Ok(_) => Vec::new(),
         Err(faults) => faults.iter().take(8).map(ToString::to_string).collect(),
     };
@@ -63,7 +63,7 @@ impl<'a> Cuts<'a> {
         Cuts { problem, bare, stage_of, group, before, after }
     }
 
-    fn all(&self) -> Vec<Cut> {
+    fn all(&self) -> Vec<CutCost> {
         let stages = self.bare.stages.len();
         let affordable = WORK / self.stage_of.len().max(1) / (2 * TRIED);
         let one = |before: usize| {
@@ -76,7 +76,7 @@ impl<'a> Cuts<'a> {
                 over.fold((0, 0u64), |(count, sum), tensor| (count + 1, sum.saturating_add(tensor.bytes)));
             let is_tried = before < affordable.max(4);
             let moved = |from, to| if is_tried { self.best(from, to) } else { None };
-            Cut { before, bytes, tensors, earlier: moved(before, before + 1), later: moved(before + 1, before) }
+            CutCost { before, bytes, tensors, earlier: moved(before, before + 1), later: moved(before + 1, before) }
         };
         (0..stages.saturating_sub(1)).map(one).collect()
     }
@@ -119,7 +119,7 @@ impl<'a> Cuts<'a> {
                 _ => ranges.push((op, op + 1)),
             }
         }
-        let checked = check::reckon(self.problem, &plan).ok()?;
+        let checked = verify::reckon(self.problem, &plan).ok()?;
         let peak_bytes = checked.memory.iter().map(|held| held.total).max().unwrap_or(0);
         let fits = self.problem.memory_limit.is_none_or(|limit| peak_bytes <= limit.0);
         Some(Move { ops: self.group[leader].clone(), minibatch_us: checked.minibatch_us, peak_bytes, fits })

@@ -13,7 +13,7 @@ use crate::export::report::{
     Report, alternatives, costs, gantt, graph, measured, memory, over_time, provenance, what_if,
 };
 use crate::export::svg::Svg;
-use crate::plan::held;
+use crate::plan::device_memory;
 use sha2::{Digest, Sha256};
 
 const STYLE: &str = include_str!("page.css");
@@ -115,7 +115,7 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
     text += &plan.warnings.iter().map(|warning| paragraph("warning", warning)).collect::<String>();
     let limit = plan.cluster.memory_per_device.map(|limit| format!("of {}", quantity::bytes(limit.0)));
     // Stages on the same devices share their workers.
-    let ranks = held::held(plan);
+    let ranks = device_memory::held(plan);
     let workers: u64 = ranks.iter().map(|rank| u64::from(plan.stages[rank.stages[0]].replicas)).sum();
     let replicas = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect::<Vec<_>>();
     let shape = if replicas.len() <= 12 {
@@ -141,7 +141,7 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
         ),
         (
             "Fullest device",
-            quantity::bytes(held::fullest(plan)),
+            quantity::bytes(device_memory::fullest(plan)),
             limit.unwrap_or_else(|| "no limit was set".to_string()),
         ),
     ];

@@ -3,8 +3,8 @@
 use crate::export::report::Played;
 use crate::plan::Plan;
 use crate::schedule::pipeline::{pipeline, schedule_of};
-use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
+use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program};
 use crate::simulate::SimulateError;
 use crate::simulate::run::{Machine, simulate};

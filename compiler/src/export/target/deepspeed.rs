@@ -11,7 +11,7 @@
 
 use super::layers::layers;
 use super::refusal::Refusal;
-use super::{Asked, Bundle, fit};
+use super::{Bundle, ExportInput, fit};
 use crate::plan::ScheduleKind;
 use serde_json::json;
 
@@ -29,7 +29,7 @@ const USE: [&str; 2] = [
 ];
 
 /// Writes `deepspeed.json`.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
     fit::shares_nothing(plan, TOOL)?;

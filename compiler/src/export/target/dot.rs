@@ -5,7 +5,7 @@
 //! backslash, which is doubled.
 
 use super::refusal::Refusal;
-use super::{Asked, Bundle};
+use super::{Bundle, ExportInput};
 use crate::export::quantity;
 use crate::export::stage_name::{layers, ranges, replicas};
 use crate::import::onnx::name::{display_name, shown};
@@ -13,7 +13,7 @@ use crate::plan::{Plan, Stage};
 use std::collections::BTreeMap;
 
 /// Writes `plan.dot`.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     let mut text = String::from("digraph plan {\n  rankdir=LR;\n  node [shape=box];\n");
     let model = shown(&plan.model.file);

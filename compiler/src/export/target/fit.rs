@@ -1,7 +1,7 @@
 //! What several targets ask of a plan before they look at anything else.
 
 use super::refusal::Refusal;
-use super::{Asked, Imported};
+use super::{ExportInput, Imported};
 use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind, Stage};
@@ -15,7 +15,7 @@ pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
 }
 
 /// The model, which is there for targets that say they need it.
-pub fn model<'a>(asked: &Asked<'a>) -> Result<&'a Imported<'a>, Refusal> {
+pub fn model<'a>(asked: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
     asked.model.ok_or_else(|| Refusal::Model { what: "the model is not at hand".to_string() })
 }
 

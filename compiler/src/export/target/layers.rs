@@ -1,7 +1,7 @@
 //! Stages as lists of the modules that frameworks keep whole: those of the model's first level, and the items of numbered lists.
 
 use super::refusal::Refusal;
-use crate::partition::units::Units;
+use crate::partition::search::module_boundaries::Units;
 use crate::plan::Plan;
 use std::collections::BTreeMap;
 

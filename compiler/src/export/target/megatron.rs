@@ -11,7 +11,7 @@
 
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
-use super::{Asked, Bundle, fit};
+use super::{Bundle, ExportInput, fit};
 use crate::plan::{Plan, ScheduleKind, Stage};
 use crate::schedule::pipeline::pipeline;
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ const USE: &str = "these are arguments of Megatron-LM's training script: \
                    eval \"torchrun … pretrain_gpt.py … $(grep -v '^#' FILE | tr '\\n' ' ')\"";
 
 /// Writes `megatron.args`, arguments of the training script as a shell reads them.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
     let known = [ScheduleKind::OneFOneB, ScheduleKind::Interleaved];

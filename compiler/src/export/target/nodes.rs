@@ -8,9 +8,9 @@
 use super::refusal::Refusal;
 use crate::graph::Graph;
 use crate::graph::order::numbered;
+use crate::import::onnx::check_graph::{free, subgraphs};
 use crate::import::onnx::model::{Node, OnnxModel};
 use crate::import::onnx::name::shown;
-use crate::import::onnx::structure::{free, subgraphs};
 use crate::plan::Plan;
 use std::collections::{BTreeSet, HashMap};
 

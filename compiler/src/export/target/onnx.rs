@@ -8,7 +8,7 @@
 use super::nodes::{self, staged};
 use super::payloads::{self, INLINE};
 use super::refusal::Refusal;
-use super::{Asked, Bundle, fit};
+use super::{Bundle, ExportInput, fit};
 use crate::import::onnx::decode;
 use crate::import::onnx::file;
 use crate::import::onnx::model::OnnxModel;
@@ -29,7 +29,7 @@ const CONFIGURATION: &str = "pipec";
 const IR_VERSION: i64 = 11;
 
 /// Writes `model.onnx`, and `model.onnx.data` where it is large.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
     let imported = fit::model(asked)?;

@@ -14,7 +14,7 @@ use super::nodes::{self, reads, staged};
 use super::onnx::{describe, read};
 use super::payloads::{self, INLINE};
 use super::refusal::Refusal;
-use super::{Asked, Bundle, File, Imported, fit};
+use super::{Bundle, ExportInput, File, Imported, fit};
 use crate::graph::{Graph, Output};
 use crate::import::import::{Batch, ImportError, from_onnx};
 use crate::import::onnx::lower::walk::LowerError;
@@ -39,7 +39,7 @@ const MOST_IMPORTS: usize = 64;
 const IR_VERSION: i64 = 4;
 
 /// Writes a model for each stage and `stages.json`.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
     let imported = fit::model(asked)?;

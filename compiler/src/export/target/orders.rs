@@ -1,13 +1,13 @@
-//! The order of work of one replica as the compute-only table that torch's pipeline runtime reads: see [`crate::schedule::csv`].
+//! The order of work of one replica as the compute-only table that torch's pipeline runtime reads: see [`crate::schedule::formats::csv`].
 
-use super::Asked;
+use super::ExportInput;
 use super::fit;
 use super::refusal::Refusal;
 use crate::plan::ScheduleKind;
-use crate::schedule::csv::csv;
+use crate::schedule::formats::csv::csv;
 use crate::schedule::pipeline::{pipeline, schedule_of};
-use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
+use crate::schedule::semantics::StepCount;
 
 /// What one of several equal replicas of the pipeline does in a minibatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Order {
 
 /// The order of work, if the tool can run it. Replicas of a stage become replicas of the whole pipeline, each with its share of the
 /// micro-batches.
-pub fn order(asked: &Asked<'_>, tool: &'static str) -> Result<Order, Refusal> {
+pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, tool)?;
     let replicas = fit::replicas(plan, tool)?;

@@ -10,7 +10,7 @@
 //! a device, and schedules other than its own.
 
 use super::refusal::Refusal;
-use super::{Asked, Bundle, fit};
+use super::{Bundle, ExportInput, fit};
 use crate::import::onnx::name::display_name;
 use crate::plan::ScheduleKind;
 use crate::profile::cost_graph::CostGraph;
@@ -18,7 +18,7 @@ use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Writes `graph.txt` and `conf.json`.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
     fit::shares_nothing(plan, "PipeDream")?;

@@ -1,7 +1,7 @@
 //! Every target there is. A new one is a file beside this one and a line here.
 
 use super::refusal::Refusal;
-use super::{Asked, Bundle, Need, deepspeed, dot, megatron, onnx, onnx_stages, pipedream, torch, torchtitan};
+use super::{Bundle, ExportInput, Need, deepspeed, dot, megatron, onnx, onnx_stages, pipedream, torch, torchtitan};
 
 /// A tool that a plan can be written for.
 #[derive(Clone, Copy, Debug)]
@@ -13,7 +13,7 @@ pub struct Entry {
     /// What is needed beside the plan.
     pub need: Need,
     /// Makes the files.
-    pub write: fn(&Asked<'_>) -> Result<Bundle, Refusal>,
+    pub write: fn(&ExportInput<'_>) -> Result<Bundle, Refusal>,
 }
 
 /// All of them.

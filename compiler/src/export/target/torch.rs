@@ -10,7 +10,7 @@
 use super::nodes;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
-use super::{Asked, Bundle, fit};
+use super::{Bundle, ExportInput, fit};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ const TOOL: &str = "torch.distributed.pipelining";
 const TORCH: &str = "2.15";
 
 /// Writes `stages.json`, `schedule.csv`, `split.py` and `train.py`.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::shares_nothing(plan, TOOL)?;
     let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;

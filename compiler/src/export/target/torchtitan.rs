@@ -9,7 +9,7 @@
 use super::layers::{are_shallow, layers};
 use super::orders::{Order, order};
 use super::refusal::Refusal;
-use super::{Asked, Bundle, fit};
+use super::{Bundle, ExportInput, fit};
 use crate::plan::{ScheduleKind, Stage};
 use serde_json::{Value, json};
 
@@ -19,7 +19,7 @@ const TOOL: &str = "torchtitan";
 const TABLE: &str = "schedule.csv";
 
 /// Writes `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not know by name, `schedule.csv`.
-pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
     let parts = layers(plan, TOOL)?;

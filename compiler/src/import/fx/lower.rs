@@ -12,10 +12,12 @@ pub mod arrange;
 pub mod attention;
 pub mod complex;
 pub mod create;
+pub mod detach;
 pub mod distance;
 pub mod elementwise;
 pub mod function;
 pub mod gradient;
+pub mod in_place;
 pub mod index;
 pub mod linear;
 pub mod live;
@@ -31,20 +33,18 @@ pub mod resize;
 pub mod scan;
 pub mod scatter;
 pub mod slice;
-pub mod stop;
 pub mod support;
 pub mod table;
 pub mod walk;
 pub mod window;
-pub mod write;
 
 use crate::graph::{Graph, Origin};
 use crate::import::build::Build;
 use crate::import::fx::program::names;
 use crate::import::fx::schema::{Node, TensorMeta};
-use crate::import::onnx::lower::{Frozen, Ledger};
-use crate::import::opening::Opened;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
+use crate::import::onnx::lower::{Frozen, ImportedWeights};
+use crate::import::symbolic_batch::Opened;
 use crate::op::{Op, Parameter, State, Value};
 use crate::tensor::dim::Dim;
 use std::collections::HashMap;
@@ -72,7 +72,7 @@ pub enum Made {
 }
 
 /// What an operator's function gives.
-pub type Outputs = Result<Made, Reason>;
+pub type Outputs = Result<Made, LowerReason>;
 
 /// One tensor.
 pub fn one(value: Value) -> Outputs {
@@ -126,7 +126,7 @@ pub struct Scope<'a> {
     /// Weights that are constants and nodes already.
     pub constants: &'a mut HashMap<usize, Value>,
     /// What concerns the whole program.
-    pub ledger: &'a mut Ledger,
+    pub ledger: &'a mut ImportedWeights,
 }
 
 impl Build for Scope<'_> {
@@ -153,18 +153,18 @@ impl Build for Scope<'_> {
 
 impl Scope<'_> {
     /// A tensor of the program as a value of the graph.
-    pub fn read(&mut self, known: Known) -> Result<Value, Reason> {
+    pub fn read(&mut self, known: Known) -> Result<Value, LowerReason> {
         match known {
             Known::Value(value) => Ok(value),
             Known::Weight(at) => self.weight(at, false),
-            Known::Complex(..) => Err(Reason::Unsupported("this operator on complex numbers".to_string())),
-            Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
+            Known::Complex(..) => Err(LowerReason::Unsupported("this operator on complex numbers".to_string())),
+            Known::Absent(what) => Err(LowerReason::Unsupported(what.to_string())),
         }
     }
 
     /// Weight `at` as a node: a parameter when it is trained, a state when it is kept, else a constant. A constant
     /// whose values are missing has a shape still, and is a state.
-    pub fn weight(&mut self, at: usize, kept: bool) -> Result<Value, Reason> {
+    pub fn weight(&mut self, at: usize, kept: bool) -> Result<Value, LowerReason> {
         let weight = &self.ledger.weights[at];
         let known = weight.parameter.or(weight.state).or_else(|| self.constants.get(&at).copied().filter(|_| !kept));
         if let Some(value) = known {

@@ -12,7 +12,7 @@ use crate::import::fx::schema::{
     Argument, ExportedProgram, Graph, InputSpec, Node, OptionalTensor, OutputSpec, Payload, SymArgument, SymInt,
     TensorMeta, Weights,
 };
-use crate::import::fx::weight::{Place, dtype_of, onnx_code};
+use crate::import::fx::weight::{WeightLocation, dtype_of, onnx_code};
 use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
 use crate::import::onnx::name::shown;
 use crate::tensor::Tensor;
@@ -286,7 +286,7 @@ impl Program {
         if payload.use_pickle {
             return Err(WeightError::Pickle);
         }
-        let place = Place::read(payload.tensor_meta.as_ref().ok_or(WeightError::Unlisted)?)?;
+        let place = WeightLocation::read(payload.tensor_meta.as_ref().ok_or(WeightError::Unlisted)?)?;
         let fact = Fact::of(place.dtype, &place.sizes);
         let path = format!("{folder}{}", payload.path_name);
         let initial = match loader.archive.get(&path) {
@@ -359,7 +359,7 @@ struct Loader<'a> {
     archive: &'a Archive,
     stores: &'a [Store; 2],
     /// The weights of each entry, with their places.
-    kept: BTreeMap<String, Vec<(Place, usize)>>,
+    kept: BTreeMap<String, Vec<(WeightLocation, usize)>>,
     /// Entries that are not there.
     missing: Vec<String>,
 }

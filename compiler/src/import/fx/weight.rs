@@ -55,7 +55,7 @@ pub fn onnx_code(dtype: DType) -> i32 {
 
 /// Where the elements of a tensor are in its storage, in elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct WeightLocation {
     /// Element type.
     pub dtype: DType,
     /// Shape.
@@ -66,9 +66,9 @@ pub struct Place {
     pub offset: usize,
 }
 
-impl Place {
+impl WeightLocation {
     /// What the file says, checked to be plain numbers.
-    pub fn read(meta: &TensorMeta) -> Result<Place, WeightError> {
+    pub fn read(meta: &TensorMeta) -> Result<WeightLocation, WeightError> {
         let dtype = dtype_of(meta.dtype).ok_or(WeightError::ElementType(meta.dtype))?;
         if let Some(layout) = meta.layout.filter(|l| *l != STRIDED) {
             return Err(WeightError::Layout(layout));
@@ -78,7 +78,7 @@ impl Place {
         let offset = meta.storage_offset.as_ref().map_or(Some(0), number);
         match (list(&meta.sizes), list(&meta.strides), offset) {
             (Some(sizes), Some(strides), Some(offset)) if sizes.len() == strides.len() => {
-                Ok(Place { dtype, sizes, strides, offset })
+                Ok(WeightLocation { dtype, sizes, strides, offset })
             }
             _ => Err(WeightError::Geometry),
         }
@@ -98,7 +98,7 @@ impl Place {
     }
 
     /// Whether both have an element of the storage in common, as far as their first and last elements tell.
-    pub fn meets(&self, other: &Place) -> bool {
+    pub fn meets(&self, other: &WeightLocation) -> bool {
         match (self.reach(), other.reach()) {
             (Some(a), Some(b)) => self.offset < b && other.offset < a,
             _ => true,
@@ -163,14 +163,14 @@ impl Place {
 mod tests {
     use super::*;
 
-    fn place(sizes: &[usize], strides: &[usize], offset: usize) -> Place {
-        Place { dtype: DType::U8, sizes: sizes.to_vec(), strides: strides.to_vec(), offset }
+    fn place(sizes: &[usize], strides: &[usize], offset: usize) -> WeightLocation {
+        WeightLocation { dtype: DType::U8, sizes: sizes.to_vec(), strides: strides.to_vec(), offset }
     }
 
     #[test]
     fn strides_and_offsets_are_honoured() {
         let storage = Bytes::from_static(&[0, 1, 2, 3, 4, 5, 6, 7]);
-        let values = |p: Place| p.tensor(&storage).map(|t| t.to_i64()).map_err(|e| e.to_string());
+        let values = |p: WeightLocation| p.tensor(&storage).map(|t| t.to_i64()).map_err(|e| e.to_string());
         assert_eq!(values(place(&[2, 3], &[3, 1], 1)), Ok(vec![1, 2, 3, 4, 5, 6]));
         assert_eq!(values(place(&[3, 2], &[1, 3], 0)), Ok(vec![0, 3, 1, 4, 2, 5]));
         assert_eq!(values(place(&[2, 2], &[0, 4], 3)), Ok(vec![3, 7, 3, 7]));

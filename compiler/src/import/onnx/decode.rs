@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use prost::Message;
 
+use crate::import::onnx::check_graph;
+use crate::import::onnx::check_graph::Body;
 use crate::import::onnx::error::{DecodeError, Fault, Faults, FormatError};
 use crate::import::onnx::external::Files;
 use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Tensor};
@@ -23,7 +25,6 @@ use crate::import::onnx::proto::{
     Version,
 };
 use crate::import::onnx::signature::{self, Signature};
-use crate::import::onnx::structure::{self, Body};
 use crate::import::onnx::warning::Warning;
 use crate::import::onnx::{file, fingerprint, function, payload};
 
@@ -183,7 +184,7 @@ impl Decoder {
         let given: Vec<(&str, &'static str)> = given.into_iter().collect();
         let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
         let body = Body { nodes: &graph.node, names, given: &given, outputs: &outputs };
-        structure::check(&body, &mut self.faults, &mut self.warnings)
+        check_graph::check(&body, &mut self.faults, &mut self.warnings)
     }
 
     fn initializers(&mut self, tensors: Vec<TensorProto>) -> Vec<Tensor> {
@@ -243,7 +244,7 @@ impl Decoder {
             proto.input.iter().map(|name| (name.as_str(), "function input")).collect();
         let outputs: Vec<&str> = proto.output.iter().map(String::as_str).collect();
         let body = Body { nodes: &proto.node, names: &names, given: &given, outputs: &outputs };
-        let order = structure::check(&body, &mut self.faults, &mut self.warnings);
+        let order = check_graph::check(&body, &mut self.faults, &mut self.warnings);
         let nodes = self.nodes(std::mem::take(&mut proto.node), names, &order);
         let name = proto.name.unwrap_or_default();
         self.attributes(&mut proto.attribute_proto, &name);

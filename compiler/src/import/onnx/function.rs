@@ -5,9 +5,9 @@
 
 use std::collections::HashMap;
 
+use crate::import::onnx::check_graph::each_node;
 use crate::import::onnx::error::Fault;
 use crate::import::onnx::proto::{FunctionProto, NodeProto};
-use crate::import::onnx::structure::each_node;
 
 /// How many nodes the functions of a model may be when every call is written out.
 pub const INLINE_BUDGET: u64 = 1_000_000;

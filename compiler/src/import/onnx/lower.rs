@@ -17,7 +17,7 @@ pub mod branch;
 pub mod call;
 pub mod cell;
 pub mod constant;
-pub mod decided;
+pub mod data_dependent;
 pub mod determinant;
 pub mod einsum;
 pub mod elementwise;
@@ -31,11 +31,13 @@ pub mod input;
 pub mod interpolate;
 pub mod lengths;
 pub mod linear;
+pub mod loop_scan;
 pub mod loss;
 pub mod movement;
 pub mod ngram;
 pub mod norm;
-pub mod old;
+pub mod opset_upgrade;
+pub mod optimizer_ops;
 pub mod order;
 pub mod padding;
 pub mod pool;
@@ -44,7 +46,6 @@ pub mod random;
 pub mod recurrent;
 pub mod reduce;
 pub mod region;
-pub mod repeat;
 pub mod reshape;
 pub mod resize;
 pub mod scatter;
@@ -52,19 +53,18 @@ pub mod sequence;
 pub mod signal;
 pub mod slice;
 pub mod state;
-pub mod step;
-pub mod steps;
 pub mod support;
 pub mod table;
+pub mod unrolled_rnn;
 pub mod walk;
 pub mod weight;
 pub mod window;
 
 use crate::graph::{Graph, MovingAverage, Origin};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::model::Node;
-use crate::import::opening::Opened;
-use crate::import::reason::Reason;
+use crate::import::symbolic_batch::Opened;
 use crate::import::{prune, symbol};
 use crate::op::{Concat, Op, Value};
 use crate::tensor::dim::{Bindings, Dim};
@@ -146,19 +146,21 @@ impl Weight {
 }
 
 /// The one truth of a condition; `None` when it is not known while importing.
-pub fn truth(known: &Known) -> Result<Option<bool>, Reason> {
+pub fn truth(known: &Known) -> Result<Option<bool>, LowerReason> {
     match known {
         Known::Tensor(tensor) if tensor.len() == 1 => Ok(Some(tensor.view().bool(0))),
-        Known::Tensor(tensor) => Err(Reason::Inputs(format!("a condition has {} elements, not one", tensor.len()))),
-        Known::Absent(what) => Err(Reason::Unsupported((*what).to_string())),
-        Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
+        Known::Tensor(tensor) => {
+            Err(LowerReason::Inputs(format!("a condition has {} elements, not one", tensor.len())))
+        }
+        Known::Absent(what) => Err(LowerReason::Unsupported((*what).to_string())),
+        Known::Sequence(_) => Err(LowerReason::Unsupported(A_SEQUENCE.to_string())),
         Known::Value(_) | Known::Dims(_) | Known::Weight(_) => Ok(None),
     }
 }
 
 /// What nodes leave behind for the whole model.
 #[derive(Debug, Default)]
-pub struct Ledger {
+pub struct ImportedWeights {
     /// All initializers that may become nodes.
     pub weights: Vec<Weight>,
     /// Where they stand, by name.
@@ -181,7 +183,7 @@ pub struct Ledger {
 pub type Frozen = Bindings;
 
 /// What an operator's function gives: its outputs, in the order of the operator's definition.
-pub type Outputs = Result<Vec<Known>, Reason>;
+pub type Outputs = Result<Vec<Known>, LowerReason>;
 
 /// One node while it is lowered: what it reads, and where its core ops go.
 pub struct Scope<'a> {
@@ -202,7 +204,7 @@ pub struct Scope<'a> {
     /// Constants that are nodes already, by the name of the tensor.
     pub constants: &'a mut HashMap<String, Value>,
     /// What concerns the whole model.
-    pub ledger: &'a mut Ledger,
+    pub ledger: &'a mut ImportedWeights,
 }
 
 impl Build for Scope<'_> {
@@ -230,7 +232,7 @@ impl Build for Scope<'_> {
 
 impl Scope<'_> {
     /// Sizes as a value of their element type.
-    pub fn sizes(&mut self, dims: &Dims) -> Result<Value, Reason> {
+    pub fn sizes(&mut self, dims: &Dims) -> Result<Value, LowerReason> {
         let mut parts = Vec::with_capacity(dims.dims.len());
         for dim in &dims.dims {
             let size = match dim.known() {
@@ -252,29 +254,29 @@ impl Scope<'_> {
     }
 
     /// What is known of input `slot`.
-    pub fn known(&self, slot: usize) -> Result<&Known, Reason> {
+    pub fn known(&self, slot: usize) -> Result<&Known, LowerReason> {
         match self.inputs.get(slot) {
-            Some(Some(Known::Absent(what))) => Err(Reason::Unsupported((*what).to_string())),
+            Some(Some(Known::Absent(what))) => Err(LowerReason::Unsupported((*what).to_string())),
             Some(Some(known)) => Ok(known),
-            _ => Err(Reason::Missing { slot }),
+            _ => Err(LowerReason::Missing { slot }),
         }
     }
 
     /// Element type and shape of input `slot`.
-    pub fn fact_of(&self, slot: usize) -> Result<Fact, Reason> {
+    pub fn fact_of(&self, slot: usize) -> Result<Fact, LowerReason> {
         Ok(match self.known(slot)? {
             Known::Value(value) => self.graph.fact(*value).clone(),
             Known::Tensor(tensor) => Fact::of(tensor.dtype(), tensor.shape()),
             Known::Dims(d) if d.scalar => Fact::of(d.dtype, &[]),
             Known::Dims(d) => Fact::of(d.dtype, &[d.dims.len()]),
             Known::Weight(at) => self.ledger.weights[*at].fact.clone(),
-            Known::Absent(what) => return Err(Reason::Unsupported((*what).to_string())),
-            Known::Sequence(_) => return Err(Reason::Unsupported(A_SEQUENCE.to_string())),
+            Known::Absent(what) => return Err(LowerReason::Unsupported((*what).to_string())),
+            Known::Sequence(_) => return Err(LowerReason::Unsupported(A_SEQUENCE.to_string())),
         })
     }
 
     /// Input `slot` as a value of the graph. A constant, a parameter or a size becomes a node the first time.
-    pub fn value(&mut self, slot: usize) -> Result<Value, Reason> {
+    pub fn value(&mut self, slot: usize) -> Result<Value, LowerReason> {
         match self.known(slot)?.clone() {
             Known::Tensor(tensor) => {
                 let name = &self.node.inputs[slot];
@@ -290,24 +292,24 @@ impl Scope<'_> {
     }
 
     /// Whatever is known of a tensor as a value of the graph.
-    pub fn made(&mut self, known: &Known) -> Result<Value, Reason> {
+    pub fn made(&mut self, known: &Known) -> Result<Value, LowerReason> {
         match known {
             Known::Value(value) => Ok(*value),
             Known::Weight(at) => self.weight(*at, false),
-            Known::Absent(what) => Err(Reason::Unsupported((*what).to_string())),
-            Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
+            Known::Absent(what) => Err(LowerReason::Unsupported((*what).to_string())),
+            Known::Sequence(_) => Err(LowerReason::Unsupported(A_SEQUENCE.to_string())),
             Known::Tensor(tensor) => self.constant(tensor.clone()),
             Known::Dims(dims) => self.sizes(dims),
         }
     }
 
     /// Input `slot` as a value, or `None` where it is left out.
-    pub fn optional(&mut self, slot: usize) -> Result<Option<Value>, Reason> {
+    pub fn optional(&mut self, slot: usize) -> Result<Option<Value>, LowerReason> {
         if self.has(slot) { self.value(slot).map(Some) } else { Ok(None) }
     }
 
     /// Initializer `at` as a node: a parameter, or a state. What cannot be trained is always a state.
-    pub fn weight(&mut self, at: usize, state: bool) -> Result<Value, Reason> {
+    pub fn weight(&mut self, at: usize, state: bool) -> Result<Value, LowerReason> {
         let weight = &self.ledger.weights[at];
         let state = state || !weight.trainable;
         if let Some(value) = if state { weight.state } else { weight.parameter } {
@@ -327,30 +329,30 @@ impl Scope<'_> {
     }
 
     /// The elements of input `slot` when they are known, `None` when it is left out.
-    pub fn tensor(&self, slot: usize, what: &'static str) -> Result<Option<Tensor>, Reason> {
+    pub fn tensor(&self, slot: usize, what: &'static str) -> Result<Option<Tensor>, LowerReason> {
         if !self.has(slot) {
             return Ok(None);
         }
         match self.known(slot)? {
             Known::Tensor(tensor) => {
                 let fact = Fact::of(tensor.dtype(), tensor.shape());
-                if fact.is_hollow() { Err(Reason::Large(fact)) } else { Ok(Some(tensor.clone())) }
+                if fact.is_hollow() { Err(LowerReason::Large(fact)) } else { Ok(Some(tensor.clone())) }
             }
             // A parameter of one file may be a setting in another: read it where its values are there.
             Known::Weight(at) => {
-                self.ledger.weights[*at].initial.clone().map(Some).map_err(|_| Reason::NotConstant { what })
+                self.ledger.weights[*at].initial.clone().map(Some).map_err(|_| LowerReason::NotConstant { what })
             }
             _ => Err(self.not_constant(slot, what)),
         }
     }
 
     /// Why input `slot` cannot be computed with while importing: the graph inputs it follows from, where it does.
-    pub fn not_constant(&self, slot: usize, what: &'static str) -> Reason {
+    pub fn not_constant(&self, slot: usize, what: &'static str) -> LowerReason {
         let inputs = match self.inputs.get(slot) {
             Some(Some(Known::Value(value))) => self.followed(*value),
             _ => Vec::new(),
         };
-        if inputs.is_empty() { Reason::NotConstant { what } } else { Reason::Follows { what, inputs } }
+        if inputs.is_empty() { LowerReason::NotConstant { what } } else { LowerReason::Follows { what, inputs } }
     }
 
     /// The graph inputs that a value follows from, in their order.
@@ -373,10 +375,10 @@ impl Scope<'_> {
     }
 
     /// The elements of input `slot` as whole numbers, `None` when it is left out.
-    pub fn integers(&self, slot: usize, what: &'static str) -> Result<Option<Vec<i64>>, Reason> {
+    pub fn integers(&self, slot: usize, what: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         match self.tensor(slot, what)? {
             Some(tensor) if tensor.len() > 4096 => {
-                Err(Reason::Inputs(format!("{what} has {} elements, more than any shape", tensor.len())))
+                Err(LowerReason::Inputs(format!("{what} has {} elements, more than any shape", tensor.len())))
             }
             Some(tensor) => Ok(Some(tensor.to_i64())),
             None => Ok(None),
@@ -384,7 +386,7 @@ impl Scope<'_> {
     }
 
     /// The elements of input `slot` as sizes, `None` when it is left out.
-    pub fn dims(&self, slot: usize, what: &'static str) -> Result<Option<Vec<Dim>>, Reason> {
+    pub fn dims(&self, slot: usize, what: &'static str) -> Result<Option<Vec<Dim>>, LowerReason> {
         match self.inputs.get(slot) {
             Some(Some(Known::Dims(dims))) => Ok(Some(dims.dims.clone())),
             _ => Ok(self.integers(slot, what)?.map(|list| list.into_iter().map(Dim::Known).collect())),

@@ -1,11 +1,11 @@
 //! Turning a file that was exported for inference back into training mode, where its nodes still are there.
 
-use crate::import::doubt::Doubt;
 use crate::import::onnx::model::{Node, OnnxModel, Payload, Tensor};
 use crate::import::onnx::proto::AttributeProto;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::import::onnx::proto::tensor_proto::DataType;
-use crate::import::onnx::truth::Modes;
+use crate::import::onnx::training_warnings::Modes;
+use crate::import::training_warning::TrainingWarning;
 use std::collections::HashSet;
 
 /// The operator set since which a batch normalisation says whether it trains.
@@ -19,7 +19,7 @@ const DROPOUT_SAYS: i64 = 12;
 pub enum TrainModeError {
     /// What should train is gone.
     #[error("training mode cannot be brought back: {0}; {remedy}", remedy = .0.remedy())]
-    Folded(Doubt),
+    Folded(TrainingWarning),
     /// A program of `torch.export`, whose operators say their mode themselves.
     #[error(
         "training mode cannot be brought back in a .pt2 file, which is the module in the mode it was in; save it with \

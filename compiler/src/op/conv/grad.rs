@@ -8,7 +8,7 @@ use crate::op::sample::ramp;
 use crate::op::window::number;
 use crate::op::*;
 
-impl Rule for ConvInputGrad {
+impl OpRule for ConvInputGrad {
     fn name(&self) -> &'static str {
         "conv_input_grad"
     }
@@ -69,7 +69,7 @@ impl Rule for ConvInputGrad {
     }
 }
 
-impl Rule for ConvWeightGrad {
+impl OpRule for ConvWeightGrad {
     fn name(&self) -> &'static str {
         "conv_weight_grad"
     }

@@ -11,9 +11,9 @@
 //! so that no logit leaves its device, only numbers of which there is one a row.
 
 use super::super::gather::{OwnIndices, own_indices};
-use super::super::layout::PartSite;
 use super::super::unary::scalar;
 use super::*;
+use crate::op::sharding::PartSite;
 
 /// A label that is no class: what a device does not count.
 const NO_CLASS: i64 = -1;

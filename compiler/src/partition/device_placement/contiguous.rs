@@ -16,7 +16,7 @@
 //! adding units one by one, which changes the load only by the tensors that touch the unit added.
 
 use crate::partition::device_placement::units::Units;
-use crate::partition::lattice::Lattice;
+use crate::partition::search::downset_lattice::Lattice;
 
 /// What a search is bound by.
 #[derive(Clone, Copy, Debug, PartialEq)]

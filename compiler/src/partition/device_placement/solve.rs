@@ -8,13 +8,14 @@ use crate::cluster::read::{self, ClusterError};
 use crate::partition::device_placement::anywhere;
 use crate::partition::device_placement::contiguous::{Limits, contiguous};
 use crate::partition::device_placement::units::Units;
-use crate::partition::lattice::{self, Lattice};
+use crate::partition::search::downset_lattice;
+use crate::partition::search::downset_lattice::Lattice;
+use crate::plan::check::error::PlanFault;
 use crate::plan::device_placement;
-use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Objective};
 use crate::plan::{
-    Baselines, Edge, Fits, Place, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule, Predicted,
-    SCHEMA, ScheduleKind, Search, Stage, StageId, StageMemory,
+    Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
+    Predicted, SCHEMA, ScheduleKind, Search, Stage, StageId, StageMemory,
 };
 use crate::profile::Method;
 use crate::profile::placement::{NOMINAL, Node, Placement};
@@ -72,7 +73,7 @@ pub enum SolveError {
     },
     /// A placement that the judge refuses: a fault of ours, never of the input.
     #[error("internal fault: the placement does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Unsound(Vec<Fault>),
+    Unsound(Vec<PlanFault>),
 }
 
 /// A placement of units, and what is known of it.
@@ -188,7 +189,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
 fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Answer> {
     let mut best: Option<(f64, Vec<Vec<u32>>)> = None;
     let mut states = 0;
-    for order in lattice::orders(&units.before, &units.after) {
+    for order in downset_lattice::orders(&units.before, &units.after) {
         let lattice = Lattice::along(&units.time, &order);
         states += lattice.len();
         // No partition of an order is above the best cut of it by equal time, which bounds the walk on long orders.
@@ -313,7 +314,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
             weight_us: None,
             buckets: Vec::new(),
             memory: StageMemory { weights, total: weights, ..StageMemory::default() },
-            hierarchy: vec![Place { group: at as u32, replicas: 1 }],
+            hierarchy: vec![LevelPlacement { group: at as u32, replicas: 1 }],
         }
     };
     (0..placed.len()).map(stage).collect()

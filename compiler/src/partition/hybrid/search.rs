@@ -19,7 +19,7 @@
 
 use crate::partition::hybrid::choose::{Chosen, Offer, choose};
 use crate::partition::hybrid::layers::Layers;
-use crate::partition::lattice::Lattice;
+use crate::partition::search::downset_lattice::Lattice;
 use crate::profile::hybrid::Choice;
 
 /// What rounding may add to a sum of bytes.

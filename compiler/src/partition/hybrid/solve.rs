@@ -8,13 +8,14 @@ use crate::cluster::{Bytes, BytesPerSecond};
 use crate::partition::hybrid::choose::Chosen;
 use crate::partition::hybrid::layers::{Layers, takes_nothing};
 use crate::partition::hybrid::search::{Price, Search, Span, picks};
-use crate::partition::lattice::{self, Lattice};
-use crate::plan::fault::Fault;
+use crate::partition::search::downset_lattice;
+use crate::partition::search::downset_lattice::Lattice;
+use crate::plan::check::error::PlanFault;
 use crate::plan::hybrid;
 use crate::plan::problem::{CostModel, Objective};
 use crate::plan::{
-    Baselines, Edge, Fits, Place, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule, Predicted,
-    SCHEMA, ScheduleKind, Search as Searched, Stage, StageId, StageMemory,
+    Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
+    Predicted, SCHEMA, ScheduleKind, Search as Searched, Stage, StageId, StageMemory,
 };
 use crate::profile::Method;
 use crate::profile::hybrid::Hybrid;
@@ -78,7 +79,7 @@ pub enum SolveError {
     Cluster(#[from] ClusterError),
     /// A plan that the judge refuses: a fault of ours, never of the input.
     #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Unsound(Vec<Fault>),
+    Unsound(Vec<PlanFault>),
 }
 
 /// A pipeline and its time per sample.
@@ -179,7 +180,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
 fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<Answer> {
     let mut known = plain(layers, bytes);
     let mut states = 0;
-    for order in lattice::orders(&layers.before, &layers.after) {
+    for order in downset_lattice::orders(&layers.before, &layers.after) {
         let lattice = Lattice::along(&layers.time, &order);
         let mut search = Search::new(layers, &lattice, bytes, MOST_STEPS_ALONG);
         halve(&mut search, layers, bound, &mut known);
@@ -365,7 +366,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             weight_us: None,
             buckets: Vec::new(),
             memory: StageMemory { weights, activations, total: weights + activations, ..StageMemory::default() },
-            hierarchy: vec![Place { group: at as u32, replicas: span.replicas }],
+            hierarchy: vec![LevelPlacement { group: at as u32, replicas: span.replicas }],
         });
         device += devices;
     }
@@ -408,7 +409,7 @@ fn edges(hybrid: &Hybrid, stages: &[Stage]) -> Vec<Edge> {
 
 /// The explained no: the least bytes on a device that were found to do along some orders, by halving.
 fn infeasible(layers: &Layers<'_>, hybrid: &Hybrid) -> SolveError {
-    let orders = lattice::orders(&layers.before, &layers.after);
+    let orders = downset_lattice::orders(&layers.before, &layers.after);
     let lattices: Vec<Lattice> = orders.iter().map(|order| Lattice::along(&layers.time, order)).collect();
     let fits = |bytes: f64| {
         let within = |lattice| Search::new(layers, lattice, bytes, MOST_STEPS_ALONG / 5).within(f64::INFINITY);

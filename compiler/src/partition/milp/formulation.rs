@@ -25,12 +25,12 @@
 //! something wherever they occur, so they are as small as they may be, and need not be integer. An op whose predecessors alone
 //! fill the first c stages beyond the time that is known cannot stand in them: such y are constants.
 
-use crate::partition::milp::choices::Choice;
 use crate::partition::milp::order::Order;
+use crate::partition::milp::replica_choices::Choice;
 use crate::partition::milp::solver::Program;
-use crate::plan::caps::Flow;
+use crate::plan::cost_estimate::FlowQuery;
+use crate::plan::in_flight::ScheduleFlow;
 use crate::plan::links::Wire;
-use crate::plan::outlook::Asked;
 use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::{OpId, ParamCost};
 use good_lp::{Constraint, Expression, IntoAffineExpression, ProblemVariables, Variable, variable};
@@ -40,9 +40,9 @@ pub struct Scope<'a> {
     /// The problem, on one level.
     pub problem: &'a Problem,
     /// How items flow under cost `pipec`.
-    pub asked: Asked,
+    pub asked: FlowQuery,
     /// What decides how many weight versions are held.
-    pub flow: Flow,
+    pub flow: ScheduleFlow,
     /// Microseconds that count as 1 in the programs.
     pub unit_us: f64,
     /// The most that T may be, in that unit.

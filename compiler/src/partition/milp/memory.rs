@@ -2,10 +2,11 @@
 
 use crate::partition::milp::formulation::Formulation;
 use crate::plan::ScheduleKind;
-use crate::plan::caps::{self, First, Lanes};
-use crate::plan::memory::{Holdings, Multiples};
-use crate::plan::passing::Passing;
-use crate::profile::arena::{Arena, Place, Way};
+use crate::plan::gradient_buffers::GradientBuffers;
+use crate::plan::in_flight;
+use crate::plan::in_flight::{First, Lanes};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
 use good_lp::{Expression, variable};
 
@@ -28,12 +29,12 @@ impl Back {
 }
 
 impl Formulation<'_> {
-    /// What a replica of each stage holds is within the limit of its devices, if they have one. What a byte of each kind adds is asked of `Holdings::held`, which is
+    /// What a replica of each stage holds is within the limit of its devices, if they have one. What a byte of each kind adds is asked of `MemoryTerms::held`, which is
     /// linear but for the rounding of optimizer state.
     pub(super) fn memory(&mut self) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
-        let apart = caps::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
+        let apart = in_flight::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
         let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
         let late = |stage: usize| self.scope.flow.late(lanes(stage), First::Known(lanes(0)));
@@ -44,7 +45,7 @@ impl Formulation<'_> {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
             let in_flight = self.choice.caps[stage];
-            let multiples = Multiples {
+            let multiples = MemoryMultipliers {
                 in_flight,
                 apart: apart.get(stage).copied().unwrap_or(0),
                 versions,
@@ -56,19 +57,20 @@ impl Formulation<'_> {
                 schedule: problem.schedule,
                 microbatches: problem.microbatches,
             };
-            let each = |holdings: Holdings| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
-            let none = Holdings::default();
-            let weights = each(Holdings { weights: MANY, ..none });
-            let (summed, masters) = (each(Holdings { summed: MANY, ..none }), each(Holdings { masters: MANY, ..none }));
+            let each = |holdings: MemoryTerms| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
+            let none = MemoryTerms::default();
+            let weights = each(MemoryTerms { weights: MANY, ..none });
+            let (summed, masters) =
+                (each(MemoryTerms { summed: MANY, ..none }), each(MemoryTerms { masters: MANY, ..none }));
             let mut sum = self.parameters(stage, 1.0, |param| {
                 let moved = summed * param.sum_bytes as f64 + masters * param.master_bytes() as f64;
                 weights * param.bytes as f64 + moved
             });
             // Of weights that are shared out, those of other stages too are held whole.
-            let whole = each(Holdings { weights: MANY, shared: MANY, ..none }) - weights;
+            let whole = each(MemoryTerms { weights: MANY, shared: MANY, ..none }) - weights;
             sum += self.shared(stage, whole, 1.0);
-            let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
-            let put_by = each(Holdings { put_by: MANY, ..none });
+            let [saved, terms] = [MemoryTerms { saved: MANY, ..none }, MemoryTerms { terms: MANY, ..none }].map(each);
+            let put_by = each(MemoryTerms { put_by: MANY, ..none });
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
             sum += self.sum(stage, 1.0, |op| {
@@ -77,8 +79,10 @@ impl Formulation<'_> {
                 let kept = saved * op.kept_bytes() as f64 + put_by * op.joint_bytes as f64;
                 gradients + kept + halves * op.apart_bytes() as f64
             });
-            let (input, passed) = (each(Holdings { inputs: MANY, ..none }), each(Holdings { passed: MANY, ..none }));
-            let (output, sent) = (each(Holdings { outputs: MANY, ..none }), each(Holdings { sent: MANY, ..none }));
+            let (input, passed) =
+                (each(MemoryTerms { inputs: MANY, ..none }), each(MemoryTerms { passed: MANY, ..none }));
+            let (output, sent) =
+                (each(MemoryTerms { outputs: MANY, ..none }), each(MemoryTerms { sent: MANY, ..none }));
             let mut back = Back::default();
             for (at, tensor) in problem.graph.tensors.iter().enumerate() {
                 let bytes = tensor.bytes as f64;
@@ -99,9 +103,9 @@ impl Formulation<'_> {
             // No stage has an op that uses more than any does.
             let largest = problem.graph.largest_bytes().into_iter().max().unwrap_or(0);
             let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
-            sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
-            sum += each(Holdings { needed: MANY, ..none }) * needed as f64;
-            let arena = each(Holdings { arena: Arena::always(MANY), ..none });
+            sum += each(MemoryTerms { largest: MANY, ..none }) * largest as f64;
+            sum += each(MemoryTerms { needed: MANY, ..none }) * needed as f64;
+            let arena = each(MemoryTerms { arena: Arena::always(MANY), ..none });
             // A stage that gets nothing from others has a whole backward: the larger counts.
             let way = multiples.way(u64::from(stage > 0));
             let whole = Way { is_split: false, ..way };
@@ -125,21 +129,21 @@ impl Formulation<'_> {
     }
 
     /// The places of an op in its stage where it needs different arenas, and the ops that stand there with it.
-    fn ends(&self, flows: &Flows, op: usize) -> Vec<(Place, Vec<usize>)> {
+    fn ends(&self, flows: &Flows, op: usize) -> Vec<(ArenaPosition, Vec<usize>)> {
         let [before, after] = [&flows.before[op], &flows.after[op]];
-        let of = |first: bool, last: bool| self.scope.problem.graph.ops[op].arena(Place { first, last });
-        let Place { first: is_first, last: is_last } = flows.ends(op);
-        let mut ends = vec![(Place { first: is_first, last: is_last }, Vec::new())];
+        let of = |first: bool, last: bool| self.scope.problem.graph.ops[op].arena(ArenaPosition { first, last });
+        let ArenaPosition { first: is_first, last: is_last } = flows.ends(op);
+        let mut ends = vec![(ArenaPosition { first: is_first, last: is_last }, Vec::new())];
         if of(false, is_last) != of(is_first, is_last) {
-            ends.extend(before.iter().map(|&op| (Place { first: false, last: is_last }, vec![op as usize])));
+            ends.extend(before.iter().map(|&op| (ArenaPosition { first: false, last: is_last }, vec![op as usize])));
         }
         if of(is_first, false) != of(is_first, is_last) {
-            ends.extend(after.iter().map(|&op| (Place { first: is_first, last: false }, vec![op as usize])));
+            ends.extend(after.iter().map(|&op| (ArenaPosition { first: is_first, last: false }, vec![op as usize])));
         }
         if [of(false, is_last), of(is_first, false)].into_iter().all(|arena| arena != of(false, false)) {
             let both =
                 before.iter().flat_map(|&one| after.iter().map(move |&other| vec![one as usize, other as usize]));
-            ends.extend(both.map(|both| (Place::default(), both)));
+            ends.extend(both.map(|both| (ArenaPosition::default(), both)));
         }
         ends
     }
@@ -147,7 +151,9 @@ impl Formulation<'_> {
     /// What the second places of a stage's gradients take of the limit: as much as the first where they are slow (see `passing`), else nothing.
     fn second_places(&mut self, stage: usize, back: Back) -> Expression {
         let problem = self.scope.problem;
-        let Passing { wire: Some(wire), pace } = Passing::of(&problem.cluster) else { return Expression::default() };
+        let GradientBuffers { wire: Some(wire), pace } = GradientBuffers::of(&problem.cluster) else {
+            return Expression::default();
+        };
         // In forwards of the whole model: what takes longer than that is slow whatever the stage has.
         let whole = problem.graph.ops.iter().map(|op| op.fwd_us).sum::<f64>() / pace;
         let latency = wire.latency_us / whole;

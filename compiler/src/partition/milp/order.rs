@@ -1,6 +1,6 @@
 //! Who precedes whom in a graph, and how much work that is.
 
-use crate::plan::outlook::Asked;
+use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::OpCost;
 
@@ -24,7 +24,7 @@ pub struct Order {
 
 impl Order {
     /// The order of a problem's graph.
-    pub fn of(problem: &Problem, asked: &Asked) -> Order {
+    pub fn of(problem: &Problem, asked: &FlowQuery) -> Order {
         let ops = problem.graph.ops.len();
         let mut readers = vec![Vec::new(); ops];
         let mut reads = vec![Vec::new(); ops];

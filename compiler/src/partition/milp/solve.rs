@@ -8,15 +8,17 @@
 //! What is too large for the solver is not begun. Programs are solved in floating point: a plan that is better by less than one
 //! part in 10^8 is not looked for.
 
-use crate::partition::build::{self, Spot};
-use crate::partition::cuts;
-use crate::partition::milp::choices::{self, Choice, MOST_CHOICES, choices};
+use crate::partition::dp::nested_partition::Shape;
 use crate::partition::milp::formulation::{Formulation, Scope};
 use crate::partition::milp::order::Order;
+use crate::partition::milp::replica_choices;
+use crate::partition::milp::replica_choices::{Choice, MOST_CHOICES, choices};
 use crate::partition::milp::solver::{self, Ended, Limits};
-use crate::partition::search::{Candidate, Found, Question};
-use crate::partition::shape::Shape;
-use crate::plan::outlook::Asked;
+use crate::partition::search::build_plan;
+use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchResult};
+use crate::partition::search::constraints;
+use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use std::time::Duration;
 
@@ -55,7 +57,11 @@ struct Open<'a> {
 }
 
 /// Improves what is known; its candidates are kept. `longest` ends the search by the clock.
-pub fn refine(question: &Question<'_>, known: Found, longest: Option<Duration>) -> Result<Found, ProblemError> {
+pub fn refine(
+    question: &SearchContext<'_>,
+    known: SearchResult,
+    longest: Option<Duration>,
+) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
     if let Some(why) = unsuited(problem) {
         return Ok(left_alone(known, why));
@@ -71,12 +77,12 @@ pub fn refine(question: &Question<'_>, known: Found, longest: Option<Duration>) 
     if !(unit_us.is_normal() && unit_us > 0.0) {
         return Ok(left_alone(known, "there is no time to save".to_string()));
     }
-    let flow = build::flow(problem, problem.cluster.devices());
-    let asked = Asked::of(&flow, problem.objective == Objective::Latency);
-    let pins = cuts::pinned(question.joined, &problem.constraints.pins)?;
+    let flow = build_plan::flow(problem, problem.cluster.devices());
+    let asked = FlowQuery::of(&flow, problem.objective == Objective::Latency);
+    let pins = constraints::pinned(question.joined, &problem.constraints.pins)?;
     let fixed = fixed(question)?;
     let within_us = if best_us.is_some() { unit_us } else { unit_us * SLOWER };
-    let wanted = choices::Asked {
+    let wanted = replica_choices::Asked {
         stages: fixed.as_ref().map(|stage_of| stage_of.iter().max().map_or(1, |last| last + 1)),
         least_stages: pins.iter().map(|(_, stage)| stage + 1).max().unwrap_or(1),
         within_us,
@@ -149,20 +155,20 @@ fn unsuited(problem: &Problem) -> Option<String> {
 }
 
 /// What is known, and why no program was solved.
-fn left_alone(known: Found, why: String) -> Found {
+fn left_alone(known: SearchResult, why: String) -> SearchResult {
     let why = format!("no integer program was solved: {why}");
     let fallback = Some(match known.fallback {
         Some(before) => format!("{why}; {before}"),
         None => why,
     });
-    Found { fallback, ..known }
+    SearchResult { fallback, ..known }
 }
 
 /// The stage of each op, where the cuts are given.
-fn fixed(question: &Question<'_>) -> Result<Option<Vec<usize>>, ProblemError> {
+fn fixed(question: &SearchContext<'_>) -> Result<Option<Vec<usize>>, ProblemError> {
     let graph = &question.problem.graph;
     let Some(names) = &question.problem.constraints.cut_after else { return Ok(None) };
-    let (order, ends) = cuts::resolve(graph, question.joined, names)?;
+    let (order, ends) = constraints::resolve(graph, question.joined, names)?;
     let mut stage_of = vec![0; graph.ops.len()];
     for (stage, ends) in ends.windows(2).enumerate() {
         order[ends[0]..ends[1]].iter().for_each(|&op| stage_of[op as usize] = stage);
@@ -171,9 +177,9 @@ fn fixed(question: &Question<'_>) -> Result<Option<Vec<usize>>, ProblemError> {
 }
 
 struct Search<'a> {
-    question: &'a Question<'a>,
+    question: &'a SearchContext<'a>,
     scope: Scope<'a>,
-    best: Option<Candidate>,
+    best: Option<PlanCandidate>,
     /// The time of the best that is known.
     best_us: Option<f64>,
     /// Nodes that are left, and that were used.
@@ -260,7 +266,7 @@ impl Search<'_> {
     /// Prices a partition by the cost model itself; whether it fits and is the best so far.
     fn offer(&mut self, choice: &Choice, stages: Vec<Vec<u32>>) -> bool {
         let shape = Shape::flat(stages.into_iter().zip(choice.replicas.iter().copied()).collect(), false);
-        let mut spots: Vec<Spot> = build::side_by_side(&shape);
+        let mut spots: Vec<StagePosition> = build_plan::side_by_side(&shape);
         spots.iter_mut().zip(&choice.recompute).for_each(|(spot, recompute)| spot.recompute = *recompute);
         let candidate = self.question.placed("milp", shape, spots);
         let is_better = candidate.fits && self.best_us.is_none_or(|best| candidate.minibatch_us < best);
@@ -272,12 +278,12 @@ impl Search<'_> {
     }
 
     /// What is known now, `open` of all `programs` being undecided.
-    fn conclude(self, known: Found, open: &[Open<'_>], programs: usize) -> Found {
-        let mut found = Found { states: known.states + self.used, ..known };
+    fn conclude(self, known: SearchResult, open: &[Open<'_>], programs: usize) -> SearchResult {
+        let mut found = SearchResult { states: known.states + self.used, ..known };
         found.candidates.extend(self.best);
         // What lies between the halves of split backwards is reckoned with a little too much.
         let problem = self.question.problem;
-        if open.is_empty() && build::is_limited(problem) && problem.schedule.splits_backward() {
+        if open.is_empty() && build_plan::is_limited(problem) && problem.schedule.splits_backward() {
             return found;
         }
         if open.is_empty() {

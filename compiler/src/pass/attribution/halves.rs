@@ -4,11 +4,11 @@
 //! here every gradient that flows from one op to an earlier one counts as one that is waited for: what it is made of is the first
 //! half. For a stage in the middle of a model that is the same; the first stage, which nobody waits for, keeps nothing between.
 
-use super::super::sums::root;
 use super::{owner, owners, runs};
 use crate::graph::{Graph, order};
 use crate::op::{NodeId, Op, Value};
 use crate::pass::backward::{Backward, Made};
+use crate::pass::gradient_accumulation::root;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// The halves of a backward run.

@@ -1,6 +1,6 @@
 //! The judge's own reckoning of what replicas share, from the definitions.
 
-use crate::plan::fault::Fault;
+use crate::plan::check::error::PlanFault;
 use crate::plan::{Plan, ScheduleKind, Stage};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
@@ -19,7 +19,7 @@ pub struct Of {
 }
 
 /// Levels that do not go with the stages, and parameters of which replicas have shares that are not those of the model.
-pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> {
+pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFault> {
     let mut faults = Vec::new();
     let mut whole = vec![0u64; plan.stages.len()];
     for param in &graph.params {
@@ -32,12 +32,12 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> 
         let can_share = stage.replicas >= 2 && plan.schedule.kind != ScheduleKind::Inference;
         if stage.zero > 3 || (stage.zero > 0 && !can_share) {
             let what = format!("stage {at} says zero {}, with {} replicas", stage.zero, stage.replicas);
-            faults.push(Fault::Schedule { what });
+            faults.push(PlanFault::Schedule { what });
         }
         let expected = if stage.zero == 3 { whole[at] } else { 0 };
         if stage.parameter_bytes != expected {
             let what = format!("stage {at} says parameter_bytes {}, found {expected}", stage.parameter_bytes);
-            faults.push(Fault::Schedule { what });
+            faults.push(PlanFault::Schedule { what });
         }
     }
     faults

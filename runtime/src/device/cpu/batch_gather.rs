@@ -2,19 +2,19 @@
 
 use super::gather::{add, check, row};
 use super::real::Real;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{BatchGather, BatchScatterAdd};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
 /// Slices of `x`, any element type.
-pub fn gather(op: &BatchGather, x: &Layout, indices: &Layout) -> Option<Fast> {
+pub fn gather(op: &BatchGather, x: &TensorLayout, indices: &TensorLayout) -> Option<FastKernel> {
     let size = x.shape[op.batch];
     let each: usize = indices.shape[op.batch..].iter().product();
     let run = x.shape[op.batch + 1..].iter().product::<usize>() * x.dtype.size();
     let indices = indices.clone();
-    Some(Fast::new(move |inputs, outputs, _| {
+    Some(FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (inputs[0], &mut *outputs[0]);
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;
@@ -27,7 +27,12 @@ pub fn gather(op: &BatchGather, x: &Layout, indices: &Layout) -> Option<Fast> {
 }
 
 /// Slices of `dy` added where they came from, in the order of the indices.
-pub fn scatter_add(op: &BatchScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Fast> {
+pub fn scatter_add(
+    op: &BatchScatterAdd,
+    dy: &TensorLayout,
+    indices: &TensorLayout,
+    y: &TensorLayout,
+) -> Option<FastKernel> {
     match dy.dtype {
         DType::F32 => Some(scatter::<f32>(op.batch, indices, y)),
         DType::F64 => Some(scatter::<f64>(op.batch, indices, y)),
@@ -35,12 +40,12 @@ pub fn scatter_add(op: &BatchScatterAdd, dy: &Layout, indices: &Layout, y: &Layo
     }
 }
 
-fn scatter<T: Real>(batch: usize, indices: &Layout, y: &Layout) -> Fast {
+fn scatter<T: Real>(batch: usize, indices: &TensorLayout, y: &TensorLayout) -> FastKernel {
     let size = y.shape[batch];
     let each: usize = indices.shape[batch..].iter().product();
     let run: usize = y.shape[batch + 1..].iter().product();
     let indices = indices.clone();
-    Fast::new(move |inputs, outputs, _| {
+    FastKernel::new(move |inputs, outputs, _| {
         let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;

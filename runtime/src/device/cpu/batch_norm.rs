@@ -3,7 +3,7 @@
 use super::real::Real;
 use super::sum::{sum_of, sum_of_pairs};
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::BatchNorm;
 use compiler::tensor::DType;
@@ -13,7 +13,7 @@ use std::ops::Range;
 const CACHED_BYTES: usize = 512 << 10;
 
 /// Normalisation with the statistics of the batch.
-pub fn kernel(op: &BatchNorm, x: &Layout) -> Option<Fast> {
+pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<FastKernel> {
     let planes = Planes::of(x);
     match x.dtype {
         DType::F32 => Some(forward::<f32>(op.epsilon, planes)),
@@ -23,7 +23,7 @@ pub fn kernel(op: &BatchNorm, x: &Layout) -> Option<Fast> {
 }
 
 /// Its gradient.
-pub fn grad(x: &Layout) -> Option<Fast> {
+pub fn grad(x: &TensorLayout) -> Option<FastKernel> {
     let planes = Planes::of(x);
     match x.dtype {
         DType::F32 => Some(backward::<f32>(planes)),
@@ -43,7 +43,7 @@ struct Planes {
 }
 
 impl Planes {
-    fn of(x: &Layout) -> Planes {
+    fn of(x: &TensorLayout) -> Planes {
         let inner: usize = x.shape[2..].iter().product();
         Planes { channels: x.shape[1], inner, images: x.shape[0], count: (x.shape[0] * inner) as f64 }
     }
@@ -65,9 +65,9 @@ impl Planes {
     }
 }
 
-fn forward<T: Real>(epsilon: f64, planes: Planes) -> Fast {
+fn forward<T: Real>(epsilon: f64, planes: Planes) -> FastKernel {
     let c = planes.channels;
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [y, mean_out, variance_out, rstd_out] = outputs else { unreachable!("a batch norm has four outputs") };
         let [x, scale, bias] = [0, 1, 2].map(|i| cast_slice::<u8, T>(inputs[i]));
         let (means, squares) = cast_slice_mut::<u8, f64>(workspace)[..2 * c].split_at_mut(c);
@@ -91,9 +91,9 @@ fn forward<T: Real>(epsilon: f64, planes: Planes) -> Fast {
     fast.with_workspace(2 * c * size_of::<f64>())
 }
 
-fn backward<T: Real>(planes: Planes) -> Fast {
+fn backward<T: Real>(planes: Planes) -> FastKernel {
     let c = planes.channels;
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [dx, dscale, dbias] = outputs else { unreachable!("the gradient of a batch norm has three outputs") };
         let [dy, x, scale, mean, rstd] = [0, 1, 2, 3, 4].map(|i| cast_slice::<u8, T>(inputs[i]));
         let (scale_sums, bias_sums) = cast_slice_mut::<u8, f64>(workspace)[..2 * c].split_at_mut(c);

@@ -1,7 +1,7 @@
 //! Casts between the element types that models cast between.
 
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use half::{bf16, f16};
@@ -48,7 +48,7 @@ casts! {
 }
 
 /// A cast to the element type of `y`. Here `u8` stands for `bool`.
-pub fn kernel(x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn kernel(x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     use DType::*;
     Some(match (x.dtype, y.dtype) {
         (from, to) if from == to => super::movement::copy(),
@@ -77,8 +77,8 @@ pub fn kernel(x: &Layout, y: &Layout) -> Option<Fast> {
     })
 }
 
-fn convert<T: CastTo<U> + 'static, U: Pod>() -> Fast {
-    Fast::new(|inputs, outputs, _| {
+fn convert<T: CastTo<U> + 'static, U: Pod>() -> FastKernel {
+    FastKernel::new(|inputs, outputs, _| {
         cast_row(cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, U>(outputs[0]));
         Ok(())
     })

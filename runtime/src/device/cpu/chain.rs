@@ -5,7 +5,7 @@
 
 use super::table;
 use super::walk::stretched;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use compiler::op::{KernelError, Op};
 use compiler::pass::fuse::{MOST_READ, MOST_WRITTEN};
 
@@ -34,7 +34,7 @@ pub struct Link {
     /// Its operands.
     pub operands: Vec<Operand>,
     /// Its result, of the shape that all results have.
-    pub result: Layout,
+    pub result: TensorLayout,
     /// Whether the chain writes it, after those of the ops before.
     pub is_written: bool,
 }
@@ -42,7 +42,7 @@ pub struct Link {
 /// A chain at fixed shapes, ready to run.
 pub struct Chain {
     given: Vec<Given>,
-    written: Vec<Layout>,
+    written: Vec<TensorLayout>,
     steps: Vec<Step>,
     /// Joined dims outside a piece, and the one that is cut into pieces.
     outer: Vec<usize>,
@@ -56,7 +56,7 @@ pub struct Chain {
 
 /// How a tensor that is read moves from piece to piece, in bytes.
 struct Given {
-    layout: Layout,
+    layout: TensorLayout,
     /// For the outer dims.
     outer: Vec<usize>,
     row: usize,
@@ -81,16 +81,16 @@ struct Piece {
 
 struct Step {
     /// For a whole piece and for the last one of a few rows.
-    kernels: [Option<Fast>; 2],
+    kernels: [Option<FastKernel>; 2],
     operands: Vec<At>,
     result: At,
 }
 
 impl Chain {
     /// A chain of these ops that reads tensors of these layouts. Nothing where an op has no fast kernel, or shapes do not suit.
-    pub fn new(links: &[Link], given: &[Layout]) -> Option<Chain> {
+    pub fn new(links: &[Link], given: &[TensorLayout]) -> Option<Chain> {
         let shape = &links.first()?.result.shape;
-        let written: Vec<Layout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
+        let written: Vec<TensorLayout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
         let is_small = given.len() <= MOST_READ && written.len() <= MOST_WRITTEN && !shape.contains(&0);
         if !is_small || links.iter().any(|l| l.result.shape != *shape || l.operands.len() > MOST_OPERANDS) {
             return None;
@@ -120,11 +120,11 @@ impl Chain {
         for (link, result) in links.iter().zip(&places) {
             let kernel = |rows: usize| {
                 let layout = |operand: &Operand| match *operand {
-                    Operand::Given(i) => Layout { dtype: given[i].dtype, shape: part(i, rows) },
-                    Operand::Made(i) => Layout { dtype: links[i].result.dtype, shape: piece(rows) },
+                    Operand::Given(i) => TensorLayout { dtype: given[i].dtype, shape: part(i, rows) },
+                    Operand::Made(i) => TensorLayout { dtype: links[i].result.dtype, shape: piece(rows) },
                 };
-                let operands: Vec<Layout> = link.operands.iter().map(layout).collect();
-                let result = Layout { dtype: link.result.dtype, shape: piece(rows) };
+                let operands: Vec<TensorLayout> = link.operands.iter().map(layout).collect();
+                let result = TensorLayout { dtype: link.result.dtype, shape: piece(rows) };
                 table::fast(&link.op, &operands, &[result]).filter(|fast| fast.workspace == 0)
             };
             let rest = dims[cut] % height;
@@ -155,7 +155,7 @@ impl Chain {
     /// Runs on row-major buffers that are aligned for their elements. Panics when a buffer has not the bytes of its layout.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         let lengths = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
-        let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(Layout::bytes));
+        let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(TensorLayout::bytes));
         assert!(lengths.eq(expected), "a chain's buffers have not the bytes of their layouts");
         let mut slots: [&mut [u8]; MOST_SLOTS] = Default::default();
         for (slot, bytes) in slots.iter_mut().zip(workspace.chunks_exact_mut(self.slot_bytes)) {
@@ -235,7 +235,9 @@ impl Chain {
     ) -> Result<(), KernelError> {
         let (first, rows, count) = (piece.first, piece.rows, piece.rows * self.width);
         let kernel = &step.kernels[usize::from(rows < self.height)];
-        let Some(Fast { body, .. }) = kernel else { unreachable!("there is a kernel for the rows that are left") };
+        let Some(FastKernel { body, .. }) = kernel else {
+            unreachable!("there is a kernel for the rows that are left")
+        };
         let mut operands: [&[u8]; MOST_OPERANDS] = Default::default();
         for (bytes, operand) in operands.iter_mut().zip(&step.operands) {
             *bytes = match *operand {
@@ -323,8 +325,8 @@ mod tests {
     type Ops = Vec<(Op, Vec<Operand>, bool)>;
 
     /// Runs the ops one by one and as a chain, and wants the same bytes of both.
-    fn same_as_apart(ops: &Ops, given: &[Layout], shape: &[usize]) {
-        let fact = |layout: &Layout| Fact::of(layout.dtype, &layout.shape);
+    fn same_as_apart(ops: &Ops, given: &[TensorLayout], shape: &[usize]) {
+        let fact = |layout: &TensorLayout| Fact::of(layout.dtype, &layout.shape);
         let inputs: Vec<Vec<u64>> = given
             .iter()
             .enumerate()
@@ -337,7 +339,7 @@ mod tests {
             .collect();
         let inputs: Vec<&[u8]> =
             inputs.iter().zip(given).map(|(b, l)| &bytemuck::cast_slice::<u64, u8>(b)[..l.bytes()]).collect();
-        let mut made: Vec<(Layout, Vec<u64>)> = Vec::new();
+        let mut made: Vec<(TensorLayout, Vec<u64>)> = Vec::new();
         for (op, operands, _) in ops {
             let layout = |operand: &Operand| match *operand {
                 Operand::Given(i) => given[i].clone(),
@@ -345,7 +347,7 @@ mod tests {
             };
             let facts: Vec<Fact> = operands.iter().map(|o| fact(&layout(o))).collect();
             let results = rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
-            let result = Layout::of(&results[0]);
+            let result = TensorLayout::of(&results[0]);
             assert_eq!(result.shape, shape);
             let mut buffer = aligned(result.bytes());
             let read: Vec<&[u8]> = operands
@@ -365,7 +367,7 @@ mod tests {
         };
         let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
         let chain = Chain::new(&links, given).expect("these shapes suit");
-        let wanted: Vec<&(Layout, Vec<u64>)> =
+        let wanted: Vec<&(TensorLayout, Vec<u64>)> =
             made.iter().zip(ops).filter(|(_, op)| op.2).map(|(made, _)| made).collect();
         let mut outputs: Vec<Vec<u64>> = wanted.iter().map(|(layout, _)| aligned(layout.bytes())).collect();
         let mut written: Vec<&mut [u8]> =
@@ -392,7 +394,7 @@ mod tests {
             unary(Unary::Tanh, Made(5), true),
             binary(Binary::Sub, Made(2), Made(4), true),
         ];
-        let of = |shape: &[usize]| Layout { dtype: DType::F32, shape: shape.to_vec() };
+        let of = |shape: &[usize]| TensorLayout { dtype: DType::F32, shape: shape.to_vec() };
         let shapes: [(&[usize], [&[usize]; 3]); 8] = [
             (&[7], [&[7], &[1], &[]]),
             (&[5000], [&[5000], &[1], &[]]),

@@ -8,7 +8,7 @@ use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
 use super::real::Real;
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout, depthwise};
+use super::{ALIGNMENT, FastKernel, TensorLayout, depthwise};
 #[cfg(target_arch = "x86_64")]
 use super::{few, implicit, winograd};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -33,7 +33,14 @@ pub enum Role {
 }
 
 /// A convolution, by the layouts of x (or its gradient), w (or its gradient) and y (or its gradient).
-pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout, y: &Layout) -> Option<Fast> {
+pub fn kernel(
+    role: Role,
+    window: &Window,
+    groups: usize,
+    x: &TensorLayout,
+    w: &TensorLayout,
+    y: &TensorLayout,
+) -> Option<FastKernel> {
     // Nothing but padding is left to the reference.
     if x.is_empty() || w.is_empty() || y.is_empty() {
         return None;
@@ -146,7 +153,7 @@ impl Shape {
     }
 }
 
-fn made<T: Real>(role: Role, shape: Shape) -> Fast {
+fn made<T: Real>(role: Role, shape: Shape) -> FastKernel {
     let own = shape.has_own_filters().then(|| depthwise::kernel::<T>(role, &shape.grid, shape.groups));
     if let Some(fast) = own.flatten() {
         return fast;
@@ -154,7 +161,7 @@ fn made<T: Real>(role: Role, shape: Shape) -> Fast {
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
     let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
     let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);
-    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
+    let fast = FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (head, tail) = workspace.split_at_mut(first);
         let patches = &mut cast_slice_mut::<u8, T>(head)[..patches];
         let beside = &mut cast_slice_mut::<u8, T>(&mut tail[..beside * size_of::<T>()])[..];
@@ -306,7 +313,7 @@ wide! {
 pub(super) mod tests {
     use super::super::implicit::Sizes;
     use super::*;
-    use crate::buffer::Buffer;
+    use crate::device::buffer::Buffer;
     use crate::device::cpu::Kernel;
     use crate::device::cpu::tests::numbers;
     use compiler::op::table::rule;
@@ -317,7 +324,7 @@ pub(super) mod tests {
     pub type Case = ([usize; 4], [usize; 2], usize);
 
     /// Asks a way of doing convolutions of 3 × 3 in `f32` for what the definition makes in `f64`, and counts the cases that it takes by role.
-    pub fn met(cases: &[Case], way: impl Fn(Role, &Grid, Sizes) -> Option<Fast>) -> [usize; 3] {
+    pub fn met(cases: &[Case], way: impl Fn(Role, &Grid, Sizes) -> Option<FastKernel>) -> [usize; 3] {
         let mut met = [0; 3];
         for &([images, groups, ins, outs], [height, width], pad) in cases {
             let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
@@ -347,14 +354,14 @@ pub(super) mod tests {
     }
 
     /// How far what a kernel makes is from the definition, in their norms.
-    fn distance(op: &Op, fast: &Fast, facts: [&Fact; 2]) -> f64 {
+    fn distance(op: &Op, fast: &FastKernel, facts: [&Fact; 2]) -> f64 {
         let out = rule(op).infer(&facts).unwrap().remove(0);
         let of = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);
         let (factors, mut result) = ([of(facts[0], 1), of(facts[1], 2)], of(&out, 3));
         let mut workspace = Buffer::new(fast.workspace);
         let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
         (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
-        let wide = |fact: &Fact| Layout::of(&Fact { dtype: DType::F64, ..fact.clone() });
+        let wide = |fact: &Fact| TensorLayout::of(&Fact { dtype: DType::F64, ..fact.clone() });
         let definition = Kernel::from_parts(op.clone(), facts.map(wide).to_vec(), vec![wide(&out)], None);
         let factors = factors.map(|factor| factor.into_iter().map(f64::from).collect::<Vec<_>>());
         let mut exact = vec![0.0f64; result.len()];

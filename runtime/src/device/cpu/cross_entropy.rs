@@ -3,14 +3,14 @@
 use super::real::Real;
 use super::sum::{largest, sum_exp};
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{CrossEntropy, CrossEntropyGrad, KernelError};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
 /// The loss.
-pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Fast> {
+pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
     match logits.dtype {
         DType::F32 => Some(loss::<f32>(rows)),
@@ -20,7 +20,7 @@ pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Fas
 }
 
 /// Its gradient.
-pub fn grad(op: &CrossEntropyGrad, logits: &Layout, target: &Layout) -> Option<Fast> {
+pub fn grad(op: &CrossEntropyGrad, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
     match logits.dtype {
         DType::F32 => Some(slopes::<f32>(rows)),
@@ -33,12 +33,12 @@ pub fn grad(op: &CrossEntropyGrad, logits: &Layout, target: &Layout) -> Option<F
 struct Rows {
     classes: usize,
     inner: usize,
-    target: Layout,
+    target: TensorLayout,
     ignore: Option<i64>,
 }
 
 impl Rows {
-    fn new(logits: &Layout, target: &Layout, axis: usize, ignore: Option<i64>) -> Rows {
+    fn new(logits: &TensorLayout, target: &TensorLayout, axis: usize, ignore: Option<i64>) -> Rows {
         let inner = logits.shape[axis + 1..].iter().product();
         Rows { classes: logits.shape[axis], inner, target: target.clone(), ignore }
     }
@@ -59,9 +59,9 @@ impl Rows {
     }
 }
 
-fn loss<T: Real>(rows: Rows) -> Fast {
+fn loss<T: Real>(rows: Rows) -> FastKernel {
     let scratch = if rows.inner == 1 { 0 } else { rows.classes * size_of::<T>() };
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [loss, lse] = outputs else { unreachable!("the loss has two outputs") };
         let (logits, lse) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(lse));
         let target = View::new(rows.target.dtype, &rows.target.shape, inputs[1]);
@@ -94,8 +94,8 @@ wide! {
     }
 }
 
-fn slopes<T: Real>(rows: Rows) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn slopes<T: Real>(rows: Rows) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let (dloss, logits) = (cast_slice::<u8, T>(inputs[0])[0], cast_slice::<u8, T>(inputs[1]));
         let target = View::new(rows.target.dtype, &rows.target.shape, inputs[2]);
         let lse = cast_slice::<u8, T>(inputs[3]);

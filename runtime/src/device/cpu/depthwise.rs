@@ -6,7 +6,7 @@ use super::patches::Grid;
 use super::planes::{LANES, Planes, Seen, lay, take};
 use super::real::Real;
 use super::wide::wide;
-use super::{Fast, conv::Role};
+use super::{FastKernel, conv::Role};
 use bytemuck::{cast_slice, cast_slice_mut};
 
 /// Vectors that are worked out together, so that one does not wait for the other.
@@ -15,10 +15,10 @@ const TOGETHER: usize = 4;
 const SUMMED: usize = 64;
 
 /// A convolution by a filter for each of so many channels.
-pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<Fast> {
+pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<FastKernel> {
     let planes = Planes::new(grid, channels)?;
     let bytes = planes.workspace::<T>();
-    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
+    let fast = FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (sums, rest) = workspace.split_at_mut(planes.seen.len() * LANES * size_of::<f64>());
         let rest = &mut cast_slice_mut::<u8, T>(rest)[..planes.data_room() + planes.window_room()];
         rest.fill(T::ZERO);

@@ -2,14 +2,14 @@
 
 use super::real::Real;
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::dropout::Mask;
 use compiler::op::{Dropout, DropoutPart, KernelError};
 use compiler::tensor::DType;
 
 /// Dropout of all elements; its gradient is the same kernel.
-pub fn kernel(op: &Dropout, x: &Layout) -> Option<Fast> {
+pub fn kernel(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(of::<f32>(*op)),
         DType::F64 => Some(of::<f64>(*op)),
@@ -18,7 +18,7 @@ pub fn kernel(op: &Dropout, x: &Layout) -> Option<Fast> {
 }
 
 /// Dropout of a device's part.
-pub fn part(op: &DropoutPart, x: &Layout) -> Option<Fast> {
+pub fn part(op: &DropoutPart, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(part_of::<f32>(*op)),
         DType::F64 => Some(part_of::<f64>(*op)),
@@ -26,8 +26,8 @@ pub fn part(op: &DropoutPart, x: &Layout) -> Option<Fast> {
     }
 }
 
-fn part_of<T: Real>(op: DropoutPart) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn part_of<T: Real>(op: DropoutPart) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let [counter, index] = [1, 2].map(|i: usize| cast_slice::<u8, i64>(inputs[i])[0]);
         let device = usize::try_from(index).ok().filter(|device| *device < op.devices);
         let device = device.ok_or(KernelError::Index { index, size: op.devices })?;
@@ -40,8 +40,8 @@ fn part_of<T: Real>(op: DropoutPart) -> Fast {
     })
 }
 
-fn of<T: Real>(op: Dropout) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn of<T: Real>(op: Dropout) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let counter = cast_slice::<u8, i64>(inputs[1])[0];
         drop_out(cast_slice::<u8, T>(inputs[0]), op.mask(counter), op.scale(), cast_slice_mut(outputs[0]));
         Ok(())

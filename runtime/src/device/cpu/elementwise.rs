@@ -4,17 +4,17 @@ use super::function::*;
 use super::real::Real;
 use super::walk::{Walk, row_major, stretched};
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{Binary, Compare, Unary};
 use compiler::tensor::DType;
 
 /// A unary op.
-pub fn unary(op: Unary, x: &Layout) -> Option<Fast> {
+pub fn unary(op: Unary, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => unary_real::<f32>(op),
         DType::F64 => unary_real::<f64>(op),
-        DType::Bool if op == Unary::Not => Some(Fast::new(|inputs, outputs, _| {
+        DType::Bool if op == Unary::Not => Some(FastKernel::new(|inputs, outputs, _| {
             for (y, &x) in outputs[0].iter_mut().zip(inputs[0]) {
                 *y = (x == 0) as u8;
             }
@@ -24,7 +24,7 @@ pub fn unary(op: Unary, x: &Layout) -> Option<Fast> {
     }
 }
 
-fn unary_real<T: Real>(op: Unary) -> Option<Fast> {
+fn unary_real<T: Real>(op: Unary) -> Option<FastKernel> {
     Some(match op {
         Unary::Neg => map::<T, _>(Neg),
         Unary::Abs => map::<T, _>(Abs),
@@ -59,8 +59,8 @@ fn unary_real<T: Real>(op: Unary) -> Option<Fast> {
     })
 }
 
-fn map<T: Real, F: Function1<T>>(f: F) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn map<T: Real, F: Function1<T>>(f: F) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         map_row(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), f);
         Ok(())
     })
@@ -75,7 +75,7 @@ wide! {
 }
 
 /// A binary op.
-pub fn binary(op: Binary, a: &Layout, b: &Layout, y: &Layout) -> Option<Fast> {
+pub fn binary(op: Binary, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let walk = joint(a, b, y)?;
     match a.dtype {
         DType::F32 => binary_real::<f32>(op, walk),
@@ -90,7 +90,7 @@ pub fn binary(op: Binary, a: &Layout, b: &Layout, y: &Layout) -> Option<Fast> {
     }
 }
 
-fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<Fast> {
+fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<FastKernel> {
     Some(match op {
         Binary::Add => zip::<T, T, _>(walk, Add),
         Binary::Sub => zip::<T, T, _>(walk, Sub),
@@ -104,7 +104,7 @@ fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<Fast> {
 }
 
 /// A comparison.
-pub fn compare(op: Compare, a: &Layout, b: &Layout, y: &Layout) -> Option<Fast> {
+pub fn compare(op: Compare, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let walk = joint(a, b, y)?;
     match a.dtype {
         DType::F32 => Some(compare_as::<f32>(op, walk)),
@@ -115,7 +115,7 @@ pub fn compare(op: Compare, a: &Layout, b: &Layout, y: &Layout) -> Option<Fast> 
     }
 }
 
-fn compare_as<T: Pod + PartialOrd>(op: Compare, walk: Walk<3>) -> Fast {
+fn compare_as<T: Pod + PartialOrd>(op: Compare, walk: Walk<3>) -> FastKernel {
     match op {
         Compare::Equal => zip::<T, u8, _>(walk, Equal),
         Compare::Less => zip::<T, u8, _>(walk, Less),
@@ -123,13 +123,13 @@ fn compare_as<T: Pod + PartialOrd>(op: Compare, walk: Walk<3>) -> Fast {
     }
 }
 
-fn joint(a: &Layout, b: &Layout, y: &Layout) -> Option<Walk<3>> {
+fn joint(a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<Walk<3>> {
     let (a, b) = (stretched(&a.shape, &y.shape), stretched(&b.shape, &y.shape));
     Walk::new(&y.shape, [&row_major(&y.shape), &a, &b], [0; 3])
 }
 
-fn zip<T: Pod, U: Pod, F: Function2<T, U>>(walk: Walk<3>, f: F) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn zip<T: Pod, U: Pod, F: Function2<T, U>>(walk: Walk<3>, f: F) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         zip_runs(&walk, a, b, cast_slice_mut::<u8, U>(outputs[0]), f);
         Ok(())
@@ -175,7 +175,7 @@ wide! {
 }
 
 /// Choice by a condition, for elements of any type.
-pub fn select(condition: &Layout, a: &Layout, b: &Layout, y: &Layout) -> Option<Fast> {
+pub fn select(condition: &TensorLayout, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let strides = [condition, a, b].map(|l| stretched(&l.shape, &y.shape));
     let walk = Walk::new(&y.shape, [&row_major(&y.shape), &strides[0], &strides[1], &strides[2]], [0; 4])?;
     Some(match y.dtype.size() {
@@ -186,8 +186,8 @@ pub fn select(condition: &Layout, a: &Layout, b: &Layout, y: &Layout) -> Option<
     })
 }
 
-fn choose<T: Pod>(walk: Walk<4>) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn choose<T: Pod>(walk: Walk<4>) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let (a, b) = (cast_slice::<u8, T>(inputs[1]), cast_slice::<u8, T>(inputs[2]));
         choose_runs(&walk, inputs[0], a, b, cast_slice_mut::<u8, T>(outputs[0]));
         Ok(())

@@ -16,7 +16,7 @@ use super::panels::product::{pack_all, panels_len, product, product_by_rows};
 use super::panels::windows::Windows;
 use super::panels::{LANES, Right, Rows, is_at_hand, pack};
 use super::patches::Grid;
-use super::{ALIGNMENT, Fast};
+use super::{ALIGNMENT, FastKernel};
 use bytemuck::{cast_slice, cast_slice_mut};
 
 /// Up to so many windows the filters are what takes time. Measured.
@@ -28,7 +28,7 @@ const MANY_FILTERS: usize = 64;
 const LONG_FILTER: usize = 256;
 
 /// A convolution of these sizes, none of them 0. Nothing where the processor does not suit, or nothing is won.
-pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let (windows, depth) = (sizes.images.checked_mul(grid.out_len())?, sizes.ins.checked_mul(grid.taps())?);
     let most = match role {
         Role::Forward => dots::MOST_ROWS,
@@ -50,14 +50,14 @@ fn parts(grid: &Grid, Sizes { groups, ins, outs, .. }: Sizes) -> ([usize; 3], [u
     ([x, w, y], [groups * x, groups * y])
 }
 
-fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
     let (of_group, [x_image, y_image]) = parts(grid, sizes);
     let (depth, count) = (ins * grid.taps(), grid.out_len());
     let places = Windows::new(grid, images, [x_image, y_image])?;
     let (windows, pitch) = (places.columns, depth.next_multiple_of(LANES));
     let of_patches = panels_len(windows, depth);
-    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
+    let fast = FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         let workspace = cast_slice_mut::<u8, f32>(workspace);
@@ -98,7 +98,7 @@ fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
     Some(fast.with_workspace((of_patches + beside) * size_of::<f32>()))
 }
 
-fn input_grad(grid: &Grid, sizes: Sizes) -> Option<Fast> {
+fn input_grad(grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
     let (of_group, [x_image, y_image]) = parts(grid, sizes);
     let (plane, count) = (grid.data_len(), grid.out_len());
@@ -107,7 +107,7 @@ fn input_grad(grid: &Grid, sizes: Sizes) -> Option<Fast> {
     let elements = Windows::new(&grid.flipped()?, images, [count, x_image])?;
     let (across, pitch) = (outs.next_multiple_of(LANES), windows.next_multiple_of(LANES));
     let sizes = [windows * across, windows * depth, depth * pitch].map(|size| size.next_multiple_of(ALIGNMENT));
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (dy, w) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let dx = cast_slice_mut::<u8, f32>(outputs[0]);
         assert_eq!([dy.len(), w.len(), dx.len()], [images * y_image, groups * of_group[1], images * x_image]);

@@ -2,19 +2,19 @@
 
 use super::real::Real;
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{Gather, KernelError, ScatterAdd};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
 /// Slices of `x`, any element type.
-pub fn gather(op: &Gather, x: &Layout, indices: &Layout) -> Option<Fast> {
+pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout) -> Option<FastKernel> {
     let outer: usize = x.shape[..op.axis].iter().product();
     let size = x.shape[op.axis];
     let run = x.shape[op.axis + 1..].iter().product::<usize>() * x.dtype.size();
     let indices = indices.clone();
-    Some(Fast::new(move |inputs, outputs, _| {
+    Some(FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (inputs[0], &mut *outputs[0]);
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;
@@ -31,7 +31,7 @@ pub fn gather(op: &Gather, x: &Layout, indices: &Layout) -> Option<Fast> {
 
 /// Slices of `dy` added where they came from, in the order of the indices. Added to what is there, the slices that go to one place are summed
 /// up before: no place but theirs is touched.
-pub fn scatter_add(op: &ScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Fast> {
+pub fn scatter_add(op: &ScatterAdd, dy: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     match dy.dtype {
         DType::F32 => Some(scatter::<f32>(op.axis, indices, y)),
         DType::F64 => Some(scatter::<f64>(op.axis, indices, y)),
@@ -39,7 +39,7 @@ pub fn scatter_add(op: &ScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -
     }
 }
 
-fn scatter<T: Real>(axis: usize, indices: &Layout, y: &Layout) -> Fast {
+fn scatter<T: Real>(axis: usize, indices: &TensorLayout, y: &TensorLayout) -> FastKernel {
     let outer: usize = y.shape[..axis].iter().product();
     let size = y.shape[axis];
     let run: usize = y.shape[axis + 1..].iter().product();
@@ -47,7 +47,7 @@ fn scatter<T: Real>(axis: usize, indices: &Layout, y: &Layout) -> Fast {
     let count: usize = indices.shape.iter().product();
     // Where slices go, in order, and the sum of those that go to one place.
     let (places, sum) = ((count * size_of::<[usize; 2]>()).next_multiple_of(ALIGNMENT), run * size_of::<T>());
-    let fast = Fast::adding(true, move |inputs, outputs, workspace, adds| {
+    let fast = FastKernel::adding(true, move |inputs, outputs, workspace, adds| {
         let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;

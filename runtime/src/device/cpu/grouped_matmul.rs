@@ -2,14 +2,14 @@
 
 use super::matmul::{Matrix, product};
 use super::real::Real;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::GroupedMatMul;
 use compiler::op::grouped_matmul::groups;
 use compiler::tensor::DType;
 
 /// Rows by matrices.
-pub fn kernel(op: &GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout) -> Option<Fast> {
+pub fn kernel(op: &GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(rows::<f32>(*op, x, w, ends)),
         DType::F64 => Some(rows::<f64>(*op, x, w, ends)),
@@ -18,7 +18,7 @@ pub fn kernel(op: &GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout) -> Opti
 }
 
 /// Rows by rows.
-pub fn grad(a: &Layout, b: &Layout, ends: &Layout) -> Option<Fast> {
+pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
     match a.dtype {
         DType::F32 => Some(sums::<f32>(a, b, ends)),
         DType::F64 => Some(sums::<f64>(a, b, ends)),
@@ -26,11 +26,11 @@ pub fn grad(a: &Layout, b: &Layout, ends: &Layout) -> Option<Fast> {
     }
 }
 
-fn rows<T: Real>(op: GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout) -> Fast {
+fn rows<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> FastKernel {
     let ([s, k], groups_of) = ([x.shape[0], x.shape[1]], ends.shape[0]);
     let n = w.shape[if op.transpose { 1 } else { 2 }];
     let strides = if op.transpose { (1, k) } else { (n, 1) };
-    Fast::new(move |inputs, outputs, _| {
+    FastKernel::new(move |inputs, outputs, _| {
         let (x, w) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let ends = &cast_slice::<u8, i64>(inputs[2])[..groups_of];
         let y: &mut [T] = cast_slice_mut(outputs[0]);
@@ -49,9 +49,9 @@ fn rows<T: Real>(op: GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout) -> Fa
     })
 }
 
-fn sums<T: Real>(a: &Layout, b: &Layout, ends: &Layout) -> Fast {
+fn sums<T: Real>(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> FastKernel {
     let (s, m, n, groups_of) = (a.shape[0], a.shape[1], b.shape[1], ends.shape[0]);
-    Fast::new(move |inputs, outputs, _| {
+    FastKernel::new(move |inputs, outputs, _| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let ends = &cast_slice::<u8, i64>(inputs[2])[..groups_of];
         let c: &mut [T] = cast_slice_mut(outputs[0]);

@@ -7,14 +7,14 @@ use super::real::Real;
 use super::recurrent::Recurrent;
 use super::rnn::{columns, next};
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::op::{Gru, GruGrad};
 use compiler::tensor::DType;
 
 /// The forward run.
-pub fn kernel(op: &Gru, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
         DType::F32 => Some(forward::<f32>(op.reverse, op.reset_after, sizes)),
@@ -24,7 +24,7 @@ pub fn kernel(op: &Gru, x: &Layout, w_hh: &Layout) -> Option<Fast> {
 }
 
 /// The gradient.
-pub fn grad(op: &GruGrad, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
         DType::F32 => Some(backward::<f32>(op.reverse, op.reset_after, sizes)),
@@ -38,14 +38,14 @@ fn from_column<T>(values: &[T], first: usize, row: usize) -> Matrix<'_, T> {
     Matrix { values: values.get(first..).unwrap_or_default(), strides: (row, 1) }
 }
 
-fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
+fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four) = (2 * hidden, 3 * hidden, 4 * hidden);
     // The candidate's product follows when it is known what the reset gate leaves of the state.
     let together = if reset_after { three } else { two };
     let all = Recurrent::of::<T>(steps, [batch, together, hidden], true);
     let alone = Recurrent::of::<T>(steps, [batch, if reset_after { 0 } else { hidden }, hidden], true);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, gates] = outputs else { unreachable!("a GRU has three outputs") };
         let [y, last_h, gates] = [y, last_h, gates].map(|o| cast_slice_mut::<u8, T>(o));
@@ -120,13 +120,13 @@ wide! {
     }
 }
 
-fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
+fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four, rows) = (2 * hidden, 3 * hidden, 4 * hidden, steps * batch);
     let sums_bytes = (three * size_of::<f64>()).next_multiple_of(ALIGNMENT);
     let of_gates = Recurrent::of::<T>(steps, [batch, hidden, two], false);
     let of_candidate = Recurrent::of::<T>(steps, [batch, hidden, hidden], false);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, x, w_ih, w_hh] = [0, 1, 2, 3, 4].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [h0, y, gates] = [5, 6, 7].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db_ih, db_hh, dh] = outputs else { unreachable!("its gradient has six outputs") };

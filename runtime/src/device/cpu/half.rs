@@ -4,7 +4,7 @@
 //! So sums, means and products within an op are those of `f32`, and only what is stored is narrow.
 
 use super::table::fast;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{Cast, Op};
 use compiler::tensor::DType;
@@ -35,7 +35,7 @@ pub fn narrow(dtype: DType, from: &[f32], to: &mut [u8]) {
 }
 
 /// The kernel of an op some of whose operands have two bytes, where there is one in `f32`.
-pub fn kernel(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
+pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<FastKernel> {
     if !inputs.iter().chain(outputs).any(|layout| is_half(layout.dtype)) {
         return None;
     }
@@ -43,7 +43,7 @@ pub fn kernel(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
         Op::Cast(cast) if is_half(cast.to) => Op::Cast(Cast { to: DType::F32 }),
         op => op.clone(),
     };
-    let wide = |layouts: &[Layout]| -> Vec<Layout> { layouts.iter().map(widened).collect() };
+    let wide = |layouts: &[TensorLayout]| -> Vec<TensorLayout> { layouts.iter().map(widened).collect() };
     let inner = fast(&op, &wide(inputs), &wide(outputs))?;
     let scratch: usize = inputs.iter().chain(outputs).filter(|layout| is_half(layout.dtype)).map(room).sum();
     let (from, to) = (inputs.to_vec(), outputs.to_vec());
@@ -80,21 +80,21 @@ pub fn kernel(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
         }
         Ok(())
     };
-    Some(Fast { workspace: 0, body: Box::new(body), adding: None }.with_workspace(scratch + own))
+    Some(FastKernel { workspace: 0, body: Box::new(body), adding: None }.with_workspace(scratch + own))
 }
 
-fn widened(layout: &Layout) -> Layout {
+fn widened(layout: &TensorLayout) -> TensorLayout {
     let dtype = if is_half(layout.dtype) { DType::F32 } else { layout.dtype };
-    Layout { dtype, shape: layout.shape.clone() }
+    TensorLayout { dtype, shape: layout.shape.clone() }
 }
 
 /// Bytes of scratch for an operand in `f32`.
-fn room(layout: &Layout) -> usize {
+fn room(layout: &TensorLayout) -> usize {
     (layout.len() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
 }
 
 /// The operand's part of what is left of the scratch.
-fn take<'a>(rest: &mut &'a mut [u8], layout: &Layout) -> &'a mut [u8] {
+fn take<'a>(rest: &mut &'a mut [u8], layout: &TensorLayout) -> &'a mut [u8] {
     let (piece, after) = std::mem::take(rest).split_at_mut(room(layout));
     *rest = after;
     &mut piece[..layout.len() * size_of::<f32>()]
@@ -153,7 +153,7 @@ mod tests {
                     });
                     tensors.collect()
                 };
-                let layouts = |facts: &[Fact]| facts.iter().map(Layout::of).collect::<Vec<_>>();
+                let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
                 let reference = Kernel::from_parts(sample.op.clone(), layouts(&facts), layouts(&made), None);
                 for (got, want) in run(&kernel).iter().zip(run(&reference)) {
                     let step = if dtype == DType::F16 { 1.0 / 1024.0 } else { 1.0 / 128.0 };

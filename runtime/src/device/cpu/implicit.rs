@@ -8,7 +8,7 @@
 //!
 //! The windows of all images are the columns of one product, so that small images fill tiles together.
 
-use super::Fast;
+use super::FastKernel;
 use super::conv::Role;
 use super::panels::images::{Flipped, Patches, PatchesTurned, Results};
 use super::panels::matrix::Plain;
@@ -32,7 +32,7 @@ pub struct Sizes {
 }
 
 /// A convolution of these sizes, none of them 0. Nothing where the processor or the windows do not suit.
-pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     if !is_at_hand() {
         return None;
     }
@@ -46,7 +46,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
     if role == Role::InputGrad {
         let taps = grid.taps();
         let places = Windows::new(&grid.flipped()?, images, [y_image, x_image])?;
-        return Some(Fast::new(move |inputs, outputs, _| {
+        return Some(FastKernel::new(move |inputs, outputs, _| {
             let (dy, w) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
             let dx = cast_slice_mut::<u8, f32>(outputs[0]);
             assert!(dy.len() == images * y_image && w.len() == groups * filters && dx.len() == images * x_image);
@@ -62,7 +62,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
         }));
     }
     let places = Windows::new(grid, images, [x_image, y_image])?;
-    Some(Fast::adding(role == Role::WeightGrad, move |inputs, outputs, _, add| {
+    Some(FastKernel::adding(role == Role::WeightGrad, move |inputs, outputs, _, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         for group in 0..groups {

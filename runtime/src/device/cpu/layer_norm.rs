@@ -3,13 +3,13 @@
 use super::real::Real;
 use super::sum::{sum_of, sum_of_pairs};
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::LayerNorm;
 use compiler::tensor::DType;
 
 /// Normalisation of rows as long as the scale.
-pub fn kernel(op: &LayerNorm, x: &Layout, scale: &Layout) -> Option<Fast> {
+pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(forward::<f32>(op.epsilon, scale.len())),
         DType::F64 => Some(forward::<f64>(op.epsilon, scale.len())),
@@ -18,7 +18,7 @@ pub fn kernel(op: &LayerNorm, x: &Layout, scale: &Layout) -> Option<Fast> {
 }
 
 /// Its gradient.
-pub fn grad(x: &Layout, scale: &Layout) -> Option<Fast> {
+pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(backward::<f32>(scale.len())),
         DType::F64 => Some(backward::<f64>(scale.len())),
@@ -26,8 +26,8 @@ pub fn grad(x: &Layout, scale: &Layout) -> Option<Fast> {
     }
 }
 
-fn forward<T: Real>(epsilon: f64, n: usize) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn forward<T: Real>(epsilon: f64, n: usize) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let [y, mean, rstd] = outputs else { unreachable!("a layer norm has three outputs") };
         let [x, scale, bias] = [0, 1, 2].map(|i| cast_slice::<u8, T>(inputs[i]));
         let (mean, rstd) = (cast_slice_mut::<u8, T>(mean), cast_slice_mut::<u8, T>(rstd));
@@ -54,8 +54,8 @@ wide! {
     }
 }
 
-fn backward<T: Real>(n: usize) -> Fast {
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+fn backward<T: Real>(n: usize) -> FastKernel {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [dx, dscale, dbias] = outputs else { unreachable!("the gradient of a layer norm has three outputs") };
         let [dy, x, scale, mean, rstd] = [0, 1, 2, 3, 4].map(|i| cast_slice::<u8, T>(inputs[i]));
         let dx = cast_slice_mut::<u8, T>(dx);

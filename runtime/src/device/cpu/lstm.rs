@@ -5,7 +5,7 @@ use super::matmul::{Matrix, product};
 use super::real::Real;
 use super::recurrent::Recurrent;
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::tensor::DType;
@@ -20,7 +20,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub fn of(x: &Layout, w_hh: &Layout) -> Option<Sizes> {
+    pub fn of(x: &TensorLayout, w_hh: &TensorLayout) -> Option<Sizes> {
         let (&[steps, batch, width], &[_, hidden]) = (x.shape.as_slice(), w_hh.shape.as_slice()) else { return None };
         Some(Sizes { steps, batch, width, hidden })
     }
@@ -32,7 +32,7 @@ impl Sizes {
 }
 
 /// The forward run.
-pub fn kernel(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
         DType::F32 => Some(forward::<f32>(reverse, sizes)),
@@ -42,7 +42,7 @@ pub fn kernel(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Fast> {
 }
 
 /// The gradient.
-pub fn grad(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
         DType::F32 => Some(backward::<f32>(reverse, sizes)),
@@ -61,11 +61,11 @@ pub(super) fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (1, row) }
 }
 
-fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
+fn forward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let wide = 4 * hidden;
     let recurrent = Recurrent::of::<T>(steps, [batch, wide, hidden], true);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("an LSTM has five outputs") };
         let [y, last_h, last_c] = [y, last_h, last_c].map(|o| cast_slice_mut::<u8, T>(o));
@@ -145,12 +145,12 @@ wide! {
     }
 }
 
-fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
+fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (wide, rows) = (4 * hidden, steps * batch);
     let sums_bytes = (wide * size_of::<f64>()).next_multiple_of(ALIGNMENT);
     let recurrent = Recurrent::of::<T>(steps, [batch, hidden, wide], false);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, last_dc, x, w_ih, w_hh] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [h0, c0, y, gates, cells] = [6, 7, 8, 9, 10].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh, dc] = outputs else { unreachable!("its gradient has six outputs") };

@@ -5,7 +5,7 @@ use super::movement::transpose_matrix;
 use super::panels;
 use super::real::Real;
 use super::walk::{Walk, row_major, stretched};
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::MatMul;
 use compiler::tensor::DType;
@@ -18,7 +18,7 @@ const TURN_ELEMENTS: usize = 16 * 1024;
 const MIN_COLUMNS: usize = 8;
 
 /// A matrix product with leading dims.
-pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
+pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
     match a.dtype {
         DType::F32 => batched::<f32>(op, a, b, c),
         DType::F64 => batched::<f64>(op, a, b, c),
@@ -26,12 +26,12 @@ pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
     }
 }
 
-fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
+fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
     let lead = c.shape.len() - 2;
     let (mut m, n) = (c.shape[lead], c.shape[lead + 1]);
     let k = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
     let shape = &c.shape[..lead];
-    let leading = |layout: &Layout| layout.shape[..layout.shape.len() - 2].to_vec();
+    let leading = |layout: &TensorLayout| layout.shape[..layout.shape.len() - 2].to_vec();
     let (a_lead, b_lead) = (leading(a), leading(b));
     let shared_b = b_lead.iter().all(|&d| d == 1);
     let strides = [row_major(shape), stretched(&a_lead, shape), stretched(&b_lead, shape)];
@@ -46,7 +46,7 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
     // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
     let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
-    let fast = Fast::adding(true, move |inputs, outputs, workspace, add| {
+    let fast = FastKernel::adding(true, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];

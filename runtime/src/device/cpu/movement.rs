@@ -2,9 +2,9 @@
 
 use super::walk::{Walk, join, row_major, stretched};
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
-use compiler::op::{Concat, Flip, Iota, Pad, Rule, Slice, Transpose};
+use compiler::op::{Concat, Flip, Iota, OpRule, Pad, Slice, Transpose};
 use compiler::tensor::dim::Dim;
 use compiler::tensor::view::ViewMut;
 
@@ -12,42 +12,42 @@ use compiler::tensor::view::ViewMut;
 const TILE: usize = 16;
 
 /// The bytes of the first input as they are.
-pub fn copy() -> Fast {
-    Fast::new(|inputs, outputs, _| {
+pub fn copy() -> FastKernel {
+    FastKernel::new(|inputs, outputs, _| {
         outputs[0].copy_from_slice(inputs[0]);
         Ok(())
     })
 }
 
 /// The same bytes every time.
-pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Fast {
-    Fast::new(move |_, outputs, _| {
+pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
+    FastKernel::new(move |_, outputs, _| {
         outputs[0].copy_from_slice(bytes.as_ref());
         Ok(())
     })
 }
 
 /// Counting along an axis: the values are worked out once.
-pub fn iota(op: &Iota, y: &Layout) -> Option<Fast> {
+pub fn iota(op: &Iota, y: &TensorLayout) -> Option<FastKernel> {
     let mut bytes = vec![0; y.bytes()];
     op.reference(&[], &mut [ViewMut::new(y.dtype, &y.shape, &mut bytes)]).ok()?;
     Some(given(bytes))
 }
 
 /// Axes in another order.
-pub fn transpose(op: &Transpose, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn transpose(op: &Transpose, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let own = row_major(&x.shape);
     let strides: Vec<isize> = op.perm.iter().map(|&axis| own[axis]).collect();
     pick(y, &strides, 0)
 }
 
 /// Stretching.
-pub fn broadcast(x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn broadcast(x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     pick(y, &stretched(&x.shape, &y.shape), 0)
 }
 
 /// Every few elements of each axis.
-pub fn slice(op: &Slice, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn slice(op: &Slice, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let own = row_major(&x.shape);
     if y.is_empty() {
         return Some(copy_nothing());
@@ -59,7 +59,7 @@ pub fn slice(op: &Slice, x: &Layout, y: &Layout) -> Option<Fast> {
 }
 
 /// Axes backward.
-pub fn flip(op: &Flip, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let mut strides = row_major(&x.shape);
     if y.is_empty() {
         return Some(copy_nothing());
@@ -73,7 +73,7 @@ pub fn flip(op: &Flip, x: &Layout, y: &Layout) -> Option<Fast> {
 }
 
 /// A border, and room between neighbours.
-pub fn pad(op: &Pad, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let own = row_major(&y.shape);
     let mut value = vec![0; y.dtype.size()];
     ViewMut::new(y.dtype, &[], &mut value).set_f64(0, op.value);
@@ -88,9 +88,9 @@ pub fn pad(op: &Pad, x: &Layout, y: &Layout) -> Option<Fast> {
     })
 }
 
-fn place<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> Fast {
+fn place<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> FastKernel {
     let value: T = bytemuck::pod_read_unaligned(value);
-    Fast::new(move |inputs, outputs, _| {
+    FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         y.fill(value);
         for [x_at, y_at] in walk.runs() {
@@ -105,11 +105,11 @@ fn place<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> Fast {
 }
 
 /// Inputs one behind the other.
-pub fn concat(op: &Concat, inputs: &[Layout], y: &Layout) -> Option<Fast> {
+pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<FastKernel> {
     let outer: usize = y.shape[..op.axis].iter().product();
-    let run = |layout: &Layout| layout.shape[op.axis..].iter().product::<usize>() * layout.dtype.size();
+    let run = |layout: &TensorLayout| layout.shape[op.axis..].iter().product::<usize>() * layout.dtype.size();
     let (runs, whole): (Vec<usize>, usize) = (inputs.iter().map(run).collect(), run(y));
-    Some(Fast::new(move |inputs, outputs, _| {
+    Some(FastKernel::new(move |inputs, outputs, _| {
         for block in 0..outer {
             let mut at = block * whole;
             for (x, &run) in inputs.iter().zip(&runs) {
@@ -121,8 +121,8 @@ pub fn concat(op: &Concat, inputs: &[Layout], y: &Layout) -> Option<Fast> {
     }))
 }
 
-fn copy_nothing() -> Fast {
-    Fast::new(|_, _, _| Ok(()))
+fn copy_nothing() -> FastKernel {
+    FastKernel::new(|_, _, _| Ok(()))
 }
 
 fn origin(at: &[Dim], strides: &[isize]) -> Option<isize> {
@@ -130,7 +130,7 @@ fn origin(at: &[Dim], strides: &[isize]) -> Option<isize> {
 }
 
 /// Writes `y` in order from `x` read at strides.
-fn pick(y: &Layout, strides: &[isize], start: isize) -> Option<Fast> {
+fn pick(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
     match y.dtype.size() {
         1 => pick_as::<u8>(y, strides, start),
         2 => pick_as::<u16>(y, strides, start),
@@ -139,7 +139,7 @@ fn pick(y: &Layout, strides: &[isize], start: isize) -> Option<Fast> {
     }
 }
 
-fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) -> Option<Fast> {
+fn pick_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
     let own = row_major(&y.shape);
     let mut joined = join(&y.shape, [&own, strides]);
     // Another axis is the one without gaps in x: move squares, so that both sides stay within cache lines.
@@ -155,7 +155,7 @@ fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) ->
         return Some(swap::<T>(squares, [rows, columns], [row as usize, step as usize]));
     }
     let walk = Walk::new(&y.shape, [&own, strides], [0, start])?;
-    Some(Fast::new(move |inputs, outputs, _| {
+    Some(FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let n = walk.inner;
         for [y_at, x_at] in walk.runs() {
@@ -173,8 +173,8 @@ fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) ->
 }
 
 /// Transposes matrices from each pair of first indices.
-fn swap<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [usize; 2]) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn swap<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [usize; 2]) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         for [y_at, x_at] in matrices.elements() {
             transpose_matrix(&x[x_at..], step, &mut y[y_at..], row, sizes);

@@ -4,13 +4,13 @@ use super::patches::Grid;
 use super::real::Real;
 use super::sum::{largest, sum_of};
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{AvgPool, MaxPool};
 use compiler::tensor::DType;
 
 /// Largest elements.
-pub fn max(op: &MaxPool, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     match x.dtype {
         DType::F32 => Some(max_of::<f32>(grid)),
@@ -20,7 +20,7 @@ pub fn max(op: &MaxPool, x: &Layout, y: &Layout) -> Option<Fast> {
 }
 
 /// The gradient of [`max`].
-pub fn max_grad(op: &MaxPool, x: &Layout, dy: &Layout) -> Option<Fast> {
+pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &dy.shape[2..])?;
     u32::try_from(grid.data_len()).ok()?;
     match x.dtype {
@@ -31,7 +31,7 @@ pub fn max_grad(op: &MaxPool, x: &Layout, dy: &Layout) -> Option<Fast> {
 }
 
 /// Means.
-pub fn avg(op: &AvgPool, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     let shares = Shares::of(op, &grid, &x.shape[2..]);
     match x.dtype {
@@ -42,7 +42,7 @@ pub fn avg(op: &AvgPool, x: &Layout, y: &Layout) -> Option<Fast> {
 }
 
 /// The gradient of [`avg`].
-pub fn avg_grad(op: &AvgPool, dy: &Layout, dx: &Layout) -> Option<Fast> {
+pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
     let shares = Shares::of(op, &grid, &dx.shape[2..]);
     match dy.dtype {
@@ -83,14 +83,14 @@ impl Shares {
     }
 }
 
-fn max_of<T: Real>(grid: Grid) -> Fast {
+fn max_of<T: Real>(grid: Grid) -> FastKernel {
     if grid.is_of_squares() {
-        return Fast::new(move |inputs, outputs, _| {
+        return FastKernel::new(move |inputs, outputs, _| {
             max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
             Ok(())
         });
     }
-    Fast::new(move |inputs, outputs, _| {
+    FastKernel::new(move |inputs, outputs, _| {
         max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         Ok(())
     })
@@ -148,9 +148,9 @@ wide! {
     }
 }
 
-fn max_grad_of<T: Real>(grid: Grid) -> Fast {
+fn max_grad_of<T: Real>(grid: Grid) -> FastKernel {
     if grid.is_of_squares() {
-        return Fast::new(move |inputs, outputs, _| {
+        return FastKernel::new(move |inputs, outputs, _| {
             let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
             max_grad_of_squares(grid.out[2], x, dy, cast_slice_mut(outputs[0]));
             Ok(())
@@ -158,7 +158,7 @@ fn max_grad_of<T: Real>(grid: Grid) -> Fast {
     }
     let windows = grid.out_len();
     let first = (windows * size_of::<T>()).next_multiple_of(ALIGNMENT);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (best, index) = workspace.split_at_mut(first);
         let best = &mut cast_slice_mut::<u8, T>(best)[..windows];
         let index = &mut cast_slice_mut::<u8, u32>(&mut index[..windows * size_of::<u32>()])[..];
@@ -236,8 +236,8 @@ wide! {
     }
 }
 
-fn avg_of<T: Real>(grid: Grid, shares: Shares) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn avg_of<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         Ok(())
     })
@@ -271,8 +271,8 @@ wide! {
     }
 }
 
-fn avg_grad_of<T: Real>(grid: Grid, shares: Shares) -> Fast {
-    Fast::new(move |inputs, outputs, _| {
+fn avg_grad_of<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| {
         avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         Ok(())
     })

@@ -4,13 +4,13 @@ use super::real::Real;
 use super::sum::{largest, smallest, sum_of};
 use super::walk::{Walk, row_major};
 use super::wide::wide;
-use super::{Fast, Layout, movement};
+use super::{FastKernel, TensorLayout, movement};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{ArgReduce, Reduce, ReduceKind};
 use compiler::tensor::DType;
 
 /// A reduction.
-pub fn kernel(op: &Reduce, x: &Layout, y: &Layout) -> Option<Fast> {
+pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => reduce::<f32>(op, x, y),
         DType::F64 => reduce::<f64>(op, x, y),
@@ -18,7 +18,7 @@ pub fn kernel(op: &Reduce, x: &Layout, y: &Layout) -> Option<Fast> {
     }
 }
 
-fn reduce<T: Real>(op: &Reduce, x: &Layout, y: &Layout) -> Option<Fast> {
+fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let count: usize = op.axes.iter().map(|&axis| x.shape[axis]).product();
     if count == 1 {
         return Some(movement::copy());
@@ -37,7 +37,7 @@ fn reduce<T: Real>(op: &Reduce, x: &Layout, y: &Layout) -> Option<Fast> {
         ReduceKind::Min => f64::INFINITY,
     };
     let divisor = if kind == ReduceKind::Mean { count as f64 } else { 1.0 };
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let x = cast_slice::<u8, T>(inputs[0]);
         let joined = &mut cast_slice_mut::<u8, f64>(workspace)[..walk_targets(outputs[0], T::DTYPE)];
         joined.fill(start);
@@ -89,7 +89,7 @@ joins! {
 }
 
 /// The index of the largest or smallest element.
-pub fn arg(op: &ArgReduce, x: &Layout) -> Option<Fast> {
+pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(arg_of::<f32>(op, x)),
         DType::F64 => Some(arg_of::<f64>(op, x)),
@@ -98,11 +98,11 @@ pub fn arg(op: &ArgReduce, x: &Layout) -> Option<Fast> {
 }
 
 #[allow(clippy::eq_op)]
-fn arg_of<T: Real + Pod>(op: &ArgReduce, x: &Layout) -> Fast {
+fn arg_of<T: Real + Pod>(op: &ArgReduce, x: &TensorLayout) -> FastKernel {
     let outer: usize = x.shape[..op.axis].iter().product();
     let (size, inner) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
     let sign = if op.largest { T::ONE } else { -T::ONE };
-    Fast::new(move |inputs, outputs, _| {
+    FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, i64>(outputs[0]));
         for block in 0..outer {
             for within in 0..inner {

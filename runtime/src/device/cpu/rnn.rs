@@ -6,14 +6,14 @@ use super::matmul::product;
 use super::real::Real;
 use super::recurrent::Recurrent;
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::order;
 use compiler::op::{Activation, Rnn, RnnGrad};
 use compiler::tensor::DType;
 
 /// The forward run.
-pub fn kernel(op: &Rnn, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
         DType::F32 => Some(forward::<f32>(op.reverse, op.activation, sizes)),
@@ -23,7 +23,7 @@ pub fn kernel(op: &Rnn, x: &Layout, w_hh: &Layout) -> Option<Fast> {
 }
 
 /// The gradient.
-pub fn grad(op: &RnnGrad, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
         DType::F32 => Some(backward::<f32>(op.reverse, op.activation, sizes)),
@@ -42,10 +42,10 @@ pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) ->
     step
 }
 
-fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast {
+fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let recurrent = Recurrent::of::<T>(steps, [batch, hidden, hidden], true);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h] = outputs else { unreachable!("a recurrent layer has two outputs") };
         let [y, last_h] = [y, last_h].map(|o| cast_slice_mut::<u8, T>(o));
@@ -78,12 +78,12 @@ wide! {
     }
 }
 
-fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast {
+fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let rows = steps * batch;
     let sums_bytes = (hidden * size_of::<f64>()).next_multiple_of(ALIGNMENT);
     let recurrent = Recurrent::of::<T>(steps, [batch, hidden, hidden], false);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, x, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh] = outputs else { unreachable!("its gradient has five outputs") };
         let [dx, dw_ih, dw_hh, db, dh] = [dx, dw_ih, dw_hh, db, dh].map(|o| cast_slice_mut::<u8, T>(o));

@@ -3,12 +3,12 @@
 use super::real::Real;
 use super::sum::{largest, sum_exp, sum_of};
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 
 /// Softmax along `axis`, or its logarithm.
-pub fn kernel(axis: usize, logarithm: bool, x: &Layout) -> Option<Fast> {
+pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(along::<f32>(axis, logarithm, x)),
         DType::F64 => Some(along::<f64>(axis, logarithm, x)),
@@ -16,18 +16,18 @@ pub fn kernel(axis: usize, logarithm: bool, x: &Layout) -> Option<Fast> {
     }
 }
 
-fn along<T: Real>(axis: usize, logarithm: bool, x: &Layout) -> Fast {
+fn along<T: Real>(axis: usize, logarithm: bool, x: &TensorLayout) -> FastKernel {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     if x.is_empty() {
-        return Fast::new(|_, _, _| Ok(()));
+        return FastKernel::new(|_, _, _| Ok(()));
     }
     if inner == 1 {
-        return Fast::new(move |inputs, outputs, _| {
+        return FastKernel::new(move |inputs, outputs, _| {
             rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm);
             Ok(())
         });
     }
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (max, sum) = cast_slice_mut::<u8, f64>(workspace)[..2 * inner].split_at_mut(inner);
         columns(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), [size, inner], logarithm, max, sum);
         Ok(())

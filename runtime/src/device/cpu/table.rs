@@ -6,10 +6,10 @@ use super::*;
 impl Kernel {
     /// The kernel of an op at these concrete facts: a fast one where there is one, else the op's reference rule.
     pub fn new(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Kernel {
-        let inputs: Vec<Layout> = inputs.iter().map(Layout::of).collect();
-        let outputs: Vec<Layout> = outputs.iter().map(Layout::of).collect();
+        let inputs: Vec<TensorLayout> = inputs.iter().map(TensorLayout::of).collect();
+        let outputs: Vec<TensorLayout> = outputs.iter().map(TensorLayout::of).collect();
         // Where there is nothing to be fast about, the reference rules say what comes of no elements.
-        let empty = inputs.iter().chain(&outputs).any(Layout::is_empty);
+        let empty = inputs.iter().chain(&outputs).any(TensorLayout::is_empty);
         let fast =
             if empty { None } else { fast(op, &inputs, &outputs).or_else(|| half::kernel(op, &inputs, &outputs)) };
         Kernel::from_parts(op.clone(), inputs, outputs, fast)
@@ -17,7 +17,7 @@ impl Kernel {
 }
 
 /// The fast kernel of an op, where there is one for these element types.
-pub(super) fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
+pub(super) fn fast(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<FastKernel> {
     match (op, inputs, outputs) {
         (Op::Unary(op), [x], _) => elementwise::unary(*op, x),
         (Op::Binary(op), [a, b], [y]) => elementwise::binary(*op, a, b, y),

@@ -10,7 +10,7 @@
 //! Tiles go through in runs, so that what is transformed stays in the second-level cache. Sums in `f32` are a few times as far off as those of
 //! the definition: 4 additions in each transform, factors of 1 and 1/2 (the larger tiles of F(4×4, 3×3) lose two digits).
 
-use super::Fast;
+use super::FastKernel;
 use super::conv::Role;
 use super::implicit::Sizes;
 use super::panels::matrix::Plain;
@@ -36,7 +36,7 @@ const APART: usize = LANES;
 const CACHE: usize = 256 * 1024;
 
 /// A convolution of these sizes, none of them 0. Nothing where the processor does not suit, or less is won than lost.
-pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, ins, outs, .. } = sizes;
     let tiles_of_image = grid.tiles()?.out_len();
     let filters = ins as f64 * outs as f64;
@@ -48,7 +48,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
 }
 
 /// The convolution, whatever is won or lost by it.
-fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
     let filters = ins * outs;
     let (x_image, y_image) = (groups * ins * grid.data_len(), groups * outs * grid.out_len());
@@ -105,7 +105,7 @@ impl Way {
     }
 
     /// The kernel, where `parts` gives data, filters and results of a group.
-    fn kernel<P>(self, groups: usize, parts: P) -> Fast
+    fn kernel<P>(self, groups: usize, parts: P) -> FastKernel
     where
         P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
     {
@@ -115,7 +115,7 @@ impl Way {
         let across = columns.next_multiple_of(LANES);
         let [filters, data, results] =
             [rows_of_filters * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
-        let fast = Fast::new(move |inputs, outputs, workspace| {
+        let fast = FastKernel::new(move |inputs, outputs, workspace| {
             let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
             let to = cast_slice_mut::<u8, f32>(outputs[0]);
             let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..filters + data + results];
@@ -146,7 +146,7 @@ impl Way {
     }
 }
 
-fn weight_grad<P>(grid: &Grid, sizes: Sizes, [x_image, y_image]: [usize; 2], parts: P) -> Option<Fast>
+fn weight_grad<P>(grid: &Grid, sizes: Sizes, [x_image, y_image]: [usize; 2], parts: P) -> Option<FastKernel>
 where
     P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
 {
@@ -156,7 +156,7 @@ where
     let run = run(&tiles, [ins, outs]).max(MIN_DEPTH / LANES).min(tiles.columns.div_ceil(LANES));
     let (across, pitch) = (ins.next_multiple_of(LANES), run * LANES);
     let [sums, data, results] = [outs * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
-    let fast = Fast::adding(true, move |inputs, outputs, workspace, add| {
+    let fast = FastKernel::adding(true, move |inputs, outputs, workspace, add| {
         let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
         let to = cast_slice_mut::<u8, f32>(outputs[0]);
         let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..sums + data + results];

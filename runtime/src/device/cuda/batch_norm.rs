@@ -2,12 +2,12 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::BatchNorm;
 
 /// The loop over the elements of channel `i`, with `p` as the place of each.
-fn members(x: &Layout, lines: &str) -> String {
+fn members(x: &TensorLayout, lines: &str) -> String {
     let (batch, channels, inner) = (x.shape[0], x.shape[1], x.shape[2..].iter().product::<usize>());
     format!(
         "for (at k = threadIdx.x; k < (at){}; k += blockDim.x) {{ at p = (k / (at){inner} * (at){channels} + i) * (at){inner} + k % (at){inner}; {lines} }}\n",
@@ -16,7 +16,7 @@ fn members(x: &Layout, lines: &str) -> String {
 }
 
 /// y, mean, variance and reciprocal deviation.
-pub fn kernel(op: &BatchNorm, x: &Layout) -> Option<Recipe> {
+pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
     let kind = held(accumulator(x.dtype));
     let mut draft = Draft::new(x.len());
@@ -39,11 +39,11 @@ pub fn kernel(op: &BatchNorm, x: &Layout) -> Option<Recipe> {
         store(x.dtype, "rstd"),
         members(x, &format!("y[p] = {};", store(x.dtype, &format!("({v} - mean) * rstd * {scale} + {bias}"))))
     );
-    Some(Recipe::of(draft.block_each(channels, count, &lines)))
+    Some(LaunchPlan::of(draft.block_each(channels, count, &lines)))
 }
 
 /// dx, dscale and dbias.
-pub fn grad(x: &Layout) -> Option<Recipe> {
+pub fn grad(x: &TensorLayout) -> Option<LaunchPlan> {
     let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
     let kind = held(accumulator(x.dtype));
     let mut draft = Draft::new(x.len());
@@ -64,5 +64,5 @@ pub fn grad(x: &Layout) -> Option<Recipe> {
         store(x.dtype, "total"),
         members(x, &format!("dx[p] = {};", store(x.dtype, &dx)))
     );
-    Some(Recipe::of(draft.block_each(channels, count, &lines)))
+    Some(LaunchPlan::of(draft.block_each(channels, count, &lines)))
 }

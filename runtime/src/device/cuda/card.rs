@@ -3,7 +3,7 @@
 use super::compile::{Architecture, CompileFault, cubin};
 use super::library::{self, FOLDERS};
 use super::prelude::ENTRY;
-use super::recipe::{Base, Fault, Launch, Recipe};
+use super::recipe::{Base, Fault, Launch, LaunchPlan};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -32,7 +32,7 @@ pub enum CardFault {
 
 /// What a card is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct About {
+pub struct GpuInfo {
     /// Its place among the cards of the machine.
     pub ordinal: usize,
     /// The name that the driver gives it.
@@ -46,9 +46,9 @@ pub struct About {
 }
 
 /// A GPU. Whatever is allocated on it or loaded onto it keeps it open.
-pub struct Card {
+pub struct Gpu {
     context: Arc<CudaContext>,
-    about: About,
+    about: GpuInfo,
     kernels: Mutex<HashMap<Arc<str>, Kernel>>,
 }
 
@@ -61,14 +61,14 @@ unsafe impl Send for Kernel {}
 
 /// Bytes on a card.
 pub struct Memory {
-    card: Arc<Card>,
+    card: Arc<Gpu>,
     address: sys::CUdeviceptr,
     bytes: usize,
 }
 
 /// A queue of work on a card: what is put into it runs in order.
 pub struct Stream {
-    card: Arc<Card>,
+    card: Arc<Gpu>,
     stream: Arc<CudaStream>,
 }
 
@@ -104,9 +104,9 @@ pub fn is_joined(one: usize, other: usize) -> bool {
     unsafe { sys::cuDeviceGetP2PAttribute(&mut joined, native, from, to) }.result().is_ok() && joined != 0
 }
 
-impl Card {
+impl Gpu {
     /// Opens a card.
-    pub fn open(ordinal: usize) -> Result<Arc<Card>, CardFault> {
+    pub fn open(ordinal: usize) -> Result<Arc<Gpu>, CardFault> {
         // Without the library the calls below would panic.
         library::driver().ok_or(CardFault::NoDriver)?;
         let count = count();
@@ -118,18 +118,18 @@ impl Card {
         let mut driver = 0;
         // SAFETY: the driver is there and writes one number.
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result()?;
-        let about = About {
+        let about = GpuInfo {
             ordinal,
             name: context.name()?,
             architecture: Architecture { major: major.unsigned_abs(), minor: minor.unsigned_abs() },
             memory: context.total_mem()?,
             driver,
         };
-        Ok(Arc::new(Card { context, about, kernels: Mutex::default() }))
+        Ok(Arc::new(Gpu { context, about, kernels: Mutex::default() }))
     }
 
     /// What it is.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &GpuInfo {
         &self.about
     }
 
@@ -139,7 +139,7 @@ impl Card {
     }
 
     /// Takes memory; its bytes are what was left there.
-    pub fn allocate(self: &Arc<Card>, bytes: usize) -> Result<Memory, CardFault> {
+    pub fn allocate(self: &Arc<Gpu>, bytes: usize) -> Result<Memory, CardFault> {
         self.context.bind_to_thread()?;
         // SAFETY: the address is used within `bytes`, and freed once, when the memory is dropped.
         match unsafe { result::malloc_sync(bytes.max(1)) } {
@@ -153,7 +153,7 @@ impl Card {
     }
 
     /// A new queue.
-    pub fn stream(self: &Arc<Card>) -> Result<Stream, CardFault> {
+    pub fn stream(self: &Arc<Gpu>) -> Result<Stream, CardFault> {
         Ok(Stream { card: self.clone(), stream: self.context.new_stream()? })
     }
 
@@ -197,7 +197,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         // A card that failed frees nothing more; its memory goes with the process.
         if self.card.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated in `Card::allocate`, freed here alone.
+            // SAFETY: allocated in `Gpu::allocate`, freed here alone.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
@@ -229,7 +229,7 @@ impl Stream {
 
     /// Puts a recipe's launches into the queue. Kernels must have been made for operands of at least the sizes that lie at these
     /// addresses.
-    pub fn run(&self, recipe: &Recipe, operands: &Operands<'_>) -> Result<(), CardFault> {
+    pub fn run(&self, recipe: &LaunchPlan, operands: &Operands<'_>) -> Result<(), CardFault> {
         self.card.context.bind_to_thread()?;
         recipe.launches.iter().try_for_each(|launch| self.launch(launch, operands))
     }

@@ -4,9 +4,9 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, Recipe};
+use super::recipe::{At, LaunchPlan};
 use super::windows::{close, element, flat, seeing, seen, split};
-use crate::device::layout::Layout;
+use crate::device::layout::TensorLayout;
 use compiler::op::Window;
 use std::fmt::Write;
 
@@ -36,7 +36,7 @@ fn volume(sizes: &[usize]) -> usize {
 }
 
 /// `y = x ⋆ w`.
-pub fn forward(window: &Window, x: &Layout, w: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &w.shape, y: &y.shape };
     let kind = held(accumulator(y.dtype));
     let mut draft = Draft::new(s.reach());
@@ -65,11 +65,11 @@ pub fn forward(window: &Window, x: &Layout, w: &Layout, y: &Layout) -> Option<Re
     );
     body.push_str(&close(s.rank() + 1));
     let _ = write!(body, "y[i] = {};", store(y.dtype, "sum"));
-    Some(Recipe::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
 /// The gradient for x: each element asks which windows saw it.
-pub fn input_grad(window: &Window, dy: &Layout, w: &Layout, dx: &Layout) -> Option<Recipe> {
+pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &dx.shape, w: &w.shape, y: &dy.shape };
     let kind = held(accumulator(dx.dtype));
     let mut draft = Draft::new(s.reach());
@@ -98,11 +98,11 @@ pub fn input_grad(window: &Window, dy: &Layout, w: &Layout, dx: &Layout) -> Opti
     );
     body.push_str(&close(s.rank() + 1));
     let _ = write!(body, "dx[i] = {};", store(dx.dtype, "sum"));
-    Some(Recipe::of(draft.each(dx.len(), &body)))
+    Some(LaunchPlan::of(draft.each(dx.len(), &body)))
 }
 
 /// The gradient for w: a block for each weight goes over all windows.
-pub fn weight_grad(window: &Window, dy: &Layout, x: &Layout, dw: &Layout) -> Option<Recipe> {
+pub fn weight_grad(window: &Window, dy: &TensorLayout, x: &TensorLayout, dw: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &dw.shape, y: &dy.shape };
     let kind = held(accumulator(dw.dtype));
     let mut draft = Draft::new(s.reach());
@@ -131,5 +131,5 @@ pub fn weight_grad(window: &Window, dy: &Layout, x: &Layout, dw: &Layout) -> Opt
         ),
         store(dw.dtype, "sum")
     );
-    Some(Recipe::of(draft.block_each(dw.len(), count, &body)))
+    Some(LaunchPlan::of(draft.block_each(dw.len(), count, &body)))
 }

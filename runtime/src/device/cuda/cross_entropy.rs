@@ -2,9 +2,9 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, Base, Launch, Recipe};
+use super::recipe::{At, Base, Launch, LaunchPlan};
 use super::softmax::most_and_total;
-use crate::device::layout::Layout;
+use crate::device::layout::TensorLayout;
 use compiler::op::{CrossEntropy, CrossEntropyGrad};
 
 /// Whether a label counts, in terms of the label `t`.
@@ -17,7 +17,7 @@ fn counts(ignore: Option<i64>) -> String {
 }
 
 /// One block that counts the targets and refuses a label outside the classes, the first one where there are several.
-fn count(target: &Layout, input: usize, classes: usize, ignore: Option<i64>, to: At) -> Launch {
+fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64>, to: At) -> Launch {
     let mut draft = Draft::new(target.len());
     draft.reads("target", target.dtype, At::input(input));
     draft.writes("count", compiler::tensor::DType::U64, to);
@@ -38,11 +38,11 @@ fn count(target: &Layout, input: usize, classes: usize, ignore: Option<i64>, to:
 }
 
 /// The loss and the log-sum-exp of every line.
-pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Recipe> {
+pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<LaunchPlan> {
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
     let sums = accumulator(logits.dtype);
     let kind = held(sums);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let counted = recipe.take(8);
     let losses = recipe.take(target.len() * sums.size());
     recipe.launches.push(count(target, 1, size, op.ignore, counted));
@@ -78,10 +78,15 @@ pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Rec
 }
 
 /// The gradient for the logits.
-pub fn grad(op: &CrossEntropyGrad, dloss: &Layout, logits: &Layout, target: &Layout) -> Option<Recipe> {
+pub fn grad(
+    op: &CrossEntropyGrad,
+    dloss: &TensorLayout,
+    logits: &TensorLayout,
+    target: &TensorLayout,
+) -> Option<LaunchPlan> {
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
     let kind = held(accumulator(logits.dtype));
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let counted = recipe.take(8);
     recipe.launches.push(count(target, 2, size, op.ignore, counted));
     let mut draft = Draft::new(logits.len());

@@ -3,8 +3,8 @@
 use super::draft::Draft;
 use super::element::{cast, held, load, store};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::{Binary, Compare, Op, Unary};
 use compiler::tensor::DType;
 
@@ -77,8 +77,8 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> String {
 }
 
 /// An elementwise op, its operands stretched to the output.
-pub fn kernel(op: &Op, inputs: &[Layout], y: &Layout) -> Option<Recipe> {
-    let mut draft = Draft::new(inputs.iter().map(Layout::len).chain([y.len()]).max().unwrap_or(0));
+pub fn kernel(op: &Op, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
+    let mut draft = Draft::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
     let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &y.shape)).collect();
     let (lines, places) = offsets("d", "i", &y.shape, &walks);
     let dtypes: Vec<DType> = inputs.iter().map(|x| x.dtype).collect();
@@ -92,5 +92,5 @@ pub fn kernel(op: &Op, inputs: &[Layout], y: &Layout) -> Option<Recipe> {
     }
     draft.writes("y", y.dtype, At::output(0));
     body.push_str(&format!("y[i] = {};", store(y.dtype, &value)));
-    Some(Recipe::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }

@@ -5,15 +5,15 @@
 
 use super::draft::{Draft, threads_for};
 use super::element::{accumulator, bits, held, load, store};
-use super::recipe::{At, Base, Launch, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, Base, Launch, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::{BatchGather, BatchScatterAdd, Gather, Scatter, ScatterAdd, ScatterKind};
 use compiler::tensor::DType;
 
 /// What indices name: rows of one axis, or of an axis for each example of a batch, one behind the other.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
-    indices: &'a Layout,
+    indices: &'a TensorLayout,
     /// Rows of an axis.
     size: usize,
     /// How many examples have an axis and indices of their own.
@@ -60,7 +60,7 @@ fn check(rows: Rows<'_>, input: usize) -> Launch {
 }
 
 /// Slices of x.
-pub fn gather(op: &Gather, x: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let (size, run) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: 1 };
     let dtype = bits(x.dtype);
@@ -75,11 +75,16 @@ pub fn gather(op: &Gather, x: &Layout, indices: &Layout, y: &Layout) -> Option<R
         rows.row("k"),
         count = indices.len(),
     );
-    Some(Recipe { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
+    Some(LaunchPlan { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
 }
 
 /// Slices of x by indices of their own for each example.
-pub fn batch_gather(op: &BatchGather, x: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn batch_gather(
+    op: &BatchGather,
+    x: &TensorLayout,
+    indices: &TensorLayout,
+    y: &TensorLayout,
+) -> Option<LaunchPlan> {
     let (size, run) = (x.shape[op.batch], x.shape[op.batch + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: x.shape[..op.batch].iter().product() };
     let dtype = bits(x.dtype);
@@ -92,11 +97,11 @@ pub fn batch_gather(op: &BatchGather, x: &Layout, indices: &Layout, y: &Layout) 
          y[i] = place == ~(at)0 ? 0 : x[place * (at){run} + within];",
         rows.row("k"),
     );
-    Some(Recipe { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
+    Some(LaunchPlan { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
 }
 
 /// The chains: `first` of each place and `next` of each index, `~0` where there is none.
-fn chains(recipe: &mut Recipe, rows: Rows<'_>) -> (At, At) {
+fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
     let (indices, size) = (rows.indices, rows.count());
     let (first, next) = (recipe.take(size * 8), recipe.take(indices.len() * 8));
     let mut draft = Draft::new(size);
@@ -123,19 +128,24 @@ fn chains(recipe: &mut Recipe, rows: Rows<'_>) -> (At, At) {
 }
 
 /// Slices of `dy` added where they came from.
-pub fn scatter_add(op: &ScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn scatter_add(op: &ScatterAdd, dy: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
     join(rows, y.shape[op.axis + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
 }
 
 /// Slices of `dy` added where they came from, by indices of their own for each example.
-pub fn batch_scatter_add(op: &BatchScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn batch_scatter_add(
+    op: &BatchScatterAdd,
+    dy: &TensorLayout,
+    indices: &TensorLayout,
+    y: &TensorLayout,
+) -> Option<LaunchPlan> {
     let rows = Rows { indices, size: y.shape[op.batch], examples: y.shape[..op.batch].iter().product() };
     join(rows, y.shape[op.batch + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
 }
 
 /// Slices of the third input joined with those of the first.
-pub fn scatter(op: &Scatter, indices: &Layout, updates: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn scatter(op: &Scatter, indices: &TensorLayout, updates: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
     join(rows, y.shape[op.axis + 1..].iter().product(), op.kind, Some(At::input(0)), (At::input(2), updates), y)
 }
@@ -145,11 +155,11 @@ fn join(
     run: usize,
     kind: ScatterKind,
     x: Option<At>,
-    updates: (At, &Layout),
-    y: &Layout,
-) -> Option<Recipe> {
+    updates: (At, &TensorLayout),
+    y: &TensorLayout,
+) -> Option<LaunchPlan> {
     let (indices, size) = (rows.indices, rows.count());
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     recipe.launches.push(check(rows, 1));
     let (first, next) = chains(&mut recipe, rows);
     let value = match y.dtype {

@@ -2,15 +2,21 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::GroupedMatMul;
 
 /// Steps `end` on to the end of group `g`, as [`groups`](compiler::op::grouped_matmul::groups) has it.
 const NEXT: &str = "i64 to = ends[g];\nto = to < end ? end : to;\nend = to > rows ? rows : to;\n";
 
 /// Rows by matrices.
-pub fn kernel(op: &GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn kernel(
+    op: &GroupedMatMul,
+    x: &TensorLayout,
+    w: &TensorLayout,
+    ends: &TensorLayout,
+    y: &TensorLayout,
+) -> Option<LaunchPlan> {
     let ([rows, k], n) = ([x.shape[0], x.shape[1]], y.shape[1]);
     let [along, across] = if op.transpose { [1, k] } else { [n, 1] };
     let mut draft = Draft::new(x.len().max(w.len()).max(y.len()));
@@ -28,11 +34,11 @@ pub fn kernel(op: &GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout, y: &Lay
         store(y.dtype, "sum"),
         groups = ends.shape[0],
     );
-    Some(Recipe::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
 /// Rows by rows.
-pub fn grad(a: &Layout, b: &Layout, ends: &Layout, c: &Layout) -> Option<Recipe> {
+pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
     let (rows, m, n) = (a.shape[0], a.shape[1], b.shape[1]);
     let mut draft = Draft::new(a.len().max(b.len()).max(c.len()));
     draft.reads("a", a.dtype, At::input(0));
@@ -50,5 +56,5 @@ pub fn grad(a: &Layout, b: &Layout, ends: &Layout, c: &Layout) -> Option<Recipe>
         store(c.dtype, "sum"),
         area = m * n,
     );
-    Some(Recipe::of(draft.each(c.len(), &body)))
+    Some(LaunchPlan::of(draft.each(c.len(), &body)))
 }

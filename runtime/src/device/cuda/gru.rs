@@ -5,17 +5,17 @@ use super::draft::Draft;
 use super::element::{held, load, store};
 use super::lstm::Sizes;
 use super::matmul::{Matrix, Product};
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::lstm::order;
 use compiler::op::{Gru, GruGrad};
 
 /// y, the last state and the gates.
-pub fn kernel(op: &Gru, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
     let [y, last_h, gates] = [0, 1, 2].map(At::output);
     let place = format!("at j = i % (at){hidden}, n = i / (at){hidden}, to = n * (at){} + j;\n", 4 * hidden);
@@ -96,11 +96,11 @@ pub fn kernel(op: &Gru, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
 ///
 /// `da` is what arrives at the sums from x; `e` what arrives at those from h, which differs for the candidate alone; `dh` the
 /// gradient of the state so far, and `d = e_n U_n`.
-pub fn grad(op: &GruGrad, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let (da, e) = (recipe.take(s.steps * s.kept(wide)), recipe.take(s.steps * s.kept(wide)));
     let (dh, d) = (recipe.take(s.kept(hidden)), recipe.take(s.kept(hidden)));
     let [dy, last_dh, x_in, w_ih, w_hh, h0, y, gates] = [0, 1, 2, 3, 4, 5, 6, 7].map(At::input);

@@ -2,13 +2,13 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, Recipe};
+use super::recipe::{At, LaunchPlan};
 use super::reduce::reduce;
-use crate::device::layout::Layout;
+use crate::device::layout::TensorLayout;
 use compiler::op::{LayerNorm, ReduceKind};
 
 /// y, mean and reciprocal deviation.
-pub fn kernel(op: &LayerNorm, x: &Layout) -> Option<Recipe> {
+pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     let size: usize = x.shape[op.axis..].iter().product();
     let kind = held(accumulator(x.dtype));
     let mut draft = Draft::new(x.len());
@@ -31,16 +31,16 @@ pub fn kernel(op: &LayerNorm, x: &Layout) -> Option<Recipe> {
         store(x.dtype, &format!("({v} - mean) * rstd * {scale} + {bias}")),
         epsilon = op.epsilon,
     );
-    Some(Recipe::of(draft.block_each(x.len() / size, size, &lines)))
+    Some(LaunchPlan::of(draft.block_each(x.len() / size, size, &lines)))
 }
 
 /// dx, dscale and dbias.
-pub fn grad(x: &Layout, scale: &Layout) -> Option<Recipe> {
+pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let size = scale.len();
     let rows = x.len() / size;
     let sums = accumulator(x.dtype);
     let kind = held(sums);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let products = recipe.take(x.len() * sums.size());
     let mut draft = Draft::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
@@ -59,7 +59,7 @@ pub fn grad(x: &Layout, scale: &Layout) -> Option<Recipe> {
         store(x.dtype, &format!("rstd * ({dy} * {scale} - g - ({v} - mean) * rstd * g_x)"))
     );
     recipe.launches.push(draft.block_each(rows, size, &lines));
-    let table = |dtype| Layout { dtype, shape: vec![rows, size] };
+    let table = |dtype| TensorLayout { dtype, shape: vec![rows, size] };
     reduce(&mut recipe, ReduceKind::Sum, &[0], (products, &table(sums)), (At::output(1), x.dtype));
     reduce(&mut recipe, ReduceKind::Sum, &[0], (At::input(0), &table(x.dtype)), (At::output(2), x.dtype));
     Some(recipe)

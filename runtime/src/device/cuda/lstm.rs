@@ -6,9 +6,9 @@ use super::element::{accumulator, held, load, store};
 use super::matmul::{Matrix, Product};
 use super::movement::moved;
 use super::offsets::Walk;
-use super::recipe::{At, Recipe};
+use super::recipe::{At, LaunchPlan};
 use super::reduce::reduce;
-use crate::device::layout::Layout;
+use crate::device::layout::TensorLayout;
 use compiler::op::ReduceKind;
 use compiler::op::lstm::{before, order};
 use compiler::tensor::DType;
@@ -36,7 +36,7 @@ pub struct Sizes {
 
 impl Sizes {
     /// The sizes that x and w_hh have.
-    pub fn of(x: &Layout, w_hh: &Layout, reverse: bool) -> Sizes {
+    pub fn of(x: &TensorLayout, w_hh: &TensorLayout, reverse: bool) -> Sizes {
         Sizes {
             steps: x.shape[0],
             batch: x.shape[1],
@@ -65,7 +65,7 @@ impl Sizes {
     }
 
     /// `x W_ihᵀ` for all steps, `[T, N, wide]`, with x and the weight at these inputs.
-    pub fn from_input(&self, recipe: &mut Recipe, x: At, w_ih: At) -> At {
+    pub fn from_input(&self, recipe: &mut LaunchPlan, x: At, w_ih: At) -> At {
         let sums = recipe.take(self.steps * self.kept(self.wide));
         let matrices = [
             Matrix::rows(x, self.dtype, self.width),
@@ -77,15 +77,15 @@ impl Sizes {
     }
 
     /// The state of the step that runs last, from `y` to `to`.
-    pub fn last(&self, recipe: &mut Recipe, y: At, to: At) {
+    pub fn last(&self, recipe: &mut LaunchPlan, y: At, to: At) {
         let t = if self.reverse { 0 } else { self.steps - 1 };
-        let layout = Layout { dtype: self.dtype, shape: vec![self.batch * self.hidden] };
+        let layout = TensorLayout { dtype: self.dtype, shape: vec![self.batch * self.hidden] };
         let from = y.after(t * self.step(self.hidden));
         recipe.launches.push(moved((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
     }
 
     /// The gradients for x and W_ih of what arrives at the sums, `da` `[T, N, wide]`, and of the bias.
-    pub fn input_grads(&self, recipe: &mut Recipe, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
+    pub fn input_grads(&self, recipe: &mut LaunchPlan, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
         let rows = self.steps * self.batch;
         let arrived = Matrix::rows(da, self.sums, self.wide);
         let matrices =
@@ -98,13 +98,13 @@ impl Sizes {
     }
 
     /// The gradient for a bias of what arrives at the sums.
-    pub fn bias_grad(&self, recipe: &mut Recipe, da: At, db: At) {
-        let table = Layout { dtype: self.sums, shape: vec![self.steps * self.batch, self.wide] };
+    pub fn bias_grad(&self, recipe: &mut LaunchPlan, da: At, db: At) {
+        let table = TensorLayout { dtype: self.sums, shape: vec![self.steps * self.batch, self.wide] };
         reduce(recipe, ReduceKind::Sum, &[0], (da, &table), (db, self.dtype));
     }
 
     /// `Σ daᵀ h` over all steps, h being the state before each: `parts` are the rows of the weight, from and to.
-    pub fn state_weight_grad(&self, recipe: &mut Recipe, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
+    pub fn state_weight_grad(&self, recipe: &mut LaunchPlan, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
         let [from, to] = parts;
         let (size, kept) = (self.dtype.size(), self.sums.size());
         let product = |steps: [usize; 2], states: At, adds: bool| {
@@ -128,11 +128,11 @@ impl Sizes {
 }
 
 /// y, the last state and cell, gates and cells.
-pub fn kernel(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, reverse);
     let kind = held(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
     let [y, last_h, last_c, gates, cells] = [0, 1, 2, 3, 4].map(At::output);
     for t in order(s.steps, reverse) {
@@ -175,11 +175,11 @@ pub fn kernel(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
 }
 
 /// dx, dw_ih, dw_hh, db, dh0, dc0.
-pub fn grad(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, reverse);
     let kind = held(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let da = recipe.take(s.steps * s.kept(wide));
     let dc = recipe.take(s.kept(hidden));
     let [dy, last_dh, last_dc, x_in, w_ih, w_hh, h0, c0, y, gates, cells] =

@@ -5,8 +5,8 @@
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Launch, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, Launch, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::MatMul;
 use compiler::tensor::DType;
 
@@ -141,14 +141,14 @@ impl Product<'_> {
 }
 
 /// The product of the last two dims, the leading ones broadcast.
-pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Recipe> {
+pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
     if !c.dtype.is_float() {
         return None;
     }
     let lead = c.shape.len() - 2;
     let (rows, columns) = (c.shape[lead], c.shape[lead + 1]);
     let terms = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
-    let matrix = |at, layout: &Layout, turned: bool, width: usize| {
+    let matrix = |at, layout: &TensorLayout, turned: bool, width: usize| {
         let matrix = Matrix::rows(at, layout.dtype, width);
         if turned { matrix.turned() } else { matrix }
     };
@@ -158,11 +158,11 @@ pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Recipe>
         matrix(At::output(0), c, false, columns),
     ];
     let batch = &c.shape[..lead];
-    let walk = |layout: &Layout, volume: usize| {
+    let walk = |layout: &TensorLayout, volume: usize| {
         let mut walk = Walk::stretched(&layout.shape[..layout.shape.len() - 2], batch);
         walk.steps.iter_mut().for_each(|step| *step *= volume as isize);
         walk
     };
     let walks = [walk(a, rows * terms), walk(b, terms * columns), walk(c, rows * columns)];
-    Some(Recipe::of(Product { rows, columns, terms, matrices, batch, walks, adds: false }.launch()))
+    Some(LaunchPlan::of(Product { rows, columns, terms, matrices, batch, walks, adds: false }.launch()))
 }

@@ -3,14 +3,14 @@
 use super::draft::Draft;
 use super::element::{bits, held, literal, load, store};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Launch, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, Launch, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::slice::origin;
 use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose, Uniform};
 use compiler::tensor::view::strides;
 
 /// Element `i` of `to`, of this shape, is the element of `from` at the walk's place.
-pub fn moved(from: (At, usize), to: At, y: &Layout, walk: &Walk) -> Launch {
+pub fn moved(from: (At, usize), to: At, y: &TensorLayout, walk: &Walk) -> Launch {
     let dtype = bits(y.dtype);
     let mut draft = Draft::new(from.1.max(y.len()));
     draft.reads("x", dtype, from.0);
@@ -20,28 +20,28 @@ pub fn moved(from: (At, usize), to: At, y: &Layout, walk: &Walk) -> Launch {
 }
 
 /// The same elements in the same order.
-pub fn copy(x: &Layout, y: &Layout) -> Recipe {
-    let flat = Layout { dtype: y.dtype, shape: vec![y.len()] };
-    Recipe::of(moved((At::input(0), x.len()), At::output(0), &flat, &Walk { base: 0, steps: vec![1] }))
+pub fn copy(x: &TensorLayout, y: &TensorLayout) -> LaunchPlan {
+    let flat = TensorLayout { dtype: y.dtype, shape: vec![y.len()] };
+    LaunchPlan::of(moved((At::input(0), x.len()), At::output(0), &flat, &Walk { base: 0, steps: vec![1] }))
 }
 
-fn from_walk(x: &Layout, y: &Layout, walk: Walk) -> Option<Recipe> {
-    Some(Recipe::of(moved((At::input(0), x.len()), At::output(0), y, &walk)))
+fn from_walk(x: &TensorLayout, y: &TensorLayout, walk: Walk) -> Option<LaunchPlan> {
+    Some(LaunchPlan::of(moved((At::input(0), x.len()), At::output(0), y, &walk)))
 }
 
 /// Axes in another order.
-pub fn transpose(op: &Transpose, x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn transpose(op: &Transpose, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let own = strides(&x.shape);
     from_walk(x, y, Walk { base: 0, steps: op.perm.iter().map(|&axis| own[axis] as isize).collect() })
 }
 
 /// Elements repeated.
-pub fn broadcast(x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn broadcast(x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     from_walk(x, y, Walk::stretched(&x.shape, &y.shape))
 }
 
 /// Every so manyth element.
-pub fn slice(op: &Slice, x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn slice(op: &Slice, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let own = strides(&x.shape);
     // Where one element is taken its step does not matter, and may be too large to multiply.
     let step = |axis: usize| if y.shape[axis] > 1 { (own[axis] * op.step[axis]) as isize } else { 0 };
@@ -50,7 +50,7 @@ pub fn slice(op: &Slice, x: &Layout, y: &Layout) -> Option<Recipe> {
 }
 
 /// Axes that run backward.
-pub fn flip(op: &Flip, x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut walk = Walk::plain(&x.shape);
     for &axis in &op.axes {
         walk.base += (x.shape[axis] - 1) * walk.steps[axis] as usize;
@@ -60,8 +60,8 @@ pub fn flip(op: &Flip, x: &Layout, y: &Layout) -> Option<Recipe> {
 }
 
 /// The inputs one behind the other: a launch for each.
-pub fn concat(op: &Concat, inputs: &[Layout], y: &Layout) -> Option<Recipe> {
-    let mut recipe = Recipe::default();
+pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
+    let mut recipe = LaunchPlan::default();
     let own = Walk::plain(&y.shape);
     let mut first = 0;
     for (k, x) in inputs.iter().enumerate() {
@@ -81,7 +81,7 @@ pub fn concat(op: &Concat, inputs: &[Layout], y: &Layout) -> Option<Recipe> {
 }
 
 /// A value around and between the elements.
-pub fn pad(op: &Pad, x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let low = origin(&op.low, &y.shape).ok()?;
     let own = Walk::plain(&y.shape);
     // Between neighbours there is room for the step; a lone element has none, and its step may be huge.
@@ -105,11 +105,11 @@ pub fn pad(op: &Pad, x: &Layout, y: &Layout) -> Option<Recipe> {
     draft.writes("y", dtype, At::output(0));
     let (lines, places) = offsets("d", "i", &x.shape, &[Walk { base: low, steps }]);
     let inner = draft.each(x.len(), &format!("{lines}y[{}] = x[i];", places[0]));
-    Some(Recipe { launches: vec![fill, inner], scratch: 0 })
+    Some(LaunchPlan { launches: vec![fill, inner], scratch: 0 })
 }
 
 /// Whole numbers in order along an axis.
-pub fn iota(op: &Iota, y: &Layout) -> Option<Recipe> {
+pub fn iota(op: &Iota, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(y.len());
     draft.writes("y", y.dtype, At::output(0));
     let mut steps = vec![0; y.shape.len()];
@@ -118,22 +118,22 @@ pub fn iota(op: &Iota, y: &Layout) -> Option<Recipe> {
     let number = format!("(i64){}", places[0]);
     // Through f64, as the reference goes.
     let number = if y.dtype.is_float() { format!("(f64){number}") } else { number };
-    Some(Recipe::of(draft.each(y.len(), &format!("{lines}y[i] = {};", store(y.dtype, &number)))))
+    Some(LaunchPlan::of(draft.each(y.len(), &format!("{lines}y[i] = {};", store(y.dtype, &number)))))
 }
 
 /// Random numbers by their place; see the dictionary's uniform.
-pub fn uniform(op: &Uniform, y: &Layout) -> Option<Recipe> {
+pub fn uniform(op: &Uniform, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(y.len());
     draft.reads("counter", compiler::tensor::DType::I64, At::input(0));
     draft.writes("y", y.dtype, At::output(0));
     draft.add(&format!("u64 key = mix(mix({}ull) ^ (u64)counter[0]);", op.stream));
     let unit = literal(compiler::tensor::DType::F64, 0.5f64.powi(op.bits() as i32));
     let number = format!("(f64)(mix(key ^ (u64)i) >> {}) * {unit}", 64 - op.bits());
-    Some(Recipe::of(draft.each(y.len(), &format!("y[i] = {};", store(y.dtype, &number)))))
+    Some(LaunchPlan::of(draft.each(y.len(), &format!("y[i] = {};", store(y.dtype, &number)))))
 }
 
 /// Elements that stay or go by their place; see the dictionary's dropout.
-pub fn dropout(op: &Dropout, x: &Layout) -> Option<Recipe> {
+pub fn dropout(op: &Dropout, x: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("counter", compiler::tensor::DType::I64, At::input(1));
@@ -146,5 +146,5 @@ pub fn dropout(op: &Dropout, x: &Layout) -> Option<Recipe> {
         "{kind} v = mix(key ^ (u64)i) >> 11 >= {least}ull ? {kept} : ({kind})0;\ny[i] = {};",
         store(x.dtype, "v")
     );
-    Some(Recipe::of(draft.each(x.len(), &body)))
+    Some(LaunchPlan::of(draft.each(x.len(), &body)))
 }

@@ -2,8 +2,8 @@
 
 use super::draft::Draft;
 use super::element::{held, load, store};
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::{ArgReduce, Cumulative, CumulativeKind, TopK};
 use compiler::tensor::DType;
 
@@ -23,7 +23,7 @@ fn line(shape: &[usize], axis: usize) -> (usize, usize, usize) {
 }
 
 /// The place of the largest or smallest element.
-pub fn arg(op: &ArgReduce, x: &Layout) -> Option<Recipe> {
+pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let kind = held(x.dtype);
     let mut draft = Draft::new(x.len());
@@ -42,11 +42,11 @@ pub fn arg(op: &ArgReduce, x: &Layout) -> Option<Recipe> {
          for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ Best next; next.value = {element}; next.place = k; best = better(best, next); }}\n\
          best = across(best, better);\nif (threadIdx.x == 0) y[i] = (i64)best.place;"
     );
-    Some(Recipe::of(draft.block_each(outer * inner, size, &lines)))
+    Some(LaunchPlan::of(draft.block_each(outer * inner, size, &lines)))
 }
 
 /// The best few, best first: each is the best of those that come behind the one before.
-pub fn top_k(op: &TopK, x: &Layout, values: &Layout) -> Option<Recipe> {
+pub fn top_k(op: &TopK, x: &TensorLayout, values: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let count = values.shape[op.axis];
     let kind = held(x.dtype);
@@ -74,11 +74,11 @@ pub fn top_k(op: &TopK, x: &Layout, values: &Layout) -> Option<Recipe> {
          last = across(best, better);\n\
          if (threadIdx.x == 0) {{ y[to + rank * (at){inner}] = x[from + (at)last.place * (at){inner}]; places[to + rank * (at){inner}] = (i64)last.place; }}\n}}"
     );
-    Some(Recipe::of(draft.block_each(outer * inner, size, &lines)))
+    Some(LaunchPlan::of(draft.block_each(outer * inner, size, &lines)))
 }
 
 /// At each place all up to there joined: a thread for each line.
-pub fn cumulative(op: &Cumulative, x: &Layout) -> Option<Recipe> {
+pub fn cumulative(op: &Cumulative, x: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let kind = held(x.dtype);
     let kind = if kind == "bool" { "i64" } else { kind };
@@ -98,5 +98,5 @@ pub fn cumulative(op: &Cumulative, x: &Layout) -> Option<Recipe> {
         load(x.dtype, "x[p]"),
         store(x.dtype, told)
     );
-    Some(Recipe::of(draft.each(outer * inner, &lines)))
+    Some(LaunchPlan::of(draft.each(outer * inner, &lines)))
 }

@@ -3,9 +3,9 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, literal, load, store};
-use super::recipe::{At, Recipe};
+use super::recipe::{At, LaunchPlan};
 use super::windows::{close, flat, seeing, seen, split};
-use crate::device::layout::Layout;
+use crate::device::layout::TensorLayout;
 use compiler::op::{AvgPool, MaxPool, Window};
 use std::fmt::Write;
 
@@ -60,7 +60,7 @@ impl Shapes<'_> {
     }
 
     /// Lines that make `best`, the place in x of the first largest element of window `e…`, NaN above all; `most` is its value.
-    fn winner(&self, x: &Layout) -> String {
+    fn winner(&self, x: &TensorLayout) -> String {
         let kind = held(x.dtype);
         format!(
             "at best = 0;\n{kind} most = {};\nbool any = false;\n{}at p = {};\n{kind} v = {};\n\
@@ -75,17 +75,17 @@ impl Shapes<'_> {
 }
 
 /// The largest element of each window.
-pub fn max(op: &MaxPool, x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
     let mut draft = Draft::new(x.len().max(y.len()));
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", y.dtype, At::output(0));
     let body = format!("{}{}y[i] = {};", s.split(s.y, "e"), s.winner(x), store(y.dtype, "most"));
-    Some(Recipe::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
 /// Each gradient to the first largest element of its window.
-pub fn max_grad(op: &MaxPool, x: &Layout, dy: &Layout) -> Option<Recipe> {
+pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &dy.shape };
     let kind = held(accumulator(x.dtype));
     let mut draft = Draft::new(x.len().max(dy.len()));
@@ -101,11 +101,11 @@ pub fn max_grad(op: &MaxPool, x: &Layout, dy: &Layout) -> Option<Recipe> {
         s.close(),
         store(x.dtype, "sum")
     );
-    Some(Recipe::of(draft.each(x.len(), &body)))
+    Some(LaunchPlan::of(draft.each(x.len(), &body)))
 }
 
 /// The mean of each window.
-pub fn avg(op: &AvgPool, x: &Layout, y: &Layout) -> Option<Recipe> {
+pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
     let kind = held(accumulator(x.dtype));
     let mut draft = Draft::new(x.len().max(y.len()));
@@ -120,11 +120,11 @@ pub fn avg(op: &AvgPool, x: &Layout, y: &Layout) -> Option<Recipe> {
         s.divisor(op.count_padding),
         store(y.dtype, "mean")
     );
-    Some(Recipe::of(draft.each(y.len(), &body)))
+    Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
 /// Each gradient shared by the elements of its window.
-pub fn avg_grad(op: &AvgPool, dy: &Layout, dx: &Layout) -> Option<Recipe> {
+pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &dx.shape, y: &dy.shape };
     let kind = held(accumulator(dx.dtype));
     let mut draft = Draft::new(dx.len().max(dy.len()));
@@ -139,5 +139,5 @@ pub fn avg_grad(op: &AvgPool, dy: &Layout, dx: &Layout) -> Option<Recipe> {
         s.close(),
         store(dx.dtype, "sum")
     );
-    Some(Recipe::of(draft.each(dx.len(), &body)))
+    Some(LaunchPlan::of(draft.each(dx.len(), &body)))
 }

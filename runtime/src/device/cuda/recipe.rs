@@ -61,17 +61,17 @@ pub struct Launch {
 
 /// What an op comes to at fixed shapes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Recipe {
+pub struct LaunchPlan {
     /// What runs, in order.
     pub launches: Vec<Launch>,
     /// Bytes of scratch that the launches share.
     pub scratch: usize,
 }
 
-impl Recipe {
+impl LaunchPlan {
     /// One launch without scratch.
-    pub fn of(launch: Launch) -> Recipe {
-        Recipe { launches: vec![launch], scratch: 0 }
+    pub fn of(launch: Launch) -> LaunchPlan {
+        LaunchPlan { launches: vec![launch], scratch: 0 }
     }
 
     /// Takes so many bytes of scratch, aligned for any element.

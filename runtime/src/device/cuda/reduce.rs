@@ -4,8 +4,8 @@
 use super::draft::{Draft, THREADS};
 use super::element::{accumulator, held, load, store};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Launch, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, Launch, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::{Reduce, ReduceKind};
 use compiler::tensor::DType;
 use compiler::tensor::view::strides;
@@ -66,14 +66,14 @@ fn limits(dtype: DType) -> (&'static str, &'static str) {
 }
 
 /// A reduction, as the dictionary has it.
-pub fn kernel(op: &Reduce, x: &Layout, y: &Layout) -> Option<Recipe> {
-    let mut recipe = Recipe::default();
+pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
+    let mut recipe = LaunchPlan::default();
     reduce(&mut recipe, op.kind, &op.axes, (At::input(0), x), (At::output(0), y.dtype));
     Some(recipe)
 }
 
 /// Adds a reduction of `x` over `axes` to a recipe.
-pub fn reduce(recipe: &mut Recipe, kind: ReduceKind, axes: &[usize], x: (At, &Layout), y: (At, DType)) {
+pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
     let (from, layout) = x;
     let own = strides(&layout.shape);
     let along = |reduced: bool| -> (Vec<usize>, Vec<isize>) {

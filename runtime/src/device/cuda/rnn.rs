@@ -3,8 +3,8 @@
 use super::draft::Draft;
 use super::element::{held, load, store};
 use super::lstm::Sizes;
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::op::lstm::order;
 use compiler::op::{Activation, Rnn, RnnGrad};
 
@@ -26,11 +26,11 @@ fn slope(activation: Activation, kind: &str) -> String {
 }
 
 /// y and the last state.
-pub fn kernel(op: &Rnn, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
     let (y, last_h) = (At::output(0), At::output(1));
     for t in order(s.steps, op.reverse) {
@@ -57,11 +57,11 @@ pub fn kernel(op: &Rnn, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
 }
 
 /// dx, dw_ih, dw_hh, db, dh0.
-pub fn grad(op: &RnnGrad, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
-    let mut recipe = Recipe::default();
+    let mut recipe = LaunchPlan::default();
     let da = recipe.take(s.steps * s.kept(hidden));
     let [dy, last_dh, x_in, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(At::input);
     let through = format!(

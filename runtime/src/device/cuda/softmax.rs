@@ -2,8 +2,8 @@
 
 use super::draft::Draft;
 use super::element::{accumulator, held, literal, load, store};
-use super::recipe::{At, Recipe};
-use crate::device::layout::Layout;
+use super::recipe::{At, LaunchPlan};
+use crate::device::layout::TensorLayout;
 use compiler::tensor::DType;
 
 /// Lines of a kernel that find the largest element `most` of a line and the sum `total` of its exponentials; the line's elements
@@ -20,7 +20,7 @@ pub fn most_and_total(dtype: DType, size: usize, inner: usize) -> String {
 }
 
 /// Softmax along an axis, or its logarithm.
-pub fn kernel(axis: usize, logarithm: bool, x: &Layout) -> Option<Recipe> {
+pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPlan> {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     let kind = held(accumulator(x.dtype));
     let mut draft = Draft::new(x.len());
@@ -35,5 +35,5 @@ pub fn kernel(axis: usize, logarithm: bool, x: &Layout) -> Option<Recipe> {
         load(x.dtype, &format!("x[from + k * (at){inner}]")),
         store(x.dtype, value)
     );
-    Some(Recipe::of(draft.block_each(x.len() / size, size, &lines)))
+    Some(LaunchPlan::of(draft.block_each(x.len() / size, size, &lines)))
 }

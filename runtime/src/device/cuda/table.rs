@@ -1,15 +1,15 @@
 //! Which core op has which recipe.
 
-use super::recipe::Recipe;
+use super::recipe::LaunchPlan;
 use super::*;
-use crate::device::layout::Layout;
+use crate::device::layout::TensorLayout;
 use compiler::op::Op;
 
-impl Recipe {
+impl LaunchPlan {
     /// What an op comes to at these shapes; `None` for ops that compute nothing (sources), and where there is no element: the
     /// reference rule says what comes of those.
-    pub fn new(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Recipe> {
-        if inputs.iter().chain(outputs).any(Layout::is_empty) {
+    pub fn new(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<LaunchPlan> {
+        if inputs.iter().chain(outputs).any(TensorLayout::is_empty) {
             return None;
         }
         match (op, inputs, outputs) {

@@ -5,8 +5,8 @@ use crate::import::build::Build;
 use crate::import::fx::program::tensor_name;
 use crate::import::fx::schema::{Argument, Float, OptionalTensor, SymArgument, SymInt};
 use crate::import::fx::weight::dtype_of;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
-use crate::import::reason::Reason;
 use crate::op::Value;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -74,14 +74,14 @@ impl Scope<'_> {
         self.argument(name).is_some()
     }
 
-    fn wrong(&self, name: &'static str, expected: &'static str) -> Reason {
+    fn wrong(&self, name: &'static str, expected: &'static str) -> LowerReason {
         let kind = |arg: &Argument| format!("{arg:?}").split(['(', '{', ' ']).next().unwrap_or("").to_string();
         let found = self.argument(name).map_or("missing".to_string(), kind);
-        Reason::Attribute { name, found, expected }
+        LowerReason::Attribute { name, found, expected }
     }
 
     /// What is known of a tensor argument.
-    pub fn known(&self, name: &'static str) -> Result<Known, Reason> {
+    pub fn known(&self, name: &'static str) -> Result<Known, LowerReason> {
         match self.argument(name) {
             Some(Argument::AsTensor(tensor) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(tensor))) => {
                 self.named(&tensor.name)
@@ -90,30 +90,32 @@ impl Scope<'_> {
         }
     }
 
-    fn named(&self, name: &str) -> Result<Known, Reason> {
+    fn named(&self, name: &str) -> Result<Known, LowerReason> {
         let known = self.names.tensors.get(name).copied();
-        known.ok_or_else(|| Reason::Inputs("a value that it reads is not a tensor".to_string()))
+        known.ok_or_else(|| LowerReason::Inputs("a value that it reads is not a tensor".to_string()))
     }
 
     /// A tensor argument.
-    pub fn value(&mut self, name: &'static str) -> Result<Value, Reason> {
+    pub fn value(&mut self, name: &'static str) -> Result<Value, LowerReason> {
         let known = self.known(name)?;
         self.read(known)
     }
 
     /// A tensor argument that may be left out.
-    pub fn optional(&mut self, name: &'static str) -> Result<Option<Value>, Reason> {
+    pub fn optional(&mut self, name: &'static str) -> Result<Option<Value>, LowerReason> {
         if self.has(name) { self.value(name).map(Some) } else { Ok(None) }
     }
 
     /// A list of tensors.
-    pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, Reason> {
+    pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, LowerReason> {
         let list = self.optional_values(name)?;
-        list.into_iter().map(|v| v.ok_or_else(|| Reason::Inputs(format!("`{name}` leaves a tensor out")))).collect()
+        list.into_iter()
+            .map(|v| v.ok_or_else(|| LowerReason::Inputs(format!("`{name}` leaves a tensor out"))))
+            .collect()
     }
 
     /// A list of tensors, some of them left out.
-    pub fn optional_values(&mut self, name: &'static str) -> Result<Vec<Option<Value>>, Reason> {
+    pub fn optional_values(&mut self, name: &'static str) -> Result<Vec<Option<Value>>, LowerReason> {
         let list: Vec<Option<String>> = match self.argument(name) {
             Some(Argument::AsTensors(list)) => list.iter().map(|n| Some(n.name.clone())).collect(),
             Some(Argument::AsOptionalTensors(list)) => {
@@ -135,11 +137,11 @@ impl Scope<'_> {
     }
 
     /// Element type and shape of a tensor argument.
-    pub fn fact_of(&self, name: &'static str) -> Result<Fact, Reason> {
+    pub fn fact_of(&self, name: &'static str) -> Result<Fact, LowerReason> {
         match self.known(name)? {
             Known::Value(value) | Known::Complex(value, _) => Ok(self.fact(value)),
             Known::Weight(at) => Ok(self.ledger.weights[at].fact.clone()),
-            Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
+            Known::Absent(what) => Err(LowerReason::Unsupported(what.to_string())),
         }
     }
 
@@ -156,7 +158,7 @@ impl Scope<'_> {
     }
 
     /// A number, `None` when it is left out.
-    pub fn number(&self, name: &'static str) -> Result<Option<Number>, Reason> {
+    pub fn number(&self, name: &'static str) -> Result<Option<Number>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
             Some(Argument::AsInt(value)) => Ok(Some(Number::Int(*value))),
@@ -167,14 +169,14 @@ impl Scope<'_> {
             },
             Some(Argument::AsSymInt(_)) => match self.dim(name)?.and_then(|d| d.known()) {
                 Some(value) => Ok(Some(Number::Int(value))),
-                None => Err(Reason::Unsupported(format!("a symbolic size as `{name}`"))),
+                None => Err(LowerReason::Unsupported(format!("a symbolic size as `{name}`"))),
             },
             _ => Err(self.wrong(name, "a number")),
         }
     }
 
     /// A tensor, number or size, `None` when it is left out.
-    pub fn operand(&mut self, name: &'static str) -> Result<Option<Operand>, Reason> {
+    pub fn operand(&mut self, name: &'static str) -> Result<Option<Operand>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
             Some(Argument::AsTensor(_) | Argument::AsOptionalTensor(_)) => {
@@ -189,12 +191,12 @@ impl Scope<'_> {
     }
 
     /// A float.
-    pub fn float(&self, name: &'static str, default: f64) -> Result<f64, Reason> {
+    pub fn float(&self, name: &'static str, default: f64) -> Result<f64, LowerReason> {
         Ok(self.number(name)?.map_or(default, Number::float))
     }
 
     /// A whole number.
-    pub fn int(&self, name: &'static str, default: i64) -> Result<i64, Reason> {
+    pub fn int(&self, name: &'static str, default: i64) -> Result<i64, LowerReason> {
         match self.number(name)? {
             None => Ok(default),
             Some(Number::Int(value)) => Ok(value),
@@ -203,7 +205,7 @@ impl Scope<'_> {
     }
 
     /// A switch.
-    pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, Reason> {
+    pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, LowerReason> {
         match self.argument(name) {
             None => Ok(default),
             Some(Argument::AsBool(value)) => Ok(*value),
@@ -212,7 +214,7 @@ impl Scope<'_> {
     }
 
     /// A word.
-    pub fn text(&self, name: &'static str, default: &str) -> Result<String, Reason> {
+    pub fn text(&self, name: &'static str, default: &str) -> Result<String, LowerReason> {
         match self.argument(name) {
             None => Ok(default.to_string()),
             Some(Argument::AsString(word)) => Ok(word.clone()),
@@ -221,29 +223,29 @@ impl Scope<'_> {
     }
 
     /// An element type, `None` when it is left out.
-    pub fn dtype(&self, name: &'static str) -> Result<Option<DType>, Reason> {
+    pub fn dtype(&self, name: &'static str) -> Result<Option<DType>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
             Some(Argument::AsScalarType(code)) => {
                 let known = dtype_of(*code).map(Some);
-                known.ok_or_else(|| Reason::Unsupported(format!("element type code {code}")))
+                known.ok_or_else(|| LowerReason::Unsupported(format!("element type code {code}")))
             }
             _ => Err(self.wrong(name, "an element type")),
         }
     }
 
-    fn size(&self, size: &SymArgument) -> Result<Dim, Reason> {
+    fn size(&self, size: &SymArgument) -> Result<Dim, LowerReason> {
         match size {
             SymArgument::AsInt(value) => Ok(Dim::Known(*value)),
             SymArgument::AsName(name) => {
                 let found = self.names.sizes.get(name).cloned();
-                found.ok_or_else(|| Reason::Inputs("a size that it reads is not a size".to_string()))
+                found.ok_or_else(|| LowerReason::Inputs("a size that it reads is not a size".to_string()))
             }
         }
     }
 
     /// A size, `None` when it is left out.
-    pub fn dim(&self, name: &'static str) -> Result<Option<Dim>, Reason> {
+    pub fn dim(&self, name: &'static str) -> Result<Option<Dim>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
             Some(Argument::AsInt(value)) => Ok(Some(Dim::Known(*value))),
@@ -253,7 +255,7 @@ impl Scope<'_> {
     }
 
     /// A list of sizes, `None` when it is left out.
-    pub fn dims(&self, name: &'static str) -> Result<Option<Vec<Dim>>, Reason> {
+    pub fn dims(&self, name: &'static str) -> Result<Option<Vec<Dim>>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
             Some(Argument::AsInts(list)) => Ok(Some(list.iter().map(|&v| Dim::Known(v)).collect())),
@@ -264,19 +266,19 @@ impl Scope<'_> {
     }
 
     /// A list of sizes that must be given.
-    pub fn shape(&self, name: &'static str) -> Result<Vec<Dim>, Reason> {
+    pub fn shape(&self, name: &'static str) -> Result<Vec<Dim>, LowerReason> {
         self.dims(name)?.ok_or_else(|| self.wrong(name, "a list of sizes"))
     }
 
     /// A list of whole numbers, `None` when it is left out.
-    pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, Reason> {
+    pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         let Some(dims) = self.dims(name)? else { return Ok(None) };
         let numbers: Option<Vec<i64>> = dims.iter().map(Dim::known).collect();
         numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of whole numbers"))
     }
 
     /// Floats, `None` when they are left out.
-    pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f64>>, Reason> {
+    pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f64>>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
             Some(Argument::AsFloats(list)) => {
@@ -288,13 +290,13 @@ impl Scope<'_> {
     }
 
     /// An axis of a tensor of `rank`, counted from the front.
-    pub fn axis(&self, name: &'static str, default: i64, rank: usize) -> Result<usize, Reason> {
+    pub fn axis(&self, name: &'static str, default: i64, rank: usize) -> Result<usize, LowerReason> {
         // A number is treated as a vector of one element.
         attribute::axis(self.int(name, default)?, rank.max(1))
     }
 
     /// Sorted axes; all of them where none are named.
-    pub fn axes(&self, name: &'static str, rank: usize) -> Result<Vec<usize>, Reason> {
+    pub fn axes(&self, name: &'static str, rank: usize) -> Result<Vec<usize>, LowerReason> {
         match self.ints(name)? {
             Some(list) if !list.is_empty() && rank > 0 => attribute::axes(&list, rank),
             _ => Ok((0..rank).collect()),

@@ -3,10 +3,10 @@
 use super::argument::Number;
 use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{self, axis};
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
-use crate::import::reason::Reason;
 use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, ScatterAdd, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
@@ -14,12 +14,12 @@ use crate::tensor::{DType, Tensor};
 /// The most elements of an index that is made here.
 const MOST: i64 = 1 << 20;
 
-fn known(dim: &Dim) -> Result<i64, Reason> {
-    dim.known().filter(|v| (0..=MOST).contains(v)).ok_or(Reason::NotConstant { what: "the size of the axis" })
+fn known(dim: &Dim) -> Result<i64, LowerReason> {
+    dim.known().filter(|v| (0..=MOST).contains(v)).ok_or(LowerReason::NotConstant { what: "the size of the axis" })
 }
 
 /// Elements of an axis at places that are known now; they may have several axes.
-fn taken(scope: &mut Scope<'_>, x: Value, axis: usize, shape: &[usize], places: &[i64]) -> Result<Value, Reason> {
+fn taken(scope: &mut Scope<'_>, x: Value, axis: usize, shape: &[usize], places: &[i64]) -> Result<Value, LowerReason> {
     let index = scope.constant(Tensor::from_i64(shape, places))?;
     scope.add(Op::Gather(Gather { axis }), &[x, index])
 }
@@ -41,7 +41,7 @@ pub fn matrix_turned(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     if rank < 2 {
-        return Err(Reason::Inputs(format!("{} is no matrix", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("{} is no matrix", scope.fact(x))));
     }
     let mut perm: Vec<usize> = (0..rank).collect();
     perm.swap(rank - 1, rank - 2);
@@ -52,7 +52,7 @@ pub fn matrix_turned(scope: &mut Scope<'_>) -> Outputs {
 pub fn moved(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
-    let list = |scope: &Scope<'_>, name| -> Result<Vec<usize>, Reason> {
+    let list = |scope: &Scope<'_>, name| -> Result<Vec<usize>, LowerReason> {
         scope.ints(name)?.unwrap_or_default().into_iter().map(|a| axis(a, rank)).collect()
     };
     let (from, to) = (list(scope, "source")?, list(scope, "destination")?);
@@ -63,7 +63,7 @@ pub fn moved(scope: &mut Scope<'_>) -> Outputs {
     let mut rest = (0..rank).filter(|at| !from.contains(at));
     let perm: Option<Vec<usize>> = perm.into_iter().map(|at| at.or_else(|| rest.next())).collect();
     let perm = perm.filter(|_| from.len() == to.len());
-    let perm = perm.ok_or_else(|| Reason::Inputs("it moves axes to places that it does not have".to_string()))?;
+    let perm = perm.ok_or_else(|| LowerReason::Inputs("it moves axes to places that it does not have".to_string()))?;
     one(transposed(scope, x, perm)?)
 }
 
@@ -83,14 +83,14 @@ pub fn roll(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     if shifts.len() != axes.len() {
-        return Err(Reason::Inputs(format!("{} shifts for {} axes", shifts.len(), axes.len())));
+        return Err(LowerReason::Inputs(format!("{} shifts for {} axes", shifts.len(), axes.len())));
     }
     for (shift, axis) in shifts.into_iter().zip(axes) {
         let size = scope.fact(x).shape[axis].clone();
         let ahead = match size.known() {
             Some(0) => 0,
             Some(size) => shift.rem_euclid(size),
-            None => return Err(Reason::NotConstant { what: "the size of the axis" }),
+            None => return Err(LowerReason::NotConstant { what: "the size of the axis" }),
         };
         if ahead != 0 {
             let middle = size.sub(&Dim::Known(ahead))?;
@@ -113,7 +113,7 @@ pub fn turned(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     let dims = scope.ints("dims")?.unwrap_or_else(|| vec![0, 1]);
-    let [a, b] = dims[..] else { return Err(Reason::Inputs("a plane has two axes".to_string())) };
+    let [a, b] = dims[..] else { return Err(LowerReason::Inputs("a plane has two axes".to_string())) };
     let (a, b) = (axis(a, rank)?, axis(b, rank)?);
     let mut perm: Vec<usize> = (0..rank).collect();
     perm.swap(a, b);
@@ -132,14 +132,14 @@ pub fn turned(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The axes of a plane that arguments name, the operand with that plane last and flat, and the sizes of the plane.
-fn plane(scope: &mut Scope<'_>) -> Result<(Value, [usize; 2], [i64; 2]), Reason> {
+fn plane(scope: &mut Scope<'_>) -> Result<(Value, [usize; 2], [i64; 2]), LowerReason> {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
     let rank = shape.len();
     let a = attribute::axis(scope.int("dim1", 0)?, rank)?;
     let b = attribute::axis(scope.int("dim2", 1)?, rank)?;
     if a == b {
-        return Err(Reason::Inputs("a plane has two axes".to_string()));
+        return Err(LowerReason::Inputs("a plane has two axes".to_string()));
     }
     let sizes = [known(&shape[a])?, known(&shape[b])?];
     let mut perm: Vec<usize> = (0..rank).filter(|at| *at != a && *at != b).collect();
@@ -203,11 +203,11 @@ pub fn diagonal_spread(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact(x).shape;
     let offset = scope.int("offset", 0)?;
     let Some((last, lead)) = shape.split_last() else {
-        return Err(Reason::Inputs("a number is no diagonal".to_string()));
+        return Err(LowerReason::Inputs("a number is no diagonal".to_string()));
     };
     let (count, rank) = (known(last)?, shape.len() + 1);
     let size = count.checked_add(offset.saturating_abs()).filter(|m| *m <= 1 << 15 && count > 0);
-    let size = size.ok_or_else(|| Reason::Inputs(format!("a diagonal of {count} elements at {offset}")))?;
+    let size = size.ok_or_else(|| LowerReason::Inputs(format!("a diagonal of {count} elements at {offset}")))?;
     // In the flat plane, neighbours on the diagonal have a row and an element between them.
     let low = if offset >= 0 { offset } else { -offset * size };
     let high = size * size - low - ((count - 1) * (size + 1) + 1);
@@ -238,11 +238,11 @@ pub fn windows(scope: &mut Scope<'_>) -> Outputs {
     let at = attribute::axis(scope.int("dimension", 0)?, shape.len())?;
     let (size, step, length) = (scope.int("size", 1)?, scope.int("step", 1)?, known(&shape[at])?);
     if size < 0 || size > length || step < 1 {
-        return Err(Reason::Inputs(format!("windows of {size} in steps of {step} on an axis of {length}")));
+        return Err(LowerReason::Inputs(format!("windows of {size} in steps of {step} on an axis of {length}")));
     }
     let count = (length - size) / step + 1;
     if count.saturating_mul(size) > MOST {
-        return Err(Reason::Inputs("windows of too many elements".to_string()));
+        return Err(LowerReason::Inputs("windows of too many elements".to_string()));
     }
     let places: Vec<i64> = (0..count).flat_map(|w| (0..size).map(move |i| w * step + i)).collect();
     let y = taken(scope, x, at, &[count as usize, size as usize], &places)?;
@@ -260,13 +260,13 @@ struct Patches {
 }
 
 impl Patches {
-    fn read(scope: &Scope<'_>, sizes: [i64; 2]) -> Result<Patches, Reason> {
-        let pair = |name: &'static str, default: i64| -> Result<[i64; 2], Reason> {
+    fn read(scope: &Scope<'_>, sizes: [i64; 2]) -> Result<Patches, LowerReason> {
+        let pair = |name: &'static str, default: i64| -> Result<[i64; 2], LowerReason> {
             let list = scope.ints(name)?.unwrap_or_else(|| vec![default]);
             match list[..] {
                 [both] => Ok([both; 2]),
                 [a, b] => Ok([a, b]),
-                _ => Err(Reason::Attribute { name, found: format!("{list:?}"), expected: "two numbers" }),
+                _ => Err(LowerReason::Attribute { name, found: format!("{list:?}"), expected: "two numbers" }),
             }
         };
         let (kernel, dilation) = (pair("kernel_size", 1)?, pair("dilation", 1)?);
@@ -277,11 +277,11 @@ impl Patches {
             let fits = in_range(kernel[i], 1) && in_range(dilation[i], 1) && in_range(pads[i], 0);
             let room = sizes[i] + 2 * pads[i] - dilation[i].saturating_mul(kernel[i] - 1) - 1;
             if !fits || !in_range(stride[i], 1) || room < 0 {
-                return Err(Reason::Inputs(format!("windows of {kernel:?} on an image of {sizes:?}")));
+                return Err(LowerReason::Inputs(format!("windows of {kernel:?} on an image of {sizes:?}")));
             }
             count[i] = room / stride[i] + 1;
             if count[i].saturating_mul(kernel[i]) > MOST {
-                return Err(Reason::Inputs("windows of too many elements".to_string()));
+                return Err(LowerReason::Inputs("windows of too many elements".to_string()));
             }
             let window = |k: i64| (0..count[i]).map(move |o| k * dilation[i] + o * stride[i]);
             places[i] = (0..kernel[i]).flat_map(window).collect();
@@ -289,7 +289,7 @@ impl Patches {
         Ok(Patches { kernel, count, pads, places })
     }
 
-    fn index(&self, scope: &mut Scope<'_>, axis: usize) -> Result<Value, Reason> {
+    fn index(&self, scope: &mut Scope<'_>, axis: usize) -> Result<Value, LowerReason> {
         let shape = [self.kernel[axis] as usize, self.count[axis] as usize];
         scope.constant(Tensor::from_i64(&shape, &self.places[axis]))
     }
@@ -304,7 +304,7 @@ pub fn columns(scope: &mut Scope<'_>) -> Outputs {
         shape.insert(0, Dim::Known(1));
     }
     let [batch, channels, height, width] = &shape[..] else {
-        return Err(Reason::Inputs(format!("its input is {}", scope.fact(given))));
+        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(given))));
     };
     let patches = Patches::read(scope, [known(height)?, known(width)?])?;
     let mut x = scope.reshape(given, shape.clone())?;
@@ -331,13 +331,13 @@ pub fn image(scope: &mut Scope<'_>) -> Outputs {
         shape.insert(0, Dim::Known(1));
     }
     let ([batch, wide, windows], [height, width]) = (&shape[..], &scope.shape("output_size")?[..]) else {
-        return Err(Reason::Inputs(format!("its input is {}", scope.fact(given))));
+        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(given))));
     };
     let sizes = [known(height)?, known(width)?];
     let patches = Patches::read(scope, sizes)?;
     let [kernel, count] = [patches.kernel, patches.count];
     if !windows.is(count[0] * count[1]) {
-        return Err(Reason::Inputs(format!("{windows} windows for an image of {sizes:?}")));
+        return Err(LowerReason::Inputs(format!("{windows} windows for an image of {sizes:?}")));
     }
     let channels = wide.div_exact(&Dim::Known(kernel[0] * kernel[1]))?;
     let mut apart = vec![batch.clone(), channels.clone()];
@@ -364,7 +364,7 @@ pub fn blocks(scope: &mut Scope<'_>, back: bool) -> Outputs {
     let shape = scope.fact(x).shape;
     let factor = Dim::Known(scope.int(if back { "downscale_factor" } else { "upscale_factor" }, 1)?);
     let [lead @ .., channels, height, width] = &shape[..] else {
-        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(x))));
     };
     let n = lead.len();
     let square = factor.mul(&factor)?;
@@ -389,7 +389,7 @@ pub fn shuffled(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact(x).shape;
     let groups = Dim::Known(scope.int("groups", 1)?);
     let [batch, channels, rest @ ..] = &shape[..] else {
-        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(x))));
     };
     let mut apart = vec![batch.clone(), groups.clone(), channels.div_exact(&groups)?];
     apart.extend_from_slice(rest);
@@ -403,7 +403,7 @@ pub fn shuffled(scope: &mut Scope<'_>) -> Outputs {
 /// Every element of an axis, or of the flat tensor, so many times.
 pub fn repeated(scope: &mut Scope<'_>) -> Outputs {
     let mut x = scope.value("self")?;
-    let repeats = scope.dim("repeats")?.ok_or(Reason::NotConstant { what: "the number of repeats" })?;
+    let repeats = scope.dim("repeats")?.ok_or(LowerReason::NotConstant { what: "the number of repeats" })?;
     if !scope.has("dim") {
         x = scope.reshape(x, vec![volume(&scope.fact(x).shape)?])?;
     }
@@ -431,7 +431,7 @@ pub fn joined(scope: &mut Scope<'_>, axis: usize, rank: usize, columns: bool) ->
         }
         *part = scope.reshape(*part, shape)?;
     }
-    let Some(&first) = parts.first() else { return Err(Reason::Inputs("it joins nothing".to_string())) };
+    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
     let axis = axis.min(scope.fact(first).rank().saturating_sub(1));
     let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
     for part in &mut parts {
@@ -469,7 +469,7 @@ pub fn nearly_equal(scope: &mut Scope<'_>) -> Outputs {
         None => {
             let sections = scope.int("sections", 1)?;
             if !(1..=1 << 20).contains(&sections) {
-                return Err(Reason::Inputs(format!("{sections} parts of an axis")));
+                return Err(LowerReason::Inputs(format!("{sections} parts of an axis")));
             }
             cuts.extend((1..sections).map(|n| n * (size / sections) + n.min(size % sections)));
         }
@@ -517,7 +517,7 @@ pub fn differences(scope: &mut Scope<'_>) -> Outputs {
     let at = attribute::axis(scope.int("dim", -1)?, scope.fact(x).rank())?;
     let times = scope.number("n")?.map_or(1.0, Number::float);
     if !(0.0..=64.0).contains(&times) {
-        return Err(Reason::Unsupported(format!("differences taken {times} times over")));
+        return Err(LowerReason::Unsupported(format!("differences taken {times} times over")));
     }
     if scope.has("prepend") || scope.has("append") {
         let (before, behind) = (scope.optional("prepend")?, scope.optional("append")?);

@@ -3,8 +3,8 @@
 use super::function::largest;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::linear::product;
-use crate::import::reason::Reason;
 use crate::op::{Binary, Compare, Dropout, Iota, MatMul, Op, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
@@ -15,7 +15,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let (query, mut key, mut value) = (scope.value("query")?, scope.value("key")?, scope.value("value")?);
     let fact = scope.fact(query);
     if fact.rank() < 2 || scope.fact(key).rank() != fact.rank() {
-        return Err(Reason::Inputs(format!("queries {fact} and keys {}", scope.fact(key))));
+        return Err(LowerReason::Inputs(format!("queries {fact} and keys {}", scope.fact(key))));
     }
     if scope.flag("enable_gqa", false)? {
         (key, value) = (shared(scope, key, &fact)?, shared(scope, value, &fact)?);
@@ -30,14 +30,14 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// What the products of queries and keys are multiplied by.
-pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, Reason> {
+pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, LowerReason> {
     let width = scope.fact(query).shape.last().and_then(Dim::known);
-    let width = width.ok_or(Reason::NotConstant { what: "the width of a head" })?;
+    let width = width.ok_or(LowerReason::NotConstant { what: "the width of a head" })?;
     scope.float("scale", 1.0 / (width as f64).sqrt())
 }
 
 /// How much each query takes from each key.
-pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<Value, Reason> {
+pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<Value, LowerReason> {
     let scale = scale_of(scope, query)?;
     let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;
     let mut scores = scope.with_number(Binary::Mul, scores, scale)?;
@@ -67,10 +67,10 @@ pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<
 }
 
 /// Which keys a query sees: those that do not stand behind it.
-fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
+fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     let shape = scope.fact(scores).shape;
     let [.., queries, keys] = shape.as_slice() else {
-        return Err(Reason::Inputs("its scores are no matrices".to_string()));
+        return Err(LowerReason::Inputs("its scores are no matrices".to_string()));
     };
     let column = Fact::new(DType::I64, vec![queries.clone(), Dim::Known(1)]);
     let row = Fact::new(DType::I64, vec![Dim::Known(1), keys.clone()]);
@@ -80,7 +80,7 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
 }
 
 /// Scores that are not kept, at the lowest number: minus infinity would make a row of nothing else no number.
-fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Reason> {
+fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, LowerReason> {
     let dtype = scope.fact(scores).dtype;
     let lowest = -largest(dtype);
     let never = scope.scalar(dtype, lowest)?;
@@ -88,7 +88,7 @@ fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Re
 }
 
 /// `x [… G, S, E]` with every head repeated, so that there are as many as the queries have.
-fn shared(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Value, Reason> {
+fn shared(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let Some(heads) = shape.len().checked_sub(3) else { return Ok(x) };
     let times = query.shape[heads].div_exact(&shape[heads])?;

@@ -9,9 +9,9 @@ use super::table::{self, Lower};
 use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::fx::program::names;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::part;
-use crate::import::reason::Reason;
 use crate::op::{Binary, Concat, Op, Unary, Value};
 use crate::tensor::dim::Dim;
 use std::f64::consts::TAU;
@@ -21,7 +21,7 @@ type Parts = (Value, Value);
 
 /// How a node is lowered that makes complex tensors or reads them; `None` for all others.
 pub fn find(reads_complex: bool, target: &str) -> Option<Lower> {
-    let refused: Lower = |_| Err(Reason::Unsupported("this operator on complex numbers".to_string()));
+    let refused: Lower = |_| Err(LowerReason::Unsupported("this operator on complex numbers".to_string()));
     row(reads_complex, table::name(target)).or(reads_complex.then_some(refused))
 }
 
@@ -68,7 +68,7 @@ fn pair((re, im): Parts) -> Outputs {
 }
 
 /// The parts of an argument; a real tensor has none that is imaginary.
-fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Value>), Reason> {
+fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Value>), LowerReason> {
     match scope.known(name)? {
         Known::Complex(re, im) => Ok((re, Some(im))),
         known => Ok((scope.read(known)?, None)),
@@ -76,7 +76,7 @@ fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Val
 }
 
 /// The operand, which is complex.
-fn operand(scope: &mut Scope<'_>) -> Result<Parts, Reason> {
+fn operand(scope: &mut Scope<'_>) -> Result<Parts, LowerReason> {
     match parts(scope, "self")? {
         (re, Some(im)) => Ok((re, im)),
         (re, None) => {
@@ -91,7 +91,7 @@ fn of_pairs(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
     let Some((last, rest)) = shape.split_last().filter(|(last, _)| last.is(2)) else {
-        return Err(Reason::Inputs("its last axis is not one of pairs".to_string()));
+        return Err(LowerReason::Inputs("its last axis is not one of pairs".to_string()));
     };
     let axis = rest.len();
     let re = part(scope, x, axis, Dim::Known(0), Dim::Known(1))?;
@@ -142,7 +142,7 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
         return pair((scope.with_number(Binary::Mul, re, number)?, scope.with_number(Binary::Mul, im, number)?));
     }
     let ((a, b), (c, d)) = (parts(scope, "self")?, parts(scope, "other")?);
-    let times = |scope: &mut Scope<'_>, a: Value, b: Value| -> Result<Value, Reason> {
+    let times = |scope: &mut Scope<'_>, a: Value, b: Value| -> Result<Value, LowerReason> {
         let mut both = [a, b];
         scope.alike(&mut both, None)?;
         scope.binary(Binary::Mul, both[0], both[1])
@@ -160,16 +160,16 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
     let im = match (ad, bc) {
         (Some(ad), Some(bc)) => scope.binary(Binary::Add, ad, bc)?,
         (Some(one), None) | (None, Some(one)) => one,
-        (None, None) => return Err(Reason::Inputs("neither operand is complex".to_string())),
+        (None, None) => return Err(LowerReason::Inputs("neither operand is complex".to_string())),
     };
     pair((re, im))
 }
 
 /// The node with real tensors in place of complex ones, as `pick` chooses them by name.
-fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, Reason> {
-    let lower = table::find(&scope.node.target).ok_or_else(|| Reason::Unsupported(scope.node.target.clone()))?;
+fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, LowerReason> {
+    let lower = table::find(&scope.node.target).ok_or_else(|| LowerReason::Unsupported(scope.node.target.clone()))?;
     let real = |name: &str, known| {
-        Ok::<_, Reason>(match known {
+        Ok::<_, LowerReason>(match known {
             Known::Complex(re, im) => Known::Value(pick(name, (re, im))),
             other => other,
         })
@@ -187,7 +187,7 @@ fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Resu
     };
     match lower(&mut inner)? {
         Made::Tensors(list) => Ok(list),
-        Made::Size(_) => Err(Reason::Inputs("a size of a complex tensor".to_string())),
+        Made::Size(_) => Err(LowerReason::Inputs("a size of a complex tensor".to_string())),
     }
 }
 
@@ -212,7 +212,7 @@ fn both(scope: &mut Scope<'_>) -> Outputs {
         _ => false,
     };
     if mixes {
-        return Err(Reason::Unsupported("real and complex numbers in one operator".to_string()));
+        return Err(LowerReason::Unsupported("real and complex numbers in one operator".to_string()));
     }
     let re = with_real(scope, |_, parts| parts.0)?;
     let im = with_real(scope, |_, parts| parts.1)?;
@@ -229,7 +229,7 @@ fn bilinear(scope: &mut Scope<'_>) -> Outputs {
     match complex[..] {
         [_] => both(scope),
         [a, b] if a != b => {
-            let mut of = |first: bool, second: bool| -> Result<Value, Reason> {
+            let mut of = |first: bool, second: bool| -> Result<Value, LowerReason> {
                 let made = with_real(scope, |name, (re, im)| {
                     let imaginary = if name == a { first } else { second };
                     if imaginary { im } else { re }
@@ -240,12 +240,12 @@ fn bilinear(scope: &mut Scope<'_>) -> Outputs {
             let (ac, bd, ad, bc) = (of(false, false)?, of(true, true)?, of(false, true)?, of(true, false)?);
             pair((scope.binary(Binary::Sub, ac, bd)?, scope.binary(Binary::Add, ad, bc)?))
         }
-        _ => Err(Reason::Unsupported("this product of complex tensors".to_string())),
+        _ => Err(LowerReason::Unsupported("this product of complex tensors".to_string())),
     }
 }
 
 /// The axes of a transform, counted from the front, in the order given; the last is the one that halves.
-fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, Reason> {
+fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, LowerReason> {
     let name = table::name(&scope.node.target);
     let given = match scope.ints("dim")? {
         Some(list) => list,
@@ -256,18 +256,18 @@ fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, Reason> {
     given.into_iter().map(|axis| attribute::axis(axis, rank)).collect()
 }
 
-fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, Reason> {
-    scope.fact(x).shape[axis].known().ok_or(Reason::NotConstant { what: "the size of a transform" })
+fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, LowerReason> {
+    scope.fact(x).shape[axis].known().ok_or(LowerReason::NotConstant { what: "the size of a transform" })
 }
 
 /// The factor that a transform of so many elements takes in all.
-fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, Reason> {
+fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerReason> {
     if scope.has("normalization") {
         return match scope.int("normalization", 0)? {
             0 => Ok(1.0),
             1 => Ok(elements.sqrt().recip()),
             2 => Ok(elements.recip()),
-            other => Err(Reason::Unsupported(format!("normalisation {other}"))),
+            other => Err(LowerReason::Unsupported(format!("normalisation {other}"))),
         };
     }
     if table::name(&scope.node.target).starts_with("_fft") {
@@ -277,17 +277,17 @@ fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, Reason>
         ("ortho", _) => Ok(elements.sqrt().recip()),
         ("backward", true) | ("forward", false) => Ok(1.0),
         ("backward", false) | ("forward", true) => Ok(elements.recip()),
-        (other, _) => Err(Reason::Unsupported(format!("the normalisation `{other}`"))),
+        (other, _) => Err(LowerReason::Unsupported(format!("the normalisation `{other}`"))),
     }
 }
 
 /// Sizes that pad or cut are not taken.
-fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), Reason> {
+fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), LowerReason> {
     for name in ["s", "n"] {
         let Some(asked) = scope.ints(name)? else { continue };
         for (asked, axis) in asked.iter().zip(axes) {
             if *asked != -1 && *asked != length(scope, x, *axis)? {
-                return Err(Reason::Unsupported("an FFT that pads or cuts its input".to_string()));
+                return Err(LowerReason::Unsupported("an FFT that pads or cuts its input".to_string()));
             }
         }
     }
@@ -295,14 +295,14 @@ fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), Rea
 }
 
 /// Products along an axis with `cos` and `sin` of `2πkm/n`, for `k` up to `rows`.
-fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, Reason> {
+fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, LowerReason> {
     let n = length(scope, x, axis)?;
     let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
     let matrix = |of: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
         (0..rows).map(|k| (0..n).map(|m| (m, of(angle(k, m)))).collect()).collect()
     };
     if rows.saturating_mul(n) > 1 << 22 {
-        return Err(Reason::Unsupported(format!("a transform of {n} elements")));
+        return Err(LowerReason::Unsupported(format!("a transform of {n} elements")));
     }
     Ok((mixed(scope, x, axis, n, &matrix(f64::cos))?, mixed(scope, x, axis, n, &matrix(f64::sin))?))
 }
@@ -314,7 +314,7 @@ fn along(
     axis: usize,
     rows: i64,
     forward: bool,
-) -> Result<Parts, Reason> {
+) -> Result<Parts, LowerReason> {
     let (re_cos, re_sin) = waves(scope, re, axis, rows)?;
     let turned = if forward { scope.unary(Unary::Neg, re_sin)? } else { re_sin };
     let Some(im) = im else { return Ok((re_cos, turned)) };
@@ -342,7 +342,7 @@ fn transformed(scope: &mut Scope<'_>, forward: bool) -> Outputs {
         let (re, im) = along(scope, x, axis, n, forward)?;
         x = (re, Some(im));
     }
-    let (re, Some(im)) = x else { return Err(Reason::Inputs("it has no axes".to_string())) };
+    let (re, Some(im)) = x else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
     let factor = scale(scope, elements, forward)?;
     scaled(scope, (re, im), factor)
 }
@@ -370,7 +370,7 @@ fn real_transformed(scope: &mut Scope<'_>, half: bool) -> Outputs {
         let (re, im) = along(scope, x, *axis, rows, true)?;
         x = (re, Some(im));
     }
-    let (re, Some(im)) = x else { return Err(Reason::Inputs("it has no axes".to_string())) };
+    let (re, Some(im)) = x else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
     let factor = scale(scope, elements, true)?;
     scaled(scope, (re, im), factor)
 }
@@ -379,7 +379,7 @@ fn real_transformed(scope: &mut Scope<'_>, half: bool) -> Outputs {
 fn to_real(scope: &mut Scope<'_>) -> Outputs {
     let mut x = operand(scope)?;
     let axes = axes(scope, scope.fact(x.0).rank())?;
-    let Some((last, others)) = axes.split_last() else { return Err(Reason::Inputs("it has no axes".to_string())) };
+    let Some((last, others)) = axes.split_last() else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
     let kept = length(scope, x.0, *last)?;
     let sizes = match scope.ints("s")? {
         Some(list) => list,
@@ -388,13 +388,13 @@ fn to_real(scope: &mut Scope<'_>) -> Outputs {
     let asked = if scope.has("last_dim_size") { scope.int("last_dim_size", 0)? } else { *sizes.last().unwrap_or(&-1) };
     let n = if asked > 0 { asked } else { 2 * (kept - 1) };
     if n < 1 || n / 2 + 1 != kept {
-        return Err(Reason::Unsupported("an FFT that pads or cuts its input".to_string()));
+        return Err(LowerReason::Unsupported("an FFT that pads or cuts its input".to_string()));
     }
     let mut elements = n as f64;
     for (at, axis) in others.iter().enumerate() {
         let own = length(scope, x.0, *axis)?;
         if sizes.get(at).is_some_and(|size| *size != -1 && *size != own) {
-            return Err(Reason::Unsupported("an FFT that pads or cuts its input".to_string()));
+            return Err(LowerReason::Unsupported("an FFT that pads or cuts its input".to_string()));
         }
         elements *= own as f64;
         x = along(scope, (x.0, Some(x.1)), *axis, own, false)?;
@@ -406,7 +406,7 @@ fn to_real(scope: &mut Scope<'_>) -> Outputs {
         (0..n).map(|m| (0..kept).map(|k| (k, weight(k) * of(angle(k, m)))).collect()).collect()
     };
     if n.saturating_mul(kept) > 1 << 22 {
-        return Err(Reason::Unsupported(format!("a transform of {n} elements")));
+        return Err(LowerReason::Unsupported(format!("a transform of {n} elements")));
     }
     let re = mixed(scope, x.0, *last, kept, &matrix(f64::cos))?;
     let im = mixed(scope, x.1, *last, kept, &matrix(f64::sin))?;

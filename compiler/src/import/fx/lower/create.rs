@@ -3,8 +3,8 @@
 use super::argument::{Number, Operand};
 use super::{Made, Outputs, Scope, one, promote};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::movement::triangle;
-use crate::import::reason::Reason;
 use crate::op::{Binary, Compare, Iota, Op};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -20,7 +20,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
         None => Ok(Dim::Known(default)),
         Some(Operand::Number(Number::Int(value))) => Ok(Dim::Known(value)),
         Some(Operand::Size(dim)) => Ok(dim),
-        Some(_) => Err(Reason::Unsupported("a range of floats".to_string())),
+        Some(_) => Err(LowerReason::Unsupported("a range of floats".to_string())),
     };
     let start = scope.operand("start")?;
     let step = scope.operand("step")?;
@@ -29,7 +29,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
     let span = end.sub(&start)?;
     let count = match (span.known(), step.known()) {
-        (_, Some(0)) | (_, None) => return Err(Reason::Inputs(format!("a range with steps of {step}"))),
+        (_, Some(0)) | (_, None) => return Err(LowerReason::Inputs(format!("a range with steps of {step}"))),
         (_, Some(1)) => span,
         (Some(span), Some(step)) => {
             let whole = span.checked_div_euclid(step).unwrap_or(0);
@@ -40,7 +40,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
         (None, Some(step)) => span.div_exact(&Dim::Known(step))?,
     };
     if count.known().is_some_and(|n| n < 0) {
-        return Err(Reason::Inputs(format!("a range from {start} to {end}")));
+        return Err(LowerReason::Inputs(format!("a range from {start} to {end}")));
     }
     let mut y = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
     for (op, dim) in [(Binary::Mul, &step), (Binary::Add, &start)] {
@@ -59,7 +59,7 @@ fn arange_of_floats(scope: &mut Scope<'_>) -> Outputs {
     let (start, end, step) = (scope.float("start", 0.0)?, scope.float("end", 0.0)?, scope.float("step", 1.0)?);
     let count = ((end - start) / step).ceil();
     if !(0.0..=MOST).contains(&count) {
-        return Err(Reason::Inputs(format!("a range from {start} to {end} in steps of {step}")));
+        return Err(LowerReason::Inputs(format!("a range from {start} to {end} in steps of {step}")));
     }
     let values: Vec<f64> = (0..count as usize).map(|i| start + i as f64 * step).collect();
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
@@ -70,7 +70,7 @@ fn arange_of_floats(scope: &mut Scope<'_>) -> Outputs {
 pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
     let (start, end, steps) = (scope.float("start", 0.0)?, scope.float("end", 0.0)?, scope.int("steps", 100)?);
     if !(0.0..=MOST).contains(&(steps as f64)) {
-        return Err(Reason::Inputs(format!("{steps} numbers")));
+        return Err(LowerReason::Inputs(format!("{steps} numbers")));
     }
     let base = scope.float("base", 10.0)?;
     let between = (steps - 1).max(1) as f64;
@@ -82,7 +82,7 @@ pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
 
 /// Ones on the diagonal of a matrix of zeros.
 pub fn eye(scope: &mut Scope<'_>) -> Outputs {
-    let rows = scope.dim("n")?.ok_or(Reason::NotConstant { what: "the number of rows" })?;
+    let rows = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "the number of rows" })?;
     let columns = scope.dim("m")?.unwrap_or_else(|| rows.clone());
     let column = Fact::new(DType::I64, vec![rows, Dim::Known(1)]);
     let row = Fact::new(DType::I64, vec![Dim::Known(1), columns]);
@@ -97,7 +97,7 @@ pub fn eye(scope: &mut Scope<'_>) -> Outputs {
 pub fn triangle_places(scope: &mut Scope<'_>, upper: bool) -> Outputs {
     let (rows, columns, offset) = (scope.int("row", 0)?, scope.int("col", 0)?, scope.int("offset", 0)?);
     if !(0..=1 << 10).contains(&rows) || !(0..=1 << 10).contains(&columns) {
-        return Err(Reason::Inputs(format!("a triangle of {rows} by {columns}")));
+        return Err(LowerReason::Inputs(format!("a triangle of {rows} by {columns}")));
     }
     let all = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
     let places: Vec<(i64, i64)> = all.filter(|(i, j)| if upper { j - i >= offset } else { j - i <= offset }).collect();
@@ -122,7 +122,7 @@ pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs
     };
     let value = match constant {
         Some(value) => Number::Float(value),
-        None => scope.number("fill_value")?.ok_or(Reason::NotConstant { what: "the number to fill with" })?,
+        None => scope.number("fill_value")?.ok_or(LowerReason::NotConstant { what: "the number to fill with" })?,
     };
     let natural = source.map_or(value.dtype(), |fact| fact.dtype);
     let dtype = scope.dtype("dtype")?.unwrap_or(natural);
@@ -132,7 +132,7 @@ pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs
 
 /// A number as a tensor of rank 0.
 pub fn scalar_tensor(scope: &mut Scope<'_>) -> Outputs {
-    let value = scope.operand("s")?.ok_or(Reason::NotConstant { what: "the number" })?;
+    let value = scope.operand("s")?.ok_or(LowerReason::NotConstant { what: "the number" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
     one(promote::value(scope, &value, dtype)?)
 }
@@ -147,7 +147,7 @@ pub fn part(scope: &mut Scope<'_>, upper: bool) -> Outputs {
 pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     if fact.rank() == 0 {
-        return Err(Reason::Inputs("a number has no axes".to_string()));
+        return Err(LowerReason::Inputs("a number has no axes".to_string()));
     }
     Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
 }
@@ -166,9 +166,9 @@ pub fn size_arithmetic(
     let operand = |at: usize| match scope.node.inputs.get(at).map(|input| &input.arg) {
         Some(Argument::AsInt(value) | Argument::AsSymInt(SymArgument::AsInt(value))) => Ok(Dim::Known(*value)),
         Some(Argument::AsSymInt(SymArgument::AsName(name))) => {
-            scope.names.sizes.get(name).cloned().ok_or_else(|| Reason::Inputs(format!("operand {at} is no size")))
+            scope.names.sizes.get(name).cloned().ok_or_else(|| LowerReason::Inputs(format!("operand {at} is no size")))
         }
-        _ => Err(Reason::Inputs(format!("operand {at} is no size"))),
+        _ => Err(LowerReason::Inputs(format!("operand {at} is no size"))),
     };
     Ok(Made::Size(join(&operand(0)?, &operand(1)?)?))
 }

@@ -4,12 +4,12 @@ use super::loss::{joined, reduction};
 use super::reduce::norm_of;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
-use crate::import::reason::Reason;
 use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 
 /// The difference of prediction and target.
-fn difference(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+fn difference(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (a, b) = (scope.value("self")?, scope.value("target")?);
     scope.binary(Binary::Sub, a, b)
 }
@@ -19,7 +19,7 @@ fn finished(scope: &mut Scope<'_>, each: Value) -> Outputs {
     one(joined(scope, each, reduction)?)
 }
 
-fn number(scope: &mut Scope<'_>, like: Value, value: f64) -> Result<Value, Reason> {
+fn number(scope: &mut Scope<'_>, like: Value, value: f64) -> Result<Value, LowerReason> {
     scope.scalar(scope.fact(like).dtype, value)
 }
 
@@ -133,7 +133,7 @@ pub fn soft_margin(scope: &mut Scope<'_>) -> Outputs {
 /// The negative log-likelihood of counts, without the term that only the target has.
 pub fn poisson(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("full", false)? {
-        return Err(Reason::Unsupported("a Poisson loss with Stirling's term".to_string()));
+        return Err(LowerReason::Unsupported("a Poisson loss with Stirling's term".to_string()));
     }
     let (x, target) = (scope.value("input")?, scope.value("target")?);
     let (rate, log) = if scope.flag("log_input", true)? {
@@ -204,7 +204,7 @@ pub fn all_pairs(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);
     let (mut rows, mut columns) = (scope.fact(a).shape, scope.fact(b).shape);
     if rows.len() < 2 || columns.len() < 2 {
-        return Err(Reason::Inputs(format!("{} and {} are no matrices", scope.fact(a), scope.fact(b))));
+        return Err(LowerReason::Inputs(format!("{} and {} are no matrices", scope.fact(a), scope.fact(b))));
     }
     rows.insert(rows.len() - 1, Dim::Known(1));
     columns.insert(columns.len() - 2, Dim::Known(1));

@@ -4,15 +4,15 @@ use super::argument::{Number, Operand};
 use super::function::toward_zero;
 use super::{Known, Made, Outputs, Scope, one, promote};
 use crate::import::build::Build;
-use crate::import::opening;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
+use crate::import::symbolic_batch;
 use crate::op::{Binary, Compare, Unary, Value};
 use crate::tensor::DType;
 
 /// An operand that must be given.
-pub fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, Reason> {
+pub fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, LowerReason> {
     let operand = scope.operand(name)?;
-    operand.ok_or(Reason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
+    operand.ok_or(LowerReason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
 }
 
 /// `f(x)`, in the element type of `x`.
@@ -44,7 +44,7 @@ pub fn duplicate(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Both operands in the type they meet in.
-pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
+pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
     let [a, b] = operands;
@@ -104,7 +104,7 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
             let quotient = scope.binary(Binary::Div, whole, b)?;
             one(if float { scope.unary(Unary::Round, quotient)? } else { quotient })
         }
-        other => Err(Reason::Unsupported(format!("a division with the rounding `{other}`"))),
+        other => Err(LowerReason::Unsupported(format!("a division with the rounding `{other}`"))),
     }
 }
 
@@ -159,7 +159,7 @@ pub fn differs(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Whether each element is not zero.
-fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
     if dtype == DType::Bool {
         return Ok(x);
@@ -241,11 +241,11 @@ pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     match scope.text("approximate", "none")?.as_str() {
         "none" => real(scope, Unary::Gelu),
         "tanh" => real(scope, Unary::GeluTanh),
-        other => Err(Reason::Unsupported(format!("the approximation `{other}`"))),
+        other => Err(LowerReason::Unsupported(format!("the approximation `{other}`"))),
     }
 }
 
-fn positive(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+fn positive(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
     scope.compare(Compare::Less, zero, x)
 }
@@ -346,7 +346,7 @@ pub fn copy(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let source = scope.value("src")?;
     let source = scope.cast(source, fact.dtype)?;
-    let shape = opening::open_as(scope, &fact.shape, &scope.fact(source).shape)?;
+    let shape = symbolic_batch::open_as(scope, &fact.shape, &scope.fact(source).shape)?;
     one(scope.broadcast(source, shape)?)
 }
 

@@ -6,34 +6,34 @@ use super::argument::Number;
 use super::elementwise::{pair, required};
 use super::{Outputs, Scope, one, promote};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::part;
-use crate::import::reason::Reason;
 use crate::op::{Binary, BitCast, Compare, Op, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use std::f64::consts::{FRAC_PI_2, LN_2, PI};
 
 /// The operand `self` in floats.
-fn operand(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+fn operand(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let x = scope.value("self")?;
     promote::real(scope, x)
 }
 
 /// Both operands in the floats they meet in.
-fn floats(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
+fn floats(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let (a, b) = pair(scope)?;
     Ok((promote::real(scope, a)?, promote::real(scope, b)?))
 }
 
 /// `x ? number`
-fn compared(scope: &mut Scope<'_>, op: Compare, x: Value, number: f64) -> Result<Value, Reason> {
+fn compared(scope: &mut Scope<'_>, op: Compare, x: Value, number: f64) -> Result<Value, LowerReason> {
     let number = scope.scalar(scope.fact(x).dtype, number)?;
     scope.compare(op, x, number)
 }
 
 /// `condition ? number : x`
-fn replaced(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> Result<Value, Reason> {
+fn replaced(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> Result<Value, LowerReason> {
     let number = scope.scalar(scope.fact(x).dtype, number)?;
     scope.select(condition, number, x)
 }
@@ -93,7 +93,7 @@ pub fn tangent(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The whole number next to `x` toward zero.
-pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     if !scope.fact(x).dtype.is_float() {
         return Ok(x);
     }
@@ -126,7 +126,7 @@ pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
 }
 
 /// Whether the sign bit is set, that of `-0` too.
-fn negative(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+fn negative(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let bits = match scope.fact(x).dtype {
         DType::F64 => DType::I64,
         DType::F32 => DType::I32,
@@ -165,7 +165,7 @@ pub fn largest(dtype: DType) -> f64 {
     }
 }
 
-fn is_nan(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+fn is_nan(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let same = scope.compare(Compare::Equal, x, x)?;
     scope.unary(Unary::Not, same)
 }
@@ -399,7 +399,7 @@ pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
     if !dtype.is_integer() {
-        return Err(Reason::Unsupported(format!("a shift of {dtype}")));
+        return Err(LowerReason::Unsupported(format!("a shift of {dtype}")));
     }
     let [a, b] = operands;
     let (a, b) = (promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?);

@@ -5,10 +5,10 @@ use super::window::pool_window;
 use super::{Known, Made, Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::fx::schema::Argument;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::linear::product;
 use crate::import::onnx::lower::norm::filled;
-use crate::import::reason::Reason;
 use crate::op::{
     AvgPool, AvgPoolGrad, Binary, ConvInputGrad, ConvWeightGrad, LayerNormGrad, MatMul, MaxPool, MaxPoolGrad, Op,
     ReduceKind, ScatterAdd, Value,
@@ -30,12 +30,12 @@ fn mask(scope: &Scope<'_>) -> [bool; 3] {
 /// The gradients of a convolution for its input, its weight and its bias.
 pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("transposed", false)? {
-        return Err(Reason::Unsupported("the gradient of a transposed convolution".to_string()));
+        return Err(LowerReason::Unsupported("the gradient of a transposed convolution".to_string()));
     }
     let (dy, x, weight) = (scope.value("grad_output")?, scope.value("input")?, scope.value("weight")?);
     let (input, kernel) = (scope.fact(x), scope.fact(weight));
     let sizes = kernel.concrete().filter(|s| s.len() > 2 && s.len() == input.rank());
-    let sizes = sizes.ok_or_else(|| Reason::Inputs(format!("its weight is {kernel}, its input {input}")))?;
+    let sizes = sizes.ok_or_else(|| LowerReason::Inputs(format!("its weight is {kernel}, its input {input}")))?;
     let (window, groups) = super::window::convolution_window(scope, sizes.len() - 2)?;
     let mut made = vec![UNASKED; 3];
     let [for_input, for_weight, for_bias] = mask(scope);
@@ -58,7 +58,7 @@ pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
 pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.value("self")?);
     if scope.fact(x).rank() != 4 {
-        return Err(Reason::Unsupported("the gradient of a pooling of one image".to_string()));
+        return Err(LowerReason::Unsupported("the gradient of a pooling of one image".to_string()));
     }
     let (kernel, window, ceil) = pool_window(scope, 2, true)?;
     one(scope.add(Op::MaxPoolGrad(MaxPoolGrad { forward: MaxPool { kernel, window, ceil } }), &[x, dy])?)
@@ -68,7 +68,7 @@ pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
 pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.fact_of("self")?);
     if x.rank() != 4 || scope.has("divisor_override") {
-        return Err(Reason::Unsupported(
+        return Err(LowerReason::Unsupported(
             "the gradient of a pooling of one image, or with its own divisor,".to_string(),
         ));
     }
@@ -82,9 +82,9 @@ pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (mut dy, index) = (scope.value("grad_output")?, scope.value("indices")?);
     if scope.flag("scale_grad_by_freq", false)? {
-        return Err(Reason::Unsupported("a gradient divided by the frequency of a row".to_string()));
+        return Err(LowerReason::Unsupported("a gradient divided by the frequency of a row".to_string()));
     }
-    let size = scope.dim("num_weights")?.ok_or(Reason::NotConstant { what: "the size of the table" })?;
+    let size = scope.dim("num_weights")?.ok_or(LowerReason::NotConstant { what: "the size of the table" })?;
     let padding = scope.int("padding_idx", -1)?;
     if padding >= 0 {
         let index = scope.cast(index, DType::I64)?;
@@ -106,7 +106,7 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact(x);
     let dims = scope.shape("normalized_shape")?;
     let axis = fact.rank().checked_sub(dims.len()).filter(|at| fact.shape[*at..] == dims[..]);
-    let axis = axis.ok_or_else(|| Reason::Inputs(format!("the last dims of {fact} are not {dims:?}")))?;
+    let axis = axis.ok_or_else(|| LowerReason::Inputs(format!("the last dims of {fact} are not {dims:?}")))?;
     let scale = match scope.optional("weight")? {
         Some(scale) => scale,
         None => filled(scope, fact.dtype, &dims, 1.0)?,
@@ -121,7 +121,7 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
 /// `dv = pᵀ·do`, `ds = p·(do·vᵀ - Σ p·(do·vᵀ))`, `dq = ds·k·scale`, `dk = dsᵀ·q·scale`.
 pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     if scope.float("dropout_p", 0.0)? != 0.0 {
-        return Err(Reason::Unsupported("the gradient of attention with dropout".to_string()));
+        return Err(LowerReason::Unsupported("the gradient of attention with dropout".to_string()));
     }
     let (query, key, value) = (scope.value("query")?, scope.value("key")?, scope.value("value")?);
     let d_out = scope.value("grad_out")?;

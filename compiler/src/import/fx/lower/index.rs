@@ -4,10 +4,10 @@ use super::movement::stopped;
 use super::{Outputs, Scope, one};
 use crate::import::batched;
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::gather::{count, further, scaled, steps};
 use crate::import::onnx::lower::movement::{met, transposed};
-use crate::import::opening::shaped;
-use crate::import::reason::Reason;
+use crate::import::symbolic_batch::shaped;
 use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
@@ -40,10 +40,14 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
 
 /// The place in the flat tensor of every element that `index` names along an axis of a tensor of shape `dims`; along
 /// the other axes an element stands where the index does.
-pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usize) -> Result<Value, Reason> {
+pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usize) -> Result<Value, LowerReason> {
     let picked = scope.fact(index).shape;
     if picked.len() != dims.len() || dims.is_empty() {
-        return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), dims.len())));
+        return Err(LowerReason::Inputs(format!(
+            "an index of rank {} for an input of rank {}",
+            picked.len(),
+            dims.len()
+        )));
     }
     let index = scope.cast(index, DType::I64)?;
     let mut place = None;
@@ -58,7 +62,7 @@ pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usiz
         };
         place = further(scope, place, steps)?;
     }
-    place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))
+    place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at one axis.
@@ -89,7 +93,11 @@ pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
     let (mut own, mut picked) = (scope.fact(x).shape, scope.fact(index).shape);
     let along = scope.axis("dim", 0, own.len())?;
     if own.len() != picked.len() || own.is_empty() {
-        return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), own.len())));
+        return Err(LowerReason::Inputs(format!(
+            "an index of rank {} for an input of rank {}",
+            picked.len(),
+            own.len()
+        )));
     }
     let (mut a, mut b) = (own.clone(), picked.clone());
     (a[along], b[along]) = (Dim::Known(1), Dim::Known(1));
@@ -130,17 +138,17 @@ pub struct Indexed {
 impl Indexed {
     /// Reads the indices of a tensor of shape `dims`, one for each of the first axes or none. Where the indexed axes do
     /// not follow one another they come first, as NumPy has it.
-    pub fn read(scope: &mut Scope<'_>, dims: &[Dim], indices: Vec<Option<Value>>) -> Result<Indexed, Reason> {
+    pub fn read(scope: &mut Scope<'_>, dims: &[Dim], indices: Vec<Option<Value>>) -> Result<Indexed, LowerReason> {
         let given: Vec<(usize, Value)> =
             indices.into_iter().enumerate().filter_map(|(at, index)| Some((at, index?))).collect();
         let (Some(&(first, _)), Some(&(last, _))) = (given.first(), given.last()) else {
-            return Err(Reason::Inputs("nothing is indexed".to_string()));
+            return Err(LowerReason::Inputs("nothing is indexed".to_string()));
         };
         if last >= dims.len() {
-            return Err(Reason::Inputs(format!("an index of axis {last} for an input of rank {}", dims.len())));
+            return Err(LowerReason::Inputs(format!("an index of axis {last} for an input of rank {}", dims.len())));
         }
         if given.iter().any(|(_, index)| !scope.fact(*index).dtype.is_integer()) {
-            return Err(Reason::Unsupported("an index of truths, whose result has no fixed size,".to_string()));
+            return Err(LowerReason::Unsupported("an index of truths, whose result has no fixed size,".to_string()));
         }
         let adjacent = last - first + 1 == given.len();
         let lead = if adjacent { first } else { 0 };
@@ -160,7 +168,7 @@ impl Indexed {
             };
             place = further(scope, place, steps)?;
         }
-        let place = place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))?;
+        let place = place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))?;
         let mut flat = turned[..lead].to_vec();
         flat.push(volume(sizes)?);
         flat.extend_from_slice(&turned[lead + sizes.len()..]);
@@ -170,7 +178,7 @@ impl Indexed {
 
 /// `x[rows, columns]` where the rows are all there are, in order, along an axis of the result in which the columns do
 /// not differ: the same columns of every row, as masks are looked up. `None` where it is anything else.
-fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, Reason> {
+fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, LowerReason> {
     let Some(axis) = counted(scope, rows) else { return Ok(None) };
     let (dims, mut picked) = (scope.fact(x).shape, scope.fact(columns).shape);
     if dims.len() < 2 || !scope.fact(columns).dtype.is_integer() {
@@ -196,7 +204,7 @@ fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) ->
 }
 
 /// An index that counts as many elements as the batch of the file has, for an axis that is the open batch, counts them all.
-pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, Reason> {
+pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, LowerReason> {
     let Some(axis) = counted(scope, index) else { return Ok(index) };
     let mut shape = scope.fact(index).shape;
     shape[axis].clone_from(size);

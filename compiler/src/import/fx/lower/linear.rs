@@ -3,9 +3,9 @@
 use super::argument::{Number, Operand};
 use super::{Outputs, Scope, one, promote};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::linear::product;
 use crate::import::onnx::lower::movement::transposed;
-use crate::import::reason::Reason;
 use crate::op::{Binary, GroupedMatMul, GroupedMatMulGrad, MatMul, Op, ReduceKind, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
@@ -15,7 +15,7 @@ pub fn linear(scope: &mut Scope<'_>) -> Outputs {
     let (x, weight) = (scope.value("input")?, scope.value("weight")?);
     let (fact, matrix) = (scope.fact(x), scope.fact(weight));
     if matrix.rank() != 2 || fact.rank() == 0 {
-        return Err(Reason::Inputs(format!("its weight is {matrix}, its input {fact}")));
+        return Err(LowerReason::Inputs(format!("its weight is {matrix}, its input {fact}")));
     }
     let row = if fact.rank() == 1 { scope.reshape(x, vec![Dim::Known(1), fact.shape[0].clone()])? } else { x };
     let mut y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[row, weight])?;
@@ -34,7 +34,7 @@ pub fn matmul(scope: &mut Scope<'_>, other: &'static str) -> Outputs {
     one(product(scope, a, b)?)
 }
 
-fn scaled(scope: &mut Scope<'_>, x: Value, name: &'static str) -> Result<Value, Reason> {
+fn scaled(scope: &mut Scope<'_>, x: Value, name: &'static str) -> Result<Value, LowerReason> {
     match scope.number(name)?.map_or(1.0, Number::float) {
         1.0 => Ok(x),
         factor => scope.with_number(Binary::Mul, x, factor),
@@ -60,7 +60,7 @@ pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, y, sum)?)
 }
 
-fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, Reason> {
+fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, LowerReason> {
     let dtype = promote::common(scope, &[Operand::Tensor(a), Operand::Tensor(b)]);
     let (a, b) = (scope.cast(a, dtype)?, scope.cast(b, dtype)?);
     let mut column = scope.fact(a).shape;
@@ -103,7 +103,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
     let second = if scope.has("weight") { "weight" } else { "mat2" };
     let (a, b) = (scope.value(first)?, scope.value(second)?);
     if scope.has("bias") {
-        return Err(Reason::Unsupported("a grouped product with a bias".to_string()));
+        return Err(LowerReason::Unsupported("a grouped product with a bias".to_string()));
     }
     let (left, right) = (scope.fact(a), scope.fact(b));
     let y = match (scope.optional("offs")?, left.rank(), right.rank()) {
@@ -121,7 +121,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
             let rows = transposed(scope, a, vec![1, 0])?;
             scope.add(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[rows, b, ends])?
         }
-        _ => return Err(Reason::Unsupported(format!("a grouped product of {left} and {right}"))),
+        _ => return Err(LowerReason::Unsupported(format!("a grouped product of {left} and {right}"))),
     };
     match scope.dtype("out_dtype")? {
         Some(dtype) => one(scope.cast(y, dtype)?),
@@ -146,7 +146,7 @@ struct Lettered {
 
 impl Lettered {
     /// The sum over letters that are not `kept`.
-    fn summed(mut self, scope: &mut Scope<'_>, kept: &[char]) -> Result<Lettered, Reason> {
+    fn summed(mut self, scope: &mut Scope<'_>, kept: &[char]) -> Result<Lettered, LowerReason> {
         let axes: Vec<usize> = (0..self.letters.len()).filter(|at| !kept.contains(&self.letters[*at])).collect();
         if !axes.is_empty() {
             self.value = scope.reduce(ReduceKind::Sum, self.value, &axes, false)?;
@@ -156,16 +156,16 @@ impl Lettered {
     }
 
     /// The axes in another order.
-    fn ordered(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, Reason> {
+    fn ordered(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, LowerReason> {
         let place = |letter: &char| self.letters.iter().position(|l| l == letter);
         let perm: Option<Vec<usize>> = letters.iter().map(place).collect();
         let perm = perm.filter(|p| p.len() == self.letters.len());
-        let perm = perm.ok_or_else(|| Reason::Inputs("a result has letters that no operand has".to_string()))?;
+        let perm = perm.ok_or_else(|| LowerReason::Inputs("a result has letters that no operand has".to_string()))?;
         transposed(scope, self.value, perm)
     }
 
     /// The product with another over the letters that both have and nobody else needs.
-    fn times(self, scope: &mut Scope<'_>, other: Lettered, kept: &[char]) -> Result<Lettered, Reason> {
+    fn times(self, scope: &mut Scope<'_>, other: Lettered, kept: &[char]) -> Result<Lettered, LowerReason> {
         let both: Vec<char> = self.letters.iter().copied().filter(|l| other.letters.contains(l)).collect();
         let batch: Vec<char> = both.iter().copied().filter(|l| kept.contains(l)).collect();
         let inner: Vec<char> = both.iter().copied().filter(|l| !kept.contains(l)).collect();
@@ -232,7 +232,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let tensors = scope.values("tensors")?;
     let ranks: Vec<usize> = tensors.iter().map(|value| scope.fact(*value).rank()).collect();
     let equation = without_dots(&given, &ranks)
-        .ok_or_else(|| Reason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&given))))?;
+        .ok_or_else(|| LowerReason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&given))))?;
     let (inputs, result) = match equation.split_once("->") {
         Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
         None => (equation.clone(), None),
@@ -252,17 +252,17 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
         term.iter().enumerate().all(|(at, letter)| letter.is_ascii_alphabetic() && !term[..at].contains(letter))
     });
     if !plain || terms.len() != tensors.len() || terms.len() > 64 {
-        return Err(Reason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&equation))));
+        return Err(LowerReason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&equation))));
     }
     let mut list = Vec::with_capacity(terms.len());
     for (letters, value) in terms.into_iter().zip(tensors) {
         if scope.fact(value).rank() != letters.len() {
-            return Err(Reason::Inputs(format!("{} letters for {}", letters.len(), scope.fact(value))));
+            return Err(LowerReason::Inputs(format!("{} letters for {}", letters.len(), scope.fact(value))));
         }
         list.push(Lettered { value, letters });
     }
     let mut rest = list.into_iter();
-    let mut product = rest.next().ok_or_else(|| Reason::Inputs("it joins nothing".to_string()))?;
+    let mut product = rest.next().ok_or_else(|| LowerReason::Inputs("it joins nothing".to_string()))?;
     let mut later: Vec<Lettered> = rest.collect();
     while !later.is_empty() {
         let next = later.remove(0);

@@ -2,8 +2,8 @@
 
 use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::loss::{Reduction, picked};
-use crate::import::reason::Reason;
 use crate::op::{Binary, CrossEntropy, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 
@@ -11,30 +11,30 @@ use crate::tensor::dim::{Dim, volume};
 const IGNORED: i64 = -100;
 
 /// How the losses are joined.
-pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, Reason> {
+pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
     match scope.int("reduction", 1)? {
         0 => Ok(Reduction::None),
         1 => Ok(Reduction::Mean),
         2 => Ok(Reduction::Sum),
         other => {
             let expected = "0 (none), 1 (mean) or 2 (sum)";
-            Err(Reason::Attribute { name: "reduction", found: other.to_string(), expected })
+            Err(LowerReason::Attribute { name: "reduction", found: other.to_string(), expected })
         }
     }
 }
 
 /// Scores `[N, C, …]` and their targets `[N, …]`. One example has no `N` in the file.
-fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
+fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let (mut scores, mut target) = (scope.value("self")?, scope.value("target")?);
     if scope.fact(target).dtype.is_float() {
-        return Err(Reason::Unsupported("a loss whose targets are probabilities".to_string()));
+        return Err(LowerReason::Unsupported("a loss whose targets are probabilities".to_string()));
     }
     let shape = scope.fact(scores).shape;
     if let [classes] = shape.as_slice() {
         scores = scope.reshape(scores, vec![Dim::Known(1), classes.clone()])?;
         target = scope.reshape(target, vec![Dim::Known(1)])?;
         if reduction(scope)? == Reduction::None {
-            return Err(Reason::Unsupported("an unreduced loss of one example".to_string()));
+            return Err(LowerReason::Unsupported("an unreduced loss of one example".to_string()));
         }
     }
     Ok((scores, target))
@@ -76,7 +76,7 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The losses of all elements, joined.
-pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Result<Value, Reason> {
+pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Result<Value, LowerReason> {
     let axes: Vec<usize> = (0..scope.fact(each).rank()).collect();
     match reduction {
         _ if axes.is_empty() => Ok(each),
@@ -87,7 +87,7 @@ pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Resul
 }
 
 /// The weights of classes as a row that meets scores `[N, C, …]`.
-fn weight_row(scope: &mut Scope<'_>, weights: Value, rank: usize) -> Result<Value, Reason> {
+fn weight_row(scope: &mut Scope<'_>, weights: Value, rank: usize) -> Result<Value, LowerReason> {
     let mut shape = vec![Dim::Known(1); rank];
     shape[1] = volume(&scope.fact(weights).shape)?;
     scope.reshape(weights, shape)
@@ -108,7 +108,7 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
         .get(1)
         .and_then(Dim::known)
         .filter(|c| *c > 0)
-        .ok_or(Reason::NotConstant { what: "the number of classes" })?;
+        .ok_or(LowerReason::NotConstant { what: "the number of classes" })?;
     if smoothing != 0.0 {
         target = scope.with_number(Binary::Mul, target, 1.0 - smoothing)?;
         target = scope.with_number(Binary::Add, target, smoothing / classes as f64)?;
@@ -137,7 +137,7 @@ fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
         .get(1)
         .and_then(Dim::known)
         .filter(|c| *c > 0)
-        .ok_or(Reason::NotConstant { what: "the number of classes" })?;
+        .ok_or(LowerReason::NotConstant { what: "the number of classes" })?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
     let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;

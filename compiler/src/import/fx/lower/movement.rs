@@ -3,14 +3,14 @@
 
 use super::resize::{self, Edge};
 use super::{Outputs, Scope, many, one};
+use crate::import::batch_in_axis::within;
 use crate::import::build::Build;
-use crate::import::merged::within;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{met, transposed};
 use crate::import::onnx::lower::reshape::target;
 use crate::import::onnx::lower::slice::part;
 use crate::import::onnx::name::shown;
-use crate::import::reason::Reason;
 use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
 use crate::tensor::dim::{Dim, volume};
 
@@ -33,13 +33,13 @@ pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
 /// The elements at places in memory, where those are the elements of the operand in order: axes of size 1 come and go,
 /// as in the mean of an image that lies with its channels last.
 pub fn strided(scope: &mut Scope<'_>) -> Outputs {
-    let refused = || Reason::Unsupported("as_strided of anything but all elements in their order".to_string());
+    let refused = || LowerReason::Unsupported("as_strided of anything but all elements in their order".to_string());
     let (sizes, strides) = (scope.shape("size")?, scope.ints("stride")?.unwrap_or_default());
     let x = scope.value("self")?;
     let own = scope.fact(x).shape;
     let wide = |dims: &[Dim]| (0..dims.len()).filter(|at| !dims[*at].is(1)).collect::<Vec<_>>();
     let (from, to) = (wide(&own), wide(&sizes));
-    let same = |(a, b): (&usize, &usize)| -> Result<bool, Reason> {
+    let same = |(a, b): (&usize, &usize)| -> Result<bool, LowerReason> {
         Ok(own[*a] == sizes[*b] || own[*a].substitute(scope.frozen)? == sizes[*b])
     };
     let all = from.len() == to.len()
@@ -80,7 +80,7 @@ pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
         return one(scope.reshape(x, vec![Dim::Known(1)])?);
     }
     if first > last {
-        return Err(Reason::Inputs(format!("it flattens from axis {first} to axis {last}")));
+        return Err(LowerReason::Inputs(format!("it flattens from axis {first} to axis {last}")));
     }
     let mut shape = dims[..first].to_vec();
     shape.push(volume(&dims[first..=last])?);
@@ -94,7 +94,7 @@ pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact(x).shape;
     let at = scope.axis("dim", 0, dims.len())?;
     if dims.is_empty() {
-        return Err(Reason::Inputs("a number has no axes".to_string()));
+        return Err(LowerReason::Inputs("a number has no axes".to_string()));
     }
     let asked = scope.shape("sizes")?;
     let sizes = target(&dims[at..=at], &asked, true, scope.frozen, &|_| within(scope.graph(), x, at))?;
@@ -108,7 +108,7 @@ pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
 pub fn permute(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
-    let list = scope.ints("dims")?.ok_or(Reason::NotConstant { what: "the order of the axes" })?;
+    let list = scope.ints("dims")?.ok_or(LowerReason::NotConstant { what: "the order of the axes" })?;
     let perm = list.into_iter().map(|a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     one(transposed(scope, x, perm)?)
 }
@@ -187,7 +187,7 @@ pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
         dims.insert(0, Dim::Known(1));
     }
     if repeats.len() != dims.len() {
-        return Err(Reason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
+        return Err(LowerReason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
     }
     let (mut apart, mut stretched, mut joined) = (Vec::new(), Vec::new(), Vec::new());
     for (dim, repeat) in dims.iter().zip(&repeats) {
@@ -208,7 +208,7 @@ pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
     parts.retain(|v| !matches!(scope.fact(*v).shape.as_slice(), [only] if only.is(0)));
-    let Some(&first) = parts.first() else { return Err(Reason::Inputs("it joins nothing".to_string())) };
+    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
     let axis = scope.axis("dim", 0, scope.fact(first).rank())?;
     let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
     for part in &mut parts {
@@ -224,13 +224,13 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
 /// Tensors of one shape side by side along a new axis.
 pub fn stack(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
-    let Some(&first) = parts.first() else { return Err(Reason::Inputs("it joins nothing".to_string())) };
+    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
     let fact = scope.fact(first);
     let axis = scope.axis("dim", 0, fact.rank() + 1)?;
     for part in &mut parts {
         let mut shape = scope.fact(*part).shape;
         if shape.len() != fact.rank() {
-            return Err(Reason::Inputs("it stacks tensors of different ranks".to_string()));
+            return Err(LowerReason::Inputs("it stacks tensors of different ranks".to_string()));
         }
         shape.insert(axis, Dim::Known(1));
         *part = scope.reshape(*part, shape)?;
@@ -253,13 +253,13 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
         "reflect" => return resize::pad(scope, Edge::Reflect, "pad"),
         "replicate" => return resize::pad(scope, Edge::Replicate, "pad"),
         "circular" => return resize::pad(scope, Edge::Circular, "pad"),
-        other => return Err(Reason::Unsupported(format!("padding of mode `{}`", shown(other)))),
+        other => return Err(LowerReason::Unsupported(format!("padding of mode `{}`", shown(other)))),
     }
     let mut x = scope.value("self")?;
     let (rank, pads, value) = (scope.fact(x).rank(), scope.shape("pad")?, scope.float("value", 0.0)?);
     let fits = pads.len() % 2 == 0 && pads.len() / 2 <= rank;
     if !fits || pads.iter().any(|d| d.known().is_none()) {
-        return Err(Reason::Unsupported(format!("a padding of {pads:?}")));
+        return Err(LowerReason::Unsupported(format!("a padding of {pads:?}")));
     }
     let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
     for (n, pair) in pads.chunks_exact(2).enumerate() {
@@ -287,7 +287,7 @@ pub fn detach(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// A value that no gradient passes. Where none could, the stop goes away again.
-pub fn stopped(scope: &mut impl Build, x: Value) -> Result<Value, Reason> {
+pub fn stopped(scope: &mut impl Build, x: Value) -> Result<Value, LowerReason> {
     match scope.fact(x).dtype.is_float() {
         true => scope.add(Op::StopGradient(StopGradient {}), &[x]),
         false => Ok(x),

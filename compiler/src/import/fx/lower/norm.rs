@@ -4,20 +4,20 @@ use super::reduce::norm_of;
 use super::{Known, Made, Outputs, Scope, one};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::norm::{filled, grouped};
 use crate::import::onnx::lower::window::with_bias;
-use crate::import::reason::Reason;
 use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 
 /// The first of the last axes whose shape argument `normalized_shape` says, and their sizes.
-fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), Reason> {
+fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), LowerReason> {
     let shape = scope.fact(x).shape;
     let asked = scope.shape("normalized_shape")?;
     match shape.len().checked_sub(asked.len()) {
         Some(axis) if !asked.is_empty() && shape[axis..] == asked => Ok((axis, asked)),
-        _ => Err(Reason::Inputs(format!("the last dims of {} are not {asked:?}", scope.fact(x)))),
+        _ => Err(LowerReason::Inputs(format!("the last dims of {} are not {asked:?}", scope.fact(x)))),
     }
 }
 
@@ -55,7 +55,7 @@ pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     })
 }
 
-fn affine(scope: &mut Scope<'_>, mut y: Value) -> Result<Value, Reason> {
+fn affine(scope: &mut Scope<'_>, mut y: Value) -> Result<Value, LowerReason> {
     if let Some(weight) = scope.optional("weight")? {
         y = with_bias(scope, Binary::Mul, y, weight)?;
     }
@@ -70,7 +70,7 @@ pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     let count = scope.int(groups, 0)?;
     if count < 1 {
         let expected = "a number of at least 1";
-        return Err(Reason::Attribute { name: groups, found: count.to_string(), expected });
+        return Err(LowerReason::Attribute { name: groups, found: count.to_string(), expected });
     }
     let x = scope.value("input")?;
     let epsilon = scope.float("eps", 1e-5)?;
@@ -87,7 +87,7 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
         return one(with_stored(scope, x, epsilon)?);
     }
     if scope.has("running_mean") {
-        return Err(Reason::Unsupported("an instance normalisation that keeps running statistics".to_string()));
+        return Err(LowerReason::Unsupported("an instance normalisation that keeps running statistics".to_string()));
     }
     let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
     let y = grouped(scope, x, channels, epsilon)?;
@@ -111,7 +111,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     let x = scope.value("input")?;
     let fact = scope.fact(x);
     let Some(channels) = fact.shape.get(1).cloned() else {
-        return Err(Reason::Inputs(format!("its input {fact} has no channels")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has no channels")));
     };
     let epsilon = scope.float("eps", 1e-5)?;
     let absent = Known::Absent("the statistics of a batch normalisation");
@@ -144,25 +144,25 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
 }
 
 /// Lets a running statistic follow that of the batch.
-fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<(), Reason> {
+fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<(), LowerReason> {
     if !scope.has(name) {
         return Ok(());
     }
     let Known::Weight(at) = scope.known(name)? else {
-        return Err(Reason::Unsupported("a running statistic that is no buffer".to_string()));
+        return Err(LowerReason::Unsupported("a running statistic that is no buffer".to_string()));
     };
-    let momentum = scope.number("momentum")?.ok_or(Reason::NotConstant { what: "the momentum" })?;
+    let momentum = scope.number("momentum")?.ok_or(LowerReason::NotConstant { what: "the momentum" })?;
     let state = scope.weight(at, true)?;
     let (have, want) = (scope.fact(state), scope.fact(sample));
     if have != want {
-        return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+        return Err(LowerReason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
     }
     scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep: 1.0 - momentum.float() });
     Ok(())
 }
 
 /// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`
-fn with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, Reason> {
+fn with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, LowerReason> {
     let mut stored = |name: &'static str| match scope.known(name)? {
         Known::Weight(at) => scope.weight(at, true),
         _ => scope.value(name),

@@ -3,14 +3,14 @@
 
 use super::Scope;
 use crate::import::build::Build;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
 use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
 
 impl Scope<'_> {
     /// `x` with the shape `asked`, where it was stretched to the sizes that the symbols of `asked` have in the file;
     /// `x` itself where that is not so.
-    pub fn opened(&mut self, x: Value, asked: &[Dim]) -> Result<Value, Reason> {
+    pub fn opened(&mut self, x: Value, asked: &[Dim]) -> Result<Value, LowerReason> {
         let have = self.fact(x).shape;
         if have == asked || have.len() != asked.len() {
             return Ok(x);
@@ -31,7 +31,7 @@ impl Scope<'_> {
 
     /// All values with the batch of the first one that has an open axis where others have the size of the file. An axis
     /// that is `free` may differ.
-    pub fn alike(&mut self, values: &mut [Value], free: Option<usize>) -> Result<(), Reason> {
+    pub fn alike(&mut self, values: &mut [Value], free: Option<usize>) -> Result<(), LowerReason> {
         let facts: Vec<Vec<Dim>> = values.iter().map(|v| self.fact(*v).shape).collect();
         let rank = facts.iter().map(Vec::len).max().unwrap_or(0);
         for (value, own) in values.iter_mut().zip(&facts) {

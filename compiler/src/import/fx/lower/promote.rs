@@ -6,7 +6,7 @@
 use super::Scope;
 use super::argument::{Number, Operand};
 use crate::import::build::Build;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
 use crate::op::Value;
 use crate::tensor::DType;
 
@@ -76,7 +76,7 @@ pub fn common(scope: &Scope<'_>, operands: &[Operand]) -> DType {
 }
 
 /// An operand as a value of an element type.
-pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<Value, Reason> {
+pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<Value, LowerReason> {
     match operand {
         Operand::Tensor(value) => scope.cast(*value, dtype),
         Operand::Number(number) => scope.constant(number.tensor(dtype)),
@@ -88,7 +88,7 @@ pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<V
 }
 
 /// A tensor as floats: whole numbers become the default float, as functions such as `exp` want it.
-pub fn real(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+pub fn real(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     if scope.fact(x).dtype.is_float() { Ok(x) } else { scope.cast(x, DType::F32) }
 }
 

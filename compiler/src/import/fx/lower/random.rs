@@ -6,8 +6,8 @@
 use super::elementwise::identity;
 use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::random;
-use crate::import::reason::Reason;
 use crate::op::{Binary, Broadcast, Compare, Dropout, Op, TopK, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
@@ -79,13 +79,13 @@ pub fn bernoulli(scope: &mut Scope<'_>) -> Outputs {
     }
     let probability = match scope.operand(if scope.has("p") { "p" } else { "self" })? {
         Some(operand) => super::promote::value(scope, &operand, DType::F32)?,
-        None => return Err(Reason::NotConstant { what: "the probability" }),
+        None => return Err(LowerReason::NotConstant { what: "the probability" }),
     };
     one(random::bernoulli(scope, probability, fact.dtype, &fact.shape)?)
 }
 
 /// The element type and shape of what is drawn: those of the operand, or as arguments say.
-fn asked(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Vec<Dim>), Reason> {
+fn asked(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Vec<Dim>), LowerReason> {
     let dtype = scope.dtype("dtype")?;
     match like {
         true => {
@@ -116,7 +116,7 @@ pub fn whole(scope: &mut Scope<'_>, like: bool) -> Outputs {
 
 /// The numbers from 0 to `n` in a random order.
 pub fn order(scope: &mut Scope<'_>) -> Outputs {
-    let n = scope.dim("n")?.ok_or(Reason::NotConstant { what: "how many there are" })?;
+    let n = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "how many there are" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
     let drawn = random::uniform(scope, DType::F64, std::slice::from_ref(&n))?;
     let sorted = scope.add_all(Op::TopK(TopK { axis: 0, count: n, largest: false }), &[drawn])?;

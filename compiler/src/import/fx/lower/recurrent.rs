@@ -7,10 +7,10 @@
 
 use super::{Outputs, Scope, many};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::norm::filled;
 use crate::import::onnx::lower::slice::part;
-use crate::import::reason::Reason;
 use crate::op::{Activation, Concat, Dropout, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 
@@ -33,30 +33,30 @@ struct Stack {
 
 impl Stack {
     /// Reads what all recurrent operators have; `gates` rows of a weight make one unit.
-    fn read(scope: &mut Scope<'_>, gates: i64) -> Result<Stack, Reason> {
+    fn read(scope: &mut Scope<'_>, gates: i64) -> Result<Stack, LowerReason> {
         if scope.has("data") {
-            return Err(Reason::Unsupported("a packed sequence".to_string()));
+            return Err(LowerReason::Unsupported("a packed sequence".to_string()));
         }
         let given = scope.value("input")?;
         if scope.fact(given).rank() != 3 {
-            return Err(Reason::Inputs(format!("its input is {}, expected three axes", scope.fact(given))));
+            return Err(LowerReason::Inputs(format!("its input is {}, expected three axes", scope.fact(given))));
         }
         let batch_first = scope.flag("batch_first", false)?;
         let x = if batch_first { transposed(scope, given, vec![1, 0, 2])? } else { given };
         let layers = scope.int("num_layers", 1)?;
         let layers = usize::try_from(layers).ok().filter(|_| (1..=LAYERS).contains(&layers)).ok_or_else(|| {
             let expected = "a number from 1 to 4096";
-            Reason::Attribute { name: "num_layers", found: layers.to_string(), expected }
+            LowerReason::Attribute { name: "num_layers", found: layers.to_string(), expected }
         })?;
         let directions: &[bool] = if scope.flag("bidirectional", false)? { &[false, true] } else { &[false] };
         let (params, biased) = (scope.values("params")?, scope.flag("has_biases", true)?);
         let (cells, each) = (layers * directions.len(), if biased { 4 } else { 2 });
         if params.len() == cells * (each + 1) {
-            return Err(Reason::Unsupported("a recurrent layer with projections (`proj_size`)".to_string()));
+            return Err(LowerReason::Unsupported("a recurrent layer with projections (`proj_size`)".to_string()));
         }
         if params.len() != cells * each {
             let found = params.len();
-            return Err(Reason::Inputs(format!("{found} parameters for {cells} layers and directions of {each}")));
+            return Err(LowerReason::Inputs(format!("{found} parameters for {cells} layers and directions of {each}")));
         }
         let dtype = scope.fact(x).dtype;
         let mut weights = Vec::with_capacity(cells);
@@ -76,11 +76,14 @@ impl Stack {
 
     /// The first state `[N, H]` of every layer and direction, from `[layers·directions, N, H]`. A static export has its
     /// own batch in a state of zeros, which is opened.
-    fn states(&self, scope: &mut Scope<'_>, given: Value) -> Result<Vec<Value>, Reason> {
+    fn states(&self, scope: &mut Scope<'_>, given: Value) -> Result<Vec<Value>, LowerReason> {
         let mut shape = scope.fact(given).shape;
         let cells = self.weights.len();
         if shape.len() != 3 || !shape[0].is(cells as i64) {
-            return Err(Reason::Inputs(format!("its first state is {}, expected {cells} of them", scope.fact(given))));
+            return Err(LowerReason::Inputs(format!(
+                "its first state is {}, expected {cells} of them",
+                scope.fact(given)
+            )));
         }
         shape[1] = scope.fact(self.x).shape[1].clone();
         let all = scope.opened(given, &shape)?;
@@ -97,7 +100,7 @@ impl Stack {
     fn run(
         &self,
         scope: &mut Scope<'_>,
-        mut cell: impl FnMut(&mut Scope<'_>, usize, bool, Value) -> Result<Vec<Value>, Reason>,
+        mut cell: impl FnMut(&mut Scope<'_>, usize, bool, Value) -> Result<Vec<Value>, LowerReason>,
     ) -> Outputs {
         let (mut x, mut last) = (self.x, Vec::new());
         for layer in 0..self.layers {
@@ -164,7 +167,7 @@ pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
     let dtype = scope.fact(x).dtype;
     let mut sequence = scope.fact(x).shape;
     if sequence.len() != 2 {
-        return Err(Reason::Inputs(format!("its input is {}, expected two axes", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("its input is {}, expected two axes", scope.fact(x))));
     }
     sequence.insert(0, Dim::Known(1));
     let (w_ih, w_hh) = (scope.value("w_ih")?, scope.value("w_hh")?);
@@ -187,7 +190,7 @@ pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     let stack = Stack::read(scope, 4)?;
     let [h0, c0] = scope.values("hx")?[..] else {
-        return Err(Reason::Inputs("its first state is not two tensors".to_string()));
+        return Err(LowerReason::Inputs("its first state is not two tensors".to_string()));
     };
     let (h0, c0) = (stack.states(scope, h0)?, stack.states(scope, c0)?);
     stack.run(scope, |scope, at, reverse, x| {

@@ -2,19 +2,19 @@
 
 use super::{Known, Made, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
 use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 
 /// The axes that go away, and whether they stay as 1.
-fn axes(scope: &Scope<'_>, rank: usize) -> Result<(Vec<usize>, bool), Reason> {
+fn axes(scope: &Scope<'_>, rank: usize) -> Result<(Vec<usize>, bool), LowerReason> {
     Ok((scope.axes("dim", rank)?, scope.flag("keepdim", false)?))
 }
 
 /// The operand in the type that `dtype` names; sums of whole numbers are `int64`.
-fn operand(scope: &mut Scope<'_>, kind: ReduceKind) -> Result<Value, Reason> {
+fn operand(scope: &mut Scope<'_>, kind: ReduceKind) -> Result<Value, LowerReason> {
     let x = scope.value("self")?;
     let own = scope.fact(x).dtype;
     let natural = match kind {
@@ -130,7 +130,7 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `(Σ |x|^order)^(1/order)`, and its limits.
-pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep: bool) -> Result<Value, Reason> {
+pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {
     let size = scope.unary(Unary::Abs, x)?;
     if order == 1.0 {
         scope.reduce(ReduceKind::Sum, size, axes, keep)
@@ -170,7 +170,7 @@ pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
 pub fn matrix_norm(scope: &mut Scope<'_>) -> Outputs {
     let order = scope.text("ord", "fro")?;
     if order != "fro" {
-        return Err(Reason::Unsupported(format!("a matrix norm of order `{order}`")));
+        return Err(LowerReason::Unsupported(format!("a matrix norm of order `{order}`")));
     }
     let x = operand(scope, ReduceKind::Mean)?;
     let dims = scope.ints("dim")?.unwrap_or_else(|| vec![-2, -1]);
@@ -240,7 +240,7 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
     let own = scope.fact(x);
     let (bins, low, high) = (scope.int("bins", 100)?, scope.float("min", 0.0)?, scope.float("max", 0.0)?);
     if !(1..=1 << 16).contains(&bins) || low > high {
-        return Err(Reason::Inputs(format!(
+        return Err(LowerReason::Inputs(format!(
             "histc needs 1 to 65,536 bins and min ≤ max; it has {bins} bins, min {low} and max {high}"
         )));
     }

@@ -4,10 +4,10 @@
 
 use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::grid::{self, Padding, Reading};
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
-use crate::import::reason::Reason;
 use crate::op::{Concat, Gather, MatMul, Op, ReduceKind, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
@@ -119,10 +119,10 @@ pub fn mixed(
     axis: usize,
     from: i64,
     rows: &[Vec<(i64, f64)>],
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     if rows.len().saturating_mul(from as usize) > LARGEST {
-        return Err(Reason::Unsupported(format!("resizing {from} elements to {}", rows.len())));
+        return Err(LowerReason::Unsupported(format!("resizing {from} elements to {}", rows.len())));
     }
     let mut matrix = vec![0.0; rows.len() * from as usize];
     for (i, row) in rows.iter().enumerate() {
@@ -139,8 +139,8 @@ pub fn mixed(
     transposed(scope, y, perm)
 }
 
-fn side(dim: &Dim) -> Result<i64, Reason> {
-    dim.known().filter(|v| (1..=MOST).contains(v)).ok_or(Reason::NotConstant { what: "the size of the image" })
+fn side(dim: &Dim) -> Result<i64, LowerReason> {
+    dim.known().filter(|v| (1..=MOST).contains(v)).ok_or(LowerReason::NotConstant { what: "the size of the image" })
 }
 
 /// The image in the size or by the factors that are asked for.
@@ -163,7 +163,7 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
         let to = match (&asked, factor) {
             (Some(asked), _) => side(&asked[at])?,
             (None, Some(factor)) => side(&Dim::Known((from as f64 * factor).floor() as i64))?,
-            (None, None) => return Err(Reason::Inputs("no size is given".to_string())),
+            (None, None) => return Err(LowerReason::Inputs("no size is given".to_string())),
         };
         let scale = factor.map_or(from as f64 / to as f64, |factor| 1.0 / factor);
         // PyTorch copies some axes that keep their size, whatever the factor.
@@ -195,13 +195,13 @@ pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
         0 => Padding::Zeros,
         1 => Padding::Border,
         2 => Padding::Reflection,
-        other => return Err(Reason::Unsupported(format!("padding mode {other}"))),
+        other => return Err(LowerReason::Unsupported(format!("padding mode {other}"))),
     };
     let joined = match scope.int("interpolation_mode", 0)? {
         0 => 2,
         1 => 0,
         2 => 4,
-        other => return Err(Reason::Unsupported(format!("interpolation mode {other}"))),
+        other => return Err(LowerReason::Unsupported(format!("interpolation mode {other}"))),
     };
     let (corners, filter) = (scope.flag("align_corners", false)?, grid::filter_of(joined));
     let reading = Reading { padding, border_first: joined != 4, corners, filter };
@@ -215,7 +215,7 @@ fn windows(from: i64, to: i64) -> Vec<(i64, i64)> {
 
 /// As many windows along each of the last `axes` axes as are asked for, where they do not tile: their means, or their
 /// largest elements.
-pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: bool) -> Result<Value, Reason> {
+pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: bool) -> Result<Value, LowerReason> {
     let first = scope.fact(x).rank() - asked.len();
     for (at, to) in asked.iter().enumerate() {
         let axis = first + at;
@@ -232,7 +232,7 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: boo
             continue;
         }
         if spans.len() > WINDOWS {
-            return Err(Reason::Unsupported(format!("{} windows that do not tile", spans.len())));
+            return Err(LowerReason::Unsupported(format!("{} windows that do not tile", spans.len())));
         }
         let mut parts = Vec::with_capacity(spans.len());
         for (low, high) in spans {
@@ -261,7 +261,7 @@ pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
     let pads = scope.ints(name)?.unwrap_or_default();
     let rank = scope.fact(x).rank();
     if pads.len() % 2 != 0 || pads.len() / 2 > rank {
-        return Err(Reason::Inputs(format!("paddings of {pads:?} for {rank} axes")));
+        return Err(LowerReason::Inputs(format!("paddings of {pads:?} for {rank} axes")));
     }
     for (n, pair) in pads.chunks_exact(2).enumerate() {
         let axis = rank - 1 - n;
@@ -270,7 +270,7 @@ pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
         }
         let size = side(&scope.fact(x).shape[axis])?;
         if pair.iter().any(|p| p.saturating_abs() > MOST) {
-            return Err(Reason::Inputs(format!("paddings of {pads:?}")));
+            return Err(LowerReason::Inputs(format!("paddings of {pads:?}")));
         }
         let place = |at: i64| match edge {
             Edge::Replicate => at.clamp(0, size - 1),

@@ -2,15 +2,15 @@
 
 use super::{Known, Made, Outputs, Scope, many, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::part;
-use crate::import::reason::Reason;
 use crate::op::{Cumulative, CumulativeKind, Op, TopK, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// The operand as at least a vector, its axis, and whether it had one.
-fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), Reason> {
+fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), LowerReason> {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     let axis = scope.axis("dim", default, rank)?;
@@ -66,13 +66,13 @@ pub fn sort_first(scope: &mut Scope<'_>) -> Outputs {
 pub fn top(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, had_axes) = along(scope, -1)?;
     let largest = scope.flag("largest", true)?;
-    let count = scope.dim("k")?.ok_or(Reason::NotConstant { what: "the number of elements" })?;
+    let count = scope.dim("k")?.ok_or(LowerReason::NotConstant { what: "the number of elements" })?;
     let made = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
     finished(scope, made, had_axes)
 }
 
 /// The element at place `k` (from 1) of the sorted axis.
-fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> Result<Vec<Value>, Reason> {
+fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> Result<Vec<Value>, LowerReason> {
     let mut shape = scope.fact(x).shape;
     let count = Dim::Known(k);
     let made = scope.add_all(Op::TopK(TopK { axis, count: count.clone(), largest: false }), &[x])?;
@@ -95,7 +95,7 @@ pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     let keep = scope.flag("keepdim", false)? && had_axes;
     let k = scope.int("k", 1)?;
     if k < 1 {
-        return Err(Reason::Attribute { name: "k", found: k.to_string(), expected: "a number of at least 1" });
+        return Err(LowerReason::Attribute { name: "k", found: k.to_string(), expected: "a number of at least 1" });
     }
     let made = ranked(scope, x, axis, k, keep)?;
     many(made)
@@ -110,7 +110,7 @@ pub fn median(scope: &mut Scope<'_>) -> Outputs {
         axis = 0;
     }
     let size = scope.fact(x).shape[axis].known().filter(|n| *n > 0);
-    let size = size.ok_or(Reason::NotConstant { what: "the size of the axis" })?;
+    let size = size.ok_or(LowerReason::NotConstant { what: "the size of the axis" })?;
     let keep = scope.flag("keepdim", false)? && had_axes;
     let made = ranked(scope, x, axis, (size + 1) / 2, keep)?;
     if whole { one(made[0]) } else { many(made) }
@@ -121,12 +121,12 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
     use crate::op::{Compare, ReduceKind};
     let right = scope.flag("right", false)? || scope.text("side", "left")? == "right";
     if scope.has("sorter") {
-        return Err(Reason::Unsupported("boundaries that are not in order".to_string()));
+        return Err(LowerReason::Unsupported("boundaries that are not in order".to_string()));
     }
     let bounds = scope.value(boundaries)?;
     let x = match scope.operand(values)? {
         Some(operand) => super::promote::value(scope, &operand, scope.fact(bounds).dtype)?,
-        None => return Err(Reason::NotConstant { what: "the value to place" }),
+        None => return Err(LowerReason::NotConstant { what: "the value to place" }),
     };
     let (fact, steps) = (scope.fact(x), scope.fact(bounds));
     let dtype = super::promote::joined(fact.dtype, steps.dtype);

@@ -5,11 +5,11 @@ use super::index::{Indexed, flat_place};
 use super::{Outputs, Scope, one, promote};
 use crate::import::batched;
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::place;
-use crate::import::opening::shaped;
-use crate::import::reason::Reason;
+use crate::import::symbolic_batch::shaped;
 use crate::op::{
     Binary, Compare, Concat, Cumulative, CumulativeKind, Gather, Iota, Op, ReduceKind, Scatter, ScatterKind, Unary,
     Value,
@@ -25,7 +25,7 @@ fn into_flat(
     x: Value,
     place: Value,
     updates: Value,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let flat = scope.reshape(x, vec![volume(&shape)?])?;
     let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, place, updates])?;
@@ -33,13 +33,13 @@ fn into_flat(
 }
 
 /// The updates of a scatter, cut to the shape of its index: a tensor `src`, or a number.
-fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, Reason> {
+fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, LowerReason> {
     if scope.has("src") {
         let source = scope.value("src")?;
         let source = scope.cast(source, dtype)?;
         let mut cut = crate::import::onnx::lower::slice::whole(&scope.fact(source).shape);
         if cut.end.len() != index.rank() {
-            return Err(Reason::Inputs(format!("updates {} for indices {index}", scope.fact(source))));
+            return Err(LowerReason::Inputs(format!("updates {} for indices {index}", scope.fact(source))));
         }
         if cut.end == index.shape {
             return Ok(source);
@@ -47,7 +47,7 @@ fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, R
         cut.end.clone_from(&index.shape);
         return scope.add(Op::Slice(cut), &[source]);
     }
-    let number = scope.operand("value")?.ok_or(Reason::NotConstant { what: "the number to write" })?;
+    let number = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the number to write" })?;
     let number = promote::value(scope, &number, dtype)?;
     scope.broadcast(number, index.shape.clone())
 }
@@ -65,7 +65,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         "multiply" | "prod" => ScatterKind::Mul,
         "amax" => ScatterKind::Max,
         "amin" => ScatterKind::Min,
-        other => return Err(Reason::Unsupported(format!("a scatter that joins by `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("a scatter that joins by `{other}`"))),
     };
     let includes_self = scope.flag("include_self", true)?;
     if kind == ScatterKind::Add
@@ -83,7 +83,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         return one(y);
     }
     if !fact.dtype.is_float() {
-        return Err(Reason::Unsupported("a mean of whole numbers".to_string()));
+        return Err(LowerReason::Unsupported("a mean of whole numbers".to_string()));
     }
     // How many elements came together at each place.
     let number = scope.scalar(fact.dtype, 1.0)?;
@@ -96,13 +96,19 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
 }
 
 /// `x` with what changes no join at the places that are written.
-fn emptied(scope: &mut Scope<'_>, kind: ScatterKind, x: Value, place: Value, index: &Fact) -> Result<Value, Reason> {
+fn emptied(
+    scope: &mut Scope<'_>,
+    kind: ScatterKind,
+    x: Value,
+    place: Value,
+    index: &Fact,
+) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
     let neutral = match kind {
         ScatterKind::Replace | ScatterKind::Add => 0.0,
         ScatterKind::Mul => 1.0,
         ScatterKind::Max | ScatterKind::Min if !dtype.is_float() => {
-            return Err(Reason::Unsupported("the largest of whole numbers without the first one".to_string()));
+            return Err(LowerReason::Unsupported("the largest of whole numbers without the first one".to_string()));
         }
         ScatterKind::Max => f64::NEG_INFINITY,
         ScatterKind::Min => f64::INFINITY,
@@ -152,7 +158,7 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
 fn masked(scope: &mut Scope<'_>, x: Value, mask: Value, value: Value, accumulate: bool) -> Outputs {
     let (fact, mut shape) = (scope.fact(x), scope.fact(mask).shape);
     if !volume(&scope.fact(value).shape)?.is(1) {
-        return Err(Reason::Unsupported("an index of truths that takes a value for each,".to_string()));
+        return Err(LowerReason::Unsupported("an index of truths that takes a value for each,".to_string()));
     }
     shape.resize(fact.rank().max(shape.len()), Dim::Known(1));
     let mask = scope.reshape(mask, shape)?;
@@ -197,7 +203,7 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         let source = scope.cast(source, fact.dtype)?;
         scope.reshape(source, shape)?
     } else {
-        let value = scope.operand("value")?.ok_or(Reason::NotConstant { what: "the number to write" })?;
+        let value = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the number to write" })?;
         let value = promote::value(scope, &value, fact.dtype)?;
         scope.broadcast(value, shape)?
     };
@@ -219,7 +225,7 @@ pub fn written(
     begin: &Dim,
     step: i64,
     source: Value,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let count = scope.fact(source).shape[axis].clone();
     let end = begin.add(&count)?;
@@ -250,7 +256,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let begin = place(&start, &shape[axis], &Dim::Known(0), &shape[axis])?;
     let step = scope.int("step", 1)?;
     if step < 1 {
-        return Err(Reason::Inputs("the step of a slice is not at least 1".to_string()));
+        return Err(LowerReason::Inputs("the step of a slice is not at least 1".to_string()));
     }
     let source = scope.cast(source, scope.fact(x).dtype)?;
     one(written(scope, x, axis, &begin, step, source)?)
@@ -261,7 +267,7 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let (x, source) = (scope.value("self")?, scope.value("src")?);
     let fact = scope.fact(x);
     let axis = attribute::axis(scope.int("dim", 0)?, fact.rank())?;
-    let index = scope.dim("index")?.ok_or(Reason::NotConstant { what: "the index" })?;
+    let index = scope.dim("index")?.ok_or(LowerReason::NotConstant { what: "the index" })?;
     let begin = if index.known().is_some_and(|v| v < 0) { fact.shape[axis].add(&index)? } else { index };
     let mut shape = fact.shape.clone();
     shape[axis] = Dim::Known(1);
@@ -275,7 +281,7 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let classes = scope.int("num_classes", -1)?;
     if classes < 0 {
-        return Err(Reason::NotConstant { what: "the number of classes" });
+        return Err(LowerReason::NotConstant { what: "the number of classes" });
     }
     let mut shape = scope.fact(x).shape;
     let row = Fact::new(DType::I64, vec![Dim::Known(classes)]);

@@ -2,15 +2,15 @@
 
 use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::{part, place, whole};
-use crate::import::reason::Reason;
 use crate::import::symbol;
 use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
 
 /// The operand with at least one axis, its shape, and the axis that is named.
-fn along(scope: &mut Scope<'_>) -> Result<(Value, Vec<Dim>, usize), Reason> {
+fn along(scope: &mut Scope<'_>) -> Result<(Value, Vec<Dim>, usize), LowerReason> {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
     let at = attribute::axis(scope.int("dim", 0)?, dims.len())?;
@@ -21,7 +21,7 @@ fn along(scope: &mut Scope<'_>) -> Result<(Value, Vec<Dim>, usize), Reason> {
 pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let step = usize::try_from(scope.int("step", 1)?).ok().filter(|s| *s > 0);
-    let step = step.ok_or_else(|| Reason::Inputs("the step of a slice is not at least 1".to_string()))?;
+    let step = step.ok_or_else(|| LowerReason::Inputs("the step of a slice is not at least 1".to_string()))?;
     let (zero, size) = (Dim::Known(0), &dims[at]);
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
     let end = scope.dim("end")?.unwrap_or(Dim::Known(i64::MAX));
@@ -29,7 +29,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let frozen = size.known().is_none() && size.substitute(scope.frozen)? == end;
     let begin = place(&start, size, &zero, size)?;
     let end = if frozen { size.clone() } else { place(&end, size, &zero, size)? };
-    let unclear = || Reason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
+    let unclear = || LowerReason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
     let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
     let mut cut = whole(&dims);
     (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step.min(i32::MAX as usize));
@@ -40,7 +40,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
 pub fn narrow(scope: &mut Scope<'_>) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
-    let length = scope.dim("length")?.ok_or(Reason::NotConstant { what: "the length" })?;
+    let length = scope.dim("length")?.ok_or(LowerReason::NotConstant { what: "the length" })?;
     let begin = place(&start, &dims[at], &Dim::Known(0), &dims[at])?;
     let end = begin.add(&length)?;
     one(part(scope, x, at, begin, end)?)
@@ -49,11 +49,11 @@ pub fn narrow(scope: &mut Scope<'_>) -> Outputs {
 /// One slice of an axis, which goes away.
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let (x, mut dims, at) = along(scope)?;
-    let index = scope.dim("index")?.ok_or(Reason::NotConstant { what: "the index" })?;
+    let index = scope.dim("index")?.ok_or(LowerReason::NotConstant { what: "the index" })?;
     let begin = if index.known().is_some_and(|v| v < 0) { dims[at].add(&index)? } else { index };
     let end = begin.add(&Dim::Known(1))?;
     if !symbol::at_most(&Dim::Known(0), &begin) || !symbol::at_most(&end, &dims[at]) {
-        return Err(Reason::Inputs(format!("index {begin} is not inside an axis of size {}", dims[at])));
+        return Err(LowerReason::Inputs(format!("index {begin} is not inside an axis of size {}", dims[at])));
     }
     let y = part(scope, x, at, begin, end)?;
     dims.remove(at);
@@ -77,12 +77,12 @@ pub enum Cut {
 pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let size = dims[at].clone();
-    let known = |what| size.known().filter(|n| (0..=1 << 20).contains(n)).ok_or(Reason::NotConstant { what });
+    let known = |what| size.known().filter(|n| (0..=1 << 20).contains(n)).ok_or(LowerReason::NotConstant { what });
     let sizes = match cut {
         Cut::Sizes(name) => scope.shape(name)?,
         Cut::Apart => vec![Dim::Known(1); usize::try_from(known("the size of the axis")?).unwrap_or(0)],
         Cut::Each(name) => {
-            let each = scope.dim(name)?.ok_or(Reason::NotConstant { what: "the size of a part" })?;
+            let each = scope.dim(name)?.ok_or(LowerReason::NotConstant { what: "the size of a part" })?;
             equal(&size, &each)?
         }
         Cut::Count(name) => {
@@ -97,7 +97,7 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     };
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
     if total != size || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-        return Err(Reason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {size}")));
+        return Err(LowerReason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {size}")));
     }
     let mut begin = Dim::Known(0);
     let mut outputs = Vec::with_capacity(sizes.len());
@@ -117,9 +117,9 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
 }
 
 /// As many parts of `each` as fit, and the rest.
-fn equal(size: &Dim, each: &Dim) -> Result<Vec<Dim>, Reason> {
+fn equal(size: &Dim, each: &Dim) -> Result<Vec<Dim>, LowerReason> {
     let most = 1 << 20;
-    let wrong = || Reason::Inputs(format!("an axis of size {size} in parts of {each}"));
+    let wrong = || LowerReason::Inputs(format!("an axis of size {size} in parts of {each}"));
     if let Ok(count) = size.div_exact(each) {
         let count = count.known().filter(|n| (0..=most).contains(n)).ok_or_else(wrong)?;
         return Ok(vec![each.clone(); usize::try_from(count).unwrap_or(0)]);

@@ -12,17 +12,18 @@
 use super::alias::{self, operand};
 use super::live::live;
 use super::movement::stopped;
-use super::{Known, Made, Names, Scope, complex, stop, support, table, write};
+use super::{Known, Made, Names, Scope, complex, support, table};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
+use crate::import::fx::lower::{detach, in_place};
 use crate::import::fx::program::{Program, label, names};
 use crate::import::fx::schema::{self, Argument, SymArgument};
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::walk::{Fault, Faults, LowerError, Lowered, kept};
-use crate::import::onnx::lower::{Frozen, Ledger, Weight};
+use crate::import::onnx::lower::{Frozen, ImportedWeights, Weight};
 use crate::import::onnx::name::shown;
-use crate::import::opening;
 use crate::import::prune::prune;
-use crate::import::reason::Reason;
+use crate::import::symbolic_batch;
 use crate::op::{Input, Op, Value};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
@@ -56,7 +57,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
         given: Bindings::new(),
         graph: Graph::new(&program.name),
         constants: HashMap::new(),
-        ledger: Ledger { weights: program.weights.iter().map(weight).collect(), ..Ledger::default() },
+        ledger: ImportedWeights { weights: program.weights.iter().map(weight).collect(), ..ImportedWeights::default() },
         faults: Vec::new(),
         gradients: Vec::new(),
     };
@@ -90,7 +91,7 @@ struct Walk<'a> {
     given: Bindings,
     graph: Graph,
     constants: HashMap<usize, Value>,
-    ledger: Ledger,
+    ledger: ImportedWeights,
     faults: Vec<Fault>,
     /// Whether a gradient may pass from a node of the graph to a weight, as far as was asked.
     gradients: Vec<bool>,
@@ -190,7 +191,7 @@ impl Walk<'_> {
 
     /// The names with every float tensor that a node reads in the element type that the file says for its first result,
     /// where the two differ: autocast casts operands and leaves no trace of it.
-    fn cast_operands(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Names>, Reason> {
+    fn cast_operands(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Names>, LowerReason> {
         let said = &self.program.graph.tensor_values;
         let keeps_types = |node: &schema::Node| table::is_cast(&node.target) || table::in_place(&node.target);
         if !node.region.autocast || keeps_types(node) || !alias::views(node, said).is_empty() {
@@ -212,7 +213,7 @@ impl Walk<'_> {
     }
 
     /// What a node makes; `Err(None)` when something that it reads is broken already.
-    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<Reason>> {
+    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<LowerReason>> {
         let whole = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
         if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(whole) {
             return Err(None);
@@ -225,7 +226,7 @@ impl Walk<'_> {
         let is_complex = |name: &str| matches!(outer.tensors.get(name), Some(Known::Complex(..)));
         let reads_complex = node.inputs.iter().flat_map(|input| names(&input.arg)).any(is_complex);
         let lower = complex::find(reads_complex, &node.target).or_else(|| table::find(&node.target));
-        let lower = lower.ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
+        let lower = lower.ok_or_else(|| Some(LowerReason::Unsupported(node.target.clone())))?;
         let gradients = !node.region.no_gradients && !stops(node);
         let cast = self.cast_operands(node, outer)?;
         let mut scope = self.scope(node, cast.as_ref().unwrap_or(outer));
@@ -261,14 +262,14 @@ impl Walk<'_> {
     }
 
     /// A change of a weight in place: a counter is passed over, anything else is refused.
-    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, Reason> {
+    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, LowerReason> {
         let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
         let weight = &self.ledger.weights[at];
         if !weight.trainable && table::name(&node.target) == "detach_" {
             return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
         }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
-            return Err(Reason::Unsupported(format!("a change of `{}` in place", shown(&weight.name))));
+            return Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(&weight.name))));
         }
         Ok(Some(Made::Tensors(vec![COUNTED])))
     }
@@ -280,7 +281,7 @@ impl Walk<'_> {
         made: Made,
         outer: &mut Names,
         views: &mut Views<'g>,
-    ) -> Result<(), Option<Reason>> {
+    ) -> Result<(), Option<LowerReason>> {
         let made = match made {
             Made::Size(dim) => {
                 for output in &node.outputs {
@@ -330,7 +331,7 @@ impl Walk<'_> {
         new: Known,
         outer: &mut Names,
         views: &mut Views<'_>,
-    ) -> Result<Known, Reason> {
+    ) -> Result<Known, LowerReason> {
         let old = outer.tensors.get(operand).copied().unwrap_or(CHANGED);
         if old == new {
             return Ok(new);
@@ -338,26 +339,26 @@ impl Walk<'_> {
         // The operand keeps its element type and shape, whatever it was joined with.
         let fact = match old {
             Known::Value(value) => self.graph.fact(value).clone(),
-            _ => return Err(Reason::Unsupported("a change in place of what is no plain tensor".to_string())),
+            _ => return Err(LowerReason::Unsupported("a change in place of what is no plain tensor".to_string())),
         };
         let mut scope = self.scope(node, outer);
         let value = scope.read(new)?;
         let value = scope.cast(value, fact.dtype)?;
-        let shape = opening::open_as(&scope, &fact.shape, &scope.fact(value).shape)?;
+        let shape = symbolic_batch::open_as(&scope, &fact.shape, &scope.fact(value).shape)?;
         let value = scope.broadcast(value, shape)?;
         let class = views.class_of(operand);
         if alias::reshapes_in_place(&node.target) && views.members[class].len() > 1 {
-            return Err(Reason::Unsupported("another shape in place for a tensor that has views".to_string()));
+            return Err(LowerReason::Unsupported("another shape in place for a tensor that has views".to_string()));
         }
         if views.members[class].len() > MOST_VIEWS {
-            return Err(Reason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
+            return Err(LowerReason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
         }
         let mut changes = vec![(old, Known::Value(value))];
         self.write_back(operand, value, outer, views, &mut changes)?;
         let olds: Vec<Value> =
             changes.iter().filter_map(|(old, _)| if let Known::Value(old) = old { Some(*old) } else { None }).collect();
         if node.region.no_gradients && olds.into_iter().any(|old| self.has_gradient(old)) {
-            return Err(Reason::Unsupported(
+            return Err(LowerReason::Unsupported(
                 "a change in place under no_grad of a tensor that has a gradient".to_string(),
             ));
         }
@@ -379,7 +380,7 @@ impl Walk<'_> {
         outer: &Names,
         views: &Views<'_>,
         changes: &mut Vec<(Known, Known)>,
-    ) -> Result<(), Reason> {
+    ) -> Result<(), LowerReason> {
         let mut name = view;
         for _ in 0..DEEPEST {
             let Some((maker, base)) = views.makers.get(name).copied() else { break };
@@ -388,7 +389,7 @@ impl Walk<'_> {
                 break;
             }
             let mut scope = self.scope(maker, outer);
-            let Some(whole) = write::back(&mut scope, old, new)? else { break };
+            let Some(whole) = in_place::back(&mut scope, old, new)? else { break };
             if !changes.iter().any(|(known, _)| *known == Known::Value(old)) {
                 changes.push((Known::Value(old), Known::Value(whole)));
             }
@@ -398,7 +399,7 @@ impl Walk<'_> {
     }
 
     /// Compares a result with what the file says of it, where that can be understood.
-    fn compare(&self, name: &str, known: Known) -> Result<(), Reason> {
+    fn compare(&self, name: &str, known: Known) -> Result<(), LowerReason> {
         let Known::Value(value) = known else { return Ok(()) };
         let said = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta));
         let Some(said) = said else { return Ok(()) };
@@ -406,13 +407,13 @@ impl Walk<'_> {
         if have == said {
             Ok(())
         } else {
-            Err(Reason::Inputs(format!("its result would be {have}, the file says {said}")))
+            Err(LowerReason::Inputs(format!("its result would be {have}, the file says {said}")))
         }
     }
 
     fn finish(mut self, outer: &Names) -> Result<Lowered, LowerError> {
         let error =
-            |name: &str, reason: Reason| LowerError::Output { name: name.to_string(), reason: Box::new(reason) };
+            |name: &str, reason: LowerReason| LowerError::Output { name: name.to_string(), reason: Box::new(reason) };
         let nobody = nobody();
         for (told, name) in &self.program.outputs {
             let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
@@ -429,7 +430,7 @@ impl Walk<'_> {
         if !self.program.joint {
             self.graph.averages = std::mem::take(&mut self.ledger.averages);
         }
-        stop::settle(&mut self.graph);
+        detach::settle(&mut self.graph);
         let graph = prune(&self.graph)?;
         let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
@@ -445,16 +446,18 @@ impl Walk<'_> {
     }
 
     /// Checks that a buffer's value after a run is one that averages or counting give.
-    fn mutation(&self, outer: &Names, value: &str, target: &str) -> Result<(), Reason> {
+    fn mutation(&self, outer: &Names, value: &str, target: &str) -> Result<(), LowerReason> {
         match outer.tensors.get(value) {
             // A running statistic: the average says how it moves.
             Some(Known::Absent(_) | Known::Weight(_)) | None => Ok(()),
-            Some(Known::Complex(..)) => Err(Reason::Unsupported(format!("a change of `{}` in place", shown(target)))),
+            Some(Known::Complex(..)) => {
+                Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(target))))
+            }
             Some(Known::Value(value)) => {
                 let fact = self.graph.fact(*value);
                 match fact.dtype.is_integer() && fact.rank() == 0 {
                     true => Ok(()),
-                    false => Err(Reason::Unsupported(format!("a change of `{}` in place", shown(target)))),
+                    false => Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(target)))),
                 }
             }
         }
@@ -462,7 +465,7 @@ impl Walk<'_> {
 }
 
 /// The same results, through which no gradient passes.
-fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, Reason> {
+fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, LowerReason> {
     let Made::Tensors(mut list) = made else { return Ok(made) };
     for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
         *known = match *known {

@@ -3,13 +3,19 @@
 use super::argument::Number;
 use super::{Known, Made, Outputs, Scope, one, resize};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::window::with_bias;
-use crate::import::reason::Reason;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, ReduceKind, Value, Window};
 use crate::tensor::dim::Dim;
 
 /// One number for each of `axes` axes, each at least `least`; a single number stands for all.
-fn each(scope: &Scope<'_>, name: &'static str, axes: usize, default: usize, least: i64) -> Result<Vec<usize>, Reason> {
+fn each(
+    scope: &Scope<'_>,
+    name: &'static str,
+    axes: usize,
+    default: usize,
+    least: i64,
+) -> Result<Vec<usize>, LowerReason> {
     let list = scope.ints(name)?.filter(|l| !l.is_empty());
     let list = list.unwrap_or_else(|| vec![default as i64]);
     let fits = |v: &i64| u32::try_from(*v).ok().filter(|_| *v >= least).map(|v| v as usize);
@@ -19,7 +25,7 @@ fn each(scope: &Scope<'_>, name: &'static str, axes: usize, default: usize, leas
         Some(sizes) if sizes.len() == 1 => Ok(vec![sizes[0]; axes]),
         _ => {
             let expected = "one number in range for each spatial axis";
-            Err(Reason::Attribute { name, found: format!("{list:?}"), expected })
+            Err(LowerReason::Attribute { name, found: format!("{list:?}"), expected })
         }
     }
 }
@@ -29,14 +35,14 @@ fn symmetric(strides: Vec<usize>, pads: Vec<usize>, dilations: Vec<usize>) -> Wi
 }
 
 /// The weight's sizes behind its channels.
-fn kernel_of(scope: &Scope<'_>, weight: Value) -> Result<Vec<usize>, Reason> {
+fn kernel_of(scope: &Scope<'_>, weight: Value) -> Result<Vec<usize>, LowerReason> {
     let fact = scope.fact(weight);
     let sizes = fact.concrete().filter(|s| s.len() > 2 && s[2..].iter().all(|k| *k > 0));
-    sizes.map(|s| s[2..].to_vec()).ok_or_else(|| Reason::Inputs(format!("its weight is {fact}")))
+    sizes.map(|s| s[2..].to_vec()).ok_or_else(|| LowerReason::Inputs(format!("its weight is {fact}")))
 }
 
 /// The input with a batch, whether it had one, and the weight's kernel.
-fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value, Vec<usize>, bool), Reason> {
+fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value, Vec<usize>, bool), LowerReason> {
     let (mut x, weight) = (scope.value("input")?, scope.value("weight")?);
     let kernel = kernel_of(scope, weight)?;
     let mut shape = scope.fact(x).shape;
@@ -46,7 +52,7 @@ fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value, Vec<usize>, bool), R
         x = scope.reshape(x, shape.clone())?;
     }
     if shape.len() != kernel.len() + 2 {
-        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(x))));
     }
     Ok((x, weight, kernel, single))
 }
@@ -62,9 +68,9 @@ fn finished(scope: &mut Scope<'_>, mut y: Value, single: bool) -> Outputs {
     one(y)
 }
 
-fn groups(scope: &Scope<'_>) -> Result<usize, Reason> {
+fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     let groups = scope.int("groups", 1)?;
-    u32::try_from(groups).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| Reason::Attribute {
+    u32::try_from(groups).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| LowerReason::Attribute {
         name: "groups",
         found: groups.to_string(),
         expected: "a number of at least 1",
@@ -90,7 +96,7 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
                     (window.pads_begin[axis], window.pads_end[axis]) = (total / 2, total - total / 2);
                 }
             }
-            other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
+            other => return Err(LowerReason::Unsupported(format!("the padding `{other}`"))),
         },
         _ => {
             window.pads_begin = each(scope, "padding", axes, 0, 0)?;
@@ -103,7 +109,7 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The window and the groups of a plain convolution over `axes` spatial axes.
-pub fn convolution_window(scope: &Scope<'_>, axes: usize) -> Result<(Window, usize), Reason> {
+pub fn convolution_window(scope: &Scope<'_>, axes: usize) -> Result<(Window, usize), LowerReason> {
     let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
     Ok((symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations), groups(scope)?))
 }
@@ -130,11 +136,11 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `x` as `[N, C, D…]` with `axes` spatial dims, and its own shape.
-fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), Reason> {
+fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), LowerReason> {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
     if shape.len() != axes + 1 && shape.len() != axes + 2 {
-        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("its input is {}", scope.fact(x))));
     }
     let mut wide = shape.clone();
     if shape.len() == axes + 1 {
@@ -144,14 +150,14 @@ fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), Reas
 }
 
 /// `y` without the batch that the input did not have.
-fn narrowed(scope: &mut Scope<'_>, y: Value, input: &[Dim]) -> Result<Value, Reason> {
+fn narrowed(scope: &mut Scope<'_>, y: Value, input: &[Dim]) -> Result<Value, LowerReason> {
     let shape = scope.fact(y).shape;
     let extra = shape.len() - input.len();
     scope.reshape(y, shape[extra..].to_vec())
 }
 
 /// The kernel, the window and the rounding of a pooling over `axes` spatial axes.
-pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec<usize>, Window, bool), Reason> {
+pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec<usize>, Window, bool), LowerReason> {
     let kernel = each(scope, "kernel_size", axes, 1, 1)?;
     let strides = match scope.ints("stride")? {
         Some(list) if !list.is_empty() => each(scope, "stride", axes, 1, 1)?,
@@ -188,7 +194,7 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let divisor = scope.number("divisor_override")?.map(Number::float);
     let elements: usize = kernel.iter().product();
     let count_padding = match divisor {
-        Some(_) if ceil => return Err(Reason::Unsupported("a pooling with a divisor of its own".to_string())),
+        Some(_) if ceil => return Err(LowerReason::Unsupported("a pooling with a divisor of its own".to_string())),
         Some(_) => true,
         None => count_padding,
     };
@@ -208,7 +214,7 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
         asked = vec![asked[0].clone(); axes];
     }
     if asked.len() != axes {
-        return Err(Reason::Inputs(format!("{} output sizes for {axes} spatial axes", asked.len())));
+        return Err(LowerReason::Inputs(format!("{} output sizes for {axes} spatial axes", asked.len())));
     }
     let absent = Known::Absent("the indices of a max pooling");
     if asked.iter().all(|d| d.is(1)) {

@@ -5,7 +5,7 @@
 //! 512, it leaves alone; the operator then becomes core ops like any other.
 
 use super::attribute::axis;
-use super::{Dims, Known, Reason, Scope, symbol};
+use super::{Dims, Known, LowerReason, Scope, symbol};
 use crate::import::onnx::lower::weight::dtype_of;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
@@ -15,7 +15,7 @@ use std::cmp::Ordering;
 const LONGEST: usize = 1024;
 
 /// The outputs, when a list of sizes goes in and all is decided; else `None`.
-pub fn lower(scope: &Scope<'_>) -> Result<Option<Vec<Known>>, Reason> {
+pub fn lower(scope: &Scope<'_>) -> Result<Option<Vec<Known>>, LowerReason> {
     if !scope.inputs.iter().flatten().any(|known| matches!(known, Known::Dims(_))) {
         return Ok(None);
     }
@@ -141,7 +141,7 @@ fn concat(operands: &[Option<Dims>]) -> Option<Dims> {
     (dims.len() <= LONGEST).then_some(Dims { dims, scalar: false, dtype: parts.first()?.dtype })
 }
 
-fn gather(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
+fn gather(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReason> {
     let (Some(x), Ok(Some(indices))) = (x.filter(|x| !x.scalar), scope.tensor(1, "the index")) else { return Ok(None) };
     if indices.shape().len() > 1 || indices.len() > LONGEST {
         return Ok(None);
@@ -152,7 +152,7 @@ fn gather(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
     Ok(Some(Dims { dims, scalar: indices.shape().is_empty(), dtype: x.dtype }))
 }
 
-fn slice(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
+fn slice(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReason> {
     let Some(x) = x.filter(|x| !x.scalar) else { return Ok(None) };
     let list = |slot: usize, name: &'static str| match scope.opset {
         ..10 => scope.ints(name),
@@ -179,12 +179,12 @@ fn slice(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
             at = at.saturating_add(step);
         }
     } else {
-        return Err(Reason::Inputs("a step of the slice is 0".to_string()));
+        return Err(LowerReason::Inputs("a step of the slice is 0".to_string()));
     }
     Ok(Some(Dims { dims, ..x.clone() }))
 }
 
-fn reshape(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
+fn reshape(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReason> {
     let (Some(x), Ok(Some(shape))) = (x, scope.integers(1, "the shape")) else { return Ok(None) };
     let count = x.dims.len() as i64;
     Ok(match shape.as_slice() {
@@ -194,7 +194,7 @@ fn reshape(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> 
     })
 }
 
-fn expand(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
+fn expand(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReason> {
     let (Some(x), Ok(Some(shape))) = (x, scope.integers(1, "the shape")) else { return Ok(None) };
     let count = match shape.as_slice() {
         [] => return Ok(Some(x.clone())),
@@ -208,7 +208,11 @@ fn expand(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
     }))
 }
 
-fn total(scope: &Scope<'_>, x: Option<&Dims>, join: impl Fn(&[Dim]) -> Option<Dim>) -> Result<Option<Dims>, Reason> {
+fn total(
+    scope: &Scope<'_>,
+    x: Option<&Dims>,
+    join: impl Fn(&[Dim]) -> Option<Dim>,
+) -> Result<Option<Dims>, LowerReason> {
     let keep = scope.flag("keepdims", true)?;
     // One axis at most: whichever way the axes are given, all elements are joined, unless they are said to be none.
     if scope.flag("noop_with_empty_axes", false)? {

@@ -8,17 +8,17 @@ use super::gather::{count, number};
 use super::movement::transposed;
 use super::slice::part;
 use super::weight::dtype_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Concat, Gather, MatMul, Op, Pad, ReduceKind, Slice, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// `[B, S, heads·D]` as `[B, heads, S, D]`.
-fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, Reason> {
+fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [batch, steps, wide] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("its input {fact} has not rank 3")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 3")));
     };
     let each = wide.div_exact(&Dim::Known(heads))?;
     let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
@@ -26,7 +26,7 @@ fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, Rea
 }
 
 /// `[B, heads, S, D]` as `[B, S, heads·D]`.
-fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let turned = transposed(scope, x, vec![0, 2, 1, 3])?;
     let shape = scope.fact(turned).shape;
     let wide = shape[2].mul(&shape[3])?;
@@ -34,15 +34,15 @@ fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
 }
 
 /// The number of heads that an attribute gives.
-fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, Reason> {
+fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
     match scope.int(name, 0)? {
         heads if heads > 0 => Ok(heads),
-        found => Err(Reason::Attribute { name, found: found.to_string(), expected: "a number of at least 1" }),
+        found => Err(LowerReason::Attribute { name, found: found.to_string(), expected: "a number of at least 1" }),
     }
 }
 
 /// Each head of keys or values once for every query head that shares it.
-fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, Reason> {
+fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     if shape[1] == *query_heads {
         return Ok(x);
@@ -59,16 +59,16 @@ fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, R
 }
 
 /// `Q·Kᵀ·scale`, with the root of the scale on both sides so that less overflows.
-fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, Reason> {
+fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, LowerReason> {
     let size = scope.fact(q).shape[3].known();
     let scale = match (scope.is_set("scale"), size) {
         (true, _) => scope.float("scale", 1.0)?,
         (false, Some(size)) if size > 0 => 1.0 / (size as f64).sqrt(),
-        _ => return Err(Reason::Inputs("the size of its heads is not known".to_string())),
+        _ => return Err(LowerReason::Inputs("the size of its heads is not known".to_string())),
     };
     if scale < 0.0 {
         let found = scale.to_string();
-        return Err(Reason::Attribute { name: "scale", found, expected: "a number that is not negative" });
+        return Err(LowerReason::Attribute { name: "scale", found, expected: "a number that is not negative" });
     }
     let q = scope.with_number(Binary::Mul, q, scale.sqrt())?;
     let k = scope.with_number(Binary::Mul, k, scale.sqrt())?;
@@ -76,7 +76,7 @@ fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, Reason> {
 }
 
 /// `0` where a condition holds, else `-∞`.
-fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Value, Reason> {
+fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Value, LowerReason> {
     let (yes, no) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, f64::NEG_INFINITY)?);
     scope.select(condition, yes, no)
 }
@@ -97,7 +97,7 @@ struct Sight {
 }
 
 impl Sight {
-    fn add(&mut self, scope: &mut Scope<'_>, bias: Value) -> Result<(), Reason> {
+    fn add(&mut self, scope: &mut Scope<'_>, bias: Value) -> Result<(), LowerReason> {
         self.bias = Some(match self.bias {
             Some(sum) => scope.binary(Binary::Add, sum, bias)?,
             None => bias,
@@ -106,7 +106,7 @@ impl Sight {
     }
 
     /// The mask that the model gives, which may say nothing of the last keys: nobody sees them.
-    fn mask(&mut self, scope: &mut Scope<'_>, mask: Value) -> Result<(), Reason> {
+    fn mask(&mut self, scope: &mut Scope<'_>, mask: Value) -> Result<(), LowerReason> {
         let mut bias = match scope.fact(mask).dtype {
             DType::Bool => allowed(scope, mask, self.dtype)?,
             _ => scope.cast(mask, self.dtype)?,
@@ -118,7 +118,7 @@ impl Sight {
         {
             let missing = self.sizes[1].sub(have)?;
             if missing.known().is_some_and(|missing| missing < 0) {
-                return Err(Reason::Inputs(format!("a mask over {have} keys for {}", self.sizes[1])));
+                return Err(LowerReason::Inputs(format!("a mask over {have} keys for {}", self.sizes[1])));
             }
             let none = vec![Dim::Known(0); shape.len()];
             let mut high = none.clone();
@@ -131,7 +131,7 @@ impl Sight {
     }
 
     /// Keys from `left` before to `right` behind the place of a query, which is its number plus `offset`.
-    fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), Reason> {
+    fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), LowerReason> {
         let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
         let place = scope.binary(Binary::Add, i, offset)?;
         for (side, reach) in sides.into_iter().enumerate() {
@@ -152,7 +152,7 @@ impl Sight {
     }
 
     /// Scores with the bias, and which queries see nothing.
-    fn applied(&self, scope: &mut Scope<'_>, scores: Value) -> Result<(Value, Option<Value>), Reason> {
+    fn applied(&self, scope: &mut Scope<'_>, scores: Value) -> Result<(Value, Option<Value>), LowerReason> {
         let Some(bias) = self.bias else { return Ok((scores, None)) };
         let sum = scope.binary(Binary::Add, scores, bias)?;
         if !self.blind {
@@ -166,14 +166,14 @@ impl Sight {
 }
 
 /// The element type of the softmax, where the node gives one.
-fn precision(scope: &Scope<'_>) -> Result<Option<DType>, Reason> {
+fn precision(scope: &Scope<'_>) -> Result<Option<DType>, LowerReason> {
     if !scope.is_set("softmax_precision") {
         return Ok(None);
     }
     let code = scope.int("softmax_precision", 0)?;
     match i32::try_from(code).ok().and_then(dtype_of).filter(|d| d.is_float()) {
         Some(dtype) => Ok(Some(dtype)),
-        None => Err(Reason::Unsupported(format!("a softmax in element type {code}"))),
+        None => Err(LowerReason::Unsupported(format!("a softmax in element type {code}"))),
     }
 }
 
@@ -190,7 +190,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     }
     for value in [q, k, v] {
         if scope.fact(value).rank() != 4 {
-            return Err(Reason::Inputs(format!("its input {} has not rank 3 or 4", scope.fact(value))));
+            return Err(LowerReason::Inputs(format!("its input {} has not rank 3 or 4", scope.fact(value))));
         }
     }
     let mut past = Dim::Known(0);
@@ -245,7 +245,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         3 => probabilities,
         other => {
             let (found, expected) = (other.to_string(), "a number from 0 to 3");
-            return Err(Reason::Attribute { name: "qk_matmul_output_mode", found, expected });
+            return Err(LowerReason::Attribute { name: "qk_matmul_output_mode", found, expected });
         }
     };
     let shown = scope.cast(shown, dtype)?;
@@ -253,8 +253,8 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// All that keeps queries from seeing keys: causality, windows, the mask, the lengths of the sequences.
-fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> Result<(), Reason> {
-    let side = |scope: &Scope<'_>, name: &'static str| -> Result<Option<i64>, Reason> {
+fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> Result<(), LowerReason> {
+    let side = |scope: &Scope<'_>, name: &'static str| -> Result<Option<i64>, LowerReason> {
         Ok(Some(scope.int(name, -1)?).filter(|reach| *reach >= 0))
     };
     let (left, right) = (side(scope, "left_window_size")?, side(scope, "right_window_size")?);
@@ -293,11 +293,11 @@ fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> 
 }
 
 /// The scores of a `FlexAttention`, in the element type of its softmax.
-pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (q, k) = (scope.value(0)?, scope.value(1)?);
     for value in [q, k] {
         if scope.fact(value).rank() != 4 {
-            return Err(Reason::Inputs(format!("its input {} has not rank 4", scope.fact(value))));
+            return Err(LowerReason::Inputs(format!("its input {} has not rank 4", scope.fact(value))));
         }
     }
     let dtype = scope.fact(q).dtype;
@@ -309,7 +309,7 @@ pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, Reason> {
 }
 
 /// The softmax of scores.
-pub fn probabilities(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
+pub fn probabilities(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     scope.add(Op::Softmax(Softmax { axis: 3 }), &[scores])
 }
 
@@ -318,7 +318,7 @@ pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
     let v = scope.value(2)?;
     let (fact, weights) = (scope.fact(v), scope.fact(probabilities));
     if fact.rank() != 4 {
-        return Err(Reason::Inputs(format!("its input {fact} has not rank 4")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 4")));
     }
     let v = shared(scope, v, &weights.shape[1])?;
     let v = scope.cast(v, weights.dtype)?;
@@ -346,14 +346,14 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
     };
     let shape = scope.fact(x).shape;
     let size = shape.get(3).and_then(Dim::known).filter(|_| shape.len() == 4);
-    let size = size.ok_or_else(|| Reason::Inputs("the size of its heads is not known".to_string()))?;
+    let size = size.ok_or_else(|| LowerReason::Inputs("the size of its heads is not known".to_string()))?;
     let wide = match scope.int("rotary_embedding_dim", 0)? {
         0 => size,
         wide => wide,
     };
     if !(2..=size).contains(&wide) || wide % 2 != 0 {
         let (found, expected) = (wide.to_string(), "an even number up to the size of a head");
-        return Err(Reason::Attribute { name: "rotary_embedding_dim", found, expected });
+        return Err(LowerReason::Attribute { name: "rotary_embedding_dim", found, expected });
     }
     let (cos, sin) = (angles(scope, 1, wide / 2)?, angles(scope, 2, wide / 2)?);
     let next_to = scope.flag("interleaved", false)?;
@@ -393,14 +393,14 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The cosines or sines of every place, `[B, 1, S, half]`.
-fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, Reason> {
+fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, LowerReason> {
     let mut cache = scope.value(slot)?;
     if let Some(places) = scope.optional(3)? {
         cache = scope.add(Op::Gather(Gather { axis: 0 }), &[cache, places])?;
     }
     let mut shape = scope.fact(cache).shape;
     if shape.len() != 3 || !shape[2].is(half) {
-        return Err(Reason::Inputs(format!("{} are no angles for {half} pairs", scope.fact(cache))));
+        return Err(LowerReason::Inputs(format!("{} are no angles for {half} pairs", scope.fact(cache))));
     }
     shape.insert(1, Dim::Known(1));
     scope.reshape(cache, shape)

@@ -2,22 +2,22 @@
 //!
 //! A field that the file leaves out of an attribute is zero: encoders may drop zeros.
 
-use super::{Reason, Scope};
+use super::{LowerReason, Scope};
 use crate::import::onnx::model::Tensor;
 use crate::import::onnx::payload;
 use crate::import::onnx::proto::AttributeProto;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 
 impl Scope<'_> {
-    fn attribute(&self, name: &'static str, kind: AttributeType) -> Result<Option<&AttributeProto>, Reason> {
+    fn attribute(&self, name: &'static str, kind: AttributeType) -> Result<Option<&AttributeProto>, LowerReason> {
         let Some(found) = self.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
         if found.ref_attr_name.as_ref().is_some_and(|name| !name.is_empty()) {
-            return Err(Reason::Unsupported(format!("attribute `{name}` given by the function around it")));
+            return Err(LowerReason::Unsupported(format!("attribute `{name}` given by the function around it")));
         }
         match found.r#type() {
             AttributeType::Undefined => Ok(Some(found)),
             given if given == kind => Ok(Some(found)),
-            given => Err(Reason::Attribute {
+            given => Err(LowerReason::Attribute {
                 name,
                 found: format!("of type {}", given.as_str_name()),
                 expected: "the type that the operator defines",
@@ -31,77 +31,83 @@ impl Scope<'_> {
     }
 
     /// A whole number.
-    pub fn int(&self, name: &'static str, default: i64) -> Result<i64, Reason> {
+    pub fn int(&self, name: &'static str, default: i64) -> Result<i64, LowerReason> {
         Ok(self.attribute(name, AttributeType::Int)?.map_or(default, |a| a.i.unwrap_or(0)))
     }
 
     /// A switch: zero or not.
-    pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, Reason> {
+    pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, LowerReason> {
         Ok(self.int(name, i64::from(default))? != 0)
     }
 
     /// A finite number, as the shortest decimal that is this `f32`: what was `1e-5` in the source is `1e-5` here.
-    pub fn float(&self, name: &'static str, default: f64) -> Result<f64, Reason> {
+    pub fn float(&self, name: &'static str, default: f64) -> Result<f64, LowerReason> {
         let Some(value) = self.attribute(name, AttributeType::Float)?.map(|a| a.f.unwrap_or(0.0)) else {
             return Ok(default);
         };
         if !value.is_finite() {
-            return Err(Reason::Attribute { name, found: value.to_string(), expected: "a finite number" });
+            return Err(LowerReason::Attribute { name, found: value.to_string(), expected: "a finite number" });
         }
         Ok(value.to_string().parse().unwrap_or(f64::from(value)))
     }
 
     /// A list of whole numbers, `None` when it is not there.
-    pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, Reason> {
+    pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Ints)?.map(|a| a.ints.clone()))
     }
 
     /// A list of numbers, `None` when it is not there.
-    pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f32>>, Reason> {
+    pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f32>>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Floats)?.map(|a| a.floats.clone()))
     }
 
     /// A word.
-    pub fn text(&self, name: &'static str, default: &str) -> Result<String, Reason> {
+    pub fn text(&self, name: &'static str, default: &str) -> Result<String, LowerReason> {
         let found = self.attribute(name, AttributeType::String)?.map(|a| a.s.clone().unwrap_or_default());
         Ok(found.map_or(default.to_string(), |bytes| String::from_utf8_lossy(&bytes).into_owned()))
     }
 
     /// A tensor, `None` when it is not there.
-    pub fn value_of(&self, name: &'static str) -> Result<Option<Tensor>, Reason> {
+    pub fn value_of(&self, name: &'static str) -> Result<Option<Tensor>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Tensor)?.and_then(|a| a.t.as_ref()).map(payload::tensor))
     }
 
     /// Sizes of a window, each at least `least`; `default` for every axis when the attribute is not there.
-    pub fn sizes_of(&self, name: &'static str, axes: usize, default: usize, least: i64) -> Result<Vec<usize>, Reason> {
+    pub fn sizes_of(
+        &self,
+        name: &'static str,
+        axes: usize,
+        default: usize,
+        least: i64,
+    ) -> Result<Vec<usize>, LowerReason> {
         let Some(list) = self.ints(name)? else { return Ok(vec![default; axes]) };
         if list.len() != axes {
             let expected = "one number for each spatial axis";
-            return Err(Reason::Attribute { name, found: format!("{list:?}"), expected });
+            return Err(LowerReason::Attribute { name, found: format!("{list:?}"), expected });
         }
         let expected = if least == 0 { "numbers of at least 0" } else { "numbers of at least 1" };
         let fits = |v: i64| u32::try_from(v).ok().filter(|_| v >= least).map(|v| v as usize);
         let sizes: Option<Vec<usize>> = list.iter().map(|&v| fits(v)).collect();
-        sizes.ok_or_else(|| Reason::Attribute { name, found: format!("{list:?}"), expected })
+        sizes.ok_or_else(|| LowerReason::Attribute { name, found: format!("{list:?}"), expected })
     }
 }
 
 /// An axis counted from the front, from one that may count from the back (-1 is the last of `rank`).
-pub fn axis(given: i64, rank: usize) -> Result<usize, Reason> {
+pub fn axis(given: i64, rank: usize) -> Result<usize, LowerReason> {
     let ranks = i64::try_from(rank).unwrap_or(i64::MAX);
     let counted = if given < 0 { given.saturating_add(ranks) } else { given };
     match usize::try_from(counted) {
         Ok(axis) if axis < rank => Ok(axis),
-        _ => Err(Reason::Inputs(format!("axis {given} does not exist in a tensor of rank {rank}"))),
+        _ => Err(LowerReason::Inputs(format!("axis {given} does not exist in a tensor of rank {rank}"))),
     }
 }
 
 /// Axes counted from the front, sorted, none twice.
-pub fn axes(given: &[i64], rank: usize) -> Result<Vec<usize>, Reason> {
+pub fn axes(given: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
     let mut list = given.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     list.sort_unstable();
     if list.windows(2).any(|pair| pair[0] == pair[1]) {
-        return Err(Reason::Inputs(format!("the axes {given:?} name one axis twice")));
+        return Err(LowerReason::Inputs(format!("the axes {given:?} name one axis twice")));
     }
     Ok(list)
 }

@@ -1,7 +1,7 @@
 //! Bits of whole numbers: `BitShift`, `BitCast`. The bitwise operators are rows of the table.
 
 use super::weight::dtype_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, BitCast, Op};
 use crate::tensor::DType;
@@ -12,7 +12,7 @@ pub fn shift(scope: &mut Scope<'_>) -> Outputs {
         "LEFT" => Binary::ShiftLeft,
         "RIGHT" => Binary::ShiftRight,
         other => {
-            return Err(Reason::Attribute {
+            return Err(LowerReason::Attribute {
                 name: "direction",
                 found: format!("`{other}`"),
                 expected: "LEFT or RIGHT",
@@ -27,7 +27,7 @@ pub fn shift(scope: &mut Scope<'_>) -> Outputs {
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     let code = scope.int("to", 0)?;
     let to = i32::try_from(code).ok().and_then(dtype_of);
-    let to = to.ok_or_else(|| Reason::Unsupported(format!("bits read as element type {code}")))?;
+    let to = to.ok_or_else(|| LowerReason::Unsupported(format!("bits read as element type {code}")))?;
     let x = scope.value(0)?;
     let from = scope.fact(x).dtype;
     if from == to {

@@ -1,14 +1,15 @@
 //! Subgraphs in attributes: the branches of an `If`, the bodies of `Loop` and `Scan`.
 
 use super::walk::Walk;
-use super::{Known, Reason};
+use super::{Known, LowerReason};
+use crate::import::onnx::check_graph;
+use crate::import::onnx::check_graph::Body as Wiring;
 use crate::import::onnx::model::Node;
 use crate::import::onnx::name::{shown, unique_names};
 use crate::import::onnx::payload;
 use crate::import::onnx::proto::GraphProto;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::import::onnx::signature;
-use crate::import::onnx::structure::{self, Body as Wiring};
 use prost::Message;
 use std::collections::{BTreeSet, HashSet};
 
@@ -27,12 +28,12 @@ pub struct Body {
 
 impl Body {
     /// Reads the subgraph in attribute `name` of a node.
-    pub fn read(walk: &mut Walk<'_>, node: &Node, name: &'static str) -> Result<Body, Reason> {
+    pub fn read(walk: &mut Walk<'_>, node: &Node, name: &'static str) -> Result<Body, LowerReason> {
         let attribute = node.attributes.iter().find(|a| a.name() == name);
         let graph = attribute.filter(|a| matches!(a.r#type(), AttributeType::Graph | AttributeType::Undefined));
         let expected = "a graph";
         let graph = graph.and_then(|a| a.g.as_ref());
-        let graph = graph.ok_or(Reason::Attribute { name, found: "no graph".to_string(), expected })?;
+        let graph = graph.ok_or(LowerReason::Attribute { name, found: "no graph".to_string(), expected })?;
         let size = graph.encoded_len();
         walk.frames.copy(size)?;
         walk.frames.spend(size as u64 / BYTES_A_NODE)?;
@@ -55,10 +56,10 @@ impl Body {
         node: &Node,
         turn: Option<u64>,
         given: Vec<Known>,
-    ) -> Result<Vec<Known>, Option<Reason>> {
+    ) -> Result<Vec<Known>, Option<LowerReason>> {
         if given.len() != self.inputs.len() {
             let (takes, gets) = (self.inputs.len(), given.len());
-            return Err(Some(Reason::Inputs(format!("its subgraph takes {takes} inputs and is given {gets}"))));
+            return Err(Some(LowerReason::Inputs(format!("its subgraph takes {takes} inputs and is given {gets}"))));
         }
         let name = turn.map_or_else(|| node.name.clone(), |turn| format!("{}/{turn}", node.name));
         let mut frame = walk.frames.within(&name, &node.module, turn.is_some());
@@ -70,7 +71,7 @@ impl Body {
             let whole = walk.nodes(&self.nodes)?;
             let result = |info: &crate::import::onnx::model::ValueInfo| match walk.frames.find(&info.name) {
                 Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("a result that is left out"))),
-                None if whole => Err(Some(Reason::Inputs(format!(
+                None if whole => Err(Some(LowerReason::Inputs(format!(
                     "nothing makes the result `{}` of its subgraph",
                     shown(&info.name)
                 )))),
@@ -83,21 +84,22 @@ impl Body {
 
 /// The order in which the nodes of a subgraph run, or what is wrong with its wiring. Names from around it have been
 /// checked with the graph around it.
-fn order(graph: &GraphProto) -> Result<Vec<usize>, Reason> {
+fn order(graph: &GraphProto) -> Result<Vec<usize>, LowerReason> {
     let made: HashSet<&str> = graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
     let inputs = graph.input.iter().map(|input| (input.name(), "input of its subgraph"));
     let initializers = graph.initializer.iter().map(|tensor| (tensor.name(), "initializer of its subgraph"));
     let mut given: Vec<(&str, &'static str)> = inputs.chain(initializers).collect();
     let own: HashSet<&str> = given.iter().map(|(name, _)| *name).collect();
-    let free = structure::free(graph).ok_or_else(|| Reason::Unsupported("a subgraph that nests deeper".to_string()))?;
+    let free =
+        check_graph::free(graph).ok_or_else(|| LowerReason::Unsupported("a subgraph that nests deeper".to_string()))?;
     given.extend(free.into_iter().filter(|name| !own.contains(name) && !made.contains(name)).map(|n| (n, "outside")));
     let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
     let names = unique_names(&graph.node);
     let (mut faults, mut warnings) = (Vec::new(), Vec::new());
     let wiring = Wiring { nodes: &graph.node, names: &names, given: &given, outputs: &outputs };
-    let order = structure::check(&wiring, &mut faults, &mut warnings);
+    let order = check_graph::check(&wiring, &mut faults, &mut warnings);
     match faults.first() {
         None => Ok(order),
-        Some(fault) => Err(Reason::Inputs(format!("in its subgraph, {fault}"))),
+        Some(fault) => Err(LowerReason::Inputs(format!("in its subgraph, {fault}"))),
     }
 }

@@ -1,7 +1,7 @@
 //! `NonMaxSuppression`: of boxes that overlap, the one with the best score. How many are left depends on values, so the
 //! inputs must be constants.
 
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::tensor::Tensor;
 
 /// The most comparisons of two boxes.
@@ -13,24 +13,24 @@ type Bounds = [f64; 4];
 /// `[batch, class, box]` of each box that stays, the best score of a class first.
 pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
     let what = "what chooses among boxes";
-    let given = |slot| scope.tensor(slot, what)?.ok_or(Reason::Missing { slot });
+    let given = |slot| scope.tensor(slot, what)?.ok_or(LowerReason::Missing { slot });
     let (boxes, scores) = (given(0)?, given(1)?);
-    let number = |slot| Ok::<_, Reason>(scope.tensor(slot, what)?.and_then(|t| t.to_f64().first().copied()));
+    let number = |slot| Ok::<_, LowerReason>(scope.tensor(slot, what)?.and_then(|t| t.to_f64().first().copied()));
     let most = number(2)?.unwrap_or(0.0).max(0.0) as usize;
     let overlap = number(3)?.unwrap_or(0.0);
     let least = number(4)?;
     let centred = scope.flag("center_point_box", false)?;
     let (&[batches, count, 4], &[also_batches, classes, also_count]) = (boxes.shape(), scores.shape()) else {
-        return Err(Reason::Inputs(
+        return Err(LowerReason::Inputs(
             "boxes are not of rank 3 with four numbers each, or scores not of rank 3".to_string(),
         ));
     };
     if batches != also_batches || count != also_count {
-        return Err(Reason::Inputs(format!("scores {scores:?} are not those of the boxes {boxes:?}")));
+        return Err(LowerReason::Inputs(format!("scores {scores:?} are not those of the boxes {boxes:?}")));
     }
     let work = [batches, classes, count, count.min(most)].into_iter().try_fold(1usize, usize::checked_mul);
     if work.is_none_or(|work| work > MOST) {
-        return Err(Reason::Unsupported(format!("a choice among {count} boxes for {classes} classes")));
+        return Err(LowerReason::Unsupported(format!("a choice among {count} boxes for {classes} classes")));
     }
     let (bounds, scores) = (boxes.to_f64(), scores.to_f64());
     let bounds: Vec<Bounds> = bounds.chunks_exact(4).map(|b| corners([b[0], b[1], b[2], b[3]], centred)).collect();

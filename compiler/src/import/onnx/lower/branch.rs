@@ -6,13 +6,13 @@
 
 use super::body::Body;
 use super::walk::Walk;
-use super::{Known, Reason, truth};
+use super::{Known, LowerReason, truth};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
 use crate::import::onnx::name::shown;
 
 /// The results of an `If`; `Err(None)` when something in it is broken and has been told.
-pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
+pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
     let condition = walk.scope(node).ok_or(None)?.known(0)?.clone();
     if let Some(holds) = truth(&condition)? {
         let body = Body::read(walk, node, if holds { "then_branch" } else { "else_branch" })?;
@@ -37,7 +37,7 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Rea
     let (yes, no) = (&both[0], &both[1]);
     if yes.len() != no.len() {
         let counts = format!("its branches give {} and {} results", yes.len(), no.len());
-        return Err(Some(Reason::Inputs(counts)));
+        return Err(Some(LowerReason::Inputs(counts)));
     }
     let mut selected = Vec::with_capacity(yes.len());
     for (yes, no) in yes.iter().zip(no) {
@@ -58,6 +58,6 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Rea
 }
 
 /// Why the branches cannot both run.
-fn undecided(walk: &mut Walk<'_>, node: &Node, what: &'static str) -> Result<Reason, Option<Reason>> {
+fn undecided(walk: &mut Walk<'_>, node: &Node, what: &'static str) -> Result<LowerReason, Option<LowerReason>> {
     Ok(walk.scope(node).ok_or(None)?.not_constant(0, what))
 }

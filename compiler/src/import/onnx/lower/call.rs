@@ -4,17 +4,17 @@
 
 use super::frame::Frame;
 use super::walk::Walk;
-use super::{Known, Reason};
+use super::{Known, LowerReason};
 use crate::import::onnx::model::{Function, Node};
 use crate::import::onnx::name::shown;
 use prost::Message;
 use std::rc::Rc;
 
 /// The results of a call; `Err(None)` when something in it is broken and has been told.
-pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec<Known>, Option<Reason>> {
+pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec<Known>, Option<LowerReason>> {
     let given = walk.scope(node).ok_or(None)?.inputs;
     if given.len() > function.inputs.len() {
-        return Err(Some(Reason::Inputs(format!(
+        return Err(Some(LowerReason::Inputs(format!(
             "the function `{}` has {} parameters, the call gives {}",
             shown(&function.name),
             function.inputs.len(),
@@ -44,7 +44,7 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
         let whole = walk.nodes(&function.nodes)?;
         let result = |name: &String| match walk.frames.find(name) {
             Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("an input that the call leaves out"))),
-            None if whole => Err(Some(Reason::Inputs(format!("nothing in the function makes `{}`", shown(name))))),
+            None if whole => Err(Some(LowerReason::Inputs(format!("nothing in the function makes `{}`", shown(name))))),
             None => Err(None),
         };
         function.outputs.iter().map(result).collect()

@@ -1,6 +1,6 @@
 //! The functions inside recurrent layers, by the names that ONNX has for them.
 
-use super::{Reason, Scope};
+use super::{LowerReason, Scope};
 use crate::import::build::Build;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::op::{Binary, Compare, Unary, Value};
@@ -30,7 +30,7 @@ const FUNCTIONS: [(&str, Option<f64>, Option<f64>); 11] = [
 
 /// The functions of every direction: those of the attribute, or the usual ones. The lists of alphas and betas have a
 /// number for each function that takes one, in order.
-pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result<Vec<Vec<Function>>, Reason> {
+pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result<Vec<Vec<Function>>, LowerReason> {
     let given = texts(scope, "activations")?;
     let names: Vec<String> = match given {
         Some(given) if !given.is_empty() => given,
@@ -38,7 +38,11 @@ pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result
     };
     if names.len() != usual.len() * directions {
         let found = format!("{names:?}");
-        return Err(Reason::Attribute { name: "activations", found, expected: "as many as the layer has functions" });
+        return Err(LowerReason::Attribute {
+            name: "activations",
+            found,
+            expected: "as many as the layer has functions",
+        });
     }
     let mut alphas = scope.floats("activation_alpha")?.unwrap_or_default().into_iter().map(f64::from);
     let mut betas = scope.floats("activation_beta")?.unwrap_or_default().into_iter().map(f64::from);
@@ -46,7 +50,7 @@ pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result
     for name in names {
         let lower = name.to_ascii_lowercase();
         let Some((_, alpha, beta)) = FUNCTIONS.iter().find(|(known, ..)| *known == lower) else {
-            return Err(Reason::Unsupported(format!("the activation `{name}` of a recurrent layer")));
+            return Err(LowerReason::Unsupported(format!("the activation `{name}` of a recurrent layer")));
         };
         let alpha = alpha.map_or(0.0, |usual| alphas.next().unwrap_or(usual));
         let beta = beta.map_or(0.0, |usual| betas.next().unwrap_or(usual));
@@ -62,7 +66,7 @@ impl Function {
     }
 
     /// `f(x)`
-    pub fn apply(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    pub fn apply(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         let (alpha, beta) = (self.alpha, self.beta);
         match self.name.as_str() {
             "affine" => line(scope, x, alpha, beta),
@@ -105,24 +109,24 @@ impl Function {
 }
 
 /// `alpha·x + beta`
-fn line(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, Reason> {
+fn line(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, LowerReason> {
     let scaled = scope.with_number(Binary::Mul, x, alpha)?;
     scope.with_number(Binary::Add, scaled, beta)
 }
 
 /// `x > bound ? x : other`
-fn above(scope: &mut Scope<'_>, x: Value, bound: f64, other: Value) -> Result<Value, Reason> {
+fn above(scope: &mut Scope<'_>, x: Value, bound: f64, other: Value) -> Result<Value, LowerReason> {
     let bound = scope.scalar(scope.fact(x).dtype, bound)?;
     let large = scope.compare(Compare::Less, bound, x)?;
     scope.select(large, x, other)
 }
 
 /// A list of words, `None` when it is not there.
-fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, Reason> {
+fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, LowerReason> {
     let Some(found) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
     if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {
         let found = format!("of type {}", found.r#type().as_str_name());
-        return Err(Reason::Attribute { name, found, expected: "a list of words" });
+        return Err(LowerReason::Attribute { name, found, expected: "a list of words" });
     }
     Ok(Some(found.strings.iter().map(|s| String::from_utf8_lossy(s).into_owned()).collect()))
 }

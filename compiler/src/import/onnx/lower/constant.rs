@@ -1,7 +1,7 @@
 //! Constants, and what counts: `Constant`, `ConstantOfShape`, `Range`, `Shape`, `Size`.
 
 use super::weight::{fact_of, tensor_of};
-use super::{Dims, Known, Outputs, Reason, Scope, Weight};
+use super::{Dims, Known, LowerReason, Outputs, Scope, Weight};
 use crate::import::build::Build;
 use crate::import::onnx::model::Payload;
 use crate::op::{Binary, Iota, Op};
@@ -19,7 +19,7 @@ pub fn constant(scope: &mut Scope<'_>) -> Outputs {
             weights.push(Weight::new(name, fact, Err(path.clone()), false));
             return Ok(vec![Known::Weight(weights.len() - 1)]);
         }
-        tensor_of(&tensor).map_err(Reason::Unsupported)?
+        tensor_of(&tensor).map_err(LowerReason::Unsupported)?
     } else if scope.is_set("value_int") {
         Tensor::from_i64(&[], &[scope.int("value_int", 0)?])
     } else if let Some(list) = scope.ints("value_ints")? {
@@ -29,20 +29,20 @@ pub fn constant(scope: &mut Scope<'_>) -> Outputs {
     } else if scope.is_set("value_float") {
         Tensor::from_f32(&[], &[scope.float("value_float", 0.0)? as f32])
     } else {
-        return Err(Reason::Unsupported("a constant without numbers".to_string()));
+        return Err(LowerReason::Unsupported("a constant without numbers".to_string()));
     };
     Ok(vec![Known::Tensor(tensor)])
 }
 
 /// One number everywhere in a tensor of the shape that the input gives.
 pub fn constant_of_shape(scope: &mut Scope<'_>) -> Outputs {
-    let shape = scope.dims(0, "the shape")?.ok_or(Reason::Missing { slot: 0 })?;
+    let shape = scope.dims(0, "the shape")?.ok_or(LowerReason::Missing { slot: 0 })?;
     let value = match scope.value_of("value")? {
-        Some(tensor) => tensor_of(&tensor).map_err(Reason::Unsupported)?,
+        Some(tensor) => tensor_of(&tensor).map_err(LowerReason::Unsupported)?,
         None => Tensor::from_f32(&[1], &[0.0]),
     };
     let value =
-        value.reshaped(Vec::new()).map_err(|e| Reason::Inputs(format!("its value is no single number: {e}")))?;
+        value.reshaped(Vec::new()).map_err(|e| LowerReason::Inputs(format!("its value is no single number: {e}")))?;
     let value = scope.constant(value)?;
     Ok(vec![Known::Value(scope.broadcast(value, shape)?)])
 }
@@ -56,15 +56,15 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
     let mut bounds = [0.0; 3];
     let mut whole = [0i64; 3];
     for slot in 0..3 {
-        let tensor = scope.tensor(slot, "a bound of the range")?.ok_or(Reason::Missing { slot })?;
+        let tensor = scope.tensor(slot, "a bound of the range")?.ok_or(LowerReason::Missing { slot })?;
         match (tensor.to_f64().as_slice(), tensor.to_i64().as_slice()) {
             (&[float], &[int]) => (bounds[slot], whole[slot]) = (float, int),
-            _ => return Err(Reason::Inputs("a bound of the range is not one number".to_string())),
+            _ => return Err(LowerReason::Inputs("a bound of the range is not one number".to_string())),
         }
     }
     let [start, limit, delta] = bounds;
     if delta == 0.0 || !(start.is_finite() && limit.is_finite() && delta.is_finite()) {
-        return Err(Reason::Inputs(format!("no range leads from {start} to {limit} in steps of {delta}")));
+        return Err(LowerReason::Inputs(format!("no range leads from {start} to {limit} in steps of {delta}")));
     }
     let count = if dtype.is_float() {
         ((limit - start) / delta).ceil().max(0.0) as i64
@@ -72,7 +72,7 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
         // In 128 bits no difference of two 64-bit numbers overflows.
         let [start, limit, delta] = whole.map(i128::from);
         let rounded = (limit - start + delta - delta.signum()) / delta;
-        i64::try_from(rounded.max(0)).map_err(|_| Reason::Inputs("the range is too large".to_string()))?
+        i64::try_from(rounded.max(0)).map_err(|_| LowerReason::Inputs("the range is too large".to_string()))?
     };
     let fact = Fact::new(if dtype.is_float() { DType::F64 } else { DType::I64 }, vec![Dim::Known(count)]);
     let steps = scope.add(Op::Iota(Iota { fact: fact.clone(), axis: 0 }), &[])?;
@@ -96,7 +96,7 @@ fn range_of_sizes(scope: &mut Scope<'_>, dtype: DType) -> Outputs {
     let what = "a bound of the range";
     let one = |scope: &Scope<'_>, slot: usize| match scope.dims(slot, what)?.as_deref() {
         Some([dim]) => Ok(dim.clone()),
-        _ => Err(Reason::Inputs("a bound of the range is not one number".to_string())),
+        _ => Err(LowerReason::Inputs("a bound of the range is not one number".to_string())),
     };
     let (start, limit, delta) = (one(scope, 0)?, one(scope, 1)?, one(scope, 2)?);
     let count = limit.sub(&start)?.div_exact(&delta)?;

@@ -9,7 +9,7 @@
 //! `2ⁿ·n/2` products; the matrices of models are of 2 to 4 rows, and `LARGEST` bounds the rest.
 
 use super::slice::part;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Gather, Op, ReduceKind};
 use crate::tensor::Tensor;
@@ -39,14 +39,14 @@ pub fn det(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
     let [leading @ .., rows, columns] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("{fact} holds no matrices")));
+        return Err(LowerReason::Inputs(format!("{fact} holds no matrices")));
     };
     let n = match (rows.known(), columns.known()) {
         (Some(n), Some(m)) if n == m && (1..=LARGEST).contains(&n) => n,
         (Some(n), Some(m)) if n == m => {
-            return Err(Reason::Unsupported(format!("the determinant of a matrix of {n} rows")));
+            return Err(LowerReason::Unsupported(format!("the determinant of a matrix of {n} rows")));
         }
-        _ => return Err(Reason::Inputs(format!("the matrices of {fact} are not square"))),
+        _ => return Err(LowerReason::Inputs(format!("the matrices of {fact} are not square"))),
     };
     let rank = leading.len();
     // M_1 is the first row itself.
@@ -75,7 +75,7 @@ pub fn det(scope: &mut Scope<'_>) -> Outputs {
         let product = scope.reshape(product, apart)?;
         found = Some(scope.reduce(ReduceKind::Sum, product, &[rank + 1], false)?);
     }
-    let det = found.ok_or_else(|| Reason::Inputs("a matrix without rows".to_string()))?;
+    let det = found.ok_or_else(|| LowerReason::Inputs("a matrix without rows".to_string()))?;
     Ok(vec![Known::Value(scope.reshape(det, leading.to_vec())?)])
 }
 

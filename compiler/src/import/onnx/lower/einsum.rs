@@ -6,7 +6,7 @@
 
 use super::gather::count;
 use super::movement::transposed;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::import::onnx::name::shown;
 use crate::op::{Binary, Compare, MatMul, Op, ReduceKind, Value};
@@ -26,12 +26,12 @@ struct Term {
     labels: Vec<Label>,
 }
 
-fn wrong(equation: &str, why: &str) -> Reason {
-    Reason::Inputs(format!("the equation `{}` {why}", shown(equation)))
+fn wrong(equation: &str, why: &str) -> LowerReason {
+    LowerReason::Inputs(format!("the equation `{}` {why}", shown(equation)))
 }
 
 /// The labels of one side of a comma, with `dots` axes for `...`.
-fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, Reason> {
+fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, LowerReason> {
     let mut list = Vec::new();
     let (mut rest, mut seen) = (part, false);
     while let Some(first) = rest.chars().next() {
@@ -83,7 +83,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     }
     narrow(scope, &mut terms)?;
     let mut rest = terms.into_iter();
-    let Some(mut all) = rest.next() else { return Err(Reason::Missing { slot: 0 }) };
+    let Some(mut all) = rest.next() else { return Err(LowerReason::Missing { slot: 0 }) };
     while let Some(next) = rest.next() {
         let later: Vec<Label> = rest.as_slice().iter().flat_map(|term| term.labels.iter().copied()).collect();
         let read = |label: &Label| output.contains(label) || later.contains(label);
@@ -106,13 +106,13 @@ fn free(parts: &[&str], dots: usize) -> Vec<Label> {
 }
 
 /// Axes of one label made one: what does not lie on their diagonal is left out of a sum.
-fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> Result<Term, Reason> {
+fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> Result<Term, LowerReason> {
     while let Some((first, second)) =
         (0..labels.len()).find_map(|i| (i + 1..labels.len()).find(|j| labels[*j] == labels[i]).map(|j| (i, j)))
     {
         let fact = scope.fact(value);
         if fact.shape[first] != fact.shape[second] {
-            return Err(Reason::Inputs(format!("axes {first} and {second} of {fact} have no common diagonal")));
+            return Err(LowerReason::Inputs(format!("axes {first} and {second} of {fact} have no common diagonal")));
         }
         let i = count(scope, fact.rank(), first, &fact.shape[first])?;
         let j = count(scope, fact.rank(), second, &fact.shape[second])?;
@@ -126,7 +126,7 @@ fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> 
 }
 
 /// Takes the axes of size 1 under the dots from every term where another one is wider.
-fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), Reason> {
+fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> {
     let mut wide = Vec::new();
     for term in terms.iter() {
         let shape = scope.fact(term.value).shape;
@@ -144,7 +144,7 @@ fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), Reason> {
 }
 
 /// A term without the labels that nobody reads.
-fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, Reason> {
+fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
     let gone: Vec<usize> = (0..term.labels.len()).filter(|n| !read(&term.labels[*n])).collect();
     if gone.is_empty() {
         return Ok(term);
@@ -154,7 +154,7 @@ fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> R
 }
 
 /// The product of two terms, summed over what both have and nobody else reads.
-fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, Reason> {
+fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
     let a = summed(scope, a, |label| read(label) || b.labels.contains(label))?;
     let b = summed(scope, b, |label| read(label) || a.labels.contains(label))?;
     let of = |list: &[Label], keep: &dyn Fn(&Label) -> bool| list.iter().copied().filter(keep).collect::<Vec<_>>();
@@ -173,7 +173,7 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
         .collect();
     for (n, label) in order.iter().enumerate() {
         if a.labels.contains(label) && b.labels.contains(label) && a_dims[n] != b_dims[n] {
-            return Err(Reason::Inputs(format!("an axis of size {} meets one of size {}", a_dims[n], b_dims[n])));
+            return Err(LowerReason::Inputs(format!("an axis of size {} meets one of size {}", a_dims[n], b_dims[n])));
         }
     }
     let (l, r, i) = (batch.len(), batch.len() + left.len(), batch.len() + left.len() + right.len());
@@ -194,7 +194,7 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
 }
 
 /// A term with its axes in this order, 1 for those that it does not have.
-fn aligned(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), Reason> {
+fn aligned(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), LowerReason> {
     let place = |label: &Label| term.labels.iter().position(|l| l == label);
     let value = transposed(scope, term.value, order.iter().filter_map(place).collect())?;
     let mut own = scope.fact(value).shape.into_iter();

@@ -1,7 +1,7 @@
 //! Operators that work element by element.
 
 use super::weight::dtype_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
 use crate::tensor::{DType, Tensor};
@@ -41,7 +41,7 @@ pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
 pub fn mean(scope: &mut Scope<'_>) -> Outputs {
     let count = scope.inputs.len();
     let Some(Known::Value(sum)) = joined(scope, Binary::Add)?.into_iter().next() else {
-        return Err(Reason::Missing { slot: 0 });
+        return Err(LowerReason::Missing { slot: 0 });
     };
     one(scope.with_number(Binary::Mul, sum, 1.0 / count.max(1) as f64)?)
 }
@@ -102,7 +102,7 @@ pub fn tan(scope: &mut Scope<'_>) -> Outputs {
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     let code = scope.int("to", 0)?;
     let to = i32::try_from(code).ok().and_then(dtype_of);
-    let to = to.ok_or_else(|| Reason::Unsupported(format!("a cast to element type {code}")))?;
+    let to = to.ok_or_else(|| LowerReason::Unsupported(format!("a cast to element type {code}")))?;
     cast_to(scope, to)
 }
 
@@ -125,12 +125,12 @@ pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     match scope.text("approximate", "none")?.as_str() {
         "none" => unary(scope, Unary::Gelu),
         "tanh" => unary(scope, Unary::GeluTanh),
-        other => Err(Reason::Unsupported(format!("the approximation `{other}`"))),
+        other => Err(LowerReason::Unsupported(format!("the approximation `{other}`"))),
     }
 }
 
 /// Whether `x > bound`, for activations with two branches.
-fn above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, Reason> {
+fn above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, LowerReason> {
     let bound = scope.scalar(scope.graph.fact(x).dtype, bound)?;
     scope.compare(Compare::Less, bound, x)
 }
@@ -185,7 +185,7 @@ pub fn elu(scope: &mut Scope<'_>) -> Outputs {
 pub fn celu(scope: &mut Scope<'_>) -> Outputs {
     let alpha = scope.float("alpha", 1.0)?;
     if alpha == 0.0 {
-        return Err(Reason::Attribute { name: "alpha", found: "0".to_string(), expected: "not 0" });
+        return Err(LowerReason::Attribute { name: "alpha", found: "0".to_string(), expected: "not 0" });
     }
     exponential_branch(scope, alpha, 1.0, alpha)
 }
@@ -198,7 +198,7 @@ pub fn selu(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `max(0, min(1, alpha·x + beta))`
-fn ramp(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, Reason> {
+fn ramp(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, LowerReason> {
     let scaled = scope.with_number(Binary::Mul, x, alpha)?;
     let shifted = scope.with_number(Binary::Add, scaled, beta)?;
     let below = scope.with_number(Binary::Min, shifted, 1.0)?;
@@ -218,7 +218,7 @@ pub fn hard_swish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-fn swished(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+fn swished(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
     if alpha == 1.0 {
         return scope.unary(Unary::Silu, x);
@@ -317,7 +317,7 @@ pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
         if ratio != 0.0 {
             if scope.is_set("seed") {
                 let what = "a dropout with a seed: the standard does not say which numbers follow from it; it";
-                return Err(Reason::Unsupported(what.to_string()));
+                return Err(LowerReason::Unsupported(what.to_string()));
             }
             let (x, counter) = (scope.value(0)?, scope.counter()?);
             // Streams are numbered when it is known which dropouts are left.

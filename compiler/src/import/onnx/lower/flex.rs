@@ -3,7 +3,7 @@
 use super::attention::{flex_scores, flex_values, probabilities};
 use super::body::Body;
 use super::walk::Walk;
-use super::{Known, Reason};
+use super::{Known, LowerReason};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
 use crate::op::Value;
@@ -18,7 +18,7 @@ pub fn is_changed(node: &Node) -> bool {
 }
 
 /// Its result; `Err(None)` when something in a subgraph is broken and has been told.
-pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
+pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
     let scores = flex_scores(&mut walk.scope(node).ok_or(None)?)?;
     let scores = changed(walk, node, "score_mod", scores)?;
     let weights = probabilities(&mut walk.scope(node).ok_or(None)?, scores)?;
@@ -27,19 +27,22 @@ pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Reaso
 }
 
 /// What the subgraph in an attribute makes of a value; the value itself where there is none.
-fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Result<Value, Option<Reason>> {
+fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Result<Value, Option<LowerReason>> {
     if !node.attributes.iter().any(|a| a.name() == name) {
         return Ok(x);
     }
     let results = Body::read(walk, node, name)?.run(walk, node, None, vec![Known::Value(x)])?;
     let [result] = results.as_slice() else {
-        return Err(Some(Reason::Inputs(format!("its subgraph `{name}` has {} results, expected one", results.len()))));
+        return Err(Some(LowerReason::Inputs(format!(
+            "its subgraph `{name}` has {} results, expected one",
+            results.len()
+        ))));
     };
     let mut scope = walk.scope(node).ok_or(None)?;
     let y = scope.made(result)?;
     let (have, want) = (scope.fact(y), scope.fact(x));
     if have != want {
-        return Err(Some(Reason::Inputs(format!("its subgraph `{name}` makes {have} of {want}"))));
+        return Err(Some(LowerReason::Inputs(format!("its subgraph `{name}` makes {have} of {want}"))));
     }
     Ok(y)
 }

@@ -4,7 +4,7 @@
 //! before anything is allocated: a node whose values are larger than `LIMIT` is not folded, and its core ops
 //! (`iota`, `broadcast`) stand in the graph in place of their elements.
 
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::graph::Graph;
 use crate::graph::evaluate::evaluate;
 use crate::op::Op;
@@ -25,12 +25,12 @@ const MADE: f64 = 64.0;
 
 /// Counts a table of weights or indices that an operator makes from a few numbers, as if it had been folded: a small file
 /// may ask for many large ones.
-pub fn charge(scope: &mut Scope<'_>, elements: usize) -> Result<(), Reason> {
+pub fn charge(scope: &mut Scope<'_>, elements: usize) -> Result<(), LowerReason> {
     scope.ledger.folded += MADE * elements as f64;
     if scope.ledger.folded <= WORK {
         return Ok(());
     }
-    Err(Reason::Unsupported("a model whose tables of weights and indices are so large".to_string()))
+    Err(LowerReason::Unsupported("a model whose tables of weights and indices are so large".to_string()))
 }
 
 /// Whether all inputs are constants, so that folding can be tried.
@@ -40,7 +40,7 @@ pub fn applies(scope: &Scope<'_>) -> bool {
 }
 
 /// The outputs as constants; `None` where they are too large.
-pub fn fold(scope: &mut Scope<'_>, lower: fn(&mut Scope<'_>) -> Outputs) -> Result<Option<Vec<Known>>, Reason> {
+pub fn fold(scope: &mut Scope<'_>, lower: fn(&mut Scope<'_>) -> Outputs) -> Result<Option<Vec<Known>>, LowerReason> {
     let mut graph = Graph::default();
     let mut constants = HashMap::new();
     let outputs = lower(&mut Scope {

@@ -3,7 +3,7 @@
 //! The main graph has one, and so has every call of a function, every branch and every turn of a loop while its nodes
 //! are lowered. A subgraph sees the names around it; a function sees its own alone.
 
-use super::{Known, Reason};
+use super::{Known, LowerReason};
 use crate::import::onnx::model::Node;
 use crate::import::onnx::proto::AttributeProto;
 use crate::op::Value;
@@ -68,9 +68,9 @@ impl Frames {
     }
 
     /// Enters a frame.
-    pub fn enter(&mut self, frame: Frame) -> Result<(), Reason> {
+    pub fn enter(&mut self, frame: Frame) -> Result<(), LowerReason> {
         if self.stack.len() >= DEPTH {
-            return Err(Reason::Unsupported(format!("a nest of functions and subgraphs deeper than {DEPTH}")));
+            return Err(LowerReason::Unsupported(format!("a nest of functions and subgraphs deeper than {DEPTH}")));
         }
         self.stack.push(frame);
         Ok(())
@@ -116,19 +116,21 @@ impl Frames {
     }
 
     /// Counts work on nodes against the budget of loops.
-    pub fn spend(&mut self, nodes: u64) -> Result<(), Reason> {
+    pub fn spend(&mut self, nodes: u64) -> Result<(), LowerReason> {
         if !self.top().unrolled {
             return Ok(());
         }
         self.written = self.written.saturating_add(nodes);
         if self.written > UNROLLED {
-            return Err(Reason::Unsupported(format!("a loop of more than {UNROLLED} nodes when it is written out")));
+            return Err(LowerReason::Unsupported(format!(
+                "a loop of more than {UNROLLED} nodes when it is written out"
+            )));
         }
         Ok(())
     }
 
     /// Counts a node that is written out once more, with its name.
-    pub fn written(&mut self, node: &Node) -> Result<(), Reason> {
+    pub fn written(&mut self, node: &Node) -> Result<(), LowerReason> {
         if self.stack.len() > 1 {
             self.copy(self.top().prefix.len() + node.name.len())?;
         }
@@ -136,17 +138,19 @@ impl Frames {
     }
 
     /// Counts bytes of names and attributes that are copied.
-    pub fn copy(&mut self, bytes: usize) -> Result<(), Reason> {
+    pub fn copy(&mut self, bytes: usize) -> Result<(), LowerReason> {
         self.copied = self.copied.saturating_add(bytes as u64);
         if self.copied > COPIED {
-            return Err(Reason::Unsupported(format!("writing out more than {COPIED} bytes of names and attributes")));
+            return Err(LowerReason::Unsupported(format!(
+                "writing out more than {COPIED} bytes of names and attributes"
+            )));
         }
         Ok(())
     }
 
     /// The node with the attributes of the call in place of references to them. A reference to what the call does not
     /// give is an attribute left out.
-    pub fn resolved<'n>(&mut self, node: &'n Node) -> Result<Cow<'n, Node>, Reason> {
+    pub fn resolved<'n>(&mut self, node: &'n Node) -> Result<Cow<'n, Node>, LowerReason> {
         let Some(bindings) = self.top().bindings.clone() else { return Ok(Cow::Borrowed(node)) };
         if !node.attributes.iter().any(|a| !a.ref_attr_name().is_empty()) {
             return Ok(Cow::Borrowed(node));

@@ -2,7 +2,7 @@
 //! indices, `Σ index_i · stride_i`, in whole numbers.
 
 use super::attribute::axis;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::batched;
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, Iota, Op, Value};
@@ -11,7 +11,7 @@ use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
 /// A size as an `i64` of rank 0.
-pub fn number(scope: &mut impl Build, dim: &Dim) -> Result<Value, Reason> {
+pub fn number(scope: &mut impl Build, dim: &Dim) -> Result<Value, LowerReason> {
     match dim.known() {
         Some(value) => scope.constant(Tensor::from_i64(&[], &[value])),
         None => scope.size(dim),
@@ -23,7 +23,7 @@ const OUTSIDE: i64 = 1 << 52;
 
 /// `index`, counted from the front of an axis of `size`, times `stride`. An index outside of the axis leads outside of
 /// the tensor, where the kernel refuses it: without that it would name an element of another row.
-pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> Result<Value, Reason> {
+pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> Result<Value, LowerReason> {
     let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
     let negative = scope.compare(Compare::Less, index, zero)?;
     let size = number(scope, size)?;
@@ -37,7 +37,7 @@ pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> 
 }
 
 /// `index · stride`.
-pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Value, Reason> {
+pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Value, LowerReason> {
     if stride.is(1) {
         return Ok(index);
     }
@@ -46,7 +46,7 @@ pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Valu
 }
 
 /// `place`, if any, plus steps along another axis.
-pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, Reason> {
+pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, LowerReason> {
     Ok(Some(match place {
         Some(place) => scope.binary(Binary::Add, place, steps)?,
         None => steps,
@@ -54,7 +54,7 @@ pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Re
 }
 
 /// `0, 1, …` along `axis` of a shape of `rank` that is 1 elsewhere.
-pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Result<Value, Reason> {
+pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Result<Value, LowerReason> {
     let mut shape = vec![Dim::Known(1); rank];
     shape[axis] = size.clone();
     scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
@@ -62,15 +62,19 @@ pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Re
 
 /// For each element of `index`, the place in the flat tensor of `dims` that has its index at axis `along` and where it
 /// stands itself at the others.
-pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along: usize) -> Result<Value, Reason> {
+pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along: usize) -> Result<Value, LowerReason> {
     let picked = scope.fact(index).shape;
     if picked.len() != dims.len() {
-        return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), dims.len())));
+        return Err(LowerReason::Inputs(format!(
+            "an index of rank {} for an input of rank {}",
+            picked.len(),
+            dims.len()
+        )));
     }
     let larger = |at: usize| matches!((picked[at].known(), dims[at].known()), (Some(have), Some(size)) if have > size);
     if let Some(at) = (0..dims.len()).find(|&at| at != along && larger(at)) {
         let told = format!("an index of {} rows at axis {at}, where the input has {}", picked[at], dims[at]);
-        return Err(Reason::Inputs(told));
+        return Err(LowerReason::Inputs(told));
     }
     let index = scope.cast(index, DType::I64)?;
     let mut place = None;
@@ -84,7 +88,7 @@ pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along:
         };
         place = further(scope, place, steps)?;
     }
-    place.ok_or_else(|| Reason::Inputs("a number has no axis to index".to_string()))
+    place.ok_or_else(|| LowerReason::Inputs("a number has no axis to index".to_string()))
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
@@ -102,13 +106,22 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
 
 /// For each row of `index`, the place of the slice that it names, where the first `shared + width` of `dims` are one
 /// axis: `width` numbers, behind `shared` axes that both have.
-pub fn slice_places(scope: &mut impl Build, dims: &[Dim], index: Value, shared: i64) -> Result<(Value, usize), Reason> {
+pub fn slice_places(
+    scope: &mut impl Build,
+    dims: &[Dim],
+    index: Value,
+    shared: i64,
+) -> Result<(Value, usize), LowerReason> {
     let shape = scope.fact(index).shape;
     let width = shape.last().and_then(Dim::known).and_then(|w| usize::try_from(w).ok());
     let fits = |shared: usize, width: usize| width > 0 && shared < shape.len() && shared + width <= dims.len();
     let (shared, width) = match (usize::try_from(shared), width) {
         (Ok(shared), Some(width)) if fits(shared, width) => (shared, width),
-        _ => return Err(Reason::Inputs(format!("indices of shape {shape:?} do not fit an input of shape {dims:?}"))),
+        _ => {
+            return Err(LowerReason::Inputs(format!(
+                "indices of shape {shape:?} do not fit an input of shape {dims:?}"
+            )));
+        }
     };
     let index = scope.cast(index, DType::I64)?;
     let (picked, last) = (&shape[..shape.len() - 1], shape.len() - 1);
@@ -127,12 +140,12 @@ pub fn slice_places(scope: &mut impl Build, dims: &[Dim], index: Value, shared: 
         };
         place = further(scope, place, steps)?;
     }
-    let place = place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))?;
+    let place = place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))?;
     Ok((place, indexed.len()))
 }
 
 /// `x` with its first `count` axes as one.
-pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, Reason> {
+pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, LowerReason> {
     let dims = scope.fact(x).shape;
     let mut shape = vec![volume(&dims[..count])?];
     shape.extend(dims[count..].iter().cloned());
@@ -168,7 +181,7 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
 
 /// The columns that an index picks of every row, in order, where all its rows pick the same: pairs of a row and a column
 /// that are known now, as masks are looked up. `None` where it is anything else.
-fn columns_of_every_row(scope: &Scope<'_>, dims: &[Dim], shared: i64) -> Result<Option<Tensor>, Reason> {
+fn columns_of_every_row(scope: &Scope<'_>, dims: &[Dim], shared: i64) -> Result<Option<Tensor>, LowerReason> {
     let Known::Tensor(index) = scope.known(1)? else { return Ok(None) };
     let shape = index.shape();
     let ([_, _, ..], [rows, rest @ .., 2], 0) = (dims, shape, shared) else { return Ok(None) };

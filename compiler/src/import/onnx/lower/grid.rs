@@ -9,7 +9,7 @@ use super::gather::{count, number, scaled};
 use super::interpolate::Filter;
 use super::movement::transposed;
 use super::slice::part;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
@@ -20,16 +20,16 @@ const LARGEST: usize = 1 << 22;
 
 /// The places of a regular grid, from -1 to 1, under an affine map of each example.
 pub fn affine(scope: &mut Scope<'_>) -> Outputs {
-    let size = scope.dims(1, "the size of the grid")?.ok_or(Reason::Missing { slot: 1 })?;
+    let size = scope.dims(1, "the size of the grid")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let corners = scope.flag("align_corners", false)?;
     let theta = scope.value(0)?;
     let fact = scope.fact(theta);
     let spatial: Option<Vec<usize>> =
         size.iter().skip(2).map(|d| d.known().and_then(|d| usize::try_from(d).ok())).collect();
-    let spatial = spatial.ok_or_else(|| Reason::Unsupported("a grid of unknown size".to_string()))?;
+    let spatial = spatial.ok_or_else(|| LowerReason::Unsupported("a grid of unknown size".to_string()))?;
     let rank = spatial.len();
     if rank == 0 || fact.rank() != 3 || !fact.shape[1].is(rank as i64) || !fact.shape[2].is(rank as i64 + 1) {
-        return Err(Reason::Inputs(format!("the map {fact} is not that of a grid of {rank} axes")));
+        return Err(LowerReason::Inputs(format!("the map {fact} is not that of a grid of {rank} axes")));
     }
     let base = regular(&spatial, corners)?;
     charge(scope, base.len())?;
@@ -42,11 +42,11 @@ pub fn affine(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The places of a regular grid, the last axis first, and a 1: `[1, P, axes + 1]`.
-fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, Reason> {
+fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
     let width = spatial.len() + 1;
     let places = spatial.iter().try_fold(1usize, |product, &d| product.checked_mul(d));
     let places = places.filter(|p| p.checked_mul(width).is_some_and(|count| count <= LARGEST));
-    let places = places.ok_or_else(|| Reason::Unsupported(format!("a grid of {spatial:?} places")))?;
+    let places = places.ok_or_else(|| LowerReason::Unsupported(format!("a grid of {spatial:?} places")))?;
     let mut values = Vec::with_capacity(places * width);
     for place in 0..places {
         let mut stride = 1;
@@ -106,12 +106,12 @@ pub fn sample(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The same for any importer.
-pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading) -> Result<Value, Reason> {
+pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading) -> Result<Value, LowerReason> {
     let (fact, places) = (scope.fact(x), scope.fact(grid));
     let axes = fact.rank().saturating_sub(2);
     let fits = axes > 0 && places.rank() == fact.rank() && places.shape[axes + 1].is(axes as i64);
     if !fits || places.shape[0] != fact.shape[0] || !places.dtype.is_float() {
-        return Err(Reason::Inputs(format!("a grid {places} does not sample an input {fact}")));
+        return Err(LowerReason::Inputs(format!("a grid {places} does not sample an input {fact}")));
     }
     let dtype = if places.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let grid = scope.cast(grid, dtype)?;
@@ -162,22 +162,22 @@ pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading)
     scope.reshape(y, shape)
 }
 
-fn reading(scope: &Scope<'_>) -> Result<Reading, Reason> {
+fn reading(scope: &Scope<'_>) -> Result<Reading, LowerReason> {
     let padding = match scope.text("padding_mode", "zeros")?.as_str() {
         "zeros" => Padding::Zeros,
         "border" => Padding::Border,
         "reflection" => Padding::Reflection,
-        other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the padding `{other}`"))),
     };
     let filter = match scope.text("mode", if scope.opset < 20 { "bilinear" } else { "linear" })?.as_str() {
         "nearest" => filter_of(0),
         // What operator set 16 called bi-, others do without.
         "linear" | "bilinear" => filter_of(2),
         "cubic" | "bicubic" => filter_of(4),
-        other => return Err(Reason::Unsupported(format!("the interpolation `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the interpolation `{other}`"))),
     };
     if !scope.fact_of(0)?.dtype.is_float() {
-        return Err(Reason::Unsupported("a sample of an image of whole numbers".to_string()));
+        return Err(LowerReason::Unsupported("a sample of an image of whole numbers".to_string()));
     }
     Ok(Reading { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
 }
@@ -189,7 +189,7 @@ fn around(
     grid: Value,
     size: &Dim,
     reading: &Reading,
-) -> Result<(Value, Option<Value>), Reason> {
+) -> Result<(Value, Option<Value>), LowerReason> {
     let dtype = scope.fact(grid).dtype;
     let size = number(scope, size)?;
     let size = scope.cast(size, dtype)?;
@@ -250,13 +250,13 @@ fn around(
 }
 
 /// `x`, or the limit that it lies beyond.
-fn kept(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, Reason> {
+fn kept(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let above = scope.binary(Binary::Max, x, low)?;
     scope.binary(Binary::Min, above, high)
 }
 
 /// `x` folded back at `low` and `high` until it lies between them: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
-fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, Reason> {
+fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let span = scope.binary(Binary::Sub, high, low)?;
     let twice = scope.binary(Binary::Add, span, span)?;
     let moved = scope.binary(Binary::Sub, x, low)?;
@@ -271,7 +271,7 @@ fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Resul
 }
 
 /// The weights of a filter at signed distances `[…, K]`; a cubic one has two branches, chosen by which element it is.
-fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, Reason> {
+fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, LowerReason> {
     let d = scope.unary(Unary::Abs, distance)?;
     let Some(a) = filter.cubic else {
         let minus = scope.unary(Unary::Neg, d)?;
@@ -284,7 +284,7 @@ fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<V
 }
 
 /// The polynomial with these coefficients of d³, d², d and 1.
-fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, Reason> {
+fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, LowerReason> {
     let [first, rest @ ..] = coefficients;
     let mut y = scope.with_number(Binary::Mul, d, first)?;
     for (n, coefficient) in rest.into_iter().enumerate() {

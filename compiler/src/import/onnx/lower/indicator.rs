@@ -4,7 +4,7 @@ use super::attribute::axis;
 use super::gather::{count, number};
 use super::slice::part;
 use super::weight::dtype_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare};
 use crate::tensor::dim::Dim;
@@ -16,11 +16,11 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     let (index, values) = (scope.value(0)?, scope.value(2)?);
     let depth = match scope.dims(1, "the depth of a one-hot tensor")?.as_deref() {
         Some([one]) => one.clone(),
-        _ => return Err(Reason::Inputs("the depth of a one-hot tensor is not one number".to_string())),
+        _ => return Err(LowerReason::Inputs("the depth of a one-hot tensor is not one number".to_string())),
     };
     let pair = scope.fact(values);
     if pair.rank() != 1 || !pair.shape[0].is(2) {
-        return Err(Reason::Inputs(format!("the values are {pair}, expected two of them")));
+        return Err(LowerReason::Inputs(format!("the values are {pair}, expected two of them")));
     }
     let mut shape = scope.fact(index).shape;
     let at = axis(scope.int("axis", -1)?, shape.len() + 1)?;
@@ -44,13 +44,13 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
 pub fn eye_like(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of(0)?;
     let [rows, columns] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("{fact} is no matrix")));
+        return Err(LowerReason::Inputs(format!("{fact} is no matrix")));
     };
     let dtype = match scope.is_set("dtype") {
         true => {
             let code = scope.int("dtype", 0)?;
             let dtype = i32::try_from(code).ok().and_then(dtype_of);
-            dtype.ok_or_else(|| Reason::Unsupported(format!("a result of element type {code}")))?
+            dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))?
         }
         false => fact.dtype,
     };

@@ -4,7 +4,7 @@
 //! input, and is a sum over the elements around that place. So a resize is a gather (nearest) or a product with a matrix
 //! `[to, from]` (linear, cubic) for each axis, and its gradient the gradient of those.
 
-use crate::import::reason::Reason;
+use crate::import::lower_error::LowerReason;
 
 /// The most elements of a matrix, and the largest axis, that a resize may make.
 const LARGEST: usize = 1 << 22;
@@ -146,13 +146,13 @@ impl Axis {
     }
 
     /// The nearest element of the input for each of the result.
-    pub fn nearest(&self, transform: Transform, rounding: Rounding) -> Result<Vec<i64>, Reason> {
+    pub fn nearest(&self, transform: Transform, rounding: Rounding) -> Result<Vec<i64>, LowerReason> {
         self.check(1)?;
         Ok((0..self.to).map(|at| self.clamped(rounding.of(self.origin(transform, at))) as i64).collect())
     }
 
     /// The matrix `[to, from]` of weights.
-    pub fn weights(&self, transform: Transform, filter: Filter) -> Result<Vec<f64>, Reason> {
+    pub fn weights(&self, transform: Transform, filter: Filter) -> Result<Vec<f64>, LowerReason> {
         let stretch = if filter.antialias { self.scale.min(1.0) } else { 1.0 };
         let reach = (filter.support() / stretch).ceil();
         // A crop may be of any scale, and so its filter of any width.
@@ -184,10 +184,12 @@ impl Axis {
         place.clamp(0.0, (self.from - 1) as f64) as usize
     }
 
-    fn check(&self, width: usize) -> Result<(), Reason> {
+    fn check(&self, width: usize) -> Result<(), LowerReason> {
         match self.to.checked_mul(width) {
             Some(count) if count <= LARGEST => Ok(()),
-            _ => Err(Reason::Unsupported(format!("a resize of an axis from {} to {} elements", self.from, self.to))),
+            _ => {
+                Err(LowerReason::Unsupported(format!("a resize of an axis from {} to {} elements", self.from, self.to)))
+            }
         }
     }
 }

@@ -4,7 +4,7 @@
 //! of a sequence of length `l` that runs backward is step `l - 1 - t`; what lies behind the end stays where it is.
 
 use super::gather::{count, scaled};
-use super::{Reason, Scope};
+use super::{LowerReason, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, Op, Value};
 use crate::tensor::dim::Dim;
@@ -19,7 +19,7 @@ pub struct Lengths {
 
 impl Lengths {
     /// Input `slot`, `None` where it is left out or known to say nothing.
-    pub fn read(scope: &mut Scope<'_>, slot: usize, x: Value) -> Result<Option<Lengths>, Reason> {
+    pub fn read(scope: &mut Scope<'_>, slot: usize, x: Value) -> Result<Option<Lengths>, LowerReason> {
         if !scope.has(slot) {
             return Ok(None);
         }
@@ -29,7 +29,7 @@ impl Lengths {
         if let Ok(Some(given)) = scope.tensor(slot, "the lengths of the sequences") {
             let given = given.to_i64();
             if given.iter().any(|l| *l < 0 || steps.known().is_some_and(|steps| *l > steps)) {
-                return Err(Reason::Inputs(format!("the lengths {given:?} do not fit {steps} steps")));
+                return Err(LowerReason::Inputs(format!("the lengths {given:?} do not fit {steps} steps")));
             }
             if given.iter().all(|length| Some(*length) == steps.known()) {
                 return Ok(None);
@@ -38,27 +38,27 @@ impl Lengths {
         let given = scope.value(slot)?;
         let fact = scope.fact(given);
         if fact.shape != [batch.clone()] {
-            return Err(Reason::Inputs(format!("the lengths of the sequences are {fact}, expected one for each")));
+            return Err(LowerReason::Inputs(format!("the lengths of the sequences are {fact}, expected one for each")));
         }
         let of = scope.cast(given, DType::I64)?;
         Ok(Some(Lengths { of, steps, batch }))
     }
 
     /// Whether step `t`, counted along axis 0 of what this meets, lies within: `[T, N]`.
-    fn within(&self, scope: &mut Scope<'_>) -> Result<Value, Reason> {
+    fn within(&self, scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
         let t = count(scope, 2, 0, &self.steps)?;
         scope.compare(Compare::Less, t, self.of)
     }
 
     /// Whether one step lies within: `[N, 1]`.
-    pub fn at(&self, scope: &mut Scope<'_>, step: i64) -> Result<Value, Reason> {
+    pub fn at(&self, scope: &mut Scope<'_>, step: i64) -> Result<Value, LowerReason> {
         let step = scope.constant(Tensor::from_i64(&[], &[step]))?;
         let within = scope.compare(Compare::Less, step, self.of)?;
         scope.reshape(within, vec![self.batch.clone(), Dim::Known(1)])
     }
 
     /// `y [T, N, H]` with zeros behind the end.
-    pub fn masked(&self, scope: &mut Scope<'_>, y: Value) -> Result<Value, Reason> {
+    pub fn masked(&self, scope: &mut Scope<'_>, y: Value) -> Result<Value, LowerReason> {
         let within = self.within(scope)?;
         let within = scope.reshape(within, vec![self.steps.clone(), self.batch.clone(), Dim::Known(1)])?;
         let zero = scope.scalar(scope.fact(y).dtype, 0.0)?;
@@ -66,7 +66,7 @@ impl Lengths {
     }
 
     /// Rows of `x [T, N, H]`, given by their step: those of `[…, N]` or `[N]`.
-    fn rows(&self, scope: &mut Scope<'_>, x: Value, step: Value) -> Result<Value, Reason> {
+    fn rows(&self, scope: &mut Scope<'_>, x: Value, step: Value) -> Result<Value, LowerReason> {
         let rank = scope.fact(step).rank();
         let first = scaled(scope, step, &self.batch)?;
         let n = count(scope, rank, rank - 1, &self.batch)?;
@@ -77,7 +77,7 @@ impl Lengths {
     }
 
     /// `x [T, N, H]` with the order of the steps of every sequence turned around.
-    pub fn turned(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    pub fn turned(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         let t = count(scope, 2, 0, &self.steps)?;
         let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
         let last = scope.binary(Binary::Sub, self.of, one)?;
@@ -88,7 +88,7 @@ impl Lengths {
     }
 
     /// The row of `y [T, N, H]` at the last step of every sequence; `first` for one without steps.
-    pub fn last(&self, scope: &mut Scope<'_>, y: Value, first: Value) -> Result<Value, Reason> {
+    pub fn last(&self, scope: &mut Scope<'_>, y: Value, first: Value) -> Result<Value, LowerReason> {
         let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
         let end = scope.binary(Binary::Sub, self.of, one)?;
         let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;

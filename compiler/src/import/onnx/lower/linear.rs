@@ -1,7 +1,7 @@
 //! Matrix products.
 
 use super::movement::transposed;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
@@ -15,10 +15,10 @@ pub fn matmul(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The same of two values.
-pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Value, Reason> {
+pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Value, LowerReason> {
     let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
     if left.is_empty() || right.is_empty() {
-        return Err(Reason::Inputs("a number is no matrix".to_string()));
+        return Err(LowerReason::Inputs("a number is no matrix".to_string()));
     }
     if let [k] = left.as_slice() {
         a = scope.reshape(a, vec![Dim::Known(1), k.clone()])?;
@@ -45,7 +45,7 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
     for value in [a, b] {
         let fact = scope.fact(value);
         if fact.rank() != 2 {
-            return Err(Reason::Inputs(format!("an operand is {fact}, expected a matrix")));
+            return Err(LowerReason::Inputs(format!("an operand is {fact}, expected a matrix")));
         }
     }
     let (transpose_a, transpose_b) = (scope.flag("transA", false)?, scope.flag("transB", false)?);
@@ -64,7 +64,7 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
         y = scope.binary(Binary::Add, y, c)?;
         let sum = scope.fact(y);
         if sum.shape != shape {
-            return Err(Reason::Inputs(format!("the third operand stretches the product to the shape {sum}")));
+            return Err(LowerReason::Inputs(format!("the third operand stretches the product to the shape {sum}")));
         }
     }
     Ok(vec![Known::Value(y)])
@@ -72,7 +72,7 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
 
 /// `x` with every row along `axis` multiplied by a matrix `[to, from]`. Narrow floats are multiplied as `f32`, so that
 /// the matrix is not rounded.
-pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) -> Result<Value, Reason> {
+pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let dtype = if fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let matrix = scope.constant(matrix.cast(dtype))?;

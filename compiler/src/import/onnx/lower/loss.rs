@@ -1,8 +1,8 @@
 //! Losses in the graph: cross-entropy from logits and from log-probabilities.
 
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::import::opening::shaped;
+use crate::import::symbolic_batch::shaped;
 use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -19,12 +19,12 @@ pub enum Reduction {
     Mean,
 }
 
-fn reduction(scope: &Scope<'_>) -> Result<Reduction, Reason> {
+fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
     match scope.text("reduction", "mean")?.as_str() {
         "none" => Ok(Reduction::None),
         "sum" => Ok(Reduction::Sum),
         "mean" => Ok(Reduction::Mean),
-        other => Err(Reason::Attribute {
+        other => Err(LowerReason::Attribute {
             name: "reduction",
             found: format!("`{other}`"),
             expected: "`none`, `sum` or `mean`",
@@ -32,7 +32,7 @@ fn reduction(scope: &Scope<'_>) -> Result<Reduction, Reason> {
     }
 }
 
-fn ignored(scope: &Scope<'_>) -> Result<Option<i64>, Reason> {
+fn ignored(scope: &Scope<'_>) -> Result<Option<i64>, LowerReason> {
     if scope.is_set("ignore_index") { Ok(Some(scope.int("ignore_index", 0)?)) } else { Ok(None) }
 }
 
@@ -80,7 +80,7 @@ pub fn picked(
     weights: Option<Value>,
     reduction: Reduction,
     ignore: Option<i64>,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let fact = scope.fact(logarithm);
     let mut left = fact.shape.clone();
     let target = match left.len() {
@@ -96,7 +96,7 @@ pub fn picked(
         left.remove(1);
         left != classes_of.shape
     } {
-        return Err(Reason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
+        return Err(LowerReason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
     }
     let target = scope.cast(target, DType::I64)?;
     // Classes count along axis 1 of a shape of ones, and meet the targets there.

@@ -3,9 +3,9 @@
 use super::attribute::axis;
 use super::padding::{self, Mode};
 use super::slice::part;
-use super::{Known, Outputs, Reason, Scope, symbol};
+use super::{Known, LowerReason, Outputs, Scope, symbol};
 use crate::import::build::Build;
-use crate::import::opening::{sample, shaped};
+use crate::import::symbolic_batch::{sample, shaped};
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -28,7 +28,7 @@ pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `x` with its axes in the order `perm`.
-pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<Value, Reason> {
+pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<Value, LowerReason> {
     if perm.iter().copied().eq(0..scope.fact(x).rank()) {
         return Ok(x);
     }
@@ -36,21 +36,21 @@ pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<
 }
 
 /// The shape that two shapes broadcast to. A symbol and a number that is not 1 do not meet.
-pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
+pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
     let rank = a.len().max(b.len());
     let at = |dims: &[Dim], i: usize| (i + dims.len()).checked_sub(rank).map_or(Dim::Known(1), |at| dims[at].clone());
     let meet = |(a, b): (Dim, Dim)| match (a.is(1), b.is(1)) {
         (true, _) => Ok(b),
         (_, true) => Ok(a),
         _ if a == b => Ok(a),
-        _ => Err(Reason::Inputs(format!("sizes {a} and {b} do not broadcast"))),
+        _ => Err(LowerReason::Inputs(format!("sizes {a} and {b} do not broadcast"))),
     };
     (0..rank).map(|i| meet((at(a, i), at(b, i)))).collect()
 }
 
 /// The input stretched; where the shape asked for is smaller, the input's own size stays.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
-    let mut asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
+    let mut asked = scope.dims(1, "the shape")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let x = match opened(scope, 0, &asked)? {
         Some(value) => value,
         None => scope.value(0)?,
@@ -72,7 +72,7 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
 
 /// Input `slot` with a size of 1 in place of the batch of a static export: a constant that has the size of the file
 /// where `asked`, aligned at the right, has the symbol, and says the same for every sample. `None` where that is not so.
-pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Option<Value>, Reason> {
+pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Option<Value>, LowerReason> {
     let Some(Some(Known::Tensor(tensor))) = scope.inputs.get(slot) else { return Ok(None) };
     let mut found = None;
     for (at, want) in (0..tensor.shape().len()).rev().zip(asked.iter().rev()) {
@@ -113,7 +113,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
         let end = begin.add(&Dim::Known(1))?;
         let inside = symbol::at_most(&Dim::Known(0), &begin) && symbol::at_most(&end, &shape[axis]);
         if shape[axis].known().is_some() && !inside {
-            return Err(Reason::Inputs(format!("index {index} is outside an axis of size {}", shape[axis])));
+            return Err(LowerReason::Inputs(format!("index {index} is outside an axis of size {}", shape[axis])));
         }
         if inside {
             let y = part(scope, x, axis, begin, end)?;
@@ -129,13 +129,13 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
 pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     let mode = match scope.text("mode", "constant")?.as_str() {
         "constant" => None,
-        name => Some(Mode::parse(name).ok_or_else(|| Reason::Unsupported(format!("padding of mode `{name}`")))?),
+        name => Some(Mode::parse(name).ok_or_else(|| LowerReason::Unsupported(format!("padding of mode `{name}`")))?),
     };
     let pads = match scope.opset {
         ..11 => scope.ints("pads")?.map(|list| list.into_iter().map(Dim::Known).collect()),
         _ => scope.dims(1, "the padding")?,
     };
-    let pads = pads.ok_or(Reason::Missing { slot: 1 })?;
+    let pads = pads.ok_or(LowerReason::Missing { slot: 1 })?;
     let mut x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     let axes = match scope.integers(3, "the list of axes")? {
@@ -143,7 +143,7 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
         None => (0..rank).collect(),
     };
     if pads.len() != 2 * axes.len() {
-        return Err(Reason::Inputs(format!("{} paddings for {} axes", pads.len(), axes.len())));
+        return Err(LowerReason::Inputs(format!("{} paddings for {} axes", pads.len(), axes.len())));
     }
     if let Some(mode) = mode {
         for (n, &at) in axes.iter().enumerate() {
@@ -184,11 +184,11 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
 
 /// The input repeated along every axis: `[a, b]` becomes `[r, a, s, b]` by stretching, then `[r·a, s·b]`.
 pub fn tile(scope: &mut Scope<'_>) -> Outputs {
-    let repeats = scope.dims(1, "the number of repeats")?.ok_or(Reason::Missing { slot: 1 })?;
+    let repeats = scope.dims(1, "the number of repeats")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
     if repeats.len() != dims.len() {
-        return Err(Reason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
+        return Err(LowerReason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
     }
     let (mut apart, mut stretched, mut joined) = (Vec::new(), Vec::new(), Vec::new());
     for (dim, repeat) in dims.iter().zip(&repeats) {
@@ -210,7 +210,7 @@ pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
     let x = scope.value(0)?;
     match scope.integers(1, "the diagonal") {
-        Err(Reason::NotConstant { .. } | Reason::Follows { .. }) => {
+        Err(LowerReason::NotConstant { .. } | LowerReason::Follows { .. }) => {
             let diagonal = scope.value(1)?;
             let diagonal = scope.cast(diagonal, DType::I64)?;
             let diagonal = scope.reshape(diagonal, vec![])?;
@@ -221,7 +221,7 @@ pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `x` on one side of a diagonal of its last two axes, zero on the other.
-pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) -> Result<Value, Reason> {
+pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) -> Result<Value, LowerReason> {
     let diagonal = match diagonal {
         0 => None,
         diagonal => Some(scope.constant(Tensor::from_i64(&[], &[diagonal]))?),
@@ -230,10 +230,10 @@ pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) ->
 }
 
 /// The same with a diagonal that is a value, the main one where there is none.
-fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<Value>) -> Result<Value, Reason> {
+fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<Value>) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [.., rows, columns] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
+        return Err(LowerReason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
     };
     let column = Fact::new(DType::I64, vec![rows.clone(), Dim::Known(1)]);
     let row = Fact::new(DType::I64, vec![Dim::Known(1), columns.clone()]);
@@ -253,7 +253,7 @@ pub fn depth_to_space(scope: &mut Scope<'_>) -> Outputs {
     let perm = match scope.text("mode", "DCR")?.as_str() {
         "DCR" => vec![0, 3, 4, 1, 5, 2],
         "CRD" => vec![0, 1, 4, 2, 5, 3],
-        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let (x, b, [n, c, h, w]) = blocks(scope)?;
     let deep = c.div_exact(&b.mul(&b)?)?;
@@ -275,20 +275,20 @@ pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
     let perm = match scope.text("mode", "DCR")?.as_str() {
         "DCR" => vec![0, 3, 5, 1, 2, 4],
         "CRD" => vec![0, 1, 3, 5, 2, 4],
-        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let x = transposed(scope, x, perm)?;
     scope.reshape(x, vec![n, c.mul(&b)?.mul(&b)?, low, wide]).and_then(one)
 }
 
-fn blocks(scope: &mut Scope<'_>) -> Result<(Value, Dim, [Dim; 4]), Reason> {
+fn blocks(scope: &mut Scope<'_>) -> Result<(Value, Dim, [Dim; 4]), LowerReason> {
     let size = scope.int("blocksize", 1)?;
     if size < 1 {
         let expected = "a number of at least 1";
-        return Err(Reason::Attribute { name: "blocksize", found: size.to_string(), expected });
+        return Err(LowerReason::Attribute { name: "blocksize", found: size.to_string(), expected });
     }
     let x = scope.value(0)?;
     let dims: Result<[Dim; 4], _> = scope.fact(x).shape.try_into();
-    let dims = dims.map_err(|_| Reason::Inputs("the input has not rank 4".to_string()))?;
+    let dims = dims.map_err(|_| LowerReason::Inputs("the input has not rank 4".to_string()))?;
     Ok((x, Dim::Known(size), dims))
 }

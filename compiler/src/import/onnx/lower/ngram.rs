@@ -1,7 +1,7 @@
 //! `TfIdfVectorizer` of whole numbers: how often each of a list of n-grams stands in a sequence. The sequence must be a
 //! constant: text is no input of a network.
 
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
@@ -13,15 +13,15 @@ const LARGEST: usize = 1 << 22;
 
 /// Counts of n-grams, `[columns]` or `[rows, columns]`.
 pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.tensor(0, "the sequence whose n-grams are counted")?.ok_or(Reason::Missing { slot: 0 })?;
+    let x = scope.tensor(0, "the sequence whose n-grams are counted")?.ok_or(LowerReason::Missing { slot: 0 })?;
     let (rows, length, batched) = match x.shape() {
         [] => (1, 1, false),
         &[length] => (1, length, false),
         &[rows, length] => (rows, length, true),
-        shape => return Err(Reason::Inputs(format!("sequences of shape {shape:?}"))),
+        shape => return Err(LowerReason::Inputs(format!("sequences of shape {shape:?}"))),
     };
     if scope.is_set("pool_strings") {
-        return Err(Reason::Unsupported("a list of n-grams of strings".to_string()));
+        return Err(LowerReason::Unsupported("a list of n-grams of strings".to_string()));
     }
     let (columns, grams) = pool(scope)?;
     let (shortest, longest) = lengths(scope)?;
@@ -29,7 +29,9 @@ pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
     let steps = skips.saturating_add(1).min(length.max(1));
     let work = [rows, length, steps, longest - shortest + 1, longest].into_iter().try_fold(1usize, usize::checked_mul);
     if work.is_none_or(|work| work > MOST) || rows.checked_mul(columns).is_none_or(|count| count > LARGEST) {
-        return Err(Reason::Unsupported(format!("n-grams of up to {longest} of {length} numbers, skipping {skips}")));
+        return Err(LowerReason::Unsupported(format!(
+            "n-grams of up to {longest} of {length} numbers, skipping {skips}"
+        )));
     }
     let values = x.to_i64();
     let mut counts = vec![0.0; rows * columns];
@@ -55,10 +57,10 @@ pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
 type Grams = BTreeMap<Vec<i64>, (usize, usize)>;
 
 /// The list of n-grams: all single numbers, then all pairs, and so on, from where `ngram_counts` says.
-fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), Reason> {
-    let list = |name| Ok::<_, Reason>(scope.ints(name)?.unwrap_or_default());
+fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), LowerReason> {
+    let list = |name| Ok::<_, LowerReason>(scope.ints(name)?.unwrap_or_default());
     let (pool, starts, places) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
-    let odd = |what: &str| Reason::Inputs(format!("the list of n-grams is not in order: {what}"));
+    let odd = |what: &str| LowerReason::Inputs(format!("the list of n-grams is not in order: {what}"));
     let columns =
         places.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < LARGEST)).collect::<Option<Vec<usize>>>();
     let columns = columns.ok_or_else(|| odd("a column is below zero or too large"))?;
@@ -77,21 +79,21 @@ fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), Reason> {
     Ok((columns.iter().max().map_or(0, |most| most + 1), grams))
 }
 
-fn lengths(scope: &Scope<'_>) -> Result<(usize, usize), Reason> {
+fn lengths(scope: &Scope<'_>) -> Result<(usize, usize), LowerReason> {
     let (shortest, longest) = (scope.int("min_gram_length", 1)?, scope.int("max_gram_length", 1)?);
     match (usize::try_from(shortest), usize::try_from(longest)) {
         (Ok(short), Ok(long)) if 1 <= short && short <= long && long <= 1024 => Ok((short, long)),
-        _ => Err(Reason::Inputs(format!("n-grams of {shortest} to {longest} numbers"))),
+        _ => Err(LowerReason::Inputs(format!("n-grams of {shortest} to {longest} numbers"))),
     }
 }
 
 /// Counts as the mode wants them: as they are, as 0 or the weight, or times the weight.
-fn weigh(scope: &Scope<'_>, counts: &mut [f64], columns: usize, grams: &Grams) -> Result<(), Reason> {
+fn weigh(scope: &Scope<'_>, counts: &mut [f64], columns: usize, grams: &Grams) -> Result<(), LowerReason> {
     let mut weights = vec![1.0; columns];
     if let Some(given) = scope.floats("weights")? {
         for &(column, at) in grams.values() {
             weights[column] =
-                f64::from(*given.get(at).ok_or_else(|| Reason::Inputs("fewer weights than n-grams".into()))?);
+                f64::from(*given.get(at).ok_or_else(|| LowerReason::Inputs("fewer weights than n-grams".into()))?);
         }
     }
     let mode = scope.text("mode", "TF")?;
@@ -102,7 +104,7 @@ fn weigh(scope: &Scope<'_>, counts: &mut [f64], columns: usize, grams: &Grams) -
             "IDF" if *count > 0.0 => weight,
             "IDF" => 0.0,
             "TFIDF" => *count * weight,
-            other => return Err(Reason::Unsupported(format!("the weighting `{other}`"))),
+            other => return Err(LowerReason::Unsupported(format!("the weighting `{other}`"))),
         };
     }
     Ok(())

@@ -3,7 +3,7 @@
 use super::attribute::{axes, axis};
 use super::slice::part;
 use super::window::with_bias;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
 use crate::import::onnx::name::shown;
@@ -12,7 +12,7 @@ use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// `[…]` of ones or zeros for a scale or bias that the operator does not have.
-pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, Reason> {
+pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, LowerReason> {
     let value = scope.scalar(dtype, value)?;
     scope.broadcast(value, shape.to_vec())
 }
@@ -62,10 +62,10 @@ pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Normalisation of `x [N, groups, …]` over all dims behind the groups, without scale and bias.
-pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> Result<Value, Reason> {
+pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [batch, channels, spatial @ ..] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("its input {fact} has no channels")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has no channels")));
     };
     let mut inner = vec![channels.div_exact(&groups)?];
     inner.extend(spatial.iter().cloned());
@@ -92,7 +92,7 @@ pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let groups = scope.int("num_groups", 0)?;
     if groups < 1 {
         let expected = "a number of at least 1";
-        return Err(Reason::Attribute { name: "num_groups", found: groups.to_string(), expected });
+        return Err(LowerReason::Attribute { name: "num_groups", found: groups.to_string(), expected });
     }
     let (x, mut scale, mut bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let fact = scope.fact(x);
@@ -119,14 +119,14 @@ pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
     let size = scope.int("size", 0)?;
     if !(1..=NEIGHBOURS).contains(&size) {
         let expected = "a number from 1 to 256";
-        return Err(Reason::Attribute { name: "size", found: size.to_string(), expected });
+        return Err(LowerReason::Attribute { name: "size", found: size.to_string(), expected });
     }
     let (alpha, beta) = (scope.float("alpha", 1e-4)?, scope.float("beta", 0.75)?);
     let bias = scope.float("bias", 1.0)?;
     let x = scope.value(0)?;
     let fact = scope.fact(x);
     let Some(channels) = fact.shape.get(1) else {
-        return Err(Reason::Inputs(format!("its input {fact} has no channels")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has no channels")));
     };
     let square = scope.binary(Binary::Mul, x, x)?;
     let around = |at: i64| {
@@ -178,7 +178,9 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
                 let state = scope.weight(*at, true)?;
                 let (have, want) = (scope.fact(state), scope.fact(sample));
                 if have != want {
-                    return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+                    return Err(LowerReason::Inputs(format!(
+                        "a running statistic is {have}, that of the batch is {want}"
+                    )));
                 }
                 scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
             }

@@ -2,7 +2,7 @@
 
 use super::attribute::axis;
 use super::gather::{count, number, scaled};
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{ArgReduce, Binary, Compare, Cumulative, CumulativeKind, Flip, Gather, Op, TopK, Value};
 use crate::tensor::DType;
@@ -17,7 +17,7 @@ pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
         ..10 => Dim::Known(scope.int("k", 0)?),
         _ => match scope.dims(1, "the number of elements to choose")?.as_deref() {
             Some([one]) => one.clone(),
-            _ => return Err(Reason::Inputs("the number of elements to choose is not one number".to_string())),
+            _ => return Err(LowerReason::Inputs("the number of elements to choose is not one number".to_string())),
         },
     };
     let outputs = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
@@ -29,7 +29,7 @@ pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     let x = scope.value(0)?;
     let given = match scope.integers(1, "the axis of a running sum")?.as_deref() {
         Some([one]) => *one,
-        _ => return Err(Reason::Inputs("the axis of a running sum is not one number".to_string())),
+        _ => return Err(LowerReason::Inputs("the axis of a running sum is not one number".to_string())),
     };
     let axis = axis(given, scope.fact(x).rank())?;
     let (exclusive, reverse) = (scope.flag("exclusive", false)?, scope.flag("reverse", false)?);
@@ -37,7 +37,7 @@ pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
 }
 
 /// The index of the largest or smallest element, the last one on ties: the first one from the other end.
-pub fn last_arg(scope: &mut Scope<'_>, largest: bool, x: Value, axis: usize, keep: bool) -> Result<Value, Reason> {
+pub fn last_arg(scope: &mut Scope<'_>, largest: bool, x: Value, axis: usize, keep: bool) -> Result<Value, LowerReason> {
     let size = scope.fact(x).shape[axis].sub(&Dim::Known(1))?;
     let flipped = scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?;
     let found = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[flipped])?;
@@ -71,11 +71,13 @@ pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
         (1, 0) => (1, 0),
         (0, 1) => (0, 1),
         (batch, time) => {
-            return Err(Reason::Inputs(format!("the batch is axis {batch} and time axis {time}, expected 0 and 1")));
+            return Err(LowerReason::Inputs(format!(
+                "the batch is axis {batch} and time axis {time}, expected 0 and 1"
+            )));
         }
     };
     if dims.len() < 2 {
-        return Err(Reason::Inputs(format!("a tensor of rank {} holds no sequences", dims.len())));
+        return Err(LowerReason::Inputs(format!("a tensor of rank {} holds no sequences", dims.len())));
     }
     let lengths = scope.cast(lengths, DType::I64)?;
     let mut shape = vec![Dim::Known(1); 2];

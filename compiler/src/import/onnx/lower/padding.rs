@@ -4,7 +4,7 @@
 use super::attribute::axis;
 use super::fold::charge;
 use super::slice::part;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Gather, Op, Pad, Value};
 use crate::tensor::Tensor;
@@ -50,18 +50,18 @@ impl Mode {
 }
 
 /// `x` with repeated elements before and after axis `at`; a padding below zero takes elements away.
-pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mode: Mode) -> Result<Value, Reason> {
+pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mode: Mode) -> Result<Value, LowerReason> {
     let [before, after] = pads;
     if before.is(0) && after.is(0) {
         return Ok(x);
     }
     let size = scope.fact(x).shape[at].clone();
     let (Some(size), Some(before), Some(after)) = (size.known(), before.known(), after.known()) else {
-        return Err(Reason::Unsupported("padding of unknown size by repeated elements".to_string()));
+        return Err(LowerReason::Unsupported("padding of unknown size by repeated elements".to_string()));
     };
     let fits = |n: i64| (-LARGEST..=LARGEST).contains(&n);
     if !fits(before) || !fits(after) || !(1..=LARGEST).contains(&size) {
-        return Err(Reason::Inputs(format!("paddings of {before} and {after} of an axis of size {size}")));
+        return Err(LowerReason::Inputs(format!("paddings of {before} and {after} of an axis of size {size}")));
     }
     charge(scope, (before + size + after).max(0) as usize)?;
     let sources: Vec<i64> = (-before..size + after).map(|place| mode.source(place, size)).collect();
@@ -70,7 +70,13 @@ pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mod
 }
 
 /// `x` with a value that is computed around it, from the paddings of [`Pad`].
-pub fn around(scope: &mut Scope<'_>, x: Value, low: Vec<Dim>, high: Vec<Dim>, value: Value) -> Result<Value, Reason> {
+pub fn around(
+    scope: &mut Scope<'_>,
+    x: Value,
+    low: Vec<Dim>,
+    high: Vec<Dim>,
+    value: Value,
+) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let pad = |value| Op::Pad(Pad { interior: vec![0; low.len()], low: low.clone(), high: high.clone(), value });
     let truth = scope.constant(Tensor::from_bool(&[], &[true]))?;
@@ -84,7 +90,7 @@ pub fn around(scope: &mut Scope<'_>, x: Value, low: Vec<Dim>, high: Vec<Dim>, va
 /// The middle of a tensor, or zeros around it, so that its axes have the sizes asked for. An odd element is taken away, or
 /// added, at the end.
 pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
-    let asked = scope.dims(1, "the size of the middle")?.ok_or(Reason::Missing { slot: 1 })?;
+    let asked = scope.dims(1, "the size of the middle")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let mut x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     let axes = match scope.ints("axes")? {
@@ -92,7 +98,7 @@ pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
         None => (0..rank).collect(),
     };
     if asked.len() != axes.len() {
-        return Err(Reason::Inputs(format!("{} sizes for {} axes", asked.len(), axes.len())));
+        return Err(LowerReason::Inputs(format!("{} sizes for {} axes", asked.len(), axes.len())));
     }
     let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
     for (at, want) in axes.into_iter().zip(asked) {
@@ -101,11 +107,11 @@ pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
             continue;
         }
         let (Some(have), Some(want)) = (have.known(), want.known()) else {
-            return Err(Reason::Unsupported(format!("the middle {want} of an axis of size {have}")));
+            return Err(LowerReason::Unsupported(format!("the middle {want} of an axis of size {have}")));
         };
         let less = have.saturating_sub(want).saturating_abs();
         if want < 0 {
-            return Err(Reason::Inputs(format!("a size of {want} is asked for")));
+            return Err(LowerReason::Inputs(format!("a size of {want} is asked for")));
         } else if want < have {
             x = part(scope, x, at, Dim::Known(less / 2), Dim::Known(less / 2 + want))?;
         } else {

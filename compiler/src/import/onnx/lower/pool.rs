@@ -4,7 +4,7 @@
 use super::gather::{count, scaled};
 use super::slice::whole;
 use super::window::{pool_window, spatial_of};
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{
     ArgReduce, Binary, Compare, Concat, Conv, ConvInputGrad, Gather, Iota, Op, Pad, ReduceKind, ScatterAdd, Select,
@@ -31,13 +31,13 @@ pub fn places(
     window: &Window,
     ceil: bool,
     by_columns: bool,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let spatial = shape[2..].to_vec();
     let axes = spatial.len();
     let taps = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
-    let taps = taps.ok_or_else(|| Reason::Unsupported(format!("places in windows of {kernel:?} elements")))?;
-    let windows = window.output(&spatial, &dims_of(kernel), ceil).map_err(|e| Reason::Inputs(e.to_string()))?;
+    let taps = taps.ok_or_else(|| LowerReason::Unsupported(format!("places in windows of {kernel:?} elements")))?;
+    let windows = window.output(&spatial, &dims_of(kernel), ceil).map_err(|e| LowerReason::Inputs(e.to_string()))?;
     let mut pad = Pad {
         low: vec![Dim::Known(0); axes + 2],
         high: vec![Dim::Known(0); axes + 2],
@@ -61,7 +61,8 @@ pub fn places(
         strides.push(if by_columns { volume(&spatial[..axis])? } else { volume(&spatial[axis + 1..])? });
     }
     let known: Option<Vec<i64>> = strides.iter().map(Dim::known).collect();
-    let known = known.ok_or_else(|| Reason::Inputs("the places of an image of open size are not known".to_string()))?;
+    let known =
+        known.ok_or_else(|| LowerReason::Inputs("the places of an image of open size are not known".to_string()))?;
     let (mut parts, mut table) = (Vec::with_capacity(taps), Vec::with_capacity(taps));
     let column: Vec<Dim> = [&shape[..2], &windows, &[Dim::Known(1)]].concat();
     for tap in 0..taps {
@@ -130,7 +131,7 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
     y = scope.reshape(y, shape.clone())?;
     if let Some(asked) = scope.dims(2, "the shape of the output")? {
         if asked.len() != shape.len() {
-            return Err(Reason::Inputs(format!(
+            return Err(LowerReason::Inputs(format!(
                 "an output of rank {} for an input of rank {}",
                 asked.len(),
                 shape.len()
@@ -141,7 +142,7 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
             high.push(want.sub(have)?);
         }
         if high.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-            return Err(Reason::Inputs("the output asked for is smaller than what is unpooled".to_string()));
+            return Err(LowerReason::Inputs("the output asked for is smaller than what is unpooled".to_string()));
         }
         let rank = shape.len();
         let pad = Pad { low: vec![Dim::Known(0); rank], high, interior: vec![0; rank], value: 0.0 };
@@ -156,14 +157,14 @@ struct Norm {
 }
 
 impl Norm {
-    fn read(scope: &Scope<'_>) -> Result<Norm, Reason> {
+    fn read(scope: &Scope<'_>) -> Result<Norm, LowerReason> {
         match scope.int("p", 2)? {
             p if p > 0 => Ok(Norm { p }),
-            p => Err(Reason::Attribute { name: "p", found: p.to_string(), expected: "a number of at least 1" }),
+            p => Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "a number of at least 1" }),
         }
     }
 
-    fn power(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    fn power(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         match self.p {
             1 => scope.unary(Unary::Abs, x),
             2 => scope.binary(Binary::Mul, x, x),
@@ -174,7 +175,7 @@ impl Norm {
         }
     }
 
-    fn root(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    fn root(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         match self.p {
             1 => Ok(x),
             p => scope.root(x, p as f64),
@@ -190,7 +191,8 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
     let spatial = fact.shape[2..].to_vec();
     if ceil {
         // Windows beyond the padding see zeros there.
-        let windows = window.output(&spatial, &dims_of(&kernel), true).map_err(|e| Reason::Inputs(e.to_string()))?;
+        let windows =
+            window.output(&spatial, &dims_of(&kernel), true).map_err(|e| LowerReason::Inputs(e.to_string()))?;
         for axis in 0..spatial.len() {
             let known = |d: &Dim| d.known().and_then(|v| usize::try_from(v).ok());
             if let (Some(windows), Some(size)) = (known(&windows[axis]), known(&spatial[axis])) {
@@ -241,13 +243,14 @@ pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
 /// every filter picks one element.
 pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
-    let spatial = scope.dims(1, "the shape of the image")?.ok_or(Reason::Missing { slot: 1 })?;
-    let block = scope.integers(2, "the shape of the block")?.ok_or(Reason::Missing { slot: 2 })?;
+    let spatial = scope.dims(1, "the shape of the image")?.ok_or(LowerReason::Missing { slot: 1 })?;
+    let block = scope.integers(2, "the shape of the block")?.ok_or(LowerReason::Missing { slot: 2 })?;
     let axes = spatial.len();
     let kernel: Option<Vec<usize>> =
         block.iter().map(|&k| u16::try_from(k).ok().filter(|k| *k > 0).map(usize::from)).collect();
     let kernel = kernel.filter(|k| k.len() == axes && axes > 0);
-    let kernel = kernel.ok_or_else(|| Reason::Inputs(format!("a block of {block:?} for an image of {axes} axes")))?;
+    let kernel =
+        kernel.ok_or_else(|| LowerReason::Inputs(format!("a block of {block:?} for an image of {axes} axes")))?;
     let pads = scope.sizes_of("pads", 2 * axes, 0, 0)?;
     let window = Window {
         strides: scope.sizes_of("strides", axes, 1, 1)?,
@@ -257,14 +260,15 @@ pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
     };
     let fact = scope.fact(x);
     let [batch, wide, _] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("its input {fact} has not rank 3")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 3")));
     };
     let each = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
-    let each = each.ok_or_else(|| Reason::Unsupported(format!("a block of {block:?} elements")))?;
+    let each = each.ok_or_else(|| LowerReason::Unsupported(format!("a block of {block:?} elements")))?;
     let channels = wide.div_exact(&Dim::from(each))?;
     let groups = channels.known().and_then(|c| usize::try_from(c).ok());
-    let groups = groups.ok_or_else(|| Reason::Inputs(format!("the number of channels {channels} is not known")))?;
-    let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| Reason::Inputs(e.to_string()))?;
+    let groups =
+        groups.ok_or_else(|| LowerReason::Inputs(format!("the number of channels {channels} is not known")))?;
+    let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| LowerReason::Inputs(e.to_string()))?;
     let dy = scope.reshape(x, [vec![batch.clone(), wide.clone()], windows].concat())?;
     // Filter k of each channel is 1 at element k.
     let square = |axis| Op::Iota(Iota { fact: Fact::of(DType::I64, &[each, each]), axis });

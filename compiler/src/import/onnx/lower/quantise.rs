@@ -8,37 +8,37 @@ use super::linear::product;
 use super::slice::part;
 use super::weight::dtype_of;
 use super::window::convolved;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// The least and greatest value of a type that quantisation gives.
-fn range(dtype: DType) -> Result<(f64, f64), Reason> {
+fn range(dtype: DType) -> Result<(f64, f64), LowerReason> {
     Ok(match dtype {
         DType::U8 => (0.0, 255.0),
         DType::I8 => (-128.0, 127.0),
         DType::U16 => (0.0, 65535.0),
         DType::I16 => (-32768.0, 32767.0),
         DType::I32 => (-2147483648.0, 2147483647.0),
-        other => return Err(Reason::Unsupported(format!("quantisation to {other}"))),
+        other => return Err(LowerReason::Unsupported(format!("quantisation to {other}"))),
     })
 }
 
 /// The element type that an attribute gives, `None` for 0.
-fn type_of(scope: &Scope<'_>, name: &'static str) -> Result<Option<DType>, Reason> {
+fn type_of(scope: &Scope<'_>, name: &'static str) -> Result<Option<DType>, LowerReason> {
     match scope.int(name, 0)? {
         0 => Ok(None),
         code => match i32::try_from(code).ok().and_then(dtype_of) {
             Some(dtype) => Ok(Some(dtype)),
-            None => Err(Reason::Unsupported(format!("the element type {code}"))),
+            None => Err(LowerReason::Unsupported(format!("the element type {code}"))),
         },
     }
 }
 
 /// A scale or zero point so that it meets `dims`: one number, one for each place of an axis, or one for each block.
-fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value, Reason> {
+fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value, LowerReason> {
     let shape = scope.fact(given).shape;
     if shape.iter().all(|d| d.is(1)) {
         return scope.reshape(given, vec![]);
@@ -53,7 +53,7 @@ fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value,
     }
     let block = scope.int("block_size", 0)?;
     if block < 1 || shape.len() != dims.len() {
-        return Err(Reason::Inputs(format!("{} is no scale for {dims:?}", scope.fact(given))));
+        return Err(LowerReason::Inputs(format!("{} is no scale for {dims:?}", scope.fact(given))));
     }
     let (mut apart, mut joined) = (shape.clone(), shape.clone());
     apart.insert(at + 1, Dim::Known(1));
@@ -66,7 +66,7 @@ fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value,
 }
 
 /// `x`, rounded and moved by a zero point, as near as the element type comes to it.
-fn saturated(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) -> Result<Value, Reason> {
+fn saturated(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) -> Result<Value, LowerReason> {
     let (least, greatest) = range(to)?;
     let mut y = scope.unary(Unary::Round, x)?;
     if scope.fact(y).dtype != DType::F64 {
@@ -139,7 +139,7 @@ pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
 
 /// Input `slot` without the zero point of input `zero`, in `f64`. A list of zero points has a number for each place of
 /// `axis`, counted from the back.
-fn centred(scope: &mut Scope<'_>, slot: usize, zero: usize, from_back: usize) -> Result<Value, Reason> {
+fn centred(scope: &mut Scope<'_>, slot: usize, zero: usize, from_back: usize) -> Result<Value, LowerReason> {
     let x = scope.value(slot)?;
     let x = scope.cast(x, DType::F64)?;
     let Some(zero) = scope.optional(zero)? else { return Ok(x) };
@@ -149,7 +149,7 @@ fn centred(scope: &mut Scope<'_>, slot: usize, zero: usize, from_back: usize) ->
 }
 
 /// One number, or a list of numbers for an axis counted from the back.
-fn listed(scope: &mut Scope<'_>, given: Value, from_back: usize) -> Result<Value, Reason> {
+fn listed(scope: &mut Scope<'_>, given: Value, from_back: usize) -> Result<Value, LowerReason> {
     let shape = scope.fact(given).shape;
     match shape.as_slice() {
         dims if dims.iter().all(|d| d.is(1)) => scope.reshape(given, vec![]),
@@ -178,7 +178,7 @@ pub fn conv_integer(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `y·(a·b / c)`, quantised. The quotient is computed as exactly as the scales are given.
-fn requantised(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option<Value>) -> Result<Value, Reason> {
+fn requantised(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option<Value>) -> Result<Value, LowerReason> {
     let [a, b, c] = scales;
     let product = scope.binary(Binary::Mul, a, b)?;
     let ratio = scope.binary(Binary::Div, product, c)?;

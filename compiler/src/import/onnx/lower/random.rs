@@ -2,34 +2,34 @@
 //! seed; here they follow from the counter that dropout has.
 
 use super::weight::dtype_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::random;
 use crate::op::Value;
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// The element type of attribute `dtype`, where it is set.
-fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, Reason> {
+fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, LowerReason> {
     if !scope.is_set("dtype") {
         return Ok(natural);
     }
     let code = scope.int("dtype", 0)?;
     let dtype = i32::try_from(code).ok().and_then(dtype_of);
-    dtype.ok_or_else(|| Reason::Unsupported(format!("a result of element type {code}")))
+    dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))
 }
 
 /// What is drawn: in the shape and type of the operand with `like`, else as attributes say.
-fn asked(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), Reason> {
+fn asked(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), LowerReason> {
     if like {
         let fact = scope.fact_of(0)?;
         return Ok((dtype(scope, fact.dtype)?, fact.shape));
     }
-    let shape = scope.ints("shape")?.ok_or(Reason::NotConstant { what: "the shape" })?;
+    let shape = scope.ints("shape")?.ok_or(LowerReason::NotConstant { what: "the shape" })?;
     Ok((dtype(scope, DType::F32)?, shape.into_iter().map(Dim::Known).collect()))
 }
 
-fn floats(dtype: DType) -> Result<DType, Reason> {
-    dtype.is_float().then_some(dtype).ok_or_else(|| Reason::Unsupported(format!("random numbers of type {dtype}")))
+fn floats(dtype: DType) -> Result<DType, LowerReason> {
+    dtype.is_float().then_some(dtype).ok_or_else(|| LowerReason::Unsupported(format!("random numbers of type {dtype}")))
 }
 
 fn one(value: Value) -> Outputs {

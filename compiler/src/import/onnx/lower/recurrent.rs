@@ -12,9 +12,10 @@ use super::cell::{self, Function};
 use super::lengths::Lengths;
 use super::movement::opened;
 use super::slice::part;
-use super::{Known, Outputs, Reason, Scope, steps};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::graph::Graph;
 use crate::import::build::Build;
+use crate::import::onnx::lower::unrolled_rnn;
 use crate::op::{Activation, Concat, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -127,27 +128,27 @@ impl Stack {
         slot: usize,
         [directions, gate_rows]: [i64; 2],
         row: &[Dim],
-    ) -> Result<Stack, Reason> {
+    ) -> Result<Stack, LowerReason> {
         let value = scope.value(slot)?;
         let fact = scope.fact(value);
         let mut expected = vec![Dim::Known(directions), Dim::Known(gate_rows)];
         expected.extend(row.iter().cloned());
         if fact.shape != expected {
             let expected = Fact::new(fact.dtype, expected);
-            return Err(Reason::Inputs(format!("input {slot} is {fact}, expected {expected}")));
+            return Err(LowerReason::Inputs(format!("input {slot} is {fact}, expected {expected}")));
         }
-        let unknown = || Reason::Inputs(format!("the size of input {slot} is not known"));
+        let unknown = || LowerReason::Inputs(format!("the size of input {slot} is not known"));
         let mut visits = VISITS;
         Ok(Stack { pieces: pieces(scope.graph, value, 2, DEPTH, &mut visits).ok_or_else(unknown)?, row: row.to_vec() })
     }
 
     /// These blocks of `hidden` rows, counted from `first`, one behind the other.
-    fn blocks(&self, scope: &mut Scope<'_>, first: i64, order: &[i64], hidden: i64) -> Result<Value, Reason> {
+    fn blocks(&self, scope: &mut Scope<'_>, first: i64, order: &[i64], hidden: i64) -> Result<Value, LowerReason> {
         let mut list = Vec::new();
         for block in order {
             let begin = first + block * hidden;
             let taken = take(&self.pieces, begin, begin + hidden);
-            list.extend(taken.ok_or_else(|| Reason::Inputs("its weights have too few rows".to_string()))?);
+            list.extend(taken.ok_or_else(|| LowerReason::Inputs("its weights have too few rows".to_string()))?);
         }
         let mut parts = Vec::new();
         for piece in joined(list) {
@@ -186,14 +187,14 @@ pub struct Layer {
 }
 
 impl Layer {
-    fn read(scope: &mut Scope<'_>, gates: i64, activations: &[&str]) -> Result<Layer, Reason> {
+    fn read(scope: &mut Scope<'_>, gates: i64, activations: &[&str]) -> Result<Layer, LowerReason> {
         let reversed = match scope.text("direction", "forward")?.as_str() {
             "forward" => vec![false],
             "reverse" => vec![true],
             "bidirectional" => vec![false, true],
             other => {
                 let expected = "forward, reverse or bidirectional";
-                return Err(Reason::Attribute { name: "direction", found: other.to_string(), expected });
+                return Err(LowerReason::Attribute { name: "direction", found: other.to_string(), expected });
             }
         };
         let functions = cell::functions(scope, activations, reversed.len())?;
@@ -201,14 +202,14 @@ impl Layer {
         let batch_first = scope.flag("layout", false)?;
         let mut x = scope.value(0)?;
         if scope.fact(x).rank() != 3 {
-            return Err(Reason::Inputs(format!("its input {} is no batch of sequences", scope.fact(x))));
+            return Err(LowerReason::Inputs(format!("its input {} is no batch of sequences", scope.fact(x))));
         }
         if batch_first {
             x = turned(scope, x, &[1, 0, 2])?;
         }
         let wide = scope.fact_of(2)?.shape.get(1).and_then(Dim::known).filter(|rows| *rows > 0 && rows % gates == 0);
         let wide =
-            wide.ok_or_else(|| Reason::Inputs(format!("its recurrent weights are {:?}", scope.fact_of(2).ok())))?;
+            wide.ok_or_else(|| LowerReason::Inputs(format!("its recurrent weights are {:?}", scope.fact_of(2).ok())))?;
         let lengths = Lengths::read(scope, 4, x)?;
         Ok(Layer { x, batch_first, reversed, hidden: wide / gates, lengths, functions, clip })
     }
@@ -220,7 +221,7 @@ impl Layer {
     }
 
     /// The state before the first step of a direction: part of input `slot`, or zeros.
-    pub fn first(&self, scope: &mut Scope<'_>, slot: usize, direction: usize) -> Result<Value, Reason> {
+    pub fn first(&self, scope: &mut Scope<'_>, slot: usize, direction: usize) -> Result<Value, LowerReason> {
         let fact = scope.fact(self.x);
         let shape = vec![fact.shape[1].clone(), Dim::Known(self.hidden)];
         let axis = usize::from(self.batch_first);
@@ -235,7 +236,7 @@ impl Layer {
             return scope.broadcast(zero, shape);
         };
         if scope.fact(given).rank() != 3 {
-            return Err(Reason::Inputs(format!("its first state is {}", scope.fact(given))));
+            return Err(LowerReason::Inputs(format!("its first state is {}", scope.fact(given))));
         }
         let own = match self.reversed.len() {
             1 => given,
@@ -245,7 +246,7 @@ impl Layer {
     }
 
     /// The results of all directions: `[T, N, H]` each as `[T, D, N, H]`, as the layout says.
-    fn sequence(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, Reason> {
+    fn sequence(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, LowerReason> {
         let mut parts = Vec::new();
         for y in each {
             let mut shape = scope.fact(*y).shape;
@@ -257,7 +258,7 @@ impl Layer {
     }
 
     /// The last states of all directions: `[N, H]` each as `[D, N, H]`, as the layout says.
-    fn last(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, Reason> {
+    fn last(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, LowerReason> {
         let axis = usize::from(self.batch_first);
         let mut parts = Vec::new();
         for h in each {
@@ -278,7 +279,7 @@ impl Layer {
         h0: Value,
         op: impl FnOnce(bool) -> Op,
         rest: &[Value],
-    ) -> Result<Vec<Value>, Reason> {
+    ) -> Result<Vec<Value>, LowerReason> {
         let Some(lengths) = &self.lengths else { return scope.add_all(op(reverse), &[&[self.x], rest].concat()) };
         let x = if reverse { lengths.turned(scope, self.x)? } else { self.x };
         let mut made = scope.add_all(op(false), &[&[x], rest].concat())?;
@@ -289,7 +290,7 @@ impl Layer {
     }
 }
 
-fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, Reason> {
+fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, LowerReason> {
     scope.add(Op::Transpose(crate::op::Transpose { perm: perm.to_vec() }), &[x])
 }
 
@@ -303,7 +304,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn read(scope: &mut Scope<'_>, layer: &Layer, gates: i64) -> Result<Weights, Reason> {
+    fn read(scope: &mut Scope<'_>, layer: &Layer, gates: i64) -> Result<Weights, LowerReason> {
         let (directions, hidden) = (layer.reversed.len() as i64, layer.hidden);
         let wide = gates * hidden;
         let fact = scope.fact(layer.x);
@@ -314,7 +315,7 @@ impl Weights {
     }
 
     /// Those of one direction, w_ih, w_hh, b_ih and b_hh, with the gates in the order of the core op.
-    fn of(&self, scope: &mut Scope<'_>, layer: &Layer, at: i64, order: &[i64]) -> Result<[Value; 4], Reason> {
+    fn of(&self, scope: &mut Scope<'_>, layer: &Layer, at: i64, order: &[i64]) -> Result<[Value; 4], LowerReason> {
         let (wide, hidden) = (self.gates * self.hidden, self.hidden);
         let w = self.w.blocks(scope, at * wide, order, hidden)?;
         let r = self.r.blocks(scope, at * wide, order, hidden)?;
@@ -347,7 +348,7 @@ pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
             layer.run(scope, reverse, h0, |reverse| Op::Lstm(Lstm { reverse }), &[w, r, b_w, b_r, h0, c0])?
         } else {
             let parts = weights.of(scope, &layer, direction as i64, &[0, 1, 2, 3])?;
-            steps::lstm(scope, &layer, direction, parts, [h0, c0])?
+            unrolled_rnn::lstm(scope, &layer, direction, parts, [h0, c0])?
         };
         y.push(made[0]);
         h.push(made[1]);
@@ -376,7 +377,7 @@ pub fn gru(scope: &mut Scope<'_>) -> Outputs {
             layer.run(scope, reverse, h0, |reverse| Op::Gru(Gru { reverse, reset_after }), &[w, r, b_w, b_r, h0])?
         } else {
             let parts = weights.of(scope, &layer, direction as i64, &[0, 1, 2])?;
-            steps::gru(scope, &layer, direction, parts, h0, reset_after)?
+            unrolled_rnn::gru(scope, &layer, direction, parts, h0, reset_after)?
         };
         y.push(made[0]);
         h.push(made[1]);
@@ -401,7 +402,7 @@ pub fn rnn(scope: &mut Scope<'_>) -> Outputs {
                 let op = |reverse| Op::Rnn(Rnn { reverse, activation });
                 layer.run(scope, reverse, h0, op, &[w, r, b_w, b_r, h0])?
             }
-            None => steps::rnn(scope, &layer, direction, parts, h0)?,
+            None => unrolled_rnn::rnn(scope, &layer, direction, parts, h0)?,
         };
         y.push(made[0]);
         h.push(made[1]);

@@ -3,14 +3,14 @@
 use super::attribute::{axes, axis};
 use super::order::last_arg;
 use super::reshape::axes_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// What is reduced: the input, the axes that go, and whether they stay as ones. `None` when nothing is reduced.
-fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>, bool), Reason> {
+fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>, bool), LowerReason> {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     let keep = scope.flag("keepdims", true)?;
@@ -102,7 +102,7 @@ pub fn global(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     if rank < 3 {
-        return Err(Reason::Inputs(format!("its input has rank {rank}, and so no spatial dims")));
+        return Err(LowerReason::Inputs(format!("its input has rank {rank}, and so no spatial dims")));
     }
     let axes: Vec<usize> = (2..rank).collect();
     Ok(vec![Known::Value(scope.reduce(kind, x, &axes, true)?)])
@@ -132,7 +132,7 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
 }
 
 /// Softmax of halves as the standard's function body has it: each of its parts rounds to a half, which shows.
-fn rounded_softmax(scope: &mut Scope<'_>, x: Value, axis: usize) -> Result<Value, Reason> {
+fn rounded_softmax(scope: &mut Scope<'_>, x: Value, axis: usize) -> Result<Value, LowerReason> {
     let most = scope.reduce(ReduceKind::Max, x, &[axis], true)?;
     let shifted = scope.binary(Binary::Sub, x, most)?;
     let powers = scope.unary(Unary::Exp, shifted)?;

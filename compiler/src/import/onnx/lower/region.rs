@@ -5,7 +5,7 @@ use super::gather::{count, further, number, scaled};
 use super::movement::transposed;
 use super::slice::part;
 use super::window::with_bias;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
@@ -18,12 +18,12 @@ struct Between {
 }
 
 /// A size as a whole number.
-fn known(size: &Dim) -> Result<i64, Reason> {
-    size.known().ok_or_else(|| Reason::Inputs(format!("the size {size} of the image is not known")))
+fn known(size: &Dim) -> Result<i64, LowerReason> {
+    size.known().ok_or_else(|| LowerReason::Inputs(format!("the size {size} of the image is not known")))
 }
 
 /// `low <= x <= high` as 1 or 0.
-fn inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value, Reason> {
+fn inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
     let (low, high) = (scope.scalar(dtype, low)?, scope.scalar(dtype, high)?);
     let (above, below) = (scope.compare(Compare::LessEqual, low, x)?, scope.compare(Compare::LessEqual, x, high)?);
@@ -32,13 +32,13 @@ fn inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value,
 }
 
 /// `1 - x`
-fn rest(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+fn rest(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let one = scope.scalar(scope.fact(x).dtype, 1.0)?;
     scope.binary(Binary::Sub, one, x)
 }
 
 /// Points along an axis of `size` pixels with zeros around the image.
-fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Reason> {
+fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, LowerReason> {
     let last = (size - 1) as f64;
     let low = scope.unary(Unary::Floor, x)?;
     let high = scope.with_number(Binary::Add, low, 1.0)?;
@@ -56,7 +56,7 @@ fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Rea
 }
 
 /// Points along an axis of `size` pixels, where the outermost pixels reach a pixel further and nothing is beyond.
-fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Reason> {
+fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, LowerReason> {
     let last = (size - 1) as f64;
     let there = inside(scope, x, -1.0, size as f64)?;
     let x = scope.with_number(Binary::Max, x, 0.0)?;
@@ -77,7 +77,7 @@ fn corners(
     first: Value,
     width: &Dim,
     [y, x]: [&Between; 2],
-) -> Result<Vec<Value>, Reason> {
+) -> Result<Vec<Value>, LowerReason> {
     let mut made = Vec::with_capacity(4);
     for (y_pixel, y_weight) in y.pixels.iter().zip(&y.weights) {
         let line = scaled(scope, *y_pixel, width)?;
@@ -95,9 +95,9 @@ fn corners(
     Ok(made)
 }
 
-fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, Reason> {
+fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, LowerReason> {
     let mut list = list.into_iter();
-    let mut all = list.next().ok_or_else(|| Reason::Inputs("there is nothing to join".to_string()))?;
+    let mut all = list.next().ok_or_else(|| LowerReason::Inputs("there is nothing to join".to_string()))?;
     for value in list {
         all = scope.binary(op, all, value)?;
     }
@@ -105,7 +105,7 @@ fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, 
 }
 
 /// The sampling points of regions along one axis, `[R, output·samples]`: the middle of equal parts.
-fn sampled(scope: &mut Scope<'_>, start: Value, size: Value, output: i64, samples: i64) -> Result<Value, Reason> {
+fn sampled(scope: &mut Scope<'_>, start: Value, size: Value, output: i64, samples: i64) -> Result<Value, LowerReason> {
     let points = output.saturating_mul(samples);
     let steps = count(scope, 2, 1, &Dim::Known(points))?;
     let steps = scope.cast(steps, scope.fact(start).dtype)?;
@@ -121,30 +121,30 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     let half = match scope.text("coordinate_transformation_mode", "half_pixel")?.as_str() {
         "half_pixel" => scope.opset >= 16,
         "output_half_pixel" => false,
-        other => return Err(Reason::Unsupported(format!("the coordinates `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the coordinates `{other}`"))),
     };
     let largest = match scope.text("mode", "avg")?.as_str() {
         "avg" => false,
         "max" => true,
-        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let samples = scope.int("sampling_ratio", 0)?;
     if samples == 0 {
         let what = "a RoiAlign without `sampling_ratio`, whose number of points depends on values,";
-        return Err(Reason::Unsupported(what.to_string()));
+        return Err(LowerReason::Unsupported(what.to_string()));
     }
     let sizes = [scope.int("output_height", 1)?, scope.int("output_width", 1)?];
     if !(1..=256).contains(&samples) || sizes.iter().any(|size| !(1..=4096).contains(size)) {
-        return Err(Reason::Inputs(format!("regions of {sizes:?} with {samples} samples are beyond all use")));
+        return Err(LowerReason::Inputs(format!("regions of {sizes:?} with {samples} samples are beyond all use")));
     }
     let scale = scope.float("spatial_scale", 1.0)?;
     let fact = scope.fact(x);
     let [images, channels, height, width] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("its input {fact} has not rank 4")));
+        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 4")));
     };
     let edges_of = scope.fact(rois);
     let [regions, Dim::Known(4)] = edges_of.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("its regions are {edges_of}, expected four edges each")));
+        return Err(LowerReason::Inputs(format!("its regions are {edges_of}, expected four edges each")));
     };
     let mut edges = Vec::new();
     for at in 0..4 {
@@ -187,7 +187,13 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The starts of the windows of a kernel along one axis, `[K]` of the kernel's elements: `tap·dilation - padding`.
-fn taps(scope: &mut Scope<'_>, kernel: &[usize], axis: usize, dilation: usize, pad: usize) -> Result<Value, Reason> {
+fn taps(
+    scope: &mut Scope<'_>,
+    kernel: &[usize],
+    axis: usize,
+    dilation: usize,
+    pad: usize,
+) -> Result<Value, LowerReason> {
     let total = kernel[0].saturating_mul(kernel[1]).min(1 << 16);
     let tap = |k: usize| if axis == 0 { k / kernel[1] } else { k % kernel[1] };
     let list: Vec<f64> = (0..total).map(|k| (tap(k).saturating_mul(dilation)) as f64 - pad as f64).collect();
@@ -201,9 +207,9 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     let ([batch, channels, height, width], [filters, _, k_y, k_x], [_, _, rows, columns]) =
         (fact.shape.as_slice(), weight.shape.as_slice(), moves.shape.as_slice())
     else {
-        return Err(Reason::Unsupported("a deformable convolution over other than two axes".to_string()));
+        return Err(LowerReason::Unsupported("a deformable convolution over other than two axes".to_string()));
     };
-    let unknown = || Reason::Inputs(format!("the kernel of its weight {weight} is not known"));
+    let unknown = || LowerReason::Inputs(format!("the kernel of its weight {weight} is not known"));
     let small = |d: &Dim| d.known().and_then(|v| u8::try_from(v).ok()).filter(|v| *v > 0).map(usize::from);
     let kernel = [small(k_y).ok_or_else(unknown)?, small(k_x).ok_or_else(unknown)?];
     let total = Dim::from(kernel[0] * kernel[1]);

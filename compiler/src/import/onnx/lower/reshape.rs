@@ -8,10 +8,10 @@
 //! tells the steps (`import/merged.rs`); where that is not known, one axis alone must fit.
 
 use super::attribute::{axes, axis};
-use super::{Frozen, Known, Outputs, Reason, Scope, symbol};
+use super::{Frozen, Known, LowerReason, Outputs, Scope, symbol};
+use crate::import::batch_in_axis::{place, within};
 use crate::import::build::Build;
-use crate::import::merged::{place, within};
-use crate::import::opening::alone;
+use crate::import::symbolic_batch::alone;
 use crate::tensor::dim::{Dim, volume};
 
 /// The input under the shape that the second input (an attribute before operator set 5) says.
@@ -22,7 +22,7 @@ pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
     } else {
         scope.dims(1, "the shape")?
     };
-    let asked = asked.ok_or(Reason::Missing { slot: 1 })?;
+    let asked = asked.ok_or(LowerReason::Missing { slot: 1 })?;
     let input = scope.fact_of(0)?.shape;
     let x = scope.value(0)?;
     let shape = target(&input, &asked, allow_zero, scope.frozen, &|axis| within(scope.graph(), x, axis))?;
@@ -37,26 +37,29 @@ pub fn target(
     allow_zero: bool,
     frozen: &Frozen,
     within: &dyn Fn(usize) -> Option<i64>,
-) -> Result<Vec<Dim>, Reason> {
+) -> Result<Vec<Dim>, LowerReason> {
     let told = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
     let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
     if open.len() > 1 {
-        return Err(Reason::Inputs(format!("the shape {} has -1 more than once", told(asked))));
+        return Err(LowerReason::Inputs(format!("the shape {} has -1 more than once", told(asked))));
     }
     if let Some(wrong) = asked.iter().find(|d| d.known().is_some_and(|v| v < -1)) {
-        return Err(Reason::Inputs(format!("the shape {} has a size of {wrong}", told(asked))));
+        return Err(LowerReason::Inputs(format!("the shape {} has a size of {wrong}", told(asked))));
     }
-    let copied = |from: &[Dim]| -> Result<Vec<Dim>, Reason> {
+    let copied = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
         let one = |(i, dim): (usize, &Dim)| match from.get(i) {
             _ if allow_zero || !dim.is(0) => Ok(dim.clone()),
             Some(same) => Ok(same.clone()),
-            None => Err(Reason::Inputs(format!("the shape {} copies an axis that {} lacks", told(asked), told(from)))),
+            None => {
+                Err(LowerReason::Inputs(format!("the shape {} copies an axis that {} lacks", told(asked), told(from))))
+            }
         };
         asked.iter().enumerate().map(one).collect()
     };
-    let solved = |from: &[Dim]| -> Result<Vec<Dim>, Reason> {
+    let solved = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
         let mut shape = copied(from)?;
-        let mismatch = || Reason::Inputs(format!("the shape {} does not fit the input's {}", told(asked), told(from)));
+        let mismatch =
+            || LowerReason::Inputs(format!("the shape {} does not fit the input's {}", told(asked), told(from)));
         if let Some(&at) = open.first() {
             shape[at] = Dim::Known(1);
             let rest = volume(&shape)?;
@@ -80,8 +83,9 @@ fn opened(
     shape: &[Dim],
     frozen: &Frozen,
     within: &dyn Fn(usize) -> Option<i64>,
-) -> Result<Vec<Dim>, Reason> {
-    let unclear = |why: &str| Reason::Inputs(format!("where the open batch goes in a reshape is not clear: {why}"));
+) -> Result<Vec<Dim>, LowerReason> {
+    let unclear =
+        |why: &str| LowerReason::Inputs(format!("where the open batch goes in a reshape is not clear: {why}"));
     let carriers: Vec<usize> = (0..input.len()).filter(|&i| input[i].known().is_none()).collect();
     let &[carrier] = carriers.as_slice() else { return Err(unclear("several axes depend on it")) };
     let symbols = input[carrier].symbols();
@@ -125,7 +129,7 @@ pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Axes from an attribute, or from input `slot` since operator set `since`; `None` when they are left out.
-pub fn axes_of(scope: &Scope<'_>, slot: usize, since: i64) -> Result<Option<Vec<i64>>, Reason> {
+pub fn axes_of(scope: &Scope<'_>, slot: usize, since: i64) -> Result<Option<Vec<i64>>, LowerReason> {
     if scope.opset < since { scope.ints("axes") } else { scope.integers(slot, "the list of axes") }
 }
 
@@ -138,7 +142,7 @@ pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
         None => (0..dims.len()).filter(|&i| dims[i].is(1)).collect(),
     };
     if let Some(&wrong) = gone.iter().find(|&&i| !dims[i].is(1)) {
-        return Err(Reason::Inputs(format!("axis {wrong} has size {}, and only a size of 1 can go", dims[wrong])));
+        return Err(LowerReason::Inputs(format!("axis {wrong} has size {}, and only a size of 1 can go", dims[wrong])));
     }
     let shape = dims.iter().enumerate().filter(|(i, _)| gone.binary_search(i).is_err()).map(|(_, d)| d.clone());
     let shape = shape.collect();
@@ -149,7 +153,7 @@ pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
 pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
-    let list = axes_of(scope, 1, 13)?.ok_or(Reason::Missing { slot: 1 })?;
+    let list = axes_of(scope, 1, 13)?.ok_or(LowerReason::Missing { slot: 1 })?;
     let rank = dims.len() + list.len();
     let new = axes(&list, rank)?;
     let mut old = dims.into_iter();
@@ -158,7 +162,7 @@ pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
         Err(_) => old.next(),
     });
     let shape =
-        shape.collect::<Option<Vec<_>>>().ok_or_else(|| Reason::Inputs("its axes do not add up".to_string()))?;
+        shape.collect::<Option<Vec<_>>>().ok_or_else(|| LowerReason::Inputs("its axes do not add up".to_string()))?;
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 

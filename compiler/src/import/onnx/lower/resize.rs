@@ -4,7 +4,7 @@ use super::attribute::axis;
 use super::fold::charge;
 use super::interpolate::{Axis, Filter, Rounding, Transform};
 use super::linear::mapped;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Gather, Op, Value};
 use crate::tensor::Tensor;
@@ -48,7 +48,7 @@ fn resized(
     axis: &Axis,
     transform: Transform,
     method: &Method,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     match method {
         Method::Nearest(rounding) => {
             // The runtimes that the old operator was written for round up where an axis shrinks.
@@ -67,12 +67,13 @@ fn resized(
     }
 }
 
-fn transform(scope: &Scope<'_>) -> Result<Transform, Reason> {
+fn transform(scope: &Scope<'_>) -> Result<Transform, LowerReason> {
     let name = scope.text("coordinate_transformation_mode", "half_pixel")?;
-    Transform::parse(&name).ok_or_else(|| Reason::Unsupported(format!("the transformation of coordinates `{name}`")))
+    Transform::parse(&name)
+        .ok_or_else(|| LowerReason::Unsupported(format!("the transformation of coordinates `{name}`")))
 }
 
-fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, Reason> {
+fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
     let mode = scope.text("mode", "nearest")?;
     let antialias = scope.flag("antialias", false)?;
     let exclude_outside = scope.flag("exclude_outside", false)?;
@@ -80,21 +81,23 @@ fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, Reason> {
         "nearest" => {
             let name = scope.text("nearest_mode", rounding)?;
             let rounding = Rounding::parse(&name);
-            return rounding.map(Method::Nearest).ok_or_else(|| Reason::Unsupported(format!("the rounding `{name}`")));
+            return rounding
+                .map(Method::Nearest)
+                .ok_or_else(|| LowerReason::Unsupported(format!("the rounding `{name}`")));
         }
         // Upsample called it bilinear once.
         "linear" | "bilinear" => None,
         "cubic" => Some(scope.float("cubic_coeff_a", -0.75)?),
-        other => return Err(Reason::Unsupported(format!("the interpolation `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the interpolation `{other}`"))),
     };
     if !scope.fact_of(0)?.dtype.is_float() {
-        return Err(Reason::Unsupported("interpolation between whole numbers".to_string()));
+        return Err(LowerReason::Unsupported("interpolation between whole numbers".to_string()));
     }
     Ok(Method::Weighted(Filter { cubic, antialias, exclude_outside }))
 }
 
 /// The axes that change, and how.
-fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, Reason> {
+fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
     let listed = match scope.ints("axes")? {
         Some(list) => list.into_iter().map(|a| axis(a, dims.len())).collect::<Result<Vec<_>, _>>()?,
@@ -111,10 +114,10 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, R
         if unchanged && region == [0.0, 1.0] {
             continue;
         }
-        let open = || Reason::Unsupported(format!("a resize of an axis of unknown size {}", dims[at]));
+        let open = || LowerReason::Unsupported(format!("a resize of an axis of unknown size {}", dims[at]));
         let from = dims[at].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
         if from == 0 {
-            return Err(Reason::Inputs("an axis without elements cannot be resized".to_string()));
+            return Err(LowerReason::Inputs("an axis without elements cannot be resized".to_string()));
         }
         let (to, scale) = match asked {
             Asked::Size(size, scale) => {
@@ -138,7 +141,7 @@ enum Asked {
     Scale(f64),
 }
 
-fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>, Reason> {
+fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>, LowerReason> {
     let slot = if scope.opset < 11 { 1 } else { 2 };
     let what = "the scale of a resize";
     let scales: Vec<f64> = match scope.floats("scales")? {
@@ -147,11 +150,11 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>
     };
     if !scales.is_empty() {
         if scales.iter().any(|s| !s.is_finite() || *s <= 0.0) {
-            return Err(Reason::Inputs(format!("the scales {scales:?} are not all above 0")));
+            return Err(LowerReason::Inputs(format!("the scales {scales:?} are not all above 0")));
         }
         return counted(scales.into_iter().map(Asked::Scale).collect(), listed.len());
     }
-    let sizes = scope.dims(3, "the size of a resize")?.ok_or(Reason::Missing { slot })?;
+    let sizes = scope.dims(3, "the size of a resize")?.ok_or(LowerReason::Missing { slot })?;
     let sizes = counted(sizes, listed.len())?;
     let ratio = |(size, &at): (&Dim, &usize)| Some(size.known()? as f64 / dims[at].known().filter(|d| *d > 0)? as f64);
     let ratios = || sizes.iter().zip(listed).map(ratio).collect::<Option<Vec<f64>>>();
@@ -159,9 +162,9 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>
         "stretch" => return Ok(sizes.into_iter().map(|size| Asked::Size(size, None)).collect()),
         "not_larger" => ratios().and_then(|list| list.into_iter().reduce(f64::min)),
         "not_smaller" => ratios().and_then(|list| list.into_iter().reduce(f64::max)),
-        other => return Err(Reason::Unsupported(format!("the policy `{other}` for the aspect ratio"))),
+        other => return Err(LowerReason::Unsupported(format!("the policy `{other}` for the aspect ratio"))),
     };
-    let open = || Reason::Unsupported("an aspect ratio of axes of unknown size".to_string());
+    let open = || LowerReason::Unsupported("an aspect ratio of axes of unknown size".to_string());
     let scale = scale.ok_or_else(open)?;
     // Halves are rounded up.
     let size = |&at: &usize| dims[at].known().map(|d| Dim::Known((scale * d as f64 + 0.5).floor() as i64));
@@ -169,18 +172,22 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>
     sizes.ok_or_else(open)
 }
 
-fn counted<T>(list: Vec<T>, axes: usize) -> Result<Vec<T>, Reason> {
-    if list.len() == axes { Ok(list) } else { Err(Reason::Inputs(format!("{} sizes for {axes} axes", list.len()))) }
+fn counted<T>(list: Vec<T>, axes: usize) -> Result<Vec<T>, LowerReason> {
+    if list.len() == axes {
+        Ok(list)
+    } else {
+        Err(LowerReason::Inputs(format!("{} sizes for {axes} axes", list.len())))
+    }
 }
 
 /// The region of each axis; the whole of it but for a crop.
-fn regions(scope: &Scope<'_>, axes: usize, transform: Transform) -> Result<Vec<[f64; 2]>, Reason> {
+fn regions(scope: &Scope<'_>, axes: usize, transform: Transform) -> Result<Vec<[f64; 2]>, LowerReason> {
     if transform != Transform::Crop {
         return Ok(vec![[0.0, 1.0]; axes]);
     }
-    let bounds = scope.tensor(1, "the region of a resize")?.ok_or(Reason::Missing { slot: 1 })?.to_f64();
+    let bounds = scope.tensor(1, "the region of a resize")?.ok_or(LowerReason::Missing { slot: 1 })?.to_f64();
     if bounds.len() != 2 * axes || bounds.iter().any(|b| !b.is_finite()) {
-        return Err(Reason::Inputs(format!("a region of {} bounds for {axes} axes", bounds.len())));
+        return Err(LowerReason::Inputs(format!("a region of {} bounds for {axes} axes", bounds.len())));
     }
     Ok((0..axes).map(|i| [bounds[i], bounds[axes + i]]).collect())
 }

@@ -3,21 +3,21 @@
 
 use super::attribute::axis;
 use super::gather::{count, element_places, joined, number, slice_places};
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::batched;
 use crate::import::build::Build;
 use crate::op::{Binary, Op, Scatter, ScatterKind, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-fn kind(scope: &Scope<'_>) -> Result<ScatterKind, Reason> {
+fn kind(scope: &Scope<'_>) -> Result<ScatterKind, LowerReason> {
     Ok(match scope.text("reduction", "none")?.as_str() {
         "none" => ScatterKind::Replace,
         "add" => ScatterKind::Add,
         "mul" => ScatterKind::Mul,
         "max" => ScatterKind::Max,
         "min" => ScatterKind::Min,
-        other => return Err(Reason::Unsupported(format!("the reduction `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the reduction `{other}`"))),
     })
 }
 
@@ -43,7 +43,7 @@ fn written(
     index: Value,
     updates: Value,
     along: usize,
-) -> Result<Value, Reason> {
+) -> Result<Value, LowerReason> {
     let dims = scope.fact(x).shape;
     let places = element_places(scope, &dims, index, along)?;
     let flat = scope.reshape(x, vec![volume(&dims)?])?;
@@ -67,13 +67,13 @@ pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
     let circular = match scope.text("mode", "linear")?.as_str() {
         "linear" => false,
         "circular" => true,
-        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the mode `{other}`"))),
     };
     let (x, updates) = (scope.value(0)?, scope.value(1)?);
     let (dims, piece) = (scope.fact(x).shape, scope.fact(updates).shape);
     let along = axis(scope.int("axis", -2)?, dims.len())?;
     if along == 0 || piece.len() != dims.len() {
-        return Err(Reason::Inputs(format!("a cache of rank {} has no sequence at axis {along}", dims.len())));
+        return Err(LowerReason::Inputs(format!("a cache of rank {} has no sequence at axis {along}", dims.len())));
     }
     let mut place = count(scope, dims.len(), along, &piece[along])?;
     if let Some(starts) = scope.optional(2)? {

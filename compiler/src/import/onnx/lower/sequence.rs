@@ -2,7 +2,7 @@
 
 use super::attribute::axis;
 use super::slice::{equal_parts, parts};
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Concat, Op};
 use crate::tensor::Tensor;
@@ -13,7 +13,7 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let at = axis(scope.int("axis", 0)?, dims.len())?;
     let whole = |size: &Dim| {
-        size.known().filter(|n| (0..=4096).contains(n)).ok_or(Reason::NotConstant { what: "the size of the axis" })
+        size.known().filter(|n| (0..=4096).contains(n)).ok_or(LowerReason::NotConstant { what: "the size of the axis" })
     };
     let drop_axis = !scope.has(1) && !scope.flag("keepdims", true)?;
     let sizes = match scope.inputs.get(1) {
@@ -51,7 +51,7 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `count` parts of `each`, the last one smaller when they do not come out even.
-fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, Reason> {
+fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, LowerReason> {
     let before = each.mul(&Dim::Known(count - 1))?;
     let mut sizes = vec![each.clone(); usize::try_from(count).unwrap_or(0)];
     if let Some(last) = sizes.last_mut() {
@@ -65,26 +65,26 @@ const LONGEST: usize = 4096;
 
 fn sequence(items: Vec<Known>) -> Outputs {
     match items.len() {
-        count if count > LONGEST => Err(Reason::Unsupported(format!("a sequence of more than {LONGEST} tensors"))),
+        count if count > LONGEST => Err(LowerReason::Unsupported(format!("a sequence of more than {LONGEST} tensors"))),
         _ if items.iter().any(|item| matches!(item, Known::Sequence(_))) => {
-            Err(Reason::Unsupported("a sequence of sequences".to_string()))
+            Err(LowerReason::Unsupported("a sequence of sequences".to_string()))
         }
         _ => Ok(vec![Known::Sequence(items)]),
     }
 }
 
 /// The tensors of input 0.
-fn items(scope: &Scope<'_>) -> Result<Vec<Known>, Reason> {
+fn items(scope: &Scope<'_>) -> Result<Vec<Known>, LowerReason> {
     match scope.known(0)? {
         Known::Sequence(items) => Ok(items.clone()),
-        _ => Err(Reason::Unsupported("a sequence that is not made in the graph".to_string())),
+        _ => Err(LowerReason::Unsupported("a sequence that is not made in the graph".to_string())),
     }
 }
 
 /// The place that input `slot` names among `count`, which may count from the back.
-fn place(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, Reason> {
+fn place(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, LowerReason> {
     let index = scope.integers(slot, "the place in a sequence")?.and_then(|list| list.first().copied());
-    axis(index.ok_or(Reason::Missing { slot })?, count)
+    axis(index.ok_or(LowerReason::Missing { slot })?, count)
 }
 
 /// One tensor of a sequence.
@@ -123,7 +123,7 @@ pub fn insert(scope: &mut Scope<'_>) -> Outputs {
 /// A sequence with one tensor less, the last unless a place is given.
 pub fn erase(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
-    let last = items.len().checked_sub(1).ok_or_else(|| Reason::Inputs("an empty sequence".to_string()))?;
+    let last = items.len().checked_sub(1).ok_or_else(|| LowerReason::Inputs("an empty sequence".to_string()))?;
     let place = if scope.has(1) { place(scope, 1, items.len())? } else { last };
     items.remove(place);
     Ok(vec![Known::Sequence(items)])
@@ -140,7 +140,7 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let items = items(scope)?;
     let mut values = items.iter().map(|item| scope.made(item)).collect::<Result<Vec<_>, _>>()?;
     let stacked = scope.flag("new_axis", false)?;
-    let first = values.first().ok_or_else(|| Reason::Inputs("an empty sequence".to_string()))?;
+    let first = values.first().ok_or_else(|| LowerReason::Inputs("an empty sequence".to_string()))?;
     let mut shape = scope.fact(*first).shape;
     let at = axis(scope.int("axis", 0)?, shape.len() + usize::from(stacked))?;
     if stacked {

@@ -6,7 +6,7 @@ use super::fold::charge;
 use super::linear::mapped;
 use super::slice::part;
 use super::weight::dtype_of;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Concat, Gather, Op, Unary, Value};
 use crate::tensor::dim::Dim;
@@ -17,23 +17,23 @@ use std::f64::consts::TAU;
 const LARGEST: usize = 1 << 22;
 
 /// One number that must be known, `None` when it is left out.
-fn number(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<f64>, Reason> {
+fn number(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<f64>, LowerReason> {
     let Some(tensor) = scope.tensor(slot, what)? else { return Ok(None) };
     match tensor.to_f64().as_slice() {
         [one] if one.is_finite() => Ok(Some(*one)),
-        _ => Err(Reason::Inputs(format!("{what} is not one number"))),
+        _ => Err(LowerReason::Inputs(format!("{what} is not one number"))),
     }
 }
 
 /// A count that must be known, `None` when it is left out.
-fn count(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<usize>, Reason> {
+fn count(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<usize>, LowerReason> {
     let fits = |v: f64| if v >= 0.0 && v <= LARGEST as f64 { Ok(v as usize) } else { Err(v) };
     let count = number(scope, slot, what)?.map(fits).transpose();
-    count.map_err(|v| Reason::Inputs(format!("{what} is {v}, expected 0 to {LARGEST}")))
+    count.map_err(|v| LowerReason::Inputs(format!("{what} is {v}, expected 0 to {LARGEST}")))
 }
 
-fn required<T>(given: Option<T>, slot: usize) -> Result<T, Reason> {
-    given.ok_or(Reason::Missing { slot })
+fn required<T>(given: Option<T>, slot: usize) -> Result<T, LowerReason> {
+    given.ok_or(LowerReason::Missing { slot })
 }
 
 /// What is computed of a signal along one axis.
@@ -54,10 +54,10 @@ impl Transform {
         rows: usize,
         columns: usize,
         weight: impl Fn(usize, usize) -> f64,
-    ) -> Result<[Tensor; 2], Reason> {
+    ) -> Result<[Tensor; 2], LowerReason> {
         let length = self.length;
         if rows.checked_mul(columns).is_none_or(|count| count > LARGEST) {
-            return Err(Reason::Unsupported(format!("a Fourier transform of {length} points of {columns}")));
+            return Err(LowerReason::Unsupported(format!("a Fourier transform of {length} points of {columns}")));
         }
         let angle = |at: usize| TAU * ((at / columns) * (at % columns) % length) as f64 / length as f64;
         let matrix = |f: fn(f64) -> f64| {
@@ -73,18 +73,22 @@ impl Transform {
 /// With `a + ib` the signal and θ the angles, forward is `(cos θ a + sin θ b) + i(cos θ b - sin θ a)`; backward has the
 /// sines turned and a factor of `1/length`. One-sided backward gives real parts alone, and every frequency but the first
 /// and the middle one counts for two.
-fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transform) -> Result<Value, Reason> {
+fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transform) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let last = fact.rank() - 1;
-    let open = || Reason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[axis]));
+    let open = || LowerReason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[axis]));
     let size = fact.shape[axis].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
     let complex = match fact.shape[last].known() {
         Some(1) => false,
         Some(2) => true,
-        _ => return Err(Reason::Inputs(format!("the last axis of {fact} does not hold one or two parts of a number"))),
+        _ => {
+            return Err(LowerReason::Inputs(format!(
+                "the last axis of {fact} does not hold one or two parts of a number"
+            )));
+        }
     };
     // A plain sum of so many terms would lose digits that a fast transform keeps.
-    let component = |scope: &mut Scope<'_>, at: i64| -> Result<Value, Reason> {
+    let component = |scope: &mut Scope<'_>, at: i64| -> Result<Value, LowerReason> {
         let one = part(scope, x, last, Dim::Known(at), Dim::Known(at + 1))?;
         let one = scope.reshape(one, fact.shape[..last].to_vec())?;
         scope.cast(one, DType::F64)
@@ -92,7 +96,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let a = component(scope, 0)?;
     let b = if complex { Some(component(scope, 1)?) } else { None };
     if transform.length == 0 || size == 0 {
-        return Err(Reason::Inputs("a Fourier transform of no points".to_string()));
+        return Err(LowerReason::Inputs("a Fourier transform of no points".to_string()));
     }
     let half = transform.length / 2 + 1;
     let back_to_real = transform.inverse && transform.onesided;
@@ -142,14 +146,14 @@ pub fn dft(scope: &mut Scope<'_>) -> Outputs {
     };
     let at = axis(given, fact.rank())?;
     if fact.rank() < 2 || at == fact.rank() - 1 {
-        return Err(Reason::Inputs(format!("axis {given} of {fact} holds the parts of its numbers")));
+        return Err(LowerReason::Inputs(format!("axis {given} of {fact} holds the parts of its numbers")));
     }
     let (inverse, onesided) = (scope.flag("inverse", false)?, scope.flag("onesided", false)?);
     let length = match count(scope, 1, "the length of a Fourier transform")? {
         Some(length) => length,
         None => {
             let size = fact.shape[at].known().and_then(|d| usize::try_from(d).ok());
-            let open = || Reason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[at]));
+            let open = || LowerReason::Unsupported(format!("a Fourier transform of unknown size {}", fact.shape[at]));
             let size = size.ok_or_else(open)?;
             if inverse && onesided { size.saturating_sub(1).saturating_mul(2) } else { size }
         }
@@ -162,10 +166,10 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
     let [_, steps, parts] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("the signal {fact} has not rank 3")));
+        return Err(LowerReason::Inputs(format!("the signal {fact} has not rank 3")));
     };
     let size = steps.known().and_then(|d| usize::try_from(d).ok());
-    let size = size.ok_or_else(|| Reason::Unsupported(format!("frames of a signal of unknown length {steps}")))?;
+    let size = size.ok_or_else(|| LowerReason::Unsupported(format!("frames of a signal of unknown length {steps}")))?;
     let step = required(count(scope, 1, "the step between frames")?, 1)?;
     let window = scope.optional(2)?;
     let of_window = match window {
@@ -174,11 +178,11 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     };
     let length = count(scope, 3, "the length of a frame")?.or(of_window).unwrap_or(size);
     if step == 0 || length == 0 || length > size || of_window.is_some_and(|w| w != length) {
-        return Err(Reason::Inputs(format!("frames of {length}, one every {step}, of a signal of {size} steps")));
+        return Err(LowerReason::Inputs(format!("frames of {length}, one every {step}, of a signal of {size} steps")));
     }
     let frames = 1 + (size - length) / step;
     if frames.checked_mul(length).is_none_or(|count| count > LARGEST) {
-        return Err(Reason::Unsupported(format!("{frames} frames of {length} steps")));
+        return Err(LowerReason::Unsupported(format!("{frames} frames of {length} steps")));
     }
     charge(scope, frames * length)?;
     let places: Vec<i64> = (0..frames * length).map(|at| (at / length * step + at % length) as i64).collect();
@@ -205,10 +209,10 @@ pub fn window(scope: &mut Scope<'_>, [a, b, c]: [f64; 3]) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_f64(&[size], &values).cast(dtype))])
 }
 
-fn output_type(scope: &Scope<'_>) -> Result<DType, Reason> {
+fn output_type(scope: &Scope<'_>) -> Result<DType, LowerReason> {
     let code = scope.int("output_datatype", 1)?;
     let dtype = i32::try_from(code).ok().and_then(dtype_of);
-    dtype.ok_or_else(|| Reason::Unsupported(format!("a result of element type {code}")))
+    dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))
 }
 
 /// The weight of each frequency of a transform in each of many bands that are equally wide on the mel scale: triangles
@@ -222,12 +226,14 @@ pub fn mel_weight_matrix(scope: &mut Scope<'_>) -> Outputs {
     let dtype = output_type(scope)?;
     let rows = length / 2 + 1;
     if rows.checked_mul(bands).is_none_or(|count| count > LARGEST) {
-        return Err(Reason::Unsupported(format!("{bands} bands of {rows} frequencies")));
+        return Err(LowerReason::Unsupported(format!("{bands} bands of {rows} frequencies")));
     }
     charge(scope, rows * bands)?;
     let edges = band_edges(bands, length, rate, low, high);
     if edges.iter().any(|edge| !(0.0..rows as f64).contains(edge)) {
-        return Err(Reason::Inputs(format!("bands from {low} to {high} Hz of a signal of {rate} samples a second")));
+        return Err(LowerReason::Inputs(format!(
+            "bands from {low} to {high} Hz of a signal of {rate} samples a second"
+        )));
     }
     let mut matrix = vec![0.0; rows * bands];
     for (band, edge) in edges.windows(3).enumerate() {

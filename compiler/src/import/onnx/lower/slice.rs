@@ -1,7 +1,7 @@
 //! Parts of a tensor: `Slice`, `Split`.
 
 use super::attribute::{axes, axis};
-use super::{Known, Outputs, Reason, Scope, symbol};
+use super::{Known, LowerReason, Outputs, Scope, symbol};
 use crate::import::build::Build;
 use crate::op::{Flip, Op, Slice, Value};
 use crate::tensor::dim::Dim;
@@ -12,15 +12,15 @@ pub fn whole(dims: &[Dim]) -> Slice {
 }
 
 /// `x` from `begin` to `end` along one axis.
-pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim) -> Result<Value, Reason> {
+pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim) -> Result<Value, LowerReason> {
     let mut slice = whole(&scope.fact(x).shape);
     (slice.begin[axis], slice.end[axis]) = (begin, end);
     scope.add(Op::Slice(slice), &[x])
 }
 
 /// A place along an axis of `size`, counted from the front and kept within `low` and `high`.
-pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, Reason> {
-    let unclear = || Reason::Inputs(format!("whether {given} lies within an axis of size {size} is not known"));
+pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, LowerReason> {
+    let unclear = || LowerReason::Inputs(format!("whether {given} lies within an axis of size {size} is not known"));
     if given.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
         // The largest numbers stand for "to the end".
         return Ok(high.clone());
@@ -45,12 +45,12 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
         let (starts, ends) = (scope.dims(1, "the start of a slice")?, scope.dims(2, "the end of a slice")?);
         (starts, ends, scope.integers(3, "the list of axes")?, scope.integers(4, "the step of a slice")?)
     };
-    let starts = starts.ok_or(Reason::Missing { slot: 1 })?;
-    let ends = ends.ok_or(Reason::Missing { slot: 2 })?;
+    let starts = starts.ok_or(LowerReason::Missing { slot: 1 })?;
+    let ends = ends.ok_or(LowerReason::Missing { slot: 2 })?;
     let listed = listed.unwrap_or_else(|| (0..starts.len() as i64).collect());
     let steps = steps.unwrap_or_else(|| vec![1; starts.len()]);
     if [ends.len(), listed.len(), steps.len()] != [starts.len(); 3] {
-        return Err(Reason::Inputs("starts, ends, axes and steps differ in length".to_string()));
+        return Err(LowerReason::Inputs("starts, ends, axes and steps differ in length".to_string()));
     }
     axes(&listed, dims.len())?;
     let mut cut = whole(&dims);
@@ -59,7 +59,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
         let at = axis(*given, dims.len())?;
         let size = &dims[at];
         if steps[n] == 0 {
-            return Err(Reason::Inputs("a step of the slice is 0".to_string()));
+            return Err(LowerReason::Inputs("a step of the slice is 0".to_string()));
         }
         // A step beyond 31 bits passes over everything but the first element, as the largest such step does.
         let step = usize::try_from(steps[n].unsigned_abs().min(i32::MAX as u64)).unwrap_or(1);
@@ -74,7 +74,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
             let end = place(&ends[n], size, &before, &last)?;
             (last.sub(&start)?, last.sub(&end)?)
         };
-        let unclear = || Reason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
+        let unclear = || LowerReason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
         let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
         (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step);
     }
@@ -100,17 +100,17 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
         None => equal_parts(&dims[at], scope.int("num_outputs", count as i64)?, count)?,
     };
     if sizes.len() < count {
-        return Err(Reason::Inputs(format!("{} parts for {count} outputs", sizes.len())));
+        return Err(LowerReason::Inputs(format!("{} parts for {count} outputs", sizes.len())));
     }
     Ok(parts(scope, at, sizes)?.into_iter().map(Known::Value).collect())
 }
 
 /// Input 0 in parts of these sizes along an axis.
-pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Value>, Reason> {
+pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Value>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
     if total != dims[at] || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-        return Err(Reason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {}", dims[at])));
+        return Err(LowerReason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {}", dims[at])));
     }
     let x = scope.value(0)?;
     let mut begin = Dim::Known(0);
@@ -124,14 +124,15 @@ pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Va
 }
 
 /// `parts` sizes as equal as can be; the last one is smaller when they cannot.
-pub fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, Reason> {
+pub fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, LowerReason> {
     if usize::try_from(parts) != Ok(outputs) {
-        return Err(Reason::Inputs(format!("{parts} parts for {outputs} outputs")));
+        return Err(LowerReason::Inputs(format!("{parts} parts for {outputs} outputs")));
     }
     if let Ok(each) = size.div_exact(&Dim::Known(parts)) {
         return Ok(vec![each; outputs]);
     }
-    let size = size.known().ok_or_else(|| Reason::Inputs(format!("an axis of size {size} in {parts} equal parts")))?;
+    let size =
+        size.known().ok_or_else(|| LowerReason::Inputs(format!("an axis of size {size} in {parts} equal parts")))?;
     let each = size / parts + 1;
     let last = size.saturating_sub(each.saturating_mul(parts - 1));
     let mut sizes = vec![Dim::Known(each); outputs];

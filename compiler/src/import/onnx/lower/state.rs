@@ -3,7 +3,7 @@
 use super::movement::transposed;
 use super::slice::part;
 use super::window::with_bias;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Concat, Conv, MatMul, Op, Unary, Value, Window};
 use crate::tensor::DType;
@@ -21,19 +21,19 @@ struct Rule {
 }
 
 /// `[B, T, heads·D]` as `[B, heads, T, D]`, in `f32`.
-fn unpacked(scope: &mut Scope<'_>, slot: usize, heads: i64) -> Result<Value, Reason> {
+fn unpacked(scope: &mut Scope<'_>, slot: usize, heads: i64) -> Result<Value, LowerReason> {
     let x = scope.value(slot)?;
     let x = if scope.fact(x).dtype == DType::F64 { x } else { scope.cast(x, DType::F32)? };
     let fact = scope.fact(x);
     let [batch, steps, wide] = fact.shape.as_slice() else {
-        return Err(Reason::Inputs(format!("input {slot} is {fact}, expected rank 3")));
+        return Err(LowerReason::Inputs(format!("input {slot} is {fact}, expected rank 3")));
     };
     let each = wide.div_exact(&Dim::Known(heads))?;
     let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
     transposed(scope, apart, vec![0, 2, 1, 3])
 }
 
-fn product(scope: &mut Scope<'_>, a: Value, b: Value, transpose_a: bool) -> Result<Value, Reason> {
+fn product(scope: &mut Scope<'_>, a: Value, b: Value, transpose_a: bool) -> Result<Value, LowerReason> {
     scope.add(Op::MatMul(MatMul { transpose_a, transpose_b: false }), &[a, b])
 }
 
@@ -47,13 +47,13 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
         "gated_delta" => Rule { gated: true, delta: true },
         other => {
             let expected = "linear, gated, delta or gated_delta";
-            return Err(Reason::Attribute { name: "update_rule", found: other.to_string(), expected });
+            return Err(LowerReason::Attribute { name: "update_rule", found: other.to_string(), expected });
         }
     };
     let (query_heads, heads) = (scope.int("q_num_heads", 0)?, scope.int("kv_num_heads", 0)?);
     if heads < 1 || query_heads < 1 || query_heads % heads != 0 {
         let (found, expected) = (query_heads.to_string(), "a multiple of `kv_num_heads`, both at least 1");
-        return Err(Reason::Attribute { name: "q_num_heads", found, expected });
+        return Err(LowerReason::Attribute { name: "q_num_heads", found, expected });
     }
     let out = scope.fact_of(0)?.dtype;
     let (q, k, v) = (unpacked(scope, 0, query_heads)?, unpacked(scope, 1, heads)?, unpacked(scope, 2, heads)?);
@@ -63,10 +63,10 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
     let scale = match (scope.float("scale", 0.0)?, key_size.known()) {
         (scale, _) if scale != 0.0 => scale,
         (_, Some(size)) if size > 0 => 1.0 / (size as f64).sqrt(),
-        _ => return Err(Reason::Inputs("the size of its heads is not known".to_string())),
+        _ => return Err(LowerReason::Inputs("the size of its heads is not known".to_string())),
     };
     let length = steps.known().filter(|steps| (1..=STEPS).contains(steps)).ok_or_else(|| {
-        Reason::Unsupported(format!("a linear attention over {steps} steps (1 to {STEPS} are written out)"))
+        LowerReason::Unsupported(format!("a linear attention over {steps} steps (1 to {STEPS} are written out)"))
     })?;
     let decay = if rule.gated { Some(unpacked(scope, 4, heads)?) } else { None };
     let beta = match rule.delta {
@@ -121,9 +121,9 @@ pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
     let (fact, weight) = (scope.fact(x), scope.fact(w));
     let ([batch, channels, steps], [_, _, kernel]) = (fact.shape.as_slice(), weight.shape.as_slice()) else {
-        return Err(Reason::Inputs(format!("its input {fact} and weight {weight} have not rank 3")));
+        return Err(LowerReason::Inputs(format!("its input {fact} and weight {weight} have not rank 3")));
     };
-    let unknown = || Reason::Inputs(format!("the sizes of its weight {weight} are not known"));
+    let unknown = || LowerReason::Inputs(format!("the sizes of its weight {weight} are not known"));
     let groups = channels.known().and_then(|c| usize::try_from(c).ok()).ok_or_else(unknown)?;
     let before = kernel.known().filter(|k| *k > 0).ok_or_else(unknown)? - 1;
     let shape = vec![batch.clone(), channels.clone(), Dim::Known(before)];
@@ -145,7 +145,7 @@ pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
         "silu" | "swish" => scope.unary(Unary::Silu, y)?,
         other => {
             let expected = "none, silu or swish";
-            return Err(Reason::Attribute { name: "activation", found: other.to_string(), expected });
+            return Err(LowerReason::Attribute { name: "activation", found: other.to_string(), expected });
         }
     };
     let carried = part(scope, padded, 2, steps.clone(), steps.add(&Dim::Known(before))?)?;

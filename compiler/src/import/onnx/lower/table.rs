@@ -3,10 +3,11 @@
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
 use super::{
-    Outputs, Scope, attention, bits, boxes, constant, decided, determinant, einsum, gather, grid, indicator, linear,
-    loss, movement, ngram, norm, order, padding, pool, quantise, random, recurrent, region, reshape, resize, scatter,
-    sequence, signal, slice, state, step, window,
+    Outputs, Scope, attention, bits, boxes, constant, determinant, einsum, gather, grid, indicator, linear, loss,
+    movement, ngram, norm, order, padding, pool, quantise, random, recurrent, region, reshape, resize, scatter,
+    sequence, signal, slice, state, window,
 };
+use crate::import::onnx::lower::{data_dependent, optimizer_ops};
 use crate::op::{Binary, Compare, CumulativeKind, ReduceKind, Unary};
 
 /// Lowers one node of an operator.
@@ -17,9 +18,9 @@ pub fn find_in(domain: &str, operator: &str) -> Option<Lower> {
     let lower: Lower = match (domain, operator) {
         ("" | "ai.onnx", _) => return find(operator),
         ("ai.onnx.preview", "FlexAttention") => attention::flex_attention,
-        ("ai.onnx.preview.training", "Adagrad") => step::adagrad,
-        ("ai.onnx.preview.training", "Adam") => step::adam,
-        ("ai.onnx.preview.training", "Momentum") => step::momentum,
+        ("ai.onnx.preview.training", "Adagrad") => optimizer_ops::adagrad,
+        ("ai.onnx.preview.training", "Adam") => optimizer_ops::adam,
+        ("ai.onnx.preview.training", "Momentum") => optimizer_ops::momentum,
         _ => return None,
     };
     Some(lower)
@@ -171,11 +172,11 @@ pub fn find(operator: &str) -> Option<Lower> {
         "SplitToSequence" => sequence::split,
         "Trilu" => movement::trilu,
         // What has a size that depends on values.
-        "Compress" => decided::compress,
+        "Compress" => data_dependent::compress,
         "NonMaxSuppression" => boxes::non_max_suppression,
-        "NonZero" => decided::non_zero,
+        "NonZero" => data_dependent::non_zero,
         "TfIdfVectorizer" => ngram::tf_idf,
-        "Unique" => decided::unique,
+        "Unique" => data_dependent::unique,
         // Images and signals.
         "AffineGrid" => grid::affine,
         "BlackmanWindow" => |s| signal::window(s, signal::BLACKMAN),

@@ -5,11 +5,12 @@
 use super::frame::{Frame, Frames};
 use super::support::{self, Unsupported};
 use super::{
-    Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, branch, call, flex, fold, old, prune, repeat, table,
+    Frozen, ImportedWeights, Known, LowerReason, Scope, Weight, arithmetic, branch, call, flex, fold, prune, table,
     weight,
 };
 use crate::graph::{AddError, Graph, Origin, Output};
-use crate::import::known::Known as Beyond;
+use crate::import::known_inputs::Known as Beyond;
+use crate::import::onnx::lower::{loop_scan, opset_upgrade};
 use crate::import::onnx::model::{Function, Node, OnnxModel, Tensor as Source};
 use crate::import::onnx::name::shown;
 use crate::op::{Input, NodeId, Op, Value};
@@ -68,7 +69,7 @@ pub enum LowerError {
         /// Its name.
         name: String,
         /// Why.
-        reason: Box<Reason>,
+        reason: Box<LowerReason>,
     },
     /// A graph without results.
     #[error("the graph has no outputs: there is nothing to compute")]
@@ -101,7 +102,7 @@ pub struct Fault {
     /// The line of Python that it comes from; empty where the file does not say so.
     pub line: String,
     /// What is wrong.
-    pub reason: Reason,
+    pub reason: LowerReason,
 }
 
 impl Fault {
@@ -141,7 +142,7 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyon
         frozen,
         graph: Graph::new(&model.graph_name),
         frames: Frames::new(opset),
-        ledger: Ledger::default(),
+        ledger: ImportedWeights::default(),
         faults: Vec::new(),
     };
     if opset > *OPSETS.end() {
@@ -192,14 +193,14 @@ pub struct Walk<'a> {
     /// What names mean where the walk is.
     pub frames: Frames,
     /// What concerns the whole model.
-    pub ledger: Ledger,
+    pub ledger: ImportedWeights,
     /// What is wrong, so far.
     pub faults: Vec<Fault>,
 }
 
 impl Walk<'_> {
     /// Lowers nodes in their order. Whether none was broken; what is wrong with those that were has been told.
-    pub fn nodes(&mut self, nodes: &[Node]) -> Result<bool, Reason> {
+    pub fn nodes(&mut self, nodes: &[Node]) -> Result<bool, LowerReason> {
         let mut whole = true;
         for node in nodes {
             let node = &*self.frames.resolved(node)?;
@@ -223,8 +224,8 @@ impl Walk<'_> {
     pub fn within<T>(
         &mut self,
         frame: Frame,
-        work: impl FnOnce(&mut Self) -> Result<T, Option<Reason>>,
-    ) -> Result<T, Option<Reason>> {
+        work: impl FnOnce(&mut Self) -> Result<T, Option<LowerReason>>,
+    ) -> Result<T, Option<LowerReason>> {
         self.frames.enter(frame)?;
         let result = work(self);
         self.frames.leave();
@@ -232,7 +233,7 @@ impl Walk<'_> {
     }
 
     /// The outputs of a node; `Err(None)` when an input is broken already.
-    fn node(&mut self, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
+    fn node(&mut self, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
         if !self.functions.is_empty() {
             let key = (node.domain.clone(), node.op_type.clone(), node.overload.clone());
             if let Some(function) = self.functions.get(&key) {
@@ -242,19 +243,20 @@ impl Walk<'_> {
         let standard = node.domain.is_empty();
         match node.op_type.as_str() {
             "If" if standard => return branch::branch(self, node),
-            "Loop" if standard => return repeat::repeat(self, node),
-            "Scan" if standard => return repeat::scan(self, node),
+            "Loop" if standard => return loop_scan::repeat(self, node),
+            "Scan" if standard => return loop_scan::scan(self, node),
             _ if flex::is_changed(node) => return flex::flex(self, node),
             _ => {}
         }
         let lower = table::find_in(&node.domain, &node.op_type);
-        let lower = lower.ok_or_else(|| Some(Reason::Unsupported(format!("the operator {}", shown(&node.op_type)))))?;
-        let old = standard && self.frames.top().opset < old::MODERN;
-        let translated = if old { old::node(node)? } else { None };
+        let lower =
+            lower.ok_or_else(|| Some(LowerReason::Unsupported(format!("the operator {}", shown(&node.op_type)))))?;
+        let old = standard && self.frames.top().opset < opset_upgrade::MODERN;
+        let translated = if old { opset_upgrade::node(node)? } else { None };
         let node = translated.as_ref().unwrap_or(node);
         let mut scope = self.scope(node).ok_or(None)?;
         if old {
-            old::inputs(&mut scope)?;
+            opset_upgrade::inputs(&mut scope)?;
         }
         if fold::applies(&scope)
             && let Some(outputs) = fold::fold(&mut scope, lower)?
@@ -294,7 +296,7 @@ impl Walk<'_> {
     ) -> Vec<(String, Known)> {
         let (known, found) = weight::sort(sources, nodes, buffers);
         let mut places = Vec::with_capacity(found.len());
-        let Ledger { weights, named, .. } = &mut self.ledger;
+        let ImportedWeights { weights, named, .. } = &mut self.ledger;
         for (at, weight) in weights.iter().enumerate().skip(named.len()) {
             named.entry(weight.name.clone()).or_insert(at);
         }
@@ -373,7 +375,7 @@ impl Walk<'_> {
             let reader = Node { inputs: vec![output.name.clone()], ..nameless() };
             let value = match self.scope(&reader) {
                 Some(mut scope) => scope.value(0),
-                None => Err(Reason::Missing { slot: 0 }),
+                None => Err(LowerReason::Missing { slot: 0 }),
             };
             let value =
                 value.map_err(|reason| LowerError::Output { name: output.name.clone(), reason: Box::new(reason) })?;

@@ -12,11 +12,11 @@
 //! - A constant whose external file does not exist cannot be computed with, but has a shape: it is a state.
 
 use super::{Known, Weight};
+use crate::import::onnx::check_graph::each_node;
 use crate::import::onnx::element::element_name;
 use crate::import::onnx::model::{Node, Payload, Tensor as Source};
 use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::tensor_proto::DataType;
-use crate::import::onnx::structure::each_node;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 use std::collections::{BTreeSet, HashMap, HashSet};

@@ -1,13 +1,13 @@
 //! Windows that move over spatial dims: convolutions and poolings.
 
-use super::{Known, Outputs, Reason, Scope, pool};
+use super::{Known, LowerReason, Outputs, Scope, pool};
 use crate::import::build::Build;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// The last pads, and the kernel as it must be: `spatial` dims of the input, sizes of the kernel.
-fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window, Reason> {
+fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window, LowerReason> {
     let axes = kernel.len();
     let strides = scope.sizes_of("strides", axes, 1, 1)?;
     let dilations = scope.sizes_of("dilations", axes, 1, 1)?;
@@ -29,14 +29,14 @@ fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window
             }
             (begin, end)
         }
-        other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the padding `{other}`"))),
     };
     Ok(Window { strides, pads_begin, pads_end, dilations })
 }
 
 /// The padding with which there are `⌈size / stride⌉` windows.
-fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, Reason> {
-    let open = || Reason::Inputs(format!("the padding that keeps an axis of size {size} is not known"));
+fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, LowerReason> {
+    let open = || LowerReason::Inputs(format!("the padding that keeps an axis of size {size} is not known"));
     if stride == 1 {
         return Ok(dilation.saturating_mul(kernel - 1));
     }
@@ -47,17 +47,17 @@ fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usi
 }
 
 /// Spatial dims of an input of shape `[N, C, D…]`.
-pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, Reason> {
+pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, LowerReason> {
     let fact = scope.fact(x);
     match fact.shape.get(2..) {
         Some(dims) if !dims.is_empty() => Ok(dims.to_vec()),
-        _ => Err(Reason::Inputs(format!("its input {fact} has no spatial dims"))),
+        _ => Err(LowerReason::Inputs(format!("its input {fact} has no spatial dims"))),
     }
 }
 
-fn groups(scope: &Scope<'_>) -> Result<usize, Reason> {
+fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     let group = scope.int("group", 1)?;
-    u32::try_from(group).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| Reason::Attribute {
+    u32::try_from(group).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| LowerReason::Attribute {
         name: "group",
         found: group.to_string(),
         expected: "a number of at least 1",
@@ -65,28 +65,28 @@ fn groups(scope: &Scope<'_>) -> Result<usize, Reason> {
 }
 
 /// The kernel of a weight `[O, C, K…]`, which `kernel_shape` may repeat.
-fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>, Reason> {
+fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>, LowerReason> {
     let fact = scope.fact(weight);
     let sizes = fact.shape.get(2..).unwrap_or_default().iter();
     let kernel: Option<Vec<usize>> =
         sizes.map(|d| d.known().and_then(|v| usize::try_from(v).ok()).filter(|v| *v > 0)).collect();
     let kernel = kernel
         .filter(|k| k.len() == axes)
-        .ok_or_else(|| Reason::Inputs(format!("its weight {fact} does not fit {axes} spatial dims")))?;
+        .ok_or_else(|| LowerReason::Inputs(format!("its weight {fact} does not fit {axes} spatial dims")))?;
     if let Some(said) = scope.ints("kernel_shape")?
         && !said.iter().copied().eq(kernel.iter().map(|&k| k as i64))
     {
         let found = format!("{said:?}");
-        return Err(Reason::Attribute { name: "kernel_shape", found, expected: "the last dims of the weight" });
+        return Err(LowerReason::Attribute { name: "kernel_shape", found, expected: "the last dims of the weight" });
     }
     Ok(kernel)
 }
 
 /// `y + bias`, one number for each channel.
-pub fn with_bias(scope: &mut impl Build, op: Binary, y: Value, bias: Value) -> Result<Value, Reason> {
+pub fn with_bias(scope: &mut impl Build, op: Binary, y: Value, bias: Value) -> Result<Value, LowerReason> {
     let dims = scope.fact(bias).shape;
     let [channels] = dims.as_slice() else {
-        return Err(Reason::Inputs(format!("{} is not one number for each channel", scope.fact(bias))));
+        return Err(LowerReason::Inputs(format!("{} is not one number for each channel", scope.fact(bias))));
     };
     let mut shape = vec![channels.clone()];
     shape.extend(vec![Dim::Known(1); scope.fact(y).rank().saturating_sub(2)]);
@@ -110,7 +110,7 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `x` convolved with `w` as the attributes of the node say.
-pub fn convolved(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, Reason> {
+pub fn convolved(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, LowerReason> {
     let spatial = spatial_of(scope, x)?;
     let kernel = kernel_of(scope, w, spatial.len())?;
     let (window, groups) = (window(scope, &spatial, &kernel)?, groups(scope)?);
@@ -148,7 +148,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
             None if same => Some(sizes[i].mul(&Dim::from(window.strides[i]))?),
             None => Some(whole.clone()),
         };
-        let want = want.ok_or_else(|| Reason::Attribute {
+        let want = want.ok_or_else(|| LowerReason::Attribute {
             name: "output_shape",
             found: format!("{asked:?}"),
             expected: "one number for each spatial axis",
@@ -166,11 +166,11 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The kernel of a pooling of `x`, how it moves, and whether the number of windows is rounded up.
-pub fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), Reason> {
+pub fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), LowerReason> {
     let spatial = spatial_of(scope, x)?;
     if !scope.is_set("kernel_shape") {
         let expected = "one number for each spatial axis";
-        return Err(Reason::Attribute { name: "kernel_shape", found: "missing".to_string(), expected });
+        return Err(LowerReason::Attribute { name: "kernel_shape", found: "missing".to_string(), expected });
     }
     let kernel = scope.sizes_of("kernel_shape", spatial.len(), 1, 1)?;
     let window = window(scope, &spatial, &kernel)?;

@@ -1,0 +1,38 @@
+//! Runs a graph that the devices of a group share, op by op on all of them, with the reference kernels: the oracle of what the devices
+//! do each on its own, and meet.
+
+use crate::graph::evaluate::{EvaluateError, given_value, run};
+use crate::graph::{Graph, order};
+use crate::op::Value;
+use crate::op::collective::meet;
+use crate::tensor::Tensor;
+use std::collections::{BTreeMap, HashMap};
+
+/// Every value of the graph on every device, from what each is given by name: its parts of the inputs, parameters and states.
+pub fn evaluate(
+    graph: &Graph,
+    given: &[BTreeMap<String, Tensor>],
+) -> Result<Vec<HashMap<Value, Tensor>>, EvaluateError> {
+    let mut devices: Vec<HashMap<Value, Tensor>> = vec![HashMap::new(); given.len()];
+    for id in order::canonical(graph) {
+        let mut inputs: Vec<Vec<Tensor>> =
+            devices.iter().map(|values| graph.inputs(id).iter().map(|v| values[v].clone()).collect()).collect();
+        let first: Option<Vec<Tensor>> = inputs.iter().map(|inputs| inputs.first().cloned()).collect();
+        if let Some(met) = first.and_then(|parts| meet(&graph.node(id).op, &parts)) {
+            for (values, tensor) in devices.iter_mut().zip(met) {
+                values.insert(Value { node: id, output: 0 }, tensor);
+            }
+            continue;
+        }
+        for ((values, given), inputs) in devices.iter_mut().zip(given).zip(inputs.drain(..)) {
+            let outputs = match given_value(graph, id, given)? {
+                Some(tensor) => vec![tensor],
+                None => run(graph, id, &inputs)?,
+            };
+            for (output, tensor) in outputs.into_iter().enumerate() {
+                values.insert(Value { node: id, output: output as u32 }, tensor);
+            }
+        }
+    }
+    Ok(devices)
+}

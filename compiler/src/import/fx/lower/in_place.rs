@@ -1,0 +1,54 @@
+//! The way back from a view: where a program changes a view in place, the tensor that it shows gets the new elements.
+
+use crate::import::build::Build;
+use crate::import::fx::lower::{Scope, scatter, table};
+use crate::import::lower_error::LowerReason;
+use crate::import::onnx::lower::attribute::axis;
+use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::slice::place;
+use crate::op::Value;
+use crate::tensor::dim::Dim;
+
+/// `base` with `new` in place of the elements that the view shows which `scope`'s node makes of it; `None` where no way
+/// back is known.
+pub fn back(scope: &mut Scope<'_>, base: Value, new: Value) -> Result<Option<Value>, LowerReason> {
+    let shape = scope.fact(base).shape;
+    let rank = shape.len();
+    let whole = match table::name(&scope.node.target) {
+        "slice" => {
+            let at = axis(scope.int("dim", 0)?, rank)?;
+            let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
+            let begin = place(&start, &shape[at], &Dim::Known(0), &shape[at])?;
+            let step = scope.int("step", 1)?;
+            scatter::written(scope, base, at, &begin, step, new)?
+        }
+        "select" => {
+            let at = axis(scope.int("dim", 0)?, rank)?;
+            let Some(index) = scope.dim("index")? else { return Ok(None) };
+            let begin = if index.known().is_some_and(|v| v < 0) { shape[at].add(&index)? } else { index };
+            let mut row = shape.clone();
+            row[at] = Dim::Known(1);
+            let new = scope.reshape(new, row)?;
+            scatter::written(scope, base, at, &begin, 1, new)?
+        }
+        "view" | "reshape" | "_unsafe_view" | "view_as" | "reshape_as" | "flatten" | "unflatten" | "unsqueeze"
+        | "squeeze" | "ravel" => scope.reshape(new, shape)?,
+        "alias" | "contiguous" | "to" | "positive" if scope.fact(new) == scope.fact(base) => new,
+        "t" | "numpy_T" | "mT" if rank == 2 => transposed(scope, new, vec![1, 0])?,
+        "transpose" => {
+            let mut perm: Vec<usize> = (0..rank).collect();
+            perm.swap(axis(scope.int("dim0", 0)?, rank)?, axis(scope.int("dim1", 1)?, rank)?);
+            transposed(scope, new, perm)?
+        }
+        "permute" => {
+            let list = scope.ints("dims")?.unwrap_or_default();
+            let mut perm = vec![0; rank];
+            for (at, from) in list.into_iter().enumerate() {
+                perm[axis(from, rank)?] = at;
+            }
+            transposed(scope, new, perm)?
+        }
+        _ => return Ok(None),
+    };
+    Ok(Some(whole))
+}

@@ -1,0 +1,254 @@
+//! `Loop` and `Scan`, written out turn by turn under a budget.
+//!
+//! How often a loop turns must be known while importing: from its trip count, from the length of what is scanned, or
+//! from a condition that folds to a constant in every turn.
+
+use crate::import::build::Build;
+use crate::import::onnx::lower::body::Body;
+use crate::import::onnx::lower::slice::part;
+use crate::import::onnx::lower::walk::Walk;
+use crate::import::onnx::lower::weight::dtype_of;
+use crate::import::onnx::lower::{Known, LowerReason, Scope, attribute, truth};
+use crate::import::onnx::model::{Dim as SourceDim, Node, ValueInfo};
+use crate::op::{Concat, Op};
+use crate::tensor::dim::Dim;
+use crate::tensor::{DType, Tensor};
+
+/// The most bytes of constants that are stacked as constants.
+const STACKED: usize = 1 << 20;
+
+type Results = Result<Vec<Known>, Option<LowerReason>>;
+
+/// A `Loop`: a trip count, a condition, and values that are carried from turn to turn.
+pub fn repeat(walk: &mut Walk<'_>, node: &Node) -> Results {
+    let scope = walk.scope(node).ok_or(None)?;
+    let most = scope.integers(0, "the trip count of a loop")?.and_then(|list| list.first().copied());
+    let mut goes_on = match scope.has(1) {
+        true => truth(scope.known(1)?)?.ok_or_else(|| scope.not_constant(1, "the condition of a loop"))?,
+        false => true,
+    };
+    let mut carried = (2..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
+    let body = Body::read(walk, node, "body")?;
+    let scanned = body.outputs.len().checked_sub(carried.len() + 1);
+    let scanned = scanned.ok_or_else(|| LowerReason::Inputs("its body gives too few results".to_string()))?;
+    let mut stacks = vec![Vec::new(); scanned];
+    let mut turn = 0u64;
+    while goes_on && most.is_none_or(|most| i128::from(turn) < i128::from(most)) {
+        let count = Tensor::from_i64(&[], &[turn as i64]);
+        let mut given = vec![Known::Tensor(count), Known::Tensor(Tensor::from_bool(&[], &[true]))];
+        given.append(&mut carried);
+        let mut results = body.run(walk, node, Some(turn), given)?.into_iter();
+        let condition = results.next().ok_or(None)?;
+        let held = results.len() - scanned;
+        carried = results.by_ref().take(held).collect();
+        stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
+        goes_on = match truth(&condition)? {
+            Some(holds) => holds,
+            // The last turn's condition decides nothing.
+            None if most == i64::try_from(turn + 1).ok() => false,
+            None => {
+                let mut scope = walk.scope(node).ok_or(None)?;
+                scope.inputs = vec![Some(condition)];
+                return Err(Some(scope.not_constant(0, "the condition of a loop")));
+            }
+        };
+        turn += 1;
+    }
+    let infos = &body.outputs[body.outputs.len() - scanned..];
+    for (items, info) in stacks.into_iter().zip(infos) {
+        carried.push(stack(walk, node, items, 0, Some(info))?);
+    }
+    Ok(carried)
+}
+
+/// A `Scan`: values that are carried, and inputs of which every turn sees one slice.
+pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
+    let scope = walk.scope(node).ok_or(None)?;
+    let batched = scope.opset < 9;
+    let count = usize::try_from(scope.int("num_scan_inputs", 0)?).ok().filter(|count| *count > 0);
+    let first = usize::from(batched);
+    let sliced = count.and_then(|count| Some((count, scope.inputs.len().checked_sub(count + first)?)));
+    let (count, states) = sliced.ok_or_else(|| LowerReason::Inputs("it has fewer inputs than it scans".to_string()))?;
+    if batched && scope.has(0) {
+        return Err(Some(LowerReason::Unsupported("a Scan with a length for every sample".to_string())));
+    }
+    let given = (first..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
+    let body = Body::read(walk, node, "body")?;
+    let outs = body.outputs.len().checked_sub(states);
+    let outs = outs.ok_or_else(|| LowerReason::Inputs("its body gives too few results".to_string()))?;
+    let scope = walk.scope(node).ok_or(None)?;
+    let reversed = if batched { "directions" } else { "scan_input_directions" };
+    let way = Way {
+        states,
+        axes_in: list(&scope, "scan_input_axes", count)?,
+        reversed_in: list(&scope, reversed, count)?,
+        axes_out: list(&scope, "scan_output_axes", outs)?,
+        reversed_out: list(&scope, "scan_output_directions", outs)?,
+    };
+    if !batched {
+        return scan_one(walk, node, &body, &way, given, 0);
+    }
+    // Before operator set 9, axis 0 of everything was a batch, and each sample was scanned by itself.
+    let samples = length(&mut scope_of(walk, node, given.clone())?, 0, 0)?;
+    let mut stacks = vec![Vec::new(); body.outputs.len()];
+    for sample in 0..samples {
+        let mut one = Vec::with_capacity(given.len());
+        for at in 0..given.len() {
+            one.push(pick(&mut scope_of(walk, node, given.clone())?, at, 0, sample)?);
+        }
+        let results = scan_one(walk, node, &body, &way, one, sample)?;
+        stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
+    }
+    stacks.into_iter().map(|items| stack(walk, node, items, 0, None)).collect()
+}
+
+/// How a `Scan` goes through its inputs and outputs.
+struct Way {
+    states: usize,
+    axes_in: Vec<i64>,
+    reversed_in: Vec<i64>,
+    axes_out: Vec<i64>,
+    reversed_out: Vec<i64>,
+}
+
+fn scan_one(walk: &mut Walk<'_>, node: &Node, body: &Body, way: &Way, given: Vec<Known>, sample: usize) -> Results {
+    let mut scope = scope_of(walk, node, given.clone())?;
+    let mut places = Vec::new();
+    let mut turns = None;
+    for (at, given_axis) in way.axes_in.iter().enumerate() {
+        let slot = way.states + at;
+        let axis = attribute::axis(*given_axis, scope.fact_of(slot)?.rank())?;
+        let found = length(&mut scope, slot, axis)?;
+        if *turns.get_or_insert(found) != found {
+            return Err(Some(LowerReason::Inputs("what it scans has different lengths".to_string())));
+        }
+        places.push((slot, axis, way.reversed_in[at] != 0));
+    }
+    let turns = turns.unwrap_or(0);
+    let mut carried = given[..way.states].to_vec();
+    let mut stacks = vec![Vec::new(); body.outputs.len() - way.states];
+    for turn in 0..turns {
+        let mut scope = scope_of(walk, node, given.clone())?;
+        for &(slot, axis, reversed) in &places {
+            let at = if reversed { turns - 1 - turn } else { turn };
+            carried.push(pick(&mut scope, slot, axis, at)?);
+        }
+        let name = (sample * turns + turn) as u64;
+        let mut results = body.run(walk, node, Some(name), std::mem::take(&mut carried))?.into_iter();
+        carried = results.by_ref().take(way.states).collect();
+        stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
+    }
+    for (at, mut items) in stacks.into_iter().enumerate() {
+        if way.reversed_out[at] != 0 {
+            items.reverse();
+        }
+        carried.push(stack(walk, node, items, way.axes_out[at], body.outputs.get(way.states + at))?);
+    }
+    Ok(carried)
+}
+
+/// A list attribute with a number for each of `count` things, 0 where it is left out.
+fn list(scope: &Scope<'_>, name: &'static str, count: usize) -> Result<Vec<i64>, LowerReason> {
+    match scope.ints(name)? {
+        None => Ok(vec![0; count]),
+        Some(list) if list.len() == count => Ok(list),
+        Some(list) => {
+            Err(LowerReason::Attribute { name, found: format!("{list:?}"), expected: "one number for each tensor" })
+        }
+    }
+}
+
+/// The node's scope with other inputs.
+fn scope_of<'s>(walk: &'s mut Walk<'_>, node: &'s Node, given: Vec<Known>) -> Result<Scope<'s>, Option<LowerReason>> {
+    let mut scope = walk.scope(node).ok_or(None)?;
+    scope.inputs = given.into_iter().map(Some).collect();
+    Ok(scope)
+}
+
+fn length(scope: &mut Scope<'_>, slot: usize, axis: usize) -> Result<usize, LowerReason> {
+    let fact = scope.fact_of(slot)?;
+    let size = fact.shape.get(axis).ok_or_else(|| LowerReason::Inputs(format!("{fact} has no axis {axis}")))?;
+    let known = size.known().and_then(|size| usize::try_from(size).ok());
+    known.ok_or(LowerReason::NotConstant { what: "the length of a scan" })
+}
+
+/// One slice of input `slot` along an axis, without the axis.
+fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Known, LowerReason> {
+    if at >= length(scope, slot, axis)? {
+        return Err(LowerReason::Inputs("what it scans has different lengths".to_string()));
+    }
+    if let Known::Tensor(tensor) = scope.known(slot)? {
+        let size = tensor.shape()[axis];
+        let inner = tensor.shape()[axis + 1..].iter().product::<usize>() * tensor.dtype().size();
+        let rows = tensor.bytes().chunks_exact((inner * size).max(1));
+        let bytes: Vec<u8> = rows.flat_map(|row| &row[at * inner..(at + 1) * inner]).copied().collect();
+        let mut shape = tensor.shape().to_vec();
+        shape.remove(axis);
+        let one = Tensor::new(tensor.dtype(), shape, bytes.into());
+        return one.map(Known::Tensor).map_err(|error| LowerReason::Inputs(error.to_string()));
+    }
+    let x = scope.known(slot)?.clone();
+    let x = scope.made(&x)?;
+    let (begin, end) = (Dim::Known(at as i64), Dim::Known(at as i64 + 1));
+    let one = part(scope, x, axis, begin, end)?;
+    let mut shape = scope.fact(one).shape;
+    shape.remove(axis);
+    Ok(Known::Value(scope.reshape(one, shape)?))
+}
+
+/// What the turns gave, one behind the other along a new axis. Of no turns, the file has to say the shape.
+fn stack(
+    walk: &mut Walk<'_>,
+    node: &Node,
+    items: Vec<Known>,
+    axis: i64,
+    info: Option<&ValueInfo>,
+) -> Result<Known, Option<LowerReason>> {
+    if items.is_empty() {
+        let shape = info.and_then(empty);
+        let what = "a loop that never turns and does not say the shape of its results";
+        return shape.map(Known::Tensor).ok_or_else(|| Some(LowerReason::Unsupported(what.to_string())));
+    }
+    let mut scope = walk.scope(node).ok_or(None)?;
+    if let Some(tensor) = constants(&items).filter(|_| axis == 0) {
+        return Ok(Known::Tensor(tensor));
+    }
+    let mut parts = Vec::with_capacity(items.len());
+    let mut at = 0;
+    for item in &items {
+        let value = scope.made(item)?;
+        let mut shape = scope.fact(value).shape;
+        at = attribute::axis(axis, shape.len() + 1)?;
+        shape.insert(at, Dim::Known(1));
+        parts.push(scope.reshape(value, shape)?);
+    }
+    match parts.as_slice() {
+        [one] => Ok(Known::Value(*one)),
+        _ => Ok(Known::Value(scope.add(Op::Concat(Concat { axis: at }), &parts)?)),
+    }
+}
+
+/// Equal shapes of constants as one constant along a new axis 0.
+fn constants(items: &[Known]) -> Option<Tensor> {
+    let tensors: Vec<&Tensor> =
+        items.iter().map(|i| if let Known::Tensor(t) = i { Some(t) } else { None }).collect::<Option<_>>()?;
+    let first = tensors.first()?;
+    let alike = tensors.iter().all(|t| (t.dtype(), t.shape()) == (first.dtype(), first.shape()));
+    if !alike || first.bytes().len().saturating_mul(tensors.len()) > STACKED {
+        return None;
+    }
+    let bytes: Vec<u8> = tensors.iter().flat_map(|t| t.bytes().iter().copied()).collect();
+    let shape = [&[tensors.len()], first.shape()].concat();
+    Tensor::new(first.dtype(), shape, bytes.into()).ok()
+}
+
+/// No items of the declared shape.
+fn empty(info: &ValueInfo) -> Option<Tensor> {
+    let dtype: DType = dtype_of(info.elem_type)?;
+    let mut shape = vec![0usize];
+    for dim in info.dims.as_ref()? {
+        let SourceDim::Known(size) = dim else { return None };
+        shape.push(usize::try_from(*size).ok()?);
+    }
+    Tensor::new(dtype, shape, bytes::Bytes::new()).ok()
+}

@@ -1,0 +1,147 @@
+//! One step of an optimizer as operators of a graph: `Momentum`, `Adagrad`, `Adam` of `ai.onnx.preview.training`.
+//!
+//! Inputs are the learning rate, the count of steps before, then all tensors, their gradients, and their states; outputs
+//! the new tensors, then the new states.
+
+use crate::import::build::Build;
+use crate::import::onnx::lower::{Known, LowerReason, Outputs, Scope};
+use crate::op::{Binary, Compare, Unary, Value};
+
+/// One tensor with its gradient, in which its own weight has a part, and its states.
+struct Slot {
+    x: Value,
+    gradient: Value,
+    states: Vec<Value>,
+}
+
+/// Rate, steps before, and every tensor with `states` states.
+fn read(scope: &mut Scope<'_>, states: usize) -> Result<(Value, Value, Vec<Slot>), LowerReason> {
+    let (rate, steps) = (scope.value(0)?, scope.value(1)?);
+    let given = scope.inputs.len().saturating_sub(2);
+    let count = given / (2 + states);
+    if count == 0 || count * (2 + states) != given {
+        return Err(LowerReason::Inputs(format!("{given} tensors are not {} for each", 2 + states)));
+    }
+    let decay = scope.float("norm_coefficient", 0.0)?;
+    let mut slots = Vec::with_capacity(count);
+    for n in 0..count {
+        let x = scope.value(2 + n)?;
+        let gradient = scope.value(2 + count + n)?;
+        let own = scope.with_number(Binary::Mul, x, decay)?;
+        let gradient = scope.binary(Binary::Add, own, gradient)?;
+        let states = (2..2 + states).map(|k| scope.value(2 + k * count + n)).collect::<Result<Vec<_>, _>>()?;
+        slots.push(Slot { x, gradient, states });
+    }
+    Ok((rate, steps, slots))
+}
+
+/// `a·x + b·y`
+fn mixed(scope: &mut Scope<'_>, a: f64, x: Value, b: f64, y: Value) -> Result<Value, LowerReason> {
+    let (x, y) = (scope.with_number(Binary::Mul, x, a)?, scope.with_number(Binary::Mul, y, b)?);
+    scope.binary(Binary::Add, x, y)
+}
+
+/// `x - rate·way`
+fn moved(scope: &mut Scope<'_>, x: Value, rate: Value, way: Value) -> Result<Value, LowerReason> {
+    let way = scope.binary(Binary::Mul, rate, way)?;
+    scope.binary(Binary::Sub, x, way)
+}
+
+/// New tensors of all slots, then their first states, then their second ones.
+fn in_order(made: Vec<Vec<Value>>) -> Vec<Known> {
+    let width = made.first().map_or(0, Vec::len);
+    (0..width).flat_map(|k| made.iter().map(move |slot| Known::Value(slot[k]))).collect()
+}
+
+/// Gradient descent with momentum, plain or Nesterov's: `v' = alpha·v + beta·g`, where beta is 1 in the first step.
+pub fn momentum(scope: &mut Scope<'_>) -> Outputs {
+    let (alpha, beta) = (scope.float("alpha", 0.0)?, scope.float("beta", 0.0)?);
+    let nesterov = match scope.text("mode", "standard")?.as_str() {
+        "standard" => false,
+        "nesterov" => true,
+        other => {
+            let expected = "standard or nesterov";
+            return Err(LowerReason::Attribute { name: "mode", found: other.to_string(), expected });
+        }
+    };
+    let (rate, steps, slots) = read(scope, 1)?;
+    let before = later(scope, steps)?;
+    let mut made = Vec::new();
+    for slot in slots {
+        let dtype = scope.fact(slot.x).dtype;
+        let (beta, one) = (scope.scalar(dtype, beta)?, scope.scalar(dtype, 1.0)?);
+        let share = scope.select(before, beta, one)?;
+        let kept = scope.with_number(Binary::Mul, slot.states[0], alpha)?;
+        let added = scope.binary(Binary::Mul, slot.gradient, share)?;
+        let velocity = scope.binary(Binary::Add, kept, added)?;
+        let way = if nesterov { mixed(scope, 1.0, slot.gradient, alpha, velocity)? } else { velocity };
+        made.push(vec![moved(scope, slot.x, rate, way)?, velocity]);
+    }
+    Ok(in_order(made))
+}
+
+/// Whether there were steps before.
+fn later(scope: &mut Scope<'_>, steps: Value) -> Result<Value, LowerReason> {
+    let zero = scope.scalar(scope.fact(steps).dtype, 0.0)?;
+    scope.compare(Compare::Less, zero, steps)
+}
+
+/// Adagrad: `h' = h + g²`, `x' = x - rate/(1 + steps·decay)·g/(√h' + epsilon)`.
+pub fn adagrad(scope: &mut Scope<'_>) -> Outputs {
+    let (epsilon, decay) = (scope.float("epsilon", 0.0)?, scope.float("decay_factor", 0.0)?);
+    let (rate, steps, slots) = read(scope, 1)?;
+    let steps = scope.cast(steps, scope.fact(rate).dtype)?;
+    let grown = scope.with_number(Binary::Mul, steps, decay)?;
+    let below = scope.with_number(Binary::Add, grown, 1.0)?;
+    let rate = scope.binary(Binary::Div, rate, below)?;
+    let mut made = Vec::new();
+    for slot in slots {
+        let square = scope.binary(Binary::Mul, slot.gradient, slot.gradient)?;
+        let sum = scope.binary(Binary::Add, slot.states[0], square)?;
+        let way = over_root(scope, slot.gradient, sum, epsilon)?;
+        let rate = scope.cast(rate, scope.fact(slot.x).dtype)?;
+        made.push(vec![moved(scope, slot.x, rate, way)?, sum]);
+    }
+    Ok(in_order(made))
+}
+
+/// `a/(√b + epsilon)`
+fn over_root(scope: &mut Scope<'_>, a: Value, b: Value, epsilon: f64) -> Result<Value, LowerReason> {
+    let root = scope.unary(Unary::Sqrt, b)?;
+    let below = scope.with_number(Binary::Add, root, epsilon)?;
+    scope.binary(Binary::Div, a, below)
+}
+
+/// Adam, whose bias is corrected from the second step on: `rate·√(1 - beta^t)/(1 - alpha^t)`.
+pub fn adam(scope: &mut Scope<'_>) -> Outputs {
+    let (alpha, beta) = (scope.float("alpha", 0.9)?, scope.float("beta", 0.999)?);
+    let (epsilon, after) = (scope.float("epsilon", 0.0)?, scope.float("norm_coefficient_post", 0.0)?);
+    let (rate, steps, slots) = read(scope, 2)?;
+    let before = later(scope, steps)?;
+    let steps = scope.cast(steps, scope.fact(rate).dtype)?;
+    let mut lacking = Vec::new();
+    for factor in [alpha, beta] {
+        let factor = scope.scalar(scope.fact(rate).dtype, factor)?;
+        let power = scope.binary(Binary::Pow, factor, steps)?;
+        let one = scope.scalar(scope.fact(rate).dtype, 1.0)?;
+        lacking.push(scope.binary(Binary::Sub, one, power)?);
+    }
+    let root = scope.unary(Unary::Sqrt, lacking[1])?;
+    let grown = scope.binary(Binary::Mul, rate, root)?;
+    let corrected = scope.binary(Binary::Div, grown, lacking[0])?;
+    let rate = scope.select(before, corrected, rate)?;
+    let mut made = Vec::new();
+    for slot in slots {
+        let mean = mixed(scope, alpha, slot.states[0], 1.0 - alpha, slot.gradient)?;
+        let square = scope.binary(Binary::Mul, slot.gradient, slot.gradient)?;
+        let variance = mixed(scope, beta, slot.states[1], 1.0 - beta, square)?;
+        let way = over_root(scope, mean, variance, epsilon)?;
+        let rate = scope.cast(rate, scope.fact(slot.x).dtype)?;
+        let mut x = moved(scope, slot.x, rate, way)?;
+        if after != 0.0 {
+            x = scope.with_number(Binary::Mul, x, 1.0 - after)?;
+        }
+        made.push(vec![x, mean, variance]);
+    }
+    Ok(in_order(made))
+}

@@ -1,0 +1,315 @@
+//! What an ONNX file is worth for training: the [`TrainingWarning`]s about it, from its nodes and initializers alone.
+//!
+//! | doubt | how it shows |
+//! | --- | --- |
+//! | folded batch normalisation | the rewriter's mark on a node (`FuseBatchNormInto…`), or a convolution whose weight the older exporter had to name itself |
+//! | inference-mode batch normalisation | no `training_mode`; before operator set 14, no second output |
+//! | inference-mode dropout | `training_mode` absent or false at a ratio that is not zero; every one before operator set 12 |
+//! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source had a bias among its parameters |
+//! | merged parameters | one vector that is a scale or bias of several modules, or a parameter and a statistic at once |
+//! | untied parameters | an embedding and a projection with equal values, one of them perhaps transposed |
+//!
+//! What merely could be is not told: a vector with values that differ was trained and is shared on purpose; modules that
+//! have one path are one module that runs several times. A dropout that an exporter removed leaves no trace to find.
+
+use crate::import::onnx::element;
+use crate::import::onnx::model::{Node, OnnxModel, Payload, Tensor};
+use crate::import::onnx::proto::tensor_proto::DataType;
+use crate::import::training_warning::{Finding, TrainingWarning};
+use std::collections::{BTreeSet, HashMap};
+
+/// Where two matrices are compared. Weights that agree at so many places are the same.
+const COMPARED: usize = 512;
+
+/// Elements of a vector that are looked at: a scale or a bias has fewer.
+const LOOKED_AT: usize = 1 << 16;
+
+/// Embeddings, and projections for each, that are compared: models have a handful.
+const TABLES: usize = 64;
+const PROJECTIONS: usize = 4096;
+
+/// The operator set since which a batch normalisation says whether it trains.
+const NORM_SAYS: i64 = 14;
+
+/// The operator set since which a dropout says whether it trains.
+const DROPOUT_SAYS: i64 = 12;
+
+/// All doubts about a model, in a fixed order.
+pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
+    let (readers, modes) = (readers(model), Modes::of(model));
+    let found = [
+        folded(model),
+        nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
+        dropouts(model, &modes),
+        unbiased(model),
+        merged(model, &readers),
+        untied(model, &readers),
+    ];
+    found.into_iter().flatten().collect()
+}
+
+/// What tells of a node whether it trains: the operator set, and the constants of the model.
+pub struct Modes<'a> {
+    opset: Option<i64>,
+    constants: HashMap<&'a str, &'a [u8]>,
+}
+
+impl<'a> Modes<'a> {
+    /// Those of a model.
+    pub fn of(model: &'a OnnxModel) -> Modes<'a> {
+        let given = model.initializers.iter().filter_map(|t| Some((t.name.as_str(), bytes(t)?)));
+        let made = model.nodes.iter().filter(|node| standard(node, "Constant")).filter_map(|node| {
+            let value = node.attributes.iter().find(|a| a.name() == "value")?.t.as_ref()?;
+            Some((node.outputs.first()?.as_str(), value.raw_data.as_deref()?))
+        });
+        Modes { opset: model.opset(""), constants: given.chain(made).collect() }
+    }
+
+    /// Whether the node normalises by stored statistics.
+    pub fn is_inference_norm(&self, node: &Node) -> bool {
+        standard(node, "BatchNormalization")
+            && match self.opset {
+                Some(..NORM_SAYS) => node.outputs.iter().skip(1).all(String::is_empty),
+                _ => !node.attributes.iter().any(|a| a.name() == "training_mode" && a.i() != 0),
+            }
+    }
+
+    /// Whether the node is a dropout that drops nothing though its ratio is not zero.
+    pub fn is_inference_dropout(&self, node: &Node) -> bool {
+        if !standard(node, "Dropout") {
+            return false;
+        }
+        if self.opset.is_some_and(|version| version < DROPOUT_SAYS) {
+            return node.attributes.iter().find(|a| a.name() == "ratio").is_none_or(|a| a.f() != 0.0);
+        }
+        // A mode that is computed is nobody's to judge; a ratio that is left out is one half.
+        let trains = node.inputs.get(2).is_some_and(|name| !name.is_empty()) && !self.is_zero(node, 2);
+        !trains && !self.is_zero(node, 1)
+    }
+
+    fn is_zero(&self, node: &Node, slot: usize) -> bool {
+        let bytes = node.inputs.get(slot).and_then(|name| self.constants.get(name.as_str()));
+        bytes.is_some_and(|bytes| bytes.iter().take(8).all(|byte| *byte == 0))
+    }
+}
+
+fn bytes(tensor: &Tensor) -> Option<&[u8]> {
+    match &tensor.payload {
+        Payload::Bytes(bytes) => Some(bytes),
+        _ => None,
+    }
+}
+
+fn standard(node: &Node, operator: &str) -> bool {
+    node.domain.is_empty() && node.op_type == operator
+}
+
+fn nodes(finding: Finding, model: &OnnxModel, is: impl Fn(&Node) -> bool) -> Option<TrainingWarning> {
+    let mut found = model.nodes.iter().filter(|node| is(node));
+    let first = found.next()?.name.clone();
+    Some(TrainingWarning { finding, count: 1 + found.count(), first, beside: String::new() })
+}
+
+fn dropouts(model: &OnnxModel, modes: &Modes<'_>) -> Option<TrainingWarning> {
+    let doubt = nodes(Finding::InferenceDropout, model, |node| modes.is_inference_dropout(node))?;
+    let training = model.nodes.iter().filter(|node| standard(node, "Dropout")).count() - doubt.count;
+    let beside = if training > 0 { format!("while {training} others train") } else { String::new() };
+    Some(TrainingWarning { beside, ..doubt })
+}
+
+/// Whether metadata of a node under this key says this.
+fn says(node: &Node, key: &str, what: &str) -> bool {
+    node.metadata.iter().any(|property| property.key() == key && property.value().contains(what))
+}
+
+/// The rewrites that made a node.
+const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
+
+/// A zero bias that the exporter itself put in is no loss, so the source of the node is asked.
+fn unbiased(model: &OnnxModel) -> Option<TrainingWarning> {
+    nodes(Finding::RemovedBias, model, |node| {
+        let source = "pkg.torch.onnx.fx_node";
+        says(node, RULES, "RemoveOptionalBias") && !says(node, RULES, "FuseBatchNorm") && says(node, source, "_bias")
+    })
+}
+
+fn folded(model: &OnnxModel) -> Option<TrainingWarning> {
+    let marked = |node: &Node| says(node, RULES, "FuseBatchNorm");
+    // The older exporter gives a weight that it computed the name of the operator that reads it and a number.
+    let renamed = |node: &Node| {
+        matches!(node.op_type.as_str(), "Conv" | "ConvTranspose")
+            && node.inputs.get(1).is_some_and(|name| name.starts_with("onnx::Conv"))
+            && node.inputs.get(2).is_some_and(|name| name.starts_with("onnx::Conv"))
+    };
+    nodes(Finding::FoldedBatchNorm, model, |node| node.domain.is_empty() && (marked(node) || renamed(node)))
+}
+
+/// Who reads each initializer, and at which input.
+type Readers<'a> = HashMap<&'a str, Vec<(&'a Node, usize)>>;
+
+/// An identity of an initializer reads nothing itself: who reads it, reads the initializer. PyTorch's older exporter
+/// leaves one where it merged two.
+fn readers(model: &OnnxModel) -> Readers<'_> {
+    let mut readers: Readers<'_> = model.initializers.iter().map(|tensor| (tensor.name.as_str(), Vec::new())).collect();
+    let mut roots: HashMap<&str, &str> = readers.keys().map(|name| (*name, *name)).collect();
+    for node in model.nodes.iter().filter(|node| node.domain.is_empty()) {
+        if let ("Identity", [input], [output]) =
+            (node.op_type.as_str(), node.inputs.as_slice(), node.outputs.as_slice())
+            && let Some(&root) = roots.get(input.as_str())
+        {
+            roots.insert(output, root);
+            continue;
+        }
+        for (slot, name) in node.inputs.iter().enumerate() {
+            if let Some(list) = roots.get(name.as_str()).and_then(|root| readers.get_mut(root)) {
+                list.push((node, slot));
+            }
+        }
+    }
+    readers
+}
+
+/// Whether a vector is a scale or a bias where this node reads it.
+fn is_vector_parameter(node: &Node, slot: usize) -> bool {
+    match node.op_type.as_str() {
+        "LayerNormalization" | "GroupNormalization" | "InstanceNormalization" | "BatchNormalization" => {
+            matches!(slot, 1 | 2)
+        }
+        "RMSNormalization" => slot == 1,
+        "Conv" | "ConvTranspose" | "Gemm" => slot == 2,
+        "Add" | "Mul" => true,
+        _ => false,
+    }
+}
+
+fn is_norm(node: &Node) -> bool {
+    node.op_type.ends_with("Normalization")
+}
+
+fn is_float(tensor: &Tensor) -> bool {
+    matches!(
+        DataType::try_from(tensor.elem_type),
+        Ok(DataType::Float | DataType::Double | DataType::Float16 | DataType::Bfloat16)
+    )
+}
+
+fn merged(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
+    let mut doubt: Option<TrainingWarning> = None;
+    for tensor in model.initializers.iter().filter(|t| is_float(t) && t.dims.len() == 1 && t.dims[0] > 1) {
+        let uses = readers.get(tensor.name.as_str()).map(Vec::as_slice).unwrap_or_default();
+        let Some(beside) = why_merged(tensor, uses) else { continue };
+        match &mut doubt {
+            Some(doubt) => doubt.count += 1,
+            None => {
+                let first = tensor.name.clone();
+                doubt = Some(TrainingWarning { finding: Finding::Merged, count: 1, first, beside });
+            }
+        }
+    }
+    doubt
+}
+
+/// Who shares a vector that nobody meant to share, `None` where it may be meant.
+fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
+    if uses.len() < 2 {
+        return None;
+    }
+    // Values that differ were drawn or trained: two tensors would not have the same ones.
+    let level = match bytes(tensor) {
+        Some(bytes) => Some(is_level(tensor, bytes)?).filter(|level| *level),
+        None => None,
+    };
+    if bytes(tensor).is_some() && level.is_none() {
+        return None;
+    }
+    let statistic = uses.iter().find(|(node, slot)| node.op_type == "BatchNormalization" && matches!(slot, 3 | 4));
+    let parameters: Vec<&(&Node, usize)> =
+        uses.iter().filter(|(node, slot)| is_vector_parameter(node, *slot)).collect();
+    if let (Some((node, _)), Some(_)) = (statistic, parameters.first()) {
+        return Some(format!("a parameter and a running statistic of {}", node.name));
+    }
+    let modules: BTreeSet<&str> = parameters.iter().map(|(node, _)| node.module.as_str()).collect();
+    let named = modules.iter().filter(|module| !module.is_empty()).count();
+    // Without module paths, only a level scale or bias of several normalisations is sure.
+    let norms = parameters.iter().filter(|(node, _)| is_norm(node)).count();
+    let sure = named >= 2 || (named == 0 && level.is_some() && norms >= 2);
+    let ((one, _), (other, _)) = (
+        parameters.first()?,
+        parameters.iter().find(|(n, _)| n.module != parameters[0].0.module).or(parameters.last())?,
+    );
+    sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), one.name, other.name))
+}
+
+/// Whether all elements are equal.
+fn is_level(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
+    let size = usize::try_from(element::bits(tensor.elem_type)? / 8).ok().filter(|size| *size > 0)?;
+    let first = bytes.get(..size)?;
+    Some(bytes.chunks_exact(size).take(LOOKED_AT).all(|element| element == first))
+}
+
+/// A matrix with values, as rows of `size`-byte elements.
+struct Matrix<'a> {
+    tensor: &'a Tensor,
+    bytes: &'a [u8],
+    dims: [usize; 2],
+    size: usize,
+}
+
+impl<'a> Matrix<'a> {
+    fn of(tensor: &'a Tensor) -> Option<Matrix<'a>> {
+        let &[rows, columns] = tensor.dims.as_slice() else { return None };
+        let dims = [usize::try_from(rows).ok()?, usize::try_from(columns).ok()?];
+        let size = usize::try_from(element::bits(tensor.elem_type)? / 8).ok()?;
+        let bytes = bytes(tensor).filter(|_| is_float(tensor) && dims[0] > 1 && dims[1] > 1)?;
+        Some(Matrix { tensor, bytes, dims, size })
+    }
+
+    fn at(&self, row: usize, column: usize) -> Option<&[u8]> {
+        let begin = row.checked_mul(self.dims[1])?.checked_add(column)?.checked_mul(self.size)?;
+        self.bytes.get(begin..begin.checked_add(self.size)?)
+    }
+
+    /// Whether two matrices, the other one transposed if so said, agree wherever they are looked at, and are not level.
+    fn agrees(&self, other: &Matrix<'_>, transposed: bool) -> bool {
+        let [rows, columns] = self.dims;
+        let fits = if transposed { other.dims == [columns, rows] } else { other.dims == self.dims };
+        if !fits || self.tensor.elem_type != other.tensor.elem_type {
+            return false;
+        }
+        let (mut differ, first) = (false, self.at(0, 0));
+        for n in 0..COMPARED {
+            // Spread over rows and columns without a pattern that a matrix could share.
+            let (row, column) = (n.wrapping_mul(7919) % rows, n.wrapping_mul(104_729) % columns);
+            let here = self.at(row, column);
+            let there = if transposed { other.at(column, row) } else { other.at(row, column) };
+            if here != there {
+                return false;
+            }
+            differ |= here != first;
+        }
+        differ
+    }
+}
+
+fn untied(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
+    let read = |tensor: &Tensor, is: fn(&Node, usize) -> bool| {
+        readers.get(tensor.name.as_str()).is_some_and(|uses| uses.iter().any(|(node, slot)| is(node, *slot)))
+    };
+    let embeds = |node: &Node, slot: usize| node.op_type == "Gather" && slot == 0;
+    let projects =
+        |node: &Node, slot: usize| matches!((node.op_type.as_str(), slot), ("MatMul" | "Gemm", 1) | ("Transpose", 0));
+    let matrices = |is: fn(&Node, usize) -> bool, most: usize| -> Vec<Matrix<'_>> {
+        model.initializers.iter().filter(|t| read(t, is)).filter_map(Matrix::of).take(most).collect()
+    };
+    let (tables, projections) = (matrices(embeds, TABLES), matrices(projects, PROJECTIONS));
+    let mut doubt: Option<TrainingWarning> = None;
+    for table in &tables {
+        for projection in projections.iter().filter(|p| p.tensor.name != table.tensor.name) {
+            if table.agrees(projection, false) || table.agrees(projection, true) {
+                let (first, beside) = (table.tensor.name.clone(), projection.tensor.name.clone());
+                doubt.get_or_insert(TrainingWarning { finding: Finding::Untied, count: 0, first, beside }).count += 1;
+            }
+        }
+    }
+    doubt
+}

@@ -1,0 +1,472 @@
+//! Opening the batch of a static export: where an op needs two sizes to agree and one of them is the open batch, the
+//! other one is the batch too, and what made it is made again with the open size.
+//!
+//! A static export says 4 in many places, and equal numbers tell nothing: a batch of 4, 4 heads. What tells is use. If
+//! `[batch, 64, 768]` is added to `[4, 64, 768]`, then for any other batch the model only makes sense if that 4 is the
+//! batch. So [`agree`] looks at the inputs of every op before it is added, and `Carry` follows the size back to where
+//! it comes from: through elementwise ops, movements and lookups, to a broadcast or a count whose size is a number, to a
+//! constant that says the same for every sample, or to another input of the model, which then has the batch as well.
+//! Where it ends at a parameter, or at values that differ from sample to sample, the batch cannot be open, and the
+//! reason says which node that is.
+
+use crate::graph::Graph;
+use crate::import::batch_in_axis::{place, within};
+use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
+use crate::op::{Broadcast, Constant, Iota, Op, Reshape, Slice, Value};
+use crate::tensor::Tensor;
+use crate::tensor::dim::{Bindings, Dim, volume};
+use std::collections::HashMap;
+
+/// A size that has the batch, and how many entries lie between one sample and the next, where that is known.
+#[derive(Clone)]
+struct BatchDim {
+    size: Dim,
+    step: Option<i64>,
+}
+
+impl BatchDim {
+    /// A size of which nothing else is known.
+    fn new(size: &Dim) -> BatchDim {
+        BatchDim { size: size.clone(), step: (*size == symbol_of(size)).then_some(1) }
+    }
+}
+
+/// How far a size is followed back.
+const DEPTH: usize = 256;
+
+/// Values that were made again, by value and axis.
+pub type Opened = HashMap<(Value, usize), Value>;
+
+/// The inputs of an op with their sizes in agreement.
+pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Result<Vec<Value>, LowerReason> {
+    let mut inputs = inputs.to_vec();
+    if build.frozen().is_none_or(Bindings::is_empty) {
+        return Ok(inputs);
+    }
+    if let Op::Reshape(reshape) = op {
+        if let Some((axis, want)) = reshaped(build, inputs[0], &reshape.shape)? {
+            inputs[0] = open(build, inputs[0], axis, &want)?;
+        }
+        return Ok(inputs);
+    }
+    match op {
+        Op::Gather(gather) => picked(build, gather.axis, &inputs)?,
+        Op::Scatter(scatter) => picked(build, scatter.axis, &inputs)?,
+        _ => {}
+    }
+    for (slot, axis, want) in demands(build, op, &inputs)? {
+        inputs[slot] = open(build, inputs[slot], axis, &want)?;
+    }
+    Ok(inputs)
+}
+
+/// Refuses to pick, or to write, as many samples as the batch in the file has: numbers that were written down for that batch alone.
+fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result<(), LowerReason> {
+    let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
+    for have in &at.shape {
+        if is_frozen(build, have, &data.shape[axis])? {
+            return Err(stuck(build.graph(), inputs[1], 0, "it picks samples by numbers that the file has"));
+        }
+    }
+    Ok(())
+}
+
+/// A value with the sizes of a shape, where that has the batch and the value the number it stands for.
+pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim]) -> Result<Value, LowerReason> {
+    if build.graph().fact(value).rank() == shape.len() {
+        for (axis, want) in shape.iter().enumerate() {
+            if is_frozen(build, &build.graph().fact(value).shape[axis], want)? {
+                value = open(build, value, axis, &BatchDim::new(want))?;
+            }
+        }
+    }
+    Ok(value)
+}
+
+/// A shape with the batch where another one has it and this one the number that it stands for.
+pub fn open_as<B: Build + ?Sized>(build: &B, have: &[Dim], want: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
+    let mut shape = have.to_vec();
+    if have.len() == want.len() {
+        for (have, want) in shape.iter_mut().zip(want) {
+            if is_frozen(build, have, want)? {
+                have.clone_from(want);
+            }
+        }
+    }
+    Ok(shape)
+}
+
+/// The first entry along an axis, with a size of 1, if all entries are equal.
+pub fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
+    let mut shape = tensor.shape().to_vec();
+    let size = std::mem::replace(&mut shape[axis], 1);
+    let entry = shape[axis..].iter().product::<usize>() * tensor.dtype().size();
+    if entry == 0 || size == 0 {
+        return None;
+    }
+    let mut bytes = Vec::with_capacity(tensor.bytes().len() / size);
+    for entries in tensor.bytes().chunks_exact(entry * size) {
+        if entries.chunks_exact(entry).any(|e| e != &entries[..entry]) {
+            return None;
+        }
+        bytes.extend_from_slice(&entries[..entry]);
+    }
+    Tensor::new(tensor.dtype(), shape, bytes.into()).ok()
+}
+
+/// Whether `have` is the number, other than 1, that the symbols of `want` stand for in the file.
+fn is_frozen<B: Build + ?Sized>(build: &B, have: &Dim, want: &Dim) -> Result<bool, LowerReason> {
+    let (Some(number), None, Some(frozen)) = (have.known(), want.known(), build.frozen()) else { return Ok(false) };
+    Ok(number != 1 && want.symbols().iter().any(|s| frozen.contains_key(s)) && want.substitute(frozen)?.is(number))
+}
+
+/// Which axis of which input must be which size.
+type Demand = (usize, usize, BatchDim);
+
+fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Vec<Demand>, LowerReason> {
+    let shapes: Vec<&[Dim]> = inputs.iter().map(|value| build.graph().fact(*value).shape.as_slice()).collect();
+    // Groups of (slot, axis) whose sizes are one size.
+    let mut groups: Vec<Vec<(usize, usize)>> = Vec::new();
+    let aligned = |slots: &[usize], skipped: usize| -> Vec<Vec<(usize, usize)>> {
+        let rank = slots.iter().map(|s| shapes[*s].len()).max().unwrap_or(0);
+        let at = |from_end: usize| {
+            let axis = |slot: &usize| Some((*slot, shapes[*slot].len().checked_sub(from_end + 1)?));
+            slots.iter().filter_map(axis).collect()
+        };
+        (skipped..rank).map(at).collect()
+    };
+    match op {
+        Op::Binary(_) | Op::Compare(_) | Op::Select(_) => {
+            groups = aligned(&(0..shapes.len()).collect::<Vec<_>>(), 0);
+        }
+        Op::MatMul(_) => groups = aligned(&[0, 1], 2),
+        Op::Concat(concat) => {
+            let rank = shapes.first().map_or(0, |shape| shape.len());
+            let axes = (0..rank).filter(|axis| *axis != concat.axis && shapes.iter().all(|s| s.len() == rank));
+            groups = axes.map(|axis| (0..shapes.len()).map(|slot| (slot, axis)).collect()).collect();
+        }
+        Op::CrossEntropy(loss) if shapes.len() == 2 && shapes[0].len() == shapes[1].len() + 1 => {
+            let behind = |axis: usize| if axis < loss.axis { axis } else { axis + 1 };
+            groups = (0..shapes[1].len()).map(|axis| vec![(0, behind(axis)), (1, axis)]).collect();
+        }
+        Op::Lstm(_) => {
+            let frozen = build.frozen();
+            let time = shapes.first().and_then(|x| x.first());
+            if time.is_some_and(|t| t.symbols().iter().any(|s| frozen.is_some_and(|f| f.contains_key(s)))) {
+                return Err(LowerReason::Time);
+            }
+            // x [T, N, I], then two weights, two biases, h0 [N, H] and c0 [N, H].
+            groups.push(vec![(0, 1), (5, 0), (6, 0)]);
+        }
+        Op::Broadcast(broadcast) => {
+            let ahead = broadcast.shape.len().saturating_sub(shapes[0].len());
+            let mut list = Vec::new();
+            for (axis, have) in shapes[0].iter().enumerate() {
+                if let Some(want) = broadcast.shape.get(ahead + axis).filter(|want| have != *want)
+                    && is_frozen(build, have, want)?
+                {
+                    list.push((0, axis, BatchDim::new(want)));
+                }
+            }
+            return Ok(list);
+        }
+        _ => {}
+    }
+    let mut list = Vec::new();
+    for group in groups {
+        let dim = |(slot, axis): &(usize, usize)| shapes.get(*slot).and_then(|shape| shape.get(*axis));
+        let is_open = |place: &&(usize, usize)| dim(place).is_some_and(|dim| dim.known().is_none());
+        let Some(&(of, along)) = group.iter().find(is_open) else { continue };
+        let size = shapes[of][along].clone();
+        for place in &group {
+            if let Some(have) = dim(place)
+                && is_frozen(build, have, &size)?
+            {
+                let want = BatchDim { size: size.clone(), step: within(build.graph(), inputs[of], along) };
+                list.push((place.0, place.1, want));
+            }
+        }
+    }
+    Ok(list)
+}
+
+/// Which axis of the input of a reshape must carry the batch that the new shape has and the input lacks.
+fn reshaped<B: Build + ?Sized>(
+    build: &B,
+    value: Value,
+    shape: &[Dim],
+) -> Result<Option<(usize, BatchDim)>, LowerReason> {
+    let have = &build.graph().fact(value).shape;
+    let Some(frozen) = build.frozen() else { return Ok(None) };
+    let carriers: Vec<usize> = (0..shape.len()).filter(|at| shape[*at].known().is_none()).collect();
+    let (&[at], true) = (carriers.as_slice(), have.iter().all(|dim| dim.known().is_some())) else { return Ok(None) };
+    let number = shape[at].substitute(frozen)?;
+    let behind = volume(&shape[at + 1..])?;
+    for axis in 0..have.len() {
+        if have[axis] == number && volume(&have[axis + 1..])? == behind && is_frozen(build, &have[axis], &shape[at])? {
+            return Ok(Some((axis, BatchDim::new(&shape[at]))));
+        }
+    }
+    let mut new = shape.to_vec();
+    new[at] = number;
+    among(build, &new, at, have, &BatchDim::new(&shape[at]))
+}
+
+/// The one axis of `other`, a reshape of `shape`, that can carry the batch of axis `at`, and its open size.
+fn among<B: Build + ?Sized>(
+    build: &B,
+    shape: &[Dim],
+    at: usize,
+    other: &[Dim],
+    want: &BatchDim,
+) -> Result<Option<(usize, BatchDim)>, LowerReason> {
+    let symbols = want.size.symbols();
+    let ([name], Some(frozen)) = (symbols.as_slice(), build.frozen()) else { return Ok(None) };
+    let numbers = |dims: &[Dim]| dims.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
+    let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(other), frozen.get(name)) else {
+        return Ok(None);
+    };
+    let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size));
+    let first = want.step.zip(behind).and_then(|(step, behind)| behind.checked_mul(step));
+    let found = match first {
+        Some(first) => place(first, size, &to).map(|(axis, step)| (axis, Some(step))),
+        None => alone(&from, at, &to, size).or_else(|| owner(&from, at, &to, size)).map(|axis| (axis, None)),
+    };
+    let Some((axis, step)) = found else { return Ok(None) };
+    let size = Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?;
+    Ok(Some((axis, BatchDim { step: step.or(BatchDim::new(&size).step), size })))
+}
+
+/// Where a factor of an axis goes when it is the outermost part of that axis: the one axis of `to` that holds its steps; `None` where none does.
+fn owner(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
+    let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
+    let first = behind.checked_mul(from[at])?.checked_div(factor)?;
+    place(first, factor, to).map(|(axis, _)| axis)
+}
+
+/// Where a factor of an axis goes when a shape becomes another one: the one axis, among those that take the place of axis
+/// `at`, whose size is a multiple of the factor; `None` where there are several.
+pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
+    let (mut read, mut written) = (0, 0);
+    if factor < 2 {
+        return None;
+    }
+    while read < from.len() {
+        // The fewest axes on both sides with one product.
+        let (first, start) = (read, written);
+        let (mut left, mut right) = (1i64, 1i64);
+        while left != right || (read, written) == (first, start) {
+            if read < from.len() && (left <= right || written == to.len()) {
+                left = left.checked_mul(from[read])?;
+                read += 1;
+            } else {
+                right = right.checked_mul(*to.get(written)?)?;
+                written += 1;
+            }
+        }
+        if (first..read).contains(&at) {
+            let mut fit = (start..written).filter(|axis| to[*axis] > 1 && to[*axis] % factor == 0);
+            return fit.next().filter(|_| fit.next().is_none());
+        }
+    }
+    None
+}
+
+fn open<B: Build + ?Sized>(build: &mut B, value: Value, axis: usize, want: &BatchDim) -> Result<Value, LowerReason> {
+    carry(build, value, axis, want, DEPTH)
+}
+
+/// `value` made again with the size `want` along `axis`, where it has the number that this stands for.
+fn carry<B: Build + ?Sized>(
+    build: &mut B,
+    value: Value,
+    axis: usize,
+    want: &BatchDim,
+    depth: usize,
+) -> Result<Value, LowerReason> {
+    let (whole_want, want) = (want, &want.size);
+    if let Some(known) = build.opened().and_then(|opened| opened.get(&(value, axis))) {
+        return Ok(*known);
+    }
+    let graph = build.graph();
+    let shape = graph.fact(value).shape.clone();
+    if shape[axis] == *want {
+        return Ok(value);
+    }
+    let node = graph.node(value.node);
+    let stuck = |why: &'static str| stuck(graph, value, axis, why);
+    if depth == 0 {
+        return Err(stuck("it comes from further than pipec follows"));
+    }
+    let op = node.op.clone();
+    let inputs = graph.inputs(value.node);
+    let facts: Vec<Vec<Dim>> = inputs.iter().map(|input| graph.fact(*input).shape.clone()).collect();
+    // The same axis of an operand of lower rank, counted from the end; none where the operand is stretched.
+    let aligned = |slot: usize| -> Option<usize> {
+        let at = (axis + facts[slot].len()).checked_sub(shape.len())?;
+        (facts[slot][at] == shape[axis]).then_some(at)
+    };
+    let whole = |slot: usize, at: usize| facts[slot].get(at) == Some(&shape[axis]);
+    // For each input, along which axis it carries the size.
+    let mut along: Vec<Option<usize>> = vec![None; inputs.len()];
+    let (mut op, mut inner) = (op, whole_want.clone());
+    match &mut op {
+        Op::Input(input) if *want == symbol_of(want) => {
+            return Err(LowerReason::Batch { input: input.name.clone(), axis });
+        }
+        Op::Input(input) => {
+            let batch = build.frozen().and_then(|frozen| frozen.get(want.symbols().first()?).copied());
+            let size = shape[axis].known().unwrap_or_default();
+            return Err(LowerReason::Alike { input: input.name.clone(), axis, size, batch: batch.unwrap_or(1) });
+        }
+        Op::Parameter(_) => return Err(stuck("it is a parameter")),
+        Op::State(_) => return Err(stuck("its values are not known or differ from sample to sample")),
+        Op::Constant(constant) => {
+            let one = sample(&constant.tensor, axis)
+                .ok_or_else(|| stuck("it is a constant whose values differ from sample to sample"))?;
+            let one = build.add(Op::Constant(Constant { tensor: one }), &[])?;
+            let mut shape = shape;
+            shape[axis] = want.clone();
+            return keep(build, (value, axis), Op::Broadcast(Broadcast { shape }), &[one]);
+        }
+        Op::Iota(Iota { fact, .. }) => fact.shape[axis] = want.clone(),
+        Op::Uniform(uniform) => uniform.fact.shape[axis] = want.clone(),
+        Op::Broadcast(broadcast) => {
+            along[0] = aligned(0);
+            broadcast.shape[axis] = want.clone();
+        }
+        Op::Unary(_) | Op::Cast(_) => along[0] = Some(axis),
+        Op::Dropout(_) if value.output == 0 => along[0] = Some(axis),
+        Op::Binary(_) | Op::Compare(_) | Op::Select(_) => {
+            for (slot, along) in along.iter_mut().enumerate() {
+                *along = aligned(slot);
+            }
+        }
+        Op::Softmax(op) if op.axis != axis => along[0] = Some(axis),
+        Op::LogSoftmax(op) if op.axis != axis => along[0] = Some(axis),
+        Op::LayerNorm(op) if axis < op.axis => along[0] = Some(axis),
+        Op::Transpose(op) => along[0] = Some(op.perm[axis]),
+        Op::Reshape(Reshape { shape: new }) => {
+            let behind = volume(&new[axis + 1..])?;
+            for at in 0..facts[0].len() {
+                if whole(0, at) && volume(&facts[0][at + 1..])? == behind {
+                    along[0] = Some(at);
+                }
+            }
+            if along[0].is_none() {
+                let found = among(build, new, axis, &facts[0], whole_want)?;
+                let (at, size) = found
+                    .ok_or_else(|| stuck("it is a reshape, and which axis of its input has the batch is not clear"))?;
+                (along[0], inner) = (Some(at), size);
+            }
+            new[axis] = want.clone();
+        }
+        Op::Slice(Slice { begin, end, step }) => {
+            if !whole(0, axis) || !begin[axis].is(0) || step[axis] != 1 {
+                return Err(stuck("it is a part of an axis"));
+            }
+            along[0] = Some(axis);
+            end[axis] = want.clone();
+        }
+        Op::Pad(pad) if pad.low[axis].is(0) && pad.high[axis].is(0) && pad.interior[axis] == 0 => along[0] = Some(axis),
+        Op::Flip(flip) if !flip.axes.contains(&axis) => along[0] = Some(axis),
+        Op::Concat(concat) if concat.axis != axis => along = vec![Some(axis); inputs.len()],
+        Op::Gather(gather) => {
+            let (at, rank) = (gather.axis, facts[1].len());
+            let slot = usize::from(axis >= at && axis < at + rank);
+            along[slot] = Some(match slot {
+                1 => axis - at,
+                _ if axis < at => axis,
+                _ => axis + 1 - rank,
+            });
+        }
+        Op::BatchGather(gather) => match axis.checked_sub(facts[1].len()) {
+            Some(within) => along[0] = Some(gather.batch + 1 + within),
+            None if axis < gather.batch => along = vec![Some(axis); 2],
+            None => along[1] = Some(axis),
+        },
+        Op::BatchScatterAdd(scatter) if axis < scatter.batch => along = vec![Some(axis); 2],
+        Op::BatchScatterAdd(scatter) if axis > scatter.batch => {
+            along[0] = Some(axis + facts[1].len() - scatter.batch - 1);
+        }
+        Op::TopK(top) if top.axis != axis => along[0] = Some(axis),
+        Op::Cumulative(along_axis) if along_axis.axis != axis => along[0] = Some(axis),
+        Op::Reduce(reduce) => {
+            let kept = |at: &usize| !reduce.axes.contains(at);
+            along[0] = if reduce.keep { Some(axis) } else { (0..facts[0].len()).filter(kept).nth(axis) };
+        }
+        Op::GroupedMatMul(_) if axis == 0 => along[0] = Some(0),
+        Op::MatMul(_) if axis + 2 < shape.len() => along = vec![aligned(0), aligned(1)],
+        Op::MatMul(op) if axis + 2 == shape.len() => {
+            along[0] = Some(facts[0].len() - if op.transpose_a { 1 } else { 2 })
+        }
+        Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => {
+            along[0] = Some(0);
+        }
+        // y [T, N, H], and h and c after the last step [N, H].
+        Op::Lstm(_) if (value.output, axis) == (0, 1) || (matches!(value.output, 1 | 2) && axis == 0) => {
+            (along[0], along[5], along[6]) = (Some(1), Some(0), Some(0));
+        }
+        _ => return Err(stuck("pipec does not follow it through this op")),
+    }
+    let mut carried = inputs.clone();
+    for (slot, at) in along.into_iter().enumerate() {
+        if let Some(at) = at {
+            carried[slot] = carry(build, inputs[slot], at, &inner, depth - 1)?;
+        }
+    }
+    // Every way through the ops above that changes a value ends at one whose size is written down.
+    let made = keep(build, (value, axis), op, &carried)?;
+    let fact = build.graph().fact(made);
+    if fact.shape.get(axis) == Some(want) { Ok(made) } else { Err(stuck_at(build.graph(), value, axis)) }
+}
+
+/// Adds the op that stands for a value with its size open, and remembers that it does.
+fn keep<B: Build + ?Sized>(build: &mut B, at: (Value, usize), op: Op, inputs: &[Value]) -> Result<Value, LowerReason> {
+    let origin = build.graph().node(at.0.node).origin.clone();
+    let node = build.graph_mut().add(op, inputs, &origin)?;
+    let made = Value { node, output: at.0.output };
+    if let Some(opened) = build.opened() {
+        opened.insert(at, made);
+    }
+    Ok(made)
+}
+
+fn symbol_of(dim: &Dim) -> Dim {
+    dim.symbols().first().map_or(Dim::Known(0), |name| Dim::symbol(name))
+}
+
+fn stuck(graph: &Graph, value: Value, axis: usize, why: &'static str) -> LowerReason {
+    let node = graph.node(value.node);
+    let at = match &node.op {
+        Op::Parameter(o) => &o.name,
+        Op::State(o) => &o.name,
+        Op::Input(o) => &o.name,
+        _ => node.told(),
+    };
+    LowerReason::Fixed { at: at.to_string(), axis, why }
+}
+
+fn stuck_at(graph: &Graph, value: Value, axis: usize) -> LowerReason {
+    stuck(graph, value, axis, "its inputs do not carry it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_factor_goes_where_alone_it_can() {
+        // 394 as 197 and 2: only one of them is even.
+        assert_eq!(alone(&[394, 768], 0, &[197, 2, 768], 2), Some(1));
+        assert_eq!(alone(&[64], 0, &[4, 15], 4), None, "no reshape");
+        assert_eq!(alone(&[60], 0, &[4, 15], 4), Some(0));
+        assert_eq!(alone(&[64], 0, &[4, 16], 4), None, "either could");
+        assert_eq!(alone(&[3, 1, 8, 5], 2, &[3, 8, 1, 5], 4), Some(1));
+        assert_eq!(alone(&[8, 4], 1, &[8, 2, 2], 4), None);
+        assert_eq!(owner(&[64], 0, &[4, 16], 4), Some(0), "outermost");
+        assert_eq!(owner(&[394, 768], 0, &[197, 2, 768], 2), None);
+        assert_eq!(owner(&[0], 0, &[4, 0], 4), None);
+    }
+}

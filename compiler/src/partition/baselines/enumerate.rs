@@ -1,0 +1,157 @@
+//! Everything under cost model `pipec`, for small models: the yardstick of `placed`.
+//!
+//! Walks all chains of closed sets with all replica counts, each pipeline beginning at the first device and, on several levels, also
+//! at later ones and with the last devices of a unit unused. A branch is left when its first stages alone are slower than the best
+//! known. No value of a part of the model is used again. A stage is recomputed where it does not fit otherwise.
+
+use crate::cluster::class;
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::explain::infeasible::Need;
+use crate::partition::heterogeneous::device_ranges::DeviceRanges;
+use crate::partition::search::build_plan;
+use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::candidates::{PlanCandidate, SearchContext};
+use crate::plan::problem::{Objective, ProblemError};
+
+/// The most ops it takes.
+pub const MAX_OPS: usize = 12;
+
+/// The most shapes it prices.
+pub const MAX_STEPS: u64 = 3_000_000;
+
+/// The best candidate of all that fit; where none fits, the one that needs the least memory. And the steps it took.
+pub fn every(question: &SearchContext<'_>) -> Result<(Option<PlanCandidate>, u64), ProblemError> {
+    let graph = &question.problem.graph;
+    let ops = graph.ops.len();
+    let too_large = |what, limit: u64, found: u64| ProblemError::TooLarge { method: "exhaustive", what, limit, found };
+    if ops > MAX_OPS {
+        return Err(too_large("ops", MAX_OPS as u64, ops as u64));
+    }
+    let mut before = vec![0u32; ops];
+    graph.edges().iter().for_each(|(from, to)| before[to.index()] |= 1 << from.index());
+    let closed = |set: &u32| (0..ops).all(|op| set >> op & 1 == 0 || before[op] & !set == 0);
+    let sets: Vec<u32> = (1..1u32 << ops).filter(closed).collect();
+    let unit = match &question.problem.cluster.levels[..] {
+        [inner, _, ..] => inner.count,
+        _ => 0,
+    };
+    let mut walk = Walk {
+        question,
+        sets,
+        unit,
+        best: None,
+        least: None,
+        fleet: DeviceRanges::of(&question.problem.cluster.classes),
+        best_us: f64::INFINITY,
+        stages: Vec::new(),
+        steps: 0,
+    };
+    for first in 0..unit.max(1) {
+        walk.extend(0, first);
+    }
+    if walk.steps > MAX_STEPS {
+        return Err(too_large("steps", MAX_STEPS, walk.steps));
+    }
+    Ok((walk.best.or(walk.least.map(|(_, candidate)| candidate)), walk.steps))
+}
+
+struct Walk<'a> {
+    question: &'a SearchContext<'a>,
+    /// Closed sets, each a bit for every op.
+    sets: Vec<u32>,
+    /// Devices of a unit, where there are several levels.
+    unit: u32,
+    best: Option<PlanCandidate>,
+    /// Of those that do not fit the one that needs the least.
+    least: Option<(Need, PlanCandidate)>,
+    fleet: DeviceRanges,
+    /// The time of the best, where time is what counts.
+    best_us: f64,
+    /// Ops, first device and replicas of each stage so far.
+    stages: Vec<(Vec<u32>, u32, u32)>,
+    steps: u64,
+}
+
+impl Walk<'_> {
+    fn extend(&mut self, inside: u32, first: u32) {
+        let ops = self.question.problem.graph.ops.len();
+        let devices = self.question.problem.cluster.devices();
+        if inside.count_ones() as usize == ops {
+            return self.price();
+        }
+        for at in 0..self.sets.len() {
+            let set = self.sets[at];
+            if set & inside != inside || set == inside {
+                continue;
+            }
+            let added: Vec<u32> = (0..ops as u32).filter(|op| (set & !inside) >> op & 1 == 1).collect();
+            for replicas in 1..=devices.saturating_sub(first) {
+                if self.steps > MAX_STEPS {
+                    return;
+                }
+                // One stage alone is slower than the best known.
+                if self.busiest_us(&added, replicas) > self.best_us {
+                    continue;
+                }
+                let end = first + replicas;
+                self.stages.push((added.clone(), first, replicas));
+                self.extend(set, end);
+                if self.unit > 0 && !end.is_multiple_of(self.unit) && set.count_ones() < ops as u32 {
+                    self.extend(set, end.next_multiple_of(self.unit));
+                }
+                self.stages.pop();
+            }
+        }
+    }
+
+    fn busiest_us(&self, added: &[u32], replicas: u32) -> f64 {
+        let problem = self.question.problem;
+        let asked = build_plan::asked(problem);
+        let op = |op: &u32| {
+            let op = &problem.graph.ops[*op as usize];
+            op.fwd_us + if asked.trains() { op.bwd_us } else { 0.0 }
+        };
+        asked.weight(replicas) * added.iter().map(op).sum::<f64>() / class::fastest(&problem.cluster.classes)
+    }
+
+    fn price(&mut self) {
+        self.steps += 1;
+        let stages = self.stages.iter().map(|(ops, _, replicas)| (ops.clone(), *replicas)).collect();
+        let shape = Shape::flat(stages, self.unit > 0);
+        let problem = self.question.problem;
+        let mut spots: Vec<StagePosition> =
+            self.stages.iter().map(|&(_, first, _)| StagePosition { first, recompute: false }).collect();
+        let mut candidate = self.question.placed("exhaustive", shape, spots.clone());
+        let wants_memory = problem.objective == Objective::Memory;
+        let may_recompute = problem.recompute && build_plan::asked(problem).trains();
+        if may_recompute && (wants_memory || !candidate.fits) {
+            let again: Vec<StagePosition> =
+                spots.iter().map(|spot| StagePosition { recompute: true, ..*spot }).collect();
+            let other = self.question.placed("exhaustive", candidate.shape.clone(), again);
+            let replicas = candidate.shape.replicas();
+            for (at, spot) in spots.iter_mut().enumerate() {
+                let limit = problem.limit_of(spot.first..spot.first + replicas[at]).unwrap_or(u64::MAX);
+                let (plain, recomputed) = (candidate.memory[at].total, other.memory[at].total);
+                spot.recompute = recomputed < plain && (wants_memory || plain > limit);
+            }
+            candidate = self.question.placed("exhaustive", candidate.shape, spots);
+        }
+        let value = |candidate: &PlanCandidate| match problem.objective {
+            Objective::Memory => (candidate.peak() as f64, candidate.minibatch_us),
+            Objective::Throughput | Objective::Latency => (candidate.minibatch_us, 0.0),
+        };
+        let better = |best: &Option<PlanCandidate>| best.as_ref().is_none_or(|best| value(&candidate) < value(best));
+        if candidate.fits && better(&self.best) {
+            if !wants_memory {
+                self.best_us = candidate.minibatch_us;
+            }
+            self.best = Some(candidate.clone());
+        }
+        if self.best.is_none() {
+            let need = Need::of(problem, &self.fleet, &candidate);
+            if self.least.as_ref().is_none_or(|(least, _)| need < *least) {
+                self.least = Some((need, candidate));
+            }
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! Lower bounds on the time and memory of every plan.
+
+pub mod bisect;
+pub mod cut_space;
+pub mod local_search;
+pub mod lower_bound;
+pub mod min_cut_bytes;
+pub mod min_memory;

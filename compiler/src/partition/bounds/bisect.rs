@@ -1,0 +1,330 @@
+//! How far a pipeline gets along a terrain with so many units, if no part may be slower than a given time; and, by asking that
+//! again and again, the least time in which it gets to the end.
+//!
+//! ```text
+//! G_k(u) = max over m of  reach_k( G_k(u - m), m )        reach_k(c, m): where a part ends that begins at c on m units
+//! ```
+//!
+//! Whoever is further is never worse off, since a part that is cut short computes less and has fewer weights; where too much
+//! crosses at the furthest spot, the furthest spot before it counts where little enough does. On a relaxed terrain a time in
+//! which the end is not reached is therefore a lower bound for every plan, with what each level below does within a part asked
+//! in the same way. On a line the way that was found is a plan.
+//!
+//! That needs the squares of the units, and of the places only the logarithm: lines of tens of thousands of ops, and thousands of
+//! devices, take no longer than a second.
+
+use crate::partition::bounds::cut_space::{CutPosition, CutSpace};
+use crate::partition::dp::nested_partition::{Group, StageBody};
+use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
+use std::cell::Cell;
+
+/// Times this close are not told apart.
+const CLOSE: f64 = 1e-5;
+
+/// A question about one terrain.
+pub struct BottleneckSearch<'a> {
+    /// Where it may cut.
+    pub terrain: &'a CutSpace,
+    /// Cost model.
+    pub cost: &'a StageCost,
+    /// Levels, innermost first.
+    pub levels: &'a [LevelCost],
+    /// Devices of one unit of each level.
+    devices: Vec<f64>,
+    /// Steps done, and the most that may be.
+    steps: Cell<u64>,
+    most_steps: u64,
+}
+
+/// The last part of the way to some spot.
+#[derive(Clone, Copy, Debug)]
+struct Leg {
+    /// Units used before it.
+    before: usize,
+    /// Where it begins.
+    from: CutPosition,
+}
+
+/// What is known of the least time.
+#[derive(Clone, Debug)]
+pub struct Bracket {
+    /// Nothing is faster.
+    pub low_us: f64,
+    /// The fastest that reaches the end, or what was known before.
+    pub high_us: f64,
+}
+
+/// A run that one part takes, and how.
+#[derive(Clone, Copy)]
+struct Run {
+    from: CutPosition,
+    to: CutPosition,
+    replicas: usize,
+    is_first: bool,
+    /// What is known of the parameters at its ends.
+    class: usize,
+}
+
+impl<'a> BottleneckSearch<'a> {
+    /// A question that is given up after so many steps, of about twenty nanoseconds each.
+    pub fn new(
+        terrain: &'a CutSpace,
+        cost: &'a StageCost,
+        levels: &'a [LevelCost],
+        most_steps: u64,
+    ) -> BottleneckSearch<'a> {
+        let mut devices = vec![1.0];
+        for level in levels {
+            devices.push(devices[devices.len() - 1] * f64::from(level.count));
+        }
+        BottleneckSearch { terrain, cost, levels, devices, steps: Cell::new(0), most_steps }
+    }
+
+    /// Narrows the least time down. Nothing is faster than `low_us`; what is not faster than `high_us` is of no interest. Calls
+    /// `found` with a time whenever the end is reached in it; what that gives back, if it is less, counts instead of the time.
+    pub fn narrow(&self, low_us: f64, high_us: f64, mut found: impl FnMut(f64) -> f64) -> Bracket {
+        let (mut low, mut high) = (low_us, high_us);
+        let mut tried = low * (1.0 + CLOSE);
+        // The bounds from outside are close as a rule, so the first guesses stay near the lower one.
+        let mut stride = 4e-4;
+        while tried < high {
+            match self.ends_within(tried) {
+                None => return Bracket { low_us: low, high_us: high },
+                Some(true) => {
+                    high = found(tried).min(tried).max(low);
+                    stride = 0.0;
+                }
+                Some(false) => {
+                    low = tried;
+                    stride *= 4.0;
+                }
+            }
+            let middle = if low > 0.0 { (low * high).sqrt() } else { high / 2.0 };
+            tried = if stride > 0.0 && low > 0.0 { middle.min(low * (1.0 + stride)) } else { middle };
+            if high <= low * (1.0 + CLOSE) || !tried.is_finite() || tried <= low {
+                break;
+            }
+        }
+        Bracket { low_us: low, high_us: high }
+    }
+
+    /// Whether the end is reached with no part slower than `us`; `None` when the steps are used up.
+    fn ends_within(&self, us: f64) -> Option<bool> {
+        let level = self.levels.len() - 1;
+        let ends = self.covers(level, self.terrain.start(), self.terrain.end(), us, None);
+        (self.steps.get() < self.most_steps).then_some(ends)
+    }
+
+    /// The way to the end with no part slower than `us`, if there is one, as groups of runs between stretches.
+    pub fn groups(&self, us: f64, between: &dyn Fn(usize, usize) -> Vec<u32>) -> Option<Vec<Group>> {
+        let level = self.levels.len() - 1;
+        self.groups_between(level, self.terrain.start(), self.terrain.end(), us, between)
+    }
+
+    fn groups_between(
+        &self,
+        level: usize,
+        from: CutPosition,
+        to: CutPosition,
+        us: f64,
+        between: &dyn Fn(usize, usize) -> Vec<u32>,
+    ) -> Option<Vec<Group>> {
+        let mut legs = Vec::new();
+        if !self.covers(level, from, to, us, Some(&mut legs)) {
+            return None;
+        }
+        let mut groups = Vec::new();
+        let (mut at, mut used) = (to, legs.len());
+        while used > 0 {
+            let leg = legs[used - 1];
+            if at.is_beyond(&leg.from) {
+                let (replicas, is_first) = (used - leg.before, leg.before == 0);
+                let class = self.class(level, replicas, is_first, us);
+                let run = Run { from: leg.from, to: at, replicas, is_first, class };
+                let body = match level.checked_sub(1) {
+                    None => StageBody::Ops(between(run.from.stretch, run.to.stretch)),
+                    Some(below) => {
+                        let inner_us = self.most_inner_us(level, &run, us);
+                        StageBody::Groups(self.groups_between(below, run.from, run.to, inner_us, between)?)
+                    }
+                };
+                groups.push(Group { replicas: run.replicas as u32, body });
+                at = leg.from;
+            }
+            used = leg.before;
+        }
+        groups.reverse();
+        Some(groups)
+    }
+
+    /// Whether all units of `level` get from one spot to another with no part slower than `us`. `legs` is filled with one entry
+    /// for each number of units up to the one that arrives.
+    fn covers(
+        &self,
+        level: usize,
+        from: CutPosition,
+        to: CutPosition,
+        us: f64,
+        mut legs: Option<&mut Vec<Leg>>,
+    ) -> bool {
+        let units = self.levels[level].count as usize;
+        let capacity = us * self.devices[level] * (1.0 + 1e-9);
+        if from.compute + capacity * (units as f64) < to.compute {
+            return false;
+        }
+        let mut furthest = Vec::with_capacity(units + 1);
+        furthest.push(from);
+        for used in 1..=units {
+            let mut best: CutPosition = furthest[used - 1];
+            let mut leg = legs.as_ref().and_then(|legs| legs.last().copied()).unwrap_or(Leg { before: 0, from });
+            for replicas in 1..=used {
+                let before = used - replicas;
+                let base: CutPosition = furthest[before];
+                if base.compute + capacity * (replicas as f64) < best.compute {
+                    continue;
+                }
+                let start = if before == 0 { Some(from) } else { self.entry(level, base, from, replicas, us) };
+                let Some(start) = start.filter(|start| start.compute + capacity * replicas as f64 >= best.compute)
+                else {
+                    continue;
+                };
+                let class = self.class(level, replicas, before == 0, us);
+                let run = Run { from: start, to: best, replicas, is_first: before == 0, class };
+                if let Some(end) = self.beyond(level, run, to, us) {
+                    (best, leg) = (end, Leg { before, from: start });
+                }
+            }
+            furthest.push(best);
+            if let Some(legs) = legs.as_deref_mut() {
+                legs.push(leg);
+            }
+            if !to.is_beyond(&best) {
+                return true;
+            }
+            if self.steps.get() >= self.most_steps {
+                return false;
+            }
+        }
+        false
+    }
+
+    /// The furthest spot up to `base` where a part of `replicas` may begin.
+    fn entry(
+        &self,
+        level: usize,
+        base: CutPosition,
+        floor: CutPosition,
+        replicas: usize,
+        us: f64,
+    ) -> Option<CutPosition> {
+        let level = &self.levels[level];
+        self.terrain.settle(base, floor, |bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us)
+    }
+
+    /// The furthest end of the part that begins at `run.from`, if it is beyond `run.to`; not beyond `goal`.
+    fn beyond(&self, level: usize, run: Run, goal: CutPosition, us: f64) -> Option<CutPosition> {
+        let terrain = self.terrain;
+        let room = run.from.compute + us * self.devices[level] * run.replicas as f64 * (1.0 + 1e-9);
+        let to = |spot| Run { to: spot, ..run };
+        let spot = |stretch: usize| CutPosition { stretch, compute: terrain.from[stretch] };
+        // A part may need more replicas for its weights than for its compute, so it is asked at the first spot that helps.
+        let next = if run.to.compute < terrain.to[run.to.stretch] { run.to.stretch } else { run.to.stretch + 1 };
+        let last = terrain.stretch_at(room.min(goal.compute)).min(goal.stretch);
+        if next > last || !self.fits(level, &to(if next > run.to.stretch { spot(next) } else { run.to }), us) {
+            return None;
+        }
+        // Strides that double, then halves.
+        let (mut fits, mut fails, mut stride) = (next, last + 1, 1);
+        while fits + stride < fails {
+            if self.fits(level, &to(spot(fits + stride)), us) {
+                fits += stride;
+                stride *= 2;
+            } else {
+                fails = fits + stride;
+            }
+        }
+        while fails - fits > 1 {
+            let middle = fits + (fails - fits) / 2;
+            if self.fits(level, &to(spot(middle)), us) { fits = middle } else { fails = middle }
+        }
+        let (mut near, mut far) = (spot(fits).compute, terrain.to[fits].min(room));
+        if fits == goal.stretch {
+            far = far.min(goal.compute);
+        }
+        let within = |compute| CutPosition { stretch: fits, compute };
+        if far > near && !self.fits(level, &to(within(far)), us) {
+            for _ in 0..24 {
+                let middle = (near + far) / 2.0;
+                if self.fits(level, &to(within(middle)), us) { near = middle } else { far = middle }
+            }
+        }
+        let end = within(far.max(near));
+        let end = if goal.is_beyond(&end) {
+            terrain.settle(end, run.from, |bytes| self.link_us(level, &run, bytes) <= us)?
+        } else {
+            goal
+        };
+        end.is_beyond(&run.to).then_some(end)
+    }
+
+    /// What is known of the parameters beside a part: few sets may be cut there that little enough crosses. The first part of a
+    /// span pays for neither of its cuts.
+    fn class(&self, level: usize, replicas: usize, is_first: bool, us: f64) -> usize {
+        if is_first {
+            return self.terrain.any_class();
+        }
+        let level = &self.levels[level];
+        self.terrain.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
+    }
+
+    /// What the link after a part takes.
+    fn link_us(&self, level: usize, run: &Run, out_bytes: f64) -> f64 {
+        let part = self.part(run, 0.0);
+        self.cost.part_us(&self.levels[level], &StageRange { weight_bytes: 0.0, is_last: false, out_bytes, ..part })
+    }
+
+    /// Whether the run is done within `us` as one part, whatever crosses at its ends.
+    fn fits(&self, level: usize, run: &Run, us: f64) -> bool {
+        self.steps.set(self.steps.get() + 1);
+        let compute = (run.to.compute - run.from.compute).max(0.0);
+        let least = compute / self.devices[level];
+        if self.cost.part_us(&self.levels[level], &self.part(run, least)) > us * (1.0 + 1e-9) {
+            return false;
+        }
+        let Some(below) = level.checked_sub(1) else { return true };
+        let inner_us = self.most_inner_us(level, run, us);
+        if self.levels[below].count == 1 && below == 0 {
+            return least <= inner_us;
+        }
+        self.covers(below, run.from, run.to, inner_us, None)
+    }
+
+    /// The most that one unit may take for a run that is to be done within `us`.
+    fn most_inner_us(&self, level: usize, run: &Run, us: f64) -> f64 {
+        let us = us * (1.0 + 1e-9);
+        let time = |inner_us| self.cost.part_us(&self.levels[level], &self.part(run, inner_us));
+        let (mut low, mut high) = (0.0, us * run.replicas as f64 * (1.0 + 1e-9));
+        if time(high) <= us {
+            return high;
+        }
+        for _ in 0..40 {
+            let middle = (low + high) / 2.0;
+            if time(middle) <= us { low = middle } else { high = middle }
+        }
+        high
+    }
+
+    fn part(&self, run: &Run, inner_us: f64) -> StageRange {
+        let terrain = self.terrain;
+        let weight_bytes = terrain.weights_between(run.from.stretch, run.to.stretch, run.class);
+        StageRange {
+            is_first: run.is_first,
+            is_last: run.to.stretch + 1 == terrain.from.len(),
+            replicas: run.replicas as u32,
+            inner_us,
+            weight_bytes,
+            in_bytes: 0.0,
+            out_bytes: 0.0,
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! What no plan can beat.
+//!
+//! Three bounds, of which the greatest counts: all compute on all devices at once; the op that is slowest however often it is
+//! replicated; and the time in which a pipeline gets along the relaxed terrain of the graph, which knows of weights that must be
+//! summed, of tensors that must cross, and of ops that cannot be split.
+//!
+//! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
+
+use crate::partition::bounds::bisect::BottleneckSearch;
+use crate::partition::bounds::cut_space::CutSpace;
+use crate::partition::bounds::min_cut_bytes::MinCutBytes;
+use crate::partition::search::downsets::{DownSets, Growth};
+use crate::partition::search::linear_search;
+use crate::plan::problem::{CostModel, Objective, Problem};
+use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
+use crate::profile::cost_graph::OpCost;
+
+/// Closed sets up to which the terrain has a spot for each, and up to which times the ops of the graph, about a second of work.
+const MOST_SETS: usize = 400_000;
+const MOST_FIGURES: usize = 120_000_000;
+
+/// Steps for the least charges of all cuts, about half a second.
+const CROSSING_STEPS: u64 = 100_000_000;
+
+/// Steps for one bound, about two seconds.
+const STEPS: u64 = 60_000_000;
+
+/// The relaxed terrain of a problem and what is bounded on it.
+pub struct Bounds<'a> {
+    problem: &'a Problem,
+    cost: StageCost,
+    /// All closed sets, where they are not too many.
+    pub space: Option<DownSets>,
+    /// Where few bytes cross, where they are too many.
+    pub narrow: Option<MinCutBytes>,
+    terrain: CutSpace,
+}
+
+impl Bounds<'_> {
+    /// Prepares the bounds of a problem.
+    pub fn of(problem: &Problem) -> Bounds<'_> {
+        let graph = &problem.graph;
+        let most = (MOST_FIGURES / graph.ops.len().max(1)).min(MOST_SETS);
+        let space = DownSets::grow(graph, problem.cost, Growth::All, most);
+        match space {
+            Some(space) => {
+                let terrain = CutSpace::sets(&space, problem.cost);
+                Bounds { problem, cost: StageCost::of(problem), space: Some(space), narrow: None, terrain }
+            }
+            None => Bounds::relaxed(problem),
+        }
+    }
+
+    /// Whether anything is bounded here. Under cost `pipec` other schedules than 1F1B-RR reduce more rarely or wait for each other,
+    /// and the terrain knows one speed.
+    pub fn speak_of(problem: &Problem) -> bool {
+        let steps_in_rounds = problem.schedule.is_round_robin();
+        let is_flow = steps_in_rounds && problem.objective != Objective::Latency && !problem.cluster.is_mixed();
+        problem.cost != CostModel::Pipec || is_flow
+    }
+
+    /// The same without a look at all closed sets.
+    fn relaxed(problem: &Problem) -> Bounds<'_> {
+        let graph = &problem.graph;
+        let relaxed = CutSpace::relaxed(graph, problem.cost);
+        let orders = if charges_cuts(problem) { linear_search::orders(graph) } else { Vec::new() };
+        let narrow = orders.first().and_then(|order| MinCutBytes::of(graph, order, relaxed.places(), CROSSING_STEPS));
+        let terrain = match narrow.as_ref().filter(|_| problem.cost == CostModel::Pipedream) {
+            Some(crossing) => relaxed.crossed(graph, crossing),
+            None => relaxed,
+        };
+        Bounds { problem, cost: StageCost::of(problem), space: None, narrow, terrain }
+    }
+
+    /// A time in microseconds that no plan with groups of these levels beats. Bounds above `known_us`, which some plan
+    /// reaches, are not looked for.
+    pub fn least_us(&self, levels: &[LevelCost], known_us: f64) -> f64 {
+        let devices: f64 = levels.iter().map(|level| f64::from(level.count)).product();
+        let spread = self.problem.graph.total_us() / devices;
+        let low = if levels.len() == 1 { slowest_op_us(self.problem, &levels[0]).max(spread) } else { spread };
+        if low >= known_us {
+            return low;
+        }
+        let reach = BottleneckSearch::new(&self.terrain, &self.cost, levels, STEPS);
+        // What is reached is told apart from what is not up to rounding.
+        low.max(reach.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
+    }
+
+    /// The same for any plan on the problem's cluster.
+    pub fn of_any_plan(&self, known_us: f64) -> f64 {
+        let cluster = &self.problem.cluster;
+        if self.problem.cost == CostModel::Pipec {
+            return self.of_any_place(known_us);
+        }
+        let within_groups = self.least_us(&stage_cost::levels(cluster), known_us);
+        if cluster.levels.len() == 1 {
+            return within_groups;
+        }
+        within_groups.min(self.least_us(&stage_cost::levels(&cluster.flattened()), within_groups))
+    }
+
+    /// The same under cost `pipec`, where a stage may stand anywhere: as if every link were the fastest.
+    fn of_any_place(&self, known_us: f64) -> f64 {
+        if !Bounds::speak_of(self.problem) {
+            return 0.0;
+        }
+        let cluster = &self.problem.cluster;
+        let bytes_per_us = cluster.levels.iter().map(|level| level.bandwidth.0 / 1e6).fold(0.0, f64::max);
+        self.least_us(&[LevelCost { count: cluster.devices(), bytes_per_us, previous_count: 1 }], known_us)
+    }
+
+    /// All closed sets but those that no plan within `us` is cut at, because more crosses than the fastest link takes.
+    pub fn sets_within(&self, levels: &[LevelCost], us: f64) -> Option<DownSets> {
+        // The part after a cut has the units that the ops before it leave. Inside a group that is replicated a part may take as
+        // many times longer.
+        let crosses = |space: &DownSets, at: usize| {
+            let mut above = 1.0;
+            levels.iter().enumerate().rev().any(|(index, level)| {
+                let before = if index + 1 == levels.len() { space.compute[at] / self.of_one(levels, us) } else { 0.0 };
+                let left = f64::from(level.count) - (before * (1.0 - 1e-9)).ceil();
+                let within = left >= 1.0 && self.cost.entry_us(level, space.cut[at], left as u32) <= us * above;
+                above *= f64::from(level.count);
+                within
+            })
+        };
+        self.space.as_ref().map(|space| space.only(|at| crosses(space, at)))
+    }
+
+    /// What one unit of the outermost level computes within a time.
+    fn of_one(&self, levels: &[LevelCost], us: f64) -> f64 {
+        let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
+        us * inner
+    }
+}
+
+/// On one level: the op that is slowest, however often it is replicated.
+pub fn slowest_op_us(problem: &Problem, level: &LevelCost) -> f64 {
+    let cost = StageCost::of(problem);
+    let alone = |op: &OpCost| {
+        let part = |replicas| StageRange {
+            is_first: true,
+            is_last: true,
+            replicas,
+            inner_us: op.fwd_us + op.bwd_us,
+            weight_bytes: op.param_bytes as f64,
+            in_bytes: 0.0,
+            out_bytes: 0.0,
+        };
+        (1..=level.count).map(|replicas| cost.part_us(level, &part(replicas))).fold(f64::INFINITY, f64::min)
+    };
+    problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
+}
+
+/// Whether what crosses a cut takes time under the problem's cost model.
+fn charges_cuts(problem: &Problem) -> bool {
+    match problem.cost {
+        CostModel::Pipedream => problem.activation_compression.is_some(),
+        CostModel::Paper => true,
+        CostModel::Pipec | CostModel::Load | CostModel::Hybrid => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::read::levels;
+    use crate::partition::planner::{Partitioner, PlannerOptions, plan};
+    use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
+
+    /// splitmix64, so that a seed means the same graph for ever.
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, limit: u64) -> u64 {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = self.0;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            (z ^ (z >> 31)) % limit
+        }
+    }
+
+    /// Ops in branches of a few ops each, some of which are never read, and some skips.
+    fn graph(random: &mut Random) -> CostGraph {
+        let ops = 3 + random.below(8) as u32;
+        let mut readers: Vec<Vec<OpId>> = vec![Vec::new(); ops as usize];
+        for to in 1..ops {
+            for _ in 0..1 + random.below(5) / 3 {
+                let back = if random.below(2) == 0 { 1 } else { 1 + random.below(u64::from(to)) as u32 };
+                let from = (to - back) as usize;
+                if random.below(9) > 0 && readers[from].last() != Some(&OpId(to)) {
+                    readers[from].push(OpId(to));
+                }
+            }
+        }
+        let mut graph = CostGraph::default();
+        for (id, consumers) in readers.into_iter().enumerate() {
+            let heavy = random.below(4) == 0;
+            graph.ops.push(OpCost {
+                id: id as u32,
+                name: format!("op{id}"),
+                fwd_us: random.below(1000) as f64,
+                param_bytes: random.below(if heavy { 3_000_000 } else { 10_000 }),
+                out_bytes: 100_000 * random.below(4),
+                ..OpCost::default()
+            });
+            let (name, bytes) = (format!("t{id}"), graph.ops[id].out_bytes);
+            graph.tensors.push(TensorCost { name, producer: OpId(id as u32), bytes, consumers });
+        }
+        graph
+    }
+
+    fn problem(seed: u64) -> Problem {
+        let mut random = Random(seed);
+        let graph = graph(&mut random);
+        let cluster = ["2:1GB/s", "4:1GB/s", "5:0.3GB/s", "3:4GB/s,2:1GB/s"][random.below(4) as usize];
+        let cost = if random.below(4) > 0 { CostModel::Pipedream } else { CostModel::Paper };
+        let mut problem = Problem::new(graph, levels(cluster).unwrap(), cost);
+        problem.activation_compression = Some(1.0);
+        problem
+    }
+
+    #[test]
+    fn every_closed_set_has_its_place_on_the_relaxed_terrain() {
+        for seed in 0..350 {
+            let problem = problem(seed);
+            let bounds = Bounds::relaxed(&problem);
+            let space = DownSets::grow(&problem.graph, problem.cost, Growth::All, 10_000).unwrap();
+            for set in 1..space.len() - 1 {
+                let (compute, weights, bytes) = (space.compute[set], space.weights[set], space.cut[set]);
+                let is_there = bounds.terrain.has_room(compute, weights, bytes);
+                assert!(is_there, "seed {seed}: {compute} us, {weights} bytes of weights, {bytes} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn no_plan_beats_the_relaxed_terrain() {
+        let mut closed = 0.0;
+        for seed in 1000..1200 {
+            let problem = problem(seed);
+            let with = |problem: &Problem| {
+                let options = PlannerOptions { partitioner: Partitioner::Exhaustive, ..PlannerOptions::default() };
+                plan(problem, &options).unwrap().plan.predicted.minibatch_us
+            };
+            let mut flat = problem.clone();
+            flat.cluster = problem.cluster.flattened();
+            let best = with(&problem).min(with(&flat));
+            let bound = Bounds::relaxed(&problem).of_any_plan(best * 2.0);
+            assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
+            closed += bound / best;
+        }
+        println!("bounds are {:.4} of the optimum", closed / 200.0);
+        assert!(closed >= 0.9 * 200.0, "{closed}");
+    }
+}

@@ -1,0 +1,93 @@
+//! What every partition needs of memory: where a device has less, nothing fits, and nothing has to be walked through to say so.
+//!
+//! The search for least bytes over all closed sets, of `tables`, with each choice taken at its best: every stage by itself recomputed
+//! or not, constraints left out but for replicas that are refused. It is the truth where a schedule tells a stage's items in flight
+//! from the devices after it. Where they follow from the workers of the whole pipeline, each number is asked about by itself; where, with
+//! vertical sync, weight versions follow from the first stage, each first stage is.
+
+use crate::partition::heterogeneous::device_ranges;
+use crate::partition::search::build_plan;
+use crate::partition::search::candidates::largest;
+use crate::partition::search::downsets::{DownSets, Growth};
+use crate::partition::search::first_stage;
+use crate::partition::search::pipec::{PlacementQuery, Rules};
+use crate::partition::search::range_costs::RangeCosts;
+use crate::partition::search::suffix_dp::{Measure, Table};
+use crate::plan::ScheduleKind;
+use crate::plan::gradient_buffers::GradientBuffers;
+use crate::plan::in_flight::{First, Lanes};
+use crate::plan::problem::{CostModel, InFlight, Problem};
+
+/// The most closed sets, and steps of about ten nanoseconds.
+const MOST_SETS: usize = 4000;
+const STEPS: f64 = 2e7;
+
+/// Whether it is shown that no partition fits. That one was not found shows nothing.
+pub fn proves_none(problem: &Problem) -> bool {
+    let most = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+    let own = problem.cluster.classes.iter().map(|class| class.device.memory.0.min(most)).max();
+    let most = own.unwrap_or(most);
+    most < u64::MAX && least_bytes(problem).is_some_and(|least| least > most)
+}
+
+/// Bytes that the fullest stage of every partition holds at least; `None` where there are too many closed sets to tell.
+fn least_bytes(problem: &Problem) -> Option<u64> {
+    if problem.chunks > 1 || matches!(problem.in_flight, InFlight::Given(_)) {
+        return None;
+    }
+    let devices = problem.cluster.devices();
+    let is_of_the_whole = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
+    let is_of_the_first = first_stage::matters(problem);
+    let firsts: Vec<Lanes> = match is_of_the_first {
+        true if problem.constraints.no_replication => {
+            first_stage::each(problem).filter(|first| first.replicas == 1).collect()
+        }
+        true => first_stage::each(problem).collect(),
+        false => Vec::new(),
+    };
+    let pipelines = if is_of_the_whole { f64::from(devices) } else { firsts.len().max(1) as f64 };
+    let choices = if problem.constraints.no_replication { 1.0 } else { f64::from(devices) / 2.0 };
+    let steps = |sets: usize| pipelines * (sets * sets) as f64 / 2.0 * f64::from(devices) * choices;
+    let most = largest(MOST_SETS, |sets| steps(sets) <= STEPS);
+    let space = DownSets::grow(&problem.graph, CostModel::Paper, Growth::All, most)?;
+    let places = RangeCosts::new(&problem.graph, &space, GradientBuffers::of(&problem.cluster));
+    let rules = Rules {
+        equal: problem.constraints.no_replication.then_some(1),
+        recompute: problem.recompute && problem.cost == CostModel::Pipec && problem.schedule != ScheduleKind::Inference,
+        ..Rules::default()
+    };
+    let table = |devices: u32, first: First| {
+        let placing = PlacementQuery {
+            places: &places,
+            // What a stage holds does not follow from where it stands.
+            levels: &problem.cluster.levels[..1],
+            fleet: &device_ranges::ALIKE,
+            devices,
+            exactly: None,
+            asked: build_plan::asked(problem),
+            flow: build_plan::flow(problem, devices),
+            first,
+            optimizer_state: problem.optimizer_state,
+            zero: problem.zero,
+            memory_limit: None,
+            rules: &rules,
+            steps: 0,
+        };
+        placing.table(Measure::Bytes, f64::INFINITY)
+    };
+    let least = match is_of_the_whole {
+        true => {
+            let one = |workers: u32| table(workers, First::Unknown).value(0, 0, workers as usize);
+            (1..=devices).map(one).reduce(f64::min)
+        }
+        false => {
+            let firsts = firsts.into_iter().map(First::Known);
+            let firsts = if is_of_the_first { firsts.collect() } else { vec![First::Unknown] };
+            let tables = firsts.into_iter().map(|first| table(devices, first));
+            let values = |table: Table| (1..=devices).map(move |used| table.value(0, 0, used as usize));
+            tables.flat_map(values).reduce(f64::min)
+        }
+    };
+    // Sizes beyond 2^53 are rounded here; what is lost is left to the limit.
+    least.filter(|least| least.is_finite()).map(|least| (least * (1.0 - 1e-15)) as u64)
+}

@@ -1,0 +1,5 @@
+//! PipeDream's dynamic program over hierarchical bandwidth levels (Narayanan et al., SOSP 2019, section 3.1).
+
+pub mod nested_partition;
+pub mod pipedream;
+pub mod uneven_levels;

@@ -1,0 +1,151 @@
+//! What a partitioner finds: groups of ops, nested by the levels of the cluster, and how often each is replicated.
+//!
+//! On one level a shape is a list of stages. On two, each outer group takes whole servers, and inside it stands a pipeline of
+//! inner groups that is the same on each of its servers.
+
+use crate::cluster::Cluster;
+use crate::plan::LevelPlacement;
+use crate::plan::cut_bytes::CutBytes;
+use crate::plan::problem::Problem;
+use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
+use std::borrow::Cow;
+
+/// Some ops on some units of one level.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Units that share the minibatches.
+    pub replicas: u32,
+    /// What runs on one unit.
+    pub body: StageBody,
+}
+
+/// What runs on one unit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StageBody {
+    /// A pipeline of groups of the level below.
+    Groups(Vec<Group>),
+    /// At the innermost level: the ops, ascending.
+    Ops(Vec<u32>),
+}
+
+/// A whole partition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Groups of the outermost level, in topological order.
+    pub groups: Vec<Group>,
+    /// Whether the cluster was taken as one level at its slowest bandwidth, because stages do not take whole groups.
+    pub is_flat: bool,
+}
+
+/// One stage of a shape.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leaf<'a> {
+    /// The ops, ascending.
+    pub ops: &'a [u32],
+    /// Product of the replicas over all levels.
+    pub replicas: u32,
+    /// Innermost first.
+    pub hierarchy: Vec<LevelPlacement>,
+}
+
+impl Shape {
+    /// Stages side by side on one level.
+    pub fn flat(stages: Vec<(Vec<u32>, u32)>, is_flat: bool) -> Shape {
+        let groups = stages.into_iter().map(|(ops, replicas)| Group { replicas, body: StageBody::Ops(ops) }).collect();
+        Shape { groups, is_flat }
+    }
+
+    /// The cluster as this shape sees it.
+    pub fn cluster<'a>(&self, cluster: &'a Cluster) -> Cow<'a, Cluster> {
+        let flattens = self.is_flat && cluster.levels.len() > 1;
+        if flattens { Cow::Owned(cluster.flattened()) } else { Cow::Borrowed(cluster) }
+    }
+
+    /// The stages, in topological order.
+    pub fn leaves(&self) -> Vec<Leaf<'_>> {
+        let mut leaves = Vec::new();
+        descend(&self.groups, &mut Vec::new(), &mut leaves);
+        leaves
+    }
+
+    /// Replicas of each stage.
+    pub fn replicas(&self) -> Vec<u32> {
+        self.leaves().iter().map(|leaf| leaf.replicas).collect()
+    }
+
+    /// Time of the slowest stage or link for one minibatch, in microseconds, by the problem's cost model.
+    pub fn minibatch_us(&self, problem: &Problem) -> f64 {
+        self.on_levels_us(problem, &stage_cost::levels(&self.cluster(&problem.cluster)))
+    }
+
+    /// The same on given levels.
+    pub fn on_levels_us(&self, problem: &Problem, levels: &[LevelCost]) -> f64 {
+        let leaves = self.leaves();
+        let mut stage_of = vec![0usize; problem.graph.ops.len()];
+        for (stage, leaf) in leaves.iter().enumerate() {
+            leaf.ops.iter().for_each(|&op| stage_of[op as usize] = stage);
+        }
+        let cost = StageCost::of(problem);
+        let charged = CutBytes::new(problem.cost, &problem.graph);
+        let cut = |stage: usize| charged.at(|op| stage_of[op] < stage);
+        let cuts: Vec<f64> = (0..=leaves.len()).map(cut).collect();
+        let mut compute = vec![0.0; leaves.len()];
+        let mut weights = vec![0.0; leaves.len()];
+        for (op, &stage) in problem.graph.ops.iter().zip(&stage_of) {
+            compute[stage] += op.fwd_us + op.bwd_us;
+            weights[stage] += op.param_bytes as f64;
+        }
+        let timed = Timed { cost, levels, cuts: &cuts, compute: &compute, weights: &weights };
+        let mut next = 0;
+        timed.span(levels.len().saturating_sub(1), &self.groups, &mut next)
+    }
+}
+
+fn descend<'a>(groups: &'a [Group], above: &mut Vec<LevelPlacement>, leaves: &mut Vec<Leaf<'a>>) {
+    for (at, group) in groups.iter().enumerate() {
+        above.push(LevelPlacement { group: at as u32, replicas: group.replicas });
+        match &group.body {
+            StageBody::Groups(inner) => descend(inner, above, leaves),
+            StageBody::Ops(ops) => {
+                let replicas = above.iter().fold(1u32, |product, place| product.saturating_mul(place.replicas));
+                leaves.push(Leaf { ops, replicas, hierarchy: above.iter().rev().copied().collect() });
+            }
+        }
+        above.pop();
+    }
+}
+
+struct Timed<'a> {
+    cost: StageCost,
+    levels: &'a [LevelCost],
+    cuts: &'a [f64],
+    compute: &'a [f64],
+    weights: &'a [f64],
+}
+
+impl Timed<'_> {
+    fn span(&self, level: usize, groups: &[Group], next: &mut usize) -> f64 {
+        let mut worst: f64 = 0.0;
+        for (at, group) in groups.iter().enumerate() {
+            let start = *next;
+            let inner_us = match &group.body {
+                StageBody::Groups(inner) => self.span(level.saturating_sub(1), inner, next),
+                StageBody::Ops(_) => {
+                    *next += 1;
+                    self.compute[start]
+                }
+            };
+            let part = StageRange {
+                is_first: at == 0,
+                is_last: *next == self.compute.len(),
+                replicas: group.replicas,
+                inner_us,
+                weight_bytes: self.weights[start..*next].iter().sum(),
+                in_bytes: self.cuts[start],
+                out_bytes: self.cuts[*next],
+            };
+            worst = worst.max(self.cost.part_us(&self.levels[level], &part));
+        }
+        worst
+    }
+}

@@ -1,0 +1,3 @@
+//! Explanations: why no plan is feasible.
+
+pub mod infeasible;

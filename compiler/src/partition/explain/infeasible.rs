@@ -1,0 +1,236 @@
+//! The explained no: what is missing where nothing fits, and the least that would do.
+//!
+//! A device holds what the question limits and no more than it has itself. So a plan that does not fit needs one of these, and of all that
+//! were found the one that needs the least is told:
+//!
+//! ```text
+//! a higher limit       every stage is within what its devices hold themselves: the limit must be its fullest stage
+//! a class that holds   without the limit too some stages are too large for their devices; of one class, if that held more, they
+//!   more               were not
+//! more on every device several classes hold too little
+//! ```
+
+use crate::cluster::DeviceClass;
+use crate::partition::heterogeneous::device_ranges::{DeviceRanges, first_alike};
+use crate::partition::planner::PlanError;
+use crate::partition::search::candidates::{PlanCandidate, SearchContext};
+use crate::partition::search::pipec::{MemoryScope, PlacementQuery, StagePlacement};
+use crate::plan::check::error::PlanFault;
+use crate::plan::problem::Problem;
+use std::error::Error;
+use std::fmt;
+
+/// Classes of which it is asked how much they would have to hold, those that hold most first.
+pub const MOST_CLASSES: usize = 4;
+
+/// An answer: nothing fits whatever the limit is, because devices hold too little themselves.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Infeasible {
+    /// The class that would have to hold more, by its place in the cluster; none where several would.
+    pub class: Option<u32>,
+    /// Its kind.
+    pub kind: String,
+    /// Bytes of its devices, of the smallest of all where several classes hold too little.
+    pub memory: u64,
+    /// Bytes they have too few.
+    pub missing: u64,
+    /// The least bytes of its devices, or of all, with which a partition was found.
+    pub smallest: u64,
+    /// The least limit that goes with them, where a lower one was given.
+    pub limit: Option<u64>,
+    /// The stage that holds most of them.
+    pub stage: usize,
+    /// Stages of that partition.
+    pub stages: usize,
+    /// Replicas of that stage.
+    pub replicas: u32,
+    /// Its first op by name.
+    pub first_op: String,
+    /// Its last op by name.
+    pub last_op: String,
+}
+
+impl fmt::Display for Infeasible {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Infeasible { kind, memory, missing, smallest, stage, stages, replicas, first_op, last_op, .. } = self;
+        write!(f, "no plan fits: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas} replicas) ")?;
+        match self.class {
+            Some(class) => write!(
+                f,
+                "lacks {missing} bytes on device class {class} (`{kind}`), whose devices hold {memory}; {smallest} bytes on each of them \
+                 would do"
+            )?,
+            None => write!(
+                f,
+                "needs {smallest} bytes, and several device classes hold less; so many on every device would do"
+            )?,
+        }
+        self.limit.map_or(Ok(()), |limit| write!(f, ", with a limit of {limit} bytes or more"))
+    }
+}
+
+impl Error for Infeasible {}
+
+/// What a plan needs; the least first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Need {
+    /// A limit of so many bytes.
+    Limit(u64),
+    /// So many bytes more on the devices of a class, which then hold so many.
+    Class {
+        /// Bytes more.
+        missing: u64,
+        /// Bytes that its devices would hold.
+        bytes: u64,
+        /// The class, by the first of the same figures.
+        class: u32,
+    },
+    /// So many bytes on every device.
+    Every(u64),
+}
+
+impl Need {
+    /// That of a plan which does not fit.
+    pub fn of(problem: &Problem, fleet: &DeviceRanges, candidate: &PlanCandidate) -> Need {
+        let peak = candidate.peak();
+        let replicas = candidate.shape.replicas();
+        let stages = || candidate.spots.iter().zip(&replicas).zip(&candidate.memory);
+        let over = |fleet: &DeviceRanges| {
+            let lacks = |first: u32, count: u32, total: u64| fleet.memory(first, count).is_some_and(|own| total > own);
+            stages().any(|((spot, &count), held)| lacks(spot.first, count, held.total))
+        };
+        // Chunks of one rank, whose bytes add up, do not go with classes.
+        if !over(fleet) {
+            return Need::Limit(peak);
+        }
+        let of_class = |class: u32| {
+            let with = fleet.with(class, u64::MAX);
+            let counted = stages().filter(|((spot, count), _)| with.counts(spot.first, **count));
+            let bytes = counted.map(|(_, held)| held.total).max()?;
+            let own = problem.cluster.classes.get(class as usize)?.device.memory.0;
+            (!over(&with)).then(|| Need::Class { missing: bytes.saturating_sub(own), bytes, class })
+        };
+        fleet.largest().into_iter().filter_map(of_class).min().unwrap_or(Need::Every(peak))
+    }
+}
+
+/// Partitions of these places that need the least, by what they need.
+pub fn least(placing: &PlacementQuery<'_>) -> Vec<Vec<StagePlacement>> {
+    let seats = |counted: MemoryScope| placing.least_memory(counted).map(|(_, seats)| seats);
+    if placing.fleet.is_boundless() {
+        return seats(MemoryScope::All).into_iter().collect();
+    }
+    if let Some(within) = seats(MemoryScope::Within) {
+        return vec![within];
+    }
+    let classes = placing.fleet.largest().into_iter().take(MOST_CLASSES);
+    let all: Vec<Vec<StagePlacement>> = classes.filter_map(|class| seats(MemoryScope::Class(class))).collect();
+    if all.is_empty() { seats(MemoryScope::All).into_iter().collect() } else { all }
+}
+
+/// The least need of these candidates, none of which fits, as an error.
+pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> PlanError {
+    let problem = question.problem;
+    let fleet = DeviceRanges::of(&problem.cluster.classes);
+    let needs = candidates.iter().map(|candidate| (Need::of(problem, &fleet, candidate), candidate));
+    let Some((need, least)) = needs.min_by_key(|(need, _)| *need) else {
+        return PlanError::Unsound(vec![PlanFault::NoStages]);
+    };
+    let peak = least.peak();
+    let replicas = least.shape.replicas();
+    let fullest = |class: Option<u32>| {
+        let with = class.map(|class| fleet.with(class, 0));
+        let counts = |at: usize| with.as_ref().is_none_or(|with| with.counts(least.spots[at].first, replicas[at]));
+        let stages = (0..least.memory.len()).filter(|&at| counts(at));
+        stages.rev().max_by_key(|&at| least.memory[at].total).unwrap_or(0)
+    };
+    let stage = fullest(match need {
+        Need::Class { class, .. } => Some(class),
+        Need::Limit(_) | Need::Every(_) => None,
+    });
+    let leaves = least.shape.leaves();
+    let name = |op: Option<&u32>| {
+        op.map_or(String::new(), |&op| shown(&problem.graph.ops[op as usize].name, question.joined.leader(op)))
+    };
+    let (first_op, last_op) = (name(leaves[stage].ops.first()), name(leaves[stage].ops.last()));
+    let (stages, replicas) = (leaves.len(), leaves[stage].replicas);
+    let (class, smallest) = match need {
+        Need::Limit(smallest_limit) => {
+            let limit = problem.limit_of(0..problem.cluster.devices()).unwrap_or(0);
+            let limit = problem.memory_limit.map_or(limit, |limit| limit.0);
+            let missing = smallest_limit.saturating_sub(limit);
+            return PlanError::Infeasible {
+                limit,
+                stage,
+                stages,
+                replicas,
+                first_op,
+                last_op,
+                missing,
+                smallest_limit,
+            };
+        }
+        Need::Class { bytes, class, .. } => (Some(class), bytes),
+        Need::Every(bytes) => (None, bytes),
+    };
+    let classes = &problem.cluster.classes;
+    let held = match class {
+        Some(class) => classes.get(class as usize).map(|class| class.device.memory.0),
+        None => classes.iter().map(|class| class.device.memory.0).min(),
+    };
+    let memory = held.unwrap_or(0);
+    PlanError::TooSmall(Box::new(Infeasible {
+        class,
+        kind: class
+            .and_then(|class| classes.get(class as usize))
+            .map_or(String::new(), |class| shown(&class.device.kind, 0)),
+        memory,
+        missing: smallest.saturating_sub(memory),
+        smallest,
+        limit: problem.memory_limit.filter(|limit| limit.0 < peak).map(|_| peak),
+        stage,
+        stages,
+        replicas,
+        first_op,
+        last_op,
+    }))
+}
+
+/// Whether an error says that memory lacks.
+pub fn is_of_memory(error: &PlanError) -> bool {
+    matches!(error, PlanError::Infeasible { .. } | PlanError::TooSmall(_))
+}
+
+/// What an error says is needed; what needs less is less.
+pub fn needs(error: &PlanError) -> (u8, u64) {
+    match error {
+        PlanError::Infeasible { smallest_limit, .. } => (0, *smallest_limit),
+        PlanError::TooSmall(small) if small.class.is_some() => (1, small.missing),
+        PlanError::TooSmall(small) => (2, small.smallest),
+        PlanError::Problem(_) | PlanError::Unsound(_) => (3, 0),
+    }
+}
+
+/// Of two explained noes the one that needs less.
+pub fn nearer(known: Option<PlanError>, error: PlanError) -> PlanError {
+    match known {
+        Some(known) if needs(&known) <= needs(&error) => known,
+        _ => error,
+    }
+}
+
+/// An error about devices in another order, told of the cluster's own classes.
+pub fn told(error: PlanError, of: &[DeviceClass], own: &[DeviceClass]) -> PlanError {
+    match error {
+        PlanError::TooSmall(small) => {
+            let class = small.class.and_then(|class| of.get(class as usize)).map(|class| first_alike(own, class));
+            PlanError::TooSmall(Box::new(Infeasible { class, ..*small }))
+        }
+        error => error,
+    }
+}
+
+fn shown(name: &str, op: u32) -> String {
+    let name = if name.is_empty() { op.to_string() } else { name.to_string() };
+    name.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
+}

@@ -1,0 +1,184 @@
+//! The devices of a row, and what those of any range do together, looked up in a few steps.
+//!
+//! `cluster/class` tells the same by going through the classes. A search asks in its innermost step, and there may be as many classes as
+//! devices, so here the least of every range of 2^k devices stands in a table: any range is two of them, which may overlap.
+//!
+//! A fleet may also put aside what one class holds, to ask how much it would have to hold.
+
+use crate::cluster::{DeviceClass, class};
+
+/// Devices from the first to the last; of no classes where all are alike: then of speed 1, and of the memory that the question limits.
+#[derive(Clone, Debug)]
+pub struct DeviceRanges {
+    /// The class of each device, by the first class of the same figures.
+    class: Vec<u32>,
+    paces: Least<f64>,
+    memories: Least<u64>,
+    fastest: f64,
+    /// The classes, each once, and the memory of each.
+    classes: Vec<(u32, u64)>,
+    /// Where one class alone counts: for each device how many of its class come before it.
+    counted: Vec<u32>,
+}
+
+/// Devices that are all alike.
+pub static ALIKE: DeviceRanges = DeviceRanges {
+    class: Vec::new(),
+    paces: Least { rows: Vec::new() },
+    memories: Least { rows: Vec::new() },
+    fastest: 1.0,
+    classes: Vec::new(),
+    counted: Vec::new(),
+};
+
+impl DeviceRanges {
+    /// The devices of these classes, in their order.
+    pub fn of(classes: &[DeviceClass]) -> DeviceRanges {
+        if classes.is_empty() {
+            return ALIKE.clone();
+        }
+        let firsts: Vec<u32> = classes.iter().map(|own| first_alike(classes, own)).collect();
+        let each = |at: usize| std::iter::repeat_n(at, classes[at].count as usize);
+        let devices: Vec<usize> = (0..classes.len()).flat_map(each).collect();
+        let mut once: Vec<u32> = firsts.clone();
+        once.sort_unstable();
+        once.dedup();
+        DeviceRanges {
+            class: devices.iter().map(|&at| firsts[at]).collect(),
+            paces: Least::of(devices.iter().map(|&at| classes[at].speed.unwrap_or(1.0)).collect()),
+            memories: Least::of(devices.iter().map(|&at| classes[at].device.memory.0).collect()),
+            fastest: class::fastest(classes),
+            classes: once.into_iter().map(|at| (at, classes[at as usize].device.memory.0)).collect(),
+            counted: Vec::new(),
+        }
+    }
+
+    /// Whether they are all alike.
+    pub fn is_alike(&self) -> bool {
+        self.class.is_empty()
+    }
+
+    /// The same devices, each holding whatever it is given.
+    pub fn boundless(self) -> DeviceRanges {
+        DeviceRanges { memories: Least { rows: Vec::new() }, ..self }
+    }
+
+    /// Whether each holds whatever it is given, as far as the question does not limit it.
+    pub fn is_boundless(&self) -> bool {
+        self.memories.rows.is_empty()
+    }
+
+    /// The classes, each once by the first of the same figures, those that hold most first.
+    pub fn largest(&self) -> Vec<u32> {
+        let mut classes = self.classes.clone();
+        classes.sort_by_key(|&(class, memory)| (std::cmp::Reverse(memory), class));
+        classes.into_iter().map(|(class, _)| class).collect()
+    }
+
+    /// How many times as fast the slowest of some devices is.
+    pub fn pace(&self, first: u32, count: u32) -> f64 {
+        self.paces.of_range(first, count).unwrap_or(1.0)
+    }
+
+    /// How many times as fast the fastest of all is.
+    pub fn fastest(&self) -> f64 {
+        self.fastest
+    }
+
+    /// The memory of the smallest of some devices, in bytes; none where only the question limits it.
+    pub fn memory(&self, first: u32, count: u32) -> Option<u64> {
+        self.memories.of_range(first, count)
+    }
+
+    /// The same devices with those of one class holding so many bytes; what these hold is all that counts.
+    pub fn with(&self, class: u32, memory: u64) -> DeviceRanges {
+        let own = self.memories.rows.first().into_iter().flatten();
+        let held = self.class.iter().zip(own).map(|(&own_class, &own)| if own_class == class { memory } else { own });
+        let mut counted = vec![0];
+        for &own_class in &self.class {
+            counted.push(counted[counted.len() - 1] + u32::from(own_class == class));
+        }
+        DeviceRanges { memories: Least::of(held.collect()), counted, ..self.clone() }
+    }
+
+    /// Whether the bytes of a stage on some devices count.
+    pub fn counts(&self, first: u32, count: u32) -> bool {
+        self.counted.is_empty() || self.counted[first as usize] < self.counted[(first + count) as usize]
+    }
+}
+
+/// The first of some classes that has the figures of this one.
+pub fn first_alike(classes: &[DeviceClass], own: &DeviceClass) -> u32 {
+    let same = |other: &DeviceClass| other.speed == own.speed && other.device == own.device;
+    classes.iter().position(same).unwrap_or_default() as u32
+}
+
+/// Row k, place i: the least of the 2^k values from the i-th on.
+#[derive(Clone, Debug)]
+struct Least<T> {
+    rows: Vec<Vec<T>>,
+}
+
+impl<T: Copy + PartialOrd> Least<T> {
+    fn of(values: Vec<T>) -> Least<T> {
+        let mut rows = vec![values];
+        let mut half = 1;
+        while rows[rows.len() - 1].len() > half {
+            let below = &rows[rows.len() - 1];
+            rows.push((0..below.len() - half).map(|at| lesser(below[at], below[at + half])).collect());
+            half *= 2;
+        }
+        Least { rows }
+    }
+
+    fn of_range(&self, first: u32, count: u32) -> Option<T> {
+        let (first, row) = (first as usize, count.max(1).ilog2() as usize);
+        let row_of = self.rows.get(row)?;
+        Some(lesser(row_of[first], row_of[first + count as usize - (1 << row)]))
+    }
+}
+
+fn lesser<T: PartialOrd>(left: T, right: T) -> T {
+    if right < left { right } else { left }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::Bytes;
+    use crate::cluster::device::find;
+
+    #[test]
+    fn ranges_are_as_the_classes_tell_them() {
+        let class_of = |count: u32, speed: f64, memory: u64| {
+            let mut device = find("h100").unwrap().device();
+            device.memory = Bytes(memory);
+            DeviceClass { device, count, speed: Some(speed) }
+        };
+        let classes = [
+            class_of(2, 2.0, 50),
+            class_of(1, 0.5, 90),
+            class_of(3, 1.0, 20),
+            class_of(1, 2.0, 50),
+            class_of(2, 3.0, 70),
+        ];
+        let fleet = DeviceRanges::of(&classes);
+        for first in 0..9 {
+            for count in 1..=9 - first {
+                let range = first..first + count;
+                assert_eq!(fleet.pace(first, count), class::slowest(&classes, range.clone()), "{range:?}");
+                assert_eq!(fleet.memory(first, count), class::smallest(&classes, range.clone()), "{range:?}");
+            }
+        }
+        assert_eq!((fleet.fastest(), fleet.largest()), (3.0, vec![1, 4, 0, 2]));
+        // The class of the first two devices is also that of the seventh.
+        let with = fleet.with(0, 1000);
+        assert_eq!((with.memory(0, 2), with.memory(1, 2), with.memory(6, 1)), (Some(1000), Some(90), Some(1000)));
+        assert_eq!(
+            [(0, 1), (2, 4), (5, 2), (7, 2)].map(|(first, count)| with.counts(first, count)),
+            [true, false, true, false]
+        );
+        assert!(fleet.counts(2, 4) && ALIKE.is_alike() && ALIKE.counts(0, 9));
+        assert_eq!((ALIKE.pace(3, 2), ALIKE.memory(3, 2), ALIKE.fastest()), (1.0, None, 1.0));
+    }
+}

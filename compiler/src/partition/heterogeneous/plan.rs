@@ -1,0 +1,427 @@
+//! Planning for devices that differ: the planner is asked about orders of the devices, and the best answer is given the devices that it
+//! stands for.
+//!
+//! Small questions are asked about every order: first by tables alone, whose bounds leave out most orders, and the others once more.
+//! Else each order gets a glance, a search along a coarse line, and the best a whole search: every order has its glance where they
+//! are not too many, and otherwise a walk goes from the best order so far to those near it, as long as one of them is better. The plan
+//! says when there were orders that nobody looked at.
+//!
+//! A bound of one order is a bound of the stages along that order. Where all orders were asked about, the least of their bounds holds
+//! for all plans; else all compute on all devices at once, each at its speed.
+
+use crate::cluster::Cluster;
+use crate::partition::bounds::min_memory;
+use crate::partition::explain::infeasible;
+use crate::partition::heterogeneous::class_dp::ClassDp;
+use crate::partition::heterogeneous::device_orders::{DeviceOrder, Sequence, Units, is_alike};
+use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
+use crate::partition::search::candidates::{Depth, PlanCandidate, SearchContext, SearchLimits, same};
+use crate::partition::search::finish_plan;
+use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::pipec_rules;
+use crate::partition::search::pipec_rules::Blended;
+use crate::partition::search::simulate_candidate;
+use crate::plan::Plan;
+use crate::plan::check::error::PlanFault;
+use crate::plan::check::verify;
+use crate::plan::problem::Problem;
+use std::collections::BTreeSet;
+
+/// The most orders that are all searched: by tables, by integer programs, and through everything.
+const MOST_TABLES: usize = 120;
+const MOST_WHOLE: usize = 24;
+const MOST_EXHAUSTIVE: usize = 5040;
+
+/// The most glances; and the steps for all of them, about a second.
+const MOST_GLANCES: usize = 400;
+const GLANCES: f64 = 3e7;
+
+/// How many of the best orders are searched whole after the glances, those that seemed so much slower at most.
+const MOST_CLOSELY: usize = 3;
+const NEAR: f64 = 1.02;
+
+/// Makes a plan for `problem`, on a cluster of several classes; `question` is the same over joined ops.
+pub fn plan(
+    problem: &Problem,
+    question: &SearchContext<'_>,
+    options: &PlannerOptions<'_>,
+) -> Result<Planned, PlanError> {
+    let units = Units::of(&problem.cluster);
+    let known = PlannerOptions { partitioner: Partitioner::Pipec, ..*options };
+    let options = match options.partitioner {
+        // What memory alone rules out in any order is not walked through.
+        Partitioner::Milp | Partitioner::Exhaustive if min_memory::proves_none(question.problem) => &known,
+        _ => options,
+    };
+    let mut search = Search {
+        question,
+        options,
+        units: &units,
+        asked: Vec::new(),
+        least_us: finish_plan::spread(question.problem),
+        best: None,
+        refused: None,
+        states: 0,
+    };
+    let blended = blended(question, options)?;
+    let mut is_shown = false;
+    if let Some(Blended { orders, bound_us, .. }) = &blended {
+        // One table for all orders shows that none fits, or bounds them all.
+        is_shown = bound_us.is_infinite() && !orders.is_empty();
+        if is_shown {
+            search.options = &known;
+        }
+        if bound_us.is_finite() {
+            search.least_us = search.least_us.max(*bound_us);
+        }
+        let among = SearchLimits { orders: orders.len() as u32, ..SearchLimits::ALONE };
+        search.add(orders);
+        (0..orders.len()).try_for_each(|at| search.ask(at, among))?;
+    }
+    let first = search.asked.len();
+    let Chosen { orders, looked, is_all } = match blended {
+        _ if is_shown || search.is_met() => Chosen { orders: Vec::new(), looked: first, is_all: true },
+        blended => chosen(question, options, &units, blended),
+    };
+    search.add(&orders);
+    let count = search.asked.len();
+    let shared = if is_all { (count - first) as u32 } else { 1 };
+    if is_all && shared > 1 && options.partitioner == Partitioner::Pipec {
+        let among = SearchLimits { orders: shared, depth: Depth::Tables, ..SearchLimits::ALONE };
+        (first..count).try_for_each(|at| search.ask(at, among))?;
+        let mut next: Vec<usize> = (0..count).collect();
+        let key = |at: &usize| (search.asked[*at].bound_us, search.asked[*at].us);
+        next.sort_by(|a, b| key(a).0.total_cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)).then(a.cmp(b)));
+        next.truncate(MOST_WHOLE);
+        for (at, &order) in next.iter().enumerate() {
+            search.ask(order, SearchLimits { orders: (next.len() - at) as u32, ..SearchLimits::ALONE })?;
+        }
+    } else {
+        // Where the orders are ranked, the first is worth more work than the others.
+        let share = |at: usize| if is_all || at == first { shared } else { 4 };
+        (first..count).try_for_each(|at| search.ask(at, SearchLimits { orders: share(at), ..SearchLimits::ALONE }))?;
+    }
+    // The best order once more, with all the work for itself.
+    if let (true, Some((_, at))) = (count > 1 && options.partitioner != Partitioner::Exhaustive, &search.best) {
+        search.ask(*at, SearchLimits::ALONE)?;
+    }
+    let least_us = search.least_us;
+    let Some((answer, mut at)) = search.best.take() else {
+        // There is always an order: what was refused says why.
+        return Err(search.refused.unwrap_or(PlanError::Unsound(vec![PlanFault::NoStages])));
+    };
+    let mut planned = search.planned(problem, answer, at)?;
+    for other in search.promising(&planned.plan, at) {
+        let known_us = planned.plan.predicted.minibatch_us;
+        let among = SearchLimits { known_us, orders: MOST_CLOSELY as u32, ..SearchLimits::ALONE };
+        let Ok(answer) = along(question, options, &search.asked[other].order, among) else { continue };
+        let mut next = search.planned(problem, answer, other)?;
+        if next.plan.predicted.minibatch_us < known_us {
+            // Those that stand here are the least of all orders that were asked about.
+            next.plan.baselines = planned.plan.baselines;
+            (planned, at) = (next, other);
+        }
+    }
+    let Search { asked, states, .. } = search;
+    let order = &asked[at].order;
+    let Planned { mut plan, compared } = planned;
+    plan.search.states = states;
+    for stage in &mut plan.stages {
+        stage.devices.iter_mut().for_each(|device| *device = order.device[*device as usize]);
+        stage.devices.sort_unstable();
+    }
+    plan.cluster.classes = problem.cluster.classes.clone();
+    plan.cluster.device = problem.cluster.device.clone();
+    let us = plan.predicted.by_equations_us();
+    let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
+    let bound_us = if is_all { least.max(least_us).min(us) } else { least_us };
+    (plan.lower_bound_us, plan.proven_optimal) = finish_plan::certificate(
+        question.problem,
+        us,
+        plan.predicted.minibatch_us,
+        bound_us,
+        options.efficiency.is_some(),
+    );
+    if !is_all && !plan.proven_optimal {
+        plan.warnings.push(format!(
+            "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \
+             not all; another may be better"
+        ));
+    }
+    // Units have changed places, and their links with them.
+    plan.predicted.busiest_link = None;
+    let checked = verify::check(problem, &plan).map_err(PlanError::Unsound)?;
+    if !simulate_candidate::tells(&plan.predicted.bottleneck) {
+        plan.predicted.bottleneck = checked.bottleneck;
+    }
+    plan.predicted.busiest_link = checked.busiest_link;
+    Ok(Planned { plan, compared })
+}
+
+/// An order that is asked about.
+struct Asked {
+    order: DeviceOrder,
+    /// The best time that was found in it, and one that no stages along it beat.
+    us: f64,
+    bound_us: f64,
+}
+
+struct Search<'a> {
+    question: &'a SearchContext<'a>,
+    options: &'a PlannerOptions<'a>,
+    units: &'a Units<'a>,
+    asked: Vec<Asked>,
+    /// What no plan beats, in whatever order.
+    least_us: f64,
+    /// The best answer, and its order.
+    best: Option<(Answer, usize)>,
+    refused: Option<PlanError>,
+    states: u64,
+}
+
+impl Search<'_> {
+    /// Adds orders to ask about, each once.
+    fn add(&mut self, orders: &[Sequence]) {
+        for sequence in orders {
+            let order = self.units.order(sequence);
+            if !self.asked.iter().any(|asked| asked.order.device == order.device) {
+                self.asked.push(Asked { order, us: f64::INFINITY, bound_us: self.least_us });
+            }
+        }
+    }
+
+    /// Whether the best is as fast as any plan can be.
+    fn is_met(&self) -> bool {
+        let best = self.best.as_ref().map(|(best, _)| best.chosen.minibatch_us);
+        best.is_some_and(|us| us <= self.least_us || same(us, self.least_us))
+    }
+
+    /// Asks about one order, unless nothing better than what is known is to be had there.
+    fn ask(&mut self, at: usize, among: SearchLimits) -> Result<(), PlanError> {
+        let known_us = self.best.as_ref().map_or(f64::INFINITY, |(best, _)| best.chosen.minibatch_us);
+        let Asked { order, us, bound_us } = &mut self.asked[at];
+        if known_us.is_finite() && (*bound_us >= known_us || same(*bound_us, known_us)) {
+            return Ok(());
+        }
+        match along(self.question, self.options, order, SearchLimits { known_us, ..among }) {
+            Ok(answer) => {
+                *us = us.min(answer.chosen.minibatch_us);
+                *bound_us = bound_us.max(finish_plan::bound_us(self.question.problem, &answer.chosen, &answer.found));
+                self.states += answer.found.states;
+                self.best = Some(better(self.best.take(), answer, at));
+            }
+            Err(refused) => {
+                *bound_us = bound_us.max(refused.bound_us);
+                match refused.error {
+                    // Nothing better was found here.
+                    _ if known_us.is_finite() => {}
+                    error if infeasible::is_of_memory(&error) => {
+                        let error = infeasible::told(error, &order.classes, &self.question.problem.cluster.classes);
+                        self.refused = Some(infeasible::nearer(self.refused.take(), error));
+                    }
+                    error => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The plan of an answer along one order, its devices numbered along it.
+    fn planned(&self, problem: &Problem, answer: Answer, at: usize) -> Result<Planned, PlanError> {
+        let order = &self.asked[at].order;
+        let (ordered, joined) = (in_order(problem, order), in_order(self.question.problem, order));
+        conclude(&ordered, &self.question.about(&joined), self.options, answer)
+    }
+
+    /// Other orders whose plans may take less time than the program of this one, where that waits: some of those that promise most.
+    fn promising(&self, plan: &Plan, at: usize) -> Vec<usize> {
+        let known_us = plan.predicted.minibatch_us;
+        if self.options.partitioner != Partitioner::Pipec || plan.predicted.by_equations_us() >= ENOUGH * known_us {
+            return Vec::new();
+        }
+        let mut others: Vec<usize> = (0..self.asked.len()).collect();
+        others.retain(|&other| other != at && self.asked[other].bound_us < known_us);
+        let key = |at: usize| (self.asked[at].us, self.asked[at].bound_us);
+        others.sort_by(|&a, &b| key(a).0.total_cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)).then(a.cmp(&b)));
+        others.truncate(MOST_CLOSELY);
+        others
+    }
+}
+
+/// The orders that get a whole search.
+struct Chosen {
+    orders: Vec<Sequence>,
+    /// How many got a glance.
+    looked: usize,
+    /// Whether there are no others.
+    is_all: bool,
+}
+
+fn chosen(
+    question: &SearchContext<'_>,
+    options: &PlannerOptions<'_>,
+    units: &Units<'_>,
+    blended: Option<Blended>,
+) -> Chosen {
+    if is_alike(&question.problem.cluster) {
+        return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
+    }
+    let (most, searches) = match options.partitioner {
+        Partitioner::Exhaustive => (MOST_EXHAUSTIVE, false),
+        Partitioner::Milp | Partitioner::Pipedream => (MOST_WHOLE, true),
+        Partitioner::Pipec => (MOST_TABLES, true),
+        Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform => (MOST_TABLES, false),
+    };
+    if let Some(orders) = units.all(most) {
+        let all = SearchContext { among: SearchLimits { orders: orders.len() as u32, ..question.among }, ..*question };
+        // What is wrong with the question is told when it is asked.
+        if !searches || pipec_rules::affords_all(&all).unwrap_or(true) {
+            return Chosen { looked: orders.len(), orders, is_all: true };
+        }
+    }
+    // Of more orders those that one table for all has told are the best that tables can tell.
+    let seeds = match blended {
+        Some(blended) if blended.is_whole => {
+            return Chosen { looked: blended.orders.len(), orders: Vec::new(), is_all: false };
+        }
+        blended => blended.map_or(Vec::new(), |blended| blended.orders),
+    };
+    let glances = (GLANCES / pipec_rules::glance_effort(question).unwrap_or(GLANCES).max(1.0)) as usize;
+    let glances = glances.clamp(MOST_CLOSELY, MOST_GLANCES);
+    // The plain alternatives are their own glance.
+    let partitioner = match options.partitioner {
+        plain @ (Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform) => plain,
+        _ => Partitioner::Pipec,
+    };
+    let options = PlannerOptions { partitioner, ..PlannerOptions::default() };
+    let mut walk = Walk { question, options, units, seen: BTreeSet::new(), ranked: Vec::new() };
+    match units.all(glances) {
+        Some(orders) => orders.into_iter().for_each(|order| walk.look(order)),
+        None => walk.climb(seeds, glances),
+    }
+    let looked = walk.ranked.len();
+    let near_us = walk.ranked.first().map_or(f64::INFINITY, |best| best.us * NEAR);
+    let near = walk.ranked.into_iter().take(MOST_CLOSELY).filter(|glance| glance.us <= near_us);
+    Chosen { orders: near.map(|glance| glance.order).collect(), looked, is_all: false }
+}
+
+/// What a glance at an order told.
+struct Glance {
+    order: Sequence,
+    /// Microseconds of the best that fits, infinite where nothing does.
+    us: f64,
+    /// What the best that was found needs where nothing fits.
+    needs: (u8, u64),
+    /// Where its stages end.
+    borders: Vec<u32>,
+}
+
+impl Glance {
+    fn beats(&self, other: &Glance) -> bool {
+        match (self.us.is_finite(), other.us.is_finite()) {
+            (true, true) => self.us < other.us && !same(self.us, other.us),
+            (false, false) => self.needs < other.needs,
+            (is_fitting, _) => is_fitting,
+        }
+    }
+}
+
+/// A walk over orders, with a glance at each.
+struct Walk<'a> {
+    question: &'a SearchContext<'a>,
+    options: PlannerOptions<'a>,
+    units: &'a Units<'a>,
+    seen: BTreeSet<Sequence>,
+    /// What was looked at, the best first, the earlier of equals.
+    ranked: Vec<Glance>,
+}
+
+impl Walk<'_> {
+    fn look(&mut self, order: Sequence) {
+        if !self.seen.insert(order.clone()) {
+            return;
+        }
+        let among = SearchLimits { depth: Depth::Glance, ..SearchLimits::ALONE };
+        let nothing = |needs| Glance { order: order.clone(), us: f64::INFINITY, needs, borders: Vec::new() };
+        let glance = match along(self.question, &self.options, &self.units.order(&order), among) {
+            Ok(Answer { chosen, .. }) => {
+                let ends = chosen.spots.iter().zip(chosen.shape.replicas());
+                let borders = ends.map(|(spot, replicas)| spot.first + replicas).collect();
+                Glance { us: chosen.minibatch_us, borders, ..nothing((0, 0)) }
+            }
+            // What is wrong with the question itself is told by a whole search, which finds more than a glance does.
+            Err(Refused { error, .. }) => nothing(infeasible::needs(&error)),
+        };
+        let at = self.ranked.iter().position(|other| glance.beats(other)).unwrap_or(self.ranked.len());
+        self.ranked.insert(at, glance);
+    }
+
+    /// Looks at the starts, and from the best at those near it, until none is better or as many were looked at as may be.
+    fn climb(&mut self, seeds: Vec<Sequence>, most: usize) {
+        for order in seeds.into_iter().chain(self.units.starts()).take(most) {
+            self.look(order);
+        }
+        while let Some(best) = self.ranked.first().map(|best| best.order.clone()) {
+            for way in self.units.moves(&best, &self.ranked[0].borders) {
+                self.look(way.of(&best));
+                if self.ranked.len() >= most {
+                    return;
+                }
+                if self.ranked[0].order != best {
+                    break;
+                }
+            }
+            if self.ranked[0].order == best {
+                break;
+            }
+        }
+    }
+}
+
+/// What one table for all orders tells, where there is one level and the partitioner is free to use it.
+fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Option<Blended>, PlanError> {
+    let cluster = &question.problem.cluster;
+    let is_ours = matches!(options.partitioner, Partitioner::Pipec | Partitioner::Milp);
+    if !is_ours || cluster.levels.len() > 1 || is_alike(cluster) {
+        return Ok(None);
+    }
+    let Some(counts) = ClassDp::of(&cluster.classes) else { return Ok(None) };
+    Ok(pipec_rules::blended(question, &counts)?)
+}
+
+/// The problem with its devices in this order.
+fn in_order(problem: &Problem, order: &DeviceOrder) -> Problem {
+    let cluster = Cluster { classes: order.classes.clone(), ..problem.cluster.clone() };
+    Problem { cluster, ..problem.clone() }
+}
+
+/// The answer along one order.
+fn along(
+    question: &SearchContext<'_>,
+    options: &PlannerOptions<'_>,
+    order: &DeviceOrder,
+    among: SearchLimits,
+) -> Result<Answer, Refused> {
+    let problem = in_order(question.problem, order);
+    answer(&SearchContext { among, ..question.about(&problem) }, options)
+}
+
+/// The faster of two with their orders, the earlier of equals, with the better of their plain alternatives.
+fn better(known: Option<(Answer, usize)>, answer: Answer, order: usize) -> (Answer, usize) {
+    let Some((known, before)) = known else { return (answer, order) };
+    let (us, known_us) = (answer.chosen.minibatch_us, known.chosen.minibatch_us);
+    match us < known_us && !same(us, known_us) {
+        true => (least_baselines(answer, known.baselines), order),
+        false => (least_baselines(known, answer.baselines), before),
+    }
+}
+
+/// The plain alternatives may stand on any devices too.
+fn least_baselines(mut answer: Answer, others: [PlanCandidate; 3]) -> Answer {
+    for (own, other) in answer.baselines.iter_mut().zip(others) {
+        if (other.fits && !own.fits) || (other.fits == own.fits && other.minibatch_us < own.minibatch_us) {
+            *own = other;
+        }
+    }
+    answer
+}

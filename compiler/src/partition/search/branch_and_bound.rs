@@ -1,0 +1,164 @@
+//! The forward search of `placed`: branch and bound from the first stage, every prefix priced exactly.
+//!
+//! Going forward, a tensor that two later stages read is charged to its maker when the second of them is set, a message knows both of
+//! its ends, and shared ports have their sums. `tables` bound what is left.
+
+use crate::partition::search::pipec::{PlacementQuery, StagePlacement};
+use crate::partition::search::suffix_dp::Table;
+use crate::plan::cost_estimate::{PlacedStage, outlook};
+use crate::plan::{Edge, StageId};
+use std::collections::BTreeMap;
+
+/// The first stages of a partition, priced exactly but for what later stages will read of them.
+#[derive(Clone, Default)]
+pub struct Prefix {
+    seats: Vec<StagePlacement>,
+    stages: Vec<PlacedStage>,
+    edges: Vec<Edge>,
+}
+
+impl Prefix {
+    /// Adds a stage.
+    pub fn push(&mut self, placing: &PlacementQuery<'_>, seat: StagePlacement) {
+        let run = placing.places.run(seat.from, seat.to).at(placing.pace(seat.first, seat.replicas));
+        let again = if seat.recompute { run.forward_us } else { 0.0 };
+        let to = StageId(self.stages.len() as u32);
+        self.stages.push(PlacedStage {
+            forward_us: run.forward_us,
+            backward_us: run.backward_us + again,
+            weight_bytes: run.holdings.weights as f64,
+            first: seat.first,
+            replicas: seat.replicas,
+        });
+        let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
+        for tensor in placing.places.inputs(seat.from, seat.to) {
+            let tensor = &placing.places.graph.tensors[tensor as usize];
+            let made = self.seats.iter().position(|before| placing.places.has(before.to, tensor.producer.index()));
+            if let Some(from) = made {
+                *bytes.entry(from as u32).or_default() += tensor.bytes;
+            }
+        }
+        let edge = |(from, bytes): (u32, u64)| Edge { from: StageId(from), to, tensors: Vec::new(), bytes };
+        self.edges.extend(bytes.into_iter().map(edge));
+        self.seats.push(seat);
+    }
+
+    fn pop(&mut self) {
+        self.seats.pop();
+        self.stages.pop();
+        let last = self.stages.len() as u32;
+        self.edges.retain(|edge| edge.to.0 != last);
+    }
+
+    /// The objective of these stages alone.
+    pub fn us(&self, placing: &PlacementQuery<'_>) -> f64 {
+        outlook(&placing.asked, placing.levels, &self.stages, &self.edges).minibatch_us
+    }
+
+    /// The busiest, the way, and the all-reduce of these stages apart.
+    fn parts(&self, placing: &PlacementQuery<'_>) -> (f64, f64) {
+        let looked = outlook(&placing.asked, placing.levels, &self.stages, &self.edges);
+        (looked.busiest_us, looked.minibatch_us - looked.busiest_us)
+    }
+}
+
+/// The forward search.
+pub struct BranchAndBound<'a, 'b> {
+    /// The question.
+    pub placing: &'a PlacementQuery<'b>,
+    /// Bounds on the busiest.
+    pub busiest: &'a Table,
+    /// Bounds on the way, where it counts.
+    pub way: Option<&'a Table>,
+    /// The best that was met.
+    pub best: Option<(f64, Vec<StagePlacement>)>,
+    /// What has to be beaten.
+    pub best_us: f64,
+    /// Steps taken.
+    pub steps: u64,
+}
+
+impl BranchAndBound<'_, '_> {
+    /// Whether it ran to its end.
+    pub fn run(&mut self) -> bool {
+        for layer in self.placing.finals() {
+            if self.placing.layers().is_some_and(|most| layer > most) {
+                continue;
+            }
+            for w in self.placing.widths() {
+                if !self.extend(&mut Prefix::default(), layer, 0, w) {
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    fn extend(&mut self, prefix: &mut Prefix, layer: usize, from: usize, w: u32) -> bool {
+        let placing = self.placing;
+        let whole = placing.places.len() - 1;
+        if from == whole {
+            let us = prefix.us(placing);
+            if us < self.best_us * (1.0 - 1e-12) {
+                self.best_us = us;
+                self.best = Some((us, prefix.seats.clone()));
+            }
+            return true;
+        }
+        let stage = placing.stage(layer);
+        let below = layer - usize::from(self.busiest.layered);
+        let mut next: Vec<(f64, StagePlacement, u32)> = Vec::new();
+        for to in from + 1..=whole {
+            self.steps += 1;
+            if !placing.places.nested(from, to) || !placing.is_allowed(from, to, stage) {
+                continue;
+            }
+            for replicas in placing.replicas(stage).take_while(|&replicas| replicas <= w) {
+                self.steps += 1;
+                let rest = w - replicas;
+                let tail = self.busiest.value(below, to, rest as usize);
+                let compute = placing.least_us(from, to);
+                let weight = placing.asked.weight(replicas);
+                if tail.is_infinite() || (weight * compute).max(tail) >= self.best_us {
+                    continue;
+                }
+                let Some(recompute) = placing.chosen(from, to, replicas, rest, prefix.seats.len()) else { continue };
+                let first = placing.devices - rest - replicas;
+                let seat = StagePlacement { from, to, first, replicas, recompute };
+                prefix.push(placing, seat);
+                let (busiest, sum) = prefix.parts(placing);
+                prefix.pop();
+                let least = busiest.max(tail) + sum + self.way.map_or(0.0, |way| way.value(below, to, rest as usize));
+                if least < self.best_us * (1.0 - 1e-9) {
+                    next.push((least, seat, rest));
+                }
+            }
+            if self.steps > placing.steps {
+                return false;
+            }
+        }
+        next.sort_by(|left, right| left.0.total_cmp(&right.0));
+        for (least, seat, rest) in next {
+            if least >= self.best_us * (1.0 - 1e-9) {
+                break;
+            }
+            prefix.push(placing, seat);
+            let mut starts = vec![rest];
+            // The next stage may begin at the border of a unit.
+            if let [inner, _, ..] = placing.levels {
+                let border = rest - rest % inner.count.max(1);
+                starts.extend((border != rest && (border > 0) && seat.to != whole).then_some(border));
+            }
+            for start in starts {
+                if seat.to == whole && start > placing.unused_after() {
+                    continue;
+                }
+                if !self.extend(prefix, below, seat.to, start) {
+                    return false;
+                }
+            }
+            prefix.pop();
+        }
+        true
+    }
+}

@@ -1,0 +1,76 @@
+//! The size of the parts in which replicas sum their gradients, where the planner may choose it.
+//!
+//! Small parts are on their way early, and each pays the latency of its links. Which size is best depends on what a backward makes when and on
+//! what else goes over those links, so the plan's program is played with every power of two. Of sizes that take equally long the usual one is the answer,
+//! then the largest, which makes the fewest parts.
+
+use crate::cluster::Bytes;
+use crate::partition::planner::{PlanError, Planned};
+use crate::plan::buckets::buckets;
+use crate::plan::problem::Problem;
+use crate::plan::{GradientBucket, Plan, Stage};
+use crate::profile::cost_graph::CostGraph;
+use crate::schedule::pipeline::{pipeline_of, schedule_of};
+use crate::simulate::step_time;
+use serde_json::json;
+
+/// The sizes that are tried, as powers of two.
+const SIZES: std::ops::RangeInclusive<u32> = 12..=30;
+
+/// The size that is asked for first: about the usual one.
+pub const FIRST: u64 = 1 << 25;
+
+/// A program that takes less than this part of another's time is preferred to it.
+const CLEARLY: f64 = 1.0 - 1e-6;
+
+/// Makes a plan with buckets of the best size, in which it says what that is.
+pub fn best(problem: &Problem, ask: &dyn Fn(&Problem) -> Result<Planned, PlanError>) -> Result<Planned, PlanError> {
+    let at = |size: u64| ask(&Problem { bucket: Bytes(size), ..problem.clone() });
+    let mut planned = at(FIRST)?;
+    let mut size = FIRST;
+    if let Some(other) = fastest(problem, &planned.plan).filter(|other| *other != FIRST)
+        && let Ok(next) = at(other)
+        && next.plan.predicted.minibatch_us <= planned.plan.predicted.minibatch_us
+    {
+        (planned, size) = (next, other);
+    }
+    planned.plan.options.insert("bucket_bytes".to_string(), json!(size));
+    Ok(planned)
+}
+
+/// The size with which the plan's program takes least time; nothing where no replicas sum anything, or no program can be played.
+pub fn fastest(problem: &Problem, plan: &Plan) -> Option<u64> {
+    let degree = plan.stages.first().map_or(1, Stage::degree);
+    let of_groups = problem.shared.iter().find(|costs| costs.devices == degree).map(|costs| &costs.graph);
+    let graph = if degree > 1 { of_groups? } else { &problem.graph };
+    let kind = schedule_of(plan.schedule.kind).ok().filter(|kind| kind.trains())?;
+    if plan.stages.iter().all(|stage| stage.replicas < 2) {
+        return None;
+    }
+    let mut known: Option<(Vec<Stage>, f64)> = None;
+    let mut best: Option<(u64, f64)> = None;
+    let others = SIZES.rev().map(|power| 1u64 << power).filter(|size| *size != FIRST);
+    for size in std::iter::once(FIRST).chain(others) {
+        let stages: Vec<Stage> = plan.stages.iter().map(|stage| cut(graph, stage, size)).collect();
+        let us = match &known {
+            Some((before, us)) if *before == stages => *us,
+            _ => {
+                let pipeline =
+                    pipeline_of(&plan.cluster.levels, &stages, &plan.edges, &plan.schedule.in_flight).ok()?;
+                step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??
+            }
+        };
+        if best.is_none_or(|(_, least)| us < least * CLEARLY) {
+            best = Some((size, us));
+        }
+        known = Some((stages, us));
+    }
+    best.map(|(size, _)| size)
+}
+
+/// The stage with buckets of this size.
+fn cut(graph: &CostGraph, stage: &Stage, size: u64) -> Stage {
+    let ops: Vec<u32> = stage.op_ids().collect();
+    let buckets: Vec<GradientBucket> = if stage.replicas > 1 { buckets(graph, &ops, size) } else { Vec::new() };
+    Stage { buckets, ..stage.clone() }
+}

@@ -1,0 +1,315 @@
+//! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
+
+use crate::cluster::class;
+use crate::partition::dp::nested_partition::{Leaf, Shape};
+use crate::partition::dp::uneven_levels;
+use crate::plan::buckets::buckets;
+use crate::plan::chunks;
+use crate::plan::cost_estimate;
+use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage};
+use crate::plan::gradient_buffers::GradientBuffers;
+use crate::plan::in_flight;
+use crate::plan::in_flight::{First, Lanes, ScheduleFlow};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
+use crate::profile::arena::Arena;
+use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
+use std::collections::BTreeMap;
+
+/// Where a stage stands, and whether it is recomputed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagePosition {
+    /// Its first device; the others follow.
+    pub first: u32,
+    /// Whether forward runs again before backward.
+    pub recompute: bool,
+}
+
+/// Stages side by side from the first device on, none recomputed.
+pub fn side_by_side(shape: &Shape) -> Vec<StagePosition> {
+    let mut next = 0u32;
+    let mut spot = |replicas: u32| {
+        let first = next;
+        next = next.saturating_add(replicas);
+        StagePosition { first, recompute: false }
+    };
+    shape.replicas().into_iter().map(&mut spot).collect()
+}
+
+/// What a problem asks of time under cost `pipec`.
+pub fn asked(problem: &Problem) -> FlowQuery {
+    FlowQuery::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
+}
+
+/// The stages of a shape in their places.
+pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<PlacedStage> {
+    let ops = &problem.graph.ops;
+    let holdings = holdings(problem, shape);
+    let placed = |((leaf, spot), holdings): ((Leaf<'_>, &StagePosition), &MemoryTerms)| {
+        let sum = |us: fn(&OpCost) -> f64| leaf.ops.iter().map(|&op| us(&ops[op as usize])).sum::<f64>();
+        let pace = pace(problem, spot, leaf.replicas);
+        let forward_us = sum(|op| op.fwd_us) / pace;
+        PlacedStage {
+            forward_us,
+            backward_us: sum(|op| op.bwd_us) / pace + if spot.recompute { forward_us } else { 0.0 },
+            weight_bytes: holdings.weights as f64,
+            first: spot.first,
+            replicas: leaf.replicas,
+        }
+    };
+    shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
+}
+
+/// What the stages of a shape do together under cost `pipec`.
+pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[StagePosition]) -> CostEstimate {
+    let stages = placed(problem, shape, spots);
+    let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
+    match problem.chunks > 1 && stages.len() > 1 {
+        true => chunks::outlook(asked, levels, &stages, &edges),
+        false => cost_estimate::outlook(asked, levels, &stages, &edges),
+    }
+}
+
+/// How fast a stage goes: as its slowest device.
+fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
+    class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
+}
+
+/// Whether what devices hold can matter: a stage that held everything, as often as may be, would not fit on each of them.
+pub fn is_limited(problem: &Problem) -> bool {
+    let Some(limit) = problem.limit_of(0..problem.cluster.devices()) else { return false };
+    let graph = &problem.graph;
+    let given = match &problem.in_flight {
+        InFlight::Given(caps) => caps.iter().copied().max().unwrap_or(1),
+        _ => 1,
+    };
+    let in_flight = given.max(2 * problem.cluster.devices()).max(problem.microbatches).saturating_mul(problem.chunks);
+    let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0u64, u64::saturating_add);
+    let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
+    let all = MemoryTerms {
+        weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
+        summed: sum(&mut graph.params.iter().map(|param| param.sum_bytes)),
+        masters: sum(&mut graph.params.iter().map(ParamCost::master_bytes)),
+        terms: sum(&mut graph.summed_bytes().into_iter()),
+        shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.sum_bytes)),
+        largest: graph.largest_bytes().into_iter().max().unwrap_or(0),
+        needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
+        saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
+        inputs: tensors,
+        passed: tensors.saturating_mul(2),
+        outputs: tensors,
+        sent: tensors,
+        arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
+        put_by: sum(&mut graph.ops.iter().map(|op| op.joint_bytes)),
+        halves: sum(&mut graph.ops.iter().map(OpCost::apart_bytes)),
+    };
+    let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
+    let versions = in_flight.saturating_add(1);
+    let once = MemoryMultipliers {
+        in_flight,
+        apart: in_flight,
+        versions,
+        late: in_flight,
+        replicas: 2,
+        recompute: false,
+        zero: 0,
+        optimizer_state,
+        schedule,
+        microbatches: problem.microbatches,
+    };
+    all.held(&once).total > limit
+}
+
+/// Whether every stage fits on its devices.
+pub fn fits(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> bool {
+    // Chunks of one rank stand on the same devices.
+    let mut held: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+    for ((spot, replicas), memory) in spots.iter().zip(shape.replicas()).zip(memory) {
+        let sum = held.entry((spot.first, replicas)).or_default();
+        *sum = sum.saturating_add(memory.total);
+    }
+    let fits = |(&(first, replicas), held): (&(u32, u32), &u64)| {
+        problem.limit_of(first..first.saturating_add(replicas)).is_none_or(|limit| *held <= limit)
+    };
+    held.iter().all(fits)
+}
+
+/// The objective of a shape under the problem's cost model, in microseconds.
+pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> f64 {
+    match problem.cost {
+        CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
+        CostModel::Paper | CostModel::Pipedream => {
+            shape.minibatch_us(problem).max(uneven_levels::busiest_us(problem, shape, spots))
+        }
+        CostModel::Load | CostModel::Hybrid => shape.minibatch_us(problem),
+    }
+}
+
+/// The schedule settings of a problem for a pipeline of `workers`.
+pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
+    let &Problem { schedule, microbatches, chunks, room, .. } = problem;
+    ScheduleFlow { schedule, microbatches, chunks, workers, room }
+}
+
+/// The caps that the schedule's own rule gives a shape.
+pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
+    in_flight::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
+}
+
+/// Weight versions of each stage of a shape under such caps.
+pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
+    of_lanes(problem, shape, caps, ScheduleFlow::versions)
+}
+
+/// What a flow says of each stage of a shape under such caps.
+fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&ScheduleFlow, Lanes, First) -> u32) -> Vec<u32> {
+    let flow = flow(problem, problem.cluster.devices());
+    let lanes = shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| Lanes { replicas, in_flight });
+    let lanes: Vec<Lanes> = lanes.collect();
+    let first = lanes.first().map_or(First::Unknown, |&first| First::Known(first));
+    lanes.into_iter().map(|own| says(&flow, own, first)).collect()
+}
+
+/// What each stage of a shape holds, before anything is multiplied.
+pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
+    let mut inside = vec![false; problem.graph.ops.len()];
+    let (flows, passing) = (problem.graph.flows(), GradientBuffers::of(&problem.cluster));
+    let mut all = Vec::new();
+    for leaf in shape.leaves() {
+        leaf.ops.iter().for_each(|&op| inside[op as usize] = true);
+        all.push(MemoryTerms::of(&problem.graph, &flows, &inside, &passing));
+        leaf.ops.iter().for_each(|&op| inside[op as usize] = false);
+    }
+    all
+}
+
+/// The items of each stage between the halves of their backward, by the schedule's own rule under such caps; none where it is whole.
+pub fn apart(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
+    in_flight::apart(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
+}
+
+/// What each stage of a shape holds under such caps and with so many items apart, `holdings` being what it holds once.
+pub fn memory(
+    problem: &Problem,
+    shape: &Shape,
+    spots: &[StagePosition],
+    holdings: &[MemoryTerms],
+    caps: &[u32],
+    apart: &[u32],
+) -> Vec<StageMemory> {
+    let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
+    let held = |(at, holdings): (usize, &MemoryTerms), replicas: u32| {
+        holdings.held(&MemoryMultipliers {
+            in_flight: caps[at],
+            apart: apart.get(at).copied().unwrap_or(0),
+            versions: versions[at],
+            late: late[at],
+            replicas,
+            recompute: spots[at].recompute,
+            zero: problem.zero,
+            optimizer_state: problem.optimizer_state,
+            schedule: problem.schedule,
+            microbatches: problem.microbatches,
+        })
+    };
+    holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
+}
+
+/// The stages of a shape, with the memory given.
+pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {
+    let ops = &problem.graph.ops;
+    let mut stages = Vec::new();
+    for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
+        let pace = pace(problem, spot, leaf.replicas);
+        let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
+        let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
+        let tells = leaf.ops.iter().any(|&op| ops[op as usize].weight_us.is_some());
+        let weight_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
+        let mut modules: Vec<String> = Vec::new();
+        let mut seen = std::collections::HashSet::new();
+        for &op in leaf.ops {
+            let module = &ops[op as usize].module;
+            if !module.is_empty() && seen.insert(module) {
+                modules.push(module.clone());
+            }
+        }
+        let name = |&op: &u32| {
+            let name = &ops[op as usize].name;
+            if name.is_empty() { op.to_string() } else { name.clone() }
+        };
+        let zero = if leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference { problem.zero } else { 0 };
+        stages.push(Stage {
+            id: StageId(at as u32),
+            ops: ranges(leaf.ops),
+            op_names: leaf.ops.iter().map(name).collect(),
+            modules,
+            replicas: leaf.replicas,
+            tensor_degree: None,
+            sharing: None,
+            choices: Vec::new(),
+            devices: (spot.first..spot.first + leaf.replicas).collect(),
+            recompute: spot.recompute,
+            fwd_us,
+            bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
+            weight_us: tells.then_some(weight_us),
+            buckets: match leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference {
+                true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
+                false => Vec::new(),
+            },
+            zero,
+            parameter_bytes: if zero >= 3 { parameter_bytes(problem, leaf.ops) } else { 0 },
+            memory: *memory,
+            hierarchy: leaf.hierarchy,
+        });
+    }
+    stages
+}
+
+/// Bytes of the parameters that these ops use, ascending.
+fn parameter_bytes(problem: &Problem, ops: &[u32]) -> u64 {
+    let is_used = |users: &[OpId]| users.iter().any(|user| ops.binary_search(&user.0).is_ok());
+    let used = problem.graph.params.iter().filter(|param| is_used(&param.users));
+    used.fold(0, |sum: u64, param| sum.saturating_add(param.bytes))
+}
+
+/// The tensors that cross stages, from the stage that makes each straight to every stage that reads it.
+pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
+    let mut stage_of = vec![0u32; problem.graph.ops.len()];
+    for (at, leaf) in shape.leaves().iter().enumerate() {
+        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at as u32);
+    }
+    let mut edges: BTreeMap<(u32, u32), Edge> = BTreeMap::new();
+    for tensor in &problem.graph.tensors {
+        let from = stage_of[tensor.producer.index()];
+        let mut readers: Vec<u32> = tensor.consumers.iter().map(|to| stage_of[to.index()]).collect();
+        readers.sort_unstable();
+        readers.dedup();
+        for to in readers.into_iter().filter(|&to| to != from) {
+            let fresh = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
+            let edge = edges.entry((from, to)).or_insert_with(fresh);
+            edge.tensors.push(tensor.name.clone());
+            edge.bytes += tensor.bytes;
+        }
+    }
+    edges.into_values().collect()
+}
+
+fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for &op in ops {
+        match ranges.last_mut() {
+            Some((_, end)) if *end == op => *end += 1,
+            _ => ranges.push((op, op + 1)),
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn ranges_are_as_long_as_possible() {
+        assert_eq!(super::ranges(&[0, 1, 2, 5, 7, 8]), [(0, 3), (5, 6), (7, 9)]);
+    }
+}

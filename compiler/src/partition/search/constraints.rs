@@ -1,0 +1,164 @@
+//! Cuts in the user's words: a source node's name, a module path, or an op id becomes a set of ops that ends a stage.
+
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::plan::problem::ProblemError;
+use crate::profile::cost_graph::CostGraph;
+use crate::text::suggest::hint;
+
+/// An order of the ops of `graph`, which are `joined`, and the ends of the stages in it, for cuts after each of `names`. A stage
+/// holds what its name stands for and all that precedes it; the last stage holds the rest. Names may come in any order, and
+/// name ops of the whole graph: one that joins another stands for that.
+pub fn resolve(
+    graph: &CostGraph,
+    joined: &FusedGraph<'_>,
+    names: &[String],
+) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {
+    let mut before: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
+    graph.edges().iter().for_each(|(from, to)| before[to.index()].push(from.index()));
+    let mut sets: Vec<(usize, &String, Vec<bool>)> = Vec::new();
+    for name in names {
+        let mut inside = vec![false; graph.ops.len()];
+        let mut todo: Vec<usize> =
+            named(joined.full, "--cut-after", name)?.into_iter().map(|op| joined.place(op)).collect();
+        while let Some(op) = todo.pop() {
+            if !std::mem::replace(&mut inside[op], true) {
+                todo.extend(before[op].iter().copied());
+            }
+        }
+        sets.push((inside.iter().filter(|inside| **inside).count(), name, inside));
+    }
+    sets.sort_by_key(|(size, ..)| *size);
+    let mut placed = vec![false; graph.ops.len()];
+    let mut order: Vec<u32> = Vec::with_capacity(graph.ops.len());
+    let mut ends = vec![0];
+    for (_, name, inside) in sets {
+        for op in 0..graph.ops.len() {
+            if inside[op] && !std::mem::replace(&mut placed[op], true) {
+                order.push(op as u32);
+            }
+        }
+        if ends.last() == Some(&order.len()) {
+            let why = "everything up to it stands before an earlier cut";
+            return Err(ProblemError::EmptyCut { name: shown(name), why });
+        }
+        if order.len() == graph.ops.len() {
+            return Err(ProblemError::EmptyCut { name: shown(name), why: "nothing is left for the stage after it" });
+        }
+        ends.push(order.len());
+    }
+    order.extend((0..graph.ops.len() as u32).filter(|&op| !placed[op as usize]));
+    ends.push(order.len());
+    Ok((order, ends))
+}
+
+/// For each of `names` that only stands for ops which join others, where the cut is instead.
+pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
+    let mut told = Vec::new();
+    for name in names {
+        let ops = named(joined.full, "--cut-after", name).unwrap_or_default();
+        let leaders: Vec<u32> = ops.iter().map(|&op| joined.leader(joined.place(op) as u32)).collect();
+        if ops.iter().zip(&leaders).any(|(&op, &leader)| op == leader as usize) {
+            continue;
+        }
+        if let Some(&last) = leaders.iter().max() {
+            let with = shown(&joined.full.ops[last as usize].name);
+            let with = if with.is_empty() { last.to_string() } else { with };
+            told.push(format!(
+                "`--cut-after {}`: it follows from parameters alone and stands with `{with}`; the cut is after that",
+                shown(name)
+            ));
+        }
+    }
+    told
+}
+
+/// The joined ops that each pin names, with the stage it pins them to.
+pub fn pinned(joined: &FusedGraph<'_>, pins: &[(String, u32)]) -> Result<Vec<(u32, usize)>, ProblemError> {
+    let mut all: Vec<(u32, usize)> = Vec::new();
+    for (name, stage) in pins {
+        for op in named(joined.full, "--pin", name)? {
+            all.push((joined.place(op) as u32, *stage as usize));
+        }
+    }
+    all.sort_unstable();
+    all.dedup();
+    if let Some(pair) = all.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let op = &joined.full.ops[joined.leader(pair[0].0) as usize];
+        let what = format!("`--pin` puts `{}` in stage {} and in stage {}", shown(&op.name), pair[0].1, pair[1].1);
+        return Err(ProblemError::Unmet { what });
+    }
+    Ok(all)
+}
+
+// A node name goes before an op id, and that before a module, so that a node called "12" can be meant.
+fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>, ProblemError> {
+    let every = |matches: &dyn Fn(&str, &str) -> bool| -> Vec<usize> {
+        let ops = graph.ops.iter().enumerate();
+        ops.filter(|(_, op)| matches(&op.name, &op.module)).map(|(at, _)| at).collect()
+    };
+    let nodes = every(&|node, _| node == name);
+    if !nodes.is_empty() {
+        return Ok(nodes);
+    }
+    if let Some(id) = name.parse::<usize>().ok().filter(|&id| id < graph.ops.len()) {
+        return Ok(vec![id]);
+    }
+    let beneath = |module: &str| {
+        let rest = module.strip_prefix(name);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '/']))
+    };
+    let modules = every(&|_, module| beneath(module));
+    if !modules.is_empty() && !name.is_empty() {
+        return Ok(modules);
+    }
+    let hint = hint(name, graph.ops.iter().flat_map(|op| [op.name.as_str(), op.module.as_str()]));
+    Err(ProblemError::UnknownName { flag, name: shown(name), hint })
+}
+
+fn shown(text: &str) -> String {
+    text.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+
+    fn graph() -> CostGraph {
+        let op = |id: u32, name: &str, module: &str| OpCost {
+            id,
+            name: name.into(),
+            module: module.into(),
+            ..OpCost::default()
+        };
+        let ops = vec![op(0, "conv", "stem"), op(1, "left", "block.0"), op(2, "right", "block.1"), op(3, "add", "")];
+        let tensor = |from, to: &[u32]| TensorCost {
+            name: String::new(),
+            producer: OpId(from),
+            bytes: 1,
+            consumers: to.iter().map(|&to| OpId(to)).collect(),
+        };
+        CostGraph { ops, tensors: vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3])], params: vec![] }
+    }
+
+    fn cut(names: &[&str]) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {
+        let graph = graph();
+        resolve(&graph, &FusedGraph::of(&graph), &names.iter().map(|name| name.to_string()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn names_ids_and_modules() {
+        assert_eq!(cut(&["conv"]), Ok((vec![0, 1, 2, 3], vec![0, 1, 4])));
+        assert_eq!(cut(&["2", "stem"]), Ok((vec![0, 2, 1, 3], vec![0, 1, 2, 4])));
+        assert_eq!(cut(&["block"]), Ok((vec![0, 1, 2, 3], vec![0, 3, 4])));
+    }
+
+    #[test]
+    fn what_cannot_be_cut_is_said() {
+        assert!(cut(&["cnov"]).unwrap_err().to_string().contains("did you mean `conv`"));
+        assert!(cut(&["zzzzzzzzz"]).unwrap_err().to_string().ends_with("of that name"));
+        assert!(matches!(cut(&["add"]), Err(ProblemError::EmptyCut { .. })));
+        assert!(matches!(cut(&["left", "block.0"]), Err(ProblemError::EmptyCut { .. })));
+        assert!(matches!(cut(&[""]), Err(ProblemError::UnknownName { .. })));
+    }
+}

@@ -1,0 +1,286 @@
+//! The places where a model can be cut: sets of ops that are closed under predecessors, and their sums.
+//!
+//! A [`DownSets`] is a list of such sets, each before every set that contains it, from the empty set to the whole model. What lies
+//! between two nested sets is a run of ops that can be a stage. PipeDream calls the sets states and names each by the antichain
+//! of its last ops.
+
+use crate::plan::cut_bytes::CutBytes;
+use crate::plan::problem::CostModel;
+use crate::profile::cost_graph::CostGraph;
+use std::collections::HashSet;
+
+/// From where the sets are grown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Growth {
+    /// From the first op, adding each time a reader of what is inside with all that precedes it. This is PipeDream's growth. It
+    /// leaves out sets that hold a later source without any reader of it.
+    FirstSource,
+    /// Every closed set.
+    All,
+}
+
+/// A list of nested places to cut.
+#[derive(Clone, Debug)]
+pub struct DownSets {
+    sets: Sets,
+    /// Forward plus backward microseconds of each set, never falling.
+    pub compute: Vec<f64>,
+    /// Parameter bytes of each set.
+    pub weights: Vec<f64>,
+    /// Bytes that cross the cut after each set.
+    pub cut: Vec<f64>,
+}
+
+#[derive(Clone, Debug)]
+enum Sets {
+    /// Bit sets, `words` words each.
+    Bits { words: usize, bits: Vec<u64> },
+    /// Prefixes of one order: set i holds `order[..ends[i]]`.
+    Chain { order: Vec<u32>, ends: Vec<usize> },
+}
+
+impl DownSets {
+    /// All closed sets of `graph` that `growth` reaches, or `None` if they are more than `budget`.
+    pub fn grow(graph: &CostGraph, model: CostModel, growth: Growth, budget: usize) -> Option<DownSets> {
+        let ops = graph.ops.len();
+        if ops >= budget {
+            return None;
+        }
+        Some(DownSets::of(graph, model, closed_sets(graph, growth, budget)?))
+    }
+
+    /// Closed sets that are given as bits; the empty set and the whole model are added, doubles are left out.
+    pub fn of(graph: &CostGraph, model: CostModel, mut bits: Vec<Vec<u64>>) -> DownSets {
+        let ops = graph.ops.len();
+        let words = ops.div_ceil(64);
+        let (none, mut all) = (vec![0u64; words], vec![0u64; words]);
+        (0..ops).for_each(|op| all[op / 64] |= 1 << (op % 64));
+        bits.extend([none, all]);
+        let sum =
+            |set: &[u64], value: &dyn Fn(usize) -> f64| (0..ops).filter(|&op| has(set, op)).map(value).sum::<f64>();
+        let mut sets: Vec<(f64, u32, Vec<u64>)> = Vec::with_capacity(bits.len());
+        for set in bits {
+            let compute = sum(&set, &|op| graph.ops[op].fwd_us + graph.ops[op].bwd_us);
+            sets.push((compute, set.iter().map(|word| word.count_ones()).sum(), set));
+        }
+        // Sums of non-negative terms in one order never fall when terms are added, so a subset is never after its superset.
+        sets.sort_by(|left, right| {
+            left.0.total_cmp(&right.0).then(left.1.cmp(&right.1)).then_with(|| left.2.cmp(&right.2))
+        });
+        sets.dedup_by(|left, right| left.2 == right.2);
+        let weights = sets.iter().map(|(_, _, set)| sum(set, &|op| graph.ops[op].param_bytes as f64)).collect();
+        let charged = CutBytes::new(model, graph);
+        let cut = sets.iter().map(|(_, _, set)| charged.at(|op| has(set, op))).collect();
+        let compute = sets.iter().map(|(compute, ..)| *compute).collect();
+        let bits = sets.into_iter().flat_map(|(_, _, set)| set).collect();
+        DownSets { sets: Sets::Bits { words, bits }, compute, weights, cut }
+    }
+
+    /// Prefixes of `order`, which is topological; set i holds the first `ends[i]` ops. `ends` rises from 0 to the number of ops.
+    pub fn chain(graph: &CostGraph, model: CostModel, order: Vec<u32>, ends: Vec<usize>) -> DownSets {
+        let charged = CutBytes::new(model, graph);
+        let mut place = vec![0usize; order.len()];
+        order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
+        let cut = ends.iter().map(|&end| charged.at(|op| place[op] < end)).collect();
+        let mut compute = Vec::with_capacity(order.len() + 1);
+        let mut weights = Vec::with_capacity(order.len() + 1);
+        let (mut time, mut bytes) = (0.0, 0.0);
+        compute.push(time);
+        weights.push(bytes);
+        for &op in &order {
+            let op = &graph.ops[op as usize];
+            time += op.fwd_us + op.bwd_us;
+            bytes += op.param_bytes as f64;
+            compute.push(time);
+            weights.push(bytes);
+        }
+        let pick = |values: &[f64]| ends.iter().map(|&end| values[end]).collect::<Vec<_>>();
+        let (compute, weights) = (pick(&compute), pick(&weights));
+        DownSets { sets: Sets::Chain { order, ends }, compute, weights, cut }
+    }
+
+    /// The same with only the sets that are `fine`, told by their place, and the empty set and the whole model.
+    pub fn only(&self, fine: impl Fn(usize) -> bool) -> DownSets {
+        let last = self.len() - 1;
+        let kept: Vec<usize> = (0..=last).filter(|&at| at == 0 || at == last || fine(at)).collect();
+        let pick = |values: &[f64]| kept.iter().map(|&at| values[at]).collect::<Vec<_>>();
+        let sets = match &self.sets {
+            Sets::Bits { words, bits } => {
+                let bits = kept.iter().flat_map(|&at| bits[at * words..(at + 1) * words].iter().copied()).collect();
+                Sets::Bits { words: *words, bits }
+            }
+            Sets::Chain { order, ends } => {
+                Sets::Chain { order: order.clone(), ends: kept.iter().map(|&at| ends[at]).collect() }
+            }
+        };
+        DownSets { sets, compute: pick(&self.compute), weights: pick(&self.weights), cut: pick(&self.cut) }
+    }
+
+    /// At most about so many of the sets: of those with nearly the same compute the one that the least crosses.
+    pub fn cheapest(&self, most: usize) -> DownSets {
+        let whole = self.compute[self.len() - 1].max(f64::MIN_POSITIVE);
+        let mut best: Vec<Option<usize>> = vec![None; most.max(1)];
+        for at in 0..self.len() {
+            let slice = ((self.compute[at] / whole * most as f64) as usize).min(best.len() - 1);
+            if best[slice].is_none_or(|other| self.cut[at] < self.cut[other]) {
+                best[slice] = Some(at);
+            }
+        }
+        let mut is_best = vec![false; self.len()];
+        best.into_iter().flatten().for_each(|at| is_best[at] = true);
+        self.only(|at| is_best[at])
+    }
+
+    /// Number of sets, the empty one and the whole included.
+    pub fn len(&self) -> usize {
+        self.compute.len()
+    }
+
+    /// Whether there is nothing but the empty set.
+    pub fn is_empty(&self) -> bool {
+        self.len() < 2
+    }
+
+    /// Whether set `inner`, which comes before set `outer` in the list, is contained in it.
+    pub fn nested(&self, inner: usize, outer: usize) -> bool {
+        match &self.sets {
+            Sets::Chain { .. } => true,
+            Sets::Bits { words, bits } => {
+                let inner = &bits[inner * words..(inner + 1) * words];
+                let outer = &bits[outer * words..(outer + 1) * words];
+                inner.iter().zip(outer).all(|(inner, outer)| inner & !outer == 0)
+            }
+        }
+    }
+
+    /// The ops in set `outer` that are not in set `inner`, ascending.
+    pub fn between(&self, inner: usize, outer: usize) -> Vec<u32> {
+        match &self.sets {
+            Sets::Chain { order, ends } => {
+                let mut ops = order[ends[inner]..ends[outer]].to_vec();
+                ops.sort_unstable();
+                ops
+            }
+            Sets::Bits { words, bits } => {
+                let inner = &bits[inner * words..(inner + 1) * words];
+                let outer = &bits[outer * words..(outer + 1) * words];
+                (0..words * 64).filter(|&op| has(outer, op) && !has(inner, op)).map(|op| op as u32).collect()
+            }
+        }
+    }
+}
+
+fn has(set: &[u64], op: usize) -> bool {
+    set[op / 64] >> (op % 64) & 1 == 1
+}
+
+fn closed_sets(graph: &CostGraph, growth: Growth, budget: usize) -> Option<Vec<Vec<u64>>> {
+    let ops = graph.ops.len();
+    let words = ops.div_ceil(64);
+    let mut before: Vec<Vec<usize>> = vec![Vec::new(); ops];
+    let mut after: Vec<Vec<usize>> = vec![Vec::new(); ops];
+    for (from, to) in graph.edges() {
+        before[to.index()].push(from.index());
+        after[from.index()].push(to.index());
+    }
+    // Each op with all that precedes it; ops are in topological order, so predecessors are ready.
+    let mut closure: Vec<Vec<u64>> = Vec::with_capacity(ops);
+    for op in 0..ops {
+        let mut set = vec![0u64; words];
+        set[op / 64] |= 1 << (op % 64);
+        for &from in &before[op] {
+            closure[from].iter().zip(&mut set).for_each(|(word, set)| *set |= word);
+        }
+        closure.push(set);
+    }
+    let empty = vec![0u64; words];
+    let mut seen: HashSet<Vec<u64>> = HashSet::from([empty.clone()]);
+    let mut found = vec![empty];
+    let mut next = 0;
+    while let Some(set) = found.get(next).cloned() {
+        next += 1;
+        let mut grows: Vec<usize> = match growth {
+            Growth::All => {
+                (0..ops).filter(|&op| !has(&set, op) && before[op].iter().all(|&from| has(&set, from))).collect()
+            }
+            Growth::FirstSource => {
+                let inside = (0..ops).filter(|&op| has(&set, op));
+                let mut readers: Vec<usize> =
+                    inside.flat_map(|op| after[op].iter().copied()).filter(|&op| !has(&set, op)).collect();
+                readers.sort_unstable();
+                readers.dedup();
+                readers
+            }
+        };
+        // The start, and models of several parts that nothing joins: the next part goes on from its first op.
+        if grows.is_empty() {
+            grows.extend((0..ops).find(|&op| !has(&set, op)));
+        }
+        for op in grows {
+            let grown: Vec<u64> = set.iter().zip(&closure[op]).map(|(left, right)| left | right).collect();
+            if seen.insert(grown.clone()) {
+                if found.len() >= budget {
+                    return None;
+                }
+                found.push(grown);
+            }
+        }
+    }
+    Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+
+    fn graph(ops: u32, edges: &[(u32, u32)]) -> CostGraph {
+        let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 1.0, out_bytes: 10 << id, ..OpCost::default() };
+        let tensor = |producer: u32| TensorCost {
+            name: format!("t{producer}"),
+            producer: OpId(producer),
+            bytes: 10 << producer,
+            consumers: edges.iter().filter(|(from, _)| *from == producer).map(|(_, to)| OpId(*to)).collect(),
+        };
+        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), params: vec![] }
+    }
+
+    const COST: CostModel = CostModel::Pipedream;
+
+    #[test]
+    fn a_diamond_has_its_closed_sets() {
+        let diamond = graph(4, &[(0, 1), (0, 2), (1, 3), (2, 3)]);
+        let space = DownSets::grow(&diamond, COST, Growth::FirstSource, 100).unwrap();
+        // {}, {0}, {0,1}, {0,2}, {0,1,2}, all
+        assert_eq!(space.len(), 6);
+        assert_eq!(space.between(0, 1), [0]);
+        assert_eq!(space.between(1, 5), [1, 2, 3]);
+        assert!(space.nested(2, 4) && space.nested(3, 4) && !space.nested(2, 3));
+        // After {0, 1} or {0, 2}: op 0 goes to one branch, op 1 or 2 to op 3.
+        assert_eq!((space.cut[2], space.cut[3]), (10.0 + 20.0, 10.0 + 40.0));
+        assert!(DownSets::grow(&diamond, COST, Growth::FirstSource, 5).is_none());
+    }
+
+    #[test]
+    fn parts_that_nothing_joins_are_all_covered() {
+        let space = DownSets::grow(&graph(4, &[(0, 2), (1, 3)]), COST, Growth::FirstSource, 100).unwrap();
+        assert_eq!(space.between(0, space.len() - 1), [0, 1, 2, 3]);
+        let all = DownSets::grow(&graph(4, &[(0, 2), (1, 3)]), COST, Growth::All, 100).unwrap();
+        assert_eq!(all.len(), 9);
+    }
+
+    #[test]
+    fn wide_graphs_stop_at_the_budget() {
+        let edges: Vec<_> =
+            (0..24).flat_map(|chain| (0..23).map(move |at| (chain * 24 + at, chain * 24 + at + 1))).collect();
+        let mut bomb = graph(1, &[]);
+        for id in 1..576 {
+            bomb.ops.push(OpCost { id, fwd_us: 1.0, ..OpCost::default() });
+        }
+        for (from, to) in edges {
+            let (producer, consumers) = (OpId(from), vec![OpId(to)]);
+            bomb.tensors.push(TensorCost { name: String::new(), producer, bytes: 1, consumers });
+        }
+        assert!(DownSets::grow(&bomb, COST, Growth::All, 5000).is_none());
+    }
+}

@@ -1,0 +1,271 @@
+//! From a chosen candidate to a plan: fills in what every plan states, and has it judged.
+
+use crate::cluster::class;
+use crate::partition::bounds::lower_bound::slowest_op_us;
+use crate::partition::search::build_plan;
+use crate::partition::search::candidates::{PlanCandidate, SearchResult, same};
+use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::simulate_candidate::Played;
+use crate::plan::buckets;
+use crate::plan::check::error::PlanFault;
+use crate::plan::check::verify;
+use crate::plan::cost_estimate::{CostEstimate, FlowQuery};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+use crate::plan::stage_cost;
+use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// What a plan states beside its stages.
+pub struct Statement<'a> {
+    /// How it was found.
+    pub found: &'a SearchResult,
+    /// One device, data parallelism, the uniform pipeline.
+    pub baselines: &'a [PlanCandidate; 3],
+    /// Name of the method.
+    pub method: &'a str,
+    /// Name of the partitioner that was asked for.
+    pub partitioner: &'a str,
+    /// Budget that was set.
+    pub budget: Option<u64>,
+    /// Seed that was set.
+    pub seed: u64,
+    /// The caps of the one that was chosen, and what its program takes.
+    pub played: &'a Played,
+    /// Whether programs are played at all.
+    pub is_played: bool,
+    /// The problem over joined ops, as it was searched.
+    pub asked: &'a Problem,
+    /// What the reader should know of how the question was understood.
+    pub notes: Vec<String>,
+}
+
+/// Makes the plan and checks it. The faults, if there are any, are ours.
+pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'_>) -> Result<Plan, Vec<PlanFault>> {
+    let Statement { found, baselines, .. } = statement;
+    let mut warnings = statement.notes.clone();
+    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
+    let bound_us = bound_us(statement.asked, chosen, found);
+    let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
+    let (lower_bound_us, proven_optimal) =
+        certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
+    if problem.schedule == ScheduleKind::Csv {
+        warnings.push(
+            "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
+        );
+    }
+    if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
+        warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
+    }
+    if flattens && problem.cost != CostModel::Pipec {
+        warnings
+            .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
+    }
+    warnings.extend(warning);
+    let holdings = build_plan::holdings(problem, &chosen.shape);
+    let memory = build_plan::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
+    let weight_versions = build_plan::versions(problem, &chosen.shape, &caps);
+    let stages = build_plan::stages(problem, &chosen.shape, &chosen.spots, &memory);
+    let [one, all, uniform] = *baselines;
+    let mut plan = Plan {
+        schema: SCHEMA.to_string(),
+        model: problem.model.clone(),
+        dtype: problem.dtype.clone(),
+        optimizer: problem.optimizer.clone(),
+        profile: problem.profile.clone(),
+        cluster: PlannedCluster {
+            levels: problem.cluster.levels.clone(),
+            devices: problem.cluster.devices(),
+            memory_per_device: problem.memory_limit,
+            device: problem.cluster.device.clone(),
+            classes: problem.cluster.classes.clone(),
+            // Stages may still be moved.
+            idle: Vec::new(),
+        },
+        cost: problem.cost,
+        objective: problem.objective,
+        schedule: PlannedSchedule {
+            kind: problem.schedule,
+            micro_batch: problem.micro_batch,
+            microbatches: problem.microbatches,
+            chunks: problem.chunks,
+            in_flight: caps,
+            weight_versions,
+            apart: chosen.apart.clone(),
+        },
+        predicted: predicted(problem, chosen, minibatch_us, stages.len()),
+        stages,
+        edges: build_plan::edges(problem, &chosen.shape),
+        lower_bound_us,
+        proven_optimal,
+        baselines: Baselines {
+            single: one.minibatch_us,
+            data_parallel: all.minibatch_us,
+            uniform: uniform.minibatch_us,
+            fits: Fits { single: one.fits, data_parallel: all.fits, uniform: uniform.fits },
+        },
+        search: Search { method: statement.method.to_string(), states: found.states, fallback: found.fallback.clone() },
+        warnings,
+        seed: statement.seed,
+        options: options(problem, statement),
+        extra: BTreeMap::new(),
+    };
+    let checked = verify::check(problem, &plan)?;
+    plan.predicted.bottleneck = match held {
+        Some(held) => format!("{held}; without them {}", checked.bottleneck),
+        None => checked.bottleneck,
+    };
+    if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + verify::TOLERANCE) {
+        let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
+        plan.warnings.push(format!(
+            "the links of group {} on {level} need {percent:.0} % of the predicted time for what goes over them; this cost model \
+             gives each transfer and each all-reduce a link of its own",
+            link.unit
+        ));
+    }
+    plan.predicted.busiest_link = checked.busiest_link;
+    Ok(plan)
+}
+
+/// A time that no plan beats, and whether this one is proven the fastest: of `bound_us`, which no plan beats by the equations, and what
+/// the equations and the program of this one give.
+///
+/// Bounds are of time and prove nothing about memory. They are of the equations. Those of a flush may say more than a program takes to
+/// fill and drain, so that where programs are played, or follow a table, they tell nothing of other plans; the work itself does.
+pub fn certificate(
+    problem: &Problem,
+    objective_us: f64,
+    minibatch_us: f64,
+    bound_us: f64,
+    is_played: bool,
+) -> (f64, bool) {
+    let is_table = problem.schedule == ScheduleKind::Csv;
+    let is_flushed = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous();
+    let is_of_time = problem.objective != Objective::Memory && !is_table;
+    if is_table || (is_flushed && (is_played || minibatch_us != objective_us)) {
+        let work_us = spread(problem);
+        let meets = same(work_us, minibatch_us);
+        return (if meets { minibatch_us } else { work_us.min(minibatch_us) }, meets && is_of_time);
+    }
+    let meets = same(bound_us, objective_us);
+    let lower_bound_us = if meets { objective_us } else { bound_us.min(objective_us) };
+    (lower_bound_us, meets && is_of_time && is_near(minibatch_us, objective_us))
+}
+
+/// A time that no partition beats, as far as the search and what is known without one tell: that of `chosen` where they meet it,
+/// however little was searched.
+pub fn bound_us(problem: &Problem, chosen: &PlanCandidate, found: &SearchResult) -> f64 {
+    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
+    let bound = lower_bound(problem, flattens).max(found.bound_us);
+    let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
+    if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) }
+}
+
+/// What no partition beats under cost `pipec`: all compute on all devices at once, each at its speed, and one item's way on the
+/// fastest.
+pub fn spread(problem: &Problem) -> f64 {
+    let (devices, fastest) = (class::together(&problem.cluster), class::fastest(&problem.cluster.classes));
+    let m = f64::from(problem.microbatches);
+    let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
+    let asked = build_plan::asked(problem);
+    let total = if asked.trains() { problem.graph.total_us() } else { forward };
+    // The second half of a backward is on nobody's way; a table says which backwards are split.
+    let may_split = problem.schedule.splits_backward() || problem.schedule == ScheduleKind::Csv;
+    let later: f64 = problem.graph.ops.iter().map(|op| op.weight_part_us()).sum();
+    let way = if may_split && asked.trains() { (total - later).max(forward) } else { total };
+    match (asked.latency, problem.schedule.is_continuous()) {
+        (true, _) => forward / fastest,
+        (false, true) => asked.link_weight() * total / devices,
+        (false, false) => (way / fastest).max(total * m / devices),
+    }
+}
+
+/// All compute on all devices at once; and on one level, the op that is slowest however often it is replicated.
+fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
+    if problem.cost == CostModel::Pipec {
+        return spread(problem);
+    }
+    let spread = problem.graph.total_us() / f64::from(problem.cluster.devices());
+    if problem.cluster.levels.len() > 1 || flattens {
+        return spread;
+    }
+    slowest_op_us(problem, &stage_cost::levels(&problem.cluster)[0]).max(spread)
+}
+
+/// Whether a played time is the equations', up to what caps are allowed to cost.
+fn is_near(played_us: f64, objective_us: f64) -> bool {
+    played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
+}
+
+fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stages: usize) -> Predicted {
+    let objective_us = Some(chosen.minibatch_us).filter(|us| *us != minibatch_us);
+    let (bottleneck, busiest_link) = (String::new(), None);
+    let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
+    let rate = |us: f64| if us > 0.0 { samples * 1e6 / us } else { 0.0 };
+    if problem.cost == CostModel::Pipec {
+        let asked = build_plan::asked(problem);
+        let looked = |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots);
+        let CostEstimate { step_us, bubble, .. } = looked(&asked);
+        // While one item is on its way others follow, as fast as the slowest stage lets them.
+        let following = looked(&FlowQuery { latency: false, ..asked }).step_us;
+        let Some(objective) = objective_us else {
+            let throughput_per_s = rate(following);
+            return Predicted {
+                minibatch_us,
+                objective_us,
+                step_us,
+                throughput_per_s,
+                bubble,
+                bottleneck,
+                busiest_link,
+            };
+        };
+        // The busiest stage works as long, in another time.
+        let busy_us = (1.0 - bubble) * objective;
+        let flushes = !problem.schedule.is_continuous();
+        let bubble = if flushes && minibatch_us > 0.0 { (1.0 - busy_us / minibatch_us).max(0.0) } else { bubble };
+        let (step_us, throughput_per_s) = (minibatch_us, rate(minibatch_us));
+        return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, bottleneck, busiest_link };
+    }
+    let (m, p) = (f64::from(problem.microbatches), stages as f64);
+    let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
+    let step_us = minibatch_us * (m + fill);
+    let (throughput_per_s, bubble) = (rate(step_us), fill / (m + fill));
+    Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, bottleneck, busiest_link }
+}
+
+fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {
+    let mut all = BTreeMap::from([
+        ("partitioner".to_string(), json!(statement.partitioner)),
+        ("optimizer_state".to_string(), json!(problem.optimizer_state)),
+    ]);
+    if problem.bucket.0 != buckets::USUAL_BYTES {
+        all.insert("bucket_bytes".to_string(), json!(problem.bucket.0));
+    }
+    if problem.zero > 0 {
+        all.insert("zero".to_string(), json!(problem.zero));
+    }
+    let in_flight = match &problem.in_flight {
+        InFlight::Auto => json!("auto"),
+        InFlight::Pipedream => json!("pipedream"),
+        InFlight::Given(caps) => json!(caps),
+    };
+    all.insert("in_flight".to_string(), in_flight);
+    let mut add = |name: &str, value: Option<Value>| {
+        if let Some(value) = value {
+            all.insert(name.to_string(), value);
+        }
+    };
+    add("activation_compression", problem.activation_compression.map(|ratio| json!(ratio)));
+    add("budget", statement.budget.map(|budget| json!(budget)));
+    add("stages", problem.constraints.replicas.as_ref().map(|replicas| json!(replicas)));
+    let constraints = &problem.constraints;
+    let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
+    add("pin", (!pins.is_empty()).then(|| json!(pins)));
+    add("max_stages", constraints.most_stages.map(|most| json!(most)));
+    add("recompute", (!problem.recompute).then(|| json!("never")));
+    add("no_replication", constraints.no_replication.then_some(json!(true)));
+    add("target", constraints.target.map(|target| json!(target.name())));
+    add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
+    all
+}

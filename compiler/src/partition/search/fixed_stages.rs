@@ -1,0 +1,240 @@
+//! The best plan of a given number of stages, for users who fix the replicas, the cuts, or the caps of each stage.
+//!
+//! ```text
+//! H(t, i, w) = min over j, m of  max( T(i..j, m) if it fits,  H(t - 1, j, w - m) )
+//! ```
+//!
+//! t counts stages from the end, so that workers and stages after a stage, and with them its caps and its memory, are known.
+//! Such plans need not take whole groups, so a cluster of several levels counts as one at its slowest bandwidth.
+
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::candidates::largest;
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::linear_order;
+use crate::partition::search::linear_order::LinearOrder;
+use crate::partition::search::{build_plan, constraints, linear_search};
+use crate::plan::gradient_buffers::GradientBuffers;
+use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
+use crate::plan::memory::MemoryMultipliers;
+use crate::plan::problem::{InFlight, Problem, ProblemError};
+use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
+
+/// The best shapes that obey the problem's constraints, along each line: none if nothing fits.
+///
+/// The problem is that of the `joined` ops. With `least_memory` they are those that need the least, whatever the limit.
+pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) -> Result<Vec<Shape>, ProblemError> {
+    let (graph, cost) = (&problem.graph, StageCost::of(problem));
+    let flattened = problem.cluster.flattened();
+    let level = stage_cost::levels(&flattened)[0];
+    let caps = match &problem.in_flight {
+        InFlight::Given(caps) => Some(caps.as_slice()),
+        _ => None,
+    };
+    let replicas = problem.constraints.replicas.as_deref();
+    let units = u64::from(level.count);
+    let fixed =
+        problem.constraints.cut_after.as_ref().map(|names| constraints::resolve(graph, joined, names)).transpose()?;
+    let cut_stages = fixed.as_ref().map(|(_, ends)| ends.len() - 1);
+    let stages = cut_stages.or(replicas.map(<[u32]>::len)).or(caps.map(<[u32]>::len)).unwrap_or(1);
+    if let Some(replicas) = replicas.filter(|replicas| replicas.len() != stages) {
+        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
+    }
+    if let Some(caps) = caps.filter(|caps| caps.len() != stages) {
+        return Err(ProblemError::Caps { caps: caps.len(), stages });
+    }
+    if stages as u64 > units {
+        let wanted = stages as u64;
+        return Err(ProblemError::TooManyReplicas { wanted, devices: level.count });
+    }
+    if stages > graph.ops.len() {
+        return Err(ProblemError::TooManyStages { stages, ops: graph.ops.len() });
+    }
+    let steps = |places: usize| {
+        let choices = if replicas.is_some() { 1.0 } else { (units * units) as f64 / 2.0 };
+        (places * places) as f64 / 2.0 * stages as f64 * choices
+    };
+    let least_places = stages + 1;
+    if steps(least_places) > 2e10 {
+        let (limit, found) = (512, stages as u64);
+        return Err(ProblemError::TooLarge { method: "pinned", what: "stages", limit, found });
+    }
+    let limit = largest((graph.ops.len() + 1).min(1200), |places| steps(places) <= 3e8).max(least_places);
+    let lines = match fixed {
+        Some(line) => vec![line],
+        None => {
+            let with_ends = |order: Vec<u32>| {
+                let each = replicas.map_or_else(|| vec![1; stages], <[u32]>::to_vec);
+                let ends = linear_order::ends_for(graph, cost.model, &order, limit - 1, &each);
+                (order, ends)
+            };
+            linear_search::orders(graph).into_iter().map(with_ends).collect()
+        }
+    };
+    let passing = GradientBuffers::of(&problem.cluster);
+    let solve = |(order, ends): (Vec<u32>, Vec<usize>)| {
+        let line = LinearOrder::new(graph, cost.model, order, ends, passing);
+        let settings = Pinned {
+            line: &line,
+            cost: &cost,
+            level,
+            flow: build_plan::flow(problem, level.count),
+            optimizer_state: problem.optimizer_state,
+            zero: problem.zero,
+            stages,
+            replicas,
+            caps,
+            memory_limit: problem.memory_limit.map(|limit| limit.0).filter(|_| !least_memory),
+            least_memory,
+        };
+        pinned(&settings).map(|(_, shape)| shape)
+    };
+    Ok(lines.into_iter().filter_map(solve).collect())
+}
+
+/// What is fixed, and the settings of the search.
+#[derive(Clone, Copy, Debug)]
+pub struct Pinned<'a> {
+    /// Where it may cut.
+    pub line: &'a LinearOrder,
+    /// Cost model.
+    pub cost: &'a StageCost,
+    /// The one level.
+    pub level: LevelCost,
+    /// What decides how much is in flight; `workers` is a bound.
+    pub flow: ScheduleFlow,
+    /// Bytes of optimizer state for each byte of weights.
+    pub optimizer_state: f64,
+    /// The level of ZeRO of stages with replicas.
+    pub zero: u32,
+    /// Number of stages.
+    pub stages: usize,
+    /// Replicas of each stage, or free.
+    pub replicas: Option<&'a [u32]>,
+    /// Caps of each stage, or the schedule's rule.
+    pub caps: Option<&'a [u32]>,
+    /// Bytes on one device.
+    pub memory_limit: Option<u64>,
+    /// Whether to make the fullest stage least instead of the slowest.
+    pub least_memory: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    value: f64,
+    end: usize,
+    replicas: usize,
+}
+
+/// Finds the best such plan: its value, microseconds or bytes, and its shape, or `None` if nothing fits.
+pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
+    let space = &settings.line.space;
+    let places = space.len();
+    let units = settings.level.count as usize;
+    let width = units + 1;
+    if settings.stages == 0 || settings.stages > units || settings.stages >= places {
+        return None;
+    }
+    let none = Entry { value: f64::INFINITY, end: 0, replicas: 0 };
+    let mut tables: Vec<Vec<Entry>> = vec![vec![none; places * width]];
+    tables[0][(places - 1) * width].value = 0.0;
+    for after in 0..settings.stages {
+        let stage = settings.stages - 1 - after;
+        let mut table = vec![none; places * width];
+        let choices = match settings.replicas {
+            Some(replicas) => replicas[stage] as usize..=replicas[stage] as usize,
+            None => 1..=units,
+        };
+        // The first stage starts at the first place, every other after as many as there are stages before it, and leaves as many as come.
+        let starts = if stage == 0 { 0..1 } else { stage..places - 1 - after };
+        // Where replicas are given, so are the workers of later stages.
+        let rests = match settings.replicas {
+            Some(replicas) => {
+                let rest = replicas[stage + 1..].iter().fold(0usize, |sum, &one| sum.saturating_add(one as usize));
+                rest..rest.saturating_add(1)
+            }
+            None => 0..units,
+        };
+        for from in starts {
+            for end in from + 1..places - after {
+                for rest in rests.clone().take_while(|&rest| rest < units) {
+                    let tail = tables[after][end * width + rest].value;
+                    if tail.is_infinite() {
+                        continue;
+                    }
+                    for replicas in choices.clone().take_while(|replicas| replicas + rest <= units) {
+                        let entry = &mut table[from * width + rest + replicas];
+                        if tail < entry.value {
+                            let value = value(settings, stage, from, end, replicas as u32, rest as u32).max(tail);
+                            if value < entry.value {
+                                *entry = Entry { value, end, replicas };
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        tables.push(table);
+    }
+    let last = &tables[settings.stages];
+    let (best, mut left) = (1..=units).map(|used| (last[used].value, used)).min_by(|a, b| a.0.total_cmp(&b.0))?;
+    if !best.is_finite() {
+        return None;
+    }
+    let mut stages = Vec::with_capacity(settings.stages);
+    let mut at = 0;
+    for table in tables[1..].iter().rev() {
+        let Entry { end, replicas, .. } = table[at * width + left];
+        stages.push((space.between(at, end), replicas as u32));
+        at = end;
+        left -= replicas;
+    }
+    Some((best, Shape::flat(stages, true)))
+}
+
+fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas: u32, workers_after: u32) -> f64 {
+    let space = &settings.line.space;
+    let position = Position { replicas, workers_after };
+    let rule = || settings.flow.in_flight(position);
+    let in_flight = settings.caps.map_or_else(rule, |caps| caps[stage]);
+    let own = Lanes { replicas, in_flight };
+    let first = match (settings.caps, settings.replicas) {
+        _ if from == 0 => First::Known(own),
+        (Some(caps), Some(replicas)) => First::Known(Lanes { replicas: replicas[0], in_flight: caps[0] }),
+        (Some(caps), None) => First::Capped(caps[0]),
+        (None, Some(replicas)) => {
+            let workers_after = replicas[1..].iter().fold(0u32, |sum, &one| sum.saturating_add(one));
+            let in_flight = settings.flow.in_flight(Position { replicas: replicas[0], workers_after });
+            First::Known(Lanes { replicas: replicas[0], in_flight })
+        }
+        (None, None) => First::Unknown,
+    };
+    let multiples = MemoryMultipliers {
+        in_flight,
+        apart: settings.flow.apart(position, in_flight),
+        versions: settings.flow.versions(own, first),
+        late: settings.flow.late(own, first),
+        replicas,
+        recompute: false,
+        zero: settings.zero,
+        optimizer_state: settings.optimizer_state,
+        schedule: settings.flow.schedule,
+        microbatches: settings.flow.microbatches,
+    };
+    let total = settings.line.holdings(from, end).held(&multiples).total;
+    if settings.least_memory {
+        return total as f64;
+    }
+    if settings.memory_limit.is_some_and(|limit| total > limit) {
+        return f64::INFINITY;
+    }
+    let part = StageRange {
+        is_first: from == 0,
+        is_last: end + 1 == space.len(),
+        replicas,
+        inner_us: space.compute[end] - space.compute[from],
+        weight_bytes: space.weights[end] - space.weights[from],
+        in_bytes: space.cut[from],
+        out_bytes: space.cut[end],
+    };
+    settings.cost.part_us(&settings.level, &part)
+}

@@ -1,0 +1,297 @@
+//! The graph that partitioners see: every op together with those that join it.
+//!
+//! What depends on parameters alone, a transposed weight for example, could stand in any stage before its reader. Left free, such
+//! ops multiply the closed sets of a graph and never make a plan better: their result would have to be sent. So they are made part
+//! of the op they join before any search begins, and a shape that was found is spread over all ops after it.
+
+use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
+use crate::plan::problem::Problem;
+use crate::profile::arena::{Arena, Live, Needs};
+use crate::profile::cost_graph::{CostGraph, Members, OpCost, OpId, ParamCost, TensorCost};
+use std::borrow::Cow;
+
+/// How the ops of a graph come together.
+#[derive(Clone, Debug)]
+pub struct FusedGraph<'a> {
+    /// The whole graph.
+    pub full: &'a CostGraph,
+    /// For each op of the whole graph the op it became part of.
+    place: Vec<u32>,
+    /// For each joined op the ops of the whole graph that it consists of, ascending.
+    members: Vec<Vec<u32>>,
+    /// For each joined op the one that the others join.
+    leaders: Vec<u32>,
+}
+
+impl<'a> FusedGraph<'a> {
+    /// The joined ops of a graph that has passed its check.
+    pub fn of(full: &'a CostGraph) -> FusedGraph<'a> {
+        let leaders: Vec<u32> =
+            (0..full.ops.len() as u32).filter(|&op| full.ops[op as usize].joins.is_none()).collect();
+        let mut place = vec![0u32; full.ops.len()];
+        leaders.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at as u32);
+        let mut members = vec![Vec::new(); leaders.len()];
+        for op in 0..full.ops.len() as u32 {
+            place[op as usize] = place[full.leader(OpId(op)).index()];
+            members[place[op as usize] as usize].push(op);
+        }
+        FusedGraph { full, place, members, leaders }
+    }
+
+    /// The joined op that an op of the whole graph is part of.
+    pub fn place(&self, op: usize) -> usize {
+        self.place[op] as usize
+    }
+
+    /// Number of joined ops.
+    pub fn len(&self) -> usize {
+        self.leaders.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.leaders.is_empty()
+    }
+
+    /// The op of the whole graph that a joined op is named after.
+    pub fn leader(&self, op: u32) -> u32 {
+        self.leaders[op as usize]
+    }
+
+    /// The same question about the joined ops.
+    pub fn problem<'p>(&self, problem: &'p Problem) -> Cow<'p, Problem> {
+        if self.leaders.len() == self.place.len() {
+            return Cow::Borrowed(problem);
+        }
+        let mut joined = problem.clone();
+        joined.graph = self.graph();
+        Cow::Owned(joined)
+    }
+
+    /// Times and sizes add up, scratch is that of the largest; tensors that do not leave a joined op are gone.
+    pub fn graph(&self) -> CostGraph {
+        let all = |ops: &[OpId]| {
+            let mut all: Vec<OpId> = ops.iter().map(|op| OpId(self.place[op.index()])).collect();
+            all.sort_unstable();
+            all
+        };
+        // Of each op whether what it makes is read by those that it stands with, and whether others read it.
+        let mut stays = vec![false; self.full.ops.len()];
+        let mut goes = vec![false; self.full.ops.len()];
+        for tensor in &self.full.tensors {
+            let from = tensor.producer.index();
+            for to in &tensor.consumers {
+                let place = if self.place[to.index()] == self.place[from] { &mut stays } else { &mut goes };
+                place[from] = true;
+            }
+        }
+        let (largest, needed) = (self.full.largest_bytes(), self.full.needed_bytes());
+        let mut ops: Vec<OpCost> = Vec::with_capacity(self.leaders.len());
+        for (at, members) in self.members.iter().enumerate() {
+            let mut sum = self.full.ops[self.leaders[at] as usize].clone();
+            sum.id = at as u32;
+            (sum.between_bytes, sum.arriving_bytes, sum.unsaved) = (0, 0, false);
+            for (op, cost) in members.iter().map(|&op| (op as usize, &self.full.ops[op as usize])) {
+                // Only what none of its own reads may come from another stage as it is.
+                let is_kept = stays[op] || !goes[op];
+                let place = if is_kept { &mut sum.between_bytes } else { &mut sum.arriving_bytes };
+                *place += cost.arriving_bytes;
+                sum.between_bytes += cost.between_bytes;
+                sum.unsaved |= cost.unsaved && (goes[op] || members.len() == 1);
+            }
+            for op in members.iter().filter(|op| **op != self.leaders[at]).map(|&op| &self.full.ops[op as usize]) {
+                if sum.weight_us.is_some() || op.weight_us.is_some() {
+                    sum.weight_us = Some(sum.weight_part_us() + op.weight_part_us());
+                }
+                sum.fwd_us += op.fwd_us;
+                sum.bwd_us += op.bwd_us;
+                sum.param_bytes += op.param_bytes;
+                sum.saved_bytes += op.saved_bytes;
+                sum.fed_bytes += op.fed_bytes;
+                sum.reads_as_it_makes |= op.reads_as_it_makes;
+                sum.is_view &= op.is_view;
+                sum.joint_bytes += op.joint_bytes;
+            }
+            if members.len() > 1 {
+                let needs = Needs::by(|place| {
+                    let own = members.iter().map(|&op| self.full.ops[op as usize].arena(place));
+                    own.fold(Arena::default(), Arena::max)
+                });
+                let most = |bytes: &[u64]| members.iter().map(|&op| bytes[op as usize]).max().unwrap_or(0);
+                sum.joined = Some(Box::new(Members { needs, largest: most(&largest), needed: most(&needed) }));
+                (sum.workspace_bytes, sum.joint_workspace_bytes, sum.live) = (0, 0, Live::default());
+            }
+            ops.push(sum);
+        }
+        let mut tensors = Vec::with_capacity(self.full.tensors.len());
+        for tensor in &self.full.tensors {
+            let producer = OpId(self.place[tensor.producer.index()]);
+            let mut consumers = all(&tensor.consumers);
+            consumers.dedup();
+            consumers.retain(|to| *to != producer);
+            if consumers.is_empty() && !tensor.consumers.is_empty() {
+                continue;
+            }
+            if self.full.ops[tensor.producer.index()].joins.is_some() {
+                ops[producer.index()].out_bytes += tensor.bytes;
+            }
+            tensors.push(TensorCost { producer, consumers, ..tensor.clone() });
+        }
+        let params = self.full.params.iter().map(|param| ParamCost { users: all(&param.users), ..param.clone() });
+        CostGraph { ops, tensors, params: params.collect() }
+    }
+
+    /// The shape over all ops of the whole graph.
+    pub fn spread(&self, shape: &Shape) -> Shape {
+        Shape { groups: self.groups(&shape.groups), is_flat: shape.is_flat }
+    }
+
+    fn groups(&self, groups: &[Group]) -> Vec<Group> {
+        let spread = |group: &Group| {
+            let body = match &group.body {
+                StageBody::Groups(inner) => StageBody::Groups(self.groups(inner)),
+                StageBody::Ops(ops) => {
+                    let mut all: Vec<u32> =
+                        ops.iter().flat_map(|&op| self.members[op as usize].iter().copied()).collect();
+                    all.sort_unstable();
+                    StageBody::Ops(all)
+                }
+            };
+            Group { replicas: group.replicas, body }
+        };
+        groups.iter().map(spread).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::gradient_buffers::GradientBuffers;
+    use crate::plan::memory::MemoryTerms;
+    use crate::profile::arena::{ArenaPosition, Way};
+
+    // 0 makes a weight that 3 and 5 read, by way of 1 for 3; 2, 3, 5 are a chain; 4 makes a weight for 5.
+    fn graph() -> CostGraph {
+        let op = |id: u32, joins: Option<u32>| OpCost {
+            id,
+            name: format!("op{id}"),
+            fwd_us: f64::from(1 << id),
+            param_bytes: 1 << id,
+            saved_bytes: 10 << id,
+            workspace_bytes: u64::from(100 - id),
+            out_bytes: 100,
+            reads_as_it_makes: id == 3,
+            joins: joins.map(OpId),
+            ..OpCost::default()
+        };
+        let tensor = |from: u32, to: &[u32]| TensorCost {
+            name: format!("t{from}"),
+            producer: OpId(from),
+            bytes: 100,
+            consumers: to.iter().map(|&to| OpId(to)).collect(),
+        };
+        let joins = [Some(3), Some(3), None, None, Some(5), None];
+        CostGraph {
+            ops: joins.iter().enumerate().map(|(id, joins)| op(id as u32, *joins)).collect(),
+            tensors: vec![
+                tensor(0, &[1, 5]),
+                tensor(1, &[3]),
+                tensor(2, &[3]),
+                tensor(3, &[5]),
+                tensor(4, &[5]),
+                tensor(5, &[]),
+            ],
+            params: vec![ParamCost::new("w", 7, vec![OpId(0), OpId(3), OpId(4)])],
+        }
+    }
+
+    #[test]
+    fn sums_and_crossing_tensors() {
+        let full = graph();
+        assert_eq!(full.check(), Ok(()));
+        let joined = FusedGraph::of(&full);
+        let small = joined.graph();
+        assert_eq!(small.check(), Ok(()));
+        assert_eq!(small.ops.iter().map(|op| op.name.as_str()).collect::<Vec<_>>(), ["op2", "op3", "op5"]);
+        assert_eq!(small.ops.iter().map(|op| op.fwd_us).collect::<Vec<_>>(), [4.0, 11.0, 48.0]);
+        assert_eq!(small.ops.iter().map(|op| op.param_bytes).collect::<Vec<_>>(), [4, 11, 48]);
+        assert_eq!(small.ops.iter().map(|op| op.saved_bytes).collect::<Vec<_>>(), [40, 110, 480]);
+        let scratch = |op: &OpCost| op.arena(ArenaPosition::default()).of(Way::default());
+        assert_eq!(small.ops.iter().map(scratch).collect::<Vec<_>>(), [98, 100, 96]);
+        // Of op 3 and those that join it, t0 and t3 leave.
+        assert_eq!(small.ops.iter().map(|op| op.out_bytes).collect::<Vec<_>>(), [100, 200, 100]);
+        let wires = small.tensors.iter().map(|t| (t.name.as_str(), t.producer.0, t.consumers.clone()));
+        let wanted = [("t0", 1, vec![OpId(2)]), ("t2", 0, vec![OpId(1)]), ("t3", 1, vec![OpId(2)]), ("t5", 2, vec![])];
+        assert_eq!(wires.collect::<Vec<_>>(), wanted);
+        assert_eq!(small.params[0].users, [OpId(1), OpId(1), OpId(2)], "its gradient has a term for each use");
+        assert_eq!(small.summed_bytes(), [0, 14, 7]);
+        assert_eq!((small.largest_bytes(), small.needed_bytes()), (vec![0, 7, 7], vec![0, 14, 7]), "one op at a time");
+        assert_eq!((joined.place(0), joined.place(4), joined.leader(1)), (1, 2, 3));
+    }
+
+    // Four times three ops that stand as one, the second of which all later ones of its own read; views at the ends of two of them.
+    fn runs() -> CostGraph {
+        let op = |id: u32| OpCost {
+            id,
+            name: format!("op{id}"),
+            fwd_us: 1.0,
+            saved_bytes: 3 << id,
+            fed_bytes: u64::from(id % 2),
+            workspace_bytes: u64::from(90 - 7 * id % 30),
+            live: Live { whole: [40, 30, 20 + u64::from(id), 5], split: [35, 20, 10 + u64::from(id), 4] },
+            between_bytes: 1 << id,
+            arriving_bytes: 5 << id,
+            reads_as_it_makes: id == 4,
+            is_view: id % 6 == 2,
+            unsaved: id % 3 == 2,
+            joins: (id % 3 != 2).then(|| OpId(id / 3 * 3 + 2)),
+            ..OpCost::default()
+        };
+        let tensor = |id: u32| TensorCost {
+            name: format!("t{id}"),
+            producer: OpId(id),
+            bytes: 7 << id,
+            consumers: [id + 1, id + 4]
+                .into_iter()
+                .filter(|&to| to < 12 && (to == id + 1 || id % 3 == 2))
+                .map(OpId)
+                .collect(),
+        };
+        let params = [vec![0, 1], vec![4], vec![1, 5, 10], vec![7, 8]];
+        let param = |(at, users): (usize, &Vec<u32>)| {
+            ParamCost::new(format!("w{at}"), 1 << (20 + at), users.iter().map(|&op| OpId(op)).collect())
+        };
+        CostGraph {
+            ops: (0..12).map(op).collect(),
+            tensors: (0..12).map(tensor).collect(),
+            params: params.iter().enumerate().map(param).collect(),
+        }
+    }
+
+    #[test]
+    fn what_runs_hold_is_what_their_ops_hold() {
+        let full = runs();
+        assert_eq!(full.check(), Ok(()));
+        let joined = FusedGraph::of(&full);
+        let small = joined.graph();
+        assert_eq!(small.ops.len(), 4);
+        let (passing, flows) = (GradientBuffers { wire: None, pace: 1.0 }, [full.flows(), small.flows()]);
+        for from in 0..4 {
+            for to in from + 1..=4 {
+                let inside = |ops: usize, per: usize| -> Vec<bool> {
+                    (0..ops).map(|op| (from..to).contains(&(op / per))).collect()
+                };
+                let whole = MemoryTerms::of(&full, &flows[0], &inside(12, 3), &passing);
+                assert_eq!(MemoryTerms::of(&small, &flows[1], &inside(4, 1), &passing), whole, "{from}..{to}");
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_spread_over_all_ops() {
+        let full = graph();
+        let shape = Shape::flat(vec![(vec![0, 1], 2), (vec![2], 1)], true);
+        let wanted = Shape::flat(vec![(vec![0, 1, 2, 3], 2), (vec![4, 5], 1)], true);
+        assert_eq!(FusedGraph::of(&full).spread(&shape), wanted);
+    }
+}

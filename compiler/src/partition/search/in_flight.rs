@@ -1,0 +1,253 @@
+//! Choosing in-flight caps: more minibatches in flight keep workers busy, and cost stash memory and staleness.
+//!
+//! The start is the published rule, or as many as a way down the pipeline and back takes where transfers make that more: with
+//! fewer the throughput cannot be had (`simulate::steady` says why). Then one cap at a time is raised: the one that brings the
+//! most efficiency, and of equals the one that costs the least memory. Where no single step helps, or where trying each would
+//! take long, all that still fit and hold up work are raised together. Where that does not help either, all stages are raised at once,
+//! and each gives back what it does not need. It ends when the efficiency reaches [`ENOUGH`], or when
+//! nothing more fits or helps, or when enough has been played.
+
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::build_plan;
+use crate::partition::search::build_plan::StagePosition;
+use crate::plan::problem::{Objective, Problem};
+use crate::plan::{Edge, ScheduleKind, Stage};
+use crate::schedule::Pipeline;
+use crate::schedule::pipeline::pipeline_of;
+use crate::simulate::inference;
+use crate::simulate::one_f_one_b_rr;
+use crate::simulate::one_f_one_b_rr::Steady;
+
+/// The fraction of the ideal throughput at which raising stops: 0.98, and what a program's own waits may cost beside.
+pub const ENOUGH: f64 = 0.985;
+
+/// No cap is raised by more than this over the start; by measurement three suffice for every known plan.
+const MOST: u32 = 6;
+
+/// Pieces of work up to which each cap is tried by itself, in one step and in all, and up to which anything is tried.
+const PIECES_OF_A_STEP: u64 = 400_000;
+const PIECES_ALONE: u64 = 4_000_000;
+const PIECES: u64 = 12_000_000;
+
+/// How stages, with these transfers between them, run under caps.
+pub type Efficiency<'a> = dyn Fn(&[Stage], &[Edge], &[u32]) -> Steady + 'a;
+
+/// Caps, and what they reach.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// For each stage.
+    pub caps: Vec<u32>,
+    /// The fraction of the ideal throughput.
+    pub share: f64,
+    /// Whether more were left out because they do not fit.
+    pub lacks_memory: bool,
+}
+
+/// Whether items of several minibatches are in flight, so that caps bound the throughput.
+pub fn matters(problem: &Problem) -> bool {
+    problem.schedule.is_continuous() && problem.objective != Objective::Latency
+}
+
+/// The efficiency that `shape` reaches under given caps.
+pub fn reached(
+    problem: &Problem,
+    shape: &Shape,
+    spots: &[StagePosition],
+    caps: &[u32],
+    efficiency: &Efficiency<'_>,
+) -> f64 {
+    let memory = build_plan::memory(problem, shape, spots, &build_plan::holdings(problem, shape), caps, &[]);
+    let stages = build_plan::stages(problem, shape, spots, &memory);
+    efficiency(&stages, &build_plan::edges(problem, shape), caps).share
+}
+
+/// Caps for `shape`, and the efficiency they reach.
+pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficiency: &Efficiency<'_>) -> Chosen {
+    let published = build_plan::published_caps(problem, shape);
+    if !matters(problem) {
+        return Chosen { caps: published, share: 1.0, lacks_memory: false };
+    }
+    let holdings = build_plan::holdings(problem, shape);
+    let memory = |caps: &[u32]| build_plan::memory(problem, shape, spots, &holdings, caps, &[]);
+    let stages = build_plan::stages(problem, shape, spots, &memory(&published));
+    let edges = build_plan::edges(problem, shape);
+    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
+    let peak = memory(&published).iter().map(|held| held.total).max().unwrap_or(0);
+    let limit = match problem.objective {
+        // Where bytes are what counts, the fullest device gets none more.
+        Objective::Memory => peak,
+        _ => problem.memory_limit.map_or(u64::MAX, |limit| limit.0),
+    };
+    let fits = |caps: &[u32]| {
+        let memory = memory(caps);
+        memory.iter().all(|held| held.total <= limit) && build_plan::fits(problem, shape, spots, &memory)
+    };
+    let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
+    let mut lacks_memory = false;
+    let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
+        Ok(mut pipeline) => {
+            if problem.schedule == ScheduleKind::TwoBw {
+                // Its rounds are minibatches, so that items do not wait for the all-reduce of the one before.
+                pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
+            }
+            start(pipeline, &published, problem.schedule, &fits, &mut lacks_memory)
+        }
+        Err(_) => published,
+    };
+    let most: Vec<u32> = caps.iter().map(|cap| cap + MOST).collect();
+    let mut steady = run(&caps);
+    let mut spent = steady.pieces;
+    let mut step = 1;
+    while steady.share < ENOUGH && spent < PIECES {
+        let helps = |other: &Steady| other.share > steady.share + 1e-6;
+        let open = |at: usize| steady.held.get(at) == Some(&true) && caps[at] < most[at];
+        let open: Vec<usize> = (0..caps.len()).filter(|&at| open(at)).collect();
+        let is_quick = open.len() as u64 * steady.pieces <= PIECES_OF_A_STEP && spent <= PIECES_ALONE;
+        let mut best: Option<(Steady, u128, Vec<u32>)> = None;
+        let mut together = caps.clone();
+        for at in open {
+            let mut alone = caps.clone();
+            alone[at] += 1;
+            let before = together[at];
+            together[at] = (caps[at] + step).min(most[at]);
+            if !fits(&alone) {
+                lacks_memory = true;
+                together[at] = before;
+                continue;
+            }
+            if is_quick {
+                let other = run(&alone);
+                spent += other.pieces;
+                let cost = sum(&alone);
+                let better = |(known, bytes, _): &(Steady, u128, _)| (other.share, *bytes) > (known.share, cost);
+                if helps(&other) && best.as_ref().is_none_or(better) {
+                    best = Some((other, cost, alone));
+                }
+            }
+        }
+        if best.is_none() && together != caps {
+            let other = run(&together);
+            spent += other.pieces;
+            if helps(&other) && fits(&together) {
+                best = Some((other, 0, together));
+            }
+            step += 1;
+        }
+        let Some((other, _, raised)) = best else { break };
+        (caps, steady) = (raised, other);
+    }
+    if steady.share < ENOUGH && spent < PIECES {
+        let left = PIECES - spent;
+        (caps, steady) = at_once(&caps, steady, left, &run, &fits, &mut lacks_memory);
+    }
+    Chosen { caps, share: steady.share, lacks_memory }
+}
+
+/// More than these caps for `shape`, as far as they help by another judge of efficiency.
+pub fn more(
+    problem: &Problem,
+    shape: &Shape,
+    spots: &[StagePosition],
+    caps: &[u32],
+    efficiency: &Efficiency<'_>,
+) -> Chosen {
+    let holdings = build_plan::holdings(problem, shape);
+    let memory = |caps: &[u32]| {
+        build_plan::memory(problem, shape, spots, &holdings, caps, &build_plan::apart(problem, shape, caps))
+    };
+    let stages = build_plan::stages(problem, shape, spots, &memory(caps));
+    let edges = build_plan::edges(problem, shape);
+    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
+    let peak = memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
+    let limit = if problem.objective == Objective::Memory { peak } else { u64::MAX };
+    let fits = |caps: &[u32]| {
+        let memory = memory(caps);
+        memory.iter().all(|held| held.total <= limit) && build_plan::fits(problem, shape, spots, &memory)
+    };
+    let mut lacks_memory = false;
+    let (caps, steady) = at_once(caps, run(caps), PIECES, &run, &fits, &mut lacks_memory);
+    Chosen { caps, share: steady.share, lacks_memory }
+}
+
+/// All caps raised by the same number, as far as each fits, until enough is reached; then one after the other lowered again, as long as
+/// no share is lost that counts.
+fn at_once(
+    start: &[u32],
+    steady: Steady,
+    left: u64,
+    run: &dyn Fn(&[u32]) -> Steady,
+    fits: &dyn Fn(&[u32]) -> bool,
+    lacks_memory: &mut bool,
+) -> (Vec<u32>, Steady) {
+    let (mut caps, mut best, mut spent) = (start.to_vec(), steady, 0);
+    let mut tried = start.to_vec();
+    for extra in 1..=MOST {
+        let mut raised = tried.clone();
+        for at in 0..raised.len() {
+            raised[at] = start[at] + extra;
+            if !fits(&raised) {
+                *lacks_memory = true;
+                raised[at] = tried[at];
+            }
+        }
+        if raised == tried || spent > left {
+            break;
+        }
+        let other = run(&raised);
+        spent += other.pieces;
+        if other.share > best.share + 1e-6 {
+            (caps, best) = (raised.clone(), other);
+        }
+        if best.share >= ENOUGH {
+            break;
+        }
+        tried = raised;
+    }
+    let enough = best.share.min(ENOUGH);
+    for at in 0..caps.len() {
+        while caps[at] > start[at] && spent <= left {
+            caps[at] -= 1;
+            let other = run(&caps);
+            spent += other.pieces;
+            if other.share < enough {
+                caps[at] += 1;
+                break;
+            }
+            best = other;
+        }
+    }
+    (caps, best)
+}
+
+/// The published caps, and more where the way of an item takes more. Where those do not fit, no stage gets more than goes with
+/// what the others can have.
+fn start(
+    pipeline: Pipeline,
+    published: &[u32],
+    schedule: ScheduleKind,
+    fits: &dyn Fn(&[u32]) -> bool,
+    lacks_memory: &mut bool,
+) -> Vec<u32> {
+    let trains = schedule != ScheduleKind::Inference;
+    let with = |share: f64| -> Vec<u32> {
+        let needed = if trains { one_f_one_b_rr::needed_caps } else { inference::needed_caps }(&pipeline, share);
+        published.iter().zip(needed).map(|(&published, needed)| published.max(needed)).collect()
+    };
+    let wanted = with(ENOUGH);
+    if fits(&wanted) || !fits(published) {
+        return if fits(&wanted) { wanted } else { published.to_vec() };
+    }
+    *lacks_memory = true;
+    let mut within = published.to_vec();
+    for at in 0..within.len() {
+        let (mut low, mut high) = (published[at], wanted[at]);
+        while low < high {
+            within[at] = low + (high - low).div_ceil(2);
+            if fits(&within) { low = within[at] } else { high = within[at] - 1 }
+        }
+        within[at] = low;
+    }
+    let share =
+        if trains { one_f_one_b_rr::bound } else { inference::bound }(&pipeline.clone().with_caps(&within)).share;
+    within.into_iter().zip(with(share)).map(|(most, needed)| most.min(needed)).collect()
+}

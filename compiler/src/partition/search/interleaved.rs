@@ -1,0 +1,365 @@
+//! Plans whose ranks hold several stages: the model is cut into v chunks for each of p ranks, all chunks about equally long.
+//!
+//! For every number of ranks that the devices divide into, and along several linear orders: the shortest longest chunk is found by
+//! bisection; among all cuts whose chunks are a little longer than that at most, those that send the fewest bytes, by a dynamic
+//! program over places and chunks; and last single cuts are moved as long as the cost model gains. What comes out is the best known,
+//! not proven: the plan says so.
+
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::build_plan;
+use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchResult, fullest};
+use crate::partition::search::module_boundaries::Borders;
+use crate::partition::search::{finish_plan, linear_search};
+use crate::plan::chunks::rank_of;
+use crate::plan::problem::{InFlight, Problem, ProblemError};
+use crate::plan::{ScheduleKind, StageMemory};
+use crate::schedule::action::apart;
+use crate::schedule::pipeline::schedule_of;
+use crate::schedule::scheduler::schedule;
+use crate::schedule::semantics::StepCount;
+use crate::schedule::{Pipeline, StageSpec};
+use std::collections::BTreeMap;
+
+/// How much longer than the shortest longest chunk the longest may be, so that less is sent.
+const SLACK: [f64; 4] = [0.0, 0.01, 0.04, 0.15];
+
+/// Steps of one dynamic program, and evaluations times ops of the last moves.
+const MOST_STEPS: usize = 50_000_000;
+
+/// The most numbers of ranks that are tried.
+const MOST_CHOICES: usize = 24;
+
+/// Micro-batches, for each stage, after which no schedule holds more in flight; but for bfs, which holds all.
+const SETTLED: u32 = 4;
+
+/// The best plan with `problem.chunks` stages on every rank.
+pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError> {
+    let problem = question.problem;
+    let constraints = &problem.constraints;
+    let unmet = |what: String| Err(ProblemError::Unmet { what });
+    if constraints.cut_after.is_some()
+        || !constraints.pins.is_empty()
+        || matches!(problem.in_flight, InFlight::Given(_))
+    {
+        return unmet(
+            "`--cut-after`, `--pin` and caps in flight do not go with a schedule of several stages on each rank"
+                .to_string(),
+        );
+    }
+    let choices = choices(problem)?;
+    let mut found = SearchResult { bound_us: finish_plan::spread(problem), ..SearchResult::nothing() };
+    let keeps_modules = constraints.target.is_some_and(|target| target.keeps_modules());
+    for order in linear_search::orders(&problem.graph) {
+        let ends = match keeps_modules {
+            true => Borders::of(question.joined).ends(&order),
+            false => (0..=order.len()).collect(),
+        };
+        let line = Line::new(problem, order, ends);
+        for &(ranks, replicas) in &choices {
+            line.cut(question, ranks, replicas, &mut found);
+        }
+    }
+    if found.candidates.is_empty() {
+        let (chunks, ops) = (problem.chunks, problem.graph.ops.len());
+        return unmet(format!("{chunks} chunks on each of at least 2 ranks do not fit {ops} ops and these devices"));
+    }
+    let told = "chunks are cut along linear orders, equally long";
+    found.fallback = Some(told.to_string());
+    Ok(found)
+}
+
+/// The ranks, and the replicas of each: those that are given, or all that use the devices best.
+fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
+    let (devices, chunks) = (problem.cluster.devices(), problem.chunks);
+    if let Some(given) = &problem.constraints.replicas {
+        let stages = given.len() as u32;
+        if given.iter().any(|r| *r != given[0]) || !stages.is_multiple_of(chunks) || stages / chunks < 2 {
+            let what = format!(
+                "`--stages` with {chunks} stages on each rank: equal replicas, {chunks} stages for each of at least 2 ranks, which are {} numbers",
+                2 * u64::from(chunks)
+            );
+            return Err(ProblemError::Unmet { what });
+        }
+        let ranks = stages / chunks;
+        if ranks.saturating_mul(given[0]) > devices {
+            let wanted = u64::from(ranks) * u64::from(given[0]);
+            return Err(ProblemError::TooManyReplicas { wanted, devices });
+        }
+        return Ok(vec![(ranks, given[0])]);
+    }
+    let most = problem.constraints.most_stages.unwrap_or(u32::MAX).min(problem.graph.ops.len() as u32) / chunks;
+    let alone = problem.constraints.no_replication;
+    let all = (2..=devices.min(most)).filter(|ranks| alone || devices.is_multiple_of(*ranks) || *ranks == most);
+    let mut all: Vec<(u32, u32)> = all.map(|ranks| (ranks, if alone { 1 } else { devices / ranks })).collect();
+    if all.len() > MOST_CHOICES {
+        let last = all.len() - 1;
+        all = (0..MOST_CHOICES).map(|at| all[at * last / (MOST_CHOICES - 1)]).collect();
+    }
+    Ok(all)
+}
+
+/// A linear order, and what lies before each place where it may be cut.
+struct Line<'a> {
+    problem: &'a Problem,
+    order: Vec<u32>,
+    /// Places in the order.
+    ends: Vec<usize>,
+    /// Compute before each of them, in microseconds.
+    before: Vec<f64>,
+    /// Bytes that a cut there sends.
+    sent: Vec<f64>,
+}
+
+impl<'a> Line<'a> {
+    fn new(problem: &'a Problem, order: Vec<u32>, ends: Vec<usize>) -> Line<'a> {
+        let graph = &problem.graph;
+        let mut place = vec![0usize; graph.ops.len()];
+        order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
+        // A tensor is sent at every cut between its producer and its last reader.
+        let mut change = vec![0.0; order.len() + 2];
+        for tensor in &graph.tensors {
+            let made = place[tensor.producer.index()];
+            if let Some(last) = tensor.consumers.iter().map(|op| place[op.index()]).max() {
+                change[made + 1] += tensor.bytes as f64;
+                change[last.max(made) + 1] -= tensor.bytes as f64;
+            }
+        }
+        let mut bytes = Vec::with_capacity(order.len() + 1);
+        let mut open = 0.0;
+        for change in &change[..=order.len()] {
+            open += change;
+            bytes.push(open);
+        }
+        let mut done = vec![0.0];
+        for &op in &order {
+            let op = &graph.ops[op as usize];
+            done.push(done[done.len() - 1] + op.fwd_us + op.bwd_us);
+        }
+        let before = ends.iter().map(|&end| done[end]).collect();
+        let sent = ends.iter().map(|&end| bytes[end]).collect();
+        Line { problem, order, ends, before, sent }
+    }
+
+    /// Adds the best of some cuts.
+    fn cut(&self, question: &SearchContext<'_>, ranks: u32, replicas: u32, found: &mut SearchResult) {
+        let stages = (ranks * self.problem.chunks) as usize;
+        if stages >= self.ends.len() || stages.saturating_mul(self.ends.len()) > MOST_STEPS {
+            return;
+        }
+        let Some(counts) = counts(self.problem, ranks, replicas) else { return };
+        let spots = |recompute| -> Vec<StagePosition> {
+            let rank = |stage| rank_of(self.problem.schedule, ranks, stage as u32);
+            (0..stages).map(|stage| StagePosition { first: rank(stage) * replicas, recompute }).collect()
+        };
+        let shortest = self.shortest(stages);
+        let mut best: Option<(f64, Vec<usize>)> = None;
+        for slack in SLACK {
+            let Some(cuts) = self.cheapest(stages, shortest * (1.0 + slack)) else { continue };
+            let us = self.time(&cuts, replicas, &spots(false));
+            found.states += 1;
+            if best.as_ref().is_none_or(|(known, _)| us < *known) {
+                best = Some((us, cuts));
+            }
+        }
+        let Some((us, mut cuts)) = best else { return };
+        self.improve(&mut cuts, us, replicas, &spots(false), found);
+        let plain = self.candidate(question, &cuts, replicas, spots(false), &counts);
+        // Where it fits as it is, nothing is computed twice.
+        if !plain.fits && self.problem.recompute {
+            let again = self.candidate(question, &cuts, replicas, spots(true), &counts);
+            let chosen = self.recomputed(&plain, &again);
+            found.candidates.push(self.candidate(question, &cuts, replicas, chosen, &counts));
+        }
+        found.candidates.push(plain);
+    }
+
+    /// Of each device that holds too much, the chunks that let go the most bytes for the time of their forward, until it fits; where
+    /// it does not, all that let go any.
+    fn recomputed(&self, plain: &PlanCandidate, again: &PlanCandidate) -> Vec<StagePosition> {
+        let limit = self.problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+        let ops = &self.problem.graph.ops;
+        let time = |ops_of: &[u32]| ops_of.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>();
+        let times: Vec<f64> = plain.shape.leaves().iter().map(|leaf| time(leaf.ops)).collect();
+        let let_go = |at: usize| plain.memory[at].total.saturating_sub(again.memory[at].total);
+        let mut spots = plain.spots.clone();
+        let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        spots.iter().enumerate().for_each(|(at, spot)| ranks.entry(spot.first).or_default().push(at));
+        for mut held in ranks.into_values() {
+            let mut bytes = held.iter().fold(0u64, |sum, &at| sum.saturating_add(plain.memory[at].total));
+            let worth = |at: usize| let_go(at) as f64 / times[at].max(f64::MIN_POSITIVE);
+            held.sort_by(|&left, &right| worth(right).total_cmp(&worth(left)).then(left.cmp(&right)));
+            for at in held.into_iter().filter(|&at| let_go(at) > 0) {
+                if bytes <= limit {
+                    break;
+                }
+                spots[at].recompute = true;
+                bytes -= let_go(at);
+            }
+        }
+        spots
+    }
+
+    /// The least that the longest of so many chunks can be.
+    fn shortest(&self, stages: usize) -> f64 {
+        let fits = |most: f64| {
+            let (mut used, mut start) = (0, 0);
+            while start + 1 < self.before.len() {
+                let limit = self.before[start] + most;
+                let end = self.before.partition_point(|before| *before <= limit) - 1;
+                if end <= start {
+                    return false;
+                }
+                used += 1;
+                start = end;
+            }
+            used <= stages
+        };
+        let total = self.before[self.before.len() - 1];
+        let longest = self.before.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max);
+        let (mut low, mut high) = (longest.max(total / stages as f64), total);
+        for _ in 0..50 {
+            let middle = f64::midpoint(low, high);
+            if fits(middle) { high = middle } else { low = middle }
+        }
+        high * (1.0 + 1e-9)
+    }
+
+    /// Places of `stages + 1` ends, the first and the last among them, such that no chunk is longer than `most` and the fewest
+    /// bytes are sent.
+    fn cheapest(&self, stages: usize, most: f64) -> Option<Vec<usize>> {
+        let places = self.ends.len();
+        let mut least = vec![f64::INFINITY; places];
+        least[0] = 0.0;
+        let mut from = vec![vec![0u32; places]; stages];
+        for (chunk, from) in from.iter_mut().enumerate() {
+            let mut next = vec![f64::INFINITY; places];
+            // Places that may be the start, from the cheapest on; a later one that is no dearer replaces those before it.
+            let mut window: std::collections::VecDeque<usize> = std::collections::VecDeque::new();
+            for place in chunk + 1..places {
+                let start = place - 1;
+                if least[start].is_finite() {
+                    while window.back().is_some_and(|&other| least[other] >= least[start]) {
+                        window.pop_back();
+                    }
+                    window.push_back(start);
+                }
+                while window.front().is_some_and(|&start| self.before[place] - self.before[start] > most) {
+                    window.pop_front();
+                }
+                if let Some(&start) = window.front() {
+                    let sent = if place + 1 < places { self.sent[place] } else { 0.0 };
+                    next[place] = least[start] + sent;
+                    from[place] = start as u32;
+                }
+            }
+            least = next;
+        }
+        let mut place = places - 1;
+        if !least[place].is_finite() {
+            return None;
+        }
+        let mut cuts = vec![place];
+        for from in from.iter().rev() {
+            place = from[place] as usize;
+            cuts.push(place);
+        }
+        cuts.reverse();
+        Some(cuts)
+    }
+
+    /// Moves single cuts as long as that helps.
+    fn improve(
+        &self,
+        cuts: &mut [usize],
+        mut us: f64,
+        replicas: u32,
+        spots: &[StagePosition],
+        found: &mut SearchResult,
+    ) {
+        let weight = (self.problem.graph.ops.len() + self.problem.graph.tensors.len()) * (cuts.len() - 1) + 1;
+        let mut left = MOST_STEPS / 4 / weight;
+        let mut improved = true;
+        while improved {
+            improved = false;
+            for at in 1..cuts.len() - 1 {
+                for step in [-1i64, 1, -3, 3] {
+                    let (old, moved) = (cuts[at], cuts[at] as i64 + step);
+                    if moved <= cuts[at - 1] as i64 || moved >= cuts[at + 1] as i64 {
+                        continue;
+                    }
+                    if left == 0 {
+                        return;
+                    }
+                    left -= 1;
+                    found.states += 1;
+                    cuts[at] = moved as usize;
+                    let new = self.time(cuts, replicas, spots);
+                    if new < us * (1.0 - 1e-12) {
+                        us = new;
+                        improved = true;
+                    } else {
+                        cuts[at] = old;
+                    }
+                }
+            }
+        }
+    }
+
+    fn shape(&self, cuts: &[usize], replicas: u32) -> Shape {
+        let stage = |pair: &[usize]| {
+            let mut ops = self.order[self.ends[pair[0]]..self.ends[pair[1]]].to_vec();
+            ops.sort_unstable();
+            (ops, replicas)
+        };
+        Shape::flat(cuts.windows(2).map(stage).collect(), self.problem.cluster.levels.len() > 1)
+    }
+
+    fn time(&self, cuts: &[usize], replicas: u32, spots: &[StagePosition]) -> f64 {
+        build_plan::minibatch_us(self.problem, &self.shape(cuts, replicas), spots)
+    }
+
+    fn candidate(
+        &self,
+        question: &SearchContext<'_>,
+        cuts: &[usize],
+        replicas: u32,
+        spots: Vec<StagePosition>,
+        counts: &Counts,
+    ) -> PlanCandidate {
+        let shape = self.shape(cuts, replicas);
+        let problem = question.problem;
+        let holdings = build_plan::holdings(problem, &shape);
+        let memory: Vec<StageMemory> =
+            build_plan::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.apart);
+        let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        let Counts { caps, apart } = counts.clone();
+        PlanCandidate { name: "pipec", shape, minibatch_us, caps, apart, spots, memory, fits }
+    }
+}
+
+/// What the schedule's own program has at each stage at once.
+#[derive(Clone)]
+struct Counts {
+    /// Items in flight.
+    caps: Vec<u32>,
+    /// Those of them between the halves of their backward; none where it is whole.
+    apart: Vec<u32>,
+}
+
+fn counts(problem: &Problem, ranks: u32, replicas: u32) -> Option<Counts> {
+    let stages = ranks * problem.chunks;
+    let items = problem.microbatches.div_ceil(replicas);
+    if problem.schedule == ScheduleKind::Bfs {
+        return Some(Counts { caps: vec![items; stages as usize], apart: Vec::new() });
+    }
+    let chain = Pipeline::chain((0..stages).map(|_| StageSpec::new(1, 1.0, 2.0)).collect());
+    let pipeline = if problem.schedule.is_on_a_v() { chain.folded() } else { chain.looped(ranks) };
+    let microbatches = items.min(stages.saturating_mul(SETTLED));
+    let count = StepCount { minibatches: 1, microbatches };
+    let program = schedule(schedule_of(problem.schedule).ok()?, &pipeline, count).ok()?;
+    let caps = program.stages.iter().map(|stage| stage.cap).collect();
+    let apart = if problem.schedule.splits_backward() { apart(&program) } else { Vec::new() };
+    Some(Counts { caps, apart })
+}

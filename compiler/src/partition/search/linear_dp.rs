@@ -1,0 +1,140 @@
+//! The best cuts of linear orders: exactly where a line is short, and by how far a pipeline gets where it is long.
+
+use crate::partition::bounds::bisect::BottleneckSearch;
+use crate::partition::bounds::cut_space::CutSpace;
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::dp::pipedream;
+use crate::partition::search::candidates::{largest, same};
+use crate::partition::search::downsets::DownSets;
+use crate::partition::search::linear_order;
+use crate::partition::search::linear_search;
+use crate::plan::cut_bytes::CutBytes;
+use crate::plan::problem::Problem;
+use crate::plan::stage_cost::{LevelCost, StageCost};
+
+/// The most places of a line that are cut exactly. Each is priced over the whole graph, which for more would cost more than it
+/// brings.
+const MAX_PLACES: usize = 2000;
+
+/// The most places with exact bytes on a line that is walked by reach.
+const MOST_PRICED: usize = 6000;
+
+/// Steps for one line, about a second.
+const STEPS: u64 = 30_000_000;
+
+/// The lines of a problem.
+pub struct Lines<'a> {
+    problem: &'a Problem,
+    cost: StageCost,
+    levels: &'a [LevelCost],
+    orders: Vec<Vec<u32>>,
+    /// The most places that are cut exactly.
+    places: usize,
+}
+
+/// The best of some lines.
+pub struct Best {
+    /// Its time by the cost model.
+    pub us: f64,
+    /// The partition.
+    pub shape: Shape,
+}
+
+impl Lines<'_> {
+    /// The orders of a problem that are worth a try on these levels.
+    pub fn of<'a>(problem: &'a Problem, levels: &'a [LevelCost]) -> Lines<'a> {
+        let ops = problem.graph.ops.len();
+        let places = largest((ops + 1).min(MAX_PLACES), |sets| {
+            let (steps, bytes) = pipedream::effort(levels, sets);
+            steps <= 1e8 && bytes <= 3e8
+        });
+        Lines { problem, cost: StageCost::of(problem), levels, orders: linear_search::orders(&problem.graph), places }
+    }
+
+    /// Whether every op is a place of its own when a line is cut exactly.
+    pub fn are_whole(&self) -> bool {
+        self.places > self.problem.graph.ops.len()
+    }
+
+    /// All prefixes of all orders, as bits; none where that is too much.
+    pub fn sets(&self) -> Vec<Vec<u64>> {
+        let ops = self.problem.graph.ops.len();
+        if ops >= MAX_PLACES {
+            return Vec::new();
+        }
+        let mut sets = Vec::with_capacity(self.orders.len() * ops);
+        for order in &self.orders {
+            let mut set = vec![0u64; ops.div_ceil(64)];
+            for &op in order {
+                set[op as usize / 64] |= 1 << (op % 64);
+                sets.push(set.clone());
+            }
+        }
+        sets
+    }
+
+    /// The best exact cut, and the sets looked at: a coarse line first, then fine ones; each only has to look for what beats
+    /// the one before.
+    pub fn exact(&self, may_leave_units: bool) -> (Option<pipedream::Solution>, u64) {
+        let (graph, model) = (&self.problem.graph, self.cost.model);
+        let (mut best, mut states): (Option<pipedream::Solution>, u64) = (None, 0);
+        let coarse = self.places.min(64);
+        for (order, places) in self.orders.iter().flat_map(|order| [(order, coarse), (order, self.places)]) {
+            let ends = linear_order::ends(graph, model, order, places.max(2) - 1);
+            let space = DownSets::chain(graph, model, order.clone(), ends);
+            let known = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
+            let solution = pipedream::solve(&space, &self.cost, self.levels, may_leave_units, known);
+            states += space.len() as u64;
+            best = [best, solution].into_iter().flatten().reduce(|best, new| {
+                let better = new.minibatch_us < best.minibatch_us && !same(new.minibatch_us, best.minibatch_us);
+                if better { new } else { best }
+            });
+        }
+        (best, states)
+    }
+
+    /// What lines that are too long for that give, if it is less than `known_us`. Nothing is faster than `low_us`.
+    pub fn far(&self, low_us: f64, known_us: f64) -> (Option<Best>, u64) {
+        let (mut best, mut known, mut states): (Option<Best>, f64, u64) = (None, known_us, 0);
+        for order in &self.orders {
+            states += order.len() as u64 + 1;
+            if let Some(found) = self.walk(order, low_us, known) {
+                known = found.us;
+                best = Some(found);
+            }
+        }
+        (best, states)
+    }
+
+    fn walk(&self, order: &[u32], low_us: f64, known_us: f64) -> Option<Best> {
+        let graph = &self.problem.graph;
+        let (mut compute, mut weights) = (vec![0.0], vec![0.0]);
+        for &op in order {
+            let op = &graph.ops[op as usize];
+            compute.push(compute[compute.len() - 1] + op.fwd_us + op.bwd_us);
+            weights.push(weights[weights.len() - 1] + op.param_bytes as f64);
+        }
+        let charged = CutBytes::new(self.cost.model, graph);
+        let cut = if order.len() <= MOST_PRICED {
+            let mut place = vec![0usize; order.len()];
+            order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
+            (0..=order.len()).map(|end| charged.at(|op| place[op] < end)).collect()
+        } else {
+            charged.estimates(order)
+        };
+        let terrain = CutSpace::line(compute, weights, cut);
+        let reach = BottleneckSearch::new(&terrain, &self.cost, self.levels, STEPS);
+        let bracket = reach.narrow(low_us, known_us, |us| us);
+        if bracket.high_us >= known_us {
+            return None;
+        }
+        let between = |from: usize, to: usize| {
+            let mut ops = order[from..to].to_vec();
+            ops.sort_unstable();
+            ops
+        };
+        let shape = Shape { groups: reach.groups(bracket.high_us, &between)?, is_flat: false };
+        let us = shape.on_levels_us(self.problem, self.levels);
+        (us < known_us && !same(us, known_us)).then_some(Best { us, shape })
+    }
+}

@@ -1,0 +1,362 @@
+//! The best partition of a line, or of a few closed sets, whose every stage fits in memory.
+//!
+//! How much a stage holds depends on how many micro-batches it has in flight, and so on the workers after it. Hence the search
+//! goes from the end: when the run [i, j) with m units is put before a suffix that takes w units, all that decides its memory is
+//! known exactly, and it is left out if it does not fit.
+//!
+//! ```text
+//! G_k(i, w) = min over j, m' of  max( T_k(i..j, m') if it fits,  G_k(j, w - m') )
+//! ```
+//!
+//! The same search with bytes in the place of T finds the least memory that any partition of the line needs.
+//! At inner levels the workers after a span and the copies of it are part of the question, so a table is kept for each.
+
+use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
+use crate::partition::search::linear_order::LinearOrder;
+use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
+use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
+use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
+use crate::profile::arena::{Arena, Way};
+use std::collections::HashMap;
+
+/// What is made least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FitObjective {
+    /// The time of the slowest part, among partitions in which every stage takes at most so many bytes.
+    Time {
+        /// Bytes on one device.
+        within: u64,
+    },
+    /// The bytes of the fullest stage.
+    Memory,
+}
+
+/// The settings of a search.
+#[derive(Clone, Copy, Debug)]
+pub struct Fit<'a> {
+    /// Where it may cut.
+    pub line: &'a LinearOrder,
+    /// Cost model.
+    pub cost: &'a StageCost,
+    /// Levels, innermost first.
+    pub levels: &'a [LevelCost],
+    /// What decides how much is in flight; `workers` is a bound.
+    pub flow: ScheduleFlow,
+    /// Bytes of optimizer state for each byte of weights.
+    pub optimizer_state: f64,
+    /// The level of ZeRO of stages with replicas.
+    pub zero: u32,
+}
+
+/// Finds the partition that makes `least` least, using any number of outermost units and all units of inner levels. Gives its
+/// value, microseconds or bytes, or `None` if nothing fits.
+pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<(f64, Shape)> {
+    let outermost = settings.levels.len().checked_sub(1)?;
+    let whole = settings.line.space.len() - 1;
+    let is_line = (0..whole).all(|at| settings.line.space.nested(at, at + 1));
+    let mut search = FitSearch { settings, least, is_line, tables: HashMap::new() };
+    let key = Key { level: outermost, to: whole, workers_after: 0, copies: 1 };
+    search.prepare(key);
+    let units = settings.levels[outermost].count as usize;
+    let table = &search.tables[&key];
+    let value = |used: usize| table.first[used].value;
+    let (best, used) = (1..=units).map(|used| (value(used), used)).min_by(|a, b| a.0.total_cmp(&b.0))?;
+    if !best.is_finite() {
+        return None;
+    }
+    Some((best, Shape { groups: search.groups(key, 0, used), is_flat: false }))
+}
+
+/// The steps of [`fit`] for a line of so many places, in units of about ten nanoseconds.
+pub fn effort(levels: &[LevelCost], places: usize) -> f64 {
+    let places = places as f64;
+    let Some((outer, inner)) = levels.split_last() else { return 0.0 };
+    let pairs = |level: &LevelCost| f64::from(level.count) * (f64::from(level.count) + 1.0) / 2.0;
+    let mut spans = 1.0;
+    let mut steps = places * places / 2.0 * pairs(outer);
+    let mut above = outer;
+    for level in inner.iter().rev() {
+        spans *= pairs(above) * places;
+        steps += spans * places * places / 6.0 * pairs(level);
+        above = level;
+    }
+    steps
+}
+
+/// A span of one level: it ends at place `to`, has so many workers after it, and runs in so many copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    level: usize,
+    to: usize,
+    workers_after: u32,
+    copies: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    value: f64,
+    /// Where the first part ends, and its units.
+    end: usize,
+    replicas: usize,
+}
+
+/// Entry `from * (units + 1) + used`: the run from place `from` to the end of the span on `used` units.
+struct Table {
+    /// With the first part being the first of its span.
+    first: Vec<Entry>,
+    /// With another part before it.
+    later: Vec<Entry>,
+}
+
+struct FitSearch<'a> {
+    settings: &'a Fit<'a>,
+    least: FitObjective,
+    /// Whether each set contains all before it.
+    is_line: bool,
+    tables: HashMap<Key, Table>,
+}
+
+impl FitSearch<'_> {
+    fn prepare(&mut self, key: Key) {
+        if self.tables.contains_key(&key) {
+            return;
+        }
+        let units = self.settings.levels[key.level].count as usize;
+        let width = units + 1;
+        let none = Entry { value: f64::INFINITY, end: 0, replicas: 0 };
+        let mut table = Table { first: vec![none; (key.to + 1) * width], later: vec![none; (key.to + 1) * width] };
+        table.later[key.to * width].value = 0.0;
+        let space = &self.settings.line.space;
+        for from in (0..key.to).rev() {
+            for end in from + 1..=key.to {
+                if !space.nested(from, end) {
+                    continue;
+                }
+                // What the weights and saved tensors alone make too large does not fit with more ops either.
+                if self.never_fits(from, end) {
+                    if self.is_line {
+                        break;
+                    }
+                    continue;
+                }
+                for rest in 0..units {
+                    let tail = table.later[end * width + rest].value;
+                    if tail.is_infinite() {
+                        continue;
+                    }
+                    for replicas in 1..=units - rest {
+                        let used = rest + replicas;
+                        let at = from * width + used;
+                        if tail >= table.first[at].value && tail >= table.later[at].value {
+                            continue;
+                        }
+                        let inner = self.inner(key, from, end, rest, replicas);
+                        for (entries, is_first) in [(&mut table.first, true), (&mut table.later, false)] {
+                            let value = self.value(key.level, from, end, replicas, is_first, inner).max(tail);
+                            if value < entries[at].value {
+                                entries[at] = Entry { value, end, replicas };
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        self.tables.insert(key, table);
+    }
+
+    /// Whether neither this run fits nor any that has its ops, on any number of replicas: with more ops fewer tensors may go in and out,
+    /// and fewer parameters be shared with other stages, but nothing else is less.
+    fn never_fits(&self, from: usize, end: usize) -> bool {
+        let FitObjective::Time { within } = self.least else { return false };
+        let own = self.settings.line.holdings(from, end);
+        let arena = Arena::always(Way::ALL.map(|way| own.arena.of(way)).into_iter().min().unwrap_or(0));
+        let inside = MemoryTerms { inputs: 0, passed: 0, outputs: 0, sent: 0, arena, ..*own };
+        let least = |replicas: u32, holdings: MemoryTerms| {
+            let alone = MemoryMultipliers {
+                in_flight: 1,
+                apart: 0,
+                versions: 1,
+                late: 0,
+                replicas,
+                recompute: false,
+                zero: self.settings.zero,
+                optimizer_state: self.settings.optimizer_state,
+                schedule: self.settings.flow.schedule,
+                // With more replicas nothing may be put by.
+                microbatches: 1,
+            };
+            holdings.held(&alone).total
+        };
+        // At inner levels a run may be cut again; its ops fit or do not where they become a stage.
+        self.settings.levels.len() == 1
+            && least(1, inside) > within
+            // Who shares with many holds least, of what no other stage holds.
+            && (self.settings.zero == 0 || least(u32::MAX, MemoryTerms { shared: 0, ..inside }) > within)
+    }
+
+    /// Microseconds (or bytes) of one unit of the run [from, end), or infinity if it does not fit.
+    fn inner(&mut self, key: Key, from: usize, end: usize, rest: usize, replicas: usize) -> f64 {
+        if let Some(inner) = self.inner_key(key, end, rest, replicas) {
+            self.prepare(inner);
+            let units = self.settings.levels[inner.level].count as usize;
+            return self.tables[&inner].first[from * (units + 1) + units].value;
+        }
+        let settings = self.settings;
+        let copies = key.copies.saturating_mul(replicas as u32);
+        let workers_after = key.workers_after.saturating_add(key.copies.saturating_mul(rest as u32));
+        let position = Position { replicas: copies, workers_after };
+        let in_flight = settings.flow.in_flight(position);
+        let own = Lanes { replicas: copies, in_flight };
+        let first = if from == 0 { First::Known(own) } else { First::Unknown };
+        let multiples = MemoryMultipliers {
+            in_flight,
+            apart: settings.flow.apart(position, in_flight),
+            versions: settings.flow.versions(own, first),
+            late: settings.flow.late(own, first),
+            replicas: copies,
+            recompute: false,
+            zero: settings.zero,
+            optimizer_state: settings.optimizer_state,
+            schedule: settings.flow.schedule,
+            microbatches: settings.flow.microbatches,
+        };
+        let total = settings.line.holdings(from, end).held(&multiples).total;
+        match self.least {
+            FitObjective::Memory => total as f64,
+            FitObjective::Time { within } if total > within => f64::INFINITY,
+            FitObjective::Time { .. } => settings.line.space.compute[end] - settings.line.space.compute[from],
+        }
+    }
+
+    fn inner_key(&self, key: Key, end: usize, rest: usize, replicas: usize) -> Option<Key> {
+        let level = key.level.checked_sub(1)?;
+        let unit: u32 = self.settings.levels[..key.level].iter().map(|level| level.count).product();
+        let after = key.copies.saturating_mul(unit).saturating_mul(rest as u32);
+        Some(Key {
+            level,
+            to: end,
+            workers_after: key.workers_after.saturating_add(after),
+            copies: key.copies.saturating_mul(replicas as u32),
+        })
+    }
+
+    fn value(&self, level: usize, from: usize, end: usize, replicas: usize, is_first: bool, inner: f64) -> f64 {
+        if self.least == FitObjective::Memory || inner.is_infinite() {
+            return inner;
+        }
+        let space = &self.settings.line.space;
+        let part = StageRange {
+            is_first,
+            is_last: end + 1 == space.len(),
+            replicas: replicas as u32,
+            inner_us: inner,
+            weight_bytes: space.weights[end] - space.weights[from],
+            in_bytes: space.cut[from],
+            out_bytes: space.cut[end],
+        };
+        self.settings.cost.part_us(&self.settings.levels[level], &part)
+    }
+
+    fn groups(&self, key: Key, from: usize, units: usize) -> Vec<Group> {
+        let width = self.settings.levels[key.level].count as usize + 1;
+        let table = &self.tables[&key];
+        let mut groups = Vec::new();
+        let (mut at, mut left, mut entries) = (from, units, &table.first);
+        while at < key.to {
+            let Entry { end, replicas, .. } = entries[at * width + left];
+            left -= replicas;
+            let body = match self.inner_key(key, end, left, replicas) {
+                None => StageBody::Ops(self.settings.line.space.between(at, end)),
+                Some(inner) => {
+                    let count = self.settings.levels[inner.level].count as usize;
+                    StageBody::Groups(self.groups(inner, at, count))
+                }
+            };
+            groups.push(Group { replicas: replicas as u32, body });
+            at = end;
+            entries = &table.later;
+        }
+        groups
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::read::levels;
+    use crate::plan::ScheduleKind;
+    use crate::plan::gradient_buffers::GradientBuffers;
+    use crate::plan::problem::CostModel;
+    use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+
+    /// Six ops in a row, with parameters of these bytes for each pair of ops.
+    fn graph(params: &[(u32, u32, u64)]) -> CostGraph {
+        let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, saved_bytes: 3, out_bytes: 8, ..OpCost::default() };
+        let tensor = |at| TensorCost {
+            name: String::new(),
+            producer: OpId(at),
+            bytes: 8,
+            consumers: if at < 5 { vec![OpId(at + 1)] } else { Vec::new() },
+        };
+        let param = |&(one, other, bytes): &(u32, u32, u64)| {
+            let mut users = vec![OpId(one), OpId(other)];
+            users.dedup();
+            ParamCost::new("w", bytes, users)
+        };
+        CostGraph {
+            ops: (0..6).map(op).collect(),
+            tensors: (0..6).map(tensor).collect(),
+            params: params.iter().map(param).collect(),
+        }
+    }
+
+    /// All pairs of ops that may tie a parameter, all levels, with and without state: what is ruled out fits on no replicas, and neither does
+    /// what has its ops. Limits are those at which something just fits.
+    #[test]
+    fn what_is_ruled_out_never_fits() {
+        let passing = GradientBuffers::of(&levels("4:1GB/s").unwrap());
+        let (mut ruled, mut fitting) = (0, 0);
+        let pairs = (0..6).flat_map(|one| (one..6).map(move |other| (one, other)));
+        for ((one, other), zero, state) in
+            pairs.flat_map(|pair| (0..=3).flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
+        {
+            let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
+            let line = LinearOrder::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect(), passing);
+            let flow =
+                ScheduleFlow { schedule: ScheduleKind::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
+            let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
+            let cost = StageCost { model: CostModel::Pipec, activation_compression: None };
+            let settings = Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero };
+            let held = |from: usize, end: usize, replicas: u32| {
+                let multiples = MemoryMultipliers {
+                    in_flight: 1,
+                    apart: 0,
+                    versions: 1,
+                    late: 0,
+                    replicas,
+                    recompute: false,
+                    zero,
+                    optimizer_state: state,
+                    schedule: ScheduleKind::OneFOneB,
+                    microbatches: 4,
+                };
+                line.holdings(from, end).held(&multiples).total
+            };
+            let runs: Vec<(usize, usize)> =
+                (0..6).flat_map(|from| (from + 1..=6).map(move |end| (from, end))).collect();
+            for &(from, end) in &runs {
+                let more = runs.iter().filter(|(start, stop)| *start <= from && end <= *stop);
+                let all = more.flat_map(|&(from, end)| (1..=4).map(move |replicas| held(from, end, replicas)));
+                let least = all.min().unwrap();
+                let search = |within: u64| {
+                    let (least, tables) = (FitObjective::Time { within }, HashMap::new());
+                    FitSearch { settings: &settings, least, is_line: true, tables }.never_fits(from, end)
+                };
+                assert!(!search(least), "{from}..{end} of {one} and {other} fits in {least} B at level {zero}");
+                fitting += 1;
+                ruled += u32::from(search(least / 4));
+            }
+        }
+        assert!(ruled * 2 > fitting, "{ruled} of {fitting}");
+    }
+}

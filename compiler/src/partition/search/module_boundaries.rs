@@ -1,0 +1,118 @@
+//! The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.
+//!
+//! `layers.3.attention.wq` is part of `layers.3`, `norm.weight` of `norm`. What only wraps a model is looked through: where layers are
+//! called `transformer.h.0`, `transformer` is no unit, and `transformer.wte` and `transformer.ln_f` are two.
+
+use crate::partition::search::fused_graph::FusedGraph;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What is known of a model's modules.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Units {
+    /// Modules around numbered lists that are not of the first level.
+    wrappers: BTreeSet<String>,
+}
+
+impl Units {
+    /// Those of a model with these module paths.
+    pub fn of<'a>(modules: impl IntoIterator<Item = &'a str>) -> Units {
+        let mut wrappers = BTreeSet::new();
+        for module in modules {
+            let parts = parts(module);
+            let Some(number) = parts.iter().position(|part| is_number(part)) else { continue };
+            // The list itself is the part before its number.
+            wrappers.extend((1..number).map(|count| parts[..count].join(".")));
+        }
+        Units { wrappers }
+    }
+
+    /// The unit that a module is part of; empty for the model itself and for what wraps it.
+    pub fn name(&self, module: &str) -> String {
+        let parts = parts(module);
+        let mut name = String::new();
+        for part in &parts {
+            if !name.is_empty() {
+                name.push('.');
+            }
+            name.push_str(part);
+            if is_number(part) {
+                return name;
+            }
+        }
+        let whole = (1..=parts.len()).map(|count| parts[..count].join("."));
+        whole.into_iter().find(|name| !self.wrappers.contains(name)).unwrap_or_default()
+    }
+}
+
+/// The units that ops are of.
+pub struct Borders {
+    /// Those of each joined op: of what several devices share as one there may be many.
+    units: Vec<BTreeSet<usize>>,
+}
+
+impl Borders {
+    /// Those of a model.
+    pub fn of(joined: &FusedGraph<'_>) -> Borders {
+        let ops = &joined.full.ops;
+        let names = Units::of(ops.iter().map(|op| op.module.as_str()));
+        let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
+        let mut units = vec![BTreeSet::new(); joined.len()];
+        for (at, op) in ops.iter().enumerate() {
+            let name = names.name(&op.module);
+            if !name.is_empty() {
+                let next = numbers.len();
+                units[joined.place(at)].insert(*numbers.entry(name).or_insert(next));
+            }
+        }
+        Borders { units }
+    }
+
+    /// Where an order of the joined ops can be cut without cutting a unit.
+    pub fn ends(&self, order: &[u32]) -> Vec<usize> {
+        let mut last: BTreeMap<usize, usize> = BTreeMap::new();
+        for (at, &op) in order.iter().enumerate() {
+            self.units[op as usize].iter().for_each(|&unit| _ = last.insert(unit, at));
+        }
+        let mut ends = vec![0];
+        let mut open = 0;
+        for (at, &op) in order.iter().enumerate() {
+            open = self.units[op as usize].iter().map(|unit| last[unit]).fold(open, usize::max);
+            if open <= at && at + 1 < order.len() {
+                ends.push(at + 1);
+            }
+        }
+        ends.push(order.len());
+        ends
+    }
+}
+
+fn parts(module: &str) -> Vec<&str> {
+    module.split(['.', '/']).filter(|part| !part.is_empty()).collect()
+}
+
+fn is_number(part: &str) -> bool {
+    part.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_are_kept_whole_at_the_depth_that_frameworks_know() {
+        let units = Units::of(["layers.3.attention.wq", "tok_embeddings"]);
+        assert_eq!(units.name("layers.3.attention.wq"), "layers.3");
+        assert_eq!(units.name("tok_embeddings"), "tok_embeddings");
+        assert_eq!(units.name("layers"), "layers");
+        assert_eq!(units.name(""), "");
+    }
+
+    #[test]
+    fn what_wraps_a_model_is_looked_through() {
+        let units = Units::of(["m.transformer.h.11.mlp", "m.transformer.wte", "m.lm_head"]);
+        assert_eq!(units.name("m.transformer.h.11.mlp"), "m.transformer.h.11");
+        assert_eq!(units.name("m.transformer.wte"), "m.transformer.wte");
+        assert_eq!(units.name("m.lm_head.x"), "m.lm_head");
+        assert_eq!(units.name("m.transformer"), "");
+    }
+}

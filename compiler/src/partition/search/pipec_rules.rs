@@ -1,0 +1,518 @@
+//! Planning under cost model `pipec`: which places and rules are searched, and what comes of it.
+//!
+//! Two linear orders first, coarse and fine, because they are fast at any size and bound what follows; then every closed set, if
+//! there are not too many. Constraints become rules of the search: a pinned number of stages, equal replicas for frameworks that
+//! know no others, cuts at the borders of modules only.
+
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::explain::infeasible;
+use crate::partition::heterogeneous::class_dp::ClassDp;
+use crate::partition::heterogeneous::device_orders::Sequence;
+use crate::partition::heterogeneous::device_ranges::DeviceRanges;
+use crate::partition::search::build_plan;
+use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::candidates::{
+    DEFAULT_BUDGET, Depth, PlanCandidate, SearchContext, SearchLimits, SearchResult, largest, same,
+};
+use crate::partition::search::constraints;
+use crate::partition::search::downsets::{DownSets, Growth};
+use crate::partition::search::finish_plan;
+use crate::partition::search::first_stage;
+use crate::partition::search::linear_order;
+use crate::partition::search::linear_search;
+use crate::partition::search::module_boundaries::Borders;
+use crate::partition::search::pipec::{MemoryScope, PlacedPipeline, PlacementQuery, Rules, StagePlacement};
+use crate::partition::search::range_costs::RangeCosts;
+use crate::plan::ScheduleKind;
+use crate::plan::gradient_buffers::GradientBuffers;
+use crate::plan::in_flight::First;
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
+
+/// The most places of a line, and of a coarse one.
+const MAX_PLACES: usize = 1000;
+const COARSE: usize = 48;
+
+/// Steps of the forward search over all closed sets, if they are few; fewer elsewhere.
+const STEPS: u64 = 400_000;
+
+/// So many sets are few.
+const FEW: usize = 2000;
+
+/// Steps for the tables of all orders at once, of about three nanoseconds.
+const BLEND: f64 = 4e8;
+
+/// Steps that go into one order of devices where only the best of many orders are looked at closely.
+const GLANCE: f64 = 4e5;
+
+/// Up to so many devices each number of workers is a question of its own, where memory depends on it.
+const MOST_WORKERS: u32 = 16;
+
+/// Up to so many first stages each is a question of its own, where memory depends on it.
+const MOST_FIRSTS: usize = 24;
+
+/// The most stages among which a pinned plan is looked for.
+const MOST_PINNED: usize = 16;
+
+/// All candidates under the problem's constraints, the baselines that obey them among them.
+pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Result<SearchResult, ProblemError> {
+    let problem = question.problem;
+    let rules = rules(question)?;
+    let mut search = Search { question, found: SearchResult::nothing() };
+    let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && keeps(problem).is_none();
+    if is_free {
+        let fits = |candidate: &&PlanCandidate| candidate.fits;
+        let best = baselines.iter().filter(fits).map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+        search.found.candidates.extend(baselines.iter().cloned());
+        // What does all the work on all devices at once cannot be beaten.
+        if problem.objective != Objective::Memory && best <= finish_plan::spread(problem) * (1.0 + 1e-9) {
+            search.found.states = baselines.len() as u64;
+            search.found.proven_us = Some(best);
+            return Ok(search.found);
+        }
+        search.ask(&rules, best.min(question.among.known_us))?;
+    } else {
+        search.ask(&rules, question.among.known_us)?;
+    }
+    if search.found.candidates.is_empty() && question.among.known_us.is_infinite() {
+        let what = "no partition obeys all constraints together: fewer of them, or more devices, leave a choice";
+        return Err(ProblemError::Unmet { what: what.to_string() });
+    }
+    Ok(search.found)
+}
+
+fn free(problem: &Problem) -> Rules {
+    Rules { recompute: problem.recompute && problem.schedule != ScheduleKind::Inference, ..Rules::default() }
+}
+
+fn keeps(problem: &Problem) -> Option<()> {
+    problem.constraints.target.filter(|target| target.keeps_modules()).map(|_| ())
+}
+
+/// The sets of rules, one of which a plan must obey.
+fn rules(question: &SearchContext<'_>) -> Result<Vec<Rules>, ProblemError> {
+    let problem = question.problem;
+    let constraints = &problem.constraints;
+    let devices = problem.cluster.devices();
+    let most_places = problem.graph.ops.len().min(devices as usize);
+    let caps = match &problem.in_flight {
+        InFlight::Given(caps) => Some(caps.clone()),
+        _ => None,
+    };
+    let pins = constraints::pinned(question.joined, &constraints.pins)?;
+    let cut = constraints.cut_after.as_ref().map(Vec::len).map(|cuts| cuts + 1);
+    let replicas = constraints.replicas.clone();
+    let fixed = cut.or(replicas.as_ref().map(Vec::len)).or(caps.as_ref().map(Vec::len));
+    if let (Some(stages), Some(replicas)) = (fixed, replicas.as_ref().filter(|list| Some(list.len()) != fixed)) {
+        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
+    }
+    if let (Some(stages), Some(caps)) = (fixed, caps.as_ref().filter(|list| Some(list.len()) != fixed)) {
+        return Err(ProblemError::Caps { caps: caps.len(), stages });
+    }
+    if let Some(stages) = fixed {
+        if stages as u64 > u64::from(devices) {
+            return Err(ProblemError::TooManyReplicas { wanted: stages as u64, devices });
+        }
+        if stages > problem.graph.ops.len() {
+            return Err(ProblemError::TooManyStages { stages, ops: problem.graph.ops.len() });
+        }
+    }
+    let most = constraints.most_stages.map(|most| most as usize);
+    if let (Some(stages), Some(most)) = (fixed, most.filter(|most| fixed.is_some_and(|stages| stages > *most))) {
+        return Err(ProblemError::Unmet { what: format!("{stages} stages are wanted, and at most {most}") });
+    }
+    let least_pinned = pins.iter().map(|(_, stage)| stage + 1).max();
+    if let (Some(least), Some(most)) = (least_pinned, fixed.or(most).or(Some(most_places)))
+        && least > most
+    {
+        return Err(ProblemError::NoStage { stage: least - 1, most });
+    }
+    let base = Rules { replicas, caps, pins, ..free(problem) };
+    let stages: Vec<Option<usize>> = match (fixed, least_pinned) {
+        (Some(stages), _) => vec![Some(stages)],
+        (None, Some(least)) => {
+            (least..=most.unwrap_or(most_places).min(most_places).min(least.max(MOST_PINNED))).map(Some).collect()
+        }
+        (None, None) => vec![None],
+    };
+    let equal: Vec<Option<u32>> = match (constraints.no_replication, constraints.target) {
+        (true, _) => vec![Some(1)],
+        (false, Some(_)) => (1..=devices).filter(|r| devices <= 64 || devices.is_multiple_of(*r)).map(Some).collect(),
+        (false, None) => vec![None],
+    };
+    let mut rules = Vec::new();
+    for stages in stages {
+        for &equal in &equal {
+            let most_stages = if stages.is_none() { most.map(|most| most.min(most_places)) } else { None };
+            rules.push(Rules { stages, most_stages, equal, ..base.clone() });
+        }
+    }
+    Ok(rules)
+}
+
+struct Search<'a> {
+    question: &'a SearchContext<'a>,
+    found: SearchResult,
+}
+
+impl Search<'_> {
+    fn ask(&mut self, rules: &[Rules], known_us: f64) -> Result<(), ProblemError> {
+        let problem = self.question.problem;
+        let graph = &problem.graph;
+        let mut known = known_us;
+        // Several orders of devices share the work.
+        let SearchLimits { orders, depth, .. } = self.question.among;
+        let orders = f64::from(orders);
+        let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7) };
+        let fine = largest((graph.ops.len() + 1).min(most), |places| effort(problem, rules, places) * orders <= within);
+        let fixed = match &problem.constraints.cut_after {
+            Some(names) => Some(constraints::resolve(graph, self.question.joined, names)?),
+            None => None,
+        };
+        if let Some((order, ends)) = fixed {
+            let space = DownSets::chain(graph, CostModel::Pipec, order, ends);
+            self.within(&space, rules, &mut known, true);
+            return Ok(());
+        }
+        let borders = keeps(problem).map(|()| Borders::of(self.question.joined));
+        let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
+        let replicas = rules.iter().find_map(|rules| rules.replicas.clone()).unwrap_or_else(|| vec![1; pinned - 1]);
+        let mut lines = linear_search::orders(graph);
+        match depth {
+            // The last finishes one branch before it begins the next.
+            Depth::Glance => lines = lines.split_off(lines.len() - 1),
+            // The prefixes of lines are closed sets themselves.
+            Depth::Tables => lines.clear(),
+            Depth::Whole => {}
+        }
+        let twice = |order: Vec<u32>| {
+            // Where many stages are fixed both have as few places as there may be.
+            let is_coarser = fine.max(pinned) > COARSE.max(pinned);
+            let coarse = (depth == Depth::Whole && is_coarser).then(|| (order.clone(), fine.min(COARSE)));
+            coarse.into_iter().chain([(order, fine)])
+        };
+        // Pins may forbid it, and under the objective of memory no time says anything.
+        let is_timed = problem.objective != Objective::Memory && problem.constraints.pins.is_empty();
+        let mut fixed_first = is_timed && problem.constraints.replicas.is_some() && replicas.len() > 1;
+        for (order, places) in lines.into_iter().flat_map(twice) {
+            let places = places.max(pinned).max(2);
+            let mut ends = linear_order::ends_for(graph, CostModel::Paper, &order, places - 1, &replicas);
+            if let Some(borders) = &borders {
+                ends = borders.ends(&order);
+            } else if rules.iter().any(|rules| rules.stages == Some(replicas.len())) && fixed_first {
+                known = known.min(self.balanced(&order, &replicas));
+                fixed_first = false;
+            }
+            let space = DownSets::chain(graph, CostModel::Paper, order, ends);
+            self.within(&space, rules, &mut known, false);
+        }
+        if depth == Depth::Glance {
+            return Ok(());
+        }
+        let affordable = affordable(self.question, rules);
+        let grown =
+            if borders.is_some() { None } else { DownSets::grow(graph, CostModel::Paper, Growth::All, affordable) };
+        match grown {
+            Some(space) => self.within(&space, rules, &mut known, true),
+            None if borders.is_some() => self.found.fallback = Some("linear orders, cut where modules end".to_string()),
+            None => {
+                let along = if fine > graph.ops.len() { "linear order" } else { "linear order of grouped ops" };
+                self.found.fallback = Some(format!("{along}: more than {affordable} closed sets"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Offers stages of these replicas that take equally long, side by side: where many are fixed, a search that knows nothing looks long.
+    /// Gives its time where it fits, else infinity.
+    fn balanced(&mut self, order: &[u32], replicas: &[u32]) -> f64 {
+        let problem = self.question.problem;
+        let ends = linear_order::balanced(&problem.graph, order, replicas);
+        let stages = ends.windows(2).zip(replicas).map(|(run, &replicas)| {
+            let mut ops = order[run[0]..run[1]].to_vec();
+            ops.sort_unstable();
+            (ops, replicas)
+        });
+        let shape = Shape::flat(stages.collect(), problem.cluster.levels.len() > 1);
+        let spots = build_plan::side_by_side(&shape);
+        let candidate = self.question.placed("pipec", shape, spots);
+        let us = if candidate.fits { candidate.minibatch_us } else { f64::INFINITY };
+        self.found.candidates.push(candidate);
+        us
+    }
+
+    /// Searches one space under each set of rules.
+    fn within(&mut self, space: &DownSets, rules: &[Rules], known: &mut f64, is_whole: bool) {
+        let problem = self.question.problem;
+        let places = RangeCosts::new(&problem.graph, space, GradientBuffers::of(&problem.cluster));
+        let fleet = fleet(problem);
+        let mut proven: Option<f64> = Some(f64::INFINITY);
+        let mut fits = false;
+        let numbers = Numbers::of(problem);
+        let steps = STEPS / u64::from(self.question.among.orders) / numbers.list.len() as u64;
+        for mut placing in numbers.placings(problem, &places, &fleet, rules) {
+            placing.steps = match self.question.among.depth {
+                Depth::Glance | Depth::Tables => 0,
+                Depth::Whole if is_whole && places.len() <= FEW => steps,
+                Depth::Whole => steps / 16,
+            };
+            if problem.objective == Objective::Memory {
+                let Some((bytes, seats)) = placing.least_memory(MemoryScope::All) else { continue };
+                self.offer(&places, &seats);
+                // Of all that take no more, the fastest.
+                placing.memory_limit = Some(bytes);
+                self.found.states += places.len() as u64;
+            }
+            let free = *known;
+            let PlacedPipeline { seats, us, bound_us, states, .. } = match placing.solve(free) {
+                Ok(seated) => seated,
+                // Nothing was found that is faster than what is known, or nothing fits.
+                Err(bound_us) => {
+                    proven = proven.map(|least| least.min(bound_us));
+                    continue;
+                }
+            };
+            self.found.states += states;
+            fits |= self.offer(&places, &seats);
+            if problem.objective != Objective::Memory {
+                *known = known.min(us);
+            }
+            proven = proven.map(|least| least.min(bound_us));
+        }
+        // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
+        let is_proof = is_whole
+            && numbers.are_exact
+            && problem.cluster.levels.len() == 1
+            && problem.objective != Objective::Memory;
+        self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
+        // Where something is known that fits, nobody asks what needs the least.
+        if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
+            for placing in numbers.placings(problem, &places, &fleet, rules) {
+                let placing = PlacementQuery { memory_limit: None, ..placing };
+                infeasible::least(&placing).iter().for_each(|seats| {
+                    self.offer(&places, seats);
+                });
+            }
+        }
+    }
+
+    /// Adds a candidate; says whether it fits.
+    fn offer(&mut self, places: &RangeCosts<'_>, seats: &[StagePlacement]) -> bool {
+        let problem = self.question.problem;
+        let stages = seats.iter().map(|seat| (places.space.between(seat.from, seat.to), seat.replicas)).collect();
+        let spots = seats.iter().map(|seat| StagePosition { first: seat.first, recompute: seat.recompute }).collect();
+        let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
+        let candidate = self.question.placed("pipec", shape, spots);
+        let fits = candidate.fits;
+        let known = |other: &PlanCandidate| {
+            other.shape == candidate.shape
+                && other.spots == candidate.spots
+                && same(other.minibatch_us, candidate.minibatch_us)
+        };
+        if !self.found.candidates.iter().any(known) {
+            self.found.candidates.push(candidate);
+        }
+        fits
+    }
+}
+
+/// The devices of a problem, whose memory is left out where it cannot matter.
+fn fleet(problem: &Problem) -> DeviceRanges {
+    let fleet = DeviceRanges::of(&problem.cluster.classes);
+    if build_plan::is_limited(problem) { fleet } else { fleet.boundless() }
+}
+
+/// The pipelines that are asked about, each by itself: those of so many workers, or with such a first stage.
+///
+/// Stages with split backwards hold as many items as there are workers in the whole pipeline, and with vertical sync as many versions as the
+/// first stage makes of them; neither is known before the end. So each is a question of its own, where there are few; else all devices
+/// count, or every number of items in flight at the first stage on however many replicas, which is too many, and a stage may be
+/// recomputed that need not be.
+struct Numbers {
+    list: Vec<(Option<u32>, First)>,
+    are_exact: bool,
+}
+
+impl Numbers {
+    fn of(problem: &Problem) -> Numbers {
+        let devices = problem.cluster.devices();
+        let is_synced = first_stage::matters(problem);
+        let wants = build_plan::is_limited(problem) || problem.objective == Objective::Memory;
+        let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
+        let firsts = || first_stage::each(problem).take(MOST_FIRSTS + 1).map(First::Known).collect();
+        let firsts: Vec<First> = if guesses && is_synced { firsts() } else { Vec::new() };
+        let of_first = |first: First| (None, first);
+        let (list, are_exact) = match guesses && devices <= MOST_WORKERS {
+            true if !is_synced => ((1..=devices).map(|workers| (Some(workers), First::Unknown)).collect(), true),
+            true if firsts.len() <= MOST_FIRSTS => (firsts.into_iter().map(of_first).collect(), true),
+            true => (first_stage::caps(problem).into_iter().map(First::Capped).map(of_first).collect(), false),
+            false => (vec![(None, First::Unknown)], !guesses),
+        };
+        Numbers { list, are_exact }
+    }
+
+    /// What is asked of some places under each set of rules and for each number.
+    fn placings<'a>(
+        &'a self,
+        problem: &'a Problem,
+        places: &'a RangeCosts<'a>,
+        fleet: &'a DeviceRanges,
+        rules: &'a [Rules],
+    ) -> impl Iterator<Item = PlacementQuery<'a>> {
+        let devices = problem.cluster.devices();
+        let each =
+            rules.iter().flat_map(move |rules| self.list.iter().map(move |&(exactly, first)| (rules, exactly, first)));
+        each.filter_map(move |(rules, exactly, first)| {
+            let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
+            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
+                return None;
+            }
+            if let (First::Known(first), Some(replicas)) = (first, rules.replicas.as_deref())
+                && replicas.first() != Some(&first.replicas)
+            {
+                return None;
+            }
+            if matches!((first, rules.equal), (First::Known(first), Some(equal)) if first.replicas != equal) {
+                return None;
+            }
+            Some(PlacementQuery {
+                places,
+                levels: &problem.cluster.levels,
+                fleet,
+                devices,
+                exactly,
+                asked: build_plan::asked(problem),
+                flow: build_plan::flow(problem, exactly.unwrap_or(devices)),
+                first,
+                optimizer_state: problem.optimizer_state,
+                zero: problem.zero,
+                memory_limit: problem.memory_limit.map(|limit| limit.0),
+                rules,
+                steps: 0,
+            })
+        })
+    }
+}
+
+/// What one table for all orders of the devices tells.
+pub struct Blended {
+    /// The orders that it read, the most promising first.
+    pub orders: Vec<Sequence>,
+    /// No partition on any order is faster; 0 where not all were looked at, infinite where it is shown that none fits.
+    pub bound_us: f64,
+    /// Whether it went over all closed sets.
+    pub is_whole: bool,
+}
+
+/// Looks for the best orders of the devices of one level, by tables for all of them; `None` where these would be too large.
+pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<Blended>, ProblemError> {
+    let problem = question.problem;
+    let graph = &problem.graph;
+    let rules = rules(question)?;
+    let numbers = Numbers::of(problem);
+    let tables = if build_plan::asked(problem).adds() { 5.0 } else { 2.0 };
+    let effort = |sets: usize| {
+        let one = |rules: &Rules| counts.effort(sets, rules.stages.or(rules.most_stages).unwrap_or(1));
+        tables * numbers.list.len() as f64 * rules.iter().map(one).sum::<f64>()
+    };
+    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let most = largest(budget, |sets| effort(sets) <= BLEND);
+    if effort(most) > BLEND {
+        return Ok(None);
+    }
+    let fixed = match &problem.constraints.cut_after {
+        Some(names) => Some(constraints::resolve(graph, question.joined, names)?),
+        None => None,
+    };
+    let (space, is_whole) = match fixed {
+        Some((order, ends)) => (DownSets::chain(graph, CostModel::Pipec, order, ends), true),
+        None => match DownSets::grow(graph, CostModel::Paper, Growth::All, most).filter(|_| keeps(problem).is_none()) {
+            Some(space) => (space, true),
+            None => {
+                let mut lines = linear_search::orders(graph);
+                let order = lines.pop().unwrap_or_default();
+                let ends = match keeps(problem) {
+                    Some(()) => Borders::of(question.joined).ends(&order),
+                    None => linear_order::ends(graph, CostModel::Paper, &order, most - 1),
+                };
+                (DownSets::chain(graph, CostModel::Paper, order, ends), false)
+            }
+        },
+    };
+    if effort(space.len()) > BLEND {
+        return Ok(None);
+    }
+    let places = RangeCosts::new(graph, &space, GradientBuffers::of(&problem.cluster));
+    let fleet = fleet(problem);
+    let (mut orders, mut bound_us, mut known_us) = (Vec::new(), f64::INFINITY, question.among.known_us);
+    for placing in numbers.placings(problem, &places, &fleet, &rules) {
+        let solved = counts.solve(&placing, known_us);
+        bound_us = bound_us.min(solved.bound_us);
+        // What was found takes no less than its bound, and may take more: only what is known leaves others out.
+        known_us = known_us.min(question.among.known_us);
+        orders.push((solved.bound_us, solved.orders));
+    }
+    if orders.iter().all(|(_, orders)| orders.is_empty()) && bound_us.is_infinite() {
+        let mut needed = |counted: MemoryScope| {
+            let all = numbers.placings(problem, &places, &fleet, &rules);
+            let found = all.filter_map(|placing| counts.least_memory(&placing, counted));
+            let found: Vec<Sequence> = found.collect();
+            let is_any = !found.is_empty();
+            orders.push((bound_us, found));
+            is_any
+        };
+        if !needed(MemoryScope::Within) {
+            fleet.largest().into_iter().take(infeasible::MOST_CLASSES).for_each(|class| {
+                needed(MemoryScope::Class(class));
+            });
+        }
+    }
+    orders.sort_by(|left, right| left.0.total_cmp(&right.0));
+    let mut once: Vec<Sequence> = Vec::new();
+    for order in orders.into_iter().flat_map(|(_, orders)| orders) {
+        if !once.contains(&order) {
+            once.push(order);
+        }
+    }
+    let is_bound = is_whole && numbers.are_exact;
+    Ok(Some(Blended { orders: once, bound_us: if is_bound { bound_us } else { 0.0 }, is_whole }))
+}
+
+/// The most closed sets that are searched.
+fn affordable(question: &SearchContext<'_>, rules: &[Rules]) -> usize {
+    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let orders = f64::from(question.among.orders);
+    largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8)
+}
+
+/// Whether the search over all closed sets is affordable, in as many orders of the devices as the question says.
+pub fn affords_all(question: &SearchContext<'_>) -> Result<bool, ProblemError> {
+    let most = affordable(question, &rules(question)?);
+    Ok(DownSets::grow(&question.problem.graph, CostModel::Paper, Growth::All, most).is_some())
+}
+
+/// A glance's steps: how much less than a whole search it is.
+pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> {
+    let most = (question.problem.graph.ops.len() + 1).min(COARSE);
+    let rules = rules(question)?;
+    let places = largest(most, |places| effort(question.problem, &rules, places) <= GLANCE);
+    Ok(effort(question.problem, &rules, places))
+}
+
+/// The steps of a search over so many places.
+fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
+    let (places, devices) = (places as f64, f64::from(problem.cluster.devices()));
+    let one = |rules: &Rules| {
+        let choices = match (rules.equal, &rules.replicas) {
+            // The workers after a stage are given with those of each, and what is left are a few checks.
+            (_, Some(_)) if problem.cluster.levels.len() == 1 => devices.min(8.0),
+            (None, None) => devices * devices / 2.0,
+            _ => devices,
+        };
+        let layers = rules.stages.or(rules.most_stages).unwrap_or(1) as f64;
+        places * places / 2.0 * choices * layers
+    };
+    // Under a flush nothing tells how many devices a run needs at least, and several tables are filled.
+    let loose = if build_plan::asked(problem).adds() { 8.0 } else { 1.0 };
+    let questions = Numbers::of(problem).list.len() as f64;
+    questions * loose * rules.iter().map(one).sum::<f64>()
+}

@@ -1,0 +1,149 @@
+//! Which of the candidates becomes the plan: the programs of the best by the equations are played.
+//!
+//! The searches count the in-flight caps of the schedule's rule. Where those keep the busiest stage waiting, and memory lets them rise
+//! no further, other stages may be faster that leave more of it free. So the same is asked again with room for more items in every
+//! stage, as long as the equations of the answer promise less time than the best program takes.
+
+use crate::partition::planner::{Partitioner, PlannerOptions, order};
+use crate::partition::search::build_plan;
+use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchLimits, SearchResult};
+use crate::partition::search::in_flight;
+use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::pipec_rules;
+use crate::partition::search::simulate_candidate::{Played, played};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+
+/// Candidates whose programs are played beside that of the best by the equations; and under a flush, whose equations tell less.
+const MOST_PLAYED: usize = 4;
+const MOST_FLUSHED: usize = 8;
+
+/// A program that takes less than this part of another's time is preferred to it.
+const CLEARLY: f64 = 0.995;
+
+/// What part of the equations' time the program of a flush may take.
+const LEAST_OF_EQUATIONS: f64 = 0.6;
+
+/// For how many more items than the rule's room is asked for.
+const MOST_ROOM: u32 = 4;
+
+/// The best that fits, and what its program takes: by the equations, unless the program of another takes clearly less time. What was
+/// not chosen is left in `found`.
+pub fn best(
+    problem: &Problem,
+    question: &SearchContext<'_>,
+    found: &mut SearchResult,
+    chosen: PlanCandidate,
+    options: &PlannerOptions<'_>,
+) -> (PlanCandidate, Played) {
+    let play = |candidate: &PlanCandidate| plays(problem, question, candidate, options);
+    let known = play(&chosen);
+    if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
+        return (chosen, known);
+    }
+    let mut best = (chosen, known);
+    // The equations never say less than such a program takes, but those of a flush may say more.
+    let (least, most) = match problem.schedule.is_continuous() {
+        true => (1.0, MOST_PLAYED),
+        false => (LEAST_OF_EQUATIONS, MOST_FLUSHED),
+    };
+    let prefer = |best: &mut (PlanCandidate, Played), others: &mut [PlanCandidate], most: usize| {
+        for other in others.iter_mut().filter(|candidate| candidate.fits).take(most) {
+            if other.minibatch_us * least >= best.1.minibatch_us {
+                continue;
+            }
+            let played = play(other);
+            if played.minibatch_us < best.1.minibatch_us * CLEARLY {
+                best.1 = played;
+                std::mem::swap(&mut best.0, other);
+            }
+        }
+    };
+    prefer(&mut best, &mut found.candidates, most);
+    let may_ask = options.partitioner == Partitioner::Pipec && in_flight::matters(problem) && problem.chunks == 1;
+    if !may_ask || problem.in_flight != InFlight::Auto {
+        return best;
+    }
+    for room in 1..=MOST_ROOM {
+        let (candidate, known) = &best;
+        // Where nothing lacks memory, caps have risen as far as they help.
+        if !known.lacks_memory || candidate.minibatch_us >= ENOUGH * known.minibatch_us {
+            break;
+        }
+        let mut more = roomier(question, room, known.minibatch_us, found);
+        prefer(&mut best, &mut more, MOST_PLAYED);
+        found.candidates.append(&mut more);
+    }
+    relieved(question, best, play)
+}
+
+/// The same with no stage recomputed that fits as it is under the caps that were chosen: room for more items was not used up everywhere.
+fn relieved(
+    question: &SearchContext<'_>,
+    (candidate, played): (PlanCandidate, Played),
+    play: impl Fn(&PlanCandidate) -> Played,
+) -> (PlanCandidate, Played) {
+    let PlanCandidate { name, shape, spots, .. } = &candidate;
+    let holdings = build_plan::holdings(question.problem, shape);
+    let mut fewer = spots.clone();
+    for at in 0..fewer.len() {
+        if std::mem::take(&mut fewer[at].recompute) {
+            let memory = build_plan::memory(question.problem, shape, &fewer, &holdings, &played.caps, &[]);
+            fewer[at].recompute = !build_plan::fits(question.problem, shape, &fewer, &memory);
+        }
+    }
+    if fewer == *spots {
+        return (candidate, played);
+    }
+    let other = question.placed(name, shape.clone(), fewer);
+    let replayed = play(&other);
+    if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
+}
+
+/// What is found with room for so many more items in every stage that promises less than what is known; the best first.
+fn roomier(question: &SearchContext<'_>, room: u32, known_us: f64, found: &mut SearchResult) -> Vec<PlanCandidate> {
+    let problem = Problem { room, ..question.problem.clone() };
+    let among = SearchLimits { known_us, ..question.among };
+    let asked = SearchContext { problem: &problem, among, ..*question };
+    // What the baselines promise by the equations is no reason to look no further.
+    let mut baselines = question.baselines();
+    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
+    let Ok(more) = pipec_rules::found(&asked, &baselines) else { return Vec::new() };
+    found.states += more.states;
+    let mut candidates: Vec<PlanCandidate> = more
+        .candidates
+        .into_iter()
+        .filter(|candidate| candidate.name == "pipec" && candidate.fits)
+        .map(|candidate| question.placed(candidate.name, candidate.shape, candidate.spots))
+        .collect();
+    candidates.sort_by(|left, right| order(problem.objective, left, right));
+    candidates
+}
+
+/// Has the programs of baselines played whose equations may say more than those take, under a flush, or that would seem faster than the
+/// plan by the equations alone.
+pub fn play_baselines(
+    problem: &Problem,
+    question: &SearchContext<'_>,
+    baselines: &mut [PlanCandidate; 3],
+    plan: &Played,
+    options: &PlannerOptions<'_>,
+) {
+    if problem.cost != CostModel::Pipec || problem.objective == Objective::Latency {
+        return;
+    }
+    let flushes = !problem.schedule.is_continuous();
+    let seems = |baseline: &&mut PlanCandidate| flushes || (baseline.fits && baseline.minibatch_us < plan.minibatch_us);
+    for baseline in baselines.iter_mut().filter(seems) {
+        baseline.minibatch_us = plays(problem, question, baseline, options).minibatch_us;
+    }
+}
+
+fn plays(
+    problem: &Problem,
+    question: &SearchContext<'_>,
+    candidate: &PlanCandidate,
+    options: &PlannerOptions<'_>,
+) -> Played {
+    let PlanCandidate { shape, spots, caps, minibatch_us, .. } = candidate;
+    played(problem, &question.joined.spread(shape), spots, caps, *minibatch_us, options.efficiency)
+}

@@ -1,0 +1,197 @@
+//! Plans whose replicas are groups of devices that share every op: the same question about groups.
+//!
+//! A group of t devices is asked about as one device that takes the times and holds the bytes of each of them (`profile/shared.rs`), on levels with a
+//! t-th as many members innermost (`plan/groups.rs`). So everything that is known about plans of single devices finds those of
+//! groups: replicas, stages across servers, recompute, caps, schedules. What is found is written down with all devices, judged as any plan is, and
+//! the best of all sizes of groups is the answer.
+//!
+//! All stages of a plan have groups of one size, which is what the runtime and the frameworks that plans are exported for can run.
+
+use crate::partition::explain::infeasible;
+use crate::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use crate::partition::search::candidates::{SearchContext, SearchLimits};
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::select::play_baselines;
+use crate::partition::search::simulate_candidate::Played;
+use crate::plan::check::verify;
+use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
+use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
+use crate::profile::shared::SharedCosts;
+use serde_json::json;
+use std::cmp::Ordering;
+
+/// The best plan of all sizes of groups; of single devices too, unless all stages are to be shared.
+pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+    let mut planned: Vec<Planned> = Vec::new();
+    let (mut missing, mut impossible): (Option<PlanError>, Option<PlanError>) = (None, None);
+    let mut took = |answer: Result<Planned, PlanError>| match answer {
+        Ok(found) => {
+            planned.push(found);
+            Ok(())
+        }
+        Err(error) if infeasible::is_of_memory(&error) => {
+            missing = Some(infeasible::nearer(missing.take(), error));
+            Ok(())
+        }
+        Err(error @ PlanError::Unsound(_)) => Err(error),
+        // What cannot be asked of some groups may be asked of others, and of single devices.
+        Err(error) => {
+            impossible.get_or_insert(error);
+            Ok(())
+        }
+    };
+    if !problem.constraints.tensor {
+        took(evenly(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
+    }
+    for costs in &problem.shared {
+        if let Some(asked) = asked(problem, costs) {
+            took(of_groups(problem, costs, &asked, options))?;
+        }
+    }
+    let least = planned.iter().map(|found| found.plan.lower_bound_us).fold(f64::INFINITY, f64::min);
+    let states = planned.iter().map(|found| found.plan.search.states).sum();
+    let missed = planned.iter().find_map(|found| found.plan.search.fallback.clone());
+    planned.sort_by(|left, right| order(problem.objective, &left.plan, &right.plan));
+    let mut all = planned.into_iter();
+    let Some(mut best) = all.next() else { return Err(missing.or(impossible).unwrap_or_else(none)) };
+    let is_proven =
+        best.plan.proven_optimal && best.plan.predicted.by_equations_us() <= least * (1.0 + verify::TOLERANCE);
+    best.plan.proven_optimal = is_proven;
+    best.plan.lower_bound_us = best.plan.lower_bound_us.min(least);
+    (best.plan.search.states, best.plan.search.fallback) = (states, best.plan.search.fallback.or(missed));
+    let sizes: Vec<u32> = problem.shared.iter().map(|costs| costs.devices).collect();
+    best.plan
+        .options
+        .insert("tensor".to_string(), if problem.constraints.tensor { json!(sizes) } else { json!("auto") });
+    for (at, other) in all.enumerate() {
+        // What groups of single devices are compared with is the same for all.
+        let is_new = |name: &str| at == 0 || name == "pipec";
+        best.compared.extend(other.compared.into_iter().filter(|candidate| is_new(candidate.name)));
+    }
+    Ok(best)
+}
+
+/// The best plan, also of those with equally many replicas of all stages. Under a flush the equations make too little of replicas that
+/// meet others in turns, and a program of equal ones may be faster than that of any the search prefers.
+fn evenly(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+    let free = plan(problem, options);
+    let constraints = &problem.constraints;
+    let is_free = constraints.replicas.is_none() && constraints.cut_after.is_none() && !constraints.are_placed();
+    let may_differ = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous() && problem.chunks == 1;
+    if !is_free || !may_differ || options.partitioner != Partitioner::Pipec {
+        return free;
+    }
+    let mut even = problem.clone();
+    even.constraints.target = Some(Target::Torch);
+    let Ok(mut even) = plan(&even, options) else { return free };
+    even.plan.options.remove("target");
+    let Ok(free) = free else { return Ok(even) };
+    match order(problem.objective, &even.plan, &free.plan) {
+        Ordering::Less => {
+            even.plan.lower_bound_us = even.plan.lower_bound_us.min(free.plan.lower_bound_us);
+            even.plan.proven_optimal &= free.plan.proven_optimal;
+            even.plan.search.states += free.plan.search.states;
+            even.compared.extend(free.compared.iter().filter(|candidate| candidate.name == "pipec").cloned());
+            Ok(even)
+        }
+        _ => Ok(free),
+    }
+}
+
+/// Nothing was asked: no size of groups divides the fastest level.
+fn none() -> PlanError {
+    let what = "the devices of the fastest level are no whole number of the groups that are asked for".to_string();
+    PlanError::Problem(ProblemError::Unmet { what })
+}
+
+/// Better plans first: by the objective, then by fewer devices in a group, then by fewer stages.
+fn order(objective: Objective, left: &Plan, right: &Plan) -> Ordering {
+    let time = |plan: &Plan| plan.predicted.minibatch_us;
+    let peak = |plan: &Plan| plan.stages.iter().map(|stage| stage.memory.total).max();
+    let size = |plan: &Plan| (plan.stages.first().map(Stage::degree), plan.stages.len());
+    let time = time(left).total_cmp(&time(right));
+    let first = match objective {
+        Objective::Throughput | Objective::Latency => time,
+        Objective::Memory => peak(left).cmp(&peak(right)).then(time),
+    };
+    first.then(size(left).cmp(&size(right)))
+}
+
+/// The question about groups, if whole groups stand side by side.
+fn asked(problem: &Problem, costs: &SharedCosts) -> Option<Problem> {
+    let degree = costs.devices;
+    let mut levels = groups::seen(&problem.cluster.levels, degree);
+    let first = levels.first_mut().filter(|level| level.count.is_multiple_of(degree))?;
+    first.count /= degree;
+    let mut asked = problem.clone();
+    asked.graph = costs.graph.clone();
+    asked.shared = Vec::new();
+    asked.constraints.tensor = false;
+    asked.cluster.levels = levels;
+    Some(asked)
+}
+
+fn of_groups(
+    problem: &Problem,
+    costs: &SharedCosts,
+    asked: &Problem,
+    options: &PlannerOptions<'_>,
+) -> Result<Planned, PlanError> {
+    let efficiency = options.efficiency.map(|efficiency| {
+        move |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
+            let stages: Vec<Stage> = stages.iter().map(|stage| whole(stage, costs.devices)).collect();
+            efficiency(&stages, edges, caps)
+        }
+    });
+    let of_groups = PlannerOptions { efficiency: efficiency.as_ref().map(|own| own as _), ..*options };
+    let mut planned = evenly(asked, &of_groups)?;
+    let plan = &mut planned.plan;
+    plan.cluster.levels = problem.cluster.levels.clone();
+    plan.cluster.devices = problem.cluster.devices();
+    for stage in &mut plan.stages {
+        *stage = Stage { sharing: Some(sharing(problem, costs, stage)), ..whole(stage, costs.devices) };
+    }
+    plan.baselines = baselines(problem, options, plan.predicted.minibatch_us);
+    plan.predicted.busiest_link = None;
+    let checked = verify::check(problem, plan).map_err(PlanError::Unsound)?;
+    plan.predicted.busiest_link = checked.busiest_link;
+    for candidate in &mut planned.compared {
+        candidate.tensor = costs.devices;
+    }
+    Ok(planned)
+}
+
+/// A stage of groups with all devices of those.
+fn whole(stage: &Stage, degree: u32) -> Stage {
+    let all = |group: &u32| group * degree..(group + 1) * degree;
+    Stage { devices: stage.devices.iter().flat_map(all).collect(), tensor_degree: Some(degree), ..stage.clone() }
+}
+
+fn sharing(problem: &Problem, costs: &SharedCosts, stage: &Stage) -> TensorParallelCost {
+    let sum = |us: &dyn Fn(usize) -> f64| stage.op_ids().map(|op| us(op as usize)).sum::<f64>();
+    let ops = &problem.graph.ops;
+    TensorParallelCost {
+        alone_fwd_us: sum(&|op| ops[op].fwd_us),
+        alone_bwd_us: sum(&|op| ops[op].bwd_us),
+        meeting_fwd_us: sum(&|op| costs.meetings[op][0]),
+        meeting_bwd_us: sum(&|op| costs.meetings[op][1]),
+    }
+}
+
+/// The plain alternatives, which share nothing.
+fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) -> Baselines {
+    let joined = FusedGraph::of(&problem.graph);
+    let asked = joined.problem(problem);
+    let question =
+        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
+    let mut all = question.baselines();
+    let plan = Played { caps: Vec::new(), minibatch_us: plan_us, held: None, warning: None, lacks_memory: false };
+    play_baselines(problem, &question, &mut all, &plan, options);
+    let [single, data_parallel, uniform] = all;
+    Baselines {
+        single: single.minibatch_us,
+        data_parallel: data_parallel.minibatch_us,
+        uniform: uniform.minibatch_us,
+        fits: Fits { single: single.fits, data_parallel: data_parallel.fits, uniform: uniform.fits },
+    }
+}

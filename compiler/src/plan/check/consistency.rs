@@ -1,0 +1,195 @@
+//! What must hold of a plan by itself, before anyone runs or simulates it. Whether its figures follow from a model is judged by
+//! `check`, which needs the model's costs.
+
+use crate::cluster::MAX_DEVICES;
+use crate::plan::buckets;
+use crate::plan::check::error::PlanFault;
+use crate::plan::check::verify::class_memory;
+use crate::plan::groups;
+use crate::plan::problem::CostModel;
+use crate::plan::{Plan, ScheduleKind, zero};
+use crate::profile::cost_graph::MAX_ENTRIES;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Gives every fault that can be told apart. A plan that passes has stages that hold each op of the model once, as many devices as
+/// replicas, all of them in the cluster and none in more stages than the schedule has chunks, caps and versions of at least 1, gradients in whole buckets, edges that go forward between
+/// stages that exist, and memory sums that add up and fit.
+pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
+    let mut faults = Vec::new();
+    if plan.stages.is_empty() {
+        return Err(vec![PlanFault::NoStages]);
+    }
+    coverage(plan, &mut faults);
+    devices(plan, &mut faults);
+    let schedule = &plan.schedule;
+    for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
+        if list.len() != plan.stages.len() || list.iter().any(|number| !(1..=1 << 20).contains(number)) {
+            let what =
+                format!("{name} has {} numbers for {} stages; each is from 1 to 2^20", list.len(), plan.stages.len());
+            faults.push(PlanFault::Schedule { what });
+        }
+    }
+    let apart = &schedule.apart;
+    if !apart.is_empty()
+        && (apart.len() != plan.stages.len() || apart.iter().any(|number| !(1..=1 << 20).contains(number)))
+    {
+        let what =
+            format!("apart has {} numbers for {} stages; each is from 1 to 2^20", apart.len(), plan.stages.len());
+        faults.push(PlanFault::Schedule { what });
+    }
+    for (name, value) in [
+        ("micro_batch", schedule.micro_batch),
+        ("microbatches", u64::from(schedule.microbatches)),
+        ("chunks", u64::from(schedule.chunks)),
+    ] {
+        if !(1..=1 << 32).contains(&value) {
+            faults.push(PlanFault::Schedule { what: format!("{name} is {value}; it is at least 1") });
+        }
+    }
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
+        faults.extend(what.map(|what| PlanFault::Schedule { what }));
+        let what = zero::contradiction(stage, schedule.kind != ScheduleKind::Inference);
+        faults.extend(what.map(|what| PlanFault::Schedule { what: format!("stage {at}: {what}") }));
+    }
+    edges(plan, &mut faults);
+    memory(plan, &mut faults);
+    classes(plan, &mut faults);
+    if faults.is_empty() { Ok(()) } else { Err(faults) }
+}
+
+fn coverage(plan: &Plan, faults: &mut Vec<PlanFault>) {
+    let ops = plan.model.ops.min(MAX_ENTRIES as u64) as usize;
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for (index, stage) in plan.stages.iter().enumerate() {
+        if stage.id.index() != index {
+            faults.push(PlanFault::Id { index, id: stage.id.0 });
+        }
+        let mut before = 0;
+        for &(from, to) in &stage.ops {
+            if from >= to || to as usize > ops || from < before {
+                faults.push(PlanFault::Range { stage: index, from, to, ops });
+            }
+            before = to;
+        }
+        if stage.ops.is_empty() {
+            faults.push(PlanFault::Range { stage: index, from: 0, to: 0, ops });
+        }
+        ranges.extend(&stage.ops);
+    }
+    if !faults.is_empty() {
+        return;
+    }
+    ranges.sort_unstable();
+    let mut at = 0;
+    for (from, to) in ranges {
+        if from > at {
+            faults.push(PlanFault::Coverage { op: at as usize, count: 0 });
+        } else if from < at {
+            faults.push(PlanFault::Coverage { op: from as usize, count: 2 });
+        }
+        at = at.max(to);
+    }
+    if (at as usize) < ops {
+        faults.push(PlanFault::Coverage { op: at as usize, count: 0 });
+    }
+}
+
+fn devices(plan: &Plan, faults: &mut Vec<PlanFault>) {
+    let product =
+        plan.cluster.levels.iter().fold(1u64, |product, level| product.saturating_mul(u64::from(level.count)));
+    let there = u64::from(plan.cluster.devices);
+    if product != there || !(1..=MAX_DEVICES).contains(&there) {
+        let what =
+            format!("the levels multiply to {product} devices, the cluster states {there}, at most {MAX_DEVICES}");
+        faults.push(PlanFault::Schedule { what });
+    }
+    let mut used: BTreeMap<u32, usize> = BTreeMap::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let mut fault = |what| faults.push(PlanFault::Devices { stage: at, what });
+        let degree = stage.tensor_degree.unwrap_or(1);
+        if stage.replicas == 0 || stage.devices.len() as u64 != u64::from(stage.replicas) * u64::from(degree) {
+            let what = format!("{} devices for {} replicas", stage.devices.len(), stage.replicas);
+            fault(if degree == 1 { what } else { format!("{what} of {degree}") });
+        }
+        for &device in &stage.devices {
+            if u64::from(device) >= there {
+                fault(format!("device {device} does not exist; the cluster has {there}"));
+            } else if let Some(first) = used.insert(device, at)
+                && (plan.schedule.chunks <= 1 || first == at)
+            {
+                fault(format!("device {device} is used twice"));
+            }
+        }
+    }
+    // An instance of layers with choices knows no levels that a group could be within.
+    if plan.cost != CostModel::Hybrid {
+        faults.extend(groups::wrong(plan).into_iter().map(|(stage, what)| PlanFault::Devices { stage, what }));
+    }
+    if plan.schedule.chunks > 1 {
+        faults.extend(chunks(plan).map(|what| PlanFault::Schedule { what }));
+    }
+}
+
+/// What is wrong with chunks: stages on the same devices share all of them in one order, as many stages as there are chunks.
+fn chunks(plan: &Plan) -> Option<String> {
+    let mut held: BTreeMap<&[u32], u32> = BTreeMap::new();
+    for stage in &plan.stages {
+        *held.entry(&stage.devices).or_default() += 1;
+    }
+    let chunks = plan.schedule.chunks;
+    if let Some((devices, stages)) = held.iter().find(|(_, stages)| **stages != chunks) {
+        return Some(format!("{stages} stages are on devices {devices:?}, the schedule has {chunks} chunks on each"));
+    }
+    let devices: BTreeSet<u32> = held.keys().flat_map(|devices| devices.iter().copied()).collect();
+    let listed: usize = held.keys().map(|devices| devices.len()).sum();
+    (devices.len() != listed)
+        .then(|| "a device is in two groups of devices; stages share all of theirs or none".to_string())
+}
+
+fn edges(plan: &Plan, faults: &mut Vec<PlanFault>) {
+    let mut seen = BTreeSet::new();
+    for edge in &plan.edges {
+        let (from, to) = (edge.from.0, edge.to.0);
+        let mut fault = |said: &str, found: &str| {
+            faults.push(PlanFault::Edge { from, to, said: said.to_string(), found: found.to_string() });
+        };
+        // A placement may hold nodes from anywhere, so that tensors go both ways.
+        let goes_back = if plan.cost == CostModel::Load { from == to } else { from >= to };
+        if goes_back || edge.to.index() >= plan.stages.len() {
+            fault("it", "edges from an earlier to a later stage only");
+        } else if !seen.insert((from, to)) {
+            fault("it twice", "it once");
+        }
+    }
+}
+
+fn classes(plan: &Plan, faults: &mut Vec<PlanFault>) {
+    let classes = &plan.cluster.classes;
+    let held: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
+    if !classes.is_empty() && held != u64::from(plan.cluster.devices) {
+        let what = format!("the device classes hold {held} devices, the cluster states {}", plan.cluster.devices);
+        faults.push(PlanFault::Schedule { what });
+    }
+    class_memory(classes, plan, faults);
+}
+
+fn memory(plan: &Plan, faults: &mut Vec<PlanFault>) {
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let held = &stage.memory;
+        let moving = [held.activations, held.between, held.messages, held.workspace];
+        let parts = [held.versions, held.gradients, held.optimizer].into_iter().chain(moving);
+        let found = { parts }.try_fold(held.weights, |sum, part| sum.checked_add(part));
+        if found != Some(held.total) {
+            let what = format!("total memory of stage {at}");
+            let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());
+            faults.push(PlanFault::Figure { what, said: held.total.to_string(), found });
+        }
+        // A device holds all its stages.
+        let beside = plan.stages[..at].iter().filter(|other| other.devices == stage.devices);
+        let needed = beside.fold(held.total, |sum, other| sum.saturating_add(other.memory.total));
+        if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| needed > limit.0) {
+            faults.push(PlanFault::Memory { stage: at, needed, limit: limit.0 });
+        }
+    }
+}

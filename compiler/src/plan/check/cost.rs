@@ -1,0 +1,270 @@
+//! The judge's own reckoning of cost `pipec`, for any devices in any order, plainly and from the definitions.
+//!
+//! It shares nothing with `outlook` and `links`, which give the equations: here every port of every device and of every shared
+//! unit has a sum of its own, and what is largest is the answer.
+
+pub mod chunks;
+
+use crate::cluster::{DeviceClass, Level};
+use crate::plan::groups;
+use crate::plan::problem::{Objective, Problem};
+use crate::plan::{Plan, ScheduleKind, Stage};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Microseconds over one level for each item.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LevelLoad {
+    /// Of activations in.
+    pub comes: f64,
+    /// Of activations out.
+    pub goes: f64,
+    /// Of one all-reduce.
+    pub reduces: f64,
+}
+
+/// What the stages of a plan compute, weigh and send, wherever it is known from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Loads {
+    /// Microseconds of forward for each item, on the slowest of a stage's devices.
+    pub forward: Vec<f64>,
+    /// The same of all that is computed for it.
+    pub compute: Vec<f64>,
+    /// Bytes of weights, each parameter once.
+    pub weights: Vec<f64>,
+    /// Bytes of an item from stage to stage, one way.
+    pub sent: BTreeMap<(usize, usize), f64>,
+}
+
+impl Loads {
+    /// By the costs of the model.
+    fn of_model(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Loads {
+        let count = plan.stages.len();
+        let trains = plan.schedule.kind != ScheduleKind::Inference;
+        let mut forward = vec![0.0; count];
+        let mut backward = vec![0.0; count];
+        for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
+            forward[stage] += op.fwd_us;
+            backward[stage] += op.bwd_us;
+        }
+        let mut compute = vec![0.0; count];
+        for (at, stage) in plan.stages.iter().enumerate() {
+            let again = if stage.recompute { forward[at] } else { 0.0 };
+            let pace = pace(problem, stage);
+            compute[at] = (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace;
+            forward[at] /= pace;
+        }
+        let mut weights = vec![0.0; count];
+        for param in &problem.graph.params {
+            let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+            users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
+        }
+        let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+        for tensor in &problem.graph.tensors {
+            let from = stage_of[tensor.producer.index()];
+            let readers: BTreeSet<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
+            readers
+                .into_iter()
+                .filter(|&to| to != from)
+                .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
+        }
+        Loads { forward, compute, weights, sent }
+    }
+
+    /// By what the plan says of itself.
+    pub fn stated(plan: &Plan) -> Loads {
+        let trains = plan.schedule.kind != ScheduleKind::Inference;
+        let all = |of: &dyn Fn(&Stage) -> f64| plan.stages.iter().map(of).collect();
+        let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+        for edge in &plan.edges {
+            *sent.entry((edge.from.index(), edge.to.index())).or_default() += edge.bytes as f64;
+        }
+        Loads {
+            forward: all(&|stage| stage.fwd_us),
+            compute: all(&|stage| stage.fwd_us + if trains { stage.bwd_us } else { 0.0 }),
+            weights: all(&|stage| stage.all_weights() as f64),
+            sent,
+        }
+    }
+}
+
+/// What the plan's objective comes to, in microseconds, and what sets it.
+pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String) {
+    under(&problem.cluster.levels, problem.objective, plan, &Loads::of_model(problem, plan, stage_of))
+}
+
+/// The same for such loads.
+pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
+    let Loads { forward, compute, weights, sent } = loads;
+    // Of devices that share a replica one stands for all.
+    if let Some((levels, stages)) = groups::led(levels, &plan.stages) {
+        return under(&levels, objective, &Plan { stages, ..plan.clone() }, loads);
+    }
+    let kind = plan.schedule.kind;
+    let m = f64::from(plan.schedule.microbatches.max(1));
+    let trains = kind != ScheduleKind::Inference;
+    let wants_latency = objective == Objective::Latency;
+    let is_round_robin = kind.is_round_robin();
+    let never_flushed = is_round_robin || matches!(kind, ScheduleKind::TwoBw | ScheduleKind::Inference);
+    let count = plan.stages.len();
+
+    let mut over = vec![vec![LevelLoad::default(); levels.len()]; count];
+    let mut way_in = vec![0.0; count];
+    for (&(from, to), &bytes) in sent {
+        let Some(level) = crate::plan::check::cost::chunks::between(levels, plan, from, to) else { continue };
+        let us = latency_us(levels, level) + bytes / bytes_per_us(levels, level);
+        over[to][level].comes += us;
+        over[from][level].goes += us;
+        way_in[to] += us;
+    }
+    let mut reduce = vec![0.0; count];
+    for (at, stage) in plan.stages.iter().enumerate().filter(|(_, stage)| trains && stage.replicas > 1) {
+        for (level, us) in rings(levels, stage, weights[at]) {
+            over[at][level].reduces = us;
+            reduce[at] += us;
+        }
+    }
+    if plan.schedule.chunks > 1 {
+        let sums =
+            crate::plan::check::cost::chunks::Sums { forward, compute, over: &over, way_in: &way_in, reduce: &reduce };
+        return crate::plan::check::cost::chunks::time(levels, plan, &sums);
+    }
+    if wants_latency {
+        return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "one item's way through".to_string());
+    }
+
+    // What each adds to the time, what it has to do in all, and its name.
+    let mut loads: Vec<(f64, f64, String)> = Vec::new();
+    let mut ports: BTreeMap<(usize, u64), [f64; 3]> = BTreeMap::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let r = f64::from(stage.replicas);
+        let per_item = if is_round_robin {
+            1.0
+        } else if kind == ScheduleKind::TwoBw {
+            1.0 / (m / r).ceil().max(1.0)
+        } else {
+            0.0
+        };
+        let dealt = (m / r).ceil().max(1.0);
+        let times = match kind {
+            ScheduleKind::TwoBw => dealt,
+            _ if never_flushed => 1.0 / r,
+            _ => dealt - 1.0,
+        };
+        let rings_an_item = match kind {
+            ScheduleKind::TwoBw => 1.0 / m,
+            _ => per_item / r,
+        };
+        let all = if never_flushed { times } else { dealt };
+        loads.push((times * compute[at], all * compute[at], format!("compute of stage {at}")));
+        loads.push((times * per_item * reduce[at], all * per_item * reduce[at], format!("all-reduce of stage {at}")));
+        let mut unit = 1u64;
+        for (level, &LevelLoad { comes, goes, reduces }) in over[at].iter().enumerate() {
+            let messages = if trains { comes + goes } else { comes.max(goes) };
+            let what = format!("links of stage {at} on {}", levels[level].name.escape_debug());
+            let item = messages + per_item * reduces;
+            loads.push((times * item, all * item, what));
+            if levels[level].shared && level > 0 {
+                let mut on: BTreeMap<u64, f64> = BTreeMap::new();
+                stage.devices.iter().for_each(|device| *on.entry(u64::from(*device) / unit).or_default() += 1.0 / r);
+                for (unit, share) in on {
+                    let port = ports.entry((level, unit)).or_default();
+                    port[0] += share * comes;
+                    port[1] += share * goes;
+                    port[2] += rings_an_item * reduces;
+                }
+            }
+            unit = unit.saturating_mul(u64::from(levels[level].count.max(1)));
+        }
+    }
+    for ((level, unit), [comes, goes, reduces]) in ports {
+        let messages = if trains { comes + goes } else { comes.max(goes) };
+        let times = match kind {
+            ScheduleKind::TwoBw => m,
+            _ if never_flushed => 1.0,
+            _ => m - 1.0,
+        };
+        let what = format!("the shared link of unit {unit} on {}", levels[level].name.escape_debug());
+        let all = if never_flushed { times } else { m };
+        loads.push((times * (messages + reduces), all * (messages + reduces), what));
+    }
+    let worst = loads.iter().map(|load| load.0).fold(0.0, f64::max);
+    let mut busiest = (0.0, "compute of stage 0".to_string());
+    for (_, all, what) in loads {
+        if all > busiest.0 {
+            busiest = (all, what);
+        }
+    }
+    if never_flushed {
+        return (worst, busiest.1);
+    }
+    let ways = if trains { 2.0 } else { 1.0 };
+    let way: f64 = (0..count).map(|at| compute[at] + ways * way_in[at]).sum();
+    (worst + way + reduce.iter().copied().fold(0.0, f64::max), busiest.1)
+}
+
+/// Replicas take minibatches in turns, so the slowest sets the pace of all.
+pub fn pace(problem: &Problem, stage: &Stage) -> f64 {
+    let mut slowest: Option<f64> = None;
+    for &device in &stage.devices {
+        let speed = class_of(&problem.cluster.classes, device).and_then(|class| class.speed).unwrap_or(1.0);
+        slowest = Some(slowest.map_or(speed, |slowest| slowest.min(speed)));
+    }
+    slowest.unwrap_or(1.0)
+}
+
+/// The class of one device, where devices differ.
+pub fn class_of(classes: &[DeviceClass], device: u32) -> Option<&DeviceClass> {
+    let mut left = device;
+    for class in classes {
+        match left.checked_sub(class.count) {
+            Some(rest) => left = rest,
+            None => return Some(class),
+        }
+    }
+    None
+}
+
+/// The outermost level on which any two of the devices are apart.
+fn farthest(levels: &[Level], devices: &[u32]) -> Option<usize> {
+    let mut unit = 1u64;
+    let mut found = None;
+    for (at, level) in levels.iter().enumerate() {
+        let units: BTreeSet<u64> = devices.iter().map(|device| u64::from(*device) / unit).collect();
+        if units.len() > 1 {
+            found = Some(at);
+        }
+        unit = unit.saturating_mul(u64::from(level.count.max(1)));
+    }
+    found
+}
+
+fn latency_us(levels: &[Level], level: usize) -> f64 {
+    levels[..=level].iter().map(|level| level.latency.0 * 1e6).fold(0.0, f64::max)
+}
+
+fn bytes_per_us(levels: &[Level], level: usize) -> f64 {
+    levels[..=level].iter().map(|level| level.bandwidth.0 / 1e6).fold(f64::INFINITY, f64::min)
+}
+
+/// A ring at each level, over as many units as the fullest unit above has, of what one of the shards below amounts to; at a shared
+/// level all shards go over one port.
+fn rings(levels: &[Level], stage: &Stage, weights: f64) -> Vec<(usize, f64)> {
+    let mut rings = Vec::new();
+    let (mut unit, mut shards) = (1u64, 1u64);
+    for (at, level) in levels.iter().enumerate() {
+        let above = unit.saturating_mul(u64::from(level.count.max(1)));
+        let mut members: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
+        for device in &stage.devices {
+            members.entry(u64::from(*device) / above).or_default().insert(u64::from(*device) / unit);
+        }
+        let most = members.values().map(BTreeSet::len).max().unwrap_or(1) as f64;
+        if most > 1.0 {
+            let bytes = if level.shared { weights } else { weights / shards as f64 };
+            let each = latency_us(levels, at) + bytes / most / bytes_per_us(levels, at);
+            rings.push((at, 2.0 * (most - 1.0) * each));
+        }
+        shards *= members.values().map(BTreeSet::len).min().unwrap_or(1) as u64;
+        unit = above;
+    }
+    rings
+}

@@ -1,0 +1,195 @@
+//! The judge's count of what leaves and enters every unit of a cluster for one item, a server for example.
+//!
+//! Each message and each ring of an all-reduce is followed from device to device. A message counts at every level at which it leaves
+//! a unit: at the server's link, and where the other server is in another rack, at the rack's too. Items go round the replicas,
+//! so that item b goes from replica b mod r_s to replica b mod r_t, each pair with the same remainder by the greatest common divisor
+//! equally often. A ring of m units takes 2 (m - 1) / m of the weights out of each and into each; the devices of a unit carry equal
+//! parts of it. Under 1F1B-RR a stage reduces once a round of r items, else once for the micro-batches of a minibatch.
+//!
+//! Where groups of devices share replicas, every device sends to the one in its place of another group.
+//!
+//! A unit's devices have one link together where the level is shared, and wherever a plan does not take whole groups though its cost
+//! model knows whole groups only; else each device has its own.
+
+use crate::plan::in_flight::common_divisor;
+use crate::plan::problem::{CostModel, Problem};
+use crate::plan::{BusiestLink, Plan, ScheduleKind, Stage};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Bytes out of a unit and into it, for one item.
+type Ports = BTreeMap<(usize, u64), [f64; 2]>;
+
+/// The links that have most to do for one item.
+pub struct Traffic {
+    /// Of all.
+    pub busiest: BusiestLink,
+    /// Of those that are part of the objective, and the microseconds that it takes: the links of shared levels, and of plans that
+    /// do not take whole groups. Cost `pipec` counts shared links by itself.
+    pub binding: Option<(BusiestLink, f64)>,
+}
+
+/// Counts what goes over the links of all units; nothing does on one level.
+pub fn traffic(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Option<Traffic> {
+    let levels = &problem.cluster.levels;
+    let mut sizes = vec![1u64];
+    for level in &levels[..levels.len() - 1] {
+        sizes.push(sizes[sizes.len() - 1].saturating_mul(u64::from(level.count.max(1))));
+    }
+    let knows_groups = problem.cost != CostModel::Pipec;
+    let spans = knows_groups && plan.stages.first().is_some_and(|stage| stage.hierarchy.len() < levels.len());
+    let flushes = !plan.schedule.kind.is_continuous() || plan.schedule.kind == ScheduleKind::TwoBw;
+    let is_whole = problem.cost == CostModel::Pipec && flushes;
+    let items = if is_whole { f64::from(plan.schedule.microbatches) } else { 1.0 };
+    let (mut busiest, mut binding) = (None::<(BusiestLink, f64)>, None);
+    for ((level, unit), both) in ports(problem, plan, stage_of, &sizes) {
+        let is_one = levels[level].shared || spans;
+        let links = if is_one { 1.0 } else { sizes[level] as f64 };
+        for (direction, bytes) in ["out", "in"].into_iter().zip(both) {
+            let us = bytes / (levels[level].bandwidth.0 / 1e6) / links;
+            let share = if us > 0.0 { (items * us / plan.predicted.minibatch_us).min(1e9) } else { 0.0 };
+            let (name, unit, bytes) = (levels[level].name.clone(), unit as u32, bytes.round() as u64);
+            let link = BusiestLink { level: name, unit, direction: direction.into(), bytes, share };
+            for (most, counts) in [(&mut busiest, true), (&mut binding, is_one && knows_groups)] {
+                if counts && most.as_ref().is_none_or(|(_, other)| us > *other) {
+                    *most = Some((link.clone(), us));
+                }
+            }
+        }
+    }
+    busiest.map(|(busiest, _)| Traffic { busiest, binding })
+}
+
+fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> Ports {
+    let mut ports = Ports::new();
+    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    // PipeDream's optimizer takes transfers as free without a compression ratio, and divides by it with one.
+    let compression = match (problem.cost, problem.activation_compression) {
+        (CostModel::Pipedream, None) => f64::INFINITY,
+        (CostModel::Pipedream, Some(ratio)) => ratio,
+        _ => 1.0,
+    };
+    let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+    for tensor in &problem.graph.tensors {
+        let from = stage_of[tensor.producer.index()];
+        let readers: BTreeSet<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
+        for to in readers.into_iter().filter(|&to| to != from) {
+            *sent.entry((from, to)).or_default() += tensor.bytes as f64 / compression;
+        }
+    }
+    for (level, size) in sizes.iter().enumerate().skip(1) {
+        let unit = |device: u32| u64::from(device) / size;
+        for (&(from, to), &bytes) in &sent {
+            for rank in 0..ranks(plan) {
+                let [from, to] = [from, to].map(|stage| of_rank(&plan.stages[stage], rank));
+                for (unit, [out, into]) in leaving(&from, &to, &unit) {
+                    // Activations one way, gradients the other.
+                    let port = ports.entry((level, unit)).or_default();
+                    port[0] += bytes * (out + if trains { into } else { 0.0 });
+                    port[1] += bytes * (into + if trains { out } else { 0.0 });
+                }
+            }
+        }
+    }
+    if trains {
+        let mut weights = vec![0.0; plan.stages.len()];
+        for param in &problem.graph.params {
+            let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+            users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
+        }
+        for (stage, weights) in plan.stages.iter().zip(weights) {
+            let is_round_robin = plan.schedule.kind.is_round_robin();
+            let items = if is_round_robin { stage.replicas } else { plan.schedule.microbatches };
+            for rank in 0..ranks(plan) {
+                rings(&of_rank(stage, rank), weights / f64::from(items.max(1)), sizes, &mut ports);
+            }
+        }
+    }
+    ports
+}
+
+/// Places in the groups of devices that share a replica.
+fn ranks(plan: &Plan) -> usize {
+    plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
+}
+
+/// The devices in one place of each group: they send to each other, and their parts of gradients are summed.
+fn of_rank(stage: &Stage, rank: usize) -> Vec<u32> {
+    stage.devices.iter().copied().skip(rank).step_by(stage.degree() as usize).collect()
+}
+
+/// For each unit the share of items that go out of it from one stage to another, and into it.
+fn leaving(from: &[u32], to: &[u32], unit: &dyn Fn(u32) -> u64) -> BTreeMap<u64, [f64; 2]> {
+    let divisor = common_divisor(from.len() as u64, to.len() as u64) as usize;
+    let pairs = (from.len() / divisor * to.len()) as f64;
+    let mut shares: BTreeMap<u64, [f64; 2]> = BTreeMap::new();
+    for rest in 0..divisor {
+        let on = |devices: &[u32]| {
+            let mut on: BTreeMap<u64, f64> = BTreeMap::new();
+            let meet = devices.iter().skip(rest).step_by(divisor);
+            meet.for_each(|&device| *on.entry(unit(device)).or_default() += 1.0);
+            on
+        };
+        let (senders, readers) = (on(from), on(to));
+        let all = |on: &BTreeMap<u64, f64>| on.values().sum::<f64>();
+        for (&unit, &count) in &senders {
+            let elsewhere = all(&readers) - readers.get(&unit).copied().unwrap_or(0.0);
+            shares.entry(unit).or_default()[0] += count * elsewhere / pairs;
+        }
+        for (&unit, &count) in &readers {
+            let elsewhere = all(&senders) - senders.get(&unit).copied().unwrap_or(0.0);
+            shares.entry(unit).or_default()[1] += count * elsewhere / pairs;
+        }
+    }
+    shares
+}
+
+/// A ring at each level among the units that one unit above joins.
+fn rings(devices: &[u32], weights: f64, sizes: &[u64], ports: &mut Ports) {
+    for level in 1..sizes.len() {
+        let above = |device: u32| sizes.get(level + 1).map_or(0, |size| u64::from(device) / size);
+        let mut members: BTreeMap<u64, BTreeMap<u64, Vec<u32>>> = BTreeMap::new();
+        for &device in devices {
+            let units = members.entry(above(device)).or_default();
+            units.entry(u64::from(device) / sizes[level]).or_default().push(device);
+        }
+        for units in members.values().filter(|units| units.len() > 1) {
+            let m = units.len() as f64;
+            for devices in units.values() {
+                let each = 2.0 * (m - 1.0) / m * weights / devices.len() as f64;
+                for device in devices {
+                    for (lower, size) in sizes.iter().enumerate().take(level + 1).skip(1) {
+                        let port = ports.entry((lower, u64::from(*device) / size)).or_default();
+                        port.iter_mut().for_each(|bytes| *bytes += each);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_leave_by_pairs_of_replicas() {
+        // Six replicas on units 0 and 1, then two on unit 1: odd items go from 1, 3, 5 to 7, even ones from 0, 2, 4 to 6.
+        let found = leaving(&[0, 1, 2, 3, 4, 5], &[6, 7], &|device| u64::from(device) / 4);
+        assert_eq!(found[&0], [4.0 / 6.0, 0.0]);
+        assert_eq!(found[&1], [0.0, 4.0 / 6.0]);
+        // Two and three: every pair once in six items.
+        let found = leaving(&[2, 3], &[4, 5, 3], &|device| u64::from(device) / 4);
+        assert_eq!(found[&0], [2.0 / 3.0, 0.0]);
+    }
+
+    #[test]
+    fn rings_pass_every_level_below() {
+        let mut ports = Ports::new();
+        // Two racks of two servers of two devices; five devices.
+        rings(&[0, 1, 2, 3, 4], 120.0, &[1, 2, 4], &mut ports);
+        // Between servers 0 and 1 all of it, between the racks all of it, of which each server of the first carries half.
+        assert_eq!(ports[&(1, 0)], [120.0 + 60.0; 2]);
+        assert_eq!(ports[&(2, 0)], [120.0; 2]);
+        assert_eq!(ports[&(1, 2)], [120.0; 2]);
+    }
+}

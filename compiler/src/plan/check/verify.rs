@@ -1,0 +1,576 @@
+//! The judge of plans: works out coverage, order, devices, edges, memory and time of any plan from the definitions.
+//!
+//! It shares no code with any partitioner, nor the cost functions and memory sums they use: everything is written here a second
+//! time, plainly. Time is worked out by `judge` under cost `pipec`, by `clock` under the others, what the links
+//! carry by `traffic`. A plan that leaves the planner has
+//! passed it, and a plan that was written by hand can be given to it.
+
+use super::{cost, ends, published_costs, shares, traffic};
+use crate::cluster::{Cluster, DeviceClass, class};
+use crate::pass::batched_weight_grad::ITEMS;
+use crate::plan::buckets::buckets;
+use crate::plan::check::error::PlanFault;
+use crate::plan::groups;
+use crate::plan::in_flight;
+use crate::plan::in_flight::Lanes;
+use crate::plan::links::Wire;
+use crate::plan::problem::{CostModel, Problem};
+use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
+use crate::profile::cost_graph::CostGraph;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+/// What the judge worked out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Checked {
+    /// Time of the slowest stage or link for one minibatch, in microseconds.
+    pub minibatch_us: f64,
+    /// What sets it, by words.
+    pub bottleneck: String,
+    /// The link of a group of devices that has most to do.
+    pub busiest_link: Option<BusiestLink>,
+    /// Memory of each stage.
+    pub memory: Vec<StageMemory>,
+}
+
+/// The largest relative difference between a time in a plan and the same time worked out again.
+pub const TOLERANCE: f64 = 1e-9;
+
+/// Judges `plan` as an answer to `problem`. Gives every fault that can be told apart.
+pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
+    let mut faults = Vec::new();
+    let alone = problem;
+    let problem = &*shared(problem, plan, &mut faults);
+    let stage_of = coverage(&problem.graph, plan, &mut faults);
+    devices(&problem.cluster, plan, &mut faults);
+    schedule(plan, &mut faults);
+    faults.extend(shares::faults(&problem.graph, plan, &stage_of));
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    sharing(alone, plan, &stage_of, &mut faults);
+    edges(&problem.graph, plan, &stage_of, &mut faults);
+    let memory = memory(problem, plan, &stage_of);
+    for (at, (stage, found)) in plan.stages.iter().zip(&memory).enumerate() {
+        if stage.memory != *found {
+            let what = format!("memory of stage {at}");
+            faults.push(PlanFault::Figure { what, said: format!("{:?}", stage.memory), found: format!("{found:?}") });
+        }
+        // With chunks a device holds several stages, and the sum of them is what it needs.
+        let beside =
+            (0..at).filter(|&other| plan.stages[other].devices == stage.devices).map(|other| memory[other].total);
+        let needed = beside.fold(found.total, u64::saturating_add);
+        if let Some(limit) = problem.memory_limit.filter(|limit| needed > limit.0) {
+            faults.push(PlanFault::Memory { stage: at, needed, limit: limit.0 });
+        }
+    }
+    class_memory(&problem.cluster.classes, plan, &mut faults);
+    stage_times(problem, plan, &stage_of, &mut faults);
+    let (mut minibatch_us, mut bottleneck) = time(problem, plan, &stage_of, &mut faults);
+    let counted = traffic::traffic(problem, plan, &stage_of);
+    if let Some((link, us)) = counted.as_ref().and_then(|traffic| traffic.binding.as_ref()) {
+        if *us > minibatch_us {
+            minibatch_us = *us;
+            bottleneck = link_told(link);
+        }
+        let said_us = plan.predicted.by_equations_us();
+        if *us > said_us * (1.0 + TOLERANCE) {
+            let (level, direction) = (link.level.escape_debug().to_string(), link.direction.clone());
+            faults.push(PlanFault::Link { level, unit: link.unit, direction, needed_us: *us, said_us });
+        }
+    }
+    let busiest_link = counted.map(|traffic| traffic.busiest);
+    if plan.predicted.busiest_link.is_some() && !matches(&plan.predicted.busiest_link, &busiest_link) {
+        let [said, found] = [&plan.predicted.busiest_link, &busiest_link].map(|link| format!("{link:?}"));
+        faults.push(PlanFault::Figure { what: "predicted.busiest_link".into(), said, found });
+    }
+    let said = plan.predicted.by_equations_us();
+    if differs(said, minibatch_us) {
+        let name = if plan.predicted.objective_us.is_some() { "objective_us" } else { "minibatch_us" };
+        let (what, found) = (format!("predicted.{name}"), minibatch_us.to_string());
+        faults.push(PlanFault::Figure { what, said: said.to_string(), found });
+    }
+    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
+}
+
+/// What the stages of `plan` come to by the same reckoning, whatever figures it states: for stages that no planner has chosen. Its
+/// edges and times are not looked at, and a stage that is too large is no fault here.
+pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
+    let mut faults = Vec::new();
+    let problem = &*shared(problem, plan, &mut faults);
+    let stage_of = coverage(&problem.graph, plan, &mut faults);
+    devices(&problem.cluster, plan, &mut faults);
+    schedule(plan, &mut faults);
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    let (mut minibatch_us, mut bottleneck) = time(problem, plan, &stage_of, &mut faults);
+    let counted = traffic::traffic(problem, plan, &stage_of);
+    if let Some((link, us)) =
+        counted.as_ref().and_then(|traffic| traffic.binding.as_ref()).filter(|(_, us)| *us > minibatch_us)
+    {
+        minibatch_us = *us;
+        bottleneck = link_told(link);
+    }
+    let busiest_link = counted.map(|traffic| traffic.busiest);
+    let memory = memory(problem, plan, &stage_of);
+    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
+}
+
+/// The objective by the problem's cost model, links of groups aside, and what sets it.
+fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) -> (f64, String) {
+    match problem.cost {
+        CostModel::Pipec => cost::time(problem, plan, stage_of),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => {
+            published_costs::time(problem, plan, stage_of, faults)
+        }
+    }
+}
+
+fn link_told(link: &BusiestLink) -> String {
+    format!("the link of unit {} on {}", link.unit, link.level.escape_debug())
+}
+
+/// Whether two figures are further apart than [`TOLERANCE`].
+pub fn differs(said: f64, found: f64) -> bool {
+    let close = (said - found).abs() <= TOLERANCE * said.abs().max(found.abs()).max(1e-6);
+    !close
+}
+
+/// Whether both tell of the same link, up to rounding.
+fn matches(said: &Option<BusiestLink>, found: &Option<BusiestLink>) -> bool {
+    let (Some(said), Some(found)) = (said, found) else { return said.is_none() && found.is_none() };
+    let same = BusiestLink { share: found.share, ..said.clone() } == *found;
+    same && !differs(said.share, found.share)
+}
+
+fn coverage(graph: &CostGraph, plan: &Plan, faults: &mut Vec<PlanFault>) -> Vec<usize> {
+    let ops = graph.ops.len();
+    let mut stage_of = vec![usize::MAX; ops];
+    let mut count = vec![0u32; ops];
+    if plan.stages.is_empty() {
+        faults.push(PlanFault::NoStages);
+    }
+    for (index, stage) in plan.stages.iter().enumerate() {
+        if stage.id.index() != index {
+            faults.push(PlanFault::Id { index, id: stage.id.0 });
+        }
+        let mut before = 0;
+        for &(from, to) in &stage.ops {
+            if from >= to || to as usize > ops || from < before {
+                faults.push(PlanFault::Range { stage: index, from, to, ops });
+                continue;
+            }
+            before = to;
+            for op in from..to {
+                count[op as usize] += 1;
+                stage_of[op as usize] = index;
+            }
+        }
+        if stage.ops.is_empty() {
+            faults.push(PlanFault::Range { stage: index, from: 0, to: 0, ops });
+        }
+    }
+    let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);
+    faults.extend(wrong.take(16).map(|(op, &count)| PlanFault::Coverage { op, count }));
+    if faults.is_empty() {
+        for (op, cost) in graph.ops.iter().enumerate() {
+            if let Some(with) = cost.joins.filter(|with| stage_of[with.index()] != stage_of[op]) {
+                let (stage, other) = (stage_of[op], stage_of[with.index()]);
+                faults.push(PlanFault::Apart { op, stage, with: with.0, other });
+            }
+        }
+        for tensor in &graph.tensors {
+            let from = stage_of[tensor.producer.index()];
+            for to in tensor.consumers.iter().map(|to| stage_of[to.index()]).filter(|&to| to < from) {
+                faults.push(PlanFault::Backward { tensor: tensor.name.escape_debug().to_string(), from, to });
+            }
+        }
+    }
+    stage_of
+}
+
+fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
+    let mut user: Vec<Option<usize>> = vec![None; cluster.devices() as usize];
+    let chunks = plan.schedule.chunks.max(1);
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let mut fault = |what| faults.push(PlanFault::Devices { stage: at, what });
+        let wanted = u64::from(stage.replicas) * u64::from(stage.degree());
+        if stage.replicas == 0 || stage.devices.len() as u64 != wanted {
+            let (found, replicas, degree) = (stage.devices.len(), stage.replicas, stage.degree());
+            fault(format!("{found} devices for {replicas} replicas of {degree}"));
+        }
+        for &device in &stage.devices {
+            match user.get_mut(device as usize) {
+                None => fault(format!("device {device} does not exist; the cluster has {}", cluster.devices())),
+                Some(Some(other)) if chunks == 1 || plan.stages[*other].devices != stage.devices => {
+                    fault(format!("device {device} is used by stage {other} too"));
+                }
+                Some(Some(other)) if *other == at => fault(format!("device {device} is used twice")),
+                Some(Some(_)) => {}
+                Some(free) => *free = Some(at),
+            }
+        }
+        let product = stage.hierarchy.iter().fold(1u64, |p, place| p.saturating_mul(u64::from(place.replicas)));
+        if product != u64::from(stage.replicas) {
+            fault(format!("the levels multiply to {product} replicas, the stage has {}", stage.replicas));
+        }
+        let sharing = plan.stages.iter().filter(|other| other.devices == stage.devices).count();
+        if chunks > 1 && sharing != chunks as usize {
+            fault(format!("{sharing} stages are on its devices, the schedule has {chunks} chunks on each"));
+        }
+    }
+}
+
+/// The problem at the costs of groups, where groups of devices share the replicas of a plan.
+fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) -> Cow<'a, Problem> {
+    faults.extend(groups::wrong(plan).into_iter().map(|(stage, what)| PlanFault::Devices { stage, what }));
+    let degree = plan.stages.first().map_or(1, Stage::degree);
+    if degree == 1 {
+        return Cow::Borrowed(problem);
+    }
+    let Some(costs) = problem.shared.iter().find(|costs| costs.devices == degree) else {
+        let what = format!("{degree} devices share each replica; the costs are of none that so many share");
+        faults.push(PlanFault::Devices { stage: 0, what });
+        return Cow::Borrowed(problem);
+    };
+    Cow::Owned(Problem { graph: costs.graph.clone(), ..problem.clone() })
+}
+
+/// What a plan says of the gains and pains of sharing.
+fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
+    let costs = alone.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
+    let mut found = vec![[0.0; 4]; plan.stages.len()];
+    for (op, &stage) in stage_of.iter().enumerate() {
+        let (cost, meetings) = (&alone.graph.ops[op], costs.map_or([0.0; 2], |costs| costs.meetings[op]));
+        let all = [cost.fwd_us, cost.bwd_us, meetings[0], meetings[1]];
+        found[stage].iter_mut().zip(all).for_each(|(sum, us)| *sum += us);
+    }
+    for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
+        let said = match (&stage.sharing, stage.degree() > 1) {
+            (None, false) => continue,
+            (Some(said), true) => [said.alone_fwd_us, said.alone_bwd_us, said.meeting_fwd_us, said.meeting_bwd_us],
+            (said, is_shared) => {
+                let told = |is: bool| if is { "figures of sharing" } else { "none" }.to_string();
+                let what = format!("sharing of stage {at}");
+                faults.push(PlanFault::Figure { what, said: told(said.is_some()), found: told(is_shared) });
+                continue;
+            }
+        };
+        for (name, (said, found)) in ["alone_fwd_us", "alone_bwd_us", "meeting_fwd_us", "meeting_bwd_us"]
+            .into_iter()
+            .zip(said.into_iter().zip(found))
+        {
+            if differs(said, found) {
+                let what = format!("sharing.{name} of stage {at}");
+                faults.push(PlanFault::Figure { what, said: said.to_string(), found: found.to_string() });
+            }
+        }
+    }
+}
+
+/// Lists of the schedule with one entry for each stage, and versions that follow from the caps.
+pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
+    let schedule = &plan.schedule;
+    for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
+        if list.len() != plan.stages.len() || list.contains(&0) {
+            let what = format!("{name} is {list:?} for {} stages; one number of at least 1 each", plan.stages.len());
+            faults.push(PlanFault::Schedule { what });
+        }
+    }
+    if let Some(what) = apart(plan) {
+        faults.push(PlanFault::Schedule { what });
+    }
+    let wanted: Vec<u32> = match schedule.kind {
+        ScheduleKind::RoundRobin => schedule.in_flight.clone(),
+        ScheduleKind::RoundRobinVsync => {
+            let lanes = plan.stages.iter().zip(&schedule.in_flight);
+            let lanes = lanes.map(|(stage, &in_flight)| Lanes { replicas: stage.replicas, in_flight });
+            let first = lanes.clone().next().unwrap_or(Lanes { replicas: 1, in_flight: 1 });
+            lanes.map(|own| in_flight::synced(own.replicas, first)).collect()
+        }
+        ScheduleKind::TwoBw => vec![2; plan.stages.len()],
+        _ => vec![1; plan.stages.len()],
+    };
+    if faults.is_empty() && schedule.weight_versions != wanted {
+        let said = format!("{:?}", schedule.weight_versions);
+        faults.push(PlanFault::Figure { what: "schedule.weight_versions".into(), said, found: format!("{wanted:?}") });
+    }
+}
+
+/// What is wrong with the micro-batches between the halves of their backward. Under zb-h1 and zb-h2 a stage begins with second halves
+/// when it has done as many first ones as there are stages before it, or twice as many; a plan with chunks says what its table does.
+fn apart(plan: &Plan) -> Option<String> {
+    let PlannedSchedule { kind, in_flight, apart, .. } = &plan.schedule;
+    if !kind.splits_backward() {
+        return (!apart.is_empty()).then(|| format!("apart is {apart:?}, and no backward is split"));
+    }
+    if apart.len() != plan.stages.len() || apart.iter().zip(in_flight).any(|(apart, most)| !(1..=*most).contains(apart))
+    {
+        return Some(format!(
+            "apart is {apart:?} for caps {in_flight:?}; one number of at least 1 each, within the cap"
+        ));
+    }
+    let depth = match kind {
+        ScheduleKind::ZbH1 => 1,
+        ScheduleKind::ZbH2 => 2,
+        _ => return None,
+    };
+    let mut workers = 0u64;
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let r = u64::from(stage.replicas.max(1));
+        let found = (depth * workers.div_ceil(r) + 1).min(u64::from(in_flight[at]));
+        if u64::from(apart[at]) != found {
+            return Some(format!("apart is {} at stage {at}, its place makes that {found}", apart[at]));
+        }
+        workers += r;
+    }
+    None
+}
+
+/// Compares the bytes of a plan's edges, whatever tensors they carry, with those found for each pair of stages.
+pub fn edge_bytes(plan: &Plan, found: &BTreeMap<(u32, u32), u64>, faults: &mut Vec<PlanFault>) {
+    let said: BTreeMap<(u32, u32), u64> =
+        plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
+    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
+    for key in found.keys().chain(said.keys().filter(|key| !found.contains_key(key))) {
+        let [left, right] = [&said, found].map(|edges| edges.get(key));
+        if left != right {
+            faults.push(PlanFault::Edge { from: key.0, to: key.1, said: told(left), found: told(right) });
+        }
+    }
+}
+
+fn edges(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
+    let mut found: BTreeMap<(u32, u32), (u64, Vec<&str>)> = BTreeMap::new();
+    for tensor in &graph.tensors {
+        let from = stage_of[tensor.producer.index()];
+        let mut targets: Vec<usize> = tensor.consumers.iter().map(|to| stage_of[to.index()]).collect();
+        targets.sort_unstable();
+        targets.dedup();
+        for to in targets.into_iter().filter(|&to| to != from) {
+            let edge = found.entry((from as u32, to as u32)).or_default();
+            edge.0 += tensor.bytes;
+            edge.1.push(&tensor.name);
+        }
+    }
+    let mut said: BTreeMap<(u32, u32), (u64, Vec<&str>)> = BTreeMap::new();
+    for edge in &plan.edges {
+        let names = edge.tensors.iter().map(String::as_str).collect();
+        if said.insert((edge.from.0, edge.to.0), (edge.bytes, names)).is_some() {
+            let (said, found) = ("the edge twice".to_string(), "it once".to_string());
+            faults.push(PlanFault::Edge { from: edge.from.0, to: edge.to.0, said, found });
+        }
+    }
+    let text = |edge: Option<&(u64, Vec<&str>)>| match edge {
+        Some((bytes, names)) => format!("{} tensors of {bytes} bytes", names.len()),
+        None => "no edge".to_string(),
+    };
+    for key in found.keys().chain(said.keys().filter(|key| !found.contains_key(key))) {
+        let (mut left, mut right) = (said.get(key).cloned(), found.get(key).cloned());
+        for side in [&mut left, &mut right].into_iter().flatten() {
+            side.1.sort_unstable();
+        }
+        if left != right {
+            faults.push(PlanFault::Edge {
+                from: key.0,
+                to: key.1,
+                said: text(left.as_ref()),
+                found: text(right.as_ref()),
+            });
+        }
+    }
+}
+
+fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory> {
+    let graph = &problem.graph;
+    let mut weights = vec![0u64; plan.stages.len()];
+    let mut terms = vec![0u64; plan.stages.len()];
+    let mut shared = vec![0u64; plan.stages.len()];
+    let mut largest = vec![0u64; plan.stages.len()];
+    let mut needed = vec![0u64; plan.stages.len()];
+    let mut used = vec![0u64; graph.ops.len()];
+    let mut alive = vec![0u64; plan.stages.len()];
+    let mut workspace = vec![0u64; plan.stages.len()];
+    let mut put_by = vec![0u64; plan.stages.len()];
+    let mut received = vec![0u64; plan.stages.len()];
+    let mut summed = vec![0u64; plan.stages.len()];
+    let mut masters = vec![0u64; plan.stages.len()];
+    let mut sent = vec![0u64; plan.stages.len()];
+    let mut only_sent = vec![0u64; plan.stages.len()];
+    let mut halves = vec![0u64; plan.stages.len()];
+    let mut forward_us = vec![0.0; plan.stages.len()];
+    // Of each op: whether its own stage reads what it makes, and whether anyone does.
+    let mut stays = vec![false; graph.ops.len()];
+    let mut is_read = vec![false; graph.ops.len()];
+    for param in &graph.params {
+        let mut stages: Vec<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+        stages.iter().for_each(|&stage| terms[stage] = terms[stage].saturating_add(param.sum_bytes));
+        stages.sort_unstable();
+        stages.dedup();
+        if stages.len() > 1 {
+            stages.iter().for_each(|&stage| shared[stage] = shared[stage].saturating_add(param.sum_bytes));
+        }
+        for stage in stages {
+            weights[stage] = weights[stage].saturating_add(param.bytes);
+            summed[stage] = summed[stage].saturating_add(param.sum_bytes);
+            // Narrow parameters follow from wide ones, which are moved.
+            let is_narrow = param.sum_bytes > param.bytes;
+            masters[stage] = masters[stage].saturating_add(if is_narrow { param.sum_bytes } else { 0 });
+        }
+        param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.sum_bytes));
+    }
+    let ends = ends::ends(graph, stage_of);
+    for tensor in &graph.tensors {
+        let mut stages: Vec<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
+        stages.sort_unstable();
+        stages.dedup();
+        let from = stage_of[tensor.producer.index()];
+        is_read[tensor.producer.index()] |= !stages.is_empty();
+        stays[tensor.producer.index()] |= stages.contains(&from);
+        stages.retain(|&to| to != from);
+        stages.iter().for_each(|&to| received[to] = received[to].saturating_add(tensor.bytes));
+        if !stages.is_empty() {
+            sent[from] = sent[from].saturating_add(tensor.bytes);
+            if graph.ops[tensor.producer.index()].unsaved {
+                only_sent[from] = only_sent[from].saturating_add(tensor.bytes);
+            }
+        }
+    }
+    let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
+    for (op, &stage) in graph.ops.iter().zip(stage_of) {
+        alive[stage] += op.saved_bytes + op.fed_bytes;
+        largest[stage] = largest[stage].max(used[op.id as usize]);
+        let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
+        needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
+        // A worker with so many micro-batches of a minibatch makes their gradients of weights at once.
+        let replicas = plan.stages[stage].replicas.max(1);
+        let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
+        let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
+        let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
+        put_by[stage] += if is_joint { op.joint_bytes } else { 0 };
+        let is_split = plan.schedule.apart.get(stage).is_some_and(|&apart| apart > 0) && received[stage] > 0;
+        let live = if is_split { op.live.split } else { op.live.whole };
+        workspace[stage] = workspace[stage].max(scratch + live[ends[op.id as usize]]);
+        forward_us[stage] += op.fwd_us;
+    }
+    for (at, (op, &stage)) in graph.ops.iter().zip(stage_of).enumerate() {
+        let comes_as_it_is = is_read[at] && !stays[at];
+        halves[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
+    }
+    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
+    let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
+    let pace = class::fastest(&problem.cluster.classes);
+    let one = |stage: usize| {
+        let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
+        let weights = weights[stage];
+        let (terms, shared) = (terms[stage], shared[stage]);
+        let (summed, masters) = (summed[stage], masters[stage]);
+        let largest = if plan.stages[stage].zero < 3 { largest[stage] } else { needed[stage] };
+        let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
+        let held = || shares::held(&plan.stages[stage], plan.schedule.weight_versions[stage], plan.schedule.kind, &of);
+        let (gradients, optimizer) = if trains { held() } else { (0, 0) };
+        let gradients = gradients.saturating_add(shared.saturating_mul(shares::late(plan, stage)));
+        let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
+        let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
+        let waiting = received[stage].saturating_add(only_sent[stage]);
+        let in_flight = u64::from(plan.schedule.in_flight[stage]);
+        let activations = match plan.stages[stage].recompute {
+            _ if !trains => {
+                let of_others = sent[stage].saturating_mul(in_flight.saturating_sub(1));
+                alive[stage].saturating_add(waiting).saturating_add(of_others)
+            }
+            true => {
+                let both = received[stage].saturating_add(sent[stage]);
+                let again = alive[stage].saturating_add(sent[stage]).saturating_mul(apart.max(1));
+                both.saturating_mul(in_flight).saturating_add(again)
+            }
+            false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
+        };
+        let between = match apart {
+            0 => 0,
+            _ => {
+                // Who gets nothing from others makes nothing that others wait for: all of its backward is the second half.
+                let own = if received[stage] > 0 { halves[stage].saturating_mul(apart) } else { 0 };
+                own.saturating_add(sent[stage].saturating_mul(apart - 1))
+            }
+        };
+        let messages = match trains {
+            true => {
+                // Gradients that may still be on the slowest link after the forward of the fastest device lie in two places.
+                let us = wire.map_or(0.0, |wire| wire.time(received[stage] as f64));
+                let places = if us > forward_us[stage] / pace * (1.0 + TOLERANCE) { 2 } else { 1 };
+                received[stage].saturating_mul(places).saturating_add(sent[stage])
+            }
+            false => received[stage],
+        };
+        let workspace = workspace[stage].saturating_add(put_by[stage]);
+        let sum = [versions, gradients, optimizer, activations, between, messages, workspace];
+        let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
+        StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
+    };
+    (0..plan.stages.len()).map(one).collect()
+}
+
+/// Each device of a class holds what that class holds.
+pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<PlanFault>) {
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let own = stage.devices.iter().filter_map(|&device| cost::class_of(classes, device));
+        let limit = own.map(|class| class.device.memory.0).min();
+        if let Some(limit) = limit.filter(|&limit| stage.memory.total > limit) {
+            faults.push(PlanFault::Memory { stage: at, needed: stage.memory.total, limit });
+        }
+    }
+}
+
+/// Whether buckets are these, but for rounding.
+fn same(said: &[GradientBucket], found: &[GradientBucket]) -> bool {
+    let same = |(said, found): (&GradientBucket, &GradientBucket)| {
+        said.parameters == found.parameters && said.bytes == found.bytes && !differs(said.ready, found.ready)
+    };
+    said.len() == found.len() && said.iter().zip(found).all(same)
+}
+
+fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
+    let mut forward = vec![0.0; plan.stages.len()];
+    let mut backward = vec![0.0; plan.stages.len()];
+    let mut weights = vec![0.0; plan.stages.len()];
+    for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
+        forward[stage] += op.fwd_us;
+        backward[stage] += op.bwd_us;
+        // An op whose costs do not tell the part counts with half.
+        weights[stage] += match op.weight_us {
+            Some(part) => part,
+            None => 0.5 * op.bwd_us,
+        };
+    }
+    for (at, stage) in plan.stages.iter().enumerate() {
+        if stage.recompute {
+            backward[at] += forward[at];
+        }
+        let pace = cost::pace(problem, stage);
+        (forward[at], backward[at], weights[at]) = (forward[at] / pace, backward[at] / pace, weights[at] / pace);
+        // A plan that says nothing of buckets sums all gradients at once.
+        if !stage.buckets.is_empty() {
+            let ops: Vec<u32> = stage.ops.iter().flat_map(|&(from, to)| from..to).collect();
+            let size = problem.bucket.0;
+            if !same(&stage.buckets, &buckets(&problem.graph, &ops, size)) {
+                let what = format!("buckets of stage {at}: expected those of {size} B, as its backward makes them");
+                faults.push(PlanFault::Schedule { what });
+            }
+        }
+        // A plan that says nothing of the weights, an older one for example, says nothing wrong.
+        let said_of_weights = stage.weight_us.unwrap_or(weights[at]);
+        for (name, said, found) in [
+            ("fwd_us", stage.fwd_us, forward[at]),
+            ("bwd_us", stage.bwd_us, backward[at]),
+            ("weight_us", said_of_weights, weights[at]),
+        ] {
+            if differs(said, found) {
+                let what = format!("{name} of stage {at}");
+                faults.push(PlanFault::Figure { what, said: said.to_string(), found: found.to_string() });
+            }
+        }
+    }
+}

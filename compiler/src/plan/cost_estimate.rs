@@ -1,0 +1,351 @@
+//! What stages on devices cost under cost model `pipec`.
+//!
+//! An item is what the costs are for: a whole minibatch under 1F1B-RR and for inference, a micro-batch under the other schedules. T is
+//! the time of a whole minibatch, and of one item for inference.
+//!
+//! ```text
+//! C_s    = forward + backward (+ forward again where it is recomputed)       inference: forward
+//! L_s,k  = Σ t(e) over the edges of s that go over level k + q_s ρ_s,k
+//! U_u    = Σ over stages on unit u of a shared level: the same, by the share of the stage's devices that are on u
+//!
+//! never flushed    T = max( C_s / r_s,  q_s R_s / r_s,  L_s,k / r_s,  U_u )
+//! 2BW              T = max( ⌈m / r_s⌉ C_s,  R_s,  ⌈m / r_s⌉ L_s,k,  m U_u )
+//! flushed          T = max( (⌈m / r_s⌉ - 1) max(C_s, L_s,k),  (m - 1) U_u ) + Σ (C_s + 2 i_s) + max R_s
+//! latency          T = Σ (forward + i_s)
+//! ```
+//!
+//! | symbol | meaning |
+//! | --- | --- |
+//! | t, ρ, R | message and all-reduce, see `links` |
+//! | r_s, m | replicas of stage s, micro-batches of a minibatch |
+//! | q_s | all-reduces for each item of a replica: 1 under 1F1B-RR, whose replicas step once a round; 1 / ⌈m / r_s⌉ under 2BW; 0 else |
+//! | i_s | Σ t(e) over the edges that come into s |
+//!
+//! Overlap is what the runtime does. Under 1F1B-RR the all-reduce of a round is posted after the round's last backward and waited
+//! for before the step; later items run meanwhile, as far as the in-flight caps let them. Rounds of one stage reduce one after the
+//! other, hence R_s is a resource of its own. Messages are posted and waited for apart, so they run beside compute; activations
+//! forward and gradients back make each edge cost its stages one message out and one in for each item. Under a flush the
+//! all-reduce comes after the last backward, and what fills and drains is one item's way there and back. For straight
+//! pipelines of equal stages that is (m - 1) T + Σ T + R exactly.
+
+use crate::cluster::Level;
+use crate::plan::in_flight::ScheduleFlow;
+use crate::plan::links::{self, Ring, Wire};
+use crate::plan::{Edge, ScheduleKind};
+use std::collections::BTreeMap;
+
+/// A stage in its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlacedStage {
+    /// Forward microseconds of one item.
+    pub forward_us: f64,
+    /// Backward microseconds of one item, recomputation included.
+    pub backward_us: f64,
+    /// Bytes of its weights, each parameter once.
+    pub weight_bytes: f64,
+    /// One device for each replica, the first being `first`.
+    pub first: u32,
+    /// Replicas.
+    pub replicas: u32,
+}
+
+/// What the stages do together.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CostEstimate {
+    /// The objective: microseconds for one minibatch, or one item's way through.
+    pub minibatch_us: f64,
+    /// The part of it that is the busiest stage's or link's.
+    pub busiest_us: f64,
+    /// Microseconds from one update to the next.
+    pub step_us: f64,
+    /// Share of the step in which the busiest stage waits for the pipeline to fill and drain.
+    pub bubble: f64,
+}
+
+/// How items flow: the schedule, and what is asked of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlowQuery {
+    /// Order of work.
+    pub schedule: ScheduleKind,
+    /// Micro-batches in one minibatch.
+    pub microbatches: u32,
+    /// Whether one item's way through is what counts.
+    pub latency: bool,
+}
+
+impl FlowQuery {
+    /// What a flow asks.
+    pub fn of(flow: &ScheduleFlow, latency: bool) -> FlowQuery {
+        FlowQuery { schedule: flow.schedule, microbatches: flow.microbatches, latency }
+    }
+
+    /// Whether weights are updated.
+    pub fn trains(&self) -> bool {
+        self.schedule != ScheduleKind::Inference
+    }
+
+    /// q_s: all-reduces for each item of a replica.
+    pub fn reduces(&self, replicas: u32) -> f64 {
+        match self.schedule {
+            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0,
+            // The replica that has most items of the minibatch is the one that counts.
+            ScheduleKind::TwoBw => 1.0 / self.dealt(replicas),
+            _ => 0.0,
+        }
+    }
+
+    /// All-reduces for each item of all replicas.
+    fn reduces_an_item(&self, replicas: u32) -> f64 {
+        match self.schedule {
+            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0 / f64::from(replicas.max(1)),
+            ScheduleKind::TwoBw => 1.0 / f64::from(self.microbatches.max(1)),
+            _ => 0.0,
+        }
+    }
+
+    /// ⌈m / r⌉: the items of a minibatch that the busiest replica has.
+    fn dealt(&self, replicas: u32) -> f64 {
+        f64::from(self.microbatches.div_ceil(replicas.max(1)).max(1))
+    }
+
+    /// How often the busiest replica's item counts in the objective.
+    pub fn weight(&self, replicas: u32) -> f64 {
+        match self.schedule {
+            _ if self.latency => 0.0,
+            ScheduleKind::TwoBw => self.dealt(replicas),
+            schedule if schedule.is_continuous() => 1.0 / f64::from(replicas),
+            _ => self.dealt(replicas) - 1.0,
+        }
+    }
+
+    /// How often the busiest shared link's item counts.
+    pub fn link_weight(&self) -> f64 {
+        match self.schedule {
+            _ if self.latency => 0.0,
+            ScheduleKind::TwoBw => f64::from(self.microbatches.max(1)),
+            schedule if schedule.is_continuous() => 1.0,
+            _ => f64::from(self.microbatches.max(1) - 1),
+        }
+    }
+
+    /// Whether one item's way through is added.
+    pub fn adds(&self) -> bool {
+        self.latency || !self.schedule.is_continuous()
+    }
+}
+
+/// What one stage contributes by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StageLoad {
+    /// To the maximum.
+    pub busiest_us: f64,
+    /// To the sum.
+    pub way_us: f64,
+    /// To the longest all-reduce after the last backward.
+    pub reduce_us: f64,
+}
+
+/// One message of an item, and the level it goes over.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Message {
+    /// The level.
+    pub level: usize,
+    /// Microseconds.
+    pub us: f64,
+    /// Whether its activations come into the stage.
+    pub comes_in: bool,
+}
+
+impl StageLoad {
+    /// What a stage contributes with these messages; what goes over shared levels is left to [`outlook`] where it is the sum
+    /// over several stages.
+    pub fn of(asked: &FlowQuery, levels: &[Level], stage: &PlacedStage, messages: &[Message]) -> StageLoad {
+        let rings = match asked.trains() && stage.replicas > 1 {
+            true => links::rings_of_range(levels, stage.first, stage.replicas, stage.weight_bytes),
+            false => Vec::new(),
+        };
+        let compute = stage.forward_us + if asked.trains() { stage.backward_us } else { 0.0 };
+        let all_reduce = links::all_reduce_us(&rings);
+        let q = asked.reduces(stage.replicas);
+        let mut item = compute.max(q * all_reduce);
+        for level in 0..levels.len() {
+            item = item.max(carried(asked, &rings, messages, level, q));
+        }
+        let comes_in: f64 = messages.iter().filter(|message| message.comes_in).map(|message| message.us).sum();
+        let ways = if asked.trains() { 2.0 } else { 1.0 };
+        StageLoad {
+            busiest_us: asked.weight(stage.replicas) * item,
+            way_us: if asked.adds() { compute + ways * comes_in } else { 0.0 },
+            reduce_us: if asked.adds() { all_reduce } else { 0.0 },
+        }
+    }
+}
+
+/// What goes out over one level for each item of a replica; as much comes in. Without gradients the two differ, and the greater
+/// counts.
+fn carried(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize, q: f64) -> f64 {
+    let reduce: f64 = rings.iter().filter(|ring| ring.level == level).map(|ring| ring.us).sum();
+    let sum = |wanted: &dyn Fn(&Message) -> bool| -> f64 {
+        messages.iter().filter(|message| message.level == level && wanted(message)).map(|message| message.us).sum()
+    };
+    if asked.trains() {
+        return sum(&|_| true) + q * reduce;
+    }
+    sum(&|message| message.comes_in).max(sum(&|message| !message.comes_in))
+}
+
+/// Puts stages and the edges between them together.
+pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
+    let messages = messages(levels, stages, edges);
+    let (mut busiest, mut way, mut reduce) = (0.0f64, 0.0, 0.0f64);
+    for (stage, messages) in stages.iter().zip(&messages) {
+        let share = StageLoad::of(asked, levels, stage, messages);
+        busiest = busiest.max(share.busiest_us);
+        way += share.way_us;
+        reduce = reduce.max(share.reduce_us);
+    }
+    for (_, us) in shared(asked, levels, stages, &messages) {
+        busiest = busiest.max(asked.link_weight() * us);
+    }
+    let minibatch_us = busiest + way + reduce;
+    let step_us = minibatch_us;
+    let work = |stage: &PlacedStage| (stage.forward_us + stage.backward_us) * asked.dealt(stage.replicas);
+    let most = stages.iter().map(work).fold(0.0, f64::max);
+    let bubble = if asked.adds() && !asked.latency && step_us > 0.0 { (1.0 - most / step_us).max(0.0) } else { 0.0 };
+    CostEstimate { minibatch_us, busiest_us: busiest, step_us, bubble }
+}
+
+/// The messages of every stage for one item.
+pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec<Vec<Message>> {
+    let mut messages = vec![Vec::new(); stages.len()];
+    for edge in edges {
+        let (from, to) = (&stages[edge.from.index()], &stages[edge.to.index()]);
+        // Between chunks of one rank nothing is sent.
+        if (from.first, from.replicas) == (to.first, to.replicas) {
+            continue;
+        }
+        // Devices of a stage follow each other, so the farthest two are at the ends.
+        let ends = |stage: &PlacedStage| [stage.first, stage.first + stage.replicas.max(1) - 1];
+        let all = ends(from).into_iter().chain(ends(to));
+        let Some(wire) = Wire::between(levels, all) else { continue };
+        let us = wire.time(edge.bytes as f64);
+        messages[edge.from.index()].push(Message { level: wire.level, us, comes_in: false });
+        messages[edge.to.index()].push(Message { level: wire.level, us, comes_in: true });
+    }
+    messages
+}
+
+/// U_u: microseconds for each item over the one port of each unit, by level and unit.
+pub fn shared(
+    asked: &FlowQuery,
+    levels: &[Level],
+    stages: &[PlacedStage],
+    messages: &[Vec<Message>],
+) -> BTreeMap<(usize, u32), f64> {
+    let mut ports: BTreeMap<(usize, u32), [f64; 3]> = BTreeMap::new();
+    let mut unit = 1u64;
+    for (at, level) in levels.iter().enumerate() {
+        if level.shared && at > 0 {
+            for (stage, messages) in stages.iter().zip(messages) {
+                let r = f64::from(stage.replicas);
+                let rings = match asked.trains() {
+                    true => links::rings_of_range(levels, stage.first, stage.replicas, stage.weight_bytes),
+                    false => Vec::new(),
+                };
+                let reduce: f64 = rings.iter().filter(|ring| ring.level == at).map(|ring| ring.us).sum();
+                let sum = |comes_in: bool| -> f64 {
+                    let over = messages.iter().filter(|message| message.level == at && message.comes_in == comes_in);
+                    over.map(|message| message.us).sum()
+                };
+                let (first, last) = (u64::from(stage.first), u64::from(stage.first + stage.replicas.max(1) - 1));
+                for of in first / unit..=last / unit {
+                    let on = (last + 1).min((of + 1) * unit) - first.max(of * unit);
+                    let port = ports.entry((at, of as u32)).or_default();
+                    port[0] += sum(true) * on as f64 / r;
+                    port[1] += sum(false) * on as f64 / r;
+                    port[2] += asked.reduces_an_item(stage.replicas) * reduce;
+                }
+            }
+        }
+        unit = unit.saturating_mul(u64::from(level.count.max(1)));
+    }
+    let one = |[comes_in, goes_out, reduce]: [f64; 3]| match asked.trains() {
+        true => comes_in + goes_out + reduce,
+        false => comes_in.max(goes_out),
+    };
+    ports.into_iter().map(|(key, port)| (key, one(port))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::read::levels;
+    use crate::plan::StageId;
+
+    fn stage(first: u32, replicas: u32, us: f64, weight_bytes: f64) -> PlacedStage {
+        PlacedStage { forward_us: us, backward_us: 2.0 * us, weight_bytes, first, replicas }
+    }
+
+    fn edge(from: u32, to: u32, bytes: u64) -> Edge {
+        Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes }
+    }
+
+    fn asked(schedule: ScheduleKind, microbatches: u32) -> FlowQuery {
+        FlowQuery { schedule, microbatches, latency: false }
+    }
+
+    #[test]
+    fn the_busiest_counts() {
+        let cluster = levels("4:1MB/s").unwrap().levels;
+        let us = |stages: &[PlacedStage], bytes| {
+            outlook(&asked(ScheduleKind::RoundRobin, 1), &cluster, stages, &[edge(0, 1, bytes)]).minibatch_us
+        };
+        // Stage 0 computes 90 us on 3 replicas; its all-reduce takes 2 · 2/3 · 30 = 40 us a round of 3.
+        assert_eq!(us(&[stage(0, 3, 30.0, 30.0), stage(3, 1, 10.0, 0.0)], 0), 30.0);
+        let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-9, "{found}, not {expected}");
+        near(us(&[stage(0, 3, 30.0, 150.0), stage(3, 1, 10.0, 0.0)], 0), 200.0 / 3.0);
+        // A message of 50 us: one of three senders has it every third item, the receiver always.
+        assert_eq!(us(&[stage(0, 3, 30.0, 30.0), stage(3, 1, 10.0, 0.0)], 50), 50.0);
+        // One port carries the all-reduce and the messages.
+        near(us(&[stage(0, 3, 10.0, 150.0), stage(3, 1, 10.0, 0.0)], 20), 220.0 / 3.0);
+    }
+
+    #[test]
+    fn a_shared_port_carries_the_sum() {
+        let mut cluster = levels("2:1000MB/s,2:1MB/s").unwrap().levels;
+        let stages: Vec<PlacedStage> = (0..4).map(|at| stage(at, 1, 5.0, 0.0)).collect();
+        let edges = [edge(0, 2, 10), edge(1, 3, 10), edge(0, 1, 10), edge(2, 3, 10)];
+        let us =
+            |cluster: &[Level]| outlook(&asked(ScheduleKind::RoundRobin, 1), cluster, &stages, &edges).minibatch_us;
+        assert_eq!(us(&cluster), 15.0);
+        cluster[1].shared = true;
+        assert_eq!(us(&cluster), 20.0);
+    }
+
+    #[test]
+    fn the_replica_with_most_items_of_a_minibatch_counts() {
+        let cluster = levels("4:1MB/s").unwrap().levels;
+        let us = |microbatches, stages: &[PlacedStage]| {
+            outlook(&asked(ScheduleKind::TwoBw, microbatches), &cluster, stages, &[]).minibatch_us
+        };
+        // Four items on three replicas: one of them has two of 90 us.
+        assert_eq!(us(4, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
+        assert_eq!(us(6, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
+        // One all-reduce of 200 us for all of them.
+        assert!((us(4, &[stage(0, 3, 30.0, 150.0)]) - 200.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn flushes_fill_and_drain() {
+        let cluster = levels("4:1MB/s").unwrap().levels;
+        let straight: Vec<PlacedStage> = (0..4).map(|at| stage(at, 1, 1.0, 0.0)).collect();
+        let flushed = outlook(&asked(ScheduleKind::OneFOneB, 8), &cluster, &straight, &[]);
+        assert_eq!((flushed.minibatch_us, flushed.step_us), (33.0, 33.0));
+        assert!((flushed.bubble - 9.0 / 33.0).abs() < 1e-12);
+        // Data parallelism: two micro-batches on each of four, then the all-reduce of 2 · 3/4 · 8.
+        let all = outlook(&asked(ScheduleKind::Gpipe, 8), &cluster, &[stage(0, 4, 1.0, 8.0)], &[]);
+        assert_eq!(all.minibatch_us, 6.0 + 12.0);
+        let way = FlowQuery { schedule: ScheduleKind::Inference, microbatches: 1, latency: true };
+        assert_eq!(outlook(&way, &cluster, &straight, &[edge(0, 1, 7)]).minibatch_us, 4.0 + 7.0);
+    }
+}

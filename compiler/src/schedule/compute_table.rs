@@ -1,0 +1,116 @@
+//! From a table of work to programs: a row for each rank says what it computes of one minibatch, in which order.
+//!
+//! Rows speak of stages and of items counted from 0 within the minibatch. Every replica of a rank follows the row for as many items
+//! as it is dealt: since all ranks have equally many replicas, the k-th replicas of all ranks are a pipeline of their own,
+//! which shares with the others nothing but the all-reduce. Minibatches follow each other in the same order.
+//!
+//! A table fixes how many items are in flight, so the program's caps are those of the table and not the pipeline's.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::list_scheduler::{Choice, Layout, play};
+use crate::schedule::lower::lower;
+use crate::schedule::semantics::{Rule, StepCount, dealt};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+
+/// The program in which every replica follows its rank's row; `row(rank, items)` is the row for so many items of a minibatch, at
+/// least one. Fails where replicas are unequal, or where a row is not whole or waits for another for ever.
+pub fn follow(
+    schedule: Schedule,
+    pipeline: &Pipeline,
+    count: StepCount,
+    row: impl Fn(RankId, u32) -> Vec<Work>,
+) -> Result<Program, ScheduleError> {
+    let mut rule = Rule::new(schedule, pipeline, count)?;
+    let replicas = equal_replicas(schedule, pipeline)?;
+    let layout = Layout::new(&rule.stages);
+    // Replicas are dealt as many items, or one fewer.
+    let dealt = |replica: u32| dealt(rule.microbatches, replicas, replica) as u32;
+    let mut rows: BTreeMap<(RankId, u32), Vec<Work>> = BTreeMap::new();
+    for rank in layout.ranks() {
+        for items in [dealt(0), dealt(replicas - 1)] {
+            let row = if items == 0 { Vec::new() } else { row(rank, items) };
+            whole(pipeline, rank, items, &row)?;
+            rows.entry((rank, items)).or_insert(row);
+        }
+    }
+    let mut lists = Vec::with_capacity(layout.workers());
+    for rank in layout.ranks() {
+        for replica in 0..replicas {
+            let row = &rows[&(rank, dealt(replica))];
+            let at = |start: u32, work: &Work| Work {
+                item: MicrobatchId(start * rule.microbatches + work.item.0 * replicas + replica),
+                ..*work
+            };
+            lists.push((0..count.minibatches).flat_map(|n| row.iter().map(move |work| at(n, work))).collect());
+        }
+    }
+    for (stage, shape) in (0..).map(StageId).zip(&mut rule.stages) {
+        shape.cap = peak(stage, &rows[&(shape.rank, dealt(0))]);
+    }
+    let order = play(pipeline, &rule, Choice::Fixed(&lists))?;
+    Ok(lower(pipeline, &rule, &order))
+}
+
+/// The replicas that every rank has; fails where they differ.
+pub fn equal_replicas(schedule: Schedule, pipeline: &Pipeline) -> Result<u32, ScheduleError> {
+    let replicas = pipeline.stages[0].replicas;
+    if pipeline.stages.iter().all(|stage| stage.replicas == replicas) {
+        return Ok(replicas);
+    }
+    let all: Vec<String> = pipeline.stages.iter().map(|stage| stage.replicas.to_string()).collect();
+    Err(ScheduleError::UnequalReplicas { schedule, replicas: all.join("-") })
+}
+
+/// The most items that are at a stage at once in a row: from the forward to the end of the backward.
+fn peak(stage: StageId, row: &[Work]) -> u32 {
+    let (mut now, mut most) = (0u32, 1);
+    for work in row.iter().filter(|work| work.stage == stage) {
+        now += u32::from(work.part == Phase::Forward);
+        most = most.max(now);
+        now -= u32::from(work.part.ends());
+    }
+    most
+}
+
+/// Refuses a row that does not run every item forward once and backward once at each stage of its rank, in this order.
+fn whole(pipeline: &Pipeline, rank: RankId, items: u32, row: &[Work]) -> Result<(), ScheduleError> {
+    let wrong = |what: String| Err(ScheduleError::Table { what: format!("rank {}: {what}", rank.0) });
+    let mut done: BTreeSet<Work> = BTreeSet::new();
+    for &work in row {
+        let Work { stage, item, part } = work;
+        if pipeline.ranks.get(stage.index()) != Some(&rank) {
+            return wrong(format!("{work} is of a stage that the rank does not hold"));
+        }
+        if item.0 >= items {
+            return wrong(format!("{work} is of an item beyond the {items} of the minibatch"));
+        }
+        let has = |part| done.contains(&Work { part, ..work });
+        let fits = match part {
+            Phase::Forward => true,
+            Phase::Backward => has(Phase::Forward) && !has(Phase::BackwardInput),
+            Phase::BackwardInput => has(Phase::Forward) && !has(Phase::Backward),
+            Phase::BackwardWeight => has(Phase::BackwardInput),
+        };
+        if !fits {
+            return wrong(format!("{work} comes without the work before it, or beside work that includes it"));
+        }
+        if !done.insert(work) {
+            return wrong(format!("{work} comes twice"));
+        }
+    }
+    let stages = (0..).map(StageId).zip(&pipeline.ranks).filter(|(_, of)| **of == rank).map(|(stage, _)| stage);
+    for stage in stages {
+        for item in (0..items).map(MicrobatchId) {
+            let has = |part| done.contains(&Work { stage, item, part });
+            if !has(Phase::Backward) && !has(Phase::BackwardWeight) {
+                let missing =
+                    Work { stage, item, part: if has(Phase::Forward) { Phase::Backward } else { Phase::Forward } };
+                return wrong(format!("{missing} is missing"));
+            }
+        }
+    }
+    Ok(())
+}

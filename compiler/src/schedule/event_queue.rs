@@ -1,0 +1,141 @@
+//! What is to happen, by time: a radix heap (Ahuja, Mehlhorn, Orlin and Tarjan, JACM 1990).
+//!
+//! Nothing is posted for a time before the last one taken, so an entry lies in the bucket of the highest bit in which its time
+//! differs from that one; bucket 0 holds what happens at that very moment. When bucket 0 is empty, the first bucket that is not
+//! is spread over those below it. An entry only ever moves down: at most 64 times, most often two or three, and each
+//! move goes to the end of a list, where a heap would touch a path of far places.
+//!
+//! Entries of one time come out in the order of posting: equal times lie in one bucket, and spreading keeps their order.
+
+/// A queue of entries by time.
+pub struct EventQueue<E> {
+    /// The time of the last entry taken.
+    last: u64,
+    buckets: [Vec<(u64, E)>; 65],
+    /// The least time in each bucket that holds anything, and which do.
+    least: [u64; 65],
+    filled: u128,
+    /// Entries of bucket 0 that are taken already.
+    taken: usize,
+    len: usize,
+}
+
+impl<E: Copy> EventQueue<E> {
+    /// Nothing yet, at time 0.
+    pub fn new() -> Self {
+        let buckets = std::array::from_fn(|_| Vec::new());
+        Self { last: 0, buckets, least: [0; 65], filled: 0, taken: 0, len: 0 }
+    }
+
+    /// Entries that are to be taken.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing is to happen.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Posts an entry; what is too late happens now.
+    pub fn post(&mut self, time: u64, entry: E) {
+        self.place(time.max(self.last), entry);
+        self.len += 1;
+    }
+
+    /// The time of the next entry.
+    pub fn next_time(&self) -> Option<u64> {
+        self.first().map(|bucket| self.least[bucket])
+    }
+
+    /// Takes the next entry.
+    pub fn take(&mut self) -> Option<(u64, E)> {
+        let bucket = self.first()?;
+        if bucket > 0 {
+            self.last = self.least[bucket];
+            self.filled &= !(1 << bucket);
+            let mut entries = std::mem::take(&mut self.buckets[bucket]);
+            for (time, entry) in entries.drain(..) {
+                self.place(time, entry);
+            }
+            // The bucket keeps its room.
+            self.buckets[bucket] = entries;
+        }
+        let next = *self.buckets[0].get(self.taken)?;
+        self.taken += 1;
+        self.len -= 1;
+        if self.taken == self.buckets[0].len() {
+            self.buckets[0].clear();
+            self.taken = 0;
+            self.filled &= !1;
+        }
+        Some(next)
+    }
+
+    fn first(&self) -> Option<usize> {
+        (self.filled != 0).then(|| self.filled.trailing_zeros() as usize)
+    }
+
+    fn place(&mut self, time: u64, entry: E) {
+        let bucket = (64 - (time ^ self.last).leading_zeros()) as usize;
+        let is_first = self.filled & 1 << bucket == 0;
+        self.least[bucket] = if is_first { time } else { self.least[bucket].min(time) };
+        self.filled |= 1 << bucket;
+        self.buckets[bucket].push((time, entry));
+    }
+}
+
+impl<E: Copy> Default for EventQueue<E> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cmp::Reverse;
+    use std::collections::BinaryHeap;
+
+    /// Against a binary heap with the number of posting beside the time: random posts and takes, many at equal times.
+    #[test]
+    fn takes_what_a_binary_heap_takes() {
+        let mut state = 1u64;
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % below
+        };
+        let (mut moments, mut heap, mut now) = (EventQueue::new(), BinaryHeap::new(), 0);
+        for posted in 0..20_000u64 {
+            let after = match random(4) {
+                0 => 0,
+                1 => random(4),
+                2 => random(1 << 20),
+                _ => random(1 << 31) << random(20),
+            };
+            moments.post(now + after, posted);
+            heap.push(Reverse((now + after, posted)));
+            while random(3) == 0 {
+                assert_eq!(moments.next_time(), heap.peek().map(|Reverse((time, _))| *time));
+                let expected = heap.pop().map(|Reverse(entry)| entry);
+                assert_eq!(moments.take(), expected);
+                now = expected.map_or(now, |(time, _)| time);
+                assert_eq!((moments.len(), moments.is_empty()), (heap.len(), heap.is_empty()));
+            }
+        }
+        while let Some(Reverse(expected)) = heap.pop() {
+            assert_eq!(moments.take(), Some(expected));
+        }
+        assert_eq!(moments.take(), None);
+    }
+
+    #[test]
+    fn what_is_too_late_happens_now() {
+        let mut moments = EventQueue::new();
+        moments.post(10, 'a');
+        assert_eq!(moments.take(), Some((10, 'a')));
+        moments.post(11, 'b');
+        moments.post(3, 'c');
+        assert_eq!([moments.take(), moments.take()], [Some((10, 'c')), Some((11, 'b'))]);
+    }
+}

@@ -1,0 +1,368 @@
+//! The compute-only table that torch's pipeline runtime reads and writes: a row for each worker, a cell for each piece of work.
+//!
+//! ```text
+//! 0F0,0F1,0B0,0B1
+//! ,1F0,1B0,1F1,1B1
+//! ```
+//!
+//! `I` and `W` are the two parts of a backward, an empty cell is idle time, and `(0F3;7B0)OVERLAP_F_B` are pieces of work that torch
+//! runs beside each other and a worker here one after the other. A table prints as it was read, to the byte, but for what spreadsheets
+//! and hands add, which is left out: spaces, quotes around a cell, a mark of byte order, zeros in front of a number, lines of nothing at
+//! the end.
+//!
+//! Stages with replicas have a row for each rank, which all replicas follow for the items that they are dealt, or a row for each worker,
+//! as programs print: then replicas must do their items in one order.
+//!
+//! It says neither versions nor transfers, so it carries a synchronous schedule whole and an asynchronous one only in order.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::compute_table::equal_replicas;
+use crate::schedule::custom;
+use crate::schedule::custom::OrderOfWork;
+use crate::schedule::semantics::{StepCount, dealt};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+
+/// Cells that a table may have: beyond it no program of this form could be made.
+const MAX_CELLS: usize = 1 << 24;
+
+const OVERLAP: &str = "OVERLAP_F_B";
+
+/// What some programs write before a text, to say how its bytes are ordered.
+const BYTE_ORDER: char = '\u{feff}';
+
+/// The table of a program, one line for each worker.
+pub fn csv(program: &Program) -> String {
+    let mut text = String::new();
+    for worker in &program.workers {
+        let work = worker.instructions.iter().filter_map(|instruction| instruction.work());
+        let cells = work.map(|(work, ..)| work.to_string());
+        text += &cells.collect::<Vec<_>>().join(",");
+        text.push('\n');
+    }
+    text
+}
+
+/// One cell.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Cell {
+    /// Nothing is computed.
+    Idle,
+    /// One piece of work.
+    Work(Work),
+    /// Pieces of work that may run beside each other.
+    Overlap(Vec<Work>),
+}
+
+/// A table as it stands in a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ComputeTable {
+    /// A row for each rank.
+    pub rows: Vec<Vec<Cell>>,
+    /// What ends a line.
+    newline: &'static str,
+    /// Whether the last line is ended too.
+    is_ended: bool,
+}
+
+/// Where and why a text is not a table.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("row {row}, cell {cell}: expected {expected}, found `{found}`")]
+pub struct TableError {
+    /// The row, from 1.
+    pub row: usize,
+    /// The cell, from 1.
+    pub cell: usize,
+    /// What should stand there.
+    pub expected: &'static str,
+    /// What stands there.
+    pub found: String,
+}
+
+impl ComputeTable {
+    /// What a rank computes, in order.
+    pub fn row(&self, rank: RankId) -> impl Iterator<Item = Work> + '_ {
+        let cells = self.rows.get(rank.index()).into_iter().flatten();
+        cells
+            .flat_map(|cell| match cell {
+                Cell::Idle => &[],
+                Cell::Work(work) => std::slice::from_ref(work),
+                Cell::Overlap(work) => &work[..],
+            })
+            .copied()
+    }
+
+    fn work(&self) -> impl Iterator<Item = Work> + '_ {
+        (0..self.rows.len() as u32).flat_map(|rank| self.row(RankId(rank)))
+    }
+
+    /// Items of the minibatch that it orders.
+    pub fn microbatches(&self) -> u32 {
+        self.work().map(|work| work.item.0.saturating_add(1)).max().unwrap_or(0)
+    }
+
+    /// Stages that it speaks of.
+    pub fn stages(&self) -> u32 {
+        self.work().map(|work| work.stage.0.saturating_add(1)).max().unwrap_or(0)
+    }
+
+    /// Whether a backward in it comes in two parts.
+    pub fn splits_backward(&self) -> bool {
+        self.work().any(|work| work.part == Phase::BackwardWeight)
+    }
+
+    /// The program in which every rank of the pipeline follows its row, for so many minibatches. The table is for all microbatches
+    /// of one; replicas of a rank take their share of its row.
+    pub fn program(&self, pipeline: &Pipeline, minibatches: u32) -> Result<Program, ScheduleError> {
+        pipeline.validate()?;
+        let wrong = |what: String| Err(ScheduleError::Table { what });
+        let ranks = pipeline.ranks.iter().map(|rank| rank.index() + 1).max().unwrap_or(0);
+        let replicas = equal_replicas(Schedule::Csv, pipeline)?;
+        let workers = ranks.saturating_mul(replicas as usize);
+        // Rows of workers without work are not there where they come last.
+        if replicas > 1 && (ranks + 1..workers).contains(&self.rows.len()) {
+            let mut rows = self.rows.clone();
+            rows.resize(workers, Vec::new());
+            return ComputeTable { rows, ..*self }.program(pipeline, minibatches);
+        }
+        let is_by_worker = replicas > 1 && self.rows.len() == workers;
+        if self.rows.len() != ranks && !is_by_worker {
+            let workers = if replicas > 1 { format!(" of {replicas} workers") } else { String::new() };
+            return wrong(format!("it has {} rows, the pipeline {ranks} ranks{workers}", self.rows.len()));
+        }
+        let (stages, known) = (self.stages(), pipeline.stages.len());
+        if stages as usize != known {
+            return wrong(format!("it speaks of {stages} stages, the pipeline has {known}"));
+        }
+        let count = StepCount { minibatches, microbatches: self.microbatches() };
+        if is_by_worker {
+            let first = self.first_replicas(replicas).map_err(|what| ScheduleError::Table { what })?;
+            return custom::program(&first, pipeline, count);
+        }
+        custom::program(self, pipeline, count)
+    }
+
+    /// The rows of the first replica of each rank, where rows are those of workers and all replicas of a rank do as their first: what it
+    /// does with the items that it is dealt the others do with as many of theirs.
+    fn first_replicas(&self, replicas: u32) -> Result<ComputeTable, String> {
+        let items = self.microbatches();
+        let mut rows = Vec::with_capacity(self.rows.len() / replicas as usize);
+        for at in (0..self.rows.len() as u32).step_by(replicas as usize) {
+            for replica in 0..replicas {
+                let row = at + replica;
+                let dealt = dealt(items, replicas, replica);
+                let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
+                if let Some(work) = self.row(RankId(row)).find(|work| work.item.0 % replicas != replica) {
+                    let rank = at / replicas;
+                    return Err(format!("row {}: replica {replica} of rank {rank} is not dealt {work}", row + 1));
+                }
+                let first = self.row(RankId(at)).map(local).filter(|work| u64::from(work.item.0) < dealt);
+                if !first.eq(self.row(RankId(row)).map(local)) {
+                    return Err(format!(
+                        "row {}: it is not the order of row {}, and replicas of a rank follow one order",
+                        row + 1,
+                        at + 1
+                    ));
+                }
+            }
+            rows.extend(self.rows.get(at as usize).cloned());
+        }
+        Ok(ComputeTable { rows, ..*self })
+    }
+}
+
+impl OrderOfWork for ComputeTable {
+    /// Replica 0's share of the row stands for all that are dealt as many: only the order counts.
+    fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
+        let replicas = pipeline.stages.first().map_or(1, |stage| stage.replicas.max(1));
+        let of_share =
+            |work: &Work| replicas == 1 || (work.item.0.is_multiple_of(replicas) && work.item.0 / replicas < items);
+        let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
+        self.row(rank).filter(of_share).map(local).collect()
+    }
+}
+
+impl fmt::Display for ComputeTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, row) in self.rows.iter().enumerate() {
+            for (place, cell) in row.iter().enumerate() {
+                f.write_str(if place > 0 { "," } else { "" })?;
+                match cell {
+                    Cell::Idle => {}
+                    Cell::Work(work) => write!(f, "{work}")?,
+                    Cell::Overlap(work) => {
+                        let work: Vec<String> = work.iter().map(Work::to_string).collect();
+                        write!(f, "({}){OVERLAP}", work.join(";"))?;
+                    }
+                }
+            }
+            if self.is_ended || at + 1 < self.rows.len() {
+                f.write_str(self.newline)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for ComputeTable {
+    type Err = TableError;
+
+    fn from_str(text: &str) -> Result<Self, TableError> {
+        let text = text.strip_prefix(BYTE_ORDER).unwrap_or(text);
+        let newline = if text.contains("\r\n") { "\r\n" } else { "\n" };
+        let is_ended = text.ends_with('\n');
+        let body = text.trim_end_matches(|c: char| c.is_whitespace());
+        let mut rows = Vec::new();
+        let mut cells = 0usize;
+        for (row, line) in body.split('\n').enumerate() {
+            let line = line.strip_suffix('\r').unwrap_or(line);
+            let mut read = Vec::new();
+            for (cell, word) in line.split(',').enumerate() {
+                let error = |expected| {
+                    let found = word.chars().take(60).map(|c| if c.is_control() { '?' } else { c }).collect();
+                    TableError { row: row + 1, cell: cell + 1, expected, found }
+                };
+                cells += 1;
+                if cells > MAX_CELLS {
+                    return Err(error("a table of at most 16777216 cells"));
+                }
+                read.push(
+                    read_cell(bare(word))
+                        .ok_or_else(|| error("work such as 2F0, 2B0, 2I0 or 2W0, nothing, or (2F1;2B0)OVERLAP_F_B"))?,
+                );
+            }
+            // A row without work is one idle cell in print and none at all in meaning.
+            rows.push(read);
+        }
+        Ok(Self { rows, newline, is_ended })
+    }
+}
+
+fn read_cell(word: &str) -> Option<Cell> {
+    if word.is_empty() {
+        return Some(Cell::Idle);
+    }
+    match word.strip_suffix(OVERLAP) {
+        Some(rest) => {
+            let inner = rest.trim_end().strip_prefix('(')?.strip_suffix(')')?;
+            Some(Cell::Overlap(inner.split(';').map(str::trim).map(read_work).collect::<Option<Vec<Work>>>()?))
+        }
+        None => read_work(word).map(Cell::Work),
+    }
+}
+
+fn read_work(word: &str) -> Option<Work> {
+    let (at, letter) = word.char_indices().find(|(_, c)| !c.is_ascii_digit())?;
+    let part = Phase::ALL.into_iter().find(|part| part.letter() == letter)?;
+    Some(Work { stage: StageId(number(&word[..at])?), item: MicrobatchId(number(&word[at + 1..])?), part })
+}
+
+/// A cell without what spreadsheets put around it.
+fn bare(word: &str) -> &str {
+    let word = word.trim();
+    word.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(word).trim()
+}
+
+/// Digits and nothing else: no sign.
+fn number(digits: &str) -> Option<u32> {
+    digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::scheduler::schedule;
+
+    #[test]
+    fn one_row_for_each_worker() {
+        let count = StepCount { minibatches: 1, microbatches: 3 };
+        let pipeline = Pipeline::balanced(&[1, 1], 1.0);
+        let fill_drain = schedule(Schedule::Gpipe, &pipeline, count).unwrap();
+        assert_eq!(csv(&fill_drain), "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n");
+        let flush = schedule(Schedule::OneFOneB, &pipeline, count).unwrap();
+        assert_eq!(csv(&flush), "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n");
+    }
+
+    #[test]
+    fn says_where_it_stumbled() {
+        for (text, row, cell) in [
+            ("0F0,0X0", 1, 2),
+            ("0F0\n1F0,+1B0", 2, 2),
+            ("(0F0;)OVERLAP_F_B", 1, 1),
+            ("0F", 1, 1),
+            ("0F0,\"0B0", 1, 2),
+            ("0F0;0B0", 1, 1),
+            ("0F4294967296", 1, 1),
+        ] {
+            let error = text.parse::<ComputeTable>().unwrap_err();
+            assert_eq!((error.row, error.cell), (row, cell), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_spreadsheets_add_is_left_out() {
+        let plain = "0F0,0F1,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n";
+        let read = |text: &str| text.parse::<ComputeTable>().unwrap();
+        let rows = read(plain).rows;
+        for text in [
+            "\u{feff}0F0,0F1,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n",
+            " 0F0 , 0F1,0B0 ,\t0B1\n ,1F0,1B0,(1F1 ; 1B1)OVERLAP_F_B \n",
+            "\"0F0\",\"0F1\",\"0B0\",0B1\n\"\",1F0,\" 1B0\",\"(1F1;1B1)OVERLAP_F_B\"\n",
+            "0F0,0F1,0B0,0B1\r\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n",
+            "00F0,0F01,0B00,0B1\n,1F0,1B0,(01F1;1B1)OVERLAP_F_B\n",
+            "0F0,0F1,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n\n  \n",
+        ] {
+            assert_eq!(read(text).rows, rows, "{text:?}");
+        }
+        let ends = "0F0,0B0\r\n1F0,1B0\r\n";
+        assert_eq!(read(ends).to_string(), ends);
+        assert_eq!(read("\u{feff} 0F0,\"0B0\"").to_string(), "0F0,0B0");
+    }
+
+    /// What programs print is read back where stages have replicas too, and is the same order.
+    #[test]
+    fn rows_may_be_those_of_workers() {
+        let mut count = 0;
+        for kind in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1] {
+            for (replicas, microbatches) in [(2, 4), (2, 5), (3, 7)] {
+                let pipeline = Pipeline::balanced(&[replicas, replicas], 2.0);
+                let made = schedule(kind, &pipeline, StepCount { minibatches: 1, microbatches }).unwrap();
+                let text = csv(&made);
+                let back = text.parse::<ComputeTable>().unwrap().program(&pipeline, 1).unwrap();
+                assert_eq!(csv(&back), text, "{kind} on {replicas} replicas, {microbatches} items");
+                count += 1;
+            }
+        }
+        assert_eq!(count, 9);
+        let pipeline = Pipeline::balanced(&[2, 2], 2.0);
+        let refused = |text: &str| text.parse::<ComputeTable>().unwrap().program(&pipeline, 1).unwrap_err().to_string();
+        let rest = "1F0,1B0,1F2,1B2\n1F1,1B1,1F3,1B3";
+        assert_eq!(
+            refused(&format!("0F0,0F2,0B0,0B2\n0F1,0B1,0F3,0B3\n{rest}")),
+            "table: row 2: it is not the order of row 1, and replicas of a rank follow one order"
+        );
+        assert_eq!(
+            refused(&format!("0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n{rest}")),
+            "table: row 1: replica 0 of rank 0 is not dealt 0F1"
+        );
+        assert_eq!(refused("0F0,0B0"), "table: it has 1 rows, the pipeline 2 ranks of 2 workers");
+    }
+
+    #[test]
+    fn a_table_that_cannot_run_is_refused() {
+        let pipeline = Pipeline::balanced(&[1, 1], 1.0);
+        let refused = |text: &str| text.parse::<ComputeTable>().unwrap().program(&pipeline, 1).unwrap_err().to_string();
+        assert_eq!(refused("0F0,0B0\n1F0"), "table: rank 1: 1B0 is missing");
+        assert_eq!(refused("0F0,0F0,0B0\n1F0,1B0"), "table: rank 0: 0F0 comes twice");
+        assert_eq!(
+            refused("0B0,0F0\n1F0,1B0"),
+            "table: rank 0: 0B0 comes without the work before it, or beside work that includes it"
+        );
+        assert_eq!(refused("0F0,0B0"), "table: it has 1 rows, the pipeline 2 ranks");
+        let crossed = refused("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1");
+        assert!(crossed.contains("waits for ever before 0B0"), "{crossed}");
+    }
+}

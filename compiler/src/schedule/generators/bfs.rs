@@ -1,0 +1,29 @@
+//! Looped breadth-first: every stage of a rank runs all forwards of a minibatch, then every stage all backwards (Lamy-Poirier,
+//! MLSys 2023).
+//!
+//! It is fill-drain on a loop: the bubble shrinks with the number of stages on a rank, and gradients of a stage are complete
+//! early, at the price of all activations of the minibatch. The paper's backwards go in any order; here they go in item order,
+//! so that gradients are summed as under every other schedule.
+
+use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::compute_table::follow;
+use crate::schedule::semantics::StepCount;
+use crate::schedule::shape::{looped, ranks};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+
+/// All forwards stage by stage, all backwards stage by stage, step.
+pub fn bfs(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    looped(Schedule::Bfs, pipeline)?;
+    let (p, v) = (ranks(pipeline), pipeline.chunks());
+    follow(Schedule::Bfs, pipeline, count, |rank, items| row(p, v, rank, items))
+}
+
+fn row(p: u32, v: u32, rank: RankId, items: u32) -> Vec<Work> {
+    let all = |chunk: u32, part: Phase| {
+        let stage = StageId(chunk * p + rank.0);
+        (0..items).map(move |item| Work { stage, item: MicrobatchId(item), part })
+    };
+    let forwards = (0..v).flat_map(|chunk| all(chunk, Phase::Forward));
+    forwards.chain((0..v).rev().flat_map(|chunk| all(chunk, Phase::Backward))).collect()
+}

@@ -1,0 +1,15 @@
+//! Forwards only, items round-robin over the replicas; the in-flight cap bounds outputs that nobody has taken yet.
+
+use crate::schedule::list_scheduler::{Choice, play};
+use crate::schedule::lower::lower;
+use crate::schedule::semantics::{Rule, StepCount};
+use crate::schedule::shape::one_stage_each;
+use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+
+/// Every item's forward through every stage.
+pub fn inference(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    one_stage_each(Schedule::Inference, pipeline)?;
+    let rule = Rule::new(Schedule::Inference, pipeline, count)?;
+    let order = play(pipeline, &rule, Choice::Greedy)?;
+    Ok(lower(pipeline, &rule, &order))
+}

@@ -1,0 +1,96 @@
+//! 1F1B-RR: one forward, one backward, items round-robin over the replicas, weights stashed, never a flush (PipeDream,
+//! Narayanan et al., SOSP 2019, section 3.2), and the same with vertical sync (section 3.3).
+//!
+//! The paper starts each stage with a closed-form number of warm-up forwards. Where replicas differ from stage to stage
+//! that starves the pipeline (1-3-1 reaches half of the ideal throughput), so here the order is played, work-conserving,
+//! under an in-flight cap of each stage. The cap is part of the meaning: it fixes the versions (see
+//! [`rule`](crate::schedule::semantics)). With the published caps, [`published_caps`](crate::schedule::published_caps),
+//! a straight pipeline gets exactly the published program.
+
+use crate::schedule::list_scheduler::{Choice, play};
+use crate::schedule::lower::lower;
+use crate::schedule::semantics::{Rule, StepCount};
+use crate::schedule::shape::one_stage_each;
+use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+
+/// 1F1B-RR with weight stashing.
+pub fn one_f_one_b_rr(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    generate(Schedule::OneFOneBRr, pipeline, count)
+}
+
+/// 1F1B-RR with vertical sync: every stage runs an item with weights that have seen what stage 0's have.
+pub fn one_f_one_b_rr_vsync(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    generate(Schedule::OneFOneBRrVsync, pipeline, count)
+}
+
+fn generate(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    one_stage_each(schedule, pipeline)?;
+    let rule = Rule::new(schedule, pipeline, count)?;
+    let order = play(pipeline, &rule, Choice::Greedy)?;
+    Ok(lower(pipeline, &rule, &order))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::StageId;
+    use crate::plan::in_flight::{Lanes, synced};
+    use crate::schedule::check::verify::check;
+    use crate::schedule::{Instruction, published_caps};
+
+    /// The most versions that a worker of each stage holds while the program runs.
+    fn held(program: &Program) -> Vec<u32> {
+        let mut most = vec![1; program.stages.len()];
+        for worker in &program.workers {
+            let mut now = vec![1; program.stages.len()];
+            for instruction in &worker.instructions {
+                match *instruction {
+                    Instruction::Step { stage: StageId(stage), in_place: false, .. } => now[stage as usize] += 1,
+                    Instruction::Drop { stage: StageId(stage), .. } => now[stage as usize] -= 1,
+                    _ => {}
+                }
+                most.iter_mut().zip(&now).for_each(|(most, now)| *most = (*most).max(*now));
+            }
+        }
+        most
+    }
+
+    /// Programs in step with their first stage hold no more versions than are planned, and as many where stages have one replica; where
+    /// replicas are equal that is the first stage's cap.
+    #[test]
+    fn versions_are_those_that_are_planned() {
+        let mut alone = 0;
+        for seed in 0..160u32 {
+            println!("seed {seed}");
+            let mut state = seed.wrapping_mul(0x9e37_79b9).wrapping_add(1);
+            let mut below = |n: u32| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 16) % n
+            };
+            let equal = (seed % 4 == 0).then(|| 1 + below(3));
+            let replicas: Vec<u32> = (0..2 + below(3)).map(|_| equal.unwrap_or(1 + below(5))).collect();
+            let extra = below(3);
+            let caps: Vec<u32> = published_caps(&replicas).iter().map(|cap| cap + extra).collect();
+            let first = Lanes { replicas: replicas[0], in_flight: caps[0] };
+            let pipeline = Pipeline::balanced(&replicas, 2.0).with_caps(&caps);
+            let program = one_f_one_b_rr_vsync(&pipeline, StepCount::minibatches(120)).unwrap();
+            check(&program).unwrap();
+            for (&own, held) in replicas.iter().zip(held(&program)) {
+                let planned = synced(own, first);
+                assert!(
+                    held <= planned,
+                    "{replicas:?} caps {caps:?}: {held} held at {own} replicas, {planned} planned"
+                );
+                if own == replicas[0] {
+                    assert_eq!(planned, caps[0], "{replicas:?} caps {caps:?}");
+                }
+                // While replicas wait for each other's gradients, one may be done with what the oldest versions are for.
+                if own == 1 {
+                    assert_eq!(held, planned, "{replicas:?} caps {caps:?}");
+                    alone += 1;
+                }
+            }
+        }
+        assert!(alone > 60, "{alone} stages of one replica");
+    }
+}

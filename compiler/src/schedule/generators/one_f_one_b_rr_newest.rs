@@ -1,0 +1,105 @@
+//! 1F1B-RR without weight stashing: one version of the weights, which forwards and backwards each use as it is (the baseline of
+//! PipeDream, Narayanan et al., SOSP 2019, section 3.3; the order of SpecTrain and PipeMare).
+//!
+//! So that one version is enough, the order of a worker is fixed: its first cap − 1 forwards, then one forward and one backward in
+//! turn. The forward of round k then runs after the update of round k − c and before that of round k − c + 1, and its backward after the
+//! update of round k − 1: the version of the one is max(0, k − (c − 1)), that of the other k, whatever the times.
+//!
+//! A stage can only have begun what the stages before it have: caps are lowered to what those let through.
+
+use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::list_scheduler::{Choice, Layout, play};
+use crate::schedule::lower::lower;
+use crate::schedule::semantics::{Rule, StepCount};
+use crate::schedule::shape::one_stage_each;
+use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
+
+/// 1F1B-RR with the newest weights at each run.
+pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    let schedule = Schedule::OneFOneBRrNewest;
+    one_stage_each(schedule, pipeline)?;
+    pipeline.validate()?;
+    let pipeline = pipeline.clone().with_caps(&caps(pipeline));
+    let rule = Rule::new(schedule, &pipeline, count)?;
+    let lists = lists(&rule);
+    let order = play(&pipeline, &rule, Choice::Fixed(&lists))?;
+    Ok(lower(&pipeline, &rule, &order))
+}
+
+/// Before the backward of item b, a stage of r replicas lets through the items up to b + (c − 1)·r for sure: the next round waits for
+/// all of an earlier one. A later stage may not ask for more.
+fn caps(pipeline: &Pipeline) -> Vec<u32> {
+    let mut ahead = u64::MAX;
+    let lowered = pipeline.stages.iter().map(|stage| {
+        let replicas = u64::from(stage.replicas);
+        let more = u64::from(stage.cap - 1).min(ahead / replicas);
+        ahead = ahead.min(more * replicas);
+        more as u32 + 1
+    });
+    lowered.collect()
+}
+
+/// What each worker computes, in order.
+fn lists(rule: &Rule) -> Vec<Vec<Work>> {
+    let mut lists = vec![Vec::new(); Layout::new(&rule.stages).workers()];
+    let layout = Layout::new(&rule.stages);
+    for (stage, of) in (0..).map(StageId).zip(&rule.stages) {
+        for replica in 0..of.replicas {
+            let list = &mut lists[layout.worker(stage, replica).index()];
+            let items: Vec<MicrobatchId> = rule.share(stage, replica).collect();
+            let ahead = (of.cap as usize - 1).min(items.len());
+            let forward = |&item: &MicrobatchId| Work { stage, item, part: Phase::Forward };
+            let backward = |&item: &MicrobatchId| Work { stage, item, part: Phase::Backward };
+            list.extend(items[..ahead].iter().map(forward));
+            for (next, last) in items[ahead..].iter().zip(&items) {
+                list.extend([forward(next), backward(last)]);
+            }
+            list.extend(items[items.len() - ahead..].iter().map(backward));
+        }
+    }
+    lists
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::check::verify::check;
+    use crate::schedule::{Instruction, published_caps};
+
+    /// Every program holds, and every step but the first is made over the only version there is.
+    #[test]
+    fn one_version_is_enough() {
+        for replicas in
+            [&[1][..], &[1, 1, 1, 1], &[2, 1], &[3, 1], &[1, 2], &[1, 3, 1], &[4, 2, 1], &[1, 2, 2, 1], &[2, 3]]
+        {
+            for extra in [0, 1, 3] {
+                for minibatches in [1, 2, 7, 24] {
+                    let caps: Vec<u32> = published_caps(replicas).iter().map(|c| c + extra).collect();
+                    let pipeline = Pipeline::balanced(replicas, 2.0).with_caps(&caps);
+                    let program = one_f_one_b_rr_newest(&pipeline, StepCount::minibatches(minibatches)).unwrap();
+                    check(&program).unwrap();
+                    for instruction in program.workers.iter().flat_map(|worker| &worker.instructions) {
+                        match instruction {
+                            Instruction::Step { in_place, .. } => assert!(in_place, "{replicas:?} + {extra}"),
+                            Instruction::Drop { .. } => panic!("{replicas:?} + {extra}: a second version"),
+                            _ => {}
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn caps_are_lowered_to_what_the_stages_before_let_through() {
+        let pipeline = Pipeline::balanced(&[2, 4, 2, 1], 2.0);
+        for given in [[1, 4, 4, 2], [2, 1, 3, 6], [3, 3, 3, 3], [4, 2, 1, 5], [6, 6, 6, 6]] {
+            let pipeline = pipeline.clone().with_caps(&given);
+            for minibatches in [1, 5, 13, 30] {
+                check(&one_f_one_b_rr_newest(&pipeline, StepCount::minibatches(minibatches)).unwrap()).unwrap();
+            }
+        }
+        assert_eq!(caps(&pipeline.with_caps(&[1, 4, 4, 2])), [1, 1, 1, 1]);
+    }
+}

@@ -1,0 +1,90 @@
+//! Zero bubble on a V (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024; schedule V-ZB).
+//!
+//! Rank r of p holds stage r, on the way down, and stage 2p - 1 - r, on the way up. An item's last forward is on the rank of its
+//! first, so the first backward comes early, and every rank holds the same: p items' worth of a rank's activations. Where
+//! F = I = W there is no bubble.
+//!
+//! | phase   | rank r does                                                  | times        |
+//! | ---     | ---                                                          | ---          |
+//! | fill    | F down                                                       | 2 (p - r) - 1 |
+//! |         | F up, F down                                                 | r            |
+//! |         | F up, I and W up                                             | p - r        |
+//! | steady  | F, I, W down, then F, I, W up, as long as there is a forward | the rest     |
+//! | drain   | I down, I up                                                 | r            |
+//! |         | I down, W down                                               | p - r        |
+//! |         | W up, then W down, all that are left                         |              |
+//!
+//! Fewer than 2p - 1 items take the rows of 2p - 1 without the items that do not exist.
+
+use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::compute_table::follow;
+use crate::schedule::semantics::StepCount;
+use crate::schedule::shape::{folded, ranks};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+
+/// Zero bubble on ranks that hold two stages of a V.
+pub fn zbv(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    folded(Schedule::Zbv, pipeline)?;
+    let p = ranks(pipeline);
+    follow(Schedule::Zbv, pipeline, count, |rank, items| row(p, rank, items))
+}
+
+/// One way of the V on a rank, and how many items have come to each part.
+struct Way {
+    stage: StageId,
+    forward: u32,
+    input: u32,
+    weight: u32,
+}
+
+impl Way {
+    fn forward(&mut self) -> Work {
+        self.forward += 1;
+        Work { stage: self.stage, item: MicrobatchId(self.forward - 1), part: Phase::Forward }
+    }
+
+    fn input(&mut self) -> Work {
+        self.input += 1;
+        Work { stage: self.stage, item: MicrobatchId(self.input - 1), part: Phase::BackwardInput }
+    }
+
+    fn weight(&mut self) -> Work {
+        self.weight += 1;
+        Work { stage: self.stage, item: MicrobatchId(self.weight - 1), part: Phase::BackwardWeight }
+    }
+}
+
+fn row(p: u32, rank: RankId, items: u32) -> Vec<Work> {
+    let all = items.max(2 * p - 1);
+    let r = rank.0;
+    let way = |stage: u32| Way { stage: StageId(stage), forward: 0, input: 0, weight: 0 };
+    let (mut down, mut up) = (way(r), way(2 * p - 1 - r));
+    let mut row: Vec<Work> = (0..2 * (p - r) - 1).map(|_| down.forward()).collect();
+    for _ in 0..r {
+        row.extend([up.forward(), down.forward()]);
+    }
+    for _ in r..p {
+        row.extend([up.forward(), up.input(), up.weight()]);
+    }
+    while up.forward < all {
+        if down.forward < all {
+            row.push(down.forward());
+        }
+        row.extend([down.input(), down.weight(), up.forward(), up.input(), up.weight()]);
+    }
+    for _ in 0..r {
+        row.extend([down.input(), up.input()]);
+    }
+    for _ in r..p {
+        row.extend([down.input(), down.weight()]);
+    }
+    while up.weight < all {
+        row.push(up.weight());
+    }
+    while down.weight < all {
+        row.push(down.weight());
+    }
+    row.retain(|work| work.item.0 < items);
+    row
+}

@@ -1,0 +1,457 @@
+//! The order of forwards and backwards on each worker, found by playing the pipeline on a simulated clock.
+//!
+//! A worker that is free takes work at once if there is any that may start: [`Choice::Greedy`] prefers a backward, then a
+//! forward under the in-flight cap, then, where the backward is split, the weights' part of one; [`Choice::Fixed`] takes the next
+//! of a given list and waits for it. Under a greedy choice a worker has one stage, whose forwards and backwards each go in item
+//! order. A forward may start when
+//! - every incoming edge has brought its activations,
+//! - the version that the [`Rule`] gives it exists: the round before has been reduced over all replicas and applied,
+//! - fewer than cap items are in flight on the worker.
+//!
+//! A backward may start when its forward is done and every outgoing edge has brought its gradients, the weights' part of one
+//! when the other part is done; where a round is a whole
+//! minibatch, or weights are not stashed, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
+//! more than a plan allows for. Where replicas sum gradients as they are made (ZeRO 2), the items of a round begin with that in their
+//! order. The clock chooses order only; versions come from the rule, so times
+//! that are wrong make a program slow, never another program's weights.
+//!
+//! The result carries, for each piece of work, its place in the order in which all work was started. That sequence is the
+//! witness with which `lower` places Recvs and Waits so that no program of ours can wait for ever.
+
+use crate::plan::StageId;
+use crate::schedule::action::{Phase, Work};
+use crate::schedule::event_queue::EventQueue;
+use crate::schedule::semantics::Rule;
+use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, ScheduleError, WorkerId};
+
+/// How a free worker chooses.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice<'a> {
+    /// Work-conserving: a backward if one may start, else a forward.
+    Greedy,
+    /// The same with the backward in two parts; that of the weights fills what would be idle, and comes first where so many of a
+    /// stage wait for it.
+    GreedySplit(&'a [u32]),
+    /// The next of its list, by [`WorkerId`]; caps are not looked at.
+    Fixed(&'a [Vec<Work>]),
+}
+
+/// What every worker computes, in order.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct WorkOrder {
+    /// The work of each worker.
+    pub work: Vec<Vec<Work>>,
+    /// For each piece of work, how many others were started before it, over all workers.
+    pub started: Vec<Vec<u32>>,
+}
+
+/// The ids of workers, from stage and replica.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    /// The first worker of each rank, and the number of workers.
+    first: Vec<u32>,
+    /// The rank of each stage.
+    ranks: Vec<RankId>,
+}
+
+impl Layout {
+    /// Ranks in order, replica minor.
+    pub fn new(stages: &[ProgramStage]) -> Self {
+        let mut first = vec![0];
+        for stage in stages {
+            // Ranks come in the order of their first stages.
+            if stage.rank.index() + 1 == first.len() {
+                first.push(first[first.len() - 1] + stage.replicas);
+            }
+        }
+        Self { first, ranks: stages.iter().map(|stage| stage.rank).collect() }
+    }
+
+    /// Workers in all.
+    pub fn workers(&self) -> usize {
+        self.first[self.first.len() - 1] as usize
+    }
+
+    /// Ranks in all.
+    pub fn ranks(&self) -> impl Iterator<Item = RankId> + use<> {
+        (0..self.first.len() as u32 - 1).map(RankId)
+    }
+
+    /// The worker with this place.
+    pub fn worker(&self, stage: StageId, replica: u32) -> WorkerId {
+        WorkerId(self.first[self.ranks[stage.index()].index()] + replica)
+    }
+
+    /// The workers of a rank.
+    pub fn replicas(&self, rank: RankId) -> impl Iterator<Item = WorkerId> + use<> {
+        (self.first[rank.index()]..self.first[rank.index() + 1]).map(WorkerId)
+    }
+
+    /// The workers that hold a stage.
+    pub fn holders(&self, stage: StageId) -> impl Iterator<Item = WorkerId> + use<> {
+        self.replicas(self.ranks[stage.index()])
+    }
+
+    /// The rank of a worker.
+    pub fn rank(&self, worker: WorkerId) -> RankId {
+        RankId(self.first.partition_point(|&first| first <= worker.0) as u32 - 1)
+    }
+}
+
+/// Plays the pipeline and says who computed what when. Fails if some work never may start, which no rule does to a
+/// greedy choice: the first unfinished item always finds all earlier ones done.
+pub fn play(pipeline: &Pipeline, rule: &Rule, choice: Choice<'_>) -> Result<WorkOrder, ScheduleError> {
+    Player::new(pipeline, rule, choice).run()
+}
+
+/// A clock in millionths of a microsecond: equal sums of times compare equal.
+fn ticks(microseconds: f64) -> u64 {
+    (microseconds * 1e6).round() as u64
+}
+
+#[derive(Clone, Copy)]
+enum Event {
+    Done(WorkerId),
+    Arrived(StageId, MicrobatchId, Payload),
+    Updated(StageId, u32),
+}
+
+struct Hands {
+    /// Its stage, or the first of them; only a greedy choice asks.
+    stage: StageId,
+    /// The items of that stage.
+    forwards: Vec<MicrobatchId>,
+    next_forward: usize,
+    next_backward: usize,
+    next_weight: usize,
+    next_fixed: usize,
+    in_flight: u32,
+    running: Option<Work>,
+    /// Whether something has happened that it may have waited for.
+    is_touched: bool,
+    work: Vec<Work>,
+    started: Vec<u32>,
+}
+
+struct Player<'a> {
+    pipeline: &'a Pipeline,
+    rule: &'a Rule,
+    choice: Choice<'a>,
+    layout: Layout,
+    incoming: Vec<Vec<usize>>,
+    outgoing: Vec<Vec<usize>>,
+    hands: Vec<Hands>,
+    /// For each stage and item, what its forward and its backward still wait for.
+    forward_needs: Vec<u32>,
+    backward_needs: Vec<u32>,
+    /// Whether the part of the backward before the weights' is done.
+    weight_ready: Vec<bool>,
+    /// For each stage, items whose backward is missing in each round, rounds being reduced or done, and the newest version.
+    missing: Vec<Vec<u32>>,
+    /// For each stage, items of each round whose gradients of weights have begun to be made.
+    begun: Vec<Vec<u32>>,
+    reduced: Vec<u32>,
+    newest: Vec<u32>,
+    events: EventQueue<Event>,
+    now: u64,
+    count: u32,
+    /// Workers that are touched, each once.
+    touched: Vec<WorkerId>,
+}
+
+impl<'a> Player<'a> {
+    fn new(pipeline: &'a Pipeline, rule: &'a Rule, choice: Choice<'a>) -> Self {
+        let stages = pipeline.stages.len();
+        let items = rule.items as usize;
+        let layout = Layout::new(&rule.stages);
+        let mut incoming = vec![Vec::new(); stages];
+        let mut outgoing = vec![Vec::new(); stages];
+        for (index, edge) in pipeline.edges.iter().enumerate() {
+            incoming[edge.to.index()].push(index);
+            outgoing[edge.from.index()].push(index);
+        }
+        let mut hands = Vec::with_capacity(layout.workers());
+        for rank in layout.ranks() {
+            let held = pipeline.ranks.iter().position(|&of| of == rank).expect("a pipeline's ranks hold stages");
+            let stage = StageId(held as u32);
+            for replica in 0..pipeline.stages[held].replicas {
+                hands.push(Hands {
+                    stage,
+                    forwards: rule.share(stage, replica).collect(),
+                    next_forward: 0,
+                    next_backward: 0,
+                    next_weight: 0,
+                    next_fixed: 0,
+                    in_flight: 0,
+                    running: None,
+                    is_touched: true,
+                    work: Vec::new(),
+                    started: Vec::new(),
+                });
+            }
+        }
+        let mut forward_needs = Vec::with_capacity(stages * items);
+        let mut backward_needs = Vec::with_capacity(stages * items);
+        let mut missing = Vec::with_capacity(stages);
+        for index in 0..stages {
+            let stage = StageId(index as u32);
+            forward_needs.extend(std::iter::repeat_n(incoming[index].len() as u32, items));
+            // One more for its own forward.
+            backward_needs.extend(std::iter::repeat_n(outgoing[index].len() as u32 + 1, items));
+            missing.push((0..rule.rounds(stage)).map(|round| rule.count(stage, round)).collect());
+        }
+        Self {
+            pipeline,
+            rule,
+            choice,
+            incoming,
+            outgoing,
+            touched: (0..layout.workers() as u32).map(WorkerId).collect(),
+            layout,
+            hands,
+            forward_needs,
+            backward_needs,
+            weight_ready: vec![false; stages * items],
+            begun: missing.iter().map(|rounds: &Vec<u32>| vec![0; rounds.len()]).collect(),
+            missing,
+            reduced: vec![0; stages],
+            newest: vec![0; stages],
+            events: EventQueue::new(),
+            now: 0,
+            count: 0,
+        }
+    }
+
+    fn run(mut self) -> Result<WorkOrder, ScheduleError> {
+        let mut touched = Vec::new();
+        loop {
+            // Everything that happens at this moment is known before anyone chooses.
+            while self.events.next_time() == Some(self.now)
+                && let Some((_, event)) = self.events.take()
+            {
+                self.happen(event);
+            }
+            // Who chooses first does not depend on what happened first.
+            std::mem::swap(&mut self.touched, &mut touched);
+            touched.sort_unstable();
+            touched.iter().for_each(|worker| self.hands[worker.index()].is_touched = false);
+            for worker in touched.drain(..) {
+                self.start(worker);
+            }
+            match self.events.next_time() {
+                Some(time) => self.now = time,
+                None => break,
+            }
+        }
+        self.finished()?;
+        let (work, started) = self.hands.into_iter().map(|hands| (hands.work, hands.started)).unzip();
+        Ok(WorkOrder { work, started })
+    }
+
+    fn finished(&self) -> Result<(), ScheduleError> {
+        for (index, hands) in self.hands.iter().enumerate() {
+            let next = match self.choice {
+                Choice::Fixed(lists) => lists[index].get(hands.next_fixed).copied(),
+                _ if !self.rule.schedule.trains() => self.next(hands, hands.next_forward, Phase::Forward),
+                Choice::Greedy => self.next(hands, hands.next_backward, Phase::Backward),
+                Choice::GreedySplit(_) => self.next(hands, hands.next_weight, Phase::BackwardWeight),
+            };
+            if let Some(work) = next {
+                let worker = WorkerId(index as u32);
+                let rank = self.layout.rank(worker);
+                let first = self.layout.replicas(rank).next().unwrap_or(worker);
+                let worker = format!("{}.{}", rank.0, worker.0 - first.0);
+                return Err(ScheduleError::Stuck { worker, at: work.to_string() });
+            }
+        }
+        Ok(())
+    }
+
+    /// What takes no time happens at once, but the end of work: it is not done before everyone has begun.
+    fn post(&mut self, after: u64, event: Event) {
+        match event {
+            Event::Arrived(..) | Event::Updated(..) if after == 0 => self.happen(event),
+            _ => self.events.post(self.now.saturating_add(after), event),
+        }
+    }
+
+    fn touch(&mut self, worker: WorkerId) {
+        let is_touched = &mut self.hands[worker.index()].is_touched;
+        if !std::mem::replace(is_touched, true) {
+            self.touched.push(worker);
+        }
+    }
+
+    fn at(&self, stage: StageId, item: MicrobatchId) -> usize {
+        stage.index() * self.rule.items as usize + item.index()
+    }
+
+    fn worker(&self, stage: StageId, item: MicrobatchId) -> WorkerId {
+        self.layout.worker(stage, self.rule.replica(stage, item))
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Done(worker) => {
+                self.touch(worker);
+                let hands = &mut self.hands[worker.index()];
+                let Some(work) = hands.running.take() else { return };
+                if work.part.ends() {
+                    hands.in_flight -= 1;
+                }
+                match work.part {
+                    Phase::Forward => self.forward_done(work.stage, work.item),
+                    Phase::Backward | Phase::BackwardInput => self.gradients_done(work.stage, work.item),
+                    Phase::BackwardWeight => {}
+                }
+                if work.part.ends() {
+                    self.backward_done(work.stage, work.item);
+                }
+            }
+            Event::Arrived(stage, item, kind) => self.arrive(stage, item, kind),
+            Event::Updated(stage, round) => {
+                self.newest[stage.index()] = round + 1;
+                self.layout.holders(stage).for_each(|worker| self.touch(worker));
+            }
+        }
+    }
+
+    fn arrive(&mut self, stage: StageId, item: MicrobatchId, kind: Payload) {
+        let at = self.at(stage, item);
+        match kind {
+            Payload::Activation => self.forward_needs[at] -= 1,
+            Payload::Gradient => self.backward_needs[at] -= 1,
+        }
+        self.touch(self.worker(stage, item));
+    }
+
+    fn forward_done(&mut self, stage: StageId, item: MicrobatchId) {
+        let at = self.at(stage, item);
+        self.backward_needs[at] -= 1;
+        for place in 0..self.outgoing[stage.index()].len() {
+            let edge = &self.pipeline.edges[self.outgoing[stage.index()][place]];
+            self.post(ticks(edge.forward_us), Event::Arrived(edge.to, item, Payload::Activation));
+        }
+    }
+
+    fn gradients_done(&mut self, stage: StageId, item: MicrobatchId) {
+        let at = self.at(stage, item);
+        self.weight_ready[at] = true;
+        for place in 0..self.incoming[stage.index()].len() {
+            let edge = &self.pipeline.edges[self.incoming[stage.index()][place]];
+            self.post(ticks(edge.backward_us), Event::Arrived(edge.from, item, Payload::Gradient));
+        }
+    }
+
+    fn backward_done(&mut self, stage: StageId, item: MicrobatchId) {
+        let round = self.rule.round(stage, item);
+        self.missing[stage.index()][round as usize] -= 1;
+        let shape = &self.pipeline.stages[stage.index()];
+        // As if all of it began here: a forward that is put before other work for an update that is then late on shared links would keep
+        // that work waiting.
+        let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
+        // A short last round may be complete before the one before it; updates go in order.
+        while let Some(0) = self.missing[stage.index()].get(self.reduced[stage.index()] as usize) {
+            self.post(reduce, Event::Updated(stage, self.reduced[stage.index()]));
+            self.reduced[stage.index()] += 1;
+        }
+    }
+
+    fn ready(&self, Work { stage, item, part }: Work) -> bool {
+        let at = self.at(stage, item);
+        let newest = self.newest[stage.index()];
+        let waits = !(self.rule.schedule.is_round_robin() && self.rule.schedule.stashes());
+        let buffer = || !waits || self.rule.round(stage, item) <= newest;
+        let turn = || self.rule.stages[stage.index()].zero < 2 || self.is_turn(stage, item);
+        match part {
+            Phase::Forward => self.forward_needs[at] == 0 && self.rule.version(stage, item).0 <= newest,
+            Phase::Backward => self.backward_needs[at] == 0 && buffer() && turn(),
+            Phase::BackwardInput => self.backward_needs[at] == 0 && buffer(),
+            Phase::BackwardWeight => self.weight_ready[at] && turn(),
+        }
+    }
+
+    /// Whether all items before this one in its round have begun to make what this one adds to.
+    fn is_turn(&self, stage: StageId, item: MicrobatchId) -> bool {
+        let round = self.rule.round(stage, item) as usize;
+        self.begun[stage.index()].get(round) == Some(&self.rule.place(stage, item))
+    }
+
+    fn next(&self, hands: &Hands, place: usize, part: Phase) -> Option<Work> {
+        hands.forwards.get(place).map(|&item| Work { stage: hands.stage, item, part })
+    }
+
+    fn choose(&self, worker: WorkerId) -> Option<Work> {
+        let hands = &self.hands[worker.index()];
+        let may = |work: &Work| self.ready(*work);
+        if let Choice::Fixed(lists) = self.choice {
+            return lists[worker.index()].get(hands.next_fixed).copied().filter(may);
+        }
+        let trains = self.rule.schedule.trains();
+        let most_apart = match self.choice {
+            Choice::GreedySplit(apart) => Some(apart[hands.stage.index()] as usize),
+            _ => None,
+        };
+        let splits = most_apart.is_some();
+        let is_full = most_apart.is_some_and(|most| hands.next_backward - hands.next_weight >= most);
+        let room = hands.in_flight < self.rule.stages[hands.stage.index()].cap;
+        let part = if splits { Phase::BackwardInput } else { Phase::Backward };
+        let backward = self.next(hands, hands.next_backward, part).filter(|work| trains && !is_full && may(work));
+        let forward = || self.next(hands, hands.next_forward, Phase::Forward).filter(|work| room && may(work));
+        let weight = || self.next(hands, hands.next_weight, Phase::BackwardWeight).filter(|work| splits && may(work));
+        if is_full { weight() } else { backward.or_else(forward).or_else(weight) }
+    }
+
+    fn start(&mut self, worker: WorkerId) {
+        if self.hands[worker.index()].running.is_some() {
+            return;
+        }
+        let Some(work) = self.choose(worker) else { return };
+        let hands = &mut self.hands[worker.index()];
+        let Work { stage, item, part } = work;
+        hands.running = Some(work);
+        hands.next_fixed += 1;
+        hands.work.push(work);
+        hands.started.push(self.count);
+        self.count += 1;
+        let shape = &self.pipeline.stages[stage.index()];
+        let time = match part {
+            Phase::Forward => {
+                hands.next_forward += 1;
+                // A stage that nobody listens to keeps nothing in inference.
+                if self.rule.schedule.trains() || !self.outgoing[stage.index()].is_empty() {
+                    hands.in_flight += 1;
+                }
+                shape.forward
+            }
+            Phase::Backward => shape.backward,
+            Phase::BackwardInput => (shape.backward - shape.weight).max(0.0),
+            Phase::BackwardWeight => shape.weight,
+        };
+        if part.ends() && self.rule.stages[stage.index()].zero >= 2 {
+            self.begun[stage.index()][self.rule.round(stage, item) as usize] += 1;
+            self.layout.holders(stage).filter(|other| *other != worker).for_each(|other| self.touch(other));
+        }
+        let hands = &mut self.hands[worker.index()];
+        hands.next_backward += usize::from(part.makes_gradients());
+        hands.next_weight += usize::from(part.ends());
+        if part == Phase::Forward && !self.rule.schedule.trains() {
+            self.take_inputs(stage, item);
+        }
+        self.post(ticks(time), Event::Done(worker));
+    }
+
+    /// In inference an item is in flight on a worker until all who listen have begun with it.
+    fn take_inputs(&mut self, stage: StageId, item: MicrobatchId) {
+        for place in 0..self.incoming[stage.index()].len() {
+            let from = self.pipeline.edges[self.incoming[stage.index()][place]].from;
+            let at = self.at(from, item);
+            self.backward_needs[at] -= 1;
+            if self.backward_needs[at] == 0 {
+                let sender = self.worker(from, item);
+                self.hands[sender.index()].in_flight -= 1;
+                self.touch(sender);
+            }
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! What a schedule promises about the model: which replica runs an item, which update its gradient goes into, and
+//! which weights it sees. Everything else about a schedule is a matter of time.
+//!
+//! Updates of a stage are counted in *rounds*; the update of round k turns version k into version k + 1.
+//!
+//! | schedule        | round of item b | replica of item b | version of item b at stage s |
+//! | ---             | ---             | ---               | ---                          |
+//! | `1f1b-rr`       | ⌊b / r_s⌋       | b mod r_s         | max(0, round − (c_s − 1)), so the forward of round k waits for the update of round k − c_s |
+//! | `1f1b-rr-vsync` | ⌊b / r_s⌋       | b mod r_s         | the newest that has seen only minibatches which stage 0's version for b has seen |
+//! | `1f1b-rr-newest` | ⌊b / r_s⌋      | b mod r_s         | as `1f1b-rr` forward, the round backward |
+//! | all that flush  | ⌊b / M⌋         | (b mod M) mod r_s | the round: the newest possible |
+//! | `2bw`           | ⌊b / M⌋         | (b mod M) mod r_s | max(0, round − 1), PipeDream-2BW (Narayanan et al., ICML 2021) |
+//! | `inference`     | none            | b mod r_s         | 0 |
+//!
+//! r_s is the number of replicas, c_s the in-flight cap in rounds, M the microbatches of a minibatch. With equal replicas
+//! vertical sync is stage 0's version number at every stage.
+
+use crate::plan::StageId;
+use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, StageSpec, Version};
+
+/// Items times stages that a program may have: beyond it the lists alone would take many gigabytes.
+const MAX_WORK: u64 = 1 << 24;
+
+/// The part that one of a stage's replicas has of so many items, which are dealt to them in turn.
+pub fn dealt(items: u32, replicas: u32, replica: u32) -> u64 {
+    let others = replicas.saturating_sub(1).saturating_sub(replica);
+    (u64::from(items) + u64::from(others)) / u64::from(replicas.max(1))
+}
+
+/// How many minibatches to run, and how each is split.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StepCount {
+    /// Minibatches, at least 1; need not be a multiple of anything.
+    pub minibatches: u32,
+    /// Microbatches of one minibatch, at least 1; exactly 1 under the round-robin schedules.
+    pub microbatches: u32,
+}
+
+impl StepCount {
+    /// So many whole minibatches.
+    pub fn minibatches(minibatches: u32) -> Self {
+        Self { minibatches, microbatches: 1 }
+    }
+}
+
+/// The rule of one run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Rule {
+    /// The schedule.
+    pub schedule: Schedule,
+    /// Items in all.
+    pub items: u32,
+    /// Items of a minibatch.
+    pub microbatches: u32,
+    /// The stages.
+    pub stages: Vec<ProgramStage>,
+}
+
+impl Rule {
+    /// The rule of a run of this pipeline, with the pipeline's caps. Fails when there is nothing to run or too much.
+    pub fn new(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Self, ScheduleError> {
+        pipeline.validate()?;
+        let StepCount { minibatches, microbatches } = count;
+        if minibatches == 0 || microbatches == 0 {
+            return Err(ScheduleError::NoWork { schedule, minibatches, microbatches });
+        }
+        if schedule.is_round_robin() && microbatches != 1 {
+            return Err(ScheduleError::WholeMinibatches { schedule, microbatches });
+        }
+        let items = u64::from(minibatches) * u64::from(microbatches);
+        // Under flush, a replica that has no items still takes part in every update, bucket by bucket.
+        let each = |stage: &StageSpec| stage.buckets.len().max(1) as u64 * if stage.zero > 0 { 2 } else { 1 };
+        let posts = |stage: &StageSpec| u64::from(stage.replicas).saturating_mul(each(stage));
+        let posts = pipeline.stages.iter().map(posts).fold(0, u64::saturating_add);
+        let updates = if schedule.is_round_robin() { 1 } else { u64::from(minibatches) };
+        let work = items.saturating_mul(pipeline.stages.len() as u64).saturating_add(updates.saturating_mul(posts));
+        if work > MAX_WORK {
+            return Err(ScheduleError::TooLong { items, stages: pipeline.stages.len() });
+        }
+        let stages = pipeline.ranks.iter().zip(&pipeline.stages);
+        let recomputes = |stage: &StageSpec| schedule.trains() && stage.recompute.is_some();
+        let reduces = |stage: &StageSpec| schedule.trains() && stage.replicas > 1;
+        let buckets = |stage: &StageSpec| if reduces(stage) { stage.buckets.len().max(1) as u32 } else { 1 };
+        let stages = stages.map(|(&rank, stage)| ProgramStage {
+            rank,
+            replicas: stage.replicas,
+            cap: stage.cap,
+            recompute: recomputes(stage),
+            buckets: buckets(stage),
+            zero: if reduces(stage) { stage.zero } else { 0 },
+        });
+        Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
+    }
+
+    /// The rule that a program says it follows.
+    pub fn of(program: &Program) -> Self {
+        let Program { schedule, items, microbatches, .. } = *program;
+        Self { schedule, items, microbatches, stages: program.stages.clone() }
+    }
+
+    fn replicas(&self, stage: StageId) -> u32 {
+        self.stages[stage.index()].replicas
+    }
+
+    /// The replica of `stage` that runs the item.
+    pub fn replica(&self, stage: StageId, item: MicrobatchId) -> u32 {
+        let place = if self.schedule.is_by_minibatch() { item.0 % self.microbatches } else { item.0 };
+        place % self.replicas(stage)
+    }
+
+    /// The round whose update the item's gradient goes into.
+    pub fn round(&self, stage: StageId, item: MicrobatchId) -> u32 {
+        if self.schedule.is_round_robin() { item.0 / self.replicas(stage) } else { item.0 / self.microbatches }
+    }
+
+    /// Items of the same round before this one.
+    pub fn place(&self, stage: StageId, item: MicrobatchId) -> u32 {
+        if self.schedule.is_round_robin() { item.0 % self.replicas(stage) } else { item.0 % self.microbatches }
+    }
+
+    /// Updates that the stage goes through.
+    pub fn rounds(&self, stage: StageId) -> u32 {
+        match self.schedule {
+            Schedule::Inference => 0,
+            schedule if schedule.is_round_robin() => self.items.div_ceil(self.replicas(stage)),
+            _ => self.items / self.microbatches,
+        }
+    }
+
+    /// Items that one round averages; fewer in a short last round.
+    pub fn count(&self, stage: StageId, round: u32) -> u32 {
+        if !self.schedule.is_round_robin() {
+            return self.microbatches;
+        }
+        let replicas = self.replicas(stage);
+        replicas.min(self.items.saturating_sub(round.saturating_mul(replicas)))
+    }
+
+    /// The weights that the item's backward uses at the stage: those of its forward, or the newest where none are stashed.
+    pub fn backward_version(&self, stage: StageId, item: MicrobatchId) -> Version {
+        if self.schedule.stashes() { self.version(stage, item) } else { Version(self.round(stage, item)) }
+    }
+
+    /// The weights that the item's forward uses at the stage.
+    pub fn version(&self, stage: StageId, item: MicrobatchId) -> Version {
+        let stashed =
+            |stage: StageId| (item.0 / self.replicas(stage)).saturating_sub(self.stages[stage.index()].cap - 1);
+        Version(match self.schedule {
+            Schedule::Inference => 0,
+            Schedule::TwoBw => self.round(stage, item).saturating_sub(1),
+            Schedule::OneFOneBRr | Schedule::OneFOneBRrNewest => stashed(stage),
+            Schedule::OneFOneBRrVsync => {
+                let seen = u64::from(stashed(StageId(0))) * u64::from(self.replicas(StageId(0)));
+                (seen / u64::from(self.replicas(stage))) as u32
+            }
+            _ => self.round(stage, item),
+        })
+    }
+
+    /// Whether an item may not come after this one on a worker: items keep their order, so that sums have the same bits under every
+    /// schedule. Only a table of the user's own may order the items of a minibatch as it likes.
+    pub fn is_out_of_order(&self, item: MicrobatchId, after: MicrobatchId) -> bool {
+        match self.schedule {
+            Schedule::Csv => after.0 / self.microbatches > item.0 / self.microbatches,
+            _ => after > item,
+        }
+    }
+
+    /// The items of one replica, in order.
+    pub fn share(&self, stage: StageId, replica: u32) -> impl Iterator<Item = MicrobatchId> + '_ {
+        let period = if self.schedule.is_by_minibatch() { self.microbatches } else { self.items };
+        let starts = (0..self.items).step_by(period as usize);
+        starts.flat_map(move |start| {
+            (replica..period).step_by(self.replicas(stage) as usize).map(move |offset| MicrobatchId(start + offset))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(schedule: Schedule, replicas: &[u32], count: StepCount) -> Rule {
+        Rule::new(schedule, &Pipeline::balanced(replicas, 2.0), count).unwrap()
+    }
+
+    fn versions(rule: &Rule, stage: u32) -> Vec<u32> {
+        (0..rule.items).map(|item| rule.version(StageId(stage), MicrobatchId(item)).0).collect()
+    }
+
+    #[test]
+    fn straight_pipelines_use_the_published_versions() {
+        let stash = rule(Schedule::OneFOneBRr, &[1, 1, 1], StepCount::minibatches(6));
+        assert_eq!(versions(&stash, 0), [0, 0, 0, 1, 2, 3]);
+        assert_eq!(versions(&stash, 1), [0, 0, 1, 2, 3, 4]);
+        assert_eq!(versions(&stash, 2), [0, 1, 2, 3, 4, 5]);
+        let vsync = rule(Schedule::OneFOneBRrVsync, &[1, 1, 1], StepCount::minibatches(6));
+        assert_eq!(versions(&vsync, 2), [0, 0, 0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn replicas_share_a_round() {
+        let rule = rule(Schedule::OneFOneBRr, &[2, 1], StepCount::minibatches(7));
+        assert_eq!(versions(&rule, 0), [0, 0, 0, 0, 1, 1, 2]);
+        assert_eq!(versions(&rule, 1), [0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!((rule.rounds(StageId(0)), rule.count(StageId(0), 2), rule.count(StageId(0), 3)), (4, 2, 1));
+        assert_eq!(rule.share(StageId(0), 1).map(|item| item.0).collect::<Vec<_>>(), [1, 3, 5]);
+    }
+
+    #[test]
+    fn vertical_sync_counts_minibatches_where_replicas_differ() {
+        // Stage 0 sees, for minibatch 6, version 2, which has seen minibatches 0 to 3; stage 1 has one update each.
+        let rule = rule(Schedule::OneFOneBRrVsync, &[2, 1], StepCount::minibatches(7));
+        assert_eq!(versions(&rule, 0), [0, 0, 0, 0, 1, 1, 2]);
+        assert_eq!(versions(&rule, 1), [0, 0, 0, 0, 2, 2, 4]);
+    }
+
+    #[test]
+    fn flush_and_double_buffers() {
+        let count = StepCount { minibatches: 3, microbatches: 3 };
+        assert_eq!(versions(&rule(Schedule::OneFOneB, &[2, 1], count), 0), [0, 0, 0, 1, 1, 1, 2, 2, 2]);
+        let two_bw = rule(Schedule::TwoBw, &[2, 1], count);
+        assert_eq!(versions(&two_bw, 0), [0, 0, 0, 0, 0, 0, 1, 1, 1]);
+        assert_eq!(two_bw.share(StageId(0), 0).map(|item| item.0).collect::<Vec<_>>(), [0, 2, 3, 5, 6, 8]);
+    }
+
+    #[test]
+    fn refuses_what_it_cannot_run() {
+        let pipeline = Pipeline::balanced(&[1, 1], 2.0);
+        let none = Rule::new(Schedule::Gpipe, &pipeline, StepCount::minibatches(0));
+        assert!(matches!(none, Err(ScheduleError::NoWork { .. })));
+        let split = Rule::new(Schedule::OneFOneBRr, &pipeline, StepCount { minibatches: 1, microbatches: 2 });
+        assert!(matches!(split, Err(ScheduleError::WholeMinibatches { .. })));
+        let long = Rule::new(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(u32::MAX));
+        assert!(matches!(long, Err(ScheduleError::TooLong { .. })));
+    }
+}

@@ -1,0 +1,523 @@
+//! The steady state of 1F1B-RR without a program: how fast a long run gets, found by playing the rule itself.
+//!
+//! A program lists every instruction of every worker, which for a thousand stages is gigabytes. Here only what is under way is
+//! kept: workers that compute, transfers and all-reduces on their way, and counts of what each item still waits for. The rule is
+//! that of `schedule::order`, greedy and backward first, and transfers of one direction between two workers follow each other.
+//! The play ends when the items of two successive windows, each as long as the pipeline is deep, took the same time.
+//!
+//! What no caps can beat is known without playing. The update of a round waits for the way of its items from their forward down to
+//! the last stage and back, D_s, and for its all-reduce, R_s; the forwards of the round c_s later wait for that update. So
+//!
+//! ```text
+//! T  ≥  (D_s + R_s) / (c_s r_s)        hence        c_s  ≥  (D_s + R_s) / (r_s T)
+//! ```
+//!
+//! Straight pipelines come near this. A pipeline so deep that playing it until it is full would take minutes is taken at it.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::schedule::shape::common_multiple;
+use crate::schedule::{Pipeline, StageSpec};
+use crate::simulate::SimulateError;
+
+/// The most forwards and backwards that are played, about two seconds.
+const MOST_PIECES: u64 = 8_000_000;
+
+/// Windows of which two in a row must take the same time, at most this many.
+const WINDOWS: usize = 6;
+
+/// Two windows take the same time if they differ by no more than this share.
+const SAME: f64 = 1e-3;
+
+/// How a pipeline runs when it runs evenly.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Steady {
+    /// Throughput as a share of the bottleneck's ideal.
+    pub share: f64,
+    /// For each stage, whether a free replica had a forward at hand that its cap held back.
+    pub held: Vec<bool>,
+    /// Forwards and backwards that were played.
+    pub pieces: u64,
+}
+
+/// Microseconds per item of the slowest resource if it never had to wait: a stage's replicas, the links between two
+/// stages, the all-reduce of a stage.
+pub fn ideal_us(pipeline: &Pipeline) -> f64 {
+    let stage = pipeline.stages.iter().map(|stage| {
+        let replicas = f64::from(stage.replicas);
+        let reduce = if stage.replicas > 1 { stage.all_reduce } else { 0.0 };
+        (stage.forward + stage.backward + stage.step).max(reduce) / replicas
+    });
+    let edge = pipeline.edges.iter().map(|edge| {
+        // Items go round both sides in turn, so as many pairs of workers take part as the least common multiple.
+        let [a, b] = [edge.from, edge.to].map(|stage| u64::from(pipeline.stages[stage.index()].replicas));
+        edge.forward_us.max(edge.backward_us) / common_multiple(a, b) as f64
+    });
+    stage.chain(edge).fold(0.0, f64::max)
+}
+
+/// For each stage the microseconds from an item's forward to the end of its round's update, if nothing has to wait.
+pub fn ways_us(pipeline: &Pipeline) -> Vec<f64> {
+    let stages = &pipeline.stages;
+    let mut down = vec![0.0f64; stages.len()];
+    let mut outgoing = vec![Vec::new(); stages.len()];
+    pipeline.edges.iter().for_each(|edge| outgoing[edge.from.index()].push(edge));
+    // Edges go to later stages, so those are known first.
+    for at in (0..stages.len()).rev() {
+        let below = outgoing[at].iter().map(|edge| edge.forward_us + down[edge.to.index()] + edge.backward_us);
+        down[at] = stages[at].forward + below.fold(0.0, f64::max) + stages[at].backward;
+    }
+    (0..stages.len()).map(|at| down[at] + stages[at].exposed_us()).collect()
+}
+
+/// The least caps with which a share of the ideal throughput can be reached at all.
+pub fn needed_caps(pipeline: &Pipeline, share: f64) -> Vec<u32> {
+    let ideal = ideal_us(pipeline);
+    let need = |(way, stage): (f64, &StageSpec)| {
+        let rounds = way * share / (ideal * f64::from(stage.replicas)) * (1.0 - 1e-9);
+        // `as` takes what is not a number to 0, and stops at the largest number.
+        (rounds.ceil() as u32).clamp(1, 1 << 20)
+    };
+    ways_us(pipeline).into_iter().zip(&pipeline.stages).map(need).collect()
+}
+
+/// The share of the ideal throughput that no play of the pipeline's caps can beat, and the stages that hold it there.
+pub fn bound(pipeline: &Pipeline) -> Steady {
+    let ideal = ideal_us(pipeline);
+    let shares: Vec<f64> = ways_us(pipeline)
+        .into_iter()
+        .zip(&pipeline.stages)
+        .map(
+            |(way, stage)| if way > 0.0 { ideal * f64::from(stage.cap) * f64::from(stage.replicas) / way } else { 1.0 },
+        )
+        .collect();
+    let share = shares.iter().copied().fold(1.0, f64::min);
+    let held = shares.iter().map(|other| *other < 1.0 && *other <= share * (1.0 + SAME)).collect();
+    Steady { share, held, pieces: pipeline.stages.len() as u64 }
+}
+
+/// Plays the pipeline with its caps until it runs evenly.
+pub fn steady(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
+    steady_under(pipeline, false)
+}
+
+/// The same with vertical sync: an item waits in every stage for what the first stage's version for it has seen.
+pub fn steady_in_sync(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
+    steady_under(pipeline, true)
+}
+
+fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateError> {
+    pipeline.validate()?;
+    let stages = pipeline.stages.len();
+    let ideal = ideal_us(pipeline);
+    if ideal == 0.0 || !ideal.is_finite() {
+        return Ok(Steady { share: 1.0, held: vec![false; stages], pieces: 0 });
+    }
+    // An even run repeats after a whole number of rounds of every stage.
+    let repeat = pipeline.rounds().min(512) as usize;
+    let depth = |stage: &StageSpec| u64::from(stage.replicas) * u64::from(stage.cap);
+    let depth = pipeline.stages.iter().map(depth).max().unwrap_or(1).min(MOST_PIECES) as usize;
+    let window = depth.max(120).div_ceil(repeat) * repeat;
+    let most = (MOST_PIECES / 2) as usize / stages;
+    let items = (2 * depth + WINDOWS * window).min(most);
+    if items < 2 * depth + 2 * window {
+        return Ok(bound(pipeline));
+    }
+    // Equal sums of times must compare equal, so the clock is whole numbers.
+    let mut scale = 1e6;
+    while ideal * scale > 1e12 {
+        scale /= 2.0;
+    }
+    let mut play = Play::new(pipeline, items, scale);
+    play.first = in_sync.then(|| (pipeline.stages[0].replicas as usize, pipeline.stages[0].cap as usize));
+    Ok(play.run(depth, window, ideal * scale))
+}
+
+/// What happens when something ends, in one number so that the queue is small: which kind, of which worker or stage, of which item.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Event(u64);
+
+impl Event {
+    /// A worker's computation ends.
+    const DONE: u64 = 0;
+    /// Activations arrive at a stage.
+    const ACTIVATION: u64 = 1;
+    /// Gradients arrive at a stage.
+    const GRADIENT: u64 = 2;
+    /// A stage's round is reduced.
+    const UPDATED: u64 = 3;
+
+    /// Workers and stages are fewer than 2^24, items fewer than 2^32.
+    fn new(kind: u64, of: usize, item: usize) -> Event {
+        Event(kind << 56 | (of as u64) << 32 | item as u64)
+    }
+
+    fn kind(self) -> u64 {
+        self.0 >> 56
+    }
+
+    fn of(self) -> usize {
+        (self.0 >> 32 & 0xff_ffff) as usize
+    }
+
+    fn item(self) -> usize {
+        (self.0 & 0xffff_ffff) as usize
+    }
+}
+
+struct Hands {
+    stage: usize,
+    /// Items not yet begun: the next forward, the next backward.
+    forward: usize,
+    backward: usize,
+    in_flight: u32,
+    /// What it computes: an item, and whether backward.
+    running: Option<(usize, bool)>,
+    is_touched: bool,
+}
+
+/// A stage's times in ticks, and how far its rounds are.
+struct Row {
+    replicas: usize,
+    cap: u32,
+    forward: u64,
+    backward: u64,
+    reduce: u64,
+    exposed: u64,
+    /// When the all-reduce of the newest complete round ends: rounds are reduced one after the other.
+    reduced_at: u64,
+    first_worker: usize,
+    incoming: Vec<usize>,
+    outgoing: Vec<usize>,
+    /// Backwards done in each round that is not yet reduced; the first of them, and updates applied.
+    done: Vec<u32>,
+    reduced: usize,
+    newest: usize,
+    /// Whether a free replica was held back by the cap since the window began.
+    held: bool,
+}
+
+/// One edge's times, and when each pair of workers is free again.
+struct Wire {
+    from: usize,
+    to: usize,
+    us: [u64; 2],
+    free_at: [Vec<u64>; 2],
+}
+
+struct Play {
+    items: usize,
+    /// Replicas and cap of the first stage, where all follow its versions.
+    first: Option<(usize, usize)>,
+    rows: Vec<Row>,
+    wires: Vec<Wire>,
+    hands: Vec<Hands>,
+    /// For each stage and item, what forward and backward still wait for.
+    waits: Vec<[u32; 2]>,
+    /// Stages that have not finished an item.
+    unfinished: Vec<u32>,
+    finished: Vec<u64>,
+    events: BinaryHeap<Reverse<(u64, Event)>>,
+    touched: Vec<u32>,
+    now: u64,
+    pieces: u64,
+}
+
+impl Play {
+    fn new(pipeline: &Pipeline, items: usize, scale: f64) -> Play {
+        let ticks = |us: f64| (us * scale).round() as u64;
+        let mut rows: Vec<Row> = Vec::with_capacity(pipeline.stages.len());
+        let mut hands: Vec<Hands> = Vec::new();
+        for (at, stage) in pipeline.stages.iter().enumerate() {
+            let replicas = stage.replicas as usize;
+            rows.push(Row {
+                replicas,
+                cap: stage.cap,
+                forward: ticks(stage.forward),
+                // A step follows the last backward of a round on every replica, and keeps it as long.
+                backward: ticks(stage.backward + stage.step),
+                reduce: if replicas > 1 { ticks(stage.all_reduce) } else { 0 },
+                exposed: ticks(stage.exposed_us()),
+                reduced_at: 0,
+                first_worker: hands.len(),
+                incoming: Vec::new(),
+                outgoing: Vec::new(),
+                done: vec![0; items.div_ceil(replicas)],
+                reduced: 0,
+                newest: 0,
+                held: false,
+            });
+            hands.extend((0..replicas).map(|replica| Hands {
+                stage: at,
+                forward: replica,
+                backward: replica,
+                in_flight: 0,
+                running: None,
+                is_touched: true,
+            }));
+        }
+        let mut wires = Vec::with_capacity(pipeline.edges.len());
+        for (at, edge) in pipeline.edges.iter().enumerate() {
+            let (from, to) = (edge.from.index(), edge.to.index());
+            rows[from].outgoing.push(at);
+            rows[to].incoming.push(at);
+            let pairs = common_multiple(rows[from].replicas as u64, rows[to].replicas as u64).min(items as u64);
+            let us = [ticks(edge.forward_us), ticks(edge.backward_us)];
+            let free_at = [vec![0; pairs as usize], vec![0; pairs as usize]];
+            wires.push(Wire { from, to, us, free_at });
+        }
+        // A backward waits for its own forward too.
+        let wait = |row: &Row| [row.incoming.len() as u32, row.outgoing.len() as u32 + 1];
+        let waits = rows.iter().flat_map(|row| std::iter::repeat_n(wait(row), items)).collect();
+        let touched = (0..hands.len() as u32).collect();
+        let unfinished = vec![rows.len() as u32; items];
+        let (finished, events) = (Vec::with_capacity(items), BinaryHeap::new());
+        Play { items, first: None, rows, wires, hands, waits, unfinished, finished, events, touched, now: 0, pieces: 0 }
+    }
+
+    fn run(mut self, depth: usize, window: usize, ideal: f64) -> Steady {
+        let mut measured: Option<f64> = None;
+        let mut next = depth + window;
+        let last = self.items - depth;
+        loop {
+            // Everything that happens at this moment is known before anyone chooses.
+            while let Some(&Reverse((time, event))) = self.events.peek() {
+                if time > self.now {
+                    break;
+                }
+                self.events.pop();
+                self.happen(event);
+            }
+            while let Some(worker) = self.touched.pop() {
+                self.hands[worker as usize].is_touched = false;
+                self.start(worker as usize);
+            }
+            while self.finished.len() >= next {
+                let took = (self.finished[next - 1] - self.finished[next - 1 - window]) as f64;
+                let share = if took > 0.0 { (ideal * window as f64 / took).min(1.0) } else { 1.0 };
+                let is_even = measured.is_some_and(|before| (share - before).abs() <= SAME * share);
+                measured = Some(share);
+                next += window;
+                if is_even || next > last {
+                    return self.seen(share);
+                }
+                self.rows.iter_mut().for_each(|row| row.held = false);
+            }
+            match self.events.peek() {
+                Some(&Reverse((time, _))) => self.now = time,
+                None => return self.seen(measured.unwrap_or(0.0)),
+            }
+        }
+    }
+
+    fn seen(&self, share: f64) -> Steady {
+        Steady { share, held: self.rows.iter().map(|row| row.held).collect(), pieces: self.pieces }
+    }
+
+    fn touch(&mut self, worker: usize) {
+        if !std::mem::replace(&mut self.hands[worker].is_touched, true) {
+            self.touched.push(worker as u32);
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        let (of, item) = (event.of(), event.item());
+        match event.kind() {
+            Event::DONE => {
+                self.touch(of);
+                let stage = self.hands[of].stage;
+                match self.hands[of].running.take() {
+                    Some((item, false)) => {
+                        self.waits[stage * self.items + item][1] -= 1;
+                        self.send(stage, item, false);
+                    }
+                    Some((item, true)) => {
+                        self.hands[of].in_flight -= 1;
+                        self.send(stage, item, true);
+                        self.count(stage, item);
+                    }
+                    None => {}
+                }
+            }
+            Event::ACTIVATION => self.arrive(of, item, false),
+            Event::GRADIENT => self.arrive(of, item, true),
+            _ => {
+                self.rows[of].newest += 1;
+                self.touch_all(of);
+            }
+        }
+    }
+
+    /// What the stage made of an item goes to all who need it.
+    fn send(&mut self, stage: usize, item: usize, is_gradient: bool) {
+        let count = if is_gradient { self.rows[stage].incoming.len() } else { self.rows[stage].outgoing.len() };
+        for place in 0..count {
+            let row = &self.rows[stage];
+            let at = if is_gradient { row.incoming[place] } else { row.outgoing[place] };
+            let way = usize::from(is_gradient);
+            let wire = &mut self.wires[at];
+            let to = if is_gradient { wire.from } else { wire.to };
+            if wire.us[way] == 0 {
+                self.arrive(to, item, is_gradient);
+                continue;
+            }
+            let pair = item % wire.free_at[way].len();
+            let end = self.now.max(wire.free_at[way][pair]).saturating_add(wire.us[way]);
+            wire.free_at[way][pair] = end;
+            let kind = if is_gradient { Event::GRADIENT } else { Event::ACTIVATION };
+            self.events.push(Reverse((end, Event::new(kind, to, item))));
+        }
+    }
+
+    fn arrive(&mut self, stage: usize, item: usize, is_gradient: bool) {
+        self.waits[stage * self.items + item][usize::from(is_gradient)] -= 1;
+        let row = &self.rows[stage];
+        self.touch(row.first_worker + item % row.replicas);
+    }
+
+    /// A backward is done: its round may be complete, and the item.
+    fn count(&mut self, stage: usize, item: usize) {
+        self.unfinished[item] -= 1;
+        if self.unfinished[item] == 0 {
+            self.finished.push(self.now);
+        }
+        let (items, now) = (self.items, self.now);
+        let row = &mut self.rows[stage];
+        row.done[item / row.replicas] += 1;
+        while row.done.get(row.reduced).is_some_and(|&done| {
+            let round = row.reduced * row.replicas;
+            done as usize == row.replicas.min(items - round)
+        }) {
+            row.reduced += 1;
+            if row.reduce > 0 {
+                // What is made before the backward ends is on its way beside it, after the round before.
+                let end = now.saturating_add(row.exposed).max(row.reduced_at.saturating_add(row.reduce));
+                row.reduced_at = end;
+                self.events.push(Reverse((end, Event::new(Event::UPDATED, stage, 0))));
+            } else {
+                row.newest += 1;
+            }
+        }
+        if self.rows[stage].reduce == 0 {
+            self.touch_all(stage);
+        }
+    }
+
+    fn touch_all(&mut self, stage: usize) {
+        let (first, replicas) = (self.rows[stage].first_worker, self.rows[stage].replicas);
+        (first..first + replicas).for_each(|worker| self.touch(worker));
+    }
+
+    /// A free worker takes a backward if one may start, else a forward under its cap.
+    fn start(&mut self, worker: usize) {
+        let hands = &mut self.hands[worker];
+        let row = &mut self.rows[hands.stage];
+        if hands.running.is_some() {
+            return;
+        }
+        let base = hands.stage * self.items;
+        let may = |item: usize, way: usize| item < self.items && self.waits[base + item][way] == 0;
+        let time = if may(hands.backward, 1) {
+            hands.running = Some((hands.backward, true));
+            hands.backward += row.replicas;
+            row.backward
+        } else if may(hands.forward, 0) {
+            let is_new = match self.first {
+                None => hands.forward / row.replicas < row.newest + row.cap as usize,
+                Some((replicas, cap)) => {
+                    let seen = (hands.forward / replicas + 1).saturating_sub(cap) * replicas;
+                    seen / row.replicas <= row.newest
+                }
+            };
+            if hands.in_flight >= row.cap || !is_new {
+                row.held = true;
+                return;
+            }
+            hands.running = Some((hands.forward, false));
+            hands.forward += row.replicas;
+            hands.in_flight += 1;
+            row.forward
+        } else {
+            return;
+        };
+        self.pieces += 1;
+        self.events.push(Reverse((self.now.saturating_add(time), Event::new(Event::DONE, worker, 0))));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::scheduler::schedule;
+    use crate::schedule::semantics::StepCount;
+    use crate::schedule::{Edge, Schedule, published_caps};
+    use crate::simulate::run::{Machine, simulate};
+
+    fn with_transfers(replicas: &[u32], extra: u32, us: f64) -> Pipeline {
+        let caps: Vec<u32> = published_caps(replicas).iter().map(|cap| cap + extra).collect();
+        let mut pipeline = Pipeline::balanced(replicas, 2.0).with_caps(&caps);
+        pipeline.edges.iter_mut().for_each(|edge| (edge.forward_us, edge.backward_us) = (us, us));
+        pipeline
+    }
+
+    /// The same from the program itself, over a long run.
+    fn programmed(pipeline: &Pipeline) -> f64 {
+        let program = schedule(Schedule::OneFOneBRr, pipeline, StepCount::minibatches(600)).unwrap();
+        let timeline = simulate(&program, pipeline, &Machine::of(pipeline)).unwrap();
+        let (items, time) = timeline.middle(240, 480).unwrap();
+        ideal_us(pipeline) * items / time
+    }
+
+    #[test]
+    fn it_is_as_fast_as_the_program() {
+        for replicas in [&[1, 1, 1, 1][..], &[3, 1], &[1, 3, 1], &[8, 5, 3], &[1, 4, 2, 1]] {
+            for extra in 0..4 {
+                for us in [0.0, 0.5, 1.0] {
+                    let pipeline = with_transfers(replicas, extra, us);
+                    let (played, programmed) = (steady(&pipeline).unwrap(), programmed(&pipeline));
+                    let difference = played.share - programmed;
+                    assert!(
+                        (-0.03..=0.05).contains(&difference),
+                        "{replicas:?} + {extra}, {us}: {} and {programmed}",
+                        played.share
+                    );
+                    assert!(played.share <= bound(&pipeline).share * (1.0 + 1e-3), "{replicas:?} + {extra}, {us}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn straight_pipelines_come_near_the_bound() {
+        for (stages, us) in [(4, 0.7), (40, 1.0), (300, 0.3)] {
+            let replicas = vec![1; stages];
+            let short = with_transfers(&replicas, 0, us);
+            let (played, most) = (steady(&short).unwrap(), bound(&short));
+            assert!(most.share < 1.0 && (played.share - most.share).abs() < 0.01, "{stages}: {played:?} {most:?}");
+            let enough = short.with_caps(&needed_caps(&with_transfers(&replicas, 0, us), 1.0));
+            let share = steady(&enough).unwrap().share;
+            // A short pipeline plays few items, of which those that fill it are a larger share.
+            assert!(share > 0.88, "{stages}: {share}");
+            assert!((bound(&enough).share - 1.0).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn a_thousand_stages_take_no_more_than_is_played() {
+        let found = steady(&with_transfers(&[1; 1000], 0, 0.1)).unwrap();
+        assert!(found.share > 0.9 && found.pieces <= MOST_PIECES, "{} after {}", found.share, found.pieces);
+        assert!(found.held.iter().any(|held| *held));
+        // Too deep to be played: the bound.
+        let deep = with_transfers(&[1; 4000], 0, 0.1);
+        assert_eq!(steady(&deep).unwrap(), bound(&deep));
+    }
+
+    #[test]
+    fn branches_wait_for_the_longer_way() {
+        let mut pipeline = Pipeline::balanced(&[1, 1, 1], 2.0);
+        pipeline.edges.push(Edge::new(0, 2));
+        pipeline.stages[1].forward = 4.0;
+        assert_eq!(ways_us(&pipeline), [1.0 + 4.0 + 1.0 + 2.0 + 2.0 + 2.0, 4.0 + 1.0 + 2.0 + 2.0, 3.0]);
+    }
+}

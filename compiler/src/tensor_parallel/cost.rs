@@ -1,0 +1,118 @@
+//! What sharing costs: kernels by the roofline of `pass/analytic.rs`, and what devices do together by a ring.
+//!
+//! A ring of t devices takes `t - 1` steps to gather or scatter and `2 (t - 1)` to reduce on all; each has the link's latency and moves a
+//! t-th of the tensor. Times are whole picoseconds, so that sums do not depend on their order.
+
+use crate::cluster::{BytesPerSecond, Device, Seconds};
+use crate::graph::{Graph, Origin, Writer, order};
+use crate::op::collective::is_meeting;
+use crate::op::sharding::{Local, write};
+use crate::op::table::rule;
+use crate::op::{Input, NodeId, Op, PartSite, Sharding, Strategy, Value};
+use crate::pass::analytic::kernel_us;
+use crate::pass::attribution::runs;
+use crate::tensor::fact::Fact;
+use crate::tensor_parallel::reshard;
+
+/// A time in picoseconds, or [`NEVER`].
+pub type Time = u64;
+
+/// The price of what cannot be done.
+pub const NEVER: Time = 1 << 62;
+
+/// One time after the other.
+pub fn sum(a: Time, b: Time) -> Time {
+    a.saturating_add(b).min(NEVER)
+}
+
+/// A group of devices and the link between them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// Each of the devices.
+    pub device: Device,
+    /// How many.
+    pub devices: usize,
+    /// What each can send in one direction while it receives as much.
+    pub bandwidth: BytesPerSecond,
+    /// Of one message.
+    pub latency: Seconds,
+}
+
+impl Machine {
+    /// What a node costs on each device under a strategy.
+    pub fn strategy(&self, graph: &Graph, id: NodeId, strategy: &Strategy) -> Time {
+        let node = graph.node(id);
+        let whole: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
+        let parts = |layouts: &[Sharding], facts: &[&Fact]| -> Option<Vec<Fact>> {
+            layouts.iter().zip(facts).map(|(layout, fact)| layout.part(fact, self.devices)).collect()
+        };
+        let made: Vec<&Fact> = node.facts.iter().collect();
+        let (Some(inputs), Some(outputs)) = (parts(&strategy.inputs, &whole), parts(&strategy.outputs, &made)) else {
+            return NEVER;
+        };
+        match &strategy.local {
+            Local::Same => self.node(&node.op, &inputs.iter().collect::<Vec<_>>(), &outputs),
+            Local::Sized(op) => self.node(op, &inputs.iter().collect::<Vec<_>>(), &outputs),
+            Local::Written => self.written(&node.op, strategy, &whole, inputs),
+        }
+    }
+
+    /// What several ops cost that stand for one.
+    fn written(&self, op: &Op, strategy: &Strategy, whole: &[&Fact], inputs: Vec<Fact>) -> Time {
+        let mut graph = Graph::new("part");
+        let given: Vec<Value> = inputs
+            .into_iter()
+            .map(|fact| {
+                let input = Op::Input(Input { name: String::new(), fact });
+                let node = graph.add(input, &[], &Origin::default()).expect("an input takes no inputs");
+                Value { node, output: 0 }
+            })
+            .collect();
+        let at = PartSite { inputs: &given, whole, devices: self.devices };
+        let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+        write(op, strategy, &at, &mut out);
+        let each = order::canonical(&graph).into_iter().map(|id| {
+            let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
+            self.node(&graph.node(id).op, &inputs, &graph.node(id).facts)
+        });
+        each.fold(0, sum)
+    }
+
+    /// What turning a value from one layout to another costs.
+    pub fn conversion(&self, whole: &Fact, from: Sharding, to: Sharding) -> Time {
+        if from == to {
+            return 0;
+        }
+        let op = reshard::op(from, to, self.devices);
+        match (op, from.part(whole, self.devices), to.part(whole, self.devices)) {
+            (Some(op), Some(from), Some(to)) => self.node(&op, &[&from], &[to]),
+            _ => NEVER,
+        }
+    }
+
+    /// What one op costs that each device runs at these sizes.
+    pub fn node(&self, op: &Op, inputs: &[&Fact], outputs: &[Fact]) -> Time {
+        if !runs(op) {
+            return 0;
+        }
+        let us = if is_meeting(op) {
+            self.meeting_us(op, inputs[0], &outputs[0])
+        } else {
+            kernel_us(&self.device, op, inputs, outputs, rule(op).cost(inputs, outputs))
+        };
+        let picoseconds = (us * 1e6).ceil();
+        if picoseconds.is_finite() && picoseconds < NEVER as f64 { picoseconds as Time } else { NEVER }
+    }
+
+    fn meeting_us(&self, op: &Op, input: &Fact, output: &Fact) -> f64 {
+        let bytes = |fact: &Fact| fact.bytes().unwrap_or(u64::MAX) as f64;
+        let (devices, others) = (self.devices as f64, self.devices as f64 - 1.0);
+        let (steps, sent) = match op {
+            Op::AllReduce(_) => (2.0 * others, 2.0 * others / devices * bytes(input)),
+            Op::ReduceScatter(_) => (others, others / devices * bytes(input)),
+            Op::AllGather(_) => (others, others / devices * bytes(output)),
+            _ => (others, others / devices * bytes(input)),
+        };
+        (steps * self.latency.0 + sent / self.bandwidth.0 + self.device.launch.0) * 1e6
+    }
+}

@@ -1,0 +1,96 @@
+//! What a stage runs forward and backward as one graph.
+//!
+//! What the backward run reads of the forward run is read from there, parameters are there once, and a gradient that arrives from
+//! another stage is an input. Gradients of parameters end as their parameters lie; all that other stages or users get ends whole.
+
+use crate::graph::{Graph, MovingAverage, Output, order};
+use crate::op::{NodeId, Op, Value};
+use crate::pass::backward::{Backward, Made, Read};
+use crate::pass::fragment::Fragment;
+use crate::tensor_parallel::{End, SpmdTask};
+use std::collections::{BTreeSet, HashMap};
+
+/// The joint graph of a stage.
+#[derive(Clone, Debug)]
+pub struct Joint {
+    /// Forward ops come before backward ops. Results: those of the fragment, what it sends, and those of the backward run, in their orders.
+    pub task: SpmdTask,
+    /// By value of the forward fragment, its value here.
+    pub forward: HashMap<Value, Value>,
+    /// By value of the backward graph, its value here.
+    pub backward: HashMap<Value, Value>,
+    /// The ops of the backward run.
+    pub later: Vec<NodeId>,
+}
+
+/// Joins the runs of a stage. Parameters of these names stay whole on every device.
+pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<String>) -> Joint {
+    let mut graph = Graph::new(&fragment.graph.name);
+    let mut forward: HashMap<Value, Value> = HashMap::new();
+    for id in order::canonical(&fragment.graph) {
+        copy(&fragment.graph, id, &mut graph, &mut forward);
+    }
+    let outputs = fragment.graph.outputs.iter().cloned();
+    let sent = fragment.sent.iter().map(|sent| Output { name: String::new(), value: sent.local });
+    graph.outputs = outputs.chain(sent).map(|output| Output { value: forward[&output.value], ..output }).collect();
+    let own = |id: NodeId| forward[&Value { node: id, output: 0 }].node;
+    let averages = fragment.graph.averages.iter().map(|average| MovingAverage {
+        state: own(average.state),
+        sample: forward[&average.sample],
+        keep: average.keep,
+    });
+    graph.averages = averages.collect();
+    let mut ends = vec![End::Whole; graph.outputs.len()];
+    let mut map: HashMap<Value, Value> = HashMap::new();
+    let mut later = Vec::new();
+    if let Some(made) = backward {
+        let parameters = parameters(&fragment.graph);
+        let reads: HashMap<NodeId, Read> = made.reads.iter().copied().collect();
+        for id in order::canonical(&made.graph) {
+            let node = made.graph.node(id);
+            let own = Value { node: id, output: 0 };
+            if let Some(Read::Saved(value)) = reads.get(&id) {
+                map.insert(own, forward[value]);
+                continue;
+            }
+            if let Op::Parameter(parameter) = &node.op
+                && let Some(there) = parameters.get(&parameter.name)
+            {
+                map.insert(own, forward[there]);
+                continue;
+            }
+            later.push(copy(&made.graph, id, &mut graph, &mut map));
+        }
+        for (output, made) in made.graph.outputs.iter().zip(&made.makes) {
+            graph.outputs.push(Output { name: output.name.clone(), value: map[&output.value] });
+            ends.push(match made {
+                Made::Parameter(term) => End::Like(own(fragment.parameter_terms[*term].parameter)),
+                Made::Gradient { .. } => End::Whole,
+            });
+        }
+    }
+    let stays =
+        |id: &NodeId| matches!(&graph.node(*id).op, Op::Parameter(parameter) if whole.contains(&parameter.name));
+    let whole = graph.ids().filter(stays).collect();
+    Joint { task: SpmdTask { graph, ends, whole }, forward, backward: map, later }
+}
+
+/// Adds a node as it is, behind all that are there.
+fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Value>) -> NodeId {
+    let node = from.node(id);
+    let inputs: Vec<Value> = from.inputs(id).iter().map(|value| map[value]).collect();
+    let copy = graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted where it comes from");
+    for value in from.values(id) {
+        map.insert(value, Value { node: copy, output: value.output });
+    }
+    copy
+}
+
+/// The parameters of a graph by name.
+fn parameters(graph: &Graph) -> HashMap<String, Value> {
+    let name = |id: NodeId| match &graph.node(id).op {
+        Op::Parameter(parameter) => Some((parameter.name.clone(), Value { node: id, output: 0 })),
+        _ => None,
+    };
+    graph.ids().filter_map(name).collect()
+}

@@ -1,0 +1,234 @@
+//! From what a stage runs to what each device of a group runs in its place.
+//!
+//! The joint graph is rewritten and taken apart again where the backward run began. A fragment and its backward come out as they went in,
+//! so that whoever runs stages runs these: the same values are received and sent, the same gradients are made, in parts where
+//! parameters are.
+
+use crate::graph::{Graph, Output, order};
+use crate::op::table::rule;
+use crate::op::{Input, NodeId, Op, Sharding, Value};
+use crate::pass::backward::{Backward, Read};
+use crate::pass::fragment::{Fragment, ParameterTerm, Received, Sent};
+use crate::pass::pipeline::{self, PassBug};
+use crate::tensor_parallel::cost::Machine;
+use crate::tensor_parallel::forward_backward_graph::{Joint, joint};
+use crate::tensor_parallel::spmd_graph::{Rewritten, rewrite};
+use crate::tensor_parallel::{Choice, SpmdTask};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+/// What each device of a group runs of a stage.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// The forward run. It knows no terms of gradients any more: the backward run is made.
+    pub fragment: Fragment,
+    /// The backward run, if there is one.
+    pub backward: Option<Backward>,
+    /// How each parameter lies, by name.
+    pub parameters: BTreeMap<String, Sharding>,
+}
+
+/// Bytes on each device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Of parameters, and so of their gradients and of each number that an optimizer keeps for them.
+    pub parameters: u64,
+    /// Of what is kept from forward to backward for each item in flight, as values are made; views count as what they are views of.
+    pub saved: u64,
+}
+
+/// A stage before it is shared.
+#[derive(Clone, Debug)]
+pub struct Stage<'a> {
+    fragment: &'a Fragment,
+    backward: Option<&'a Backward>,
+    joint: Joint,
+}
+
+impl<'a> Stage<'a> {
+    /// What a stage runs. Parameters of these names stay whole on every device: other stages have them too.
+    pub fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, whole: &BTreeSet<String>) -> Stage<'a> {
+        Stage { fragment, backward, joint: joint(fragment, backward, whole) }
+    }
+
+    /// The task that choosing works on.
+    pub fn task(&self) -> &SpmdTask {
+        &self.joint.task
+    }
+}
+
+/// Shares a stage as was chosen for its task.
+pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Shared, PassBug> {
+    let Stage { fragment, backward, joint } = stage;
+    let done = rewrite(&joint.task, choice, machine);
+    let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
+    let taken = Apart { fragment, joint, choice, done: &done, boundary };
+    let mut shared = taken.forward();
+    let backward = backward.map(|backward| taken.backward(backward));
+    let mut backward = backward.map(finish).transpose()?;
+    simplify(&mut shared, backward.as_mut())?;
+    let name = |id: &NodeId| match &joint.task.graph.node(*id).op {
+        Op::Parameter(parameter) => parameter.name.clone(),
+        _ => String::new(),
+    };
+    let parameters = choice.parameters.iter().map(|(id, layout)| (name(id), *layout)).collect();
+    Ok(Shared { fragment: shared, backward, parameters })
+}
+
+struct Apart<'a> {
+    fragment: &'a Fragment,
+    joint: &'a Joint,
+    choice: &'a Choice,
+    done: &'a Rewritten,
+    /// The number of the first node of the backward run.
+    boundary: usize,
+}
+
+impl Apart<'_> {
+    fn is_forward(&self, id: NodeId) -> bool {
+        (id.0 as usize) < self.boundary
+    }
+
+    /// Where a value of the forward fragment is in the layout in which it is made.
+    fn place(&self, value: Value) -> Value {
+        let value = self.joint.forward[&value];
+        self.done.places[&(value, self.choice.made(value))]
+    }
+
+    fn forward(&self) -> Fragment {
+        let mut graph = Graph::new(&self.done.graph.name);
+        for id in self.done.graph.ids().filter(|id| self.is_forward(*id)) {
+            let node = self.done.graph.node(id);
+            let copy = graph.add(node.op.clone(), &self.done.graph.inputs(id), &node.origin);
+            debug_assert_eq!(
+                copy.as_ref().ok(),
+                Some(&id),
+                "nodes are numbered in the order in which they are written"
+            );
+        }
+        let results = self.fragment.graph.outputs.len();
+        graph.outputs = self.done.graph.outputs[..results].to_vec();
+        graph.averages = self.done.graph.averages.clone();
+        let own = |id: NodeId| self.place(Value { node: id, output: 0 }).node;
+        let received =
+            self.fragment.received.iter().map(|r| Received { local: own(r.local), groups: vec![], ..r.clone() });
+        let sent = self.fragment.sent.iter().zip(&self.done.graph.outputs[results..]);
+        let sent = sent.map(|(sent, output)| Sent { local: output.value, ..sent.clone() });
+        let terms = self.fragment.parameter_terms.iter();
+        let terms = terms.map(|t| ParameterTerm { parameter: own(t.parameter), rank: t.rank, uses: vec![] });
+        Fragment {
+            received: received.collect(),
+            sent: sent.collect(),
+            terms: BTreeMap::new(),
+            parameter_terms: terms.collect(),
+            graph,
+        }
+    }
+
+    fn backward(&self, before: &Backward) -> Backward {
+        let mut made = Backward { graph: Graph::new(&before.graph.name), reads: vec![], makes: before.makes.clone() };
+        let mut map: HashMap<Value, Value> = HashMap::new();
+        for id in order::canonical(&self.done.graph).into_iter().filter(|id| !self.is_forward(*id)) {
+            let node = self.done.graph.node(id);
+            let inputs: Vec<Value> =
+                self.done.graph.inputs(id).iter().map(|value| self.bring(*value, &mut made, &mut map)).collect();
+            let copy =
+                made.graph.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the joint graph");
+            for value in self.done.graph.values(id) {
+                map.insert(value, Value { node: copy, output: value.output });
+            }
+        }
+        for (id, read) in before.reads.iter().filter(|(_, read)| matches!(read, Read::Gradient { .. })) {
+            let arrived = self.joint.backward[&Value { node: *id, output: 0 }];
+            let place = self.done.places[&(arrived, Sharding::Replicated)];
+            made.reads.push((map[&place].node, *read));
+        }
+        let results = self.fragment.graph.outputs.len() + self.fragment.sent.len();
+        for output in &self.done.graph.outputs[results..] {
+            let mut output = output.clone();
+            output.value = self.bring(output.value, &mut made, &mut map);
+            made.graph.outputs.push(output);
+        }
+        made
+    }
+
+    /// A value in the backward graph: what the forward run made is saved, but for what is there anyway.
+    fn bring(&self, value: Value, made: &mut Backward, map: &mut HashMap<Value, Value>) -> Value {
+        if let Some(found) = map.get(&value) {
+            return *found;
+        }
+        let node = self.done.graph.node(value.node);
+        let source = matches!(node.op, Op::Constant(_) | Op::Parameter(_) | Op::Iota(_));
+        let op = if source {
+            node.op.clone()
+        } else {
+            let name = format!("saved {}#{}", node.name, value.output);
+            Op::Input(Input { name, fact: self.done.graph.fact(value).clone() })
+        };
+        let copy = made.graph.add(op, &[], &node.origin).expect("a source takes no inputs");
+        if !source {
+            made.reads.push((copy, Read::Saved(value)));
+        }
+        let copy = Value { node: copy, output: 0 };
+        map.insert(value, copy);
+        copy
+    }
+}
+
+/// Simplifies a backward run, and drops what it reads for nothing.
+fn finish(mut made: Backward) -> Result<Backward, PassBug> {
+    pipeline::concrete(&mut made.graph)?;
+    let graph = &mut made.graph;
+    let results: HashSet<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();
+    made.reads.retain(|(id, _)| graph.contains(*id) && (!graph.successors(*id).is_empty() || results.contains(id)));
+    let used: HashSet<NodeId> = made.reads.iter().map(|(id, _)| *id).collect();
+    let unused: Vec<NodeId> =
+        graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_)) && !used.contains(id)).collect();
+    unused.into_iter().for_each(|id| graph.remove(id));
+    Ok(made)
+}
+
+/// Simplifies a forward run; what the backward run reads is needed. What turns out to be constant stands in both.
+fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<(), PassBug> {
+    let results = fragment.graph.outputs.len();
+    let saved = backward.iter().flat_map(|made| &made.reads).filter_map(|(id, read)| match read {
+        Read::Saved(value) => Some((*id, *value)),
+        Read::Gradient { .. } => None,
+    });
+    let (readers, values): (Vec<NodeId>, Vec<Value>) = saved.unzip();
+    fragment.graph.outputs.extend(values.into_iter().map(|value| Output { name: String::new(), value }));
+    pipeline::forward(fragment)?;
+    let kept: Vec<Value> = fragment.graph.outputs.drain(results..).map(|output| output.value).collect();
+    let Some(made) = backward else { return Ok(()) };
+    made.reads.retain(|(_, read)| matches!(read, Read::Gradient { .. }));
+    for (reader, value) in readers.into_iter().zip(kept) {
+        let node = fragment.graph.node(value.node);
+        if matches!(node.op, Op::Constant(_)) {
+            made.graph.node_mut(reader).op = node.op.clone();
+        } else {
+            made.reads.push((reader, Read::Saved(value)));
+        }
+    }
+    Ok(())
+}
+
+/// What a device holds of a stage.
+pub fn memory(fragment: &Fragment, backward: Option<&Backward>) -> Memory {
+    let graph = &fragment.graph;
+    let bytes = |value: Value| graph.fact(value).bytes().unwrap_or(u64::MAX);
+    let mut saved: HashSet<Value> = HashSet::new();
+    for (_, read) in backward.iter().flat_map(|backward| &backward.reads) {
+        let Read::Saved(mut value) = *read else { continue };
+        while value.output == 0 && rule(&graph.node(value.node).op).is_view() {
+            value = graph.inputs(value.node)[0];
+        }
+        if !matches!(graph.node(value.node).op, Op::Constant(_) | Op::Parameter(_) | Op::State(_) | Op::Input(_)) {
+            saved.insert(value);
+        }
+    }
+    let parameters = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_)));
+    let parameters = parameters.map(|node| bytes(Value { node, output: 0 }));
+    Memory {
+        parameters: parameters.fold(0, u64::saturating_add),
+        saved: saved.into_iter().map(bytes).fold(0, u64::saturating_add),
+    }
+}

@@ -1,0 +1,128 @@
+//! From a graph and a choice to the graph that every device runs.
+//!
+//! Nodes are written in their order, each as its strategy says; before a reader stands what brings a value to the layout that it wants,
+//! once for all readers that want the same; behind a node stands what brings its results to where they end. A parameter that is split has the shape of a part: whoever loads it takes the device's part of
+//! the whole.
+
+use crate::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
+use crate::op::sharding::write;
+use crate::op::{Emit, NodeId, Op, PartSite, Sharding, Strategy, Value};
+use crate::tensor::fact::Fact;
+use crate::tensor_parallel::cost::{Machine, NEVER};
+use crate::tensor_parallel::{Choice, SpmdTask, reshard};
+use std::collections::HashMap;
+
+/// The graph that every device of a group runs.
+#[derive(Clone, Debug)]
+pub struct Rewritten {
+    /// Its ops. Results are those of the task, in order, in the layouts that they end in.
+    pub graph: Graph,
+    /// Where values of the task's graph are, by the layout they have there.
+    pub places: HashMap<(Value, Sharding), Value>,
+    /// By node of the task, the number of nodes that stood in the graph before what it needed and did.
+    pub before: HashMap<NodeId, usize>,
+}
+
+/// Writes the graph. The machine says what is nearer where a value lies in two layouts.
+pub fn rewrite(task: &SpmdTask, choice: &Choice, machine: &Machine) -> Rewritten {
+    let mut writing = Writing {
+        task,
+        choice,
+        machine,
+        done: Rewritten { graph: Graph::new(&task.graph.name), places: HashMap::new(), before: HashMap::new() },
+    };
+    let ends = task.graph.outputs.iter().zip(&task.ends).map(|(output, end)| (output.value, choice.end(*end)));
+    let followed = task.graph.averages.iter().map(|average| (average.sample, Sharding::Replicated));
+    let results: Vec<(Value, Sharding)> = ends.chain(followed).collect();
+    let mut of_node: HashMap<NodeId, Vec<(Value, Sharding)>> = HashMap::new();
+    for (value, layout) in &results {
+        of_node.entry(value.node).or_default().push((*value, *layout));
+    }
+    for id in order::canonical(&task.graph) {
+        writing.done.before.insert(id, writing.done.graph.len());
+        writing.node(id);
+        for (value, layout) in of_node.remove(&id).unwrap_or_default() {
+            writing.brought(value, layout);
+        }
+    }
+    for (output, (value, layout)) in task.graph.outputs.iter().zip(results) {
+        let value = writing.brought(value, layout);
+        writing.done.graph.outputs.push(Output { name: output.name.clone(), value });
+    }
+    for average in &task.graph.averages {
+        let sample = writing.brought(average.sample, Sharding::Replicated);
+        let state = writing.brought(Value { node: average.state, output: 0 }, Sharding::Replicated).node;
+        writing.done.graph.averages.push(MovingAverage { state, sample, keep: average.keep });
+    }
+    writing.done
+}
+
+struct Writing<'a> {
+    task: &'a SpmdTask,
+    choice: &'a Choice,
+    machine: &'a Machine,
+    done: Rewritten,
+}
+
+impl Writing<'_> {
+    fn node(&mut self, id: NodeId) {
+        let node = self.task.graph.node(id);
+        let inputs = self.task.graph.inputs(id);
+        let replicated;
+        let strategy = match self.choice.strategies.get(&id) {
+            Some(strategy) => strategy,
+            None => {
+                replicated = Strategy::replicated(inputs.len(), node.facts.len());
+                &replicated
+            }
+        };
+        let brought: Vec<Value> =
+            inputs.iter().zip(&strategy.inputs).map(|(value, layout)| self.brought(*value, *layout)).collect();
+        let whole: Vec<&Fact> = inputs.iter().map(|v| self.task.graph.fact(*v)).collect();
+        let mut out = Writer { graph: &mut self.done.graph, origin: node.origin.clone() };
+        let made = match &node.op {
+            Op::Parameter(parameter) => {
+                let mut part = parameter.clone();
+                let layout = self.choice.made(Value { node: id, output: 0 });
+                part.fact = layout.part(&parameter.fact, self.machine.devices).expect("the choice divides it evenly");
+                out.emit_all(Op::Parameter(part), &[])
+            }
+            op => write(
+                op,
+                strategy,
+                &PartSite { inputs: &brought, whole: &whole, devices: self.machine.devices },
+                &mut out,
+            ),
+        };
+        for (output, local) in made.into_iter().enumerate() {
+            let value = Value { node: id, output: output as u32 };
+            self.done.places.insert((value, self.choice.made(value)), local);
+        }
+    }
+
+    /// A value in a layout, brought there from the nearer of the layouts that it has.
+    fn brought(&mut self, value: Value, to: Sharding) -> Value {
+        if let Some(found) = self.done.places.get(&(value, to)) {
+            return *found;
+        }
+        let made = self.choice.made(value);
+        let fact = self.task.graph.fact(value);
+        let far = |from: Sharding| self.machine.conversion(fact, from, to);
+        let from = match self.choice.kept.get(&value) {
+            Some(kept) if *kept == to => made,
+            Some(kept) if far(*kept) < far(made) => *kept,
+            _ => made,
+        };
+        debug_assert!(far(from) < NEVER, "the choice brings {value:?} from {from} to {to}");
+        let place = if from == made { self.done.places[&(value, made)] } else { self.brought(value, from) };
+        let op = reshard::op(from, to, self.machine.devices).expect("the choice asks for nothing impossible");
+        let origin = self.task.graph.node(value.node).origin.clone();
+        let local = self.convert(op, place, origin);
+        self.done.places.insert((value, to), local);
+        local
+    }
+
+    fn convert(&mut self, op: Op, place: Value, origin: Origin) -> Value {
+        Writer { graph: &mut self.done.graph, origin }.emit(op, &[place])
+    }
+}

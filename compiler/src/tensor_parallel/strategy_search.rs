@@ -1,0 +1,335 @@
+//! The cheapest way of sharing all ops of a graph.
+//!
+//! A variable is a node. Its states are the strategies of its op, or the layouts of a parameter, each with a second layout in which an output
+//! may be kept for its readers. What a node costs is what its strategy does and what its second layouts take; what two nodes cost
+//! together is what it takes to bring a value from the nearer of its two layouts to that which the reader wants. So a sum that two
+//! readers want whole is reduced once. Results cost what brings them to the layout that they end in. ([`factors`](crate::tensor_parallel::variable_elimination) finds the
+//! least sum.)
+
+use crate::graph::order;
+use crate::op::sharding::strategies;
+use crate::op::{Group, NodeId, Op, Sharding, Strategy, Value};
+use crate::tensor::fact::Fact;
+use crate::tensor_parallel::cost::{Machine, NEVER, Time, sum};
+use crate::tensor_parallel::variable_elimination::{Factors, MOST_ENTRIES};
+use crate::tensor_parallel::{Choice, End, SpmdTask, blocks};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use thiserror::Error;
+
+/// Why nothing can be chosen.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum ChooseError {
+    #[error("a stage cannot be shared by {devices} devices; a group has 2 to 64")]
+    Devices { devices: usize },
+    #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
+    Size { node: String, fact: String },
+}
+
+/// What was found.
+#[derive(Clone, Debug)]
+pub struct Chosen {
+    /// Who does what.
+    pub choice: Choice,
+    /// What it takes.
+    pub cost: Time,
+    /// No choice takes less.
+    pub bound: Time,
+    /// What every device takes where each does everything.
+    pub alone: Time,
+}
+
+/// A state of a node.
+#[derive(Clone, Debug)]
+struct State {
+    way: Strategy,
+    /// By output, the second layout that it is kept in.
+    kept: Vec<Option<Sharding>>,
+}
+
+/// All states of all nodes, and what they cost.
+pub struct Model<'a> {
+    task: &'a SpmdTask,
+    machine: &'a Machine,
+    nodes: Vec<NodeId>,
+    states: Vec<Vec<State>>,
+    /// What states cost.
+    pub factors: Factors,
+}
+
+/// The cheapest choice for a group of devices.
+pub fn choose(task: &SpmdTask, machine: &Machine) -> Result<Chosen, ChooseError> {
+    choose_within(task, machine, MOST_ENTRIES)
+}
+
+/// The same with tables of at most so many entries.
+pub fn choose_within(task: &SpmdTask, machine: &Machine, most_entries: usize) -> Result<Chosen, ChooseError> {
+    let model = Model::of(task, machine)?;
+    let found = model.factors.least(most_entries);
+    let alone = model.factors.cost(&vec![0; model.nodes.len()]);
+    Ok(Chosen { choice: model.choice(&found.states), cost: found.cost, bound: found.bound, alone })
+}
+
+impl<'a> Model<'a> {
+    /// The states of all nodes of a task.
+    pub fn of(task: &'a SpmdTask, machine: &'a Machine) -> Result<Model<'a>, ChooseError> {
+        if !(2..=64).contains(&machine.devices) {
+            return Err(ChooseError::Devices { devices: machine.devices });
+        }
+        for id in task.graph.ids() {
+            let node = task.graph.node(id);
+            if let Some(fact) = node.facts.iter().find(|f| f.concrete().is_none() || f.bytes().is_none()) {
+                return Err(ChooseError::Size { node: node.told().to_string(), fact: fact.to_string() });
+            }
+        }
+        let group = blocks::group(&task.graph, machine.devices);
+        let nodes = order::canonical(&task.graph);
+        let mut model = Model { task, machine, nodes, states: Vec::new(), factors: Factors::default() };
+        let readers = model.readers();
+        for at in 0..model.nodes.len() {
+            let states = model.states_of(model.nodes[at], &group, &readers);
+            let own = states.iter().map(|state| model.own(model.nodes[at], state)).collect();
+            model.states.push(states);
+            model.factors.variable(own);
+        }
+        model.couple();
+        Ok(model)
+    }
+
+    /// Who reads each value: nodes, and results by number behind all nodes.
+    fn readers(&self) -> HashMap<Value, BTreeSet<usize>> {
+        let mut readers: HashMap<Value, BTreeSet<usize>> = HashMap::new();
+        for (at, &id) in self.nodes.iter().enumerate() {
+            for value in self.task.graph.inputs(id) {
+                readers.entry(value).or_default().insert(at);
+            }
+        }
+        for (at, value) in self.results().into_iter().enumerate() {
+            readers.entry(value.0).or_default().insert(self.nodes.len() + at);
+        }
+        readers
+    }
+
+    /// What must lie in a certain way in the end: results, and what states follow.
+    fn results(&self) -> Vec<(Value, End)> {
+        let graph = &self.task.graph;
+        let outputs = graph.outputs.iter().map(|output| output.value).zip(self.task.ends.iter().copied());
+        outputs.chain(graph.averages.iter().map(|average| (average.sample, End::Whole))).collect()
+    }
+
+    fn states_of(&self, id: NodeId, group: &Group, readers: &HashMap<Value, BTreeSet<usize>>) -> Vec<State> {
+        let graph = &self.task.graph;
+        let node = graph.node(id);
+        let inputs = graph.inputs(id);
+        let facts: Vec<&Fact> = inputs.iter().map(|v| graph.fact(*v)).collect();
+        let mut ways = match &node.op {
+            Op::Parameter(_) if self.task.whole.contains(&id) => parameter(&node.facts[0], group)[..1].to_vec(),
+            Op::Parameter(_) => parameter(&node.facts[0], group),
+            _ => strategies(&node.op, &facts, &node.facts, group),
+        };
+        // Constants and what is fed are whole on every device.
+        ways.truncate(if inputs.is_empty() && !matches!(node.op, Op::Parameter(_)) { 1 } else { ways.len() });
+        let mut states = Vec::new();
+        for way in ways {
+            let mut kept: Vec<Vec<Option<Sharding>>> = vec![vec![]];
+            for (output, layout) in way.outputs.iter().enumerate() {
+                let value = Value { node: id, output: output as u32 };
+                let several = readers.get(&value).is_some_and(|readers| readers.len() > 1);
+                let seconds = if several { seconds(*layout, &node.facts[output], group) } else { vec![None] };
+                kept = kept.into_iter().flat_map(|k| seconds.iter().map(move |s| [&k[..], &[*s]].concat())).collect();
+            }
+            states.extend(kept.into_iter().map(|kept| State { way: way.clone(), kept }));
+        }
+        states
+    }
+
+    /// What a node takes, and what its outputs take to be kept in a second layout.
+    fn own(&self, id: NodeId, state: &State) -> Time {
+        let facts = &self.task.graph.node(id).facts;
+        let kept = state
+            .kept
+            .iter()
+            .zip(&state.way.outputs)
+            .zip(facts)
+            .map(|((kept, made), fact)| kept.map_or(0, |kept| self.machine.conversion(fact, *made, kept)));
+        kept.fold(self.machine.strategy(&self.task.graph, id, &state.way), sum)
+    }
+
+    /// What it takes to bring an output of a node in this state to a layout.
+    fn bring(&self, value: Value, state: &State, to: Sharding) -> Time {
+        let output = value.output as usize;
+        let fact = self.task.graph.fact(value);
+        let direct = self.machine.conversion(fact, state.way.outputs[output], to);
+        let second = state.kept[output].map_or(NEVER, |kept| self.machine.conversion(fact, kept, to));
+        direct.min(second)
+    }
+
+    fn couple(&mut self) {
+        let graph = &self.task.graph;
+        let place: HashMap<NodeId, usize> = self.nodes.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+        let mut factors = std::mem::take(&mut self.factors);
+        for (reader, &id) in self.nodes.iter().enumerate() {
+            // One value that is read twice in one layout is brought once.
+            let mut slots: BTreeMap<Value, Vec<usize>> = BTreeMap::new();
+            for (slot, value) in graph.inputs(id).into_iter().enumerate() {
+                slots.entry(value).or_default().push(slot);
+            }
+            for (value, slots) in slots {
+                let maker = place[&value.node];
+                factors.add(maker, reader, |a, b| {
+                    let way = &self.states[reader][b].way;
+                    let wanted: BTreeSet<Sharding> = slots.iter().map(|slot| way.inputs[*slot]).collect();
+                    wanted.iter().map(|to| self.bring(value, &self.states[maker][a], *to)).fold(0, sum)
+                });
+            }
+        }
+        for (value, end) in self.results() {
+            let maker = place[&value.node];
+            let whole = |state: &State| self.bring(value, state, Sharding::Replicated);
+            match end {
+                End::Like(parameter) if parameter != value.node => {
+                    let like = place[&parameter];
+                    factors.add(maker, like, |a, b| {
+                        self.bring(value, &self.states[maker][a], self.states[like][b].way.outputs[0])
+                    });
+                }
+                End::Like(_) => {}
+                End::Whole => factors.add(maker, maker, |a, _| whole(&self.states[maker][a])),
+            }
+        }
+        self.factors = factors;
+    }
+
+    /// What these states mean.
+    pub fn choice(&self, states: &[usize]) -> Choice {
+        let mut choice = Choice::default();
+        for ((&id, all), &at) in self.nodes.iter().zip(&self.states).zip(states) {
+            let state = &all[at];
+            if matches!(self.task.graph.node(id).op, Op::Parameter(_)) {
+                choice.parameters.insert(id, state.way.outputs[0]);
+            } else {
+                choice.strategies.insert(id, state.way.clone());
+            }
+            for (output, kept) in state.kept.iter().enumerate() {
+                if let Some(kept) = kept {
+                    choice.kept.insert(Value { node: id, output: output as u32 }, *kept);
+                }
+            }
+        }
+        choice
+    }
+}
+
+/// A parameter is whole, or split along any axis that divides.
+fn parameter(fact: &Fact, group: &Group) -> Vec<Strategy> {
+    let made = |layout| Strategy { outputs: vec![layout], ..Strategy::replicated(0, 1) };
+    let mut ways = vec![made(Sharding::Replicated)];
+    for (axis, size) in fact.concrete().into_iter().flatten().enumerate() {
+        for blocks in [1].into_iter().chain(group.blocks.get(&size).into_iter().flatten().copied()) {
+            let layout = Sharding::Split(crate::op::SplitDim { axis, blocks });
+            if layout.part(fact, group.devices).is_some() {
+                ways.push(made(layout));
+            }
+        }
+    }
+    ways
+}
+
+/// The second layouts that it may pay to keep a value in.
+fn seconds(made: Sharding, fact: &Fact, group: &Group) -> Vec<Option<Sharding>> {
+    match made {
+        Sharding::Replicated => vec![None],
+        Sharding::Split(_) => vec![None, Some(Sharding::Replicated)],
+        Sharding::Partial => {
+            let split = (0..fact.rank()).map(Sharding::split).filter(|s| s.part(fact, group.devices).is_some());
+            [None, Some(Sharding::Replicated)].into_iter().chain(split.map(Some)).collect()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::{BytesPerSecond, Seconds, device};
+    use crate::graph::{Graph, Origin, Output};
+    use crate::op::{Binary, Input, MatMul, Parameter, Unary};
+    use crate::tensor::DType;
+    use crate::tensor_parallel::spmd_graph::rewrite;
+
+    /// A small chain of products and other ops with a residual connection, whose sizes and ops follow from a seed.
+    fn task(seed: u64) -> SpmdTask {
+        let mut graph = Graph::new("small");
+        let origin = Origin::default();
+        let mut state = seed;
+        let mut draw = |limit: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % limit
+        };
+        let sizes = [64usize, 128, 6, 256];
+        let (rows, width) = (sizes[draw(4) as usize], sizes[draw(4) as usize]);
+        let input = Op::Input(Input { name: "x".into(), fact: Fact::of(DType::F32, &[rows, width]) });
+        let value = |node| Value { node, output: 0 };
+        let x = value(graph.add(input, &[], &origin).unwrap());
+        let inner = sizes[draw(4) as usize];
+        let shapes = [[width, inner], [inner, width]];
+        let mut y = x;
+        for (i, shape) in shapes.iter().enumerate() {
+            let weight = Op::Parameter(Parameter { name: format!("w{i}"), fact: Fact::of(DType::F32, shape) });
+            let weight = value(graph.add(weight, &[], &origin).unwrap());
+            let product = Op::MatMul(MatMul { transpose_a: false, transpose_b: false });
+            y = value(graph.add(product, &[y, weight], &origin).unwrap());
+            if i == 0 && draw(2) == 0 {
+                y = value(graph.add(Op::Unary(Unary::Relu), &[y], &origin).unwrap());
+            }
+        }
+        let sum = value(graph.add(Op::Binary(Binary::Add), &[x, y], &origin).unwrap());
+        graph.outputs = vec![Output { name: "sum".into(), value: sum }, Output { name: "y".into(), value: y }];
+        SpmdTask { graph, ends: vec![End::Whole; 2], whole: BTreeSet::new() }
+    }
+
+    fn machine(seed: u64) -> Machine {
+        let device = device::find("cpu").unwrap().device();
+        let bandwidth = BytesPerSecond([1e8, 1e9, 1e10, 1e12][seed as usize % 4]);
+        Machine { device, devices: [2, 4][seed as usize / 4 % 2], bandwidth, latency: Seconds(1e-7) }
+    }
+
+    #[test]
+    fn the_choice_is_that_of_trying_everything() {
+        let mut shared = 0;
+        for seed in 0..24 {
+            let (task, machine) = (task(seed), machine(seed));
+            let model = Model::of(&task, &machine).unwrap();
+            let sizes: Vec<usize> = model.factors.own.iter().map(Vec::len).collect();
+            let mut states = vec![0; sizes.len()];
+            let mut best = NEVER;
+            loop {
+                best = best.min(model.factors.cost(&states));
+                let Some(at) = (0..sizes.len()).find(|at| states[*at] + 1 < sizes[*at]) else { break };
+                states[at] += 1;
+                states[..at].fill(0);
+            }
+            let chosen = choose(&task, &machine).unwrap();
+            assert_eq!((chosen.cost, chosen.bound), (best, best), "seed {seed}");
+            assert_eq!(chosen.alone, model.factors.cost(&vec![0; sizes.len()]));
+            shared += usize::from(chosen.cost < chosen.alone);
+            // What is written takes what was said.
+            let written = rewrite(&task, &chosen.choice, &machine).graph;
+            let time = |id| {
+                let inputs: Vec<Value> = written.inputs(id);
+                let inputs: Vec<&Fact> = inputs.iter().map(|value| written.fact(*value)).collect();
+                machine.node(&written.node(id).op, &inputs, &written.node(id).facts)
+            };
+            assert_eq!(written.ids().map(time).sum::<Time>(), chosen.cost, "seed {seed}");
+        }
+        assert!((4..24).contains(&shared), "some are worth sharing and some are not: {shared}");
+    }
+
+    #[test]
+    fn groups_and_sizes_are_checked() {
+        let task = task(1);
+        for devices in [0, 1, 65, usize::MAX] {
+            let machine = Machine { devices, ..machine(0) };
+            assert_eq!(choose(&task, &machine).unwrap_err(), ChooseError::Devices { devices });
+        }
+    }
+}

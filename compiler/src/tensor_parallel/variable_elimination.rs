@@ -1,0 +1,395 @@
+//! The least sum of costs that each depend on one or two choices.
+//!
+//! First, states that another one replaces at no loss whatever the neighbours choose are dropped (the dead-end elimination of
+//! Goldstein, Biophysical Journal 66, 1994): state i of v goes where, for some j,
+//!
+//!   cost(i) - cost(j) + Σ over neighbours n of  min over x of  (cost(i, x) - cost(j, x))  ≥ 0
+//!
+//! Then variables are eliminated one by one (bucket elimination, Dechter 1999): all costs that know v become one cost of its neighbours,
+//! the least over v's states ([`order`] says which goes next). On chains and ladders, which the ops of a model with their gradients form,
+//! the tables stay small, and the answer is exact.
+//!
+//! Where a table would be larger than a limit, its costs are divided into several groups, for each of which v may choose a state of its
+//! own (mini-buckets). What comes out then is a bound from below; the states, chosen in the reverse order, are improved one at a
+//! time until none helps, and the answer says that it may not be the best.
+
+use crate::tensor_parallel::cost::{NEVER, Time, sum};
+use crate::tensor_parallel::order::order;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Entries of the largest table.
+pub const MOST_ENTRIES: usize = 1 << 22;
+
+/// Choices, and what they cost.
+#[derive(Clone, Debug, Default)]
+pub struct Factors {
+    /// By variable, what each state costs.
+    pub own: Vec<Vec<Time>>,
+    /// By two variables, the lower one first, what each pair of states costs: row by row of the first.
+    pub pairs: BTreeMap<(usize, usize), Vec<Time>>,
+}
+
+/// A choice of states.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Solution {
+    /// By variable.
+    pub states: Vec<usize>,
+    /// What they cost.
+    pub cost: Time,
+    /// No choice costs less than this.
+    pub bound: Time,
+}
+
+impl Factors {
+    /// A variable whose states cost this.
+    pub fn variable(&mut self, own: Vec<Time>) -> usize {
+        self.own.push(own);
+        self.own.len() - 1
+    }
+
+    /// Adds to what two variables cost together; `cost` gets the states of `a` and `b`.
+    pub fn add(&mut self, a: usize, b: usize, cost: impl Fn(usize, usize) -> Time) {
+        if a == b {
+            self.own[a].iter_mut().enumerate().for_each(|(state, own)| *own = sum(*own, cost(state, state)));
+            return;
+        }
+        let (low, high) = (a.min(b), a.max(b));
+        let [rows, columns] = [low, high].map(|v| self.own[v].len());
+        let table = self.pairs.entry((low, high)).or_insert_with(|| vec![0; rows * columns]);
+        for (at, entry) in table.iter_mut().enumerate() {
+            let (row, column) = (at / columns, at % columns);
+            *entry = sum(*entry, if a < b { cost(row, column) } else { cost(column, row) });
+        }
+    }
+
+    /// What a choice costs.
+    pub fn cost(&self, states: &[usize]) -> Time {
+        let own = self.own.iter().zip(states).map(|(own, state)| own[*state]);
+        let pairs = self.pairs.iter().map(|((a, b), table)| table[states[*a] * self.own[*b].len() + states[*b]]);
+        own.chain(pairs).fold(0, sum)
+    }
+
+    /// The least sum, with tables of at most so many entries. Of equal sums the one of earlier states.
+    pub fn least(&self, most_entries: usize) -> Solution {
+        let alive = Pruning::of(self).alive();
+        let mut tables: Vec<Table> = Vec::new();
+        for (v, alive) in alive.iter().enumerate() {
+            let costs = alive.iter().map(|state| self.own[v][*state]).collect();
+            tables.push(Table { scope: vec![v], sizes: vec![alive.len()], costs });
+        }
+        for ((a, b), table) in &self.pairs {
+            let columns = self.own[*b].len();
+            let row = |row: &usize| alive[*b].iter().map(|column| table[row * columns + column]).collect::<Vec<_>>();
+            let costs = alive[*a].iter().flat_map(row);
+            tables.push(Table {
+                scope: vec![*a, *b],
+                sizes: vec![alive[*a].len(), alive[*b].len()],
+                costs: costs.collect(),
+            });
+        }
+        let sizes: Vec<usize> = alive.iter().map(Vec::len).collect();
+        let (gone, bound) = eliminate(tables, &sizes, most_entries);
+        let mut chosen = vec![0; sizes.len()];
+        for (v, tables) in gone.iter().rev() {
+            let cost = |state: usize, chosen: &mut Vec<usize>| {
+                chosen[*v] = state;
+                tables.iter().map(|table| table.at(chosen)).fold(0, sum)
+            };
+            let best = (0..sizes[*v]).min_by_key(|state| (cost(*state, &mut chosen), *state));
+            chosen[*v] = best.expect("every variable has a state that is alive");
+        }
+        let mut states: Vec<usize> = chosen.iter().zip(&alive).map(|(at, alive)| alive[*at]).collect();
+        let mut cost = self.cost(&states);
+        if cost > bound {
+            cost = self.improve(&mut states);
+        }
+        Solution { states, cost, bound }
+    }
+
+    /// Changes one state at a time for the better until none helps; returns the cost.
+    fn improve(&self, states: &mut [usize]) -> Time {
+        let mut neighbours = vec![Vec::new(); self.own.len()];
+        for &(a, b) in self.pairs.keys() {
+            neighbours[a].push(b);
+            neighbours[b].push(a);
+        }
+        let local = |states: &[usize], v: usize, state: usize| {
+            let pair = |&n: &usize| match v < n {
+                true => self.pairs[&(v, n)][state * self.own[n].len() + states[n]],
+                false => self.pairs[&(n, v)][states[n] * self.own[v].len() + state],
+            };
+            neighbours[v].iter().map(pair).fold(self.own[v][state], sum)
+        };
+        // A sum of whole numbers that falls with every change ends; the limit only keeps a long way down short.
+        for _ in 0..1000 {
+            let mut changed = false;
+            for v in 0..self.own.len() {
+                let best = (0..self.own[v].len()).min_by_key(|state| (local(states, v, *state), *state));
+                let best = best.expect("every variable has a state");
+                if local(states, v, best) < local(states, v, states[v]) {
+                    states[v] = best;
+                    changed = true;
+                }
+            }
+            if !changed {
+                break;
+            }
+        }
+        self.cost(states)
+    }
+}
+
+/// A cost of several variables, the last one of the scope running fastest.
+#[derive(Clone, Debug)]
+struct Table {
+    scope: Vec<usize>,
+    sizes: Vec<usize>,
+    costs: Vec<Time>,
+}
+
+impl Table {
+    fn at(&self, chosen: &[usize]) -> Time {
+        let index = self.scope.iter().zip(&self.sizes).fold(0, |index, (v, size)| index * size + chosen[*v]);
+        self.costs[index]
+    }
+
+    /// By how much the index grows with one step of this variable; 0 where the table does not know it.
+    fn stride(&self, v: usize) -> usize {
+        match self.scope.iter().position(|own| *own == v) {
+            Some(at) => self.sizes[at + 1..].iter().product(),
+            None => 0,
+        }
+    }
+}
+
+/// Variables in the order in which they went, each with the costs that knew it, and the sum of what is left.
+fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(usize, Vec<Table>)>, Time) {
+    let mut neighbours: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
+    let mut known: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
+    for (at, table) in tables.iter().enumerate() {
+        for v in &table.scope {
+            known[*v].insert(at);
+            neighbours[*v].extend(table.scope.iter().filter(|n| *n != v));
+        }
+    }
+    let mut slots: Vec<Option<Table>> = tables.into_iter().map(Some).collect();
+    let (mut gone, mut bound) = (Vec::new(), 0);
+    for v in order(&neighbours, sizes) {
+        let taken: Vec<Table> = std::mem::take(&mut known[v]).into_iter().filter_map(|at| slots[at].take()).collect();
+        for group in groups(&taken, v, sizes, most_entries) {
+            let joined = without(&group, v, sizes);
+            if joined.scope.is_empty() {
+                bound = sum(bound, joined.costs[0]);
+                continue;
+            }
+            for n in &joined.scope {
+                known[*n].insert(slots.len());
+            }
+            slots.push(Some(joined));
+        }
+        gone.push((v, taken));
+    }
+    (gone, bound)
+}
+
+/// The costs that know a variable, in groups whose other variables together have no more states than the limit: one group where it can be.
+fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usize) -> Vec<Vec<&'a Table>> {
+    let mut groups: Vec<(BTreeSet<usize>, Vec<&Table>)> = Vec::new();
+    for table in tables {
+        let scope: BTreeSet<usize> = table.scope.iter().copied().filter(|n| *n != v).collect();
+        let entries = |all: &BTreeSet<usize>| all.iter().fold(1usize, |n, v| n.saturating_mul(sizes[*v]));
+        let fits = groups.iter_mut().find(|(own, _)| entries(&own.union(&scope).copied().collect()) <= most_entries);
+        match fits {
+            Some((own, members)) => {
+                own.extend(scope);
+                members.push(table);
+            }
+            None => groups.push((scope, vec![table])),
+        }
+    }
+    groups.into_iter().map(|(_, members)| members).collect()
+}
+
+/// The least over the states of a variable of the sum of these costs, as a cost of their other variables.
+fn without(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
+    let scope: BTreeSet<usize> = tables.iter().flat_map(|t| t.scope.iter().copied()).filter(|n| *n != v).collect();
+    let scope: Vec<usize> = scope.into_iter().collect();
+    let own: Vec<usize> = scope.iter().map(|n| sizes[*n]).collect();
+    let strides: Vec<Vec<usize>> = tables.iter().map(|t| scope.iter().map(|n| t.stride(*n)).collect()).collect();
+    let steps: Vec<usize> = tables.iter().map(|t| t.stride(v)).collect();
+    let mut costs = Vec::with_capacity(own.iter().product());
+    let mut digits = vec![0usize; scope.len()];
+    let mut offsets = vec![0usize; tables.len()];
+    loop {
+        let cost = |state: usize| {
+            let each = tables.iter().zip(&offsets).zip(&steps);
+            each.fold(0, |total, ((table, offset), step)| sum(total, table.costs[offset + state * step]))
+        };
+        costs.push((0..sizes[v]).map(cost).min().unwrap_or(NEVER));
+        // The next assignment, the last variable first.
+        let Some(at) = (0..scope.len()).rev().find(|at| digits[*at] + 1 < own[*at]) else { break };
+        digits[at] += 1;
+        offsets.iter_mut().zip(&strides).for_each(|(offset, strides)| *offset += strides[at]);
+        for later in at + 1..scope.len() {
+            offsets.iter_mut().zip(&strides).for_each(|(offset, strides)| *offset -= strides[later] * digits[later]);
+            digits[later] = 0;
+        }
+    }
+    Table { scope, sizes: own, costs }
+}
+
+/// Which states may be in a best choice.
+struct Pruning<'a> {
+    factors: &'a Factors,
+    neighbours: Vec<Vec<usize>>,
+    alive: Vec<Vec<usize>>,
+}
+
+impl<'a> Pruning<'a> {
+    fn of(factors: &'a Factors) -> Pruning<'a> {
+        let mut neighbours = vec![Vec::new(); factors.own.len()];
+        for &(a, b) in factors.pairs.keys() {
+            neighbours[a].push(b);
+            neighbours[b].push(a);
+        }
+        let alive = factors.own.iter().map(|own| (0..own.len()).collect()).collect();
+        Pruning { factors, neighbours, alive }
+    }
+
+    fn alive(mut self) -> Vec<Vec<usize>> {
+        // What one variable loses may free a neighbour's state to go.
+        let mut waiting: BTreeSet<usize> = (0..self.alive.len()).collect();
+        while let Some(v) = waiting.pop_first() {
+            let before = self.alive[v].len();
+            let mut at = 0;
+            while at < self.alive[v].len() {
+                let state = self.alive[v][at];
+                let replaced = self.alive[v].iter().any(|other| *other != state && self.replaces(v, *other, state));
+                if replaced {
+                    self.alive[v].remove(at);
+                } else {
+                    at += 1;
+                }
+            }
+            if self.alive[v].len() < before {
+                waiting.extend(&self.neighbours[v]);
+            }
+        }
+        self.alive
+    }
+
+    fn pair(&self, v: usize, state: usize, n: usize, other: usize) -> Time {
+        match v < n {
+            true => self.factors.pairs[&(v, n)][state * self.factors.own[n].len() + other],
+            false => self.factors.pairs[&(n, v)][other * self.factors.own[v].len() + state],
+        }
+    }
+
+    /// Whether `better` costs no more than `state` whatever the neighbours choose; of equal ones the earlier stays.
+    fn replaces(&self, v: usize, better: usize, state: usize) -> bool {
+        let own = &self.factors.own[v];
+        if own[state] >= NEVER {
+            return own[better] < NEVER || better < state;
+        }
+        if own[better] >= NEVER {
+            return false;
+        }
+        let mut gain = i128::from(own[state]) - i128::from(own[better]);
+        for &n in &self.neighbours[v] {
+            let mut least: Option<i128> = None;
+            for &x in &self.alive[n] {
+                let (a, b) = (self.pair(v, state, n, x), self.pair(v, better, n, x));
+                if a >= NEVER {
+                    continue;
+                }
+                if b >= NEVER {
+                    return false;
+                }
+                let difference = i128::from(a) - i128::from(b);
+                least = Some(least.map_or(difference, |least| least.min(difference)));
+            }
+            // With a neighbour that it never goes with, a state is in no choice at all.
+            let Some(least) = least else { return true };
+            gain += least;
+        }
+        gain > 0 || (gain == 0 && better < state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, limit: u64) -> u64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) % limit
+        }
+    }
+
+    fn random(seed: u64) -> Factors {
+        let mut random = Random(seed);
+        let mut factors = Factors::default();
+        let count = 2 + random.below(6) as usize;
+        for _ in 0..count {
+            let states = 1 + random.below(4);
+            let own = (0..states).map(|_| random.below(20)).collect();
+            factors.variable(own);
+        }
+        for a in 0..count {
+            for b in a + 1..count {
+                if random.below(3) > 0 {
+                    continue;
+                }
+                let entries = factors.own[a].len() * factors.own[b].len();
+                let table = (0..entries).map(|_| if random.below(6) == 0 { NEVER } else { random.below(20) });
+                let table = table.collect();
+                factors.pairs.insert((a, b), table);
+            }
+        }
+        factors
+    }
+
+    fn exhaustive(factors: &Factors) -> Time {
+        let mut states = vec![0; factors.own.len()];
+        let mut best = NEVER;
+        loop {
+            best = best.min(factors.cost(&states));
+            let Some(at) = (0..states.len()).find(|at| states[*at] + 1 < factors.own[*at].len()) else { return best };
+            states[at] += 1;
+            states[..at].fill(0);
+        }
+    }
+
+    #[test]
+    fn the_least_sum_is_that_of_trying_everything() {
+        for seed in 0..400 {
+            let factors = random(seed);
+            let best = exhaustive(&factors);
+            let found = factors.least(MOST_ENTRIES);
+            assert_eq!(found.cost, factors.cost(&found.states), "seed {seed}");
+            assert_eq!((found.cost, found.bound), (best, best), "seed {seed}");
+            // With tables too small, what is found is no better than the best, and the bound no worse.
+            let hurried = factors.least(3);
+            assert!(hurried.bound <= best && best <= hurried.cost, "seed {seed}: {hurried:?}, best {best}");
+        }
+    }
+
+    #[test]
+    fn a_long_ladder_needs_small_tables() {
+        let mut factors = Factors::default();
+        for v in 0..2000 {
+            factors.variable((0..4).map(|state| (v * 7 + state * 13) % 11).collect());
+        }
+        for v in 0..1999usize {
+            factors.add(v, v + 1, |a, b| if a == b { 0 } else { 3 });
+            if v >= 1000 {
+                factors.add(v, 1999 - v, |a, b| if a == b { 0 } else { 2 });
+            }
+        }
+        let found = factors.least(1 << 10);
+        assert_eq!(found.cost, found.bound);
+    }
+}

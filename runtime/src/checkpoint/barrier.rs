@@ -1,0 +1,148 @@
+//! The barrier that all workers pass before they begin a minibatch, so that a stopped run ends at the same minibatch everywhere.
+//!
+//! The last minibatch is one that no worker has begun, so none has applied its update and each still contributes its snapshot.
+//! With several processes, all barriers hold while the processes agree (`process::stop`).
+
+use crate::checkpoint::points::up;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Lets workers into minibatches until the run is told to stop.
+pub struct Gate<'a> {
+    stop: &'a AtomicUsize,
+    period: u32,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    /// Minibatches that some worker of this process has begun.
+    begun: u32,
+    /// Minibatches that the run has, once it is told to stop.
+    end: Option<u32>,
+    /// Why it was told, or 0.
+    reason: usize,
+    /// Whether this process does not decide alone.
+    is_shared: bool,
+    /// Whether nobody may enter until the end is known.
+    is_held: bool,
+}
+
+impl<'a> Gate<'a> {
+    /// A gate of a run of which `done` minibatches are made. Whoever sets `stop` ends it; the number says why.
+    pub fn new(stop: &'a AtomicUsize, period: u32, done: u32) -> Gate<'a> {
+        let state = State { begun: done, end: None, reason: 0, is_shared: false, is_held: false };
+        Gate { stop, period, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    // Nothing under the lock can panic half way.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the minibatch may be begun. Waits while the processes of the run agree on its end, which comes, or the end of the
+    /// connections does.
+    pub fn enter(&self, minibatch: u32) -> bool {
+        let mut state = self.lock();
+        while state.is_held {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let reason = self.asked();
+        if state.end.is_none() && !state.is_shared && reason != 0 {
+            (state.end, state.reason) = (self.behind(state.begun), reason);
+        }
+        let may = state.end.is_none_or(|end| minibatch < end);
+        if may {
+            state.begun = state.begun.max(minibatch.saturating_add(1));
+        }
+        may
+    }
+
+    /// Where a run may end of which so many minibatches are begun.
+    pub fn behind(&self, begun: u32) -> Option<u32> {
+        up(begun.saturating_add(1), self.period)
+    }
+
+    /// Minibatches that the run has, if it ends early.
+    pub fn end(&self) -> Option<u32> {
+        self.lock().end
+    }
+
+    /// Why the run ends early, in the number that it was told; 0 if it does not.
+    pub fn reason(&self) -> usize {
+        self.lock().reason
+    }
+
+    /// What this process was told: 0 while nobody wants it to stop.
+    pub fn asked(&self) -> usize {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// From now on several processes decide together.
+    pub fn share(&self) {
+        self.lock().is_shared = true;
+    }
+
+    /// Nobody enters until the end is known. Gives the minibatches that are begun.
+    pub fn hold(&self, reason: usize) -> u32 {
+        let mut state = self.lock();
+        if state.end.is_none() {
+            (state.is_held, state.reason) = (true, reason);
+        }
+        state.begun
+    }
+
+    /// The end is known.
+    pub fn end_at(&self, end: Option<u32>) {
+        let mut state = self.lock();
+        (state.end, state.is_held) = (end, false);
+        self.changed.notify_all();
+    }
+
+    /// There will be no agreement: the run has ended for another reason, which who enters will find.
+    pub fn let_go(&self) {
+        self.lock().is_held = false;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_is_told_to_stop_ends_behind_what_nobody_has_begun() {
+        let stop = AtomicUsize::new(0);
+        let gate = Gate::new(&stop, 2, 4);
+        assert!(gate.enter(4) && gate.enter(5) && gate.enter(4));
+        assert_eq!((gate.end(), gate.reason()), (None, 0));
+        stop.store(15, Ordering::Relaxed);
+        // Minibatches 4 and 5 are under way: 6 and 7 are the next whole rounds.
+        assert_eq!([5, 7, 6, 8, 9].map(|minibatch| gate.enter(minibatch)), [true, true, true, false, false]);
+        assert_eq!((gate.end(), gate.reason()), (Some(8), 15));
+    }
+
+    #[test]
+    fn a_gate_that_is_held_lets_nobody_in_before_the_end_is_known() {
+        let stop = AtomicUsize::new(0);
+        let gate = Gate::new(&stop, 1, 0);
+        gate.share();
+        assert!(gate.enter(2));
+        stop.store(2, Ordering::Relaxed);
+        assert!(gate.enter(3), "others are to be asked first");
+        assert_eq!(gate.hold(2), 4);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| [gate.enter(4), gate.enter(6), gate.enter(7)]);
+            assert_eq!(gate.end(), None);
+            gate.end_at(gate.behind(6));
+            assert_eq!(waits.join().unwrap(), [true, true, false]);
+        });
+        assert_eq!((gate.end(), gate.reason(), gate.hold(15)), (Some(7), 2, 7));
+        // Where processes do not come to agree, nobody waits.
+        let gate = Gate::new(&stop, 1, 0);
+        gate.share();
+        gate.hold(2);
+        gate.let_go();
+        assert!(gate.enter(9));
+    }
+}

@@ -1,0 +1,32 @@
+//! Merges the optimizer-state shards of a stage's replicas.
+//!
+//! Files of a checkpoint do not depend on ZeRO: a run resumes under any plan.
+
+use crate::checkpoint::{ParameterState, StageSnapshot};
+use crate::device::buffer::Buffer;
+
+/// The parts of one stage, of all its replicas or of one alone, with all that moves its parameters in the first one's.
+pub fn join(mut parts: Vec<StageSnapshot>) -> Vec<StageSnapshot> {
+    parts.sort_by_key(|part| part.replica);
+    let Some((first, others)) = parts.split_first_mut() else { return parts };
+    let (true, Some(whole)) = (first.replicas > 1, first.whole.as_mut()) else { return parts };
+    for (p, own) in whole.moves.iter_mut().enumerate() {
+        let of_others: Vec<&ParameterState> = others.iter().filter_map(|part| part.moves.get(p)).collect();
+        for (at, state) in own.state.iter_mut().enumerate() {
+            let shares = of_others.iter().filter_map(|of| of.state.get(at));
+            append(state, shares);
+        }
+        if let Some(master) = &mut own.master {
+            append(master, of_others.iter().filter_map(|of| of.master.as_ref()));
+        }
+    }
+    others.iter_mut().for_each(|part| part.moves.clear());
+    parts
+}
+
+/// Shares come in the order of replicas; what is not dealt out only the first one has.
+fn append<'a>(own: &mut Buffer, others: impl Iterator<Item = &'a Buffer>) {
+    let mut whole = own.bytes().to_vec();
+    others.for_each(|share| whole.extend(share.bytes()));
+    *own = Buffer::copy_of(&whole);
+}

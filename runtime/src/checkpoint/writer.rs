@@ -1,0 +1,251 @@
+//! Writes snapshots as they arrive, and names a checkpoint when all of it is on disk.
+//!
+//! ```text
+//! make .step-00000012.part        for the first snapshot
+//! write its files                 for every snapshot: each file is on disk before the next begins
+//! write manifest.json             when all snapshots are there
+//! sync the folder, rename it to step-00000012, sync the folder above; an older one of that name is .step-00000012.old before
+//! remove older checkpoints        all but the newest few, where --keep asks for it
+//! ```
+//!
+//! Whatever ends the process at any point, the last complete checkpoint is still there. A write that fails costs this checkpoint
+//! only: its folder is removed and the run goes on.
+
+use crate::checkpoint::StageSnapshot;
+use crate::checkpoint::encode::{files, not_finite};
+use crate::checkpoint::files::Files;
+use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
+use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
+use crate::checkpoint::merge_shards::join;
+use crate::data::weights::FileError;
+use crate::exec::compile::StageCode;
+use crate::optim::optimizer::Optimizer;
+use compiler::graph::hash::sha256;
+use compiler::tensor::Tensor;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why a checkpoint is not there.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum KeepError {
+    #[error("cannot write {path}: {fault}")]
+    Write { path: PathBuf, fault: io::Error },
+    #[error(transparent)]
+    Encode(#[from] FileError),
+    #[error("`{name}` holds NaN or an infinity, from which no run could go on")]
+    NotFinite { name: String },
+}
+
+/// What a keeper must know of the run.
+pub struct Kept<'a> {
+    /// The folder of the run's checkpoints, which is there.
+    pub folder: PathBuf,
+    /// Checkpoints that stay; all, if nothing.
+    pub keep: Option<usize>,
+    /// The minibatches behind which the run goes on, if it does.
+    pub begun: Option<u32>,
+    /// What decides the numbers.
+    pub run: BTreeMap<String, String>,
+    /// How work is dealt out.
+    pub plan: ShardLayout,
+    /// Minibatches of the run, and of an epoch.
+    pub steps: u32,
+    /// Minibatches of an epoch.
+    pub per_epoch: u32,
+    /// The stages.
+    pub codes: &'a [StageCode],
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// Weights and states as the run was given them.
+    pub given: &'a BTreeMap<String, Tensor>,
+}
+
+/// What has become of a checkpoint.
+#[derive(Debug)]
+pub enum Saved {
+    /// It is there.
+    Done {
+        /// Minibatches in front of it.
+        minibatches: u32,
+        /// Where.
+        folder: PathBuf,
+        /// What failed once it was there: an older one could not be removed, or the disk does not say that it keeps the names.
+        left: Option<KeepError>,
+    },
+    /// It is not, and never will be.
+    Failed {
+        /// Minibatches in front of it.
+        minibatches: u32,
+        /// Why.
+        fault: KeepError,
+    },
+}
+
+/// Who writes checkpoints.
+pub struct Keeper<'a, F> {
+    files: F,
+    of: Kept<'a>,
+    open: BTreeMap<u32, Open>,
+}
+
+/// A checkpoint of which parts are still to come.
+#[derive(Default)]
+struct Open {
+    parts: usize,
+    /// By stage, parts that wait for others with which they are whole.
+    shares: BTreeMap<u32, Vec<StageSnapshot>>,
+    has_folder: bool,
+    listed: Vec<Listed>,
+    scale: Option<Scale>,
+    fault: Option<KeepError>,
+}
+
+impl<'a, F: Files> Keeper<'a, F> {
+    /// A keeper that has written nothing. What a run before it left half done is removed; a whole checkpoint that lost its name, because the
+    /// run was ended when another one was to take its place, is given it again, unless what has it now is whole.
+    pub fn new(files: F, of: Kept<'a>) -> Keeper<'a, F> {
+        for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
+            let whole = of.folder.join(name(minibatches));
+            let (is_there, is_lost) = (whole.symlink_metadata().is_ok(), read(&path).is_ok() && read(&whole).is_err());
+            // What stays is in nobody's way.
+            let _ = match is_lost {
+                true if is_there => files.remove_folder(&whole).and_then(|()| files.rename(&path, &whole)),
+                true => files.rename(&path, &whole),
+                false => files.remove_folder(&path),
+            };
+        }
+        let keeper = Keeper { files, of, open: BTreeMap::new() };
+        // The run before may have ended between a checkpoint and the removal of those that it made too many.
+        if let Some(begun) = keeper.of.begun {
+            let _ = keeper.remove_older(begun);
+        }
+        keeper
+    }
+
+    /// Writes a part. With the last of a checkpoint, tells what has become of it.
+    pub fn take(&mut self, part: StageSnapshot) -> Option<Saved> {
+        let minibatches = part.minibatches;
+        let mut open = self.open.remove(&minibatches).unwrap_or_default();
+        open.parts += 1;
+        let (stage, replicas) = (part.stage.0, part.replicas as usize);
+        let waiting = open.shares.entry(stage).or_default();
+        waiting.push(part);
+        if waiting.len() >= replicas {
+            let whole = join(open.shares.remove(&stage).unwrap_or_default());
+            let written = |open: &mut Open| whole.iter().try_for_each(|part| self.write_part(part, open));
+            if open.fault.is_none()
+                && let Err(fault) = written(&mut open)
+            {
+                // Room for the next one.
+                let _ = self.files.remove_folder(&self.part_folder(minibatches));
+                open.fault = Some(fault);
+            }
+        }
+        let expected: usize = self.of.plan.stages.iter().map(|stage| stage.replicas as usize).sum();
+        if open.parts < expected {
+            self.open.insert(minibatches, open);
+            return None;
+        }
+        let done = match open.fault.take() {
+            Some(fault) => Err(fault),
+            None => self.complete(minibatches, open),
+        };
+        Some(match done {
+            Ok((folder, left)) => {
+                let older = self.remove_older(minibatches).err();
+                Saved::Done { minibatches, folder, left: left.or(older) }
+            }
+            Err(fault) => {
+                let _ = self.files.remove_folder(&self.part_folder(minibatches));
+                Saved::Failed { minibatches, fault }
+            }
+        })
+    }
+
+    fn part_folder(&self, minibatches: u32) -> PathBuf {
+        self.of.folder.join(part_name(minibatches))
+    }
+
+    fn write_part(&self, part: &StageSnapshot, open: &mut Open) -> Result<(), KeepError> {
+        let folder = self.part_folder(part.minibatches);
+        if !open.has_folder {
+            open.has_folder = true;
+            wrote(&folder, self.files.make_folder(&folder))?;
+        }
+        let (stage, replica) = (part.stage.0, part.replica);
+        if let Some(name) = not_finite(part, &self.of.codes[part.stage.index()]) {
+            return Err(KeepError::NotFinite { name: name.to_string() });
+        }
+        for (holds, bytes) in files(part, &self.of.codes[part.stage.index()], self.of.optimizer, self.of.given)? {
+            let name = holds.file_name(stage, replica);
+            let path = folder.join(&name);
+            wrote(&path, self.files.write(&path, &bytes))?;
+            let (length, sha256) = (bytes.len() as u64, sha256(&bytes));
+            open.listed.push(Listed { name, holds, stage, replica, bytes: length, sha256 });
+        }
+        let scale = part.whole.as_ref().and_then(|whole| whole.scale);
+        open.scale = scale.map(|(value, good)| Scale { value, good }).or(open.scale.take());
+        Ok(())
+    }
+
+    /// Gives a checkpoint its name. With it comes what could not be done once it was there.
+    fn complete(&self, minibatches: u32, open: Open) -> Result<(PathBuf, Option<KeepError>), KeepError> {
+        let Open { mut listed, scale, .. } = open;
+        listed
+            .sort_by(|one, other| (one.stage, one.replica, &one.name).cmp(&(other.stage, other.replica, &other.name)));
+        let per_epoch = self.of.per_epoch.max(1);
+        let manifest = Manifest {
+            schema: SCHEMA.to_string(),
+            minibatches,
+            steps: self.of.steps,
+            cursor: Cursor { epoch: minibatches / per_epoch, minibatch: minibatches % per_epoch },
+            loss_scale: scale,
+            run: self.of.run.clone(),
+            plan: self.of.plan.clone(),
+            files: listed,
+            sha256: String::new(),
+        };
+        let (part, whole) = (self.part_folder(minibatches), self.of.folder.join(name(minibatches)));
+        let path = part.join(FILE);
+        wrote(&path, self.files.write(&path, &manifest.write()))?;
+        wrote(&part, self.files.sync_folder(&part))?;
+        // A run that goes on from an older checkpoint comes again to one that was broken, or not to its liking.
+        let old = self.of.folder.join(old_name(minibatches));
+        let is_replaced = whole.symlink_metadata().is_ok();
+        if is_replaced {
+            wrote(&old, self.files.remove_folder(&old))?;
+            wrote(&whole, self.files.rename(&whole, &old))?;
+        }
+        if let Err(fault) = wrote(&whole, self.files.rename(&part, &whole)) {
+            if is_replaced {
+                // Where that fails, too, the next run gives it its name.
+                let _ = self.files.rename(&old, &whole);
+            }
+            return Err(fault);
+        }
+        let kept = wrote(&self.of.folder, self.files.sync_folder(&self.of.folder));
+        let removed = if is_replaced { wrote(&old, self.files.remove_folder(&old)) } else { Ok(()) };
+        Ok((whole, kept.and(removed).err()))
+    }
+
+    /// Removes all but the newest, up to the one that has just been completed. Who looks meanwhile sees none that is half there.
+    fn remove_older(&self, newest: u32) -> Result<(), KeepError> {
+        let Some(keep) = self.of.keep else { return Ok(()) };
+        let found = all(&self.of.folder).unwrap_or_default();
+        let older = found.into_iter().filter(|(minibatches, _)| *minibatches <= newest);
+        for (minibatches, folder) in older.skip(keep.max(1)) {
+            let old = self.of.folder.join(old_name(minibatches));
+            wrote(&old, self.files.remove_folder(&old))?;
+            wrote(&folder, self.files.rename(&folder, &old))?;
+            wrote(&old, self.files.remove_folder(&old))?;
+        }
+        Ok(())
+    }
+}
+
+fn wrote(path: &Path, done: io::Result<()>) -> Result<(), KeepError> {
+    done.map_err(|fault| KeepError::Write { path: path.to_path_buf(), fault })
+}

@@ -1,0 +1,155 @@
+//! The rank of a worker in its tensor-parallel group: it exchanges tensors with the workers that run the same program on the other shards.
+//!
+//! All devices of a group run one program with the same kernels, so their collectives come in the same order and a counter identifies
+//! them. A worker contributes its tensor, waits for the others, and computes its own result. Sums are added in device order, so all
+//! devices get the same bits. A wait ends when all have contributed or when one has failed.
+
+use crate::comm::communicator::{Communicator, PeerLost};
+use compiler::op::collective::met;
+use compiler::op::sharding::part_of;
+use compiler::op::{KernelError, Op, ReduceKind, Sharding};
+use compiler::tensor::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Where the same worker of every device meets.
+pub type TensorComm = Communicator<Tensor>;
+
+/// How parameters lie, by name.
+pub type Layouts = BTreeMap<String, Sharding>;
+
+/// A worker's rank in its tensor-parallel group.
+pub struct TensorRank {
+    table: Arc<TensorComm>,
+    device: usize,
+    devices: usize,
+    layouts: Arc<Layouts>,
+    met: AtomicU64,
+}
+
+impl TensorRank {
+    /// The rank of a device in a group of `devices`, which hold parameters in these layouts.
+    pub fn new(table: Arc<TensorComm>, device: usize, devices: usize, layouts: Arc<Layouts>) -> TensorRank {
+        TensorRank { table, device, devices, layouts, met: AtomicU64::new(0) }
+    }
+
+    fn gather(&self, own: Tensor) -> Result<Arc<Vec<Tensor>>, PeerLost> {
+        let number = self.met.fetch_add(1, Ordering::Relaxed);
+        self.table.bring(number, self.device, own);
+        self.table.meet(number)
+    }
+
+    /// Sums of squares of gradients of these parameters, of each device's parts, as those of the whole: what is not split all devices have
+    /// alike, and counts once.
+    pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, PeerLost> {
+        let all = self.gather(Tensor::from_f64(&[own.len()], own))?;
+        let of: Vec<Vec<f64>> = all.iter().map(Tensor::to_f64).collect();
+        let is_split = |name: &&str| matches!(self.layouts.get(*name), Some(Sharding::Split(_)));
+        let each = names.iter().map(is_split).enumerate();
+        Ok(each.map(|(at, split)| of.iter().take(if split { of.len() } else { 1 }).map(|of| of[at]).sum()).collect())
+    }
+
+    /// Does an op of the group: brings this device's tensor, and writes what it gets.
+    pub fn meet(&self, op: &Op, own: Tensor, output: &mut [u8]) -> Result<(), KernelError> {
+        if let Op::Shard(shard) = op {
+            output.copy_from_slice(part_of(&own, shard.cut, self.devices, self.device).bytes());
+            return Ok(());
+        }
+        let parts = self.gather(own).map_err(|_| KernelError::Gone)?;
+        match op {
+            Op::AllReduce(o) if o.kind == ReduceKind::Sum => add_up(parts.iter().cloned(), output),
+            Op::ReduceScatter(o) => {
+                let own = parts.iter().map(|term| part_of(term, o.cut, self.devices, self.device));
+                add_up(own, output);
+            }
+            _ => {
+                let got = met(op, &parts, self.device).expect("only what devices do together comes here");
+                output.copy_from_slice(got.bytes());
+            }
+        }
+        Ok(())
+    }
+
+    /// This worker will not come any more; everyone who waits for it is told.
+    pub fn abandon(&self) {
+        self.table.abandon();
+    }
+}
+
+/// Terms one after the other, rounded after each as a device rounds that adds two tensors.
+fn add_up(terms: impl Iterator<Item = Tensor>, sum: &mut [u8]) {
+    let terms: Vec<Tensor> = terms.collect();
+    match terms[0].dtype() {
+        DType::F32 => each::<4>(&terms, sum, |a, b| (f32::from_le_bytes(a) + f32::from_le_bytes(b)).to_le_bytes()),
+        DType::F64 => each::<8>(&terms, sum, |a, b| (f64::from_le_bytes(a) + f64::from_le_bytes(b)).to_le_bytes()),
+        _ => {
+            let op = Op::AllReduce(compiler::op::AllReduce { kind: ReduceKind::Sum, devices: terms.len() });
+            let total = met(&op, &terms, 0).expect("a sum of terms is one of the ops of a group");
+            sum.copy_from_slice(total.bytes());
+        }
+    }
+}
+
+fn each<const N: usize>(terms: &[Tensor], sum: &mut [u8], add: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
+    sum.copy_from_slice(terms[0].bytes());
+    for term in &terms[1..] {
+        for (sum, term) in sum.as_chunks_mut::<N>().0.iter_mut().zip(term.bytes().as_chunks::<N>().0) {
+            *sum = add(*sum, *term);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::op::{AllGather, AllReduce, AllToAll, ReduceScatter, Shard, SplitDim};
+
+    #[test]
+    fn devices_in_threads_get_what_the_reference_gives() {
+        let devices = 4;
+        let cut = |axis, blocks| SplitDim { axis, blocks };
+        let ops = [
+            Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }),
+            Op::AllReduce(AllReduce { kind: ReduceKind::Max, devices }),
+            Op::ReduceScatter(ReduceScatter { cut: cut(1, 2), devices }),
+            Op::AllGather(AllGather { cut: cut(0, 1), devices }),
+            Op::AllToAll(AllToAll { from: cut(0, 1), to: cut(1, 1), devices }),
+            Op::Shard(Shard { cut: cut(1, 2), devices }),
+        ];
+        for dtype in [DType::F32, DType::F64, DType::Bf16, DType::I64] {
+            let own = |device: usize| {
+                let values: Vec<f64> = (0..64).map(|i| ((i * 37 + device * 11) % 41) as f64 - 20.0).collect();
+                Tensor::from_f64(&[4, 16], &values).cast(dtype)
+            };
+            let all: Vec<Tensor> = (0..devices).map(own).collect();
+            let table = Arc::new(TensorComm::new(devices));
+            std::thread::scope(|scope| {
+                for device in 0..devices {
+                    let tensor_rank = TensorRank::new(table.clone(), device, devices, Arc::default());
+                    let (ops, all) = (&ops, &all);
+                    scope.spawn(move || {
+                        for op in ops {
+                            let want = met(op, all, device).unwrap();
+                            let mut got = vec![0xff; want.bytes().len()];
+                            tensor_rank.meet(op, all[device].clone(), &mut got).unwrap();
+                            assert_eq!(got, want.bytes().to_vec(), "{op:?} of {dtype}");
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn nobody_waits_for_a_device_that_is_gone() {
+        let table = Arc::new(TensorComm::new(2));
+        let tensor_ranks = [0, 1].map(|device| TensorRank::new(table.clone(), device, 2, Arc::default()));
+        let op = Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 2 });
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| tensor_ranks[0].meet(&op, Tensor::from_f32(&[1], &[1.0]), &mut [0; 4]));
+            tensor_ranks[1].abandon();
+            assert_eq!(waiter.join().unwrap(), Err(KernelError::Gone));
+        });
+    }
+}

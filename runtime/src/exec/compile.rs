@@ -1,0 +1,619 @@
+//! From a graph and the stage of each op to stage code: kernels in order, and the memory offset of every tensor.
+//!
+//! Stages are compiled from last to first, because a stage must know which gradients later stages send.
+
+use crate::device::buffer::Buffer;
+use crate::device::cpu::half::is_half;
+use crate::device::host_memory;
+use crate::exec::moving_average::{StateUpdate, follows};
+use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, tasks};
+use compiler::export::quantity;
+use compiler::graph::{Graph, order};
+use compiler::op::{NodeId, Op, Sharding as Split, Value};
+use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
+use compiler::pass::fragment::{Fragment, FragmentError, fragments};
+use compiler::pass::fuse::{Chains, chains};
+use compiler::pass::gradient_accumulation::{only_in_sums, root, summed};
+use compiler::pass::loss::LOSS;
+use compiler::pass::memory::{Home, Layout, Needs};
+use compiler::pass::pipeline::{self, PassBug};
+use compiler::pass::split_backward::parts;
+use compiler::tensor::fact::Fact;
+use compiler::tensor_parallel::cost::Machine;
+use compiler::tensor_parallel::partition_stage::{Stage, share};
+use compiler::tensor_parallel::strategy_search::{ChooseError, choose};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use thiserror::Error;
+
+/// Why a graph cannot be compiled.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum CompileError {
+    #[error(transparent)]
+    Fragment(#[from] FragmentError),
+    #[error(transparent)]
+    Bug(#[from] PassBug),
+    #[error(transparent)]
+    Backward(Box<BackwardError>),
+    #[error("`{node}` needs {} for its inputs and outputs, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
+    Memory { node: String, needed: u64, available: u64 },
+    #[error("a stage needs {}, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
+    StageMemory { needed: u64, available: u64 },
+    #[error(transparent)]
+    Share(#[from] ChooseError),
+    #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
+    Symbolic { node: String, fact: String },
+}
+
+/// A tensor with a name that comes from outside.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedTensor {
+    /// Its name in the model.
+    pub name: String,
+    /// Element type and fixed shape.
+    pub fact: Fact,
+    /// Its size.
+    pub bytes: usize,
+}
+
+/// A message's tensor between this stage and another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The other stage.
+    pub stage: usize,
+    /// The value in the whole graph.
+    pub value: Value,
+    /// Which group of readers, for gradients.
+    pub group: usize,
+    /// Where it lies on this side.
+    pub place: TensorAddress,
+}
+
+/// A term of a parameter's gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GradientTerm {
+    /// The parameter, by place in [`StageCode::parameters`].
+    pub parameter: usize,
+    /// Its place in the parameter's sum over all stages.
+    pub rank: usize,
+    /// Where the backward run leaves it.
+    pub place: TensorAddress,
+    /// Whether the backward run adds it to its sum.
+    pub is_summed: bool,
+}
+
+/// All that one stage runs.
+#[derive(Default)]
+pub struct StageCode {
+    /// The forward run.
+    pub forward: Sequence,
+    /// The backward run, or the part of it that other stages wait for; empty when only answers are wanted.
+    pub backward: Sequence,
+    /// The part of the backward run that makes gradients of parameters, where the two are apart; empty where they are one.
+    pub weight: Sequence,
+    /// Whether the backward run is in two parts.
+    pub in_parts: bool,
+    /// Whether the second reads gradients that are sent.
+    pub weight_reads_sent: bool,
+    /// Bytes kept for each item from the one part to the other.
+    pub between_bytes: usize,
+    /// The data that is fed, by name of the graph's input.
+    pub feeds: Vec<NamedTensor>,
+    /// The trained tensors.
+    pub parameters: Vec<NamedTensor>,
+    /// The kept tensors.
+    pub states: Vec<NamedTensor>,
+    /// Values that come in, in the order of messages: by producer stage, then value.
+    pub received: Vec<Transfer>,
+    /// Values that go out, one entry for each receiving stage, by receiving stage, then value.
+    pub sent: Vec<Transfer>,
+    /// Sizes of the buffers behind [`Slot::Own`].
+    pub own_bytes: Vec<usize>,
+    /// Gradient terms that come in, by sending stage, then value and group.
+    pub gradients_in: Vec<Transfer>,
+    /// Gradient terms that go out, by receiving stage, then value and group.
+    pub gradients_out: Vec<Transfer>,
+    /// Terms of the parameters' gradients.
+    pub gradient_terms: Vec<GradientTerm>,
+    /// Names of parameters whose gradients replicas sum together, where a plan says so; as many as the program has buckets.
+    pub buckets: Vec<Vec<String>>,
+    /// How states follow values.
+    pub follows: Vec<StateUpdate>,
+    /// The graph's results that this stage makes, with element type and shape; in training the loss alone.
+    pub results: Vec<(NamedTensor, TensorAddress)>,
+    /// Whether the forward run is repeated before the backward run, instead of keeping what that reads.
+    pub recompute: bool,
+    /// Bytes kept for each item in flight.
+    pub kept_bytes: usize,
+    /// Bytes of the arena, shared by all runs of a worker.
+    pub arena_bytes: usize,
+    /// Ops that run the reference kernel because the device has no fast one.
+    pub reference_ops: Vec<String>,
+}
+
+impl StageCode {
+    /// Places that are read between runs, by nobody's steps.
+    pub fn read_apart(&self) -> impl Iterator<Item = TensorAddress> + '_ {
+        let transfers = self.sent.iter().chain(&self.gradients_out).map(|transfer| transfer.place);
+        let results =
+            self.results.iter().map(|(_, place)| *place).chain(self.follows.iter().map(|follow| follow.sample));
+        transfers.chain(results).chain(self.gradient_terms.iter().map(|term| term.place))
+    }
+}
+
+/// Compiles a graph of fixed sizes. `place` gives the stage of every op that depends on a source; with `loss`, the name
+/// of the result that is made small, the backward runs are compiled too.
+pub fn compile(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+) -> Result<Vec<StageCode>, CompileError> {
+    compile_parts(graph, place, stages, loss, false, &|_| false)
+}
+
+/// The same, with the backward runs in two parts where `splits` says so. A run in two parts takes more memory and gives the same
+/// bits. Stages that are told by `joins` make gradients of several items at once ([`joint`](compiler::pass::batched_weight_grad)).
+pub fn compile_parts(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+    splits: bool,
+    joins: &dyn Fn(usize) -> bool,
+) -> Result<Vec<StageCode>, CompileError> {
+    Ok(compile_with(graph, place, stages, loss, (splits, joins), None)?.0)
+}
+
+/// The same with every stage shared by a group like this machine, each in the cheapest way; and how parameters lie.
+pub fn compile_shared(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: &str,
+    splits: bool,
+    machine: &Machine,
+) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
+    compile_with(graph, place, stages, Some(loss), (splits, &|_| false), Some(machine))
+}
+
+fn compile_with(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+    (splits, joins): (bool, &dyn Fn(usize) -> bool),
+    machine: Option<&Machine>,
+) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
+    check_sizes(graph)?;
+    let mut cut = fragments(graph, place, stages)?;
+    let tied = held_by_several(&cut);
+    let mut parameters = BTreeMap::new();
+    let mut arriving = Arriving::new();
+    let mut codes = Vec::new();
+    for (stage, fragment) in cut.iter_mut().enumerate().rev() {
+        if let (Some(name), Some(_)) = (loss, machine) {
+            // Nobody gets the model's other results while it trains, so that no group brings them together.
+            fragment.graph.outputs.retain(|output| [name, LOSS].contains(&output.name.as_str()));
+        }
+        pipeline::forward(fragment)?;
+        let backward = match loss {
+            None => None,
+            Some(name) => {
+                let scalar = fragment.graph.outputs.iter().find(|o| o.name == name).map(|o| o.value);
+                let made = backward(fragment, scalar, &arriving).map_err(Box::new).map_err(CompileError::Backward)?;
+                for made in &made.makes {
+                    if let Made::Gradient { received, group } = made {
+                        arriving.insert((fragment.received[*received].value, stage, *group));
+                    }
+                }
+                Some(made)
+            }
+        };
+        let code = match machine {
+            None => Assembly::new(fragment, backward.as_ref(), (splits, joins(stage))).stage(loss),
+            Some(machine) => {
+                let whole = Stage::new(fragment, backward.as_ref(), &tied);
+                let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine)?;
+                parameters.extend(shared.parameters);
+                Assembly::new(&shared.fragment, shared.backward.as_ref(), (splits, false)).stage(loss)
+            }
+        };
+        check_memory(&code)?;
+        codes.push(code);
+    }
+    codes.reverse();
+    Ok((codes, parameters))
+}
+
+/// The names of parameters that several stages read.
+fn held_by_several(cut: &[Fragment]) -> BTreeSet<String> {
+    let (mut seen, mut several) = (BTreeSet::new(), BTreeSet::new());
+    for fragment in cut {
+        for id in fragment.graph.ids() {
+            if let Op::Parameter(parameter) = &fragment.graph.node(id).op
+                && !seen.insert(parameter.name.clone())
+            {
+                several.insert(parameter.name.clone());
+            }
+        }
+    }
+    several
+}
+
+/// Refuses a stage that could not even run one item here: allocating would end the process.
+fn check_memory(code: &StageCode) -> Result<(), CompileError> {
+    let own = |list: &[NamedTensor]| list.iter().map(|n| n.bytes as u64).sum::<u64>();
+    let buffers: u64 = code.own_bytes.iter().map(|b| *b as u64).sum();
+    let needed = own(&code.parameters) + own(&code.states) + own(&code.feeds);
+    let needed = needed + buffers + code.kept_bytes as u64 + code.arena_bytes as u64;
+    match host_memory::available() {
+        Some(available) if needed > available => Err(CompileError::StageMemory { needed, available }),
+        _ => Ok(()),
+    }
+}
+
+/// Every size is known, and no op is larger than the machine: sums of sizes cannot overflow after this.
+fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
+    let available = host_memory::available().unwrap_or(1 << 40);
+    for id in graph.ids() {
+        let node = graph.node(id);
+        let told = || node.told().to_string();
+        for fact in &node.facts {
+            match fact.bytes() {
+                None => return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() }),
+                Some(_) if fact.concrete().is_none() => {
+                    return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() });
+                }
+                Some(_) => {}
+            }
+        }
+        let inputs = graph.inputs(id);
+        let facts = inputs.iter().map(|v| graph.fact(*v)).chain(&node.facts);
+        let needed = facts.fold(0u64, |sum, f| sum.saturating_add(f.bytes().unwrap_or(0)));
+        if needed > available {
+            return Err(CompileError::Memory { node: told(), needed, available });
+        }
+    }
+    Ok(())
+}
+
+/// Everything known while one stage is put together.
+struct Assembly<'a> {
+    fragment: &'a Fragment,
+    backward: Option<&'a Backward>,
+    splits: bool,
+    joins: bool,
+    forward_layout: Layout,
+    feeds: Vec<(NodeId, NamedTensor)>,
+    parameters: Vec<(NodeId, NamedTensor)>,
+    states: Vec<(NodeId, NamedTensor)>,
+    constants: HashMap<NodeId, usize>,
+    gradients_in: Vec<Transfer>,
+}
+
+/// A backward run, put together.
+#[derive(Default)]
+struct BackwardCode {
+    first: Sequence,
+    second: Sequence,
+    terms: Vec<GradientTerm>,
+    gradients_out: Vec<Transfer>,
+    reads_sent: bool,
+    between_bytes: usize,
+    arena_bytes: usize,
+}
+
+impl<'a> Assembly<'a> {
+    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, (splits, joins): (bool, bool)) -> Assembly<'a> {
+        let graph = &fragment.graph;
+        let received: HashSet<NodeId> = fragment.received.iter().map(|r| r.local).collect();
+        let mut feeds = Vec::new();
+        let mut parameters = Vec::new();
+        let mut states = Vec::new();
+        for id in order::canonical(graph) {
+            let named = |name: &String, fact: &Fact| (id, NamedTensor::new(name, fact));
+            match &graph.node(id).op {
+                Op::Input(o) if !received.contains(&id) => feeds.push(named(&o.name, &o.fact)),
+                Op::Parameter(o) => parameters.push(named(&o.name, &o.fact)),
+                Op::State(o) => states.push(named(&o.name, &o.fact)),
+                _ => {}
+            }
+        }
+        let mut gradients_in: Vec<Transfer> = Vec::new();
+        for (_, read) in backward.iter().flat_map(|b| &b.reads) {
+            if let Read::Gradient { sent, stage, group } = *read {
+                let sent = &fragment.sent[sent];
+                let place = TensorAddress { slot: Slot::GradientIn(0), bytes: bytes(graph.fact(sent.local)) };
+                gradients_in.push(Transfer { stage, value: sent.value, group, place });
+            }
+        }
+        gradients_in.sort_by_key(|t| (t.stage, t.value, t.group));
+        for (i, transfer) in gradients_in.iter_mut().enumerate() {
+            transfer.place.slot = Slot::GradientIn(i);
+        }
+        Assembly {
+            fragment,
+            backward,
+            splits,
+            joins,
+            forward_layout: Layout::default(),
+            feeds,
+            parameters,
+            states,
+            constants: HashMap::new(),
+            gradients_in,
+        }
+    }
+
+    /// Puts it together; what is told of a training run is its loss, also where that is made small times a scale.
+    fn stage(mut self, loss: Option<&str>) -> StageCode {
+        let graph = &self.fragment.graph;
+        let kept: HashSet<Value> = self
+            .backward
+            .iter()
+            .flat_map(|b| &b.reads)
+            .filter_map(|(_, read)| if let Read::Saved(v) = read { Some(*v) } else { None })
+            .collect();
+        let samples = graph.averages.iter().map(|a| a.sample);
+        let told = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| [loss, LOSS].contains(&o.name.as_str())));
+        let held: HashSet<Value> = told.clone().map(|o| o.value).chain(samples).collect();
+        let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
+        let order = order::canonical(graph);
+        let (added, workspace, apart) = (&HashSet::new(), &HashMap::new(), &Chains::default());
+        let (own, kept, held) = (&own, &kept, &held);
+        let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
+        let (together, _) = chains(graph, &order, &needs, &|_, _| true);
+        let (tasks, layout) = tasks(graph, &order, together, &needs, false);
+        self.forward_layout = layout;
+        let forward = self.forward_sequence(tasks);
+
+        let mut sent: Vec<Transfer> = Vec::new();
+        for s in &self.fragment.sent {
+            let place = self.forward_place(s.local);
+            sent.extend(s.to.iter().map(|&stage| Transfer { stage, value: s.value, group: 0, place }));
+        }
+        sent.sort_by_key(|t| (t.stage, t.value));
+        let received = self.fragment.received.iter().enumerate().map(|(i, r)| Transfer {
+            stage: r.from,
+            value: r.value,
+            group: 0,
+            place: TensorAddress {
+                slot: Slot::Received(i),
+                bytes: bytes(graph.fact(Value { node: r.local, output: 0 })),
+            },
+        });
+        let received: Vec<Transfer> = received.collect();
+        let follows = follows(graph, |state| position(&self.states, state), |sample| self.forward_place(sample));
+        let results = told.map(|o| {
+            let named = NamedTensor::new(&o.name, graph.fact(o.value));
+            (named, self.forward_place(o.value))
+        });
+        let results: Vec<(NamedTensor, TensorAddress)> = results.collect();
+
+        let made = self.backward_code();
+        let reference = |s: &Sequence| -> Vec<String> {
+            s.steps.iter().filter_map(|step| step.task.reference_op()).map(str::to_string).collect()
+        };
+        let mut reference_ops = [reference(&forward), reference(&made.first), reference(&made.second)].concat();
+        reference_ops.sort();
+        reference_ops.dedup();
+        StageCode {
+            forward,
+            backward: made.first,
+            weight: made.second,
+            in_parts: self.splits,
+            weight_reads_sent: made.reads_sent,
+            between_bytes: made.between_bytes,
+            received,
+            sent,
+            own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
+            gradients_out: made.gradients_out,
+            gradient_terms: made.terms,
+            buckets: Vec::new(),
+            follows,
+            results,
+            recompute: false,
+            kept_bytes: self.forward_layout.kept_bytes,
+            arena_bytes: made.arena_bytes.max(self.forward_layout.arena_bytes),
+            reference_ops,
+            feeds: self.feeds.into_iter().map(|(_, n)| n).collect(),
+            parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
+            states: self.states.into_iter().map(|(_, n)| n).collect(),
+            gradients_in: self.gradients_in,
+        }
+    }
+
+    fn forward_sequence(&mut self, tasks: Vec<Planned>) -> Sequence {
+        let graph = &self.fragment.graph;
+        let mut sequence = Sequence::default();
+        for id in order::canonical(graph) {
+            if let Op::Constant(c) = &graph.node(id).op {
+                self.constants.insert(id, sequence.constants.len());
+                sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+            }
+        }
+        for task in tasks {
+            sequence.steps.push(task.step(graph, &self.forward_layout, &mut 0, |value| self.forward_place(*value)));
+        }
+        sequence
+    }
+
+    /// Where a value of the forward fragment lies.
+    fn forward_place(&self, value: Value) -> TensorAddress {
+        let bytes = bytes(self.fragment.graph.fact(value));
+        let slot = match self.forward_layout.homes[&value] {
+            Home::Arena(offset) => Slot::Arena(offset),
+            Home::Kept(offset) => Slot::Kept(offset),
+            Home::Own(index) => Slot::Own(index),
+            Home::Source(node) => self.source(node),
+        };
+        TensorAddress { slot, bytes }
+    }
+
+    fn source(&self, node: NodeId) -> Slot {
+        match self.fragment.graph.node(node).op {
+            Op::Constant(_) => Slot::Constant(self.constants[&node]),
+            Op::Parameter(_) => Slot::Parameter(position(&self.parameters, node)),
+            Op::State(_) => Slot::State(position(&self.states, node)),
+            _ => match self.fragment.received.iter().position(|r| r.local == node) {
+                Some(i) => Slot::Received(i),
+                None => Slot::Feed(position(&self.feeds, node)),
+            },
+        }
+    }
+
+    fn backward_code(&self) -> BackwardCode {
+        let Some(backward) = self.backward else { return BackwardCode::default() };
+        let graph = &backward.graph;
+        let parts = self.splits.then(|| parts(backward));
+        let mut sequence = Sequence::default();
+        let reads: HashMap<NodeId, Read> = backward.reads.iter().copied().collect();
+        let mut sources: HashMap<NodeId, Slot> = HashMap::new();
+        for id in order::canonical(graph) {
+            let slot = match &graph.node(id).op {
+                Op::Constant(c) => {
+                    sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                    Slot::Constant(sequence.constants.len() - 1)
+                }
+                Op::Parameter(p) => {
+                    let at = self.parameters.iter().position(|(_, n)| n.name == p.name);
+                    Slot::Parameter(at.expect("a parameter of the backward run is one of the forward run"))
+                }
+                Op::Input(_) => match reads[&id] {
+                    Read::Saved(value) => self.saved(value, &mut sequence),
+                    Read::Gradient { sent, stage, group } => {
+                        let value = self.fragment.sent[sent].value;
+                        let at =
+                            self.gradients_in.iter().position(|t| (t.stage, t.value, t.group) == (stage, value, group));
+                        Slot::GradientIn(at.expect("every gradient that is read is one that arrives"))
+                    }
+                },
+                _ => continue,
+            };
+            sources.insert(id, slot);
+        }
+        // Leaving gradients have buffers of their own; the parameters' are read when the run is over.
+        let of = |made: fn(&Made) -> bool| -> HashSet<Value> {
+            backward.makes.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
+        };
+        let own = of(|m| matches!(m, Made::Gradient { .. }));
+        let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
+        let kept = parts.as_ref().map(|parts| parts.crossing.clone()).unwrap_or_default();
+        // What the first of two parts makes waits for the second, which other items may overtake.
+        let is_first = |id: NodeId| parts.as_ref().is_some_and(|parts| !parts.second.contains(&id));
+        let summed = summed(backward, &is_first);
+        let mut held = of(|m| matches!(m, Made::Parameter(_)));
+        held.retain(|value| !summed.contains_key(&root(graph, *value)));
+        let added = only_in_sums(graph, &summed);
+        let (added, workspace, apart) = (&added, &HashMap::new(), &Chains::default());
+        let (own, kept, held) = (&own, &kept, &held);
+        let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
+        let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
+        let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
+        let (tasks, layout) = tasks(graph, &order, together, &needs, self.joins);
+        // Buffers of leaving gradients: by receiving stage, value and group.
+        let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
+        for (made, output) in backward.makes.iter().zip(&graph.outputs) {
+            if let Made::Gradient { received, group } = *made {
+                let r = &self.fragment.received[received];
+                let place = TensorAddress { slot: Slot::Arena(0), bytes: bytes(graph.fact(output.value)) };
+                gradients_out.push((Transfer { stage: r.from, value: r.value, group, place }, output.value));
+            }
+        }
+        gradients_out.sort_by_key(|(t, _)| (t.stage, t.value, t.group));
+        let own_slot: HashMap<usize, usize> = gradients_out
+            .iter()
+            .enumerate()
+            .filter_map(|(i, (_, v))| match layout.homes[v] {
+                Home::Own(index) => Some((index, i)),
+                _ => None,
+            })
+            .collect();
+        // Narrow terms have wide sums, and cannot lie there.
+        let first_term = |value: &Value| {
+            let value = root(graph, *value);
+            summed.get(&value).map(|terms| terms[0]).filter(|_| !is_half(graph.fact(value).dtype))
+        };
+        let place = |value: &Value| {
+            let slot = match (layout.homes.get(value), first_term(value)) {
+                (Some(&Home::Arena(offset)), Some(term)) => Slot::Gradient { term, offset },
+                (Some(&Home::Arena(offset)), None) => Slot::Arena(offset),
+                (Some(Home::Own(index)), _) => Slot::GradientOut(own_slot[index]),
+                (Some(Home::Source(node)), _) => sources[node],
+                (Some(&Home::Kept(offset)), _) => Slot::Between(offset),
+                (None, term) => Slot::Sum(term.expect("a value without a home is added to sums")),
+            };
+            TensorAddress { slot, bytes: bytes(graph.fact(*value)) }
+        };
+        // The arena is the forward's too, and what is put by stays while other items run theirs.
+        let mut arena_bytes = layout.arena_bytes.max(self.forward_layout.arena_bytes);
+        let mut second = Sequence::default();
+        for task in tasks {
+            let part = if is_second(task.node) { &mut second } else { &mut sequence };
+            let adds = task.adds() && added.contains(&task.outputs()[0]);
+            let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
+            let mut step = task.step(graph, &layout, &mut arena_bytes, place);
+            if adds {
+                step.adds_to = made;
+                step.outputs.clear();
+            } else {
+                step.terms = made;
+            }
+            part.steps.push(step);
+        }
+        if parts.is_some() {
+            second.constants = sequence.constants.iter().map(|constant| Buffer::copy_of(constant.bytes())).collect();
+        }
+        let mut terms = Vec::new();
+        for (made, output) in backward.makes.iter().zip(&graph.outputs) {
+            if let Made::Parameter(i) = *made {
+                let term = &self.fragment.parameter_terms[i];
+                let parameter = position(&self.parameters, term.parameter);
+                let is_summed = summed.contains_key(&root(graph, output.value));
+                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value), is_summed });
+            }
+        }
+        let gradients_out: Vec<Transfer> =
+            gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
+        let mut read = second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.place));
+        let reads_sent = parts.is_some() && read.any(|place| matches!(place.slot, Slot::GradientOut(_)));
+        BackwardCode {
+            first: sequence,
+            second,
+            terms,
+            gradients_out,
+            reads_sent,
+            between_bytes: layout.kept_bytes,
+            arena_bytes,
+        }
+    }
+
+    /// Where a saved forward value lies when the backward run reads it.
+    fn saved(&self, value: Value, sequence: &mut Sequence) -> Slot {
+        match self.forward_place(value).slot {
+            // Constants belong to a sequence: the backward one has its own copy.
+            Slot::Constant(_) => {
+                let Home::Source(node) = self.forward_layout.homes[&value] else { unreachable!("a constant's home") };
+                let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's home") };
+                sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                Slot::Constant(sequence.constants.len() - 1)
+            }
+            slot => slot,
+        }
+    }
+}
+
+impl NamedTensor {
+    fn new(name: &str, fact: &Fact) -> NamedTensor {
+        NamedTensor { name: name.to_string(), fact: fact.clone(), bytes: bytes(fact) }
+    }
+}
+
+fn bytes(fact: &Fact) -> usize {
+    fact.bytes().expect("sizes were checked before compiling") as usize
+}
+
+fn position(list: &[(NodeId, NamedTensor)], node: NodeId) -> usize {
+    list.iter().position(|(id, _)| *id == node).expect("the node is one of the stage's sources")
+}

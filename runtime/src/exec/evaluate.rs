@@ -1,0 +1,123 @@
+//! Inference: runs a graph forward on given inputs.
+
+use crate::device::buffer::Buffer;
+use crate::exec::compile::{CompileError, NamedTensor, compile};
+use crate::exec::executor::{ExecuteError, Executor};
+use compiler::graph::{Graph, order};
+use compiler::op::dropout::COUNTER;
+use compiler::op::{NodeId, Op};
+use compiler::pass::inference::inference;
+use compiler::pass::pipeline;
+use compiler::tensor::Tensor;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Why there is no answer.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum EvaluateError {
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    #[error(transparent)]
+    Execute(#[from] ExecuteError),
+    #[error("no value is given for {kind} `{name}`")]
+    Missing { kind: &'static str, name: String },
+    #[error("{kind} `{name}` is {got}, the model has {expected}")]
+    Fact { kind: &'static str, name: String, expected: String, got: String },
+}
+
+/// The graph's results by name, at the fixed sizes of `graph`. With `trained`, batch statistics are the running ones and
+/// nothing is dropped; else the counter of dropouts is 0 unless it is given.
+pub fn evaluate(
+    graph: &Graph,
+    trained: bool,
+    given: &BTreeMap<String, Tensor>,
+    weights: &BTreeMap<String, Tensor>,
+) -> Result<BTreeMap<String, Tensor>, EvaluateError> {
+    let mut results = BTreeMap::new();
+    evaluate_each(graph, trained, [given.clone()], weights, &mut |found| results = found)?;
+    Ok(results)
+}
+
+/// The same for one set of inputs after the other; `on_results` gets the results of each.
+pub fn evaluate_each(
+    graph: &Graph,
+    trained: bool,
+    given: impl IntoIterator<Item = BTreeMap<String, Tensor>>,
+    weights: &BTreeMap<String, Tensor>,
+    on_results: &mut dyn FnMut(BTreeMap<String, Tensor>),
+) -> Result<(), EvaluateError> {
+    let mut graph = graph.clone();
+    if trained {
+        inference(&mut graph);
+    }
+    pipeline::concrete(&mut graph).map_err(CompileError::from)?;
+    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    if place.is_empty() {
+        return given.into_iter().try_for_each(|given| sources(&graph, &given, weights).map(&mut *on_results));
+    }
+    let codes = compile(&graph, &place, 1, None)?;
+    let code = &codes[0];
+    let states = buffers("state", &code.states, weights)?;
+    let mut executor = Executor::new(code, states);
+    let parameters: Vec<_> = buffers("parameter", &code.parameters, weights)?.into_iter().map(Arc::new).collect();
+    for mut given in given {
+        let mut item = executor.begin();
+        item.weights = parameters.clone();
+        given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
+        item.feeds = buffers("input", &code.feeds, &given)?.into_iter().map(Arc::new).collect();
+        executor.forward(&mut item)?;
+        let mut results = BTreeMap::new();
+        for (named, place) in &code.results {
+            let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
+            let bytes = executor.result(&item, *place).to_vec();
+            let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
+            results.insert(named.name.clone(), tensor.expect("the place has the size of the result"));
+        }
+        on_results(results);
+    }
+    Ok(())
+}
+
+/// The results of a graph without ops: they are its inputs, parameters and constants themselves.
+fn sources(
+    graph: &Graph,
+    given: &BTreeMap<String, Tensor>,
+    weights: &BTreeMap<String, Tensor>,
+) -> Result<BTreeMap<String, Tensor>, EvaluateError> {
+    let mut results = BTreeMap::new();
+    for output in &graph.outputs {
+        let (kind, name, from) = match &graph.node(output.value.node).op {
+            Op::Constant(c) => {
+                results.insert(output.name.clone(), c.tensor.clone());
+                continue;
+            }
+            Op::Parameter(p) => ("parameter", &p.name, weights),
+            Op::State(s) => ("state", &s.name, weights),
+            Op::Input(i) => ("input", &i.name, given),
+            _ => ("value", &output.name, given),
+        };
+        let tensor = from.get(name).ok_or_else(|| EvaluateError::Missing { kind, name: name.clone() })?;
+        results.insert(output.name.clone(), tensor.clone());
+    }
+    Ok(results)
+}
+
+/// The tensors in buffers of their own, in the order of `wanted`, checked and cast between floats.
+pub fn buffers(
+    kind: &'static str,
+    wanted: &[NamedTensor],
+    given: &BTreeMap<String, Tensor>,
+) -> Result<Vec<Buffer>, EvaluateError> {
+    let one = |named: &NamedTensor| {
+        let name = named.name.clone();
+        let tensor = given.get(&name).ok_or_else(|| EvaluateError::Missing { kind, name: name.clone() })?;
+        if named.fact.concrete().as_deref() != Some(tensor.shape()) {
+            let got = format!("{}{:?}", tensor.dtype(), tensor.shape());
+            return Err(EvaluateError::Fact { kind, name, expected: named.fact.to_string(), got });
+        }
+        Ok(Buffer::copy_of(tensor.cast(named.fact.dtype).bytes()))
+    };
+    wanted.iter().map(one).collect()
+}

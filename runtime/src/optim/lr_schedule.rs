@@ -1,0 +1,87 @@
+//! Learning-rate schedules. They count minibatches under every schedule: an update that averages three minibatches advances by three.
+
+use std::f64::consts::PI;
+
+/// How the learning rate changes: up from nothing at first, then along a shape.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rate {
+    /// Minibatches of warm-up: number t of them, from 0, has the share `(t + 1)/warmup` of the full rate.
+    pub warmup: u32,
+    /// What comes after.
+    pub shape: Shape,
+}
+
+/// The course of the rate after the warm-up. Floors are shares of the full rate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Shape {
+    /// The full rate.
+    Constant,
+    /// Times `factor` after every so many minibatches (PyTorch's `StepLR`).
+    Step {
+        /// Minibatches between two changes.
+        every: u32,
+        /// What the rate is multiplied by.
+        factor: f64,
+    },
+    /// Half a wave of the cosine from the full rate to the floor at the end (Loshchilov and Hutter, ICLR 2017, equation
+    /// 5 without restarts; PyTorch's `CosineAnnealingLR`).
+    Cosine {
+        /// The share at the end.
+        floor: f64,
+    },
+    /// A straight line from the full rate to the floor at the end.
+    Linear {
+        /// The share at the end.
+        floor: f64,
+    },
+}
+
+impl Rate {
+    /// The same rate always.
+    pub const CONSTANT: Rate = Rate { warmup: 0, shape: Shape::Constant };
+
+    /// The share of the full rate at a minibatch of a run, counted from 0, of `total`.
+    pub fn factor(&self, minibatch: u32, total: u32) -> f64 {
+        if minibatch < self.warmup {
+            return (f64::from(minibatch) + 1.0) / f64::from(self.warmup);
+        }
+        let done = minibatch - self.warmup;
+        let share = f64::from(done) / f64::from(total.saturating_sub(self.warmup).max(1));
+        let share = share.min(1.0);
+        match self.shape {
+            Shape::Constant => 1.0,
+            Shape::Step { every, factor } => factor.powi((done / every.max(1)) as i32),
+            Shape::Cosine { floor } => floor + (1.0 - floor) * (1.0 + (PI * share).cos()) / 2.0,
+            Shape::Linear { floor } => 1.0 + (floor - 1.0) * share,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn course(rate: Rate, total: u32) -> Vec<f64> {
+        (0..total).map(|b| rate.factor(b, total)).collect()
+    }
+
+    #[test]
+    fn shapes_are_those_of_pytorch() {
+        let of = |shape| Rate { warmup: 0, shape };
+        assert_eq!(course(of(Shape::Step { every: 2, factor: 0.1 }), 5), [1.0, 1.0, 0.1, 0.1, 0.1 * 0.1]);
+        // CosineAnnealingLR with T_max = 4, rate 1 and eta_min = 0.2.
+        let cosine = course(of(Shape::Cosine { floor: 0.2 }), 4);
+        let want = [1.0, 0.8828427124746191, 0.6, 0.317_157_287_525_381];
+        assert!(cosine.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-15), "{cosine:?}");
+        assert_eq!(course(of(Shape::Linear { floor: 0.5 }), 4), [1.0, 0.875, 0.75, 0.625]);
+    }
+
+    #[test]
+    fn a_warm_up_comes_first_and_takes_its_minibatches_from_the_rest() {
+        let rate = Rate { warmup: 4, shape: Shape::Linear { floor: 0.0 } };
+        assert_eq!(course(rate, 8), [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]);
+        // A run shorter than its warm-up, and a minibatch after the end.
+        assert_eq!(course(rate, 2), [0.25, 0.5]);
+        assert_eq!((rate.factor(8, 8), rate.factor(9, 8)), (0.0, 0.0));
+    }
+}

@@ -1,0 +1,26 @@
+//! The processes of a run and the connections between them, over TCP among hosts that trust each other, or over MPI.
+//!
+//! ```text
+//! worker ──▶ channel ──▶ worker of this process
+//!                   └──▶ connection ──frames──▶ router of another process ──▶ its worker
+//! ```
+//!
+//! [`handshake`] decides who may take part, [`process_group`] connects all processes, and [`exchange`] makes the local ends of
+//! channels and communicators that reach other processes. Every process learns of the first failure through [`run_status`].
+
+pub mod connection;
+pub mod exchange;
+pub mod fields;
+pub mod frame;
+pub mod handshake;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod parts;
+pub mod placement;
+pub mod process_group;
+pub mod recv_buffers;
+pub mod router;
+pub mod run_status;
+pub mod stop;
+pub mod wire;
+pub mod worker_result;

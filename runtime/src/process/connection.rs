@@ -1,0 +1,251 @@
+//! A connection to another process: a thread that writes a queue, and reads with a deadline.
+//!
+//! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat every second.
+//! The reader gives up when nothing has arrived within the deadline, or when the run is over.
+
+use crate::device::buffer::Buffer;
+use crate::process::frame::{FrameWriter, Kind};
+use crossbeam_channel::{Receiver, RecvTimeoutError};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How often a process says that it is there.
+pub const BEAT: Duration = Duration::from_secs(1);
+
+/// How often a reader looks whether to go on.
+pub const LOOK: Duration = Duration::from_millis(100);
+
+/// Who has not looked for so long was not running.
+const AWAY: Duration = Duration::from_secs(1);
+
+/// A connection, whatever carries its bytes. Reading gives up with an error that says so when nothing has come for [`LOOK`].
+pub struct Stream {
+    /// What comes.
+    pub reader: Box<dyn Read + Send>,
+    /// What goes.
+    pub writer: Box<dyn Write + Send>,
+    /// Ends both, so that who reads or writes stops.
+    pub hangup: Hangup,
+}
+
+/// Ends a connection.
+pub type Hangup = Box<dyn Fn() + Send>;
+
+impl Stream {
+    /// Over TCP.
+    pub fn tcp(stream: TcpStream) -> io::Result<Stream> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(LOOK))?;
+        let (reader, writer) = (stream.try_clone()?, stream.try_clone()?);
+        Ok(Stream { reader: Box::new(reader), writer: Box::new(writer), hangup: Box::new(move || close(&stream)) })
+    }
+}
+
+/// A frame that is to be written.
+#[derive(Clone)]
+pub struct Outbound {
+    /// What it is about.
+    pub kind: Kind,
+    /// The content's first part.
+    pub head: Vec<u8>,
+    /// The rest.
+    pub bodies: Vec<Arc<Buffer>>,
+}
+
+impl Outbound {
+    /// A frame without tensors.
+    pub fn of(kind: Kind, head: Vec<u8>) -> Outbound {
+        Outbound { kind, head, bodies: Vec::new() }
+    }
+}
+
+/// Writes what is queued, and a heartbeat made by `beat` every second, until the queue's senders are gone, its last frame is written,
+/// or the other end is gone, which who reads the line will notice.
+pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
+    let mut next = Instant::now();
+    loop {
+        let due = next.saturating_duration_since(Instant::now());
+        let frame = match queue.recv_timeout(due) {
+            Ok(frame) => Some(frame),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if let Some(frame) = &frame {
+            let bodies = frame.bodies.iter().map(|buffer| buffer.bytes());
+            let parts: Vec<&[u8]> = [&frame.head[..]].into_iter().chain(bodies).collect();
+            let is_last = matches!(frame.kind, Kind::Abort | Kind::Bye);
+            if to.write(frame.kind, &parts).is_err() || is_last {
+                return;
+            }
+        }
+        if Instant::now() >= next {
+            if to.write(Kind::Heartbeat, &[&beat()]).is_err() {
+                return;
+            }
+            next = Instant::now() + BEAT;
+        }
+    }
+}
+
+/// A stream that waits for bytes as long as there is a point in waiting.
+pub struct Patient {
+    stream: Box<dyn Read + Send>,
+    heard: Instant,
+    looked: Instant,
+    deadline: Duration,
+    end: Option<Instant>,
+    is_over: Box<dyn Fn() -> bool + Send>,
+}
+
+/// The kind of error with which a reader ends because the run is over.
+pub const OVER: ErrorKind = ErrorKind::ConnectionAborted;
+/// The kind of error with which a reader ends because nothing came.
+pub const SILENT: ErrorKind = ErrorKind::TimedOut;
+
+impl Patient {
+    /// Reads from a stream, no longer than the deadline after the last bytes, and not when it is over.
+    pub fn new(stream: Box<dyn Read + Send>, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> Patient {
+        let now = Instant::now();
+        Patient { stream, heard: now, looked: now, deadline, end: None, is_over }
+    }
+
+    /// From now on it waits so long.
+    pub fn renew(&mut self, deadline: Duration) {
+        let now = Instant::now();
+        (self.heard, self.looked, self.deadline, self.end) = (now, now, deadline, None);
+    }
+
+    /// It waits no longer than that, however often a byte comes.
+    pub fn end_at(&mut self, end: Instant) {
+        self.end = Some(end);
+    }
+
+    /// Looks at the clock. While this process was stopped itself, or had no turn, it could hear nothing: that is nobody's silence.
+    fn look(&mut self) {
+        let now = Instant::now();
+        let away = now.duration_since(self.looked);
+        if away > AWAY {
+            self.heard = (self.heard + away).min(now);
+        }
+        self.looked = now;
+    }
+
+    /// How long nothing has come.
+    pub fn silence(&self) -> Duration {
+        self.heard.elapsed()
+    }
+}
+
+impl Read for Patient {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.stream.read(bytes) {
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if (self.is_over)() {
+                        return Err(io::Error::new(OVER, "the run is over"));
+                    }
+                    self.look();
+                    if self.heard.elapsed() > self.deadline || self.end.is_some_and(|end| self.looked > end) {
+                        return Err(io::Error::new(SILENT, "nothing comes any more"));
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+                Ok(got) => {
+                    self.heard = Instant::now();
+                    self.looked = self.heard;
+                    if self.end.is_some_and(|end| self.heard > end) {
+                        return Err(io::Error::new(SILENT, "it takes too long"));
+                    }
+                    return Ok(got);
+                }
+            }
+        }
+    }
+}
+
+/// Ends both directions, so that who reads or writes the stream stops.
+pub fn close(stream: &TcpStream) {
+    // It may be closed already.
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::frame::{FrameError, FrameReader};
+    use std::net::TcpListener;
+
+    fn pair() -> (Stream, Stream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (Stream::tcp(one).unwrap(), Stream::tcp(listener.accept().unwrap().0).unwrap())
+    }
+
+    #[test]
+    fn heartbeats_go_out_while_nothing_is_queued() {
+        let (one, other) = pair();
+        // It is closed when nobody holds an end of it.
+        let Stream { reader, writer, hangup } = one;
+        drop((reader, hangup));
+        let (to, queue) = crossbeam_channel::unbounded();
+        let writer = std::thread::spawn(move || write(FrameWriter::new(writer), &queue, &|| vec![9]));
+        let mut reader = FrameReader::new(Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
+        assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
+        assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
+        to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::copy_of(&[2, 3]))] }).unwrap();
+        assert_eq!(reader.read(9), Ok((Kind::Bye, &[1, 2, 3][..])));
+        writer.join().unwrap();
+        assert_eq!(reader.read(9), Err(FrameError::Closed));
+    }
+
+    #[test]
+    fn patience_ends() {
+        let kind = |is_over: bool| {
+            let (_one, other) = pair();
+            let mut patient = Patient::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
+            patient.read(&mut [0; 4]).unwrap_err().kind()
+        };
+        assert_eq!((kind(false), kind(true)), (SILENT, OVER));
+    }
+
+    #[test]
+    fn who_was_stopped_itself_does_not_blame_others() {
+        let (_one, other) = pair();
+        let mut patient = Patient::new(other.reader, Duration::from_secs(2), Box::new(|| false));
+        let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
+        (patient.heard, patient.looked) = (before, before);
+        patient.look();
+        assert!(patient.silence() < Duration::from_secs(1));
+        // Who looks all the time hears that nothing comes.
+        patient.heard = before;
+        patient.look();
+        assert!(patient.silence() > Duration::from_secs(8));
+    }
+
+    #[test]
+    fn a_byte_now_and_then_buys_no_time() {
+        let (mut one, other) = pair();
+        let drip = std::thread::spawn(move || {
+            while one.writer.write_all(&[1]).is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let mut patient = Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false));
+        let began = Instant::now();
+        patient.end_at(began + Duration::from_millis(300));
+        let kind = loop {
+            if let Err(error) = patient.read(&mut [0; 1]) {
+                break error.kind();
+            }
+        };
+        assert_eq!(kind, SILENT);
+        assert!(began.elapsed() < Duration::from_secs(3));
+        (other.hangup)();
+        drop(patient);
+        drip.join().unwrap();
+    }
+}

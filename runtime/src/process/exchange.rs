@@ -1,0 +1,377 @@
+//! The local ends of channels and communicators that reach other processes, and the threads that serve them.
+//!
+//! All processes walk through the same program and number channels and communicators alike, so no names are sent.
+
+use crate::checkpoint::StageSnapshot;
+use crate::checkpoint::barrier::Gate;
+use crate::comm::channel;
+use crate::comm::channel::{Incoming, Outgoing, channel};
+use crate::comm::communicator::{Communicator, Forward};
+use crate::exec::compile::StageCode;
+use crate::process::connection;
+use crate::process::connection::{Hangup, Outbound, Patient};
+use crate::process::frame::{FrameReader, FrameWriter, Kind};
+use crate::process::parts;
+use crate::process::parts::PartForm;
+use crate::process::process_group::{Group, doing};
+use crate::process::router::{Gathering, Hall, Route, Routes};
+use crate::process::run_status::{FailureCause, LinkError, RunStatus};
+use crate::process::stop::Stopping;
+use crate::process::wire::Carried;
+use crate::process::worker_result;
+use crate::process::worker_result::Leaving;
+use crate::stage::worker::{Event, WorkerResult};
+use compiler::op::Value;
+use compiler::schedule::{Program, WorkerId};
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::{Builder, Scope};
+use std::time::Duration;
+
+/// How long the last words of a run that ended early may take.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long the last words of one that ended well may take.
+const FAREWELL: Duration = Duration::from_secs(3);
+
+/// One process's connections to all others it speaks to.
+pub struct Exchange<'a> {
+    group: Group,
+    program: &'a Program,
+    queues: BTreeMap<usize, Sender<Outbound>>,
+    lines: Vec<Line<'a>>,
+    channels: u32,
+    meetings: u32,
+    outcomes: Receiver<(usize, WorkerResult)>,
+    released: Receiver<()>,
+    /// At the others: once for each part of a checkpoint that process 0 will take.
+    room: Receiver<()>,
+    hangups: Vec<Hangup>,
+    stopping: Option<Arc<Stopping<'a>>>,
+    /// Ends when the workers have ended.
+    working: Option<Sender<()>>,
+    /// Ends when all writers have ended.
+    writing: Option<(Sender<()>, Receiver<()>)>,
+}
+
+/// What the two threads of a connection need.
+struct Line<'a> {
+    reader: FrameReader<Patient>,
+    writer: FrameWriter<Box<dyn Write + Send>>,
+    queue: Receiver<Outbound>,
+    routes: Routes<'a>,
+}
+
+impl<'a> Exchange<'a> {
+    /// With a group that has come together. Process 0 tells `events` of losses of all workers, and gives the parts of their checkpoints to
+    /// the keeper. Where the run may be told to stop, all processes have a gate.
+    pub fn new(
+        group: Group,
+        program: &'a Program,
+        codes: &'a [StageCode],
+        events: &Sender<Event>,
+        keeper: Option<Sender<StageSnapshot>>,
+        gate: Option<&'a Gate<'a>>,
+    ) -> Result<Exchange<'a>, LinkError> {
+        let mut group = group;
+        let (leave, outcomes) = unbounded();
+        let (release, released) = unbounded();
+        let (taken, room) = unbounded();
+        // One checkpoint's parts of this process may be on their way.
+        let own = group.part.placement.workers(group.part.own);
+        let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
+        (0..parts).for_each(|_| _ = taken.send(()));
+        let (mut queues, mut lines, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
+        let most_left = worker_result::most(codes);
+        for (process, mut talk) in std::mem::take(&mut group.talks) {
+            let (to, queue) = unbounded();
+            group.run_status.tell(to.clone());
+            queues.insert(process, to);
+            // Who started this process may be stopped like any job. When it dies, its connection ends, and so does this process.
+            let is_followed = group.part.follows && process == 0;
+            talk.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
+            let workers: Vec<usize> = group.part.placement.workers(process).collect();
+            let (placement, progress) = (group.part.placement.clone(), group.progress.clone());
+            let leaving = workers.iter().map(|worker| (*worker, Leaving::of(program, codes, *worker)));
+            let gathering = (group.part.own == 0).then(|| Gathering {
+                workers: leaving.collect(),
+                events: Some(events.clone()).filter(|_| !workers.is_empty()),
+                outcomes: leave.clone(),
+                reply: queues[&process].clone(),
+                parts: keeper.clone().filter(|_| !workers.is_empty()),
+                form: PartForm::of(program, codes, &workers),
+            });
+            let routes = Routes {
+                process,
+                name: group.names[process].clone(),
+                workers,
+                doing: Box::new(move |process| doing(program, &placement, &progress, process)),
+                channels: HashMap::new(),
+                posted: HashMap::new(),
+                meetings: HashMap::new(),
+                gathering,
+                stopping: None,
+                released: Some(release.clone()).filter(|_| process == 0),
+                taken: Some(taken.clone()).filter(|_| process == 0),
+                progress: group.progress.clone(),
+                most_left,
+                items: program.items,
+                stages: program.stages.len() as u32,
+            };
+            hangups.push(talk.hangup);
+            lines.push(Line { reader: talk.reader, writer: talk.writer, queue, routes });
+        }
+        let stopping = gate.map(|gate| Arc::new(Stopping::new(gate, group.part.own, queues.clone())));
+        lines.iter_mut().for_each(|line: &mut Line<'a>| line.routes.stopping = stopping.clone());
+        let writing = Some(unbounded());
+        Ok(Exchange {
+            group,
+            program,
+            queues,
+            lines,
+            channels: 0,
+            meetings: 0,
+            outcomes,
+            released,
+            room,
+            hangups,
+            stopping,
+            working: None,
+            writing,
+        })
+    }
+
+    /// Whether a worker runs in this process.
+    pub fn is_here(&self, worker: usize) -> bool {
+        self.group.is_here(worker)
+    }
+
+    /// Whether this process tells of the run.
+    pub fn reports(&self) -> bool {
+        self.group.part.own == 0
+    }
+
+    fn run_status(&self) -> Arc<RunStatus> {
+        self.group.run_status.clone()
+    }
+
+    /// How far the workers are.
+    pub fn progress(&self) -> crate::process::process_group::Progress {
+        self.group.progress.clone()
+    }
+
+    /// Who is to blame for what goes wrong in this process.
+    pub fn blame(&self) -> FailureCause {
+        let process = self.group.part.own;
+        FailureCause { run_status: self.run_status(), process, name: self.group.names[process].clone() }
+    }
+
+    /// Ends the run of all processes before its end, by nobody's fault.
+    pub fn end(&self, what: &str) {
+        self.run_status().end(LinkError::Ended { process: None, what: what.to_string() });
+    }
+
+    fn line(&mut self, process: usize) -> Result<(&Sender<Outbound>, &mut Routes<'a>), LinkError> {
+        let missing = || LinkError::Bug { what: format!("no connection to process {process} of the run") };
+        let queue = self.queues.get(&process).ok_or_else(missing)?;
+        let line = self.lines.iter_mut().find(|line| line.routes.process == process).ok_or_else(missing)?;
+        Ok((queue, &mut line.routes))
+    }
+
+    /// The ends in this process of a channel between two workers; `tensors` are those of each message.
+    pub fn channel(
+        &mut self,
+        from: WorkerId,
+        to: WorkerId,
+        tensors: Vec<(Value, usize, usize)>,
+    ) -> Result<(Option<Outgoing>, Option<Incoming>), LinkError> {
+        let number = self.channels;
+        self.channels += 1;
+        let place = |worker: WorkerId, exchange: &Exchange<'_>| exchange.group.part.placement.of[worker.index()];
+        let (there, here) = (place(to, self), place(from, self));
+        match (self.is_here(from.index()), self.is_here(to.index())) {
+            (true, true) => {
+                let (outgoing, incoming) = channel();
+                Ok((Some(outgoing), Some(incoming)))
+            }
+            (true, false) => {
+                let (queue, routes) = self.line(there)?;
+                let (outgoing, posted) = channel::outgoing(queue.clone(), number);
+                routes.posted.insert(number, posted);
+                Ok((Some(outgoing), None))
+            }
+            (false, true) => {
+                let (queue, routes) = self.line(here)?;
+                let (incoming, to) = channel::incoming(queue.clone(), number);
+                routes.channels.insert(number, Route { to, tensors });
+                Ok((None, Some(incoming)))
+            }
+            (false, false) => Ok((None, None)),
+        }
+    }
+
+    /// A place where these workers meet: one for each member. Meetings have numbers below `meetings`.
+    pub fn meeting<T: Carried + Send + Sync + 'static>(
+        &mut self,
+        members: &[usize],
+        form: T::Form,
+        meetings: u64,
+    ) -> Result<Arc<Communicator<T>>, LinkError>
+    where
+        T::Form: 'static,
+    {
+        let number = self.meetings;
+        self.meetings += 1;
+        let here = members.iter().filter(|worker| self.is_here(**worker)).count();
+        let mut others: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+        for (member, worker) in members.iter().enumerate().filter(|(_, worker)| !self.is_here(**worker)) {
+            others.entry(self.group.part.placement.of[*worker]).or_default().insert(member);
+        }
+        if here == 0 || others.is_empty() {
+            return Ok(Arc::new(Communicator::new(members.len())));
+        }
+        let queues: Vec<Sender<Outbound>> =
+            others.keys().map(|process| Ok(self.line(*process)?.0.clone())).collect::<Result<_, LinkError>>()?;
+        let forward: Forward<T> = Box::new(move |meeting, member, part| {
+            let mut head = number.to_le_bytes().to_vec();
+            head.extend(meeting.to_le_bytes());
+            head.extend((member as u32).to_le_bytes());
+            let mut bodies = Vec::new();
+            part.pack(&mut head, &mut bodies);
+            for queue in &queues {
+                // Where nobody reads the queue any more, the run is over.
+                let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
+            }
+        });
+        let place = Arc::new(Communicator::among(members.len(), here, Some(forward)));
+        let hall = Arc::new(Hall { place: place.clone(), form, meetings });
+        for (process, members) in others {
+            self.line(process)?.1.meetings.insert(number, (hall.clone(), members));
+        }
+        Ok(place)
+    }
+
+    /// Starts reading and writing.
+    pub fn start<'scope, 'env>(&mut self, scope: &'scope Scope<'scope, 'env>)
+    where
+        'a: 'scope,
+    {
+        let own: Vec<usize> = self.group.part.placement.workers(self.group.part.own).collect();
+        let none = |error| LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") };
+        if let Some(stopping) = self.stopping.take() {
+            let (working, over) = bounded(0);
+            self.working = Some(working);
+            let run_status = self.group.run_status.clone();
+            let watch = move || stopping.watch(&over, &run_status);
+            if let Err(error) = Builder::new().name("stop".into()).spawn_scoped(scope, watch) {
+                self.group.run_status.end(none(error));
+            }
+        }
+        for line in std::mem::take(&mut self.lines) {
+            let Line { reader, writer, queue, routes } = line;
+            let (progress, own, run_status) = (self.group.progress.clone(), own.clone(), self.group.run_status.clone());
+            let beat = move || -> Vec<u8> {
+                let at = |worker: &usize| progress.get(*worker).map_or(0, |at| at.load(Ordering::Relaxed));
+                own.iter().flat_map(|worker| at(worker).to_le_bytes()).collect()
+            };
+            let alive = self.writing.as_ref().map(|(alive, _)| alive.clone());
+            let writer = move || {
+                connection::write(writer, &queue, &beat);
+                drop(alive);
+            };
+            let thread = |what: &str| Builder::new().name(format!("{what} {}", routes.process));
+            let wrote = thread("to process").spawn_scoped(scope, writer).map(drop);
+            let reading = run_status.clone();
+            let name = thread("from process");
+            let read = name.spawn_scoped(scope, move || routes.read(reader, &reading)).map(drop);
+            if let Err(error) = wrote.and(read) {
+                run_status.end(none(error));
+            }
+        }
+    }
+
+    /// Tells process 0 of an item's loss.
+    pub fn loss(&self, item: u32, value: f64) {
+        let mut head = item.to_le_bytes().to_vec();
+        head.extend(value.to_le_bytes());
+        self.send(0, Outbound::of(Kind::Loss, head));
+    }
+
+    /// Gives parts of checkpoints to process 0. Waits while it has not taken those of a whole checkpoint before: they would fill the memory
+    /// here where its disk is slow.
+    pub fn parts(&self) -> impl Fn(&StageSnapshot) + Send + 'static {
+        let (queue, room) = (self.queues.get(&0).cloned(), self.room.clone());
+        move |part: &StageSnapshot| {
+            // Where nobody makes room or reads the queue any more, the run is over.
+            if let (Some(queue), Ok(())) = (&queue, room.recv()) {
+                let _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part)));
+            }
+        }
+    }
+
+    fn send(&self, process: usize, frame: Outbound) {
+        // Where nobody reads the queue any more, the run is over.
+        if let Some(queue) = self.queues.get(&process) {
+            let _ = queue.send(frame);
+        }
+    }
+
+    /// The workers of this process have ended, those that left something with what they leave, and `is_well` says whether all did.
+    /// Gives what the workers of all processes leave to process 0, and nothing to the others, when the whole run is over; or why
+    /// it ended early.
+    pub fn finish(
+        mut self,
+        left: Vec<(usize, WorkerResult)>,
+        is_well: bool,
+    ) -> Result<Vec<(usize, WorkerResult)>, LinkError> {
+        let run_status = self.run_status();
+        self.working = None;
+        if !is_well {
+            run_status.end(LinkError::Ended {
+                process: Some(self.group.part.own),
+                what: "a worker lost its peer".to_string(),
+            });
+        }
+        let mut all = Vec::new();
+        if self.reports() {
+            all = left;
+            all.extend(self.outcomes.try_iter());
+            all.sort_by_key(|(worker, _)| *worker);
+            if run_status.cause().is_none() && all.len() != self.program.workers.len() {
+                run_status.end(LinkError::Bug { what: "a process ended without what its workers leave".to_string() });
+            }
+            if run_status.cause().is_none() {
+                run_status.release();
+            }
+        } else {
+            let frames =
+                left.into_iter().flat_map(|(worker, outcome)| worker_result::leave(self.program, worker, outcome));
+            frames.for_each(|frame| self.send(0, frame));
+            // Ends when process 0 releases this one, or its line is gone.
+            let _ = self.released.recv();
+        }
+        if run_status.is_released() {
+            self.queues.keys().for_each(|process| self.send(*process, Outbound::of(Kind::Bye, Vec::new())));
+        }
+        self.close(if run_status.is_released() { FAREWELL } else { LAST_WORDS });
+        match run_status.cause() {
+            None => Ok(all),
+            Some(cause) => Err(cause),
+        }
+    }
+
+    /// Waits until all that is queued is written, so long at most, and ends all connections.
+    fn close(&mut self, within: Duration) {
+        self.queues.clear();
+        if let Some((alive, ended)) = self.writing.take() {
+            drop(alive);
+            // Nobody says anything here: it ends when all who could are gone.
+            let _ = ended.recv_timeout(within);
+        }
+        if !self.group.run_status.is_released() {
+            self.hangups.iter().for_each(|hangup| hangup());
+        }
+    }
+}

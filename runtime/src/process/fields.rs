@@ -1,0 +1,111 @@
+//! The fields of a frame: little-endian numbers, texts and bytes with their lengths.
+//!
+//! Bytes of another process are untrusted: every field is checked, and no length allocates more than the frame holds.
+
+use crate::process::frame::FrameError;
+
+/// The longest text of a field.
+pub const LONGEST_TEXT: usize = 1 << 12;
+
+/// Fields that have not been read yet.
+pub struct Fields<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Fields<'a> {
+    /// All fields of a frame.
+    pub fn of(bytes: &'a [u8]) -> Fields<'a> {
+        Fields { rest: bytes }
+    }
+
+    /// So many bytes. `what` names the field where it does not fit.
+    pub fn bytes(&mut self, count: usize, what: &'static str) -> Result<&'a [u8], FrameError> {
+        let (bytes, rest) = self.rest.split_at_checked(count).ok_or(FrameError::Field { what })?;
+        self.rest = rest;
+        Ok(bytes)
+    }
+
+    fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], FrameError> {
+        self.bytes(N, what)?.try_into().map_err(|_| FrameError::Field { what })
+    }
+
+    /// A small number.
+    pub fn u8(&mut self, what: &'static str) -> Result<u8, FrameError> {
+        Ok(self.array::<1>(what)?[0])
+    }
+
+    /// A number.
+    pub fn u32(&mut self, what: &'static str) -> Result<u32, FrameError> {
+        Ok(u32::from_le_bytes(self.array(what)?))
+    }
+
+    /// A number below a bound.
+    pub fn below(&mut self, bound: u32, what: &'static str) -> Result<u32, FrameError> {
+        let number = self.u32(what)?;
+        if number < bound { Ok(number) } else { Err(FrameError::Field { what }) }
+    }
+
+    /// A large number.
+    pub fn u64(&mut self, what: &'static str) -> Result<u64, FrameError> {
+        Ok(u64::from_le_bytes(self.array(what)?))
+    }
+
+    /// A number with a fraction, bit by bit.
+    pub fn f64(&mut self, what: &'static str) -> Result<f64, FrameError> {
+        Ok(f64::from_le_bytes(self.array(what)?))
+    }
+
+    /// A text.
+    pub fn text(&mut self, what: &'static str) -> Result<String, FrameError> {
+        let length = self.u32(what)? as usize;
+        if length > LONGEST_TEXT {
+            return Err(FrameError::Field { what });
+        }
+        String::from_utf8(self.bytes(length, what)?.to_vec()).map_err(|_| FrameError::Field { what })
+    }
+
+    /// Nothing may follow.
+    pub fn end(&self) -> Result<(), FrameError> {
+        if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Field { what: "its end" }) }
+    }
+}
+
+/// Appends a text, cut where it is too long.
+pub fn put_text(to: &mut Vec<u8>, text: &str) {
+    let mut length = text.len().min(LONGEST_TEXT);
+    while !text.is_char_boundary(length) {
+        length -= 1;
+    }
+    to.extend((length as u32).to_le_bytes());
+    to.extend(&text.as_bytes()[..length]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_put_is_read() {
+        let mut bytes = 7u32.to_le_bytes().to_vec();
+        put_text(&mut bytes, "wörter");
+        let mut fields = Fields::of(&bytes);
+        assert_eq!(fields.below(8, "n"), Ok(7));
+        assert_eq!(fields.text("t").as_deref(), Ok("wörter"));
+        assert_eq!(fields.end(), Ok(()));
+        assert_eq!(fields.u8("more"), Err(FrameError::Field { what: "more" }));
+    }
+
+    #[test]
+    fn nothing_is_believed() {
+        let lies = [u32::MAX.to_le_bytes().to_vec(), [&5u32.to_le_bytes()[..], b"abc"].concat(), vec![1, 0]];
+        for bytes in lies {
+            assert_eq!(Fields::of(&bytes).text("t"), Err(FrameError::Field { what: "t" }));
+        }
+        let not_text = [&2u32.to_le_bytes()[..], &[0xff, 0xfe]].concat();
+        assert_eq!(Fields::of(&not_text).text("t"), Err(FrameError::Field { what: "t" }));
+        assert!(Fields::of(&[0; 4]).below(0, "n").is_err());
+        let mut long = Vec::new();
+        put_text(&mut long, &"ä".repeat(LONGEST_TEXT));
+        assert_eq!(long.len(), 4 + LONGEST_TEXT);
+    }
+}

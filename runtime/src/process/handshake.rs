@@ -1,0 +1,223 @@
+//! The handshake of two processes of a run: the one that connects says hello, and is welcomed or refused with a reason.
+//!
+//! A hello carries the protocol version, the run's number, the process, and a digest of everything that must be equal on all sides:
+//! program, weights, data. A process of an earlier attempt has another run number and is refused.
+
+use crate::process::connection::{Hangup, Patient};
+use crate::process::fields::{Fields, put_text};
+use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
+use std::io::Write;
+
+/// The version of all frames.
+pub const PROTOCOL: u32 = 2;
+
+/// The longest content of a frame before the run begins.
+pub const LONGEST: u64 = 1 << 20;
+
+/// The most things that a hello has digests of.
+const MOST_PARTS: u32 = 64;
+
+/// What must be the same in all processes of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Tells runs apart that look alike.
+    pub run: u64,
+    /// Digests by what they are of.
+    pub parts: Vec<(String, [u8; 32])>,
+}
+
+/// How a process presents itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// Its protocol.
+    pub protocol: u32,
+    /// Which process it is, of how many.
+    pub process: u32,
+    /// How many there are, by its count.
+    pub processes: u32,
+    /// Its number in its system.
+    pub pid: u32,
+    /// Where it can be reached.
+    pub address: String,
+    /// What it has prepared.
+    pub identity: Identity,
+}
+
+/// Why a process may not take part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stranger {
+    /// It belongs to another run and will not come again: no reason for this run to end.
+    Passing(String),
+    /// It means this run and cannot take part: the run will never be complete.
+    Fatal(String),
+}
+
+impl Hello {
+    /// As the content of a frame.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut content = Vec::new();
+        for number in [self.protocol, self.process, self.processes, self.pid] {
+            content.extend(number.to_le_bytes());
+        }
+        content.extend(self.identity.run.to_le_bytes());
+        put_text(&mut content, &self.address);
+        content.extend((self.identity.parts.len() as u32).to_le_bytes());
+        for (name, digest) in &self.identity.parts {
+            put_text(&mut content, name);
+            content.extend(digest);
+        }
+        content
+    }
+
+    /// Back from that.
+    pub fn decode(content: &[u8]) -> Result<Hello, FrameError> {
+        let mut fields = Fields::of(content);
+        let mut number = |what| fields.u32(what);
+        let (protocol, process) = (number("the protocol")?, number("the process")?);
+        let (processes, pid) = (number("the number of processes")?, number("the process id")?);
+        let run = fields.u64("the run")?;
+        let address = fields.text("the address")?;
+        let count = fields.below(MOST_PARTS, "the number of digests")?;
+        let mut parts = Vec::new();
+        for _ in 0..count {
+            let name = fields.text("the name of a digest")?;
+            let digest = fields.bytes(32, "a digest")?.try_into();
+            parts.push((name, digest.map_err(|_| FrameError::Field { what: "a digest" })?));
+        }
+        fields.end()?;
+        Ok(Hello { protocol, process, processes, pid, address, identity: Identity { run, parts } })
+    }
+
+    /// Whether who says this may take part in the run that `own` speaks of.
+    pub fn meets(&self, own: &Hello) -> Result<(), Stranger> {
+        if self.protocol != own.protocol {
+            let what = format!("it speaks version {} of the protocol, here it is {}", self.protocol, own.protocol);
+            return Err(Stranger::Fatal(what));
+        }
+        if self.identity.run != own.identity.run {
+            let (here, there) = (own.identity.run, self.identity.run);
+            return Err(Stranger::Passing(format!("it belongs to run {there:x}, this is run {here:x}")));
+        }
+        if self.processes != own.processes {
+            let what = format!("it counts {} processes, here there are {}", self.processes, own.processes);
+            return Err(Stranger::Fatal(what));
+        }
+        if self.process >= own.processes {
+            return Err(Stranger::Fatal(format!("it is process {} of {}", self.process, own.processes)));
+        }
+        let differs = own.identity.parts.iter().filter(|part| !self.identity.parts.contains(part));
+        let names: Vec<&str> = differs.map(|(name, _)| name.as_str()).collect();
+        match names.is_empty() && self.identity.parts.len() == own.identity.parts.len() {
+            true => Ok(()),
+            false if names.is_empty() => Err(Stranger::Fatal("it knows more of the run than this process".into())),
+            false => Err(Stranger::Fatal(format!("{} differ", names.join(", ")))),
+        }
+    }
+}
+
+/// A process of the group, as all others know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Known {
+    /// Its number in its system.
+    pub pid: u32,
+    /// Where it can be reached.
+    pub address: String,
+}
+
+/// All processes, as the content of a frame.
+pub fn encode_roster(roster: &[Known]) -> Vec<u8> {
+    let mut content = (roster.len() as u32).to_le_bytes().to_vec();
+    for known in roster {
+        content.extend(known.pid.to_le_bytes());
+        put_text(&mut content, &known.address);
+    }
+    content
+}
+
+/// Back from that: so many processes.
+pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<Known>, FrameError> {
+    let mut fields = Fields::of(content);
+    if fields.u32("the number of processes")? as usize != processes {
+        return Err(FrameError::Field { what: "the number of processes" });
+    }
+    let mut roster = Vec::new();
+    for _ in 0..processes {
+        roster.push(Known { pid: fields.u32("a process id")?, address: fields.text("an address")? });
+    }
+    fields.end()?;
+    Ok(roster)
+}
+
+/// A connection before the run begins.
+pub struct Talk {
+    /// What is read.
+    pub reader: FrameReader<Patient>,
+    /// What is written.
+    pub writer: FrameWriter<Box<dyn Write + Send>>,
+    /// Ends both.
+    pub hangup: Hangup,
+}
+
+impl Talk {
+    /// Reads a frame that must be of this kind, or a refusal, whose reason is given.
+    pub fn expect(&mut self, expected: Kind) -> Result<Result<Vec<u8>, String>, FrameError> {
+        match self.reader.read(LONGEST)? {
+            (kind, content) if kind == expected => Ok(Ok(content.to_vec())),
+            (Kind::Refusal, content) => Ok(Err(Fields::of(content).text("the reason")?)),
+            (kind, _) => Err(FrameError::Unexpected { kind }),
+        }
+    }
+
+    /// Sends the other end away.
+    pub fn refuse(&mut self, why: &str) {
+        let mut content = Vec::new();
+        put_text(&mut content, why);
+        // Who has gone already needs no reason.
+        let _ = self.say(Kind::Refusal, &content);
+    }
+
+    /// Writes a frame.
+    pub fn say(&mut self, kind: Kind, content: &[u8]) -> Result<(), FrameError> {
+        let written = self.writer.write(kind, &[content]);
+        written.map_err(|error| FrameError::System { kind: error.kind(), why: error.to_string() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> Hello {
+        let parts = vec![("the program".to_string(), [1; 32]), ("the weights".to_string(), [2; 32])];
+        let identity = Identity { run: 7, parts };
+        Hello { protocol: PROTOCOL, process: 1, processes: 3, pid: 9, address: "127.0.0.1:1".into(), identity }
+    }
+
+    #[test]
+    fn hellos_and_rosters_read_back() {
+        assert_eq!(Hello::decode(&hello().encode()), Ok(hello()));
+        let roster = vec![Known { pid: 1, address: "a:1".into() }, Known { pid: 2, address: "b:2".into() }];
+        assert_eq!(decode_roster(&encode_roster(&roster), 2), Ok(roster.clone()));
+        assert!(decode_roster(&encode_roster(&roster), 3).is_err());
+        let whole = hello().encode();
+        for length in 0..whole.len() {
+            assert!(Hello::decode(&whole[..length]).is_err(), "{length}");
+        }
+    }
+
+    #[test]
+    fn what_differs_is_named() {
+        let told = |change: &dyn Fn(&mut Hello)| {
+            let mut other = hello();
+            change(&mut other);
+            other.meets(&hello())
+        };
+        let fatal = |what: &str| Err(Stranger::Fatal(what.to_string()));
+        assert_eq!(told(&|_| {}), Ok(()));
+        assert_eq!(told(&|h| h.protocol = 8), fatal("it speaks version 8 of the protocol, here it is 2"));
+        assert_eq!(told(&|h| h.processes = 4), fatal("it counts 4 processes, here there are 3"));
+        assert_eq!(told(&|h| h.process = 3), fatal("it is process 3 of 3"));
+        assert_eq!(told(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));
+        assert!(matches!(told(&|h| h.identity.run = 8), Err(Stranger::Passing(_))));
+    }
+}

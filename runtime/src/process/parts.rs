@@ -1,0 +1,244 @@
+//! Stage snapshots on their way to process 0, which writes checkpoints.
+//!
+//! A snapshot is rare and large, so it is written field by field, each buffer behind its length. A length must match the parameter
+//! or state.
+
+use crate::checkpoint::{ParameterState, StageSnapshot, StageState};
+use crate::device::buffer::Buffer;
+use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::executor::Weights;
+use crate::optim::update::wide;
+use crate::process::fields::Fields;
+use crate::process::frame::FrameError;
+use crate::zero::shard::range;
+use compiler::plan::StageId;
+use compiler::schedule::Program;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Tensors that an optimizer keeps of a parameter, at most.
+const MOST_STATE: u32 = 8;
+/// What all numbers of a part take, for each parameter and state.
+const NUMBERS: usize = 256;
+
+/// A stage of one of the workers: which replica that is of how many, and the items that may be in flight.
+struct Held {
+    stage: StageId,
+    replica: u32,
+    replicas: u32,
+    cap: u32,
+}
+
+/// What parts of the workers of a process may hold.
+pub struct PartForm<'a> {
+    held: Vec<Held>,
+    codes: &'a [StageCode],
+}
+
+impl<'a> PartForm<'a> {
+    /// Of these workers.
+    pub fn of(program: &Program, codes: &'a [StageCode], workers: &[usize]) -> PartForm<'a> {
+        let own = workers.iter().map(|worker| &program.workers[*worker]);
+        let held = own.flat_map(|own| {
+            program.stages_of(own.rank).map(|stage| {
+                let of = &program.stages[stage.index()];
+                Held { stage, replica: own.replica, replicas: of.replicas, cap: of.cap }
+            })
+        });
+        PartForm { held: held.collect(), codes }
+    }
+
+    /// The most bytes of a part.
+    pub fn most(&self) -> usize {
+        let of = |Held { stage, cap, .. }: &Held| {
+            let code = &self.codes[stage.index()];
+            let parameter = |named: &NamedTensor| wide_bytes(named).saturating_add(NUMBERS);
+            let all = code.parameters.iter().map(parameter).fold(NUMBERS, usize::saturating_add);
+            let states = code.states.iter().map(|named| named.bytes + NUMBERS).fold(0, usize::saturating_add);
+            // Weights, master, the optimizer's tensors and drift; versions, forwards and shared ones for what is in flight.
+            let copies = (MOST_STATE as usize + 3).saturating_add((*cap as usize).saturating_add(2).saturating_mul(3));
+            all.saturating_mul(copies).saturating_add(states)
+        };
+        self.held.iter().map(of).max().unwrap_or(0)
+    }
+}
+
+fn wide_bytes(named: &NamedTensor) -> usize {
+    named.bytes / named.fact.dtype.size().max(1) * wide(named.fact.dtype).size()
+}
+
+fn put(to: &mut Vec<u8>, buffer: &Buffer) {
+    to.extend((buffer.len() as u64).to_le_bytes());
+    to.extend(buffer.bytes());
+}
+
+fn put_count(to: &mut Vec<u8>, count: usize) {
+    to.extend((count as u32).to_le_bytes());
+}
+
+fn put_moves(to: &mut Vec<u8>, moves: &ParameterState) {
+    to.extend(moves.updates.to_le_bytes());
+    put_count(to, moves.state.len());
+    moves.state.iter().for_each(|state| put(to, state));
+    for one in [&moves.master, &moves.drift] {
+        to.push(u8::from(one.is_some()));
+        one.iter().for_each(|one| put(to, one));
+    }
+}
+
+fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) {
+    put_count(to, sets.len());
+    for (number, weights) in sets {
+        to.extend(number.to_le_bytes());
+        put_count(to, weights.len());
+        weights.iter().for_each(|weight| put(to, weight));
+    }
+}
+
+/// A part as the content of a frame.
+pub fn pack(part: &StageSnapshot) -> Vec<u8> {
+    let mut to = [part.stage.0.to_le_bytes(), part.replica.to_le_bytes(), part.minibatches.to_le_bytes()].concat();
+    to.extend(part.replicas.to_le_bytes());
+    put_count(&mut to, part.moves.len());
+    part.moves.iter().for_each(|moves| put_moves(&mut to, moves));
+    to.push(u8::from(part.whole.is_some()));
+    if let Some(whole) = &part.whole {
+        for (weight, moves) in whole.weights.iter().zip(&whole.moves) {
+            put(&mut to, weight);
+            put_moves(&mut to, moves);
+        }
+        whole.states.iter().for_each(|state| put(&mut to, state));
+        to.push(u8::from(whole.scale.is_some()));
+        if let Some((scale, good)) = whole.scale {
+            to.extend(scale.to_le_bytes());
+            to.extend(good.to_le_bytes());
+        }
+    }
+    put_weights(&mut to, &part.versions);
+    put_weights(&mut to, &part.forwards);
+    put_count(&mut to, part.shared.len());
+    for (parameter, versions) in &part.shared {
+        put_count(&mut to, *parameter);
+        put_count(&mut to, versions.len());
+        for (version, weight) in versions {
+            to.extend(version.to_le_bytes());
+            put(&mut to, weight);
+        }
+    }
+    to
+}
+
+/// Of these lengths.
+fn take(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<Buffer, FrameError> {
+    let what = "a tensor of a checkpoint";
+    let length = fields.u64(what)?;
+    let known = lengths.iter().find(|known| **known as u64 == length);
+    Ok(Buffer::copy_of(fields.bytes(*known.ok_or(FrameError::Field { what })?, what)?))
+}
+
+fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
+    match fields.u8("what a checkpoint has")? {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(FrameError::Field { what: "what a checkpoint has" }),
+    }
+}
+
+/// What moves a parameter, or a share of it.
+fn take_moves(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<ParameterState, FrameError> {
+    let updates = fields.u32("the updates of a parameter")?;
+    let count = fields.below(MOST_STATE + 1, "the state of an optimizer")?;
+    let state = (0..count).map(|_| take(fields, lengths)).collect::<Result<_, _>>()?;
+    let master = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
+    let drift = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
+    Ok(ParameterState { master, state, drift, updates })
+}
+
+fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u32, Weights>, FrameError> {
+    let what = "the versions of a checkpoint";
+    let mut sets = BTreeMap::new();
+    for _ in 0..fields.u32(what)? {
+        let number = fields.u32(what)?;
+        let count = fields.u32(what)? as usize;
+        // A version that lives on in another replica's part is empty here.
+        if count != 0 && count != code.parameters.len() {
+            return Err(FrameError::Field { what });
+        }
+        let mut weights = Weights::new();
+        for named in &code.parameters[..count] {
+            weights.push(Arc::new(take(fields, &[named.bytes, wide_bytes(named), 0])?));
+        }
+        if sets.insert(number, weights).is_some() {
+            return Err(FrameError::Field { what });
+        }
+    }
+    Ok(sets)
+}
+
+/// Back from that.
+pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnapshot, FrameError> {
+    let what = "the stage of a checkpoint";
+    let (stage, replica) = (StageId(fields.u32(what)?), fields.u32(what)?);
+    let minibatches = fields.u32("the step of a checkpoint")?;
+    if !form.held.iter().any(|of| (of.stage, of.replica) == (stage, replica)) {
+        return Err(FrameError::Field { what });
+    }
+    let code = form.codes.get(stage.index()).ok_or(FrameError::Field { what })?;
+    let what = "the replicas of a checkpoint";
+    let known = form.held.iter().find(|of| (of.stage, of.replica) == (stage, replica)).map_or(1, |of| of.replicas);
+    let replicas = fields.u32(what)?;
+    if replicas != 1 && replicas != known {
+        return Err(FrameError::Field { what });
+    }
+    let lengths = |named: &NamedTensor| {
+        let size = named.fact.dtype.size();
+        let share = range(named.bytes, size, replica as usize, replicas as usize).len();
+        [named.bytes, wide_bytes(named), share, share / size.max(1) * wide(named.fact.dtype).size()]
+    };
+    let count = fields.u32(what)? as usize;
+    if count != 0 && count != code.parameters.len() {
+        return Err(FrameError::Field { what });
+    }
+    let of_share = code.parameters[..count].iter().map(|named| take_moves(fields, &lengths(named)));
+    let of_share = of_share.collect::<Result<Vec<_>, _>>()?;
+    let mut whole = None;
+    if is_there(fields)? {
+        let (mut weights, mut moves) = (Weights::new(), Vec::new());
+        for named in &code.parameters {
+            weights.push(Arc::new(take(fields, &[named.bytes, wide_bytes(named)])?));
+            moves.push(take_moves(fields, &lengths(named))?);
+        }
+        let states = code.states.iter().map(|named| take(fields, &[named.bytes])).collect::<Result<_, _>>()?;
+        let scale = match is_there(fields)? {
+            true => Some((fields.f64("the scale of the loss")?, fields.u32("the scale of the loss")?)),
+            false => None,
+        };
+        whole = Some(StageState { weights, moves, states, scale });
+    }
+    let (versions, forwards) = (take_weights(fields, code)?, take_weights(fields, code)?);
+    let mut shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>> = BTreeMap::new();
+    let what = "the shared parameters of a checkpoint";
+    for _ in 0..fields.u32(what)? {
+        let parameter = fields.u32(what)? as usize;
+        let named = code.parameters.get(parameter).ok_or(FrameError::Field { what })?;
+        let mut older = BTreeMap::new();
+        for _ in 0..fields.u32(what)? {
+            let version = fields.u32(what)?;
+            older.insert(version, Arc::new(take(fields, &[named.bytes, wide_bytes(named)])?));
+        }
+        shared.insert(parameter, older);
+    }
+    fields.end()?;
+    Ok(StageSnapshot {
+        stage,
+        replica,
+        minibatches,
+        replicas,
+        moves: of_share,
+        whole,
+        versions,
+        forwards,
+        shared,
+        counted: None,
+    })
+}

@@ -1,0 +1,170 @@
+//! How processes agree on the last minibatch when one of them is told to stop.
+//!
+//! ```text
+//! the one told ──stop──▶ process 0 ──hold──▶ all others ──begun──▶ process 0 ──end──▶ all others
+//! ```
+//!
+//! A held process begins no minibatch, so what it reported stays true until the end is known. Frames of a connection keep their
+//! order, and readers and writers keep running while workers are held, so nothing deadlocks.
+
+use crate::checkpoint::barrier::Gate;
+use crate::process::connection::Outbound;
+use crate::process::fields::Fields;
+use crate::process::frame::{FrameError, Kind};
+use crate::process::run_status::RunStatus;
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How often a process looks whether it is told to stop.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The number in place of an end where there is none that a number can say.
+const NEVER: u32 = u32::MAX;
+
+/// One process's part in the agreement.
+pub struct Stopping<'a> {
+    gate: &'a Gate<'a>,
+    own: usize,
+    queues: BTreeMap<usize, Sender<Outbound>>,
+    /// At process 0, once somebody is told to stop: minibatches that each process has begun.
+    begun: Mutex<Option<BTreeMap<usize, u32>>>,
+}
+
+impl<'a> Stopping<'a> {
+    /// Of a process with lines to these others. Its gate decides no longer alone.
+    pub fn new(gate: &'a Gate<'a>, own: usize, queues: BTreeMap<usize, Sender<Outbound>>) -> Stopping<'a> {
+        gate.share();
+        Stopping { gate, own, queues, begun: Mutex::new(None) }
+    }
+
+    // Nothing under the lock can panic half way.
+    fn lock(&self) -> MutexGuard<'_, Option<BTreeMap<usize, u32>>> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, process: usize, kind: Kind, number: u32) {
+        // Where nobody reads the queue any more, the run is over.
+        if let Some(queue) = self.queues.get(&process) {
+            let _ = queue.send(Outbound::of(kind, number.to_le_bytes().to_vec()));
+        }
+    }
+
+    fn send_all(&self, kind: Kind, number: u32) {
+        self.queues.keys().for_each(|process| self.send(*process, kind, number));
+    }
+
+    /// Looks whether this process is told to stop, until the workers have ended: then the other end of `over` is gone.
+    pub fn watch(&self, over: &Receiver<()>, run_status: &RunStatus) {
+        let mut is_told = false;
+        while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+            let reason = u32::try_from(self.gate.asked()).unwrap_or(NEVER);
+            if reason != 0 && !is_told {
+                is_told = true;
+                match self.own {
+                    0 => self.begin(reason),
+                    _ => self.send(0, Kind::Stop, reason),
+                }
+            }
+            if run_status.cause().is_some() {
+                self.gate.let_go();
+            }
+        }
+    }
+
+    /// Process 0: the first that is told to stop is the one that all are told of.
+    fn begin(&self, reason: u32) {
+        let mut begun = self.lock();
+        if begun.is_none() {
+            *begun = Some(BTreeMap::from([(0, self.gate.hold(reason as usize))]));
+            self.send_all(Kind::Hold, reason);
+            self.decide(&begun);
+        }
+    }
+
+    /// Process 0: when all have said what they have begun, they are told where the run ends.
+    fn decide(&self, begun: &Option<BTreeMap<usize, u32>>) {
+        let Some(begun) = begun.as_ref().filter(|begun| begun.len() > self.queues.len()) else { return };
+        let end = self.gate.behind(begun.values().copied().max().unwrap_or(0));
+        self.send_all(Kind::End, end.unwrap_or(NEVER));
+        self.gate.end_at(end);
+    }
+
+    /// Takes what another process says of it.
+    pub fn take(&self, process: usize, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
+        let number = fields.u32("why, when or where a run ends")?;
+        fields.end()?;
+        match (kind, self.own, process) {
+            (Kind::Stop, 0, _) => self.begin(number),
+            (Kind::Begun, 0, _) => {
+                let mut begun = self.lock();
+                match begun.as_mut().map(|begun| begun.insert(process, number)) {
+                    Some(None) => self.decide(&begun),
+                    _ => return Err(FrameError::Unexpected { kind }),
+                }
+            }
+            (Kind::Hold, _, 0) => {
+                let begun = self.gate.hold(number as usize);
+                self.send(0, Kind::Begun, begun);
+            }
+            (Kind::End, _, 0) => self.gate.end_at(Some(number).filter(|end| *end != NEVER)),
+            _ => return Err(FrameError::Unexpected { kind }),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossbeam_channel::unbounded;
+    use std::sync::atomic::AtomicUsize;
+
+    /// Three processes whose frames are carried by hand.
+    #[test]
+    fn all_end_behind_what_nobody_has_begun() {
+        let stop = AtomicUsize::new(0);
+        let gates = [3, 7, 5].map(|begun| Gate::new(&stop, 2, begun));
+        let (to, from): (Vec<_>, Vec<_>) = (0..3).map(|_| unbounded::<(usize, Outbound)>()).unzip();
+        // Each sender of an outbound frame goes by a relay that says from whom it is.
+        let mut relays = Vec::new();
+        let mut queues = |own: usize, others: &[usize]| {
+            let mut made = BTreeMap::new();
+            for &other in others {
+                let (queue, frames) = unbounded();
+                made.insert(other, queue);
+                relays.push((own, other, frames));
+            }
+            made
+        };
+        let all = [queues(0, &[1, 2]), queues(1, &[0, 2]), queues(2, &[0, 1])];
+        let parts: Vec<Stopping<'_>> =
+            (0..).zip(all).map(|(own, queues)| Stopping::new(&gates[own], own, queues)).collect();
+        // Two are told at once, and process 0 hears of the second one first.
+        parts[2].send(0, Kind::Stop, 15);
+        parts[1].send(0, Kind::Stop, 2);
+        relays.reverse();
+        loop {
+            let before = to.iter().map(|to| to.len()).sum::<usize>();
+            for (own, other, frames) in &relays {
+                frames.try_iter().for_each(|frame| to[*other].send((*own, frame)).unwrap());
+            }
+            let mut taken = before;
+            for (own, from) in from.iter().enumerate() {
+                for (process, frame) in from.try_iter() {
+                    taken += 1;
+                    parts[own].take(process, frame.kind, &mut Fields::of(&frame.head)).unwrap();
+                }
+            }
+            if taken == 0 {
+                break;
+            }
+        }
+        assert_eq!(gates.each_ref().map(|gate| (gate.end(), gate.reason())), [(Some(8), 15); 3]);
+        let late = parts[0].take(1, Kind::Begun, &mut Fields::of(&9u32.to_le_bytes()));
+        assert_eq!(late, Err(FrameError::Unexpected { kind: Kind::Begun }));
+        assert!(parts[1].take(2, Kind::End, &mut Fields::of(&9u32.to_le_bytes())).is_err());
+        assert!(parts[1].take(0, Kind::End, &mut Fields::of(&[9])).is_err());
+    }
+}

@@ -1,0 +1,274 @@
+//! The contributions to a communicator as frames.
+//!
+//! Both ends compiled the same stages, so a frame lists only which tensors it holds; their sizes follow from the stage, and
+//! anything else is refused.
+
+use crate::device::buffer::Buffer;
+use crate::exec::compile::StageCode;
+use crate::optim::grad_norm::Squares;
+use crate::process::fields::Fields;
+use crate::process::frame::FrameError;
+use crate::process::recv_buffers::Ring;
+use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradients::{GradientTerms, gradient_bytes};
+use crate::zero::shard::Shares;
+use std::sync::Arc;
+
+/// What can be brought to members in other processes.
+pub trait Carried: Sized {
+    /// What is known of it beforehand.
+    type Form: Send + Sync;
+
+    /// Writes the numbers into `head`, and lists the tensors that follow.
+    fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>);
+
+    /// Reads it back.
+    fn unpack(form: &Self::Form, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Self, FrameError>;
+
+    /// The most bytes that it takes.
+    fn most(form: &Self::Form) -> usize;
+}
+
+/// What replicas of a stage bring.
+pub struct ContributionForm {
+    /// The size of each gradient term.
+    terms: Vec<usize>,
+    /// The sizes of an item's samples.
+    samples: Vec<usize>,
+    /// Items of the run.
+    items: u32,
+    /// The most items of a round.
+    most_items: usize,
+}
+
+impl ContributionForm {
+    /// Of a stage of a run.
+    pub fn of(code: &StageCode, items: u32, most_items: usize) -> ContributionForm {
+        let term = |term: &crate::exec::compile::GradientTerm| {
+            gradient_bytes(code.parameters[term.parameter].fact.dtype, term.place.bytes)
+        };
+        ContributionForm {
+            terms: code.gradient_terms.iter().map(term).collect(),
+            samples: code.follows.iter().map(|follow| follow.sample.bytes).collect(),
+            items,
+            most_items,
+        }
+    }
+}
+
+impl Carried for ReplicaGradients {
+    type Form = ContributionForm;
+
+    fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
+        head.extend(self.terms.iter().map(|term| u8::from(term.is_some())));
+        head.extend((self.samples.len() as u32).to_le_bytes());
+        for (item, values) in &self.samples {
+            head.extend(item.to_le_bytes());
+            values.iter().for_each(|value| head.extend(value));
+        }
+        bodies.extend(self.terms.iter().flatten().cloned());
+    }
+
+    fn unpack(
+        form: &ContributionForm,
+        fields: &mut Fields<'_>,
+        ring: &mut Ring,
+    ) -> Result<ReplicaGradients, FrameError> {
+        let present = fields.bytes(form.terms.len(), "which gradients are there")?;
+        let count = fields.u32("the number of samples")? as usize;
+        if count > form.most_items {
+            return Err(FrameError::Field { what: "the number of samples" });
+        }
+        let mut samples = Vec::new();
+        for _ in 0..count {
+            let item = fields.below(form.items, "the item of a sample")?;
+            let value = |bytes: &usize| fields.bytes(*bytes, "a sample").map(<[u8]>::to_vec);
+            samples.push((item, form.samples.iter().map(value).collect::<Result<_, _>>()?));
+        }
+        let mut term = |(present, bytes): (&u8, &usize)| match present {
+            0 => Ok(None),
+            1 => Ok(Some(ring.copy_of(fields.bytes(*bytes, "a gradient")?))),
+            _ => Err(FrameError::Field { what: "which gradients are there" }),
+        };
+        let terms = present.iter().zip(&form.terms).map(&mut term).collect::<Result<_, _>>()?;
+        Ok(ReplicaGradients { terms, samples })
+    }
+
+    fn most(form: &ContributionForm) -> usize {
+        let sample = form.samples.iter().fold(4usize, |sum, bytes| sum.saturating_add(*bytes));
+        let terms = form.terms.iter().fold(form.terms.len(), |sum, bytes| sum.saturating_add(*bytes));
+        terms.saturating_add(4).saturating_add(sample.saturating_mul(form.most_items))
+    }
+}
+
+/// What holders of a shared parameter bring: the places that terms may have in its sum, and the size of each.
+pub struct TermsForm {
+    /// Places.
+    pub ranks: Vec<usize>,
+    /// Bytes.
+    pub bytes: usize,
+}
+
+impl Carried for GradientTerms {
+    type Form = TermsForm;
+
+    fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
+        head.extend((self.len() as u32).to_le_bytes());
+        self.iter().for_each(|(rank, _)| head.extend((*rank as u32).to_le_bytes()));
+        bodies.extend(self.iter().map(|(_, term)| term.clone()));
+    }
+
+    fn unpack(form: &TermsForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<GradientTerms, FrameError> {
+        let what = "the terms of a shared parameter";
+        let count = fields.u32(what)? as usize;
+        if count > form.ranks.len() {
+            return Err(FrameError::Field { what });
+        }
+        let ranks: Vec<usize> = (0..count).map(|_| Ok(fields.u32(what)? as usize)).collect::<Result<_, _>>()?;
+        if ranks.iter().any(|rank| !form.ranks.contains(rank)) {
+            return Err(FrameError::Field { what });
+        }
+        ranks.into_iter().map(|rank| Ok((rank, ring.copy_of(fields.bytes(form.bytes, what)?)))).collect()
+    }
+
+    fn most(form: &TermsForm) -> usize {
+        form.bytes.saturating_add(4).saturating_mul(form.ranks.len()).saturating_add(4)
+    }
+}
+
+/// What replicas give of a version: by parameter, and at the end of a run by parameter again, the most bytes of a share.
+pub struct SharesForm {
+    /// Bytes.
+    pub most: Vec<usize>,
+}
+
+impl Carried for Shares {
+    type Form = SharesForm;
+
+    fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
+        head.extend((self.0.len() as u32).to_le_bytes());
+        for (place, share) in &self.0 {
+            head.extend((*place as u32).to_le_bytes());
+            head.extend((share.len() as u64).to_le_bytes());
+        }
+        bodies.extend(self.0.iter().map(|(_, share)| share.clone()));
+    }
+
+    fn unpack(form: &SharesForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Shares, FrameError> {
+        let what = "the shares of a version";
+        let count = fields.below(form.most.len() as u32 + 1, what)?;
+        let mut places = Vec::new();
+        for _ in 0..count {
+            let place = fields.below(form.most.len() as u32, what)? as usize;
+            let bytes = fields.u64(what)?;
+            if bytes > form.most[place] as u64 || places.iter().any(|(of, _)| *of == place) {
+                return Err(FrameError::Field { what });
+            }
+            places.push((place, bytes as usize));
+        }
+        let mut share = |(place, bytes)| Ok((place, ring.copy_of(fields.bytes(bytes, what)?)));
+        Ok(Shares(places.into_iter().map(&mut share).collect::<Result<_, _>>()?))
+    }
+
+    fn most(form: &SharesForm) -> usize {
+        form.most.iter().fold(4, |sum: usize, bytes| sum.saturating_add(*bytes).saturating_add(12))
+    }
+}
+
+/// What workers bring to agree on a norm: of so many names.
+pub struct SquaresForm {
+    /// Parameters in all.
+    pub names: usize,
+}
+
+impl Carried for Squares {
+    type Form = SquaresForm;
+
+    fn pack(&self, head: &mut Vec<u8>, _: &mut Vec<Arc<Buffer>>) {
+        head.extend((self.len() as u32).to_le_bytes());
+        for (number, square) in self {
+            head.extend((*number as u32).to_le_bytes());
+            head.extend(square.to_le_bytes());
+        }
+    }
+
+    fn unpack(form: &SquaresForm, fields: &mut Fields<'_>, _: &mut Ring) -> Result<Squares, FrameError> {
+        let what = "a sum of squares";
+        let names = u32::try_from(form.names).unwrap_or(u32::MAX);
+        let count = fields.below(names.saturating_add(1), what)?;
+        (0..count).map(|_| Ok((fields.below(names, what)? as usize, fields.f64(what)?))).collect()
+    }
+
+    fn most(form: &SquaresForm) -> usize {
+        form.names.saturating_mul(12).saturating_add(4)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn packed(part: &impl Carried) -> Vec<u8> {
+        let (mut head, mut bodies) = (Vec::new(), Vec::new());
+        part.pack(&mut head, &mut bodies);
+        bodies.iter().for_each(|body| head.extend(body.bytes()));
+        head
+    }
+
+    /// Every cut of it is refused.
+    fn cut<T: Carried>(bytes: &[u8], form: &T::Form) {
+        for length in 0..bytes.len() {
+            let mut fields = Fields::of(&bytes[..length]);
+            let read = T::unpack(form, &mut fields, &mut Ring::default()).and_then(|_| fields.end());
+            assert!(read.is_err(), "{length} of {}", bytes.len());
+        }
+        assert!(bytes.len() <= T::most(form));
+    }
+
+    fn term_of(bytes: usize) -> Arc<Buffer> {
+        Arc::new(Buffer::new(bytes))
+    }
+
+    #[test]
+    fn parts_read_back() {
+        let form = ContributionForm { terms: vec![4, 8], samples: vec![2], items: 9, most_items: 1 };
+        let term = Arc::new(Buffer::copy_of(&[1, 2, 3, 4, 5, 6, 7, 8]));
+        let part = ReplicaGradients { terms: vec![None, Some(term.clone())], samples: vec![(5, vec![vec![8, 9]])] };
+        let bytes = packed(&part);
+        let back = ReplicaGradients::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        assert_eq!(back.samples, part.samples);
+        assert_eq!(
+            back.terms.iter().map(|t| t.as_ref().map(|t| t.bytes())).collect::<Vec<_>>(),
+            [None, Some(term.bytes())]
+        );
+        cut::<ReplicaGradients>(&bytes, &form);
+
+        let form = TermsForm { ranks: vec![0, 3], bytes: 8 };
+        let bytes = packed(&vec![(3usize, term.clone())]);
+        let back = GradientTerms::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        assert_eq!((back.len(), back[0].0, back[0].1.bytes()), (1, 3, term.bytes()));
+        cut::<GradientTerms>(&bytes, &form);
+        let other = packed(&vec![(2usize, term)]);
+        assert!(GradientTerms::unpack(&form, &mut Fields::of(&other), &mut Ring::default()).is_err());
+
+        let form = SharesForm { most: vec![8, 16, 0] };
+        let shares = Shares(vec![(1, Arc::new(Buffer::copy_of(&[1, 2]))), (0, term_of(8)), (2, term_of(0))]);
+        let bytes = packed(&shares);
+        let Shares(back) = Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        let told = |shares: &[(usize, Arc<Buffer>)]| -> Vec<(usize, Vec<u8>)> {
+            shares.iter().map(|(place, share)| (*place, share.bytes().to_vec())).collect()
+        };
+        assert_eq!(told(&back), told(&shares.0));
+        cut::<Shares>(&bytes, &form);
+        for wrong in [vec![(0, term_of(9))], vec![(3, term_of(0))], vec![(0, term_of(1)), (0, term_of(1))]] {
+            let bytes = packed(&Shares(wrong));
+            assert!(Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).is_err());
+        }
+
+        let form = SquaresForm { names: 2 };
+        let squares: Squares = vec![(1, 0.1), (0, f64::INFINITY)];
+        let bytes = packed(&squares);
+        assert_eq!(Squares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()), Ok(squares));
+        cut::<Squares>(&bytes, &form);
+    }
+}

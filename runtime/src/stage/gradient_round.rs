@@ -1,0 +1,229 @@
+//! The gradients of one round: accumulated over micro-batches, all-reduced over replicas in buckets.
+//!
+//! A bucket holds whole parameters. The plan may assign parameters to buckets; the rest go with the last one. Without a plan's
+//! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
+
+use crate::comm::communicator::PeerLost;
+use crate::device::buffer::Buffer;
+use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::executor::{Executor, Item};
+use crate::exec::moving_average::Samples;
+use crate::optim::update::wide;
+use crate::stage::gradients::{GradientTerms, add_all, reduced};
+use crate::stage::stage_worker::StageWorker;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What replicas bring to an all-reduce.
+pub struct ReplicaGradients {
+    /// The sum of each gradient term over this replica's items; nothing when it had none, or in another bucket.
+    pub terms: Vec<Option<Arc<Buffer>>>,
+    /// Samples for the states, by item.
+    pub samples: Vec<Samples>,
+}
+
+/// One bucket of one round, as a worker posts it.
+#[derive(Clone, Copy, Debug)]
+pub struct Posting {
+    /// The round.
+    pub round: u32,
+    /// Which bucket.
+    pub bucket: u32,
+    /// Which replica this is.
+    pub replica: usize,
+    /// Items that the replica has in the round.
+    pub items: u64,
+}
+
+/// The sums of one replica since the last round.
+pub struct RoundGradients {
+    /// By gradient term.
+    pub terms: Vec<Option<Arc<Buffer>>>,
+    /// Samples for the states, by item.
+    pub samples: Vec<Samples>,
+    /// Items whose gradients are in the sums.
+    items: u64,
+    /// The bucket of each term and of each parameter, and how many buckets there are.
+    bucket_of: Vec<u32>,
+    bucket_of_parameter: Vec<u32>,
+    buckets: u32,
+    /// Buckets that were posted before the round's last backward.
+    due: Vec<Posting>,
+    /// Which replica this is.
+    replica: usize,
+}
+
+impl RoundGradients {
+    /// Nothing yet.
+    pub fn new(code: &StageCode, buckets: u32) -> RoundGradients {
+        let of_parameter = buckets_of(code, buckets);
+        RoundGradients {
+            terms: vec![None; code.gradient_terms.len()],
+            samples: Vec::new(),
+            items: 0,
+            bucket_of: code.gradient_terms.iter().map(|term| of_parameter[term.parameter]).collect(),
+            bucket_of_parameter: of_parameter,
+            buckets,
+            due: Vec::new(),
+            replica: 0,
+        }
+    }
+
+    /// How many buckets there are.
+    pub fn buckets(&self) -> u32 {
+        self.buckets
+    }
+
+    /// Items whose gradients are in the sums.
+    pub fn items(&self) -> u64 {
+        self.items
+    }
+
+    /// The bucket of a parameter.
+    pub fn bucket_of(&self, parameter: usize) -> u32 {
+        self.bucket_of_parameter[parameter]
+    }
+
+    /// Adds what the item's backward left.
+    pub fn add(&mut self, executor: &mut Executor<'_>, item: &mut Item) -> Result<(), PeerLost> {
+        add_all(&mut self.terms, executor, item)?;
+        self.items += 1;
+        Ok(())
+    }
+
+    /// Takes one bucket out; the last ends the round.
+    fn take(&mut self, bucket: u32) -> ReplicaGradients {
+        let own = self.terms.iter_mut().zip(&self.bucket_of);
+        let terms = own.map(|(sum, of)| if *of == bucket { sum.take() } else { None }).collect();
+        let is_last = bucket + 1 >= self.buckets;
+        let samples = if is_last { std::mem::take(&mut self.samples) } else { Vec::new() };
+        if is_last {
+            self.items = 0;
+        }
+        ReplicaGradients { terms, samples }
+    }
+}
+
+/// The bucket of each parameter.
+fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
+    if code.buckets.len() == buckets as usize {
+        let named = (0..).zip(&code.buckets).flat_map(|(at, names)| names.iter().map(move |name| (name.as_str(), at)));
+        let named: HashMap<&str, u32> = named.collect();
+        code.parameters.iter().map(|known| named.get(known.name.as_str()).copied().unwrap_or(buckets - 1)).collect()
+    } else {
+        let whole = code.parameters.iter().map(|parameter| parameter.bytes as u64).sum::<u64>().max(1);
+        let mut before = whole;
+        let even = |parameter: &NamedTensor| {
+            before -= parameter.bytes as u64;
+            ((u128::from(before) * u128::from(buckets) / u128::from(whole)) as u32).min(buckets.saturating_sub(1))
+        };
+        code.parameters.iter().map(even).collect()
+    }
+}
+
+impl StageWorker<'_> {
+    /// Posts one bucket of a round: it is brought to the all-reduce when all backwards of the round are done.
+    pub fn reduce(&mut self, posting: Posting) {
+        match self.gathered.items < posting.items {
+            true => self.gathered.due.push(posting),
+            false => self.bring(posting),
+        }
+    }
+
+    /// A backward is done: what was posted before it is made.
+    pub fn bring_due(&mut self) {
+        for posting in std::mem::take(&mut self.gathered.due) {
+            self.reduce(posting);
+        }
+    }
+
+    fn bring(&mut self, Posting { round, bucket, replica, .. }: Posting) {
+        self.gathered.replica = replica;
+        let mut part = self.gathered.take(bucket);
+        if bucket + 1 >= self.gathered.buckets {
+            self.executor.pieces.iter().for_each(|pieces| pieces.end_round(round));
+        }
+        self.bring_late(round, Some(bucket), &mut part.terms);
+        self.replicas.bring(self.meeting(round, bucket), replica, part);
+    }
+
+    /// The number of the meeting of one bucket of a round, or of a version.
+    pub(super) fn meeting(&self, round: u32, bucket: u32) -> u64 {
+        u64::from(round) * u64::from(self.gathered.buckets) + u64::from(bucket)
+    }
+
+    /// Waits for the all-reduce of one bucket of a round.
+    pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), PeerLost> {
+        let all = self.replicas.meet(self.meeting(round, bucket))?;
+        let ReplicaGradients { mut terms, samples } = self.sum(&all);
+        self.take_sums(round, bucket, &mut terms);
+        // Between devices each would add up in a buffer of its own; here the others may still read this one's part.
+        for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
+            own.lend();
+            self.executor.pool.give(own.clone());
+        }
+        match self.reduced.get_mut(&round) {
+            None => _ = self.reduced.insert(round, ReplicaGradients { terms, samples }),
+            Some(whole) => {
+                whole.samples.extend(samples);
+                whole.terms.iter_mut().zip(terms).filter(|(_, sum)| sum.is_some()).for_each(|(of, sum)| *of = sum);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes this replica's shares of what all have added to as they made it.
+    fn take_sums(&self, round: u32, bucket: u32, terms: &mut [Option<Arc<Buffer>>]) {
+        let Some(pieces) = &self.executor.pieces else { return };
+        let own = self.code.gradient_terms.iter().zip(terms).enumerate();
+        let own = own.filter(|(at, (term, _))| self.gathered.bucket_of[*at] == bucket && pieces.takes(term.parameter));
+        own.for_each(|(at, (_, sum))| *sum = pieces.sum(round, at));
+    }
+
+    /// What was gathered since the last step, where no other replica has anything to add.
+    pub fn contribution(&mut self, round: u32) -> ReplicaGradients {
+        let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
+        let mut own = ReplicaGradients { terms, samples: std::mem::take(&mut self.gathered.samples) };
+        self.gathered.items = 0;
+        self.bring_late(round, None, &mut own.terms);
+        own
+    }
+
+    /// What this replica owns of the sum over replicas, in replica order; samples in item order.
+    fn sum(&mut self, all: &[ReplicaGradients]) -> ReplicaGradients {
+        let code = self.code;
+        // Where gradients leave as they are made, all that is added up here is what other stages have too, and makes room again.
+        let stays = self.executor.pieces.is_none();
+        let mut terms = Vec::new();
+        for (i, term) in code.gradient_terms.iter().enumerate() {
+            let dtype = code.parameters[term.parameter].fact.dtype;
+            let parts = all.iter().filter_map(|c| c.terms[i].as_ref());
+            let element = wide(dtype).size();
+            let own = |bytes: usize| self.share.own(term.parameter, bytes, element);
+            terms.push(reduced((&mut self.executor.pool, stays), dtype, parts, own));
+        }
+        let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
+        samples.sort_by_key(|(item, _)| *item);
+        ReplicaGradients { terms, samples }
+    }
+
+    /// Brings this worker's terms of shared parameters whose holders step at different times, as soon as they are all there: others
+    /// may need them before this worker gets to its step. Of one bucket, or of all.
+    fn bring_late(&self, round: u32, bucket: Option<u32>, terms: &mut [Option<Arc<Buffer>>]) {
+        for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
+            let is_here = |of: &u32| bucket.is_none_or(|bucket| *of == bucket);
+            let buckets = &self.gathered.bucket_of;
+            let own = self.code.gradient_terms.iter().zip(terms.iter_mut()).zip(buckets);
+            let own: Vec<_> = own.filter(|((term, _), of)| term.parameter == tied.parameter && is_here(of)).collect();
+            // A parameter without a gradient belongs to no bucket: it is brought with the last.
+            let has_terms = self.code.gradient_terms.iter().any(|term| term.parameter == tied.parameter);
+            let is_last = bucket.is_none_or(|bucket| bucket + 1 == self.gathered.buckets);
+            if own.is_empty() && (has_terms || !is_last) {
+                continue;
+            }
+            let own: GradientTerms =
+                own.into_iter().filter_map(|((term, sum), _)| Some((term.rank, sum.take()?))).collect();
+            tied.place.bring(u64::from(round) + 1, tied.member, own);
+        }
+    }
+}

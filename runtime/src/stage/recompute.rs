@@ -1,0 +1,64 @@
+//! Activation recomputation, and the weights of a backward pass without stashed versions.
+//!
+//! A recomputed stage frees its activations after the forward pass. A program instruction computes them again while gradients may
+//! still be in transit; without that instruction, the backward pass does. Both use the weights of the backward pass, so both give
+//! the same bits.
+
+use crate::exec::executor::{ExecuteError, Item};
+use crate::stage::stage_worker::StageWorker;
+use crate::zero::streaming::RoundPosition;
+
+/// How far an item's forward is from the update that its gradients go into.
+#[derive(Clone, Copy)]
+pub struct Lag {
+    /// Updates between the version of the forward and that one.
+    pub updates: u32,
+    /// The share of the learning rate at the item's minibatch.
+    pub rate: f64,
+    /// Whether the backward uses the weights of the forward.
+    pub is_stashed: bool,
+    /// Where the item stands in its round.
+    pub turn: RoundPosition,
+}
+
+impl StageWorker<'_> {
+    /// Runs the item's forward again with the weights of its backward, where what that reads was let go.
+    pub fn recompute(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), ExecuteError> {
+        let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
+        self.take_weights(&mut state, version, lag);
+        self.again(&mut state)?;
+        self.give_weights(&mut state, lag);
+        self.items.insert(item, state);
+        Ok(())
+    }
+
+    pub(super) fn again(&mut self, state: &mut Item) -> Result<(), ExecuteError> {
+        if state.kept.is_none() { self.executor.again(state) } else { Ok(()) }
+    }
+
+    /// Gives the item the weights of its backward, where they are not those that it holds since its forward.
+    pub(super) fn take_weights(&mut self, state: &mut Item, version: u32, lag: Lag) {
+        if lag.is_stashed {
+            return;
+        }
+        (state.weights, state.version) = (self.versions.get(&version).cloned().unwrap_or_default(), version);
+        if self.sets_back(lag) {
+            state.weights = self.stepper.back(&state.weights, lag.updates, &mut self.executor.pool);
+        }
+    }
+
+    /// Takes them away again.
+    pub(super) fn give_weights(&mut self, state: &mut Item, lag: Lag) {
+        if lag.is_stashed {
+            return;
+        }
+        let weights = std::mem::take(&mut state.weights);
+        if self.sets_back(lag) {
+            weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
+        }
+    }
+
+    fn sets_back(&self, lag: Lag) -> bool {
+        !lag.is_stashed && lag.updates > 0 && self.stepper.drifts()
+    }
+}

@@ -1,0 +1,158 @@
+//! The exchange of weight shards after an optimizer step (ZeRO).
+//!
+//! A step writes this replica's range of every sharded parameter. The other ranges arrive bucket by bucket, and nothing reads the
+//! version before they do. A parameter without a gradient, or a skipped step, leaves the values unchanged on all replicas. With
+//! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
+
+use crate::checkpoint::ResumeState;
+use crate::comm::communicator::{Communicator, PeerLost};
+use crate::device::buffer::Buffer;
+use crate::device::cpu::half::is_half;
+use crate::exec::compile::StageCode;
+use crate::exec::executor::Weights;
+use crate::optim::update::exclusive;
+use crate::stage::stage_worker::StageWorker;
+use crate::zero::shard::{ShardRange, Shares, joined};
+use std::sync::Arc;
+
+/// Where replicas gather what each has a share of.
+pub type ShardComm = Communicator<Shares>;
+
+/// The meeting at which the first replica is given what the others leave. The first version is not gathered, so its numbers are free.
+const LAST: u64 = 0;
+
+/// A version that this replica has stepped and not yet gathered.
+pub struct Stepped {
+    /// The parameters that the step has changed.
+    pub parameters: Vec<usize>,
+    /// Buckets that are still to be gathered.
+    pub buckets: u32,
+}
+
+/// What a replica that holds its shares only begins with, of these weights; of older versions it has all.
+pub(super) fn begin(share: &ShardRange, code: &StageCode, whole: Weights, begin: Option<&mut ResumeState>) -> Weights {
+    let own = share.kept(&code.parameters, &whole);
+    if let Some(begin) = begin {
+        let alike = std::mem::take(&mut begin.alike);
+        begin.versions.extend(alike.into_iter().map(|version| (version, whole.clone())));
+    }
+    own
+}
+
+impl StageWorker<'_> {
+    /// Gives this replica's share of the parameters of one bucket in a version.
+    pub fn give_share(&mut self, version: u32, bucket: u32) {
+        let Some(shard_comm) = self.shard_comm.clone() else { return };
+        let (weights, stepped) = (self.versions.get(&version), self.stepped.get(&version));
+        let mut own = Vec::new();
+        for &p in stepped.iter().flat_map(|stepped| &stepped.parameters) {
+            let is_given = self.share.deals(p) && !self.share.keeps();
+            let weight = weights.and_then(|weights| weights.get(p)).filter(|_| is_given);
+            if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
+                let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
+                // Where sums come and go, so do these.
+                let mut part = match &self.executor.pieces {
+                    None => self.executor.pool.take(range.len()),
+                    Some(_) => self.executor.pool.once(range.len()),
+                };
+                exclusive(&mut part).copy_from_slice(&weight.bytes()[range]);
+                own.push((p, part));
+            }
+        }
+        shard_comm.bring(self.meeting(version, bucket), self.share.replica(), Shares(own));
+    }
+
+    /// Takes the others' shares of one bucket in a version. Waits for them. Says whether the version is whole now.
+    pub fn take_shares(&mut self, version: u32, bucket: u32) -> Result<bool, PeerLost> {
+        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
+        let all = shard_comm.meet(self.meeting(version, bucket))?;
+        // All have brought theirs: what is still to be read is the readers', as between devices.
+        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.lend());
+        let weights = self.versions.get_mut(&version).ok_or(PeerLost)?;
+        for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
+            for (p, part) in shares {
+                let (named, weight) = self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(PeerLost)?;
+                let range = self.share.of_member(*p, weight.len(), named.fact.dtype.size(), member);
+                // The step has left it to this version alone. A part of another length is no share of it.
+                let to = Arc::get_mut(weight).ok_or(PeerLost)?.bytes_mut();
+                to.get_mut(range).filter(|to| to.len() == part.len()).ok_or(PeerLost)?.copy_from_slice(part.bytes());
+            }
+        }
+        for (_, own) in all.get(self.share.replica()).into_iter().flat_map(|own| &own.0) {
+            self.executor.pool.give(own.clone());
+        }
+        let Some(stepped) = self.stepped.get_mut(&version) else { return Ok(false) };
+        stepped.buckets = stepped.buckets.saturating_sub(1);
+        let is_whole = stepped.buckets == 0;
+        if is_whole {
+            self.stepped.remove(&version);
+            self.executor.pieces.iter().for_each(|pieces| pieces.open(version));
+        }
+        Ok(is_whole)
+    }
+
+    /// Gives others this replica's share of a version, where each holds no more than that.
+    pub(super) fn put(&self, version: u32) {
+        if let (Some(pieces), Some(weights)) = (&self.executor.pieces, self.versions.get(&version)) {
+            pieces.put(version, weights);
+        }
+    }
+
+    /// This replica reads a version no more.
+    pub(super) fn let_go(&self, version: u32) {
+        self.executor.pieces.iter().for_each(|pieces| pieces.let_go(version));
+    }
+
+    /// These weights of a version with all of what this replica has a share of.
+    pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, PeerLost> {
+        let Some(pieces) = self.executor.pieces.as_ref().filter(|_| self.share.keeps()) else {
+            return Ok(weights.clone());
+        };
+        let of = |(p, weight): (usize, &Arc<Buffer>)| {
+            let is_share = self.share.deals(p) && weight.len() < self.code.parameters[p].bytes;
+            if is_share { pieces.whole(self.code, version, p, None) } else { Ok(weight.clone()) }
+        };
+        weights.iter().enumerate().map(of).collect()
+    }
+
+    /// Whether a version waits for shares of the others.
+    pub fn is_in_shares(&self, version: u32) -> bool {
+        self.stepped.contains_key(&version)
+    }
+
+    /// Puts together, at the first replica, what all leave of which each has a share: masters, which are the `weights` then, or weights, and the
+    /// `gradients` of the last step. Waits for the others there.
+    pub(super) fn join_left(
+        &mut self,
+        weights: &mut Weights,
+        gradients: &mut [(usize, Buffer)],
+    ) -> Result<(), PeerLost> {
+        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
+        let parameters = self.code.parameters.len();
+        // What is no parameter's number is a gradient's.
+        let dealt = |p: &usize| self.share.deals(*p);
+        let in_shares = |p: &usize| self.share.keeps() || is_half(self.code.parameters[*p].fact.dtype);
+        let masters = (0..parameters).filter(|p| dealt(p) && in_shares(p));
+        let mut own: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
+        let copies = gradients.iter().filter(|(p, _)| dealt(p));
+        own.extend(copies.map(|(p, share)| (parameters + p, Arc::new(Buffer::copy_of(share.bytes())))));
+        let places: Vec<usize> = own.iter().map(|(place, _)| *place).collect();
+        shard_comm.bring(LAST, self.share.replica(), Shares(own));
+        if self.share.replica() > 0 {
+            return Ok(());
+        }
+        let all = shard_comm.meet(LAST)?;
+        for place in places {
+            let parts = all.iter().map(|Shares(shares)| shares.iter().find(|(of, _)| *of == place));
+            let parts: Option<Vec<&[u8]>> = parts.map(|part| part.map(|(_, part)| part.bytes())).collect();
+            let whole = joined(parts.ok_or(PeerLost)?.into_iter());
+            match place.checked_sub(parameters) {
+                None => weights[place] = Arc::new(whole),
+                Some(p) => gradients.iter_mut().filter(|(of, _)| *of == p).for_each(|(_, gradient)| {
+                    *gradient = Buffer::copy_of(whole.bytes());
+                }),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,222 @@
+//! The snapshot that a stage contributes to a checkpoint, and how a stage starts from one.
+//!
+//! A snapshot holds references to weights, like one more stashed version: the next update writes beside them. Optimizer state
+//! that is updated in place is copied. Plans do not count checkpoints, so this memory is counted separately until it is written.
+//! Forward passes that run past the checkpoint before its last update leave their weights here. A tied weight with versions of
+//! its own reaches the checkpoint later than its stage; the snapshot waits for it.
+
+use crate::checkpoint::{ParameterState, ResumeState, StageSnapshot, StageState};
+use crate::device::buffer::{Buffer, CountedBytes, MemoryCounter};
+use crate::exec::executor::Weights;
+use crate::stage::recompute::Lag;
+use crate::stage::stage_worker::StageWorker;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The snapshots of a stage that are not written yet.
+#[derive(Default)]
+pub struct PendingSnapshots {
+    /// Versions of a late parameter that are kept; 0 where there are no checkpoints.
+    pub window: u32,
+    held: Vec<Held>,
+    /// Parts that wait for late parameters to come to a version, and those that are whole.
+    waiting: Vec<(u32, StageSnapshot)>,
+    ready: Vec<StageSnapshot>,
+    /// Weights of forwards that are run again.
+    pub forwards: BTreeMap<u32, Weights>,
+    /// What parts hold.
+    ledger: Arc<MemoryCounter>,
+}
+
+impl PendingSnapshots {
+    /// Nothing yet.
+    pub fn new(window: u32, ledger: &Arc<MemoryCounter>) -> PendingSnapshots {
+        PendingSnapshots { window, ledger: ledger.clone(), ..PendingSnapshots::default() }
+    }
+}
+
+/// What the forward of an item computed with.
+struct Held {
+    item: u32,
+    version: u32,
+    weights: Weights,
+    is_version: bool,
+}
+
+/// A cut, as a worker knows it.
+pub struct CheckpointPoint {
+    /// Minibatches in front of it.
+    pub minibatches: u32,
+    /// Updates in front of it.
+    pub version: u32,
+    /// Which replica the worker is.
+    pub replica: u32,
+    /// Items of this replica behind it that see older weights, each with its version.
+    pub older: Vec<(u32, u32)>,
+    /// Versions of them that the first replica gives.
+    pub given: Vec<u32>,
+    /// The first item that a later cut may ask for.
+    pub next: u32,
+    /// The scale of the loss.
+    pub scale: Option<(f64, u32)>,
+}
+
+impl StageWorker<'_> {
+    /// Begins in the middle of a run.
+    pub(super) fn begin(&mut self, begin: ResumeState) {
+        let ResumeState { version, moves, mut versions, alike, forwards, mut shared } = begin;
+        let loaded = versions.values_mut().flatten().filter_map(Arc::get_mut);
+        loaded.for_each(|weight| weight.count_in(&self.executor.pool.ledger));
+        let first = std::mem::take(&mut self.versions).into_values().next().unwrap_or_default();
+        versions.extend(alike.into_iter().chain([version]).map(|of| (of, first.clone())));
+        for weights in versions.values_mut() {
+            for late in &self.late {
+                weights[late.parameter] = Arc::new(Buffer::new(0));
+            }
+        }
+        self.versions = versions;
+        for late in &mut self.late {
+            late.version = version;
+            let mut older = shared.remove(&late.parameter).unwrap_or_default();
+            // What comes after the oldest is known up to the cut.
+            if let Some((first, weight)) = older.pop_first() {
+                let newest = std::mem::replace(&mut late.weight, weight);
+                late.version = first;
+                older.insert(version, newest);
+            }
+            late.given = older;
+            if self.cutting.window > 0 {
+                late.kept = BTreeMap::from([(late.version, late.weight.clone())]);
+            }
+        }
+        self.uncounted = moves.iter().map(|of| i64::from(version) - i64::from(of.updates)).collect();
+        self.stepper.begin(moves);
+        self.cutting.forwards = forwards;
+    }
+
+    /// The newest version that is whole.
+    pub fn newest_version(&self) -> u32 {
+        self.versions.keys().rev().find(|version| !self.stepped.contains_key(version)).copied().unwrap_or(0)
+    }
+
+    /// Keeps what the forward of an item behind a cut computes with, whether it is run or not.
+    pub fn hold(&mut self, item: u32, version: u32, lag: Lag) {
+        let (weights, predicted) = self.weights_of(item, version, lag);
+        self.keep(item, version, &weights, predicted);
+    }
+
+    /// Keeps the weights of a forward.
+    pub(super) fn keep(&mut self, item: u32, version: u32, weights: &Weights, predicted: bool) {
+        let of_item = |held: &&Held| held.is_version && held.version == version;
+        let weights = match self.cutting.held.iter().find(of_item).filter(|_| !predicted) {
+            Some(held) => held.weights.clone(),
+            None if predicted => weights.clone(),
+            None => {
+                let weights = self.versions.get(&version).cloned().unwrap_or_default();
+                // Others may have let their shares go when the cut is there. Nobody writes a checkpoint of a run that one has left.
+                self.whole(version, &weights).unwrap_or(weights)
+            }
+        };
+        self.cutting.held.push(Held { item, version, weights, is_version: !predicted });
+    }
+
+    /// Gives the part of a cut, when the version of the last update in front of it is whole.
+    pub fn cut(&mut self, cut: CheckpointPoint) {
+        let CheckpointPoint { minibatches, version, replica, older, given, next, scale } = cut;
+        let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
+        for (item, of) in older {
+            let held = self.cutting.held.iter().find(|held| held.item == item);
+            match held {
+                Some(held) if !held.is_version => _ = forwards.insert(item, held.weights.clone()),
+                _ if given.contains(&of) => {}
+                Some(held) => _ = versions.entry(of).or_insert_with(|| held.weights.clone()),
+                // Its forward comes later, so its version is still there.
+                None => {
+                    if let (Some(weights), false) = (self.versions.get(&of), versions.contains_key(&of)) {
+                        let Ok(whole) = self.whole(of, weights) else { return };
+                        versions.insert(of, whole);
+                    }
+                }
+            }
+        }
+        self.cutting.held.retain(|held| held.item >= next);
+        let newest = self.versions.get(&version).filter(|_| self.is_first);
+        let Ok(newest) = newest.map(|weights| self.whole(version, weights)).transpose() else { return };
+        let whole = self.is_first.then(|| StageState {
+            weights: newest.unwrap_or_default(),
+            moves: (0..self.code.parameters.len()).map(|p| self.moves(p, version)).collect(),
+            states: self.executor.states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
+            scale,
+        });
+        let (stage, shared) = (self.stage, BTreeMap::new());
+        let replicas = if self.share.deals_any() { self.share.replicas() as u32 } else { 1 };
+        let own = |p: usize| if self.share.deals(p) { self.moves(p, version) } else { ParameterState::default() };
+        let is_other = replicas > 1 && !self.is_first;
+        let moves = if is_other { (0..self.code.parameters.len()).map(own).collect() } else { Vec::new() };
+        let mut part = StageSnapshot {
+            stage,
+            replica,
+            minibatches,
+            replicas,
+            moves,
+            whole,
+            versions,
+            forwards,
+            shared,
+            counted: None,
+        };
+        part.counted = Some(CountedBytes::new(&self.cutting.ledger, part.bytes()));
+        if self.late.is_empty() || part.whole.is_none() {
+            self.cutting.ready.push(part);
+        } else {
+            self.cutting.waiting.push((version, part));
+        }
+    }
+
+    fn moves(&self, p: usize, version: u32) -> ParameterState {
+        let updates = u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
+        ParameterState { updates, ..self.stepper.moves(p) }
+    }
+
+    /// Drops a version's weight. Returns whether a snapshot still holds it: it counts there, and is free when that is
+    /// written.
+    pub(super) fn give_up(&self, weight: &Arc<Buffer>) -> bool {
+        let is_kept = self.versions.values().flatten().any(|other| Arc::ptr_eq(other, weight));
+        let is_held = self.cutting.window > 0 && Arc::strong_count(weight) > 1 && !is_kept;
+        if is_held {
+            weight.lend();
+        }
+        is_held
+    }
+
+    /// A late parameter has come to another version.
+    pub(super) fn late_came(&mut self, at: usize) {
+        if self.cutting.window == 0 {
+            return;
+        }
+        let (p, version) = (self.late[at].parameter, self.late[at].version);
+        let weight = self.late[at].weight.clone();
+        self.late[at].kept.insert(version, weight.clone());
+        let oldest = version.saturating_sub(self.cutting.window);
+        self.late[at].kept.retain(|of, _| *of >= oldest);
+        let Some(of) = self.cutting.waiting.iter().position(|(of, _)| *of == version) else { return };
+        let moves = self.moves(p, version);
+        let part = &mut self.cutting.waiting[of].1;
+        let older = self.late[at].kept.range(..version).map(|(of, weight)| (*of, weight.clone())).collect();
+        part.shared.insert(p, older);
+        if let Some(whole) = &mut part.whole {
+            whole.weights[p] = weight;
+            whole.moves[p] = moves;
+        }
+        if part.shared.len() == self.late.len() {
+            let (_, mut part) = self.cutting.waiting.remove(of);
+            part.counted = Some(CountedBytes::new(&self.cutting.ledger, part.bytes()));
+            self.cutting.ready.push(part);
+        }
+    }
+
+    /// The parts that are whole.
+    pub fn parts(&mut self) -> Vec<StageSnapshot> {
+        std::mem::take(&mut self.cutting.ready)
+    }
+}

@@ -1,0 +1,83 @@
+//! Tied weights whose stages step at different times.
+//!
+//! The step of a round needs the gradients of all stages that hold the weight. It runs when a forward pass first needs the new
+//! version; by then all of them have contributed.
+
+use crate::comm::communicator::PeerLost;
+use crate::device::buffer::Buffer;
+use crate::optim::grad_norm::factor;
+use crate::stage::gradients::{square, total};
+use crate::stage::stage_worker::{OptimizerStep, StageWorker};
+use compiler::plan::StageId;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// A parameter with versions of its own.
+pub(super) struct LateTiedWeight {
+    /// Its place among the shared parameters, and among all.
+    pub(super) tied: usize,
+    pub(super) parameter: usize,
+    pub(super) weight: Arc<Buffer>,
+    pub(super) version: u32,
+    /// Steps that are still to be made, the next one first.
+    pub(super) waiting: VecDeque<OptimizerStep>,
+    /// Versions to come that were made before the run began, and the last ones that a checkpoint may ask for.
+    pub(super) given: BTreeMap<u32, Arc<Buffer>>,
+    pub(super) kept: BTreeMap<u32, Arc<Buffer>>,
+}
+
+impl StageWorker<'_> {
+    /// Makes the last steps of shared parameters, for which it waits.
+    pub fn finish(&mut self) -> Result<(), PeerLost> {
+        let all = u32::MAX;
+        (0..self.late.len()).try_for_each(|at| self.step_late(at, all))
+    }
+
+    /// Makes the steps of shared parameters that come before the versions that an item sees. `version` is that of a stage.
+    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), PeerLost> {
+        for at in 0..self.late.len() {
+            let holders = &self.tied[self.late[at].tied].holders;
+            let seen = holders.iter().map(|&stage| version(stage)).min().unwrap_or(0);
+            self.step_late(at, seen)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the steps of a shared parameter up to a version, as far as its stage has got. Its gradients are shortened by their own
+    /// norm: those of the stages' other parameters are known at other times.
+    fn step_late(&mut self, at: usize, version: u32) -> Result<(), PeerLost> {
+        while self.late[at].version < version {
+            let next = self.late[at].version + 1;
+            if let Some(weight) = self.late[at].given.remove(&next) {
+                self.late[at].weight = weight;
+                self.late[at].version = next;
+                self.late_came(at);
+                continue;
+            }
+            let Some(step) = self.late[at].waiting.pop_front() else { break };
+            let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
+            let all = place.meet(u64::from(step.round) + 1)?;
+            let terms = all.iter().flatten().cloned().collect();
+            let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.executor.pieces.is_none());
+            let total = total(&mut self.executor.pool, dtype, terms, stays);
+            // Between devices each would have a copy of what the others bring; here they may still read this one's.
+            let own = all.get(self.tied[self.late[at].tied].member);
+            own.into_iter().flatten().for_each(|(_, term)| term.lend());
+            if let Some(total) = total {
+                let norm = || square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
+                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm()));
+                let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));
+                if self.keeps_gradients {
+                    self.gradients.retain(|(of, _)| *of != p);
+                }
+                // Items in flight may still see it.
+                let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
+                self.late[at].weight = self.apply(p, weight, total, OptimizerStep { factor: Some(factor), ..step });
+                old.into_iter().for_each(|old| self.executor.pool.give(old));
+            }
+            self.late[at].version = step.round + 1;
+            self.late_came(at);
+        }
+        Ok(())
+    }
+}

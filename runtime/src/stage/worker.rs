@@ -1,0 +1,599 @@
+//! The worker: a loop over the instructions of its program. It makes no decisions.
+//!
+//! It owns a [`StageWorker`] per stage and carries messages between them and the other workers. It waits for messages and for the
+//! other members of a communicator; both waits end when the peer delivers or fails.
+
+use crate::checkpoint::StageSnapshot as CheckpointPart;
+use crate::checkpoint::barrier::Gate;
+use crate::checkpoint::points::Cuts;
+use crate::comm::channel::{Incoming, Message, Outgoing};
+use crate::data::Batches;
+use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::exec::executor::ExecuteError;
+use crate::optim::grad_norm::{LossScale, Norms, factor};
+use crate::optim::optimizer::Optimizer;
+use crate::optim::policy::Policy;
+use crate::stage::gradient_round::Posting;
+use crate::stage::recompute::Lag;
+use crate::stage::saved_weights::Checkpoint;
+use crate::stage::snapshot::CheckpointPoint;
+use crate::stage::stage_worker::{OptimizerStep, StageConfig, StageResult, StageSetup, StageWorker};
+use crate::zero::streaming::RoundPosition;
+use compiler::plan::StageId;
+use compiler::schedule::action::Phase;
+use compiler::schedule::resume::{minibatch, version_at, versions_before};
+use compiler::schedule::semantics::{Rule, dealt};
+use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, Version, WorkerId};
+use crossbeam_channel::Sender;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Instant;
+use thiserror::Error;
+
+/// Why a worker stopped before its end.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub enum WorkerError {
+    #[error("worker {worker}: {fault}")]
+    Execute { worker: String, fault: ExecuteError },
+    #[error("worker {worker}: another worker stopped")]
+    PeerGone { worker: String },
+    #[error("bug in pipec: worker {worker}, instruction {at}: {what}")]
+    Program { worker: String, at: usize, what: String },
+}
+
+/// A channel's end, by edge, direction and peer.
+pub type Key = (EdgeId, Payload, WorkerId);
+
+/// What a worker is given.
+pub struct WorkerContext<'a> {
+    /// Who it is.
+    pub id: WorkerId,
+    /// What all workers run.
+    pub program: &'a Program,
+    /// Its stages, in order.
+    pub stages: Vec<StageSetup<'a>>,
+    /// Where its messages go.
+    pub outgoing: HashMap<Key, Outgoing>,
+    /// Where its messages come from.
+    pub incoming: HashMap<Key, Incoming>,
+    /// The data.
+    pub batches: &'a Batches,
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// What is done beside.
+    pub policy: Policy,
+    /// Where all workers agree on the norm of gradients before they step, where they must.
+    pub norms: Option<Norms>,
+    /// Whether the loss is scaled.
+    pub scales_loss: bool,
+    /// Who wants to know.
+    pub events: Sender<Event>,
+    /// When the run began.
+    pub epoch: Instant,
+    /// How far it is: the instruction at hand.
+    pub progress: Arc<Vec<AtomicU32>>,
+    /// Whether the averaged gradients of the last step are kept.
+    pub keep_gradients: bool,
+    /// Where checkpoints are made of the run, if they are.
+    pub cutting: Option<CheckpointPlan<'a>>,
+    /// The scale of the loss, and good steps since it last changed, of a run that goes on.
+    pub scale: Option<(f64, u32)>,
+    /// Set when the run ends before its end, whatever this worker has still to do.
+    pub is_over: &'a AtomicBool,
+}
+
+/// Where checkpoints are made, and who takes their parts. Who gives a part waits while a whole checkpoint before it is still to be
+/// written: memory does not fill where disks are slow.
+#[derive(Clone)]
+pub struct CheckpointPlan<'a> {
+    /// After which minibatches; nowhere but where the run is told to stop, if nothing.
+    pub cuts: Option<Cuts>,
+    /// Where the run is told to stop.
+    pub gate: Option<&'a Gate<'a>>,
+    /// Where parts go.
+    pub parts: Sender<CheckpointPart>,
+}
+
+/// What a worker tells while it runs.
+#[derive(Debug)]
+pub enum Event {
+    /// The loss of an item.
+    Loss {
+        /// The item.
+        item: u32,
+        /// Its loss.
+        value: f64,
+    },
+    /// A stage stepped: worker, and the updates it has seen.
+    Stepped {
+        /// The worker.
+        worker: WorkerId,
+        /// Its newest version.
+        version: u32,
+    },
+    /// Weights that are to be written down.
+    Checkpoint(Checkpoint),
+}
+
+/// What took a worker's time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// A stage's run of an item.
+    Compute(compiler::schedule::action::Work),
+    /// A stage's forward again for an item's backward.
+    Recompute(StageId, MicrobatchId),
+    /// Waiting for a message or a communicator.
+    Wait,
+    /// A stage's step to this version.
+    Step(StageId, u32),
+}
+
+/// One piece of a worker's time, in seconds since the run began.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Span {
+    /// What it did.
+    pub work: Work,
+    /// When it began.
+    pub start: f64,
+    /// When it ended.
+    pub end: f64,
+}
+
+/// A worker remembers how it spent its time up to so many pieces: a long run must not fill the memory with them.
+pub const MOST_SPANS: usize = 1 << 20;
+
+/// What a worker leaves behind.
+pub struct WorkerResult {
+    /// What its stages leave, in order.
+    pub stages: Vec<StageResult>,
+    /// How its time was spent.
+    pub spans: Vec<Span>,
+    /// The most bytes it held at once: weights in all versions, gradients, optimizer state, items in flight, messages, arenas.
+    pub held_bytes: u64,
+    /// The most bytes that parts of checkpoints held at once until they were written.
+    pub checkpoint_bytes: u64,
+}
+
+enum Pending {
+    /// The message with this number in its channel.
+    Sent {
+        key: Key,
+        number: u64,
+        /// Its gradients, which are the reader's from then on.
+        gradients: Vec<Arc<Buffer>>,
+    },
+    Message {
+        edge: EdgeId,
+        item: u32,
+        kind: Payload,
+        peer: WorkerId,
+    },
+    Reduce {
+        stage: StageId,
+        round: u32,
+        bucket: u32,
+    },
+    Gather {
+        stage: StageId,
+        version: u32,
+        bucket: u32,
+    },
+}
+
+struct Worker<'a> {
+    gear: WorkerContext<'a>,
+    name: String,
+    stage_workers: Vec<StageWorker<'a>>,
+    pending: HashMap<Token, Pending>,
+    spans: Vec<Span>,
+    rule: Rule,
+    scale: Option<LossScale>,
+    /// The last round whose step was agreed on, and what its gradients are multiplied by.
+    agreed: Option<(u32, Option<f64>)>,
+    /// Minibatches that the gate has let in.
+    entered: u32,
+}
+
+/// Runs a worker's whole program.
+pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
+    let name = gear.program.worker_name(gear.id);
+    let instructions = &gear.program.workers[gear.id.index()].instructions;
+    let (ledger, given) = (Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default());
+    let places = std::mem::take(&mut gear.stages);
+    let manner = StageConfig {
+        optimizer: gear.optimizer,
+        policy: gear.policy,
+        microbatches: gear.program.microbatches,
+        flushes: gear.program.schedule.flushes(),
+        keeps_gradients: gear.keep_gradients,
+        window: match gear.cutting {
+            Some(_) => gear.program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
+            None => 0,
+        },
+    };
+    let stage_workers = places.into_iter().map(|place| StageWorker::new(place, manner, (&ledger, &given))).collect();
+    let scaling = gear.policy.loss_scaling;
+    let scale = gear.scale.map_or(LossScale::new(scaling), |kept| LossScale::resumed(scaling, kept));
+    let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then_some(scale));
+    let mut worker = Worker {
+        name,
+        stage_workers,
+        pending: HashMap::new(),
+        spans: Vec::new(),
+        rule,
+        scale,
+        agreed: None,
+        entered: 0,
+        gear,
+    };
+    for (at, instruction) in instructions.iter().enumerate() {
+        worker.gear.progress[worker.gear.id.index()].store(at as u32, Ordering::Relaxed);
+        if worker.gear.is_over.load(Ordering::Relaxed) {
+            return Err(worker.gone());
+        }
+        match worker.goes_on(instruction) {
+            true => worker.step(at, *instruction)?,
+            false => worker.pass_over(*instruction)?,
+        }
+    }
+    let gone = worker.gone();
+    for stage_worker in &mut worker.stage_workers {
+        stage_worker.finish().map_err(|_| gone.clone())?;
+    }
+    worker.give_parts();
+    let stages =
+        worker.stage_workers.into_iter().map(StageWorker::leave).collect::<Result<_, _>>().map_err(|_| gone)?;
+    let (held_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
+    Ok(WorkerResult { stages, spans: worker.spans, held_bytes, checkpoint_bytes })
+}
+
+impl<'a> Worker<'a> {
+    fn step(&mut self, at: usize, instruction: Instruction) -> Result<(), WorkerError> {
+        let start = self.now();
+        match instruction {
+            Instruction::Load { stage, item } => {
+                let (batches, scale) = (self.gear.batches, self.scale.map_or(1.0, |scale| scale.value));
+                self.stage_worker(at, stage)?.load(batches, item.0, scale);
+            }
+            Instruction::Forward { .. }
+            | Instruction::Backward { .. }
+            | Instruction::BackwardInput { .. }
+            | Instruction::BackwardWeight { .. } => self.compute(at, instruction)?,
+            Instruction::Send { edge, item, kind, peer, token } => {
+                let sent = self.send(at, edge, item.0, kind, peer)?;
+                self.pending.insert(token, sent);
+            }
+            Instruction::Recv { edge, item, kind, peer, token } => {
+                self.gear.incoming.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?.post();
+                self.pending.insert(token, Pending::Message { edge, item: item.0, kind, peer });
+            }
+            Instruction::Wait { token } => {
+                let pending = self.pending.remove(&token);
+                let pending = pending.ok_or_else(|| self.bug(at, "nothing is posted under this token"))?;
+                self.wait(at, pending)?;
+            }
+            Instruction::AllReduce { stage, round, bucket, token }
+            | Instruction::ReduceScatter { stage, round, bucket, token } => {
+                let replica = self.gear.program.workers[self.gear.id.index()].replica;
+                let replicas = self.gear.program.stages[stage.index()].replicas;
+                let items = dealt(self.rule.count(stage, round), replicas, replica);
+                self.stage_worker(at, stage)?.reduce(Posting { round, bucket, replica: replica as usize, items });
+                self.pending.insert(token, Pending::Reduce { stage, round, bucket });
+            }
+            Instruction::Step { stage, round, from, to, count, in_place } => {
+                let gone = self.gone();
+                if !self.stage_worker(at, stage)?.has(from.0) {
+                    return Err(self.bug(at, "version is gone"));
+                }
+                // The steps of a round stand together: see `schedule::lower`.
+                let mut stage_workers: Vec<&mut StageWorker<'a>> =
+                    self.stage_workers.iter_mut().filter(|stage_worker| stage_worker.has(from.0)).collect();
+                stage_workers.iter_mut().for_each(|stage_worker| stage_worker.prepare(round));
+                for stage_worker in stage_workers {
+                    stage_worker.gather(round).map_err(|_| gone.clone())?;
+                }
+                let factor = self.factor(at, stage, round, count)?;
+                let rate = self.rate(stage, round);
+                let step = OptimizerStep { round, count, rate, from: from.0, in_place, factor };
+                self.stage_worker(at, stage)?.update(step);
+                if !self.stage_worker(at, stage)?.is_in_shares(to.0) {
+                    self.cut(stage, to.0);
+                }
+                let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to.0 });
+                self.spend(Work::Step(stage, to.0), start);
+            }
+            Instruction::Drop { stage, version } => self.stage_worker(at, stage)?.drop_version(version.0),
+            Instruction::Recompute { stage, item, version, .. } => {
+                let lag = self.lag(stage, item);
+                if !lag.is_stashed && !self.stage_worker(at, stage)?.has(version.0) {
+                    return Err(self.bug(at, "version is gone"));
+                }
+                let done = self.stage_worker(at, stage)?.recompute(item.0, version.0, lag);
+                done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+                self.spend(Work::Recompute(stage, item), start);
+            }
+            Instruction::Checkpoint { stage, version: Version(version) } => {
+                if !self.stage_worker(at, stage)?.has(version) {
+                    return Err(self.bug(at, "version is gone"));
+                }
+                let gone = self.gone();
+                let weights = self.stage_worker(at, stage)?.checkpoint(version).map_err(|_| gone)?;
+                let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
+            }
+            Instruction::AllGather { stage, version: Version(version), bucket, token } => {
+                self.stage_worker(at, stage)?.give_share(version, bucket);
+                self.pending.insert(token, Pending::Gather { stage, version, bucket });
+            }
+        }
+        Ok(())
+    }
+
+    fn bug(&self, at: usize, what: &str) -> WorkerError {
+        WorkerError::Program { worker: self.name.clone(), at, what: what.to_string() }
+    }
+
+    fn gone(&self) -> WorkerError {
+        WorkerError::PeerGone { worker: self.name.clone() }
+    }
+
+    fn stage_worker(&mut self, at: usize, stage: StageId) -> Result<&mut StageWorker<'a>, WorkerError> {
+        match self.stage_workers.iter().position(|stage_worker| stage_worker.stage == stage) {
+            Some(place) => Ok(&mut self.stage_workers[place]),
+            None => Err(self.bug(at, "the stage is another worker's")),
+        }
+    }
+
+    fn compute(&mut self, at: usize, instruction: Instruction) -> Result<(), WorkerError> {
+        let start = self.now();
+        let Some((work, version, _)) = instruction.work() else { return Ok(()) };
+        let (item, part) = (work.item.0, work.part);
+        let lag = self.lag(work.stage, work.item);
+        let gone = self.gone();
+        let stage_worker = self.stage_worker(at, work.stage)?;
+        let has = match part {
+            Phase::Forward => stage_worker.can_run(item, version.0),
+            _ => lag.is_stashed || stage_worker.has(version.0),
+        };
+        if !has {
+            return Err(self.bug(at, "version is gone"));
+        }
+        let is_behind = part == Phase::Forward && self.is_behind_cut(work.stage, work.item);
+        let done = match part {
+            Phase::Forward => {
+                let place =
+                    self.stage_workers.iter().position(|stage_worker| stage_worker.stage == work.stage).unwrap_or(0);
+                let (rule, stage_worker) = (&self.rule, &mut self.stage_workers[place]);
+                stage_worker.catch_up(&|stage| rule.version(stage, work.item).0).map_err(|_| gone)?;
+                stage_worker.forward(item, version.0, lag, is_behind)
+            }
+            _ => self.stage_worker(at, work.stage)?.backward(item, part, version.0, lag).map(|()| None),
+        };
+        self.give_parts();
+        let loss = done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+        if let Some(value) = loss {
+            let _ = self.gear.events.send(Event::Loss { item, value });
+        }
+        self.spend(Work::Compute(work), start);
+        Ok(())
+    }
+
+    /// Whether an instruction is run, or passed over because the run was told to stop before its minibatch.
+    fn goes_on(&mut self, instruction: &Instruction) -> bool {
+        let Some(gate) = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate) else { return true };
+        match (minibatch(&self.rule, instruction), instruction) {
+            (Some(of), _) if of < self.entered => true,
+            (Some(of), _) => {
+                let may = gate.enter(of);
+                self.entered = self.entered.max(if may { of.saturating_add(1) } else { 0 });
+                may
+            }
+            (None, Instruction::Wait { token }) => self.pending.contains_key(token) || gate.end().is_none(),
+            // What the run leaves is the version of its end.
+            (None, Instruction::Drop { stage, version }) => {
+                gate.end().is_none_or(|end| *version < version_at(&self.rule, *stage, end))
+            }
+            (None, Instruction::Checkpoint { stage, version }) => {
+                gate.end().is_none_or(|end| *version <= version_at(&self.rule, *stage, end))
+            }
+            _ => true,
+        }
+    }
+
+    /// Of what comes behind the end of the run, forwards would see weights that are gone when its checkpoint is made.
+    fn pass_over(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
+        let Instruction::Forward { stage, item, version, .. } = instruction else { return Ok(()) };
+        let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(Gate::end);
+        let newest = end.map_or(0, |end| version_at(&self.rule, stage, end).0);
+        let lag = self.lag(stage, item);
+        let gone = self.gone();
+        let Some(stage_worker) = self.stage_workers.iter_mut().find(|stage_worker| stage_worker.stage == stage) else {
+            return Ok(());
+        };
+        if stage_worker.newest_version() < newest && stage_worker.can_run(item.0, version.0) {
+            let rule = &self.rule;
+            stage_worker.catch_up(&|stage| rule.version(stage, item).0).map_err(|_| gone)?;
+            stage_worker.hold(item.0, version.0, lag);
+        }
+        self.give_parts();
+        Ok(())
+    }
+
+    /// Minibatches after so many rounds of a stage.
+    fn minibatches(&self, stage: StageId, rounds: u32) -> u32 {
+        match self.rule.schedule.is_round_robin() {
+            true => rounds.saturating_mul(self.rule.stages[stage.index()].replicas),
+            false => rounds,
+        }
+    }
+
+    /// Whether the item comes behind a cut at which the stage has not come yet.
+    fn is_behind_cut(&self, stage: StageId, item: MicrobatchId) -> bool {
+        let Some(cuts) = self.gear.cutting.as_ref().and_then(|cutting| cutting.cuts) else { return false };
+        let Some(stage_worker) = self.stage_workers.iter().find(|stage_worker| stage_worker.stage == stage) else {
+            return false;
+        };
+        let newest = stage_worker.newest_version();
+        let own = item.0 / self.rule.microbatches.max(1);
+        newest < self.rule.round(stage, item)
+            && cuts.after(self.minibatches(stage, newest)).is_some_and(|cut| cut <= own)
+    }
+
+    /// The stage has stepped to this version, and all of it is there: gives its part, where a cut is there.
+    fn cut(&mut self, stage: StageId, version: u32) {
+        let Some(CheckpointPlan { cuts, gate, .. }) = &self.gear.cutting else { return };
+        let minibatches = self.minibatches(stage, version);
+        let is_end = || gate.is_some_and(|gate| gate.end() == Some(minibatches));
+        if !(cuts.is_some_and(|cuts| cuts.is_at(minibatches)) || is_end()) {
+            return;
+        }
+        let next = cuts.and_then(|cuts| cuts.after(minibatches)).unwrap_or(u32::MAX);
+        let replica = self.gear.program.workers[self.gear.id.index()].replica;
+        let older = |replica| versions_before(&self.rule, stage, replica, minibatches).map(|(i, v)| (i.0, v.0));
+        let cut = CheckpointPoint {
+            minibatches,
+            version,
+            replica,
+            older: older(replica).collect(),
+            given: if replica > 0 { older(0).map(|(_, version)| version).collect() } else { Vec::new() },
+            next: next.saturating_mul(self.rule.microbatches),
+            scale: self.scale.map(|scale| scale.kept()),
+        };
+        if let Some(stage_worker) = self.stage_workers.iter_mut().find(|stage_worker| stage_worker.stage == stage) {
+            stage_worker.cut(cut);
+        }
+        self.give_parts();
+    }
+
+    /// Hands on what is whole of checkpoints.
+    fn give_parts(&mut self) {
+        let Some(cutting) = &self.gear.cutting else { return };
+        for part in self.stage_workers.iter_mut().flat_map(StageWorker::parts) {
+            // Who writes them may be gone; training goes on.
+            let _ = cutting.parts.send(part);
+        }
+    }
+
+    /// How far the item's forward at the stage is from its update.
+    fn lag(&self, stage: StageId, item: MicrobatchId) -> Lag {
+        let round = self.rule.round(stage, item);
+        let updates = round.saturating_sub(self.rule.version(stage, item).0);
+        let is_stashed = self.gear.program.schedule.stashes();
+        let replica = self.gear.program.workers[self.gear.id.index()].replica;
+        let of = dealt(self.rule.count(stage, round), self.rule.stages[stage.index()].replicas, replica);
+        let turn = RoundPosition { round, before: self.rule.place(stage, item), own: 0, of };
+        Lag { updates, rate: self.rate(stage, round), is_stashed, turn }
+    }
+
+    /// What averaged gradients are multiplied by in this step; nothing where it is left out. The first step of a round waits for all
+    /// workers where they must agree.
+    fn factor(&mut self, at: usize, stage: StageId, round: u32, count: u32) -> Result<Option<f64>, WorkerError> {
+        let clip = self.gear.policy.clip_norm;
+        let count = f64::from(count.max(1));
+        let Some(norms) = &self.gear.norms else {
+            let Some(clip) = clip else { return Ok(Some(1.0)) };
+            let gone = self.gone();
+            let sum = self.stage_worker(at, stage)?.sum_of_squares(round).map_err(|_| gone)?;
+            return Ok(Some(factor(clip, sum.sqrt() / count)));
+        };
+        if let Some((_, factor)) = self.agreed.filter(|(of, _)| *of == round) {
+            return Ok(factor);
+        }
+        let own =
+            self.stage_workers.iter().map(|stage_worker| stage_worker.squares(round)).collect::<Result<Vec<_>, _>>();
+        let sum = own.and_then(|own| norms.sum(round, own.concat())).map_err(|_| self.gone())?;
+        let scale = self.scale.map_or(1.0, |scale| scale.value);
+        let is_finite = sum.is_finite() || self.scale.is_none();
+        let shortened = clip.map_or(1.0, |clip| factor(clip, sum.sqrt() / (count * scale)));
+        let agreed = is_finite.then_some(shortened / scale);
+        if let Some(scale) = &mut self.scale {
+            scale.hear(is_finite);
+        }
+        self.agreed = Some((round, agreed));
+        Ok(agreed)
+    }
+
+    /// The stages at this end of a transfer and at the other.
+    fn ends(&self, edge: EdgeId, kind: Payload, sends: bool) -> (StageId, StageId) {
+        let (from, to) = self.gear.program.edges[edge.index()];
+        if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) }
+    }
+
+    fn send(
+        &mut self,
+        at: usize,
+        edge: EdgeId,
+        item: u32,
+        kind: Payload,
+        peer: WorkerId,
+    ) -> Result<Pending, WorkerError> {
+        let (here, other) = self.ends(edge, kind, true);
+        let message = Message { item, parcels: self.stage_worker(at, here)?.parcels(item, kind, other) };
+        // An activation stays with who made it, for the backward.
+        let lent = message.parcels.iter().filter(|_| kind == Payload::Gradient);
+        let gradients = lent.map(|parcel| parcel.buffer.clone()).collect();
+        let (gone, key) = (self.gone(), (edge, kind, peer));
+        let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
+        let number = channel.send(message).map_err(|_| gone)?;
+        if kind == Payload::Gradient {
+            self.stage_worker(at, here)?.sent_gradients(item, other);
+        }
+        Ok(Pending::Sent { key, number, gradients })
+    }
+
+    fn wait(&mut self, at: usize, pending: Pending) -> Result<(), WorkerError> {
+        let start = self.now();
+        match pending {
+            Pending::Sent { key, number, gradients } => {
+                let gone = self.gone();
+                let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
+                channel.wait(number).map_err(|_| gone)?;
+                gradients.iter().for_each(|buffer| buffer.lend());
+            }
+            Pending::Message { edge, item, kind, peer } => {
+                let gone = self.gone();
+                let channel = self.gear.incoming.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
+                let message = channel.take(item).map_err(|_| gone)?;
+                let (here, other) = self.ends(edge, kind, false);
+                self.stage_worker(at, here)?.unpack(other, kind, item, message.parcels);
+            }
+            Pending::Reduce { stage, round, bucket } => {
+                let gone = self.gone();
+                self.stage_worker(at, stage)?.reduced(round, bucket).map_err(|_| gone)?;
+            }
+            Pending::Gather { stage, version, bucket } => {
+                let gone = self.gone();
+                if self.stage_worker(at, stage)?.take_shares(version, bucket).map_err(|_| gone)? {
+                    self.cut(stage, version);
+                }
+            }
+        }
+        self.spend(Work::Wait, start);
+        Ok(())
+    }
+
+    /// The share of the learning rate at the first minibatch of a round.
+    fn rate(&self, stage: StageId, round: u32) -> f64 {
+        let program = self.gear.program;
+        let minibatches = if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { 1 };
+        let total = program.items / program.microbatches.max(1);
+        let minibatch = round.saturating_mul(minibatches);
+        let late = match program.schedule.stashes() {
+            true => 1.0,
+            false => self.gear.policy.staleness.rate(program.stages[stage.index()].cap - 1, minibatch),
+        };
+        self.gear.optimizer.rate.factor(minibatch, total) * late
+    }
+
+    fn now(&self) -> f64 {
+        self.gear.epoch.elapsed().as_secs_f64()
+    }
+
+    fn spend(&mut self, work: Work, start: f64) {
+        let end = self.now();
+        if self.spans.len() < MOST_SPANS {
+            self.spans.push(Span { work, start, end });
+        }
+    }
+}

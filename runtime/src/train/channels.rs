@@ -1,0 +1,241 @@
+//! The channels and communicators of a run.
+//!
+//! In one process all ends are local. In several, the ends of this process's workers are local, and the rest goes over connections.
+//! All processes walk through the program in the same order, so the exchange can number what it makes.
+
+use crate::comm::channel::{Incoming, Outgoing, channel};
+use crate::comm::communicator::Communicator;
+use crate::exec::compile::{NamedTensor, StageCode, Transfer};
+use crate::exec::sequence::Slot;
+use crate::optim::grad_norm::Squares;
+use crate::process::exchange::Exchange;
+use crate::process::run_status::LinkError;
+use crate::process::wire::{Carried, ContributionForm, SharesForm, SquaresForm, TermsForm};
+use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradients::gradient_bytes;
+use crate::stage::shard_exchange::ShardComm;
+use crate::stage::stage_worker::{Tied, TiedGradientComm};
+use crate::stage::worker::Key;
+use crate::train::run::{TrainError, TrainJob};
+use crate::zero::gradient_shards::GradientShards;
+use crate::zero::shard::ShardRange;
+use compiler::op::Value;
+use compiler::plan::StageId;
+use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+/// The ends of a worker's channels.
+pub type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
+
+/// A channel for every pair of workers that the programs speak of: the ends that are in this process.
+pub fn channels(
+    training: &TrainJob<'_>,
+    exchange: &mut Option<Exchange<'_>>,
+) -> Result<HashMap<WorkerId, Ends>, LinkError> {
+    let program = training.program;
+    let mut known = BTreeSet::new();
+    let mut ends: HashMap<WorkerId, Ends> = HashMap::new();
+    for (w, own) in program.workers.iter().enumerate() {
+        let from = WorkerId(w as u32);
+        for instruction in &own.instructions {
+            if let Instruction::Send { edge, kind, peer, .. } = *instruction
+                && known.insert((edge, kind == Payload::Activation, from, peer))
+            {
+                let (sender, receiver) = match exchange {
+                    Some(exchange) => exchange.channel(from, peer, tensors(training, edge, kind))?,
+                    None => {
+                        let (sender, receiver) = channel();
+                        (Some(sender), Some(receiver))
+                    }
+                };
+                if let Some(sender) = sender {
+                    ends.entry(from).or_default().0.insert((edge, kind, peer), sender);
+                }
+                if let Some(receiver) = receiver {
+                    ends.entry(peer).or_default().1.insert((edge, kind, from), receiver);
+                }
+            }
+        }
+    }
+    Ok(ends)
+}
+
+/// What each message over an edge holds, as its sender lists it.
+fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, usize, usize)> {
+    let (from, to) = training.program.edges[edge.index()];
+    let (sent, other) = match kind {
+        Payload::Activation => (&training.codes[from.index()].sent, to),
+        Payload::Gradient => (&training.codes[to.index()].gradients_out, from),
+    };
+    let one = |transfer: &Transfer| (transfer.value, transfer.group, transfer.place.bytes);
+    sent.iter().filter(|transfer| transfer.stage == other.index()).map(one).collect()
+}
+
+/// Where these workers meet, each as one member.
+pub fn meeting<T: Carried + Send + Sync + 'static>(
+    exchange: &mut Option<Exchange<'_>>,
+    members: &[usize],
+    form: impl FnOnce() -> T::Form,
+    meetings: u64,
+) -> Result<Arc<Communicator<T>>, LinkError>
+where
+    T::Form: 'static,
+{
+    match exchange {
+        Some(exchange) => exchange.meeting(members, form(), meetings),
+        None => Ok(Arc::new(Communicator::new(members.len()))),
+    }
+}
+
+/// Where the replicas of a stage add up their gradients.
+pub fn replicas(
+    training: &TrainJob<'_>,
+    stage: usize,
+    exchange: &mut Option<Exchange<'_>>,
+) -> Result<Arc<Communicator<ReplicaGradients>>, LinkError> {
+    let program = training.program;
+    let known = &program.stages[stage];
+    let members = members(program, stage);
+    // Samples are taken in forwards, which run ahead of the round that they go into.
+    let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
+    let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
+    meeting(exchange, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
+}
+
+/// Where the replicas of a stage gather weights of which each makes a share, and agree on norms of gradients of which each knows a
+/// part; nothing where each has all.
+pub struct Boards {
+    /// For weights.
+    pub shard_comm: Option<Arc<ShardComm>>,
+    /// For norms, where the workers of all stages do not meet for them.
+    pub norms: Option<Arc<Communicator<Squares>>>,
+    /// For gradients, where they are summed as they are made.
+    pub gradient_shards: Option<Arc<GradientShards>>,
+}
+
+/// Those of a stage.
+pub fn shard_comms(
+    training: &TrainJob<'_>,
+    stage: usize,
+    exchange: &mut Option<Exchange<'_>>,
+) -> Result<Boards, LinkError> {
+    let (program, code) = (training.program, &training.codes[stage]);
+    let known = &program.stages[stage];
+    if known.zero == 0 {
+        return Ok(Boards { shard_comm: None, norms: None, gradient_shards: None });
+    }
+    let members = members(program, stage);
+    let each = |named: &NamedTensor| gradient_bytes(named.fact.dtype, named.bytes);
+    let form =
+        || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
+    let rounds = u64::from(program.items) + 2;
+    let shard_comm = meeting(exchange, &members, form, rounds * u64::from(known.buckets.max(1)))?;
+    let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
+    let names = numbers(training);
+    let norms = is_apart.then(|| meeting(exchange, &members, || SquaresForm { names }, rounds));
+    let gradient_shards = (known.zero >= 2).then(|| Arc::new(GradientShards::new(known.replicas as usize)));
+    Ok(Boards { shard_comm: Some(shard_comm), norms: norms.transpose()?, gradient_shards })
+}
+
+/// What of a stage's parameters one of its replicas owns. What other stages hold too is owned by all.
+pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[Tied]) -> ShardRange {
+    let known = &program.stages[stage];
+    if known.zero == 0 {
+        return ShardRange::whole(code.parameters.len());
+    }
+    // What is read when a run is over is not gathered for it.
+    let is_read_whole = |p: usize| known.zero >= 3 && code.read_apart().any(|place| place.slot == Slot::Parameter(p));
+    let is_dealt = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
+    let share =
+        ShardRange::of(replica as usize, known.replicas as usize, (0..code.parameters.len()).map(is_dealt).collect());
+    if known.zero >= 3 { share.of_weights() } else { share }
+}
+
+/// Shares that a parameter has at most.
+pub fn most_shares(program: &Program) -> usize {
+    program.stages.iter().filter(|stage| stage.zero > 0).map(|stage| stage.replicas as usize).max().unwrap_or(1)
+}
+
+/// Numbers of parameters and their shares in all.
+pub fn numbers(training: &TrainJob<'_>) -> usize {
+    let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
+    names.len() * most_shares(training.program)
+}
+
+/// The workers that hold a stage, by replica.
+fn members(program: &Program, stage: usize) -> Vec<usize> {
+    let rank = program.stages[stage].rank;
+    let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == rank);
+    let mut members: Vec<(u32, usize)> = workers.map(|(w, own)| (own.replica, w)).collect();
+    members.sort_unstable();
+    members.into_iter().map(|(_, w)| w).collect()
+}
+
+/// A parameter that several stages hold: its workers with their stages, and where they meet.
+pub struct Tie {
+    name: String,
+    members: Vec<(usize, usize)>,
+    place: Arc<TiedGradientComm>,
+    holders: Vec<StageId>,
+}
+
+/// The parameters that several stages hold. Refuses those whose copies could not be kept equal.
+pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Result<Vec<Tie>, TrainError> {
+    let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for (stage, code) in training.codes.iter().enumerate() {
+        for named in &code.parameters {
+            holders.entry(&named.name).or_default().insert(stage);
+        }
+    }
+    let program = training.program;
+    let mut ties = Vec::new();
+    for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
+        let stages: Vec<usize> = stages.into_iter().collect();
+        // Copies stay equal only where every holder steps for the same minibatches, and an item's backward sees what its forward
+        // saw.
+        let replicas = program.stages[stages[0]].replicas;
+        let is_even = stages.iter().all(|s| program.stages[*s].replicas == replicas);
+        let schedule = program.schedule;
+        if !(schedule.stashes() && (is_even || schedule.is_by_minibatch())) {
+            return Err(TrainError::Tied {
+                name: name.to_string(),
+                first: stages[0],
+                second: stages[1],
+                schedule: program.schedule,
+            });
+        }
+        let holders = program.workers.iter().enumerate().flat_map(|(w, own)| {
+            program.stages_of(own.rank).map(move |stage| (w, stage.index())).filter(|(_, stage)| stages.contains(stage))
+        });
+        let members: Vec<(usize, usize)> = holders.collect();
+        let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
+        let place = meeting(exchange, &workers, || terms(training, name), u64::from(program.items) + 2)?;
+        let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
+        ties.push(Tie { name: name.to_string(), members, place, holders });
+    }
+    Ok(ties)
+}
+
+/// What is known of the gradient terms of a parameter.
+fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
+    let mut form = TermsForm { ranks: Vec::new(), bytes: 0 };
+    for code in training.codes {
+        for term in code.gradient_terms.iter().filter(|term| code.parameters[term.parameter].name == name) {
+            let named = &code.parameters[term.parameter];
+            form.ranks.push(term.rank);
+            form.bytes = gradient_bytes(named.fact.dtype, named.bytes);
+        }
+    }
+    form
+}
+
+/// The shared parameters of a stage of a worker.
+pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> {
+    let of = |tie: &Tie| {
+        let member = tie.members.iter().position(|of| *of == holder)?;
+        let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
+        Some(Tied { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
+    };
+    ties.iter().filter_map(of).collect()
+}

@@ -1,0 +1,168 @@
+//! The losses of a run: losses of micro-batches become losses of minibatches, and the first one that is not finite ends the run.
+//!
+//! A loss that is not finite ruins every weight that its gradients reach. With loss scaling, a step whose gradients overflow is
+//! skipped and the weights stay; there a run has diverged when many minibatches in a row, or all, have no finite loss.
+
+use crate::train::run::StepDone;
+use compiler::schedule::Program;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Minibatches in a row without a finite loss that end a run with a scaled loss: twice as many as bring the usual first scale down to 1.
+const PATIENCE: usize = 32;
+
+/// Where the loss of a run stopped being a number. Steps and micro-batches are counted from 0.
+#[derive(Clone, Copy, Debug)]
+pub struct Diverged {
+    /// The first minibatch of those in a row that have no finite loss.
+    pub step: usize,
+    /// Minibatches of the run.
+    pub steps: usize,
+    /// Its first micro-batch that has none.
+    pub microbatch: usize,
+    /// Micro-batches of a minibatch.
+    pub microbatches: usize,
+    /// That loss.
+    pub loss: f64,
+    /// The last minibatch of this run before that, with its loss, if there is one.
+    pub finite: Option<(usize, f64)>,
+}
+
+impl fmt::Display for Diverged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the loss of step {} of {} is {}", self.step + 1, self.steps, self.loss)
+    }
+}
+
+/// Gathers the losses of items into those of minibatches.
+pub struct Losses {
+    microbatches: usize,
+    open: BTreeMap<usize, Vec<Option<f64>>>,
+    /// Minibatches that were done before.
+    before: usize,
+    /// Minibatches of the run.
+    steps: usize,
+    done: Vec<f64>,
+    /// Minibatches in a row without a finite loss after which the run is over.
+    patience: usize,
+    /// The last finite loss.
+    finite: Option<(usize, f64)>,
+    /// The first of the minibatches at hand that have none.
+    lost: Option<Diverged>,
+}
+
+impl Losses {
+    /// Of a program of which so many minibatches are done.
+    pub fn new(program: &Program, before: u32, is_scaled: bool) -> Losses {
+        let microbatches = program.microbatches.max(1) as usize;
+        let patience = if is_scaled { PATIENCE } else { 1 };
+        let (before, steps) = (before as usize, program.items as usize / microbatches);
+        Losses {
+            microbatches,
+            open: BTreeMap::new(),
+            before,
+            steps,
+            done: Vec::new(),
+            patience,
+            finite: None,
+            lost: None,
+        }
+    }
+
+    /// Takes the loss of an item, so many seconds after the run began. Of a run that has diverged nothing more is told.
+    pub fn add(&mut self, item: u32, value: f64, seconds: f64, on_step: &mut dyn FnMut(StepDone)) {
+        let (minibatch, at) = (item as usize / self.microbatches, item as usize % self.microbatches);
+        self.open.entry(minibatch).or_insert_with(|| vec![None; self.microbatches])[at] = Some(value);
+        // Replicas finish in any order; minibatches are told in theirs.
+        while !self.is_lost() {
+            let next = self.before + self.done.len();
+            let Some(entry) = self.open.first_entry() else { break };
+            if *entry.key() != next || !entry.get().iter().all(Option::is_some) {
+                break;
+            }
+            let values: Vec<f64> = entry.remove().into_iter().flatten().collect();
+            let loss = values.iter().sum::<f64>() / values.len() as f64;
+            on_step(StepDone { step: next, loss, seconds });
+            self.done.push(loss);
+            if loss.is_finite() {
+                (self.finite, self.lost) = (Some((next, loss)), None);
+            } else {
+                let microbatch = values.iter().position(|value| !value.is_finite()).unwrap_or(0);
+                let (steps, microbatches, finite) = (self.steps, self.microbatches, self.finite);
+                self.lost.get_or_insert(Diverged { step: next, steps, microbatch, microbatches, loss, finite });
+            }
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        let next = self.before + self.done.len();
+        self.lost.is_some_and(|lost| {
+            // A run that goes on does not know the losses before it.
+            let is_all = self.finite.is_none() && self.before == 0 && next == self.steps;
+            next - lost.step >= self.patience || is_all
+        })
+    }
+
+    /// Where the run has diverged, if it has.
+    pub fn diverged(&self) -> Option<Diverged> {
+        self.lost.filter(|_| self.is_lost())
+    }
+
+    /// The losses of all minibatches that are done.
+    pub fn done(self) -> Vec<f64> {
+        self.done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn losses(patience: usize, steps: usize) -> Losses {
+        let open = BTreeMap::new();
+        Losses { microbatches: 2, open, before: 0, steps, done: Vec::new(), patience, finite: None, lost: None }
+    }
+
+    /// What is told of items that come in this order, and where the run has diverged.
+    fn told(mut of: Losses, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
+        let mut told = Vec::new();
+        items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| told.push(step.loss)));
+        (told, of.diverged())
+    }
+
+    #[test]
+    fn a_run_that_goes_on_may_have_had_finite_losses_before() {
+        let last = [(10, f64::NAN), (11, f64::NAN)];
+        assert!(told(Losses { before: 5, ..losses(32, 6) }, &last).1.is_none());
+        assert!(told(losses(32, 1), &[(0, f64::NAN), (1, f64::NAN)]).1.is_some());
+    }
+
+    #[test]
+    fn minibatches_come_in_their_order_and_none_behind_the_first_that_is_lost() {
+        let (nan, inf) = (f64::NAN, f64::INFINITY);
+        let items = [(3, 4.0), (5, inf), (4, 1.0), (6, 1.0), (1, 1.0), (0, 3.0), (7, 1.0), (2, 2.0), (8, nan)];
+        let (told, diverged) = told(losses(1, 9), &items);
+        assert_eq!(told, [2.0, 3.0, inf]);
+        let Diverged { step, microbatch, finite, .. } = diverged.unwrap();
+        assert_eq!((step, microbatch, finite), (2, 1, Some((1, 3.0))));
+        assert_eq!(diverged.unwrap().to_string(), "the loss of step 3 of 9 is inf");
+    }
+
+    #[test]
+    fn steps_that_are_left_out_are_no_divergence_until_no_scale_helps() {
+        let nan = f64::NAN;
+        let of = |losses: &[f64]| -> Vec<(u32, f64)> {
+            losses
+                .iter()
+                .enumerate()
+                .flat_map(|(at, loss)| [(2 * at as u32, 1.0), (2 * at as u32 + 1, *loss)])
+                .collect()
+        };
+        assert!(told(losses(3, 9), &of(&[nan, nan, 1.0, nan, nan, 1.0])).1.is_none());
+        let diverged = told(losses(3, 9), &of(&[nan, 1.0, nan, nan, nan, 1.0])).1.unwrap();
+        assert_eq!((diverged.step, diverged.finite), (2, Some((1, 1.0))));
+        // A run that ends so has good weights, unless it never had a loss.
+        assert!(told(losses(3, 3), &of(&[1.0, nan, nan])).1.is_none());
+        assert_eq!(told(losses(3, 2), &of(&[nan, nan])).1.unwrap().step, 0);
+    }
+}

@@ -1,0 +1,134 @@
+//! Preparation: binds sizes, attaches the loss, compiles stages, generates and checks programs.
+
+use crate::exec::compile::{CompileError, StageCode, compile_parts};
+use crate::train::run::{placement, with_edges};
+use compiler::graph::bind::{BindError, bind, symbols};
+use compiler::graph::{Graph, order};
+use compiler::op::NodeId;
+use compiler::pass::batched_weight_grad::joins;
+use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
+use compiler::schedule::check::error::CheckError;
+use compiler::schedule::check::verify::check;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError, StageSpec};
+use compiler::tensor::DType;
+use compiler::tensor::dim::Bindings;
+use std::collections::HashMap;
+use thiserror::Error;
+
+/// Why there is nothing to run.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum PrepareError {
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    #[error("dimension `{symbol}` is open; give it a size with `--dim {symbol}=N`")]
+    Open { symbol: String },
+    #[error(transparent)]
+    Loss(#[from] LossError),
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    #[error("bug in pipec: the generated program does not hold: {0}")]
+    Program(CheckError),
+    #[error("the plan places {planned} ops, the model has {found}; was it made for another model?")]
+    Ops { planned: usize, found: usize },
+}
+
+/// What to train, and how it is cut into pieces of work.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Sizes of all symbols, that of the batch for one item.
+    pub dims: Bindings,
+    /// What is made small.
+    pub loss: Loss,
+    /// The axis of classes.
+    pub class_axis: Option<i64>,
+    /// The order of work.
+    pub schedule: Schedule,
+    /// Minibatches, and the items of each.
+    pub count: StepCount,
+}
+
+/// All that training runs.
+pub struct Prepared {
+    /// The graph at fixed sizes, with its loss.
+    pub graph: Graph,
+    /// What each stage runs.
+    pub codes: Vec<StageCode>,
+    /// What each worker does.
+    pub program: Program,
+    /// The pipeline that the program was made for.
+    pub pipeline: Pipeline,
+}
+
+/// Prepares a run. `stages[i]` is the stage of op `i`; `pipeline` knows replicas, caps and times of the stages.
+pub fn prepare(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+) -> Result<Prepared, PrepareError> {
+    let generated = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
+    prepare_with(graph, stages, pipeline, settings, settings.schedule.splits_backward(), &generated)
+}
+
+/// The same with a program of the caller's, made for the pipeline with its edges; `splits` says whether any backward in it comes in
+/// two parts.
+pub fn prepare_with(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    splits: bool,
+    program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+) -> Result<Prepared, PrepareError> {
+    let microbatches = settings.count.microbatches;
+    let puts_by = |stage: &StageSpec| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
+    let joint: Vec<bool> = pipeline.stages.iter().map(puts_by).collect();
+    let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str| {
+        compile_parts(graph, place, stages, Some(loss), splits, &|stage| joint[stage])
+    };
+    prepare_by(graph, stages, pipeline, settings, program, &mut compile)
+}
+
+/// Compiles a graph: with the stage of every op, their number and the name of what is made small.
+pub type Compile<'a> =
+    dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str) -> Result<Vec<StageCode>, CompileError> + 'a;
+
+/// The same with stages that are compiled in the caller's way.
+pub fn prepare_by(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+    compile: &mut Compile<'_>,
+) -> Result<Prepared, PrepareError> {
+    let bound = bind(graph, &settings.dims)?;
+    if let Some(symbol) = symbols(&bound).into_iter().next() {
+        return Err(PrepareError::Open { symbol });
+    }
+    let found = order::numbered(&bound).len();
+    if found != stages.len() {
+        return Err(PrepareError::Ops { planned: stages.len(), found });
+    }
+    let mut trained = bound.clone();
+    let loss = attach(&mut trained, settings.loss, settings.class_axis)?;
+    let is_f16 = bound.outputs.first().is_some_and(|output| bound.fact(output.value).dtype == DType::F16);
+    if is_f16 {
+        scaled(&mut trained, loss);
+    }
+    let small = if is_f16 { SCALED_LOSS } else { LOSS };
+    let place = placement(&bound, &trained, stages);
+    let mut codes = compile(&trained, &place, pipeline.stages.len(), small)?;
+    let pipeline = with_edges(pipeline, &codes);
+    let program = program(&pipeline)?;
+    check(&program).map_err(PrepareError::Program)?;
+    for (code, stage) in codes.iter_mut().zip(&program.stages) {
+        code.recompute = stage.recompute;
+    }
+    Ok(Prepared { graph: trained, codes, program, pipeline })
+}

@@ -1,0 +1,203 @@
+//! The start of a resumed run: what a checkpoint holds beside weights and states, assigned to the stages of a plan.
+//!
+//! Under the checkpoint's own plan every stage starts with the versions it had in flight. Under another plan, parameters and
+//! optimizer state are found by name. The older versions of a stage that is cut differently are unknown; the checkpoint's version
+//! stands in for them, as the initial weights do at the start of a run.
+
+use crate::checkpoint::encode::{DRIFT, Flight, STEP};
+use crate::checkpoint::{ParameterState, ResumeState};
+use crate::device::buffer::Buffer;
+use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::executor::Weights;
+use crate::exec::sequence::Slot;
+use crate::optim::policy::Staleness;
+use crate::optim::update::wide;
+use crate::train::run::TrainJob;
+use compiler::plan::StageId;
+use compiler::schedule::resume::{period, version_at, versions_before};
+use compiler::schedule::semantics::Rule;
+use compiler::schedule::{Program, Schedule};
+use compiler::tensor::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Why a run cannot go on from a checkpoint.
+#[derive(Debug, Error, PartialEq)]
+#[allow(missing_docs)]
+pub enum StartError {
+    #[error("the checkpoint has no `{name}`")]
+    Missing { name: String },
+    #[error("`{name}` of the checkpoint is {got}, the run needs {expected}")]
+    Fact { name: String, expected: String, got: String },
+    #[error("the checkpoint is cut after minibatch {minibatches}, the run has {whole}")]
+    Beyond { minibatches: u32, whole: u32 },
+    #[error(
+        "the checkpoint is cut after minibatch {minibatches}, and under this plan and {schedule} the rounds of all stages end together \
+         every {period} minibatches"
+    )]
+    Round { minibatches: u32, period: u32, schedule: Schedule },
+    #[error(
+        "the forward reads `{name}`, which follows it: under {schedule} a run cannot go on from a checkpoint with the same numbers"
+    )]
+    Reads { name: String, schedule: Schedule },
+}
+
+/// Refuses checkpoints without a flush of a stage whose forward reads a state that follows it: forwards of items behind a cut that are
+/// run again would see it as it is at the cut, which is later than they saw it first.
+pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), StartError> {
+    if program.schedule.flushes() {
+        return Ok(());
+    }
+    for code in codes {
+        for step in &code.forward.steps {
+            let read = step.inputs.iter().find_map(|place| match place.slot {
+                Slot::State(at) => code.follows.iter().any(|follow| follow.state == at).then_some(at),
+                _ => None,
+            });
+            if let Some(at) = read {
+                return Err(StartError::Reads { name: code.states[at].name.clone(), schedule: program.schedule });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A checkpoint to go on from, beside its weights and states.
+#[derive(Debug, Default)]
+pub struct Start {
+    /// Minibatches that are done.
+    pub minibatches: u32,
+    /// The scale of the loss, and good steps since it last changed.
+    pub scale: Option<(f64, u32)>,
+    /// What moves the parameters, by `parameter/kind`.
+    pub optimizer: BTreeMap<String, Tensor>,
+    /// What was in flight, by stage and replica; nothing under another plan.
+    pub flight: Option<BTreeMap<(u32, u32), Flight>>,
+}
+
+impl Start {
+    /// Refuses a program that has no cut there.
+    pub fn check(&self, program: &Program) -> Result<(), StartError> {
+        let minibatches = self.minibatches;
+        let whole = program.items / program.microbatches.max(1);
+        if minibatches > whole {
+            return Err(StartError::Beyond { minibatches, whole });
+        }
+        match period(program) {
+            period if minibatches.is_multiple_of(period) => Ok(()),
+            period => Err(StartError::Round { minibatches, period, schedule: program.schedule }),
+        }
+    }
+
+    /// Refuses a checkpoint that lacks what some replica of a stage would begin with.
+    pub fn check_whole(&self, training: &TrainJob<'_>) -> Result<(), StartError> {
+        for (stage, code) in (0..).map(StageId).zip(training.codes) {
+            for replica in 0..training.program.stages[stage.index()].replicas {
+                self.begin(stage, replica, code, training)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a replica of a stage begins with.
+    pub fn begin(
+        &self,
+        stage: StageId,
+        replica: u32,
+        code: &StageCode,
+        training: &TrainJob<'_>,
+    ) -> Result<ResumeState, StartError> {
+        let rule = Rule::of(training.program);
+        let version = version_at(&rule, stage, self.minibatches).0;
+        let drifts =
+            matches!(training.policy.staleness, Staleness::PipeMare { .. }) && rule.stages[stage.index()].cap > 1;
+        let moves = code.parameters.iter().map(|named| self.moves(named, training.optimizer.names(), drifts));
+        let mut begin = ResumeState { version, moves: moves.collect::<Result<_, _>>()?, ..ResumeState::default() };
+        let older = versions_before(&rule, stage, replica, self.minibatches);
+        let Some(flight) = &self.flight else {
+            begin.alike = older.map(|(_, version)| version.0).collect();
+            return Ok(begin);
+        };
+        // What all replicas have alike is the first one's.
+        let of = |replica| flight.get(&(stage.0, replica));
+        let (own, first) = (of(replica), of(0));
+        let both = || own.into_iter().chain(first);
+        let is_late = |named: &NamedTensor| both().any(|flight| flight.shared.contains_key(&named.name));
+        for (item, version) in older {
+            let (item, version) = (item.0, version.0);
+            if let Some(tensors) = own.and_then(|own| own.forwards.get(&item)) {
+                begin.forwards.insert(item, weights(code, tensors, &|_| false)?);
+                continue;
+            }
+            let Entry::Vacant(free) = begin.versions.entry(version) else { continue };
+            let known = both().find_map(|flight| flight.versions.get(&version));
+            // A stage whose parameters are all shared has nothing else in its versions.
+            let none = BTreeMap::new();
+            let made = weights(code, known.unwrap_or(&none), &is_late);
+            free.insert(made.map_err(|fault| match fault {
+                StartError::Missing { name } => StartError::Missing { name: format!("v{version}/{name}") },
+                other => other,
+            })?);
+        }
+        for (p, named) in code.parameters.iter().enumerate() {
+            let Some(known) = first.and_then(|first| first.shared.get(&named.name)) else { continue };
+            let older = known.iter().filter(|(of, _)| **of < version);
+            let older = older.map(|(of, tensor)| Ok((*of, Arc::new(buffer(named, named.fact.dtype, tensor)?))));
+            begin.shared.insert(p, older.collect::<Result<_, _>>()?);
+        }
+        Ok(begin)
+    }
+
+    fn moves(&self, named: &NamedTensor, kinds: &[&str], drifts: bool) -> Result<ParameterState, StartError> {
+        let of = |kind: &str| {
+            let name = format!("{}/{kind}", named.name);
+            self.optimizer.get(&name).ok_or(StartError::Missing { name })
+        };
+        let as_wide = |kind: &str| buffer(named, wide(named.fact.dtype), of(kind)?);
+        let state = kinds.iter().map(|kind| as_wide(kind)).collect::<Result<_, _>>()?;
+        let updates = of(STEP)?;
+        let is_count = updates.dtype() == DType::I64 && updates.len() == 1;
+        let updates = is_count.then(|| u32::try_from(updates.to_i64()[0]).ok()).flatten();
+        let updates = updates.ok_or_else(|| StartError::Fact {
+            name: format!("{}/{STEP}", named.name),
+            expected: "a count of updates".into(),
+            got: "something else".into(),
+        })?;
+        // An average that a stage did not keep where it was before begins at nothing.
+        let bytes = named.bytes;
+        let drift = drifts.then(|| match of(DRIFT) {
+            Ok(_) => as_wide(DRIFT),
+            Err(_) => Ok(Buffer::new(bytes)),
+        });
+        Ok(ParameterState { master: None, state, drift: drift.transpose()?, updates })
+    }
+}
+
+/// All parameters of a stage in their order; those that are somewhere else are empty.
+fn weights(
+    code: &StageCode,
+    tensors: &BTreeMap<String, Tensor>,
+    is_elsewhere: &dyn Fn(&NamedTensor) -> bool,
+) -> Result<Weights, StartError> {
+    let one = |named: &NamedTensor| {
+        if is_elsewhere(named) {
+            return Ok(Arc::new(Buffer::new(0)));
+        }
+        let missing = || StartError::Missing { name: named.name.clone() };
+        let tensor = tensors.get(&named.name).ok_or_else(missing)?;
+        Ok(Arc::new(buffer(named, named.fact.dtype, tensor)?))
+    };
+    code.parameters.iter().map(one).collect()
+}
+
+fn buffer(named: &NamedTensor, dtype: DType, tensor: &Tensor) -> Result<Buffer, StartError> {
+    if tensor.dtype() != dtype || named.fact.concrete().as_deref() != Some(tensor.shape()) {
+        let shape = named.fact.concrete().unwrap_or_default();
+        let expected = format!("{dtype}{shape:?}");
+        let got = format!("{}{:?}", tensor.dtype(), tensor.shape());
+        return Err(StartError::Fact { name: named.name.clone(), expected, got });
+    }
+    Ok(Buffer::copy_of(tensor.bytes()))
+}

@@ -1,0 +1,583 @@
+//! Trains compiled stages under a program: one thread per worker, until all instructions have run.
+
+use crate::checkpoint::StageSnapshot;
+use crate::checkpoint::barrier::Gate;
+use crate::checkpoint::points::Cuts;
+use crate::comm::communicator::Communicator;
+use crate::comm::tensor_group::TensorRank;
+use crate::data::Batches;
+use crate::device::buffer::Buffer;
+use crate::device::cpu::half::is_half;
+use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::evaluate::{EvaluateError, buffers};
+use crate::optim::grad_norm::{Norms, Squares, share_number};
+use crate::optim::optimizer::{Optimizer, trains};
+use crate::optim::policy::Policy;
+use crate::optim::update::wide;
+use crate::process::exchange::Exchange;
+use crate::process::process_group::Group;
+use crate::process::run_status::{FailureCause, LinkError};
+use crate::process::wire::SquaresForm;
+use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::saved_weights::{Checkpoint, tensor};
+use crate::stage::shard_exchange::ShardComm;
+use crate::stage::stage_worker::{StageSetup, TiedGradientComm};
+use crate::stage::worker;
+use crate::stage::worker::{CheckpointPlan, Event, Span, WorkerContext, WorkerError, WorkerResult};
+use crate::train::channels::{Boards, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties};
+use crate::train::losses::{Diverged, Losses};
+use crate::train::resume::{Start, StartError, check_states as check_read_states};
+use crate::train::validate::{check_instructions, check_parts, check_policy, check_shares, check_states};
+use crate::zero::gradient_shards::GradientShards;
+use compiler::graph::{Graph, order};
+use compiler::op::{KernelError, NodeId};
+use compiler::pass::loss::{LOSS, LOSS_SCALE};
+use compiler::plan::StageId;
+use compiler::schedule::resume::rest;
+use compiler::schedule::semantics::Rule;
+use compiler::schedule::{Edge, MicrobatchId, Pipeline, Program, Schedule, WorkerId};
+use compiler::tensor::{DType, Tensor};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Instant;
+use thiserror::Error;
+
+/// Why training ended early.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum TrainError {
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+    #[error(transparent)]
+    Weights(#[from] EvaluateError),
+    #[error("parameter `{name}` holds {value} before the first step")]
+    NotFinite { name: String, value: f64 },
+    #[error(
+        "parameter `{name}` is shared by stages {first} and {second}, whose copies cannot be kept equal under {schedule}"
+    )]
+    Tied { name: String, first: usize, second: usize, schedule: Schedule },
+    #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
+    SharedState { name: String, first: usize, second: usize },
+    #[error("parameter `{name}` is {dtype}; parameters of floats can be trained")]
+    ElementType { name: String, dtype: DType },
+    #[error(
+        "gradients in f16 need a loss scale that all stages agree on after every minibatch, and {schedule} does not flush"
+    )]
+    LossScale { schedule: Schedule },
+    #[error("weights are predicted along the optimizer's momentum, and this one has none")]
+    NoVelocity,
+    #[error("weights that are predicted or set back are f32 or f64; parameter `{name}` is {dtype}")]
+    Narrow { name: String, dtype: DType },
+    #[error(
+        "weights that are predicted or set back follow from all of the optimizer's state, of which the replicas of stage {stage} have \
+         shares under ZeRO; {schedule} without `--staleness` runs so, and so do schedules that stash"
+    )]
+    Shares { stage: usize, schedule: Schedule },
+    #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no place for checkpoints")]
+    NoPlace { worker: String, at: usize, instruction: String },
+    #[error(
+        "the replicas of stage {stage} add to each other's sums as they make gradients (ZeRO {level}), and so are in one process; level 1 \
+         runs in several"
+    )]
+    Apart { stage: usize, level: u32 },
+    #[error(transparent)]
+    Start(#[from] StartError),
+    #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
+    Parts { stage: u32 },
+    #[error("bug in pipec: worker {worker} panicked: {what}")]
+    Panic { worker: String, what: String },
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    #[error("training diverged: {0}")]
+    Diverged(Diverged),
+}
+
+impl TrainError {
+    /// Whether it only tells that someone else stopped.
+    pub fn lost_another(&self) -> bool {
+        match self {
+            TrainError::Worker(WorkerError::PeerGone { .. }) => true,
+            TrainError::Worker(WorkerError::Execute { fault, .. }) => fault.fault == KernelError::Gone,
+            _ => false,
+        }
+    }
+}
+
+/// What is trained.
+pub struct TrainJob<'a> {
+    /// What each stage runs.
+    pub codes: &'a [StageCode],
+    /// What each worker does.
+    pub program: &'a Program,
+    /// Initial values of parameters and states, by name.
+    pub weights: &'a BTreeMap<String, Tensor>,
+    /// The data.
+    pub batches: &'a Batches,
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// What is done beside.
+    pub policy: Policy,
+    /// Whether the gradients of the last step are wanted.
+    pub keep_gradients: bool,
+}
+
+/// Where a run begins, and what it leaves on its way. The default begins at the beginning and leaves nothing.
+#[derive(Default)]
+pub struct RunOptions<'a> {
+    /// A checkpoint to go on from; its weights are those of the training.
+    pub start: Option<&'a Start>,
+    /// After which minibatches checkpoints are made.
+    pub cuts: Option<Cuts>,
+    /// Where the run is told to stop.
+    pub gate: Option<&'a Gate<'a>>,
+    /// Takes the parts of checkpoints, in a thread of its own.
+    pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
+    /// Takes what checkpoints in the program hold: those of one worker in their order, while the workers go on.
+    pub on_checkpoint: Option<&'a mut dyn FnMut(Checkpoint)>,
+}
+
+/// A minibatch is done.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepDone {
+    /// Counted from 0.
+    pub step: usize,
+    /// Mean loss over its items.
+    pub loss: f64,
+    /// Seconds since the run began.
+    pub seconds: f64,
+}
+
+/// What training leaves behind.
+pub struct Trained {
+    /// Parameters and states, by name.
+    pub weights: BTreeMap<String, Tensor>,
+    /// The averaged gradients of the last step, when wanted.
+    pub gradients: BTreeMap<String, Tensor>,
+    /// The loss of every minibatch.
+    pub losses: Vec<f64>,
+    /// How long the workers ran.
+    pub seconds: f64,
+    /// How each worker spent its time.
+    pub spans: Vec<Vec<Span>>,
+    /// The most bytes that each worker held at once.
+    pub held_bytes: Vec<u64>,
+    /// The most bytes that each worker's parts of checkpoints held besides until they were written.
+    pub checkpoint_bytes: Vec<u64>,
+}
+
+/// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
+/// ops of the loss where what they are the loss of is made.
+pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<NodeId, usize> {
+    let mut place: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
+    let loss = with_loss.outputs.iter().rev().find(|output| output.name == LOSS);
+    let mut maker = loss.or(with_loss.outputs.first()).map(|output| output.value.node);
+    while let Some(node) = maker.filter(|node| !place.contains_key(node)) {
+        maker = with_loss.inputs(node).first().map(|input| input.node);
+    }
+    let last = maker.and_then(|node| place.get(&node)).copied().unwrap_or(0);
+    for id in order::numbered(with_loss) {
+        place.entry(id).or_insert(last);
+    }
+    place
+}
+
+/// The pipeline with exactly the edges over which the compiled stages send, keeping what is known of their times.
+pub fn with_edges(mut pipeline: Pipeline, codes: &[StageCode]) -> Pipeline {
+    let mut edges = Vec::new();
+    for (from, code) in codes.iter().enumerate() {
+        let mut bytes: BTreeMap<usize, u64> = BTreeMap::new();
+        for t in &code.sent {
+            *bytes.entry(t.stage).or_default() += t.place.bytes as u64;
+        }
+        for (to, forward_bytes) in bytes {
+            let known = pipeline.edges.iter().find(|e| (e.from.index(), e.to.index()) == (from, to)).cloned();
+            let mut edge = known.unwrap_or_else(|| Edge::new(from as u32, to as u32));
+            edge.forward_bytes = forward_bytes;
+            let back = codes[to].gradients_out.iter().filter(|t| t.stage == from);
+            edge.backward_bytes = back.map(|t| t.place.bytes as u64).sum();
+            edges.push(edge);
+        }
+    }
+    pipeline.edges = edges;
+    pipeline
+}
+
+/// All data that the stages read, each input once.
+pub fn feeds(codes: &[StageCode]) -> Vec<NamedTensor> {
+    let mut feeds: Vec<NamedTensor> = Vec::new();
+    for feed in codes.iter().flat_map(|c| &c.feeds) {
+        if feeds.iter().all(|f| f.name != feed.name) {
+            feeds.push(feed.clone());
+        }
+    }
+    feeds
+}
+
+/// Refuses weights that cannot be trained: those of other element types, and those that are not numbers, because every
+/// number that follows would not be one either.
+pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) -> Result<(), TrainError> {
+    for named in codes.iter().flat_map(|c| &c.parameters) {
+        if !trains(named.fact.dtype) {
+            return Err(TrainError::ElementType { name: named.name.clone(), dtype: named.fact.dtype });
+        }
+        if let Some(tensor) = weights.get(&named.name).filter(|t| t.dtype().is_float()) {
+            let view = tensor.view();
+            if let Some(value) = (0..view.len()).map(|i| view.f64(i)).find(|v| !v.is_finite()) {
+                return Err(TrainError::NotFinite { name: named.name.clone(), value });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs the whole program. `on_step` is told of every minibatch, in order. A program that writes checkpoints is refused. A run whose loss is
+/// no longer finite ends with [`TrainError::Diverged`].
+pub fn train(training: &TrainJob<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
+    run(training, RunOptions::default(), on_step)
+}
+
+/// The same, where `on_checkpoint` is given what the program's checkpoints hold.
+pub fn train_with_checkpoints(
+    training: &TrainJob<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    on_checkpoint: &mut dyn FnMut(Checkpoint),
+) -> Result<Trained, TrainError> {
+    run(training, RunOptions { on_checkpoint: Some(on_checkpoint), ..RunOptions::default() }, on_step)
+}
+
+/// Whether all workers agree on something before they step.
+pub fn agrees(training: &TrainJob<'_>) -> bool {
+    training.program.schedule.flushes() && (scales_loss(training) || training.policy.clip_norm.is_some())
+}
+
+/// Whether a stage's items of each round see the version that the round before has made, so that none sees an older one.
+fn sees_the_newest(program: &Program, stage: StageId) -> bool {
+    let rule = Rule::of(program);
+    let items =
+        if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { program.microbatches };
+    let second = MicrobatchId(items);
+    rule.version(stage, second).0 == rule.round(stage, second)
+}
+
+fn scales_loss(training: &TrainJob<'_>) -> bool {
+    training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE)
+}
+
+/// Runs what is left of the program from where the course begins. Losses are those of the minibatches that are run.
+pub fn run(
+    training: &TrainJob<'_>,
+    course: RunOptions<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Trained, TrainError> {
+    Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers tells of all"))
+}
+
+/// The same with the workers of this process alone, beside the others of its group if it has one. Process 0 of the group is told of
+/// every minibatch, takes the parts of checkpoints and is given what all workers leave, the others nothing. What checkpoints in the
+/// program hold is given to the process whose worker makes them.
+pub fn run_in_group(
+    training: &TrainJob<'_>,
+    course: RunOptions<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    group: Option<Group>,
+) -> Result<Option<Trained>, TrainError> {
+    run_tensor_parallel(training, course, on_step, group, &[])
+}
+
+/// The same in a tensor-parallel group: each worker's rank, or none without a group.
+pub fn run_tensor_parallel(
+    training: &TrainJob<'_>,
+    course: RunOptions<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    group: Option<Group>,
+    tensor_ranks: &[Arc<TensorRank>],
+) -> Result<Option<Trained>, TrainError> {
+    let RunOptions { start, cuts, gate, on_part, mut on_checkpoint } = course;
+    let done = start.map_or(0, |start| start.minibatches);
+    let left = start.map(|_| rest(training.program, done));
+    let program = left.as_ref().unwrap_or(training.program);
+    check_instructions(program, on_checkpoint.is_some())?;
+    check_parts(program, training.codes)?;
+    check_weights(training.codes, training.weights)?;
+    if start.is_some() || on_part.is_some() {
+        check_read_states(program, training.codes)?;
+    }
+    let scales_loss = scales_loss(training);
+    check_policy(training, scales_loss)?;
+    check_shares(program, group.is_some())?;
+    check_states(training.codes)?;
+    let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
+    let most_shares = most_shares(program);
+    let (events, told) = crossbeam_channel::unbounded();
+    // One checkpoint may wait while another is written: of all workers where it is written, elsewhere of those that are there.
+    let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
+    let workers = program.workers.iter().enumerate().filter(|(w, _)| gives(w));
+    let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
+    let (to_keeper, parts) = crossbeam_channel::bounded(room);
+    let keeper = on_part.is_some().then(|| to_keeper.clone());
+    let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
+    let mut exchange = group.map(open).transpose()?;
+    let ties = ties(training, &mut exchange)?;
+    let norms = agrees(training).then(|| {
+        let all: Vec<usize> = (0..program.workers.len()).collect();
+        let rounds = u64::from(program.items) + 1;
+        meeting(&mut exchange, &all, || SquaresForm { names: names.len() * most_shares }, rounds)
+    });
+    let norms: Option<Arc<Communicator<Squares>>> = norms.transpose()?;
+    let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
+    let mut ends = channels(training, &mut exchange)?;
+    let replicas: Vec<_> =
+        (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
+    let shared = (0..program.stages.len()).map(|stage| shard_comms(training, stage, &mut exchange));
+    let shared: Vec<Boards> = shared.collect::<Result<_, _>>()?;
+    let progress = match &exchange {
+        Some(exchange) => exchange.progress(),
+        None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),
+    };
+    // Where another process writes checkpoints, it is given the parts of this one.
+    let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
+    let makes_parts = on_part.is_some() || elsewhere.is_some();
+    let cutting = makes_parts.then_some(CheckpointPlan { cuts, gate, parts: to_keeper });
+    let is_over = AtomicBool::new(false);
+    let epoch = Instant::now();
+    let mut gears = Vec::new();
+    for (w, own) in program.workers.iter().enumerate() {
+        if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(w)) {
+            continue;
+        }
+        let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
+        let place = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
+            let (code, shard_comms) = (&training.codes[stage.index()], &shared[stage.index()]);
+            let tied = tied_of(&ties, code, (w, stage.index()));
+            let share = share(program, stage.index(), own.replica, code, &tied);
+            let number = |(p, named): (usize, &NamedTensor)| {
+                let replica = if share.deals(p) { share.replica() } else { 0 };
+                share_number(numbers[named.name.as_str()], replica, most_shares)
+            };
+            Ok(StageSetup {
+                stage,
+                code,
+                weights: buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect(),
+                masters: code.parameters.iter().map(|named| master(named, training.weights)).collect(),
+                numbers: code.parameters.iter().enumerate().map(number).collect(),
+                delay: program.stages[stage.index()].cap.saturating_sub(1),
+                ends_with_round: sees_the_newest(program, stage),
+                states: buffers("state", &code.states, training.weights)?,
+                buckets: program.stages[stage.index()].buckets,
+                replicas: replicas[stage.index()].clone(),
+                shard_comm: shard_comms.shard_comm.clone(),
+                gradient_shards: shard_comms.gradient_shards.clone(),
+                norms: shard_comms.norms.clone().map(|place| Norms { place, member: own.replica as usize }),
+                share,
+                tied,
+                is_first: own.replica == 0,
+                begin: start.map(|start| start.begin(stage, own.replica, code, training)).transpose()?,
+                tensor_rank: tensor_ranks.get(w).cloned(),
+            })
+        };
+        gears.push(WorkerContext {
+            id: WorkerId(w as u32),
+            program,
+            stages: program.stages_of(own.rank).map(place).collect::<Result<_, _>>()?,
+            outgoing,
+            incoming,
+            batches: training.batches,
+            optimizer: training.optimizer,
+            policy: training.policy,
+            norms: norms.clone().map(|place| Norms { place, member: w }),
+            scales_loss,
+            events: events.clone(),
+            epoch,
+            progress: progress.clone(),
+            keep_gradients: training.keep_gradients,
+            cutting: cutting.clone(),
+            scale: start.and_then(|start| start.scale),
+            is_over: &is_over,
+        });
+    }
+    drop((events, cutting));
+    let mut losses = Losses::new(program, done, scales_loss);
+    let results = std::thread::scope(|scope| {
+        if let Some(exchange) = &mut exchange {
+            exchange.start(scope);
+        }
+        // It ends when the last worker has.
+        let keeping = match (on_part, elsewhere) {
+            (Some(on_part), _) => Some(scope.spawn(move || parts.into_iter().for_each(on_part))),
+            (None, Some(elsewhere)) => Some(scope.spawn(move || parts.iter().for_each(|part| elsewhere(&part)))),
+            (None, None) => None,
+        };
+        let threads: Vec<_> = gears
+            .into_iter()
+            .map(|gear| {
+                let (worker, name) = (gear.id.index(), program.worker_name(gear.id));
+                // Whatever ends this worker early, no communicator may wait for it.
+                let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
+                let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
+                let shard_comms = gear.stages.iter().filter_map(|place| place.shard_comm.clone()).collect();
+                let shelves = gear.stages.iter().filter_map(|place| place.gradient_shards.clone()).collect();
+                let of_stages = gear.stages.iter().filter_map(|place| place.norms.as_ref());
+                let norms = gear.norms.iter().chain(of_stages).map(|norms| norms.place.clone()).collect();
+                let blame = exchange.as_ref().map(Exchange::blame);
+                let guard = Abandon {
+                    replicas,
+                    shard_comms,
+                    shelves,
+                    tied: meetings,
+                    norms,
+                    blame,
+                    tensor_rank: tensor_ranks.get(worker).cloned(),
+                };
+                let body = move || {
+                    let outcome = worker::run(gear);
+                    match (&outcome, &guard.blame) {
+                        (Ok(_), _) => std::mem::forget(guard),
+                        // Who lost its peer is not to blame.
+                        (Err(WorkerError::PeerGone { .. }), _) | (Err(_), None) => {}
+                        (Err(error), Some(blame)) => blame.end(&error.to_string()),
+                    }
+                    outcome
+                };
+                let builder = std::thread::Builder::new().name(format!("worker {name}"));
+                (worker, name, builder.spawn_scoped(scope, body))
+            })
+            .collect();
+        for event in told {
+            match (event, &mut on_checkpoint) {
+                (Event::Loss { item, value }, _) => match &exchange {
+                    Some(exchange) if !exchange.reports() => exchange.loss(item, value),
+                    _ => {
+                        losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step);
+                        let Some(diverged) = losses.diverged() else { continue };
+                        // All that would follow is no number either.
+                        is_over.store(true, Ordering::Relaxed);
+                        let what = TrainError::Diverged(diverged).to_string();
+                        exchange.iter().for_each(|exchange| exchange.end(&what));
+                    }
+                },
+                (Event::Checkpoint(checkpoint), Some(on_checkpoint)) => on_checkpoint(checkpoint),
+                (Event::Stepped { .. } | Event::Checkpoint(_), _) => {}
+            }
+        }
+        let results: Vec<_> = threads.into_iter().map(|(worker, name, thread)| (worker, join(name, thread))).collect();
+        // What others keep of checkpoints goes before what the workers leave.
+        if exchange.as_ref().is_some_and(|exchange| !exchange.reports()) {
+            keeping.into_iter().for_each(|keeping| _ = keeping.join());
+        }
+        finish(exchange, results)
+    });
+    let seconds = epoch.elapsed().as_secs_f64();
+    if let Some(diverged) = losses.diverged() {
+        return Err(TrainError::Diverged(diverged));
+    }
+    Ok(results?.map(|outcomes| collect(training, outcomes, losses.done(), seconds)))
+}
+
+/// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
+struct Abandon {
+    replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
+    shard_comms: Vec<Arc<ShardComm>>,
+    shelves: Vec<Arc<GradientShards>>,
+    tied: Vec<Arc<TiedGradientComm>>,
+    norms: Vec<Arc<Communicator<Squares>>>,
+    blame: Option<FailureCause>,
+    tensor_rank: Option<Arc<TensorRank>>,
+}
+
+impl Drop for Abandon {
+    fn drop(&mut self) {
+        if let Some(blame) = self.blame.as_ref().filter(|_| std::thread::panicking()) {
+            blame.end("it panicked");
+        }
+        self.replicas.iter().for_each(|r| r.abandon());
+        self.shard_comms.iter().for_each(|b| b.abandon());
+        self.shelves.iter().for_each(|s| s.abandon());
+        self.tied.iter().for_each(|t| t.abandon());
+        self.norms.iter().for_each(|n| n.abandon());
+        self.tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
+    }
+}
+
+/// What all workers leave; nothing where another process tells of them. The first worker that failed by itself is the one to tell of;
+/// the others only lost their peer.
+fn finish(
+    exchange: Option<Exchange<'_>>,
+    results: Vec<(usize, Result<WorkerResult, TrainError>)>,
+) -> Result<Option<Vec<WorkerResult>>, TrainError> {
+    let (mut left, mut lost, mut failed) = (Vec::new(), None, None);
+    for (worker, result) in results {
+        match result {
+            Ok(outcome) => left.push((worker, outcome)),
+            Err(e @ TrainError::Worker(WorkerError::PeerGone { .. })) => lost = lost.or(Some(e)),
+            Err(e) => failed = failed.or(Some(e)),
+        }
+    }
+    let is_well = lost.is_none() && failed.is_none();
+    let reports = exchange.as_ref().is_none_or(Exchange::reports);
+    let finished = match exchange {
+        Some(exchange) => exchange.finish(left, is_well).map_err(TrainError::Link),
+        None => Ok(left),
+    };
+    if let Some(e) = failed {
+        return Err(e);
+    }
+    let all = finished?;
+    match lost {
+        Some(e) => Err(e),
+        None => Ok(reports.then(|| all.into_iter().map(|(_, outcome)| outcome).collect())),
+    }
+}
+
+type Thread<'scope> = std::io::Result<std::thread::ScopedJoinHandle<'scope, Result<WorkerResult, WorkerError>>>;
+
+fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
+    let panicked = |what: String| TrainError::Panic { worker: name.clone(), what };
+    let thread = thread.map_err(|e| panicked(format!("the system gives no thread: {e}")))?;
+    match thread.join() {
+        Ok(outcome) => Ok(outcome?),
+        Err(payload) => {
+            let text = payload.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()));
+            Err(panicked(text.unwrap_or_else(|| "no message".into())))
+        }
+    }
+}
+
+/// What training leaves behind, from what each worker does.
+fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64>, seconds: f64) -> Trained {
+    let mut weights = BTreeMap::new();
+    let mut gradients = BTreeMap::new();
+    let mut spans = Vec::new();
+    let (mut held_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
+    for (own, outcome) in training.program.workers.iter().zip(outcomes) {
+        let stages = training.program.stages_of(own.rank).zip(outcome.stages);
+        for (stage, left) in stages.filter(|_| own.replica == 0) {
+            let code = &training.codes[stage.index()];
+            let put = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, bytes: &[u8]| {
+                to.insert(named.name.clone(), tensor(named, bytes));
+            };
+            code.parameters.iter().zip(&left.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            for (at, (named, buffer)) in code.states.iter().zip(&left.states).enumerate() {
+                // What nothing changed is as it came, and not rounded.
+                match training.weights.get(&named.name) {
+                    Some(given) if is_half(named.fact.dtype) && code.follows.iter().all(|f| f.state != at) => {
+                        weights.insert(named.name.clone(), given.clone());
+                    }
+                    _ => put(&mut weights, named, buffer.bytes()),
+                }
+            }
+            left.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
+        }
+        spans.push(outcome.spans);
+        held_bytes.push(outcome.held_bytes);
+        checkpoint_bytes.push(outcome.checkpoint_bytes);
+    }
+    Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes }
+}
+
+/// The `f32` weights of a narrow parameter.
+fn master(named: &NamedTensor, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
+    let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
+    Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
+}

@@ -1,0 +1,201 @@
+//! Tensor-parallel training: the devices of a group run the whole pipeline side by side, each on its shards.
+//!
+//! Each device has a worker for each worker of the program, with the same kernels. Tensors between stages are whole on every
+//! device, so messages and all-reduces over replicas stay among the workers of one device. Only collective ops in the graph reach
+//! the other devices ([`tensor_group`](crate::comm::tensor_group)). Parameters and optimizer state are shards; results are put
+//! together at the end.
+
+use crate::checkpoint::StageSnapshot;
+use crate::checkpoint::devices::{Joining, dealt, joined, start_of};
+use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
+use crate::exec::compile::{CompileError, compile_shared};
+use crate::stage::saved_weights::Checkpoint;
+use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
+use crate::train::resume::Start;
+use crate::train::run::{RunOptions, StepDone, TrainError, TrainJob, Trained, run_tensor_parallel};
+use compiler::graph::Graph;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::{Pipeline, Program, ScheduleError};
+use compiler::tensor::Tensor;
+use compiler::tensor_parallel::cost::Machine;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::{Builder, ScopedJoinHandle};
+use thiserror::Error;
+
+/// Why training with shared stages ended early.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum SharedError {
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    #[error("weight `{name}` is {got:?}, which is not divided among {devices} devices as its stage was")]
+    Weight { name: String, got: Vec<usize>, devices: usize },
+    #[error("the system gives no thread for device {device}: {fault}")]
+    Thread { device: usize, fault: std::io::Error },
+    #[error("bug in pipec: the thread of device {device} panicked")]
+    Panic { device: usize },
+}
+
+/// Prepares a run whose stages are shared by a group like this machine.
+pub fn prepare_shared(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    machine: &Machine,
+) -> Result<(Prepared, Layouts), PrepareError> {
+    let generated = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
+    let splits = settings.schedule.splits_backward();
+    prepare_shared_with(graph, stages, pipeline, settings, (splits, &generated), machine)
+}
+
+/// A program, and whether any backward in it comes in two parts.
+pub type Order<'a> = (bool, &'a dyn Fn(&Pipeline) -> Result<Program, ScheduleError>);
+
+/// The same with a program of the caller's, made for the pipeline with its edges.
+pub fn prepare_shared_with(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    (splits, program): Order<'_>,
+    machine: &Machine,
+) -> Result<(Prepared, Layouts), PrepareError> {
+    let mut layouts = Layouts::new();
+    let prepared = prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss| {
+        let (codes, found) = compile_shared(graph, place, stages, loss, splits, machine)?;
+        layouts = found;
+        Ok::<_, CompileError>(codes)
+    })?;
+    Ok((prepared, layouts))
+}
+
+/// Runs the program on every device of a group. What it leaves is whole; times are those of the first device.
+pub fn train_shared(
+    training: &TrainJob<'_>,
+    layouts: &Layouts,
+    devices: usize,
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Trained, SharedError> {
+    run_shared(training, RunOptions::default(), (layouts, devices), on_step)
+}
+
+/// The same from where the course begins. What it takes and gives of checkpoints is whole.
+pub fn run_shared(
+    training: &TrainJob<'_>,
+    course: RunOptions<'_>,
+    (layouts, devices): (&Layouts, usize),
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Trained, SharedError> {
+    let RunOptions { start, cuts, gate, on_part, mut on_checkpoint } = course;
+    let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
+    let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
+    let starts = (0..devices).map(|device| start.map(|start| start_of(start, (layouts, devices), device)).transpose());
+    let starts: Vec<Option<Start>> = starts.collect::<Result<_, _>>()?;
+    let tables: Vec<Arc<TensorComm>> =
+        training.program.workers.iter().map(|_| Arc::new(TensorComm::new(devices))).collect();
+    let known = Arc::new(layouts.clone());
+    let tensor_ranks_of = |device: usize| -> Vec<Arc<TensorRank>> {
+        tables.iter().map(|table| Arc::new(TensorRank::new(table.clone(), device, devices, known.clone()))).collect()
+    };
+    let (keeps, writes) = (on_part.is_some(), on_checkpoint.is_some());
+    // Who brings the last part of a checkpoint writes it; who has others to give waits.
+    let keeper = Mutex::new((Joining::new(training.codes, layouts, devices), on_part));
+    let mut joining = Joining::new(training.codes, layouts, devices);
+    let (told, written) = mpsc::channel::<(usize, Checkpoint)>();
+    type Told = mpsc::Sender<(usize, Checkpoint)>;
+    let run = |device: usize, tensor_ranks: Vec<Arc<TensorRank>>, told: Told, on_step: &mut dyn FnMut(StepDone)| {
+        let mut leaving = Leaving { tensor_ranks: &tensor_ranks, is_done: false };
+        let own = TrainJob { weights: &weights[device], ..*training };
+        let mut take = |part: StageSnapshot| {
+            let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
+            let (joining, on_part) = &mut *keeper;
+            let whole = joining.take(device, part);
+            if let Some(on_part) = on_part {
+                whole.into_iter().for_each(on_part);
+            }
+        };
+        // Who takes them is there until all devices have left.
+        let mut tell = |checkpoint: Checkpoint| drop(told.send((device, checkpoint)));
+        let course = RunOptions {
+            start: starts[device].as_ref(),
+            cuts,
+            gate,
+            on_part: keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send)),
+            on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
+        };
+        let done = run_tensor_parallel(&own, course, on_step, None, &tensor_ranks);
+        leaving.is_done = done.is_ok();
+        done
+    };
+    let mut hear = || {
+        for (device, checkpoint) in written.try_iter() {
+            if let (Some(on_checkpoint), Some(whole)) = (&mut on_checkpoint, joining.written(device, checkpoint)) {
+                on_checkpoint(whole);
+            }
+        }
+    };
+    let outcomes: Vec<Result<Trained, SharedError>> = std::thread::scope(|scope| {
+        let start = |device: usize| {
+            let (run, tensor_ranks, told) = (&run, tensor_ranks_of(device), told.clone());
+            let started = Builder::new().spawn_scoped(scope, move || run(device, tensor_ranks, told, &mut |_| ()));
+            // Those who have begun wait for one that will not come.
+            started.inspect_err(|_| tables.iter().for_each(|table| table.abandon()))
+        };
+        let others: Vec<_> = (1..devices).map(start).collect();
+        let first = run(0, tensor_ranks_of(0), told.clone(), &mut |step| {
+            hear();
+            on_step(step);
+        });
+        let told = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
+            Ok(Ok(Some(trained))) => Ok(trained),
+            Ok(Err(error)) => Err(SharedError::Train(error)),
+            Ok(Ok(None)) | Err(_) => Err(SharedError::Panic { device }),
+        };
+        let other = |(at, started): (usize, std::io::Result<ScopedJoinHandle<'_, _>>)| match started {
+            Ok(started) => told(at + 1, started.join()),
+            Err(fault) => Err(SharedError::Thread { device: at + 1, fault }),
+        };
+        std::iter::once(told(0, Ok(first))).chain(others.into_iter().enumerate().map(other)).collect()
+    });
+    hear();
+    let mut left = first_cause(outcomes)?;
+    let mut whole = |of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
+        let each: Vec<_> = left.iter_mut().map(|own| std::mem::take(of(own))).collect();
+        joined(&each, layouts)
+    };
+    let (weights, gradients) = (whole(|own| &mut own.weights), whole(|own| &mut own.gradients));
+    Ok(Trained { weights, gradients, ..left.swap_remove(0) })
+}
+
+/// A device that leaves before all is done, also by a panic, tells those that would wait for it: what failed before its workers
+/// began has no worker that would.
+struct Leaving<'a> {
+    tensor_ranks: &'a [Arc<TensorRank>],
+    is_done: bool,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.tensor_ranks.iter().for_each(|tensor_rank| tensor_rank.abandon());
+        }
+    }
+}
+
+/// What every device left, or why one failed that did not only lose another.
+fn first_cause(outcomes: Vec<Result<Trained, SharedError>>) -> Result<Vec<Trained>, SharedError> {
+    let (mut left, mut failed) = (Vec::new(), Vec::new());
+    for outcome in outcomes {
+        match outcome {
+            Ok(trained) => left.push(trained),
+            Err(error) => failed.push(error),
+        }
+    }
+    let cause = failed.iter().position(|error| !matches!(error, SharedError::Train(error) if error.lost_another()));
+    match failed.is_empty() {
+        true => Ok(left),
+        false => Err(failed.swap_remove(cause.unwrap_or(0))),
+    }
+}

@@ -1,0 +1,86 @@
+//! Validation before a run: programs, policies and states that do not go together.
+
+use crate::device::cpu::half::is_half;
+use crate::exec::compile::StageCode;
+use crate::optim::policy::Staleness;
+use crate::train::run::{TrainError, TrainJob};
+use compiler::plan::StageId;
+use compiler::schedule::{Instruction, Program, ProgramStage, WorkerId};
+use std::collections::BTreeSet;
+
+/// Refuses a program with checkpoints where there is no place for them.
+pub fn check_instructions(program: &Program, keeps_checkpoints: bool) -> Result<(), TrainError> {
+    for (worker, own) in (0..).map(WorkerId).zip(&program.workers) {
+        for (at, instruction) in own.instructions.iter().enumerate() {
+            if let (Instruction::Checkpoint { .. }, false) = (instruction, keeps_checkpoints) {
+                let (worker, instruction) = (program.worker_name(worker), program.show(instruction));
+                return Err(TrainError::NoPlace { worker, at, instruction });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a program that runs in two parts what was compiled as one: the gradients of parameters would come too early.
+pub fn check_parts(program: &Program, codes: &[StageCode]) -> Result<(), TrainError> {
+    let instructions = program.workers.iter().flat_map(|worker| &worker.instructions);
+    let split = instructions.filter_map(|instruction| match *instruction {
+        Instruction::BackwardWeight { stage, .. } => Some(stage),
+        _ => None,
+    });
+    let stages: BTreeSet<StageId> = split.collect();
+    match stages.into_iter().find(|stage| !codes.get(stage.index()).is_some_and(|code| code.in_parts)) {
+        Some(stage) => Err(TrainError::Parts { stage: stage.0 }),
+        None => Ok(()),
+    }
+}
+
+/// Refuses what the schedule, the optimizer or the weights do not go with.
+pub fn check_policy(training: &TrainJob<'_>, scales_loss: bool) -> Result<(), TrainError> {
+    let schedule = training.program.schedule;
+    if scales_loss && !schedule.flushes() {
+        return Err(TrainError::LossScale { schedule });
+    }
+    let staleness = training.policy.staleness;
+    if staleness == Staleness::None || schedule.stashes() {
+        return Ok(());
+    }
+    if staleness == Staleness::Predict && !training.optimizer.has_velocity() {
+        return Err(TrainError::NoVelocity);
+    }
+    if let Some(stage) = training.program.stages.iter().position(|stage| stage.zero > 0) {
+        return Err(TrainError::Shares { stage, schedule });
+    }
+    match training.codes.iter().flat_map(|code| &code.parameters).find(|named| is_half(named.fact.dtype)) {
+        Some(named) => Err(TrainError::Narrow { name: named.name.clone(), dtype: named.fact.dtype }),
+        None => Ok(()),
+    }
+}
+
+/// Refuses a state that follows values while several stages hold it: their copies would drift apart.
+pub fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
+    for (first, code) in codes.iter().enumerate() {
+        for follow in &code.follows {
+            let name = &code.states[follow.state].name;
+            let other =
+                |(s, c): (usize, &StageCode)| (s != first && c.states.iter().any(|n| n.name == *name)).then_some(s);
+            if let Some(second) = codes.iter().enumerate().find_map(other) {
+                return Err(TrainError::SharedState {
+                    name: name.clone(),
+                    first: first.min(second),
+                    second: first.max(second),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses replicas in several processes that share what only those of one process can.
+pub fn check_shares(program: &Program, in_group: bool) -> Result<(), TrainError> {
+    let one = |(stage, of): (usize, &ProgramStage)| (of.zero > 1).then_some((stage, of.zero));
+    match program.stages.iter().enumerate().find_map(one).filter(|_| in_group) {
+        Some((stage, level)) => Err(TrainError::Apart { stage, level }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,188 @@
+//! Sharded gradients (ZeRO 2): the replicas of a stage add to each other's shards.
+//!
+//! A gradient goes to its owners as soon as the backward pass has produced it, so no replica holds all gradients of a stage. The
+//! micro-batches of a round add in their order, which makes the sums the same in every run: an early one waits until its
+//! predecessor has added or has failed, and none waits for a later one. Under a flush, owners allocate a round only after they
+//! have gathered its weights, which every replica does before its first micro-batch.
+//!
+//! The owner of a shard pays for its memory.
+
+use crate::comm::communicator::PeerLost;
+use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::optim::optimizer::accumulate;
+use crate::optim::update::wide;
+use crate::zero::shard::ShardRange;
+use crate::zero::weight_shards::WeightShards;
+use compiler::tensor::DType;
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// A gradient term of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Term {
+    /// The round.
+    pub round: u32,
+    /// By place in [`crate::exec::compile::StageCode::gradient_terms`].
+    pub term: usize,
+}
+
+/// The sum of a term: items that have added to it, and each owner's share until that is taken.
+#[derive(Default)]
+struct Sum {
+    added: u32,
+    shares: Vec<Option<Buffer>>,
+}
+
+struct State {
+    /// Of each replica where it counts what belongs to it, and the last round for which it has room.
+    owners: Vec<Option<(Arc<MemoryCounter>, u32)>>,
+    sums: HashMap<Term, Sum>,
+    is_abandoned: bool,
+}
+
+/// The place of one stage.
+pub struct GradientShards {
+    /// Where they read each other's shares of weights, if they have shares of those.
+    pub weights: WeightShards,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl GradientShards {
+    /// For so many replicas.
+    pub fn new(replicas: usize) -> GradientShards {
+        let state = State { owners: vec![None; replicas], sums: HashMap::new(), is_abandoned: false };
+        GradientShards { weights: WeightShards::new(replicas), state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    // Nothing under the lock can panic half way.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A replica begins: what belongs to it counts there. It has room for the sums of rounds up to this one.
+    pub fn enter(&self, replica: usize, ledger: &Arc<MemoryCounter>, last: u32) {
+        if let Some(own) = self.lock().owners.get_mut(replica) {
+            *own = Some((ledger.clone(), last));
+        }
+        self.changed.notify_all();
+    }
+
+    /// A replica has room for the sums of rounds up to this one: it has let go of what it held for the rounds before.
+    pub fn open(&self, replica: usize, last: u32) {
+        if let Some(Some((_, known))) = self.lock().owners.get_mut(replica) {
+            *known = last.max(*known);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Adds what an item has made of a term, after so many items before it in the round. `parameter` is the term's, of this type, of
+    /// which replicas have these shares.
+    pub fn add(
+        &self,
+        term: Term,
+        before: u32,
+        gradient: &[u8],
+        (parameter, dtype): (usize, DType),
+        share: &ShardRange,
+    ) -> Result<(), PeerLost> {
+        let mut state = self.lock();
+        let ledgers = loop {
+            if state.is_abandoned {
+                return Err(PeerLost);
+            }
+            let has_room = |owner: &Option<(Arc<MemoryCounter>, u32)>| {
+                owner.as_ref().filter(|(_, last)| term.round <= *last).map(|(ledger, _)| ledger.clone())
+            };
+            let ledgers: Option<Vec<Arc<MemoryCounter>>> = state.owners.iter().map(has_room).collect();
+            match ledgers {
+                Some(ledgers) if state.sums.entry(term).or_default().added == before => break ledgers,
+                _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        // It is this item's turn, so nobody else looks at the sum until the item has added.
+        let mut shares = state.sums.get_mut(&term).map(|sum| std::mem::take(&mut sum.shares)).unwrap_or_default();
+        drop(state);
+        let dtype = wide(dtype);
+        for (replica, ledger) in ledgers.iter().enumerate() {
+            let part = &gradient[share.of_member(parameter, gradient.len(), dtype.size(), replica)];
+            match shares.get_mut(replica) {
+                Some(Some(sum)) => accumulate(dtype, sum.bytes_mut(), part),
+                _ => {
+                    let mut first = Buffer::copy_of(part);
+                    first.count_in(ledger);
+                    shares.push(Some(first));
+                }
+            }
+        }
+        if let Some(sum) = self.lock().sums.get_mut(&term) {
+            (sum.shares, sum.added) = (shares, before + 1);
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// A replica takes its share of a sum that all items of the round have added to; nothing where none has.
+    pub fn take(&self, term: Term, replica: usize) -> Option<Buffer> {
+        let mut state = self.lock();
+        let sum = state.sums.get_mut(&term)?;
+        let own = sum.shares.get_mut(replica).and_then(Option::take);
+        if sum.shares.iter().all(Option::is_none) {
+            state.sums.remove(&term);
+        }
+        own
+    }
+
+    /// Somebody will not come any more; everyone who waits is told.
+    pub fn abandon(&self) {
+        self.weights.abandon();
+        self.lock().is_abandoned = true;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(numbers: &[f32]) -> Vec<u8> {
+        numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+    }
+
+    /// Whoever comes first: items add in their order, which rounding tells.
+    #[test]
+    fn items_add_in_order() {
+        let gradient_shards = GradientShards::new(2);
+        let ledgers = [Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default()];
+        let numbers = [[1e8f32, 1.0, 2.0], [1.0, 1.0, 1.0], [-1e8, 1.0, 0.5], [0.25, 1.0, 1.0]];
+        let term = Term { round: 3, term: 0 };
+        std::thread::scope(|scope| {
+            for item in (0..4u32).rev() {
+                let (gradient_shards, share) = (&gradient_shards, ShardRange::of(item as usize % 2, 2, vec![true]));
+                let own = bytes(&numbers[item as usize]);
+                scope.spawn(move || gradient_shards.add(term, item, &own, (0, DType::F32), &share).unwrap());
+            }
+            ledgers.iter().enumerate().for_each(|(replica, ledger)| gradient_shards.enter(replica, ledger, 2));
+            (0..2).for_each(|replica| gradient_shards.open(replica, 3));
+        });
+        let sum =
+            |at: usize| numbers.iter().fold(None, |sum: Option<f32>, of| Some(sum.map_or(of[at], |sum| sum + of[at])));
+        let expected: Vec<f32> = (0..3).filter_map(sum).collect();
+        let [first, second] = [0, 1].map(|replica| gradient_shards.take(term, replica).unwrap());
+        assert_eq!([first.bytes(), second.bytes()].concat(), bytes(&expected));
+        assert_eq!(ledgers.each_ref().map(|ledger| ledger.peak()), [4, 8]);
+        assert!(gradient_shards.take(term, 0).is_none() && gradient_shards.lock().sums.is_empty());
+    }
+
+    #[test]
+    fn nobody_waits_for_one_that_is_gone() {
+        let gradient_shards = GradientShards::new(1);
+        let share = ShardRange::of(0, 1, vec![true]);
+        std::thread::scope(|scope| {
+            let waits = scope
+                .spawn(|| gradient_shards.add(Term { round: 0, term: 0 }, 1, &bytes(&[1.0]), (0, DType::F32), &share));
+            gradient_shards.abandon();
+            assert_eq!(waits.join().unwrap(), Err(PeerLost));
+        });
+    }
+}

@@ -1,0 +1,255 @@
+//! Streaming of gradients out of a backward pass (ZeRO 2) and of weights into a pass (ZeRO 3).
+//!
+//! A gradient sum is allocated from the first step that touches it to the last, then added to its owners' shards and freed. A
+//! gradient that aliases another tensor is added after the pass. A gathered parameter stays allocated until the first step that
+//! does not read it.
+
+use crate::comm::communicator::PeerLost;
+use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::exec::compile::StageCode;
+use crate::exec::executor::{Item, Sum, Weights};
+use crate::exec::sequence::{Sequence, Slot, Step, TensorAddress};
+use crate::optim::update::wide;
+use crate::zero::gradient_shards::{GradientShards, Term};
+use crate::zero::shard::ShardRange;
+use compiler::pass::batched_weight_grad::ITEMS;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// Which of a stage's runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunPhase {
+    /// Forward.
+    Forward,
+    /// Backward, or the first part of it.
+    Backward,
+    /// The second part.
+    Weight,
+}
+
+impl RunPhase {
+    /// Its steps.
+    pub fn of(self, code: &StageCode) -> &Sequence {
+        match self {
+            RunPhase::Forward => &code.forward,
+            RunPhase::Backward => &code.backward,
+            RunPhase::Weight => &code.weight,
+        }
+    }
+}
+
+/// Where an item stands among those that add to the same sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoundPosition {
+    /// The round.
+    pub round: u32,
+    /// Items of the round before it.
+    pub before: u32,
+    /// Those of them that its worker has run backward, and items of the round that the worker has in all.
+    pub own: u64,
+    /// The latter.
+    pub of: u64,
+}
+
+impl RoundPosition {
+    /// Whether it is one of so many items that their gradients are made at once.
+    pub fn is_joined(&self) -> bool {
+        self.own < self.of / u64::from(ITEMS) * u64::from(ITEMS)
+    }
+}
+
+/// What is done around a step.
+#[derive(Default)]
+struct Moment {
+    /// Parameters that are gathered in front of it, and those that are dropped behind it.
+    gathered: Vec<usize>,
+    dropped: Vec<usize>,
+    /// Terms whose sums begin with it, and those whose sums end.
+    begun: Vec<usize>,
+    ended: Vec<usize>,
+}
+
+impl Moment {
+    fn is_empty(&self) -> bool {
+        [&self.gathered, &self.dropped, &self.begun, &self.ended].into_iter().all(Vec::is_empty)
+    }
+}
+
+/// What a stage's replicas do between its steps.
+pub struct ShardStream {
+    gradient_shards: Arc<GradientShards>,
+    share: ShardRange,
+    /// Whether a replica reads a version no more after its last backward of a round.
+    ends_with_round: bool,
+    /// By run and step.
+    moments: [Vec<Moment>; 3],
+}
+
+impl ShardStream {
+    /// For a stage whose parameters are dealt out so.
+    pub fn new(
+        code: &StageCode,
+        share: ShardRange,
+        gradient_shards: Arc<GradientShards>,
+        ends_with_round: bool,
+    ) -> ShardStream {
+        let moments =
+            [RunPhase::Forward, RunPhase::Backward, RunPhase::Weight].map(|run| moments(code, &share, run.of(code)));
+        ShardStream { gradient_shards, share, ends_with_round, moments }
+    }
+
+    /// This replica has room for the sums of rounds up to this one.
+    pub fn open(&self, round: u32) {
+        self.gradient_shards.open(self.share.replica(), round);
+    }
+
+    /// Whether a term of this parameter goes to the shares of its owners.
+    pub fn takes(&self, parameter: usize) -> bool {
+        self.share.deals(parameter)
+    }
+
+    fn of(&self, run: RunPhase) -> &[Moment] {
+        &self.moments[run as usize]
+    }
+
+    /// Whether anything is to be done between the steps of a run.
+    pub fn has(&self, run: RunPhase) -> bool {
+        self.of(run).iter().any(|moment| !moment.is_empty())
+    }
+
+    /// Gathers what a step reads, and makes room for the sums that begin with it.
+    pub fn before(
+        &self,
+        code: &StageCode,
+        run: RunPhase,
+        step: usize,
+        item: &mut Item,
+        ledger: &Arc<MemoryCounter>,
+    ) -> Result<(), PeerLost> {
+        let moment = &self.of(run)[step];
+        for &parameter in &moment.gathered {
+            // A run that was resumed has the versions before its beginning whole.
+            if item.weights[parameter].len() < code.parameters[parameter].bytes {
+                item.gathered.resize(code.parameters.len(), None);
+                let whole = self.whole(code, item.version, parameter, Some(ledger))?;
+                item.gathered[parameter] = Some(whole);
+            }
+        }
+        for &term in &moment.begun {
+            let at = &code.gradient_terms[term];
+            let dtype = code.parameters[at.parameter].fact.dtype;
+            let mut room = Buffer::new(at.place.bytes / dtype.size() * wide(dtype).size());
+            room.count_in(ledger);
+            item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
+        }
+        Ok(())
+    }
+
+    /// Drops what the next step does not read, and adds the sums that end with a step to those of their owners. Waits for the items before
+    /// this one.
+    pub fn after(&self, code: &StageCode, run: RunPhase, step: usize, item: &mut Item) -> Result<(), PeerLost> {
+        let moment = &self.of(run)[step];
+        for &parameter in &moment.dropped {
+            if let Some(gathered) = item.gathered.get_mut(parameter) {
+                *gathered = None;
+            }
+        }
+        for &term in &moment.ended {
+            if let Some(made) = item.sums[term].take() {
+                self.add(code, term, item.turn, made.buffer.bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds what an item has made of a term, in the type of sums.
+    pub fn add(&self, code: &StageCode, term: usize, turn: RoundPosition, made: &[u8]) -> Result<(), PeerLost> {
+        let parameter = code.gradient_terms[term].parameter;
+        let of = (parameter, code.parameters[parameter].fact.dtype);
+        self.gradient_shards.add(Term { round: turn.round, term }, turn.before, made, of, &self.share)
+    }
+
+    /// All of a parameter in a version of which each replica has a share. It counts in the ledger, if one is given.
+    pub fn whole(
+        &self,
+        code: &StageCode,
+        version: u32,
+        parameter: usize,
+        ledger: Option<&Arc<MemoryCounter>>,
+    ) -> Result<Arc<Buffer>, PeerLost> {
+        let mut whole = Buffer::new(code.parameters[parameter].bytes);
+        ledger.into_iter().for_each(|ledger| whole.count_in(ledger));
+        self.gradient_shards.weights.read(version, parameter, whole.bytes_mut())?;
+        Ok(Arc::new(whole))
+    }
+
+    /// Gives others this replica's share of a version.
+    pub fn put(&self, version: u32, weights: &Weights) {
+        if self.share.keeps() {
+            let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.deals(parameter) {
+                true => weight.clone(),
+                false => Arc::new(Buffer::new(0)),
+            });
+            self.gradient_shards.weights.put(version, self.share.replica(), own.collect());
+        }
+    }
+
+    /// This replica reads a version no more.
+    pub fn let_go(&self, version: u32) {
+        self.gradient_shards.weights.let_go(version, self.share.replica());
+    }
+
+    /// This replica has run its last backward of a round.
+    pub fn end_round(&self, round: u32) {
+        if self.ends_with_round {
+            self.let_go(round);
+        }
+    }
+
+    /// Takes this replica's share of the sum of a term.
+    pub fn sum(&self, round: u32, term: usize) -> Option<Arc<Buffer>> {
+        self.gradient_shards.take(Term { round, term }, self.share.replica()).map(Arc::new)
+    }
+}
+
+/// What is done around each step: the first and the last that looks at a term's sum, and those that read a parameter while their neighbours do
+/// not.
+fn moments(code: &StageCode, share: &ShardRange, sequence: &Sequence) -> Vec<Moment> {
+    let mut moments: Vec<Moment> = sequence.steps.iter().map(|_| Moment::default()).collect();
+    let read = |step: &Step| -> BTreeSet<usize> {
+        let of = |place: &TensorAddress| match place.slot {
+            Slot::Parameter(parameter) => Some(parameter).filter(|_| share.keeps() && share.deals(parameter)),
+            _ => None,
+        };
+        step.inputs.iter().filter_map(of).collect()
+    };
+    let read: Vec<BTreeSet<usize>> = sequence.steps.iter().map(read).collect();
+    let none = BTreeSet::new();
+    for (at, moment) in moments.iter_mut().enumerate() {
+        let before = at.checked_sub(1).map_or(&none, |before| &read[before]);
+        moment.gathered = read[at].difference(before).copied().collect();
+        moment.dropped = read[at].difference(read.get(at + 1).unwrap_or(&none)).copied().collect();
+    }
+    for (term, at) in code.gradient_terms.iter().enumerate() {
+        if !at.is_summed || !share.deals(at.parameter) {
+            continue;
+        }
+        let looks = |step: &&Step| looks(step, term);
+        let first = sequence.steps.iter().position(|step| looks(&step));
+        let last = sequence.steps.iter().rposition(|step| looks(&step));
+        if let (Some(first), Some(last)) = (first, last) {
+            moments[first].begun.push(term);
+            moments[last].ended.push(term);
+        }
+    }
+    moments
+}
+
+fn looks(step: &Step, term: usize) -> bool {
+    let is_there = |slot: Slot| match slot {
+        Slot::Sum(of) | Slot::Gradient { term: of, .. } => of == term,
+        _ => false,
+    };
+    let places = step.inputs.iter().chain(&step.outputs).any(|place| is_there(place.slot));
+    places || step.adds_to.contains(&term) || step.terms.contains(&term)
+}

@@ -1,0 +1,130 @@
+//! Sharded weights (ZeRO 3): the replicas of a stage read each other's shards.
+//!
+//! No replica holds a whole version. Each publishes its shard after its step, and a pass gathers what each of its steps reads
+//! ([`streaming`](crate::zero::streaming)). A shard stays until every replica has released the version; its owner pays for its
+//! memory. A read waits only for a shard that is about to be published, because programs gather a version before they use it.
+
+use crate::comm::communicator::PeerLost;
+use crate::device::buffer::Buffer;
+use crate::exec::executor::Weights;
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// A version: the share of each replica, and who has let it go.
+struct Version {
+    shares: Vec<Option<Weights>>,
+    is_gone: Vec<bool>,
+}
+
+struct State {
+    versions: HashMap<u32, Version>,
+    is_abandoned: bool,
+}
+
+/// The place of one stage.
+pub struct WeightShards {
+    replicas: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl WeightShards {
+    /// For so many replicas.
+    pub fn new(replicas: usize) -> WeightShards {
+        let state = State { versions: HashMap::new(), is_abandoned: false };
+        WeightShards { replicas, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    // Nothing under the lock can panic half way.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A replica gives its share of a version: of every parameter a range, or nothing of one that all have whole.
+    pub fn put(&self, version: u32, replica: usize, share: Weights) {
+        let none = || Version { shares: vec![None; self.replicas], is_gone: vec![false; self.replicas] };
+        if let Some(own) = self.lock().versions.entry(version).or_insert_with(none).shares.get_mut(replica) {
+            *own = Some(share);
+        }
+        self.changed.notify_all();
+    }
+
+    /// A replica reads a version no more. The last one takes it away.
+    pub fn let_go(&self, version: u32, replica: usize) {
+        let mut state = self.lock();
+        let Some(known) = state.versions.get_mut(&version) else { return };
+        known.is_gone.get_mut(replica).into_iter().for_each(|is_gone| *is_gone = true);
+        if known.is_gone.iter().all(|is_gone| *is_gone) {
+            state.versions.remove(&version);
+        }
+    }
+
+    /// Writes a parameter of a version, its shares one after the other. Waits for shares that are not here yet.
+    pub fn read(&self, version: u32, parameter: usize, to: &mut [u8]) -> Result<(), PeerLost> {
+        let mut state = self.lock();
+        let shares: Vec<Arc<Buffer>> = loop {
+            if state.is_abandoned {
+                return Err(PeerLost);
+            }
+            let shares = state.versions.get(&version).map(|known| known.shares.iter());
+            let of = |share: &Option<Weights>| share.as_ref().and_then(|share| share.get(parameter)).cloned();
+            match shares.and_then(|mut shares| shares.by_ref().map(of).collect()) {
+                Some(shares) => break shares,
+                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        drop(state);
+        let mut rest = to;
+        for share in shares {
+            // Shares of another length are no shares of this parameter.
+            let (own, behind) = rest.split_at_mut_checked(share.len()).ok_or(PeerLost)?;
+            own.copy_from_slice(share.bytes());
+            rest = behind;
+        }
+        if rest.is_empty() { Ok(()) } else { Err(PeerLost) }
+    }
+
+    /// Somebody will not come any more; everyone who waits is told.
+    pub fn abandon(&self) {
+        self.lock().is_abandoned = true;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn share(bytes: &[u8]) -> Weights {
+        vec![Arc::new(Buffer::copy_of(bytes))]
+    }
+
+    #[test]
+    fn a_version_is_read_until_all_have_let_it_go() {
+        let weight_shards = WeightShards::new(2);
+        weight_shards.put(3, 1, share(&[4, 5]));
+        let mut whole = [0; 5];
+        std::thread::scope(|scope| {
+            scope.spawn(|| weight_shards.put(3, 0, share(&[1, 2, 3])));
+            weight_shards.read(3, 0, &mut whole).unwrap();
+        });
+        assert_eq!(whole, [1, 2, 3, 4, 5]);
+        weight_shards.let_go(3, 0);
+        weight_shards.let_go(3, 0);
+        weight_shards.read(3, 0, &mut whole).unwrap();
+        assert_eq!(weight_shards.read(3, 0, &mut [0; 4]), Err(PeerLost));
+        weight_shards.let_go(3, 1);
+        assert!(weight_shards.lock().versions.is_empty());
+    }
+
+    #[test]
+    fn nobody_waits_for_one_that_is_gone() {
+        let weight_shards = WeightShards::new(2);
+        weight_shards.put(0, 0, share(&[1]));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| weight_shards.read(0, 0, &mut [0; 2]));
+            weight_shards.abandon();
+            assert_eq!(waits.join().unwrap(), Err(PeerLost));
+        });
+    }
+}
