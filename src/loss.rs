@@ -1,29 +1,36 @@
-//! What training makes small, as costs need to know it: `--loss` and `--class-dim`.
+//! The training loss, and the loss whose costs are counted.
 //!
-//! A loss is no op of a plan. It runs in the stage that makes the predictions, and its time and memory stand with the op that makes them.
+//! A loss is no op of a plan. It runs in the stage that makes the predictions, and its costs are added to the op that makes them.
 
-use crate::failure::Failure;
-use clap::{Args, ValueEnum};
+use crate::error::Error;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::pass::attribution::{Attribution, AttributionError, Training, attribute};
 use compiler::pass::loss;
 
-/// What training makes small.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+/// A training loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loss {
-    /// Mean cross-entropy of logits against class numbers, of which -100 counts for nothing; where none counts it is 0
+    /// Mean cross-entropy of logits against class numbers; labels of -100 are ignored.
     CrossEntropy,
-    /// Mean squared error
+    /// Mean squared error.
     Mse,
-    /// Mean binary cross-entropy of logits against targets from 0 to 1
+    /// Mean binary cross-entropy of logits against targets from 0 to 1.
     Bce,
-    /// The model's own loss: its first output where that is a scalar, else the only scalar among its outputs
+    /// The model's own loss: its first output if that is a scalar, else the only scalar among its outputs.
     Output,
 }
 
 impl Loss {
-    /// As the passes know it.
+    /// Every loss.
+    pub const ALL: [Loss; 4] = [Loss::CrossEntropy, Loss::Mse, Loss::Bce, Loss::Output];
+
+    /// The loss of that name.
+    pub fn from_name(name: &str) -> Option<Loss> {
+        Loss::ALL.into_iter().find(|loss| loss.name() == name)
+    }
+
+    /// The loss of the compiler's passes.
     pub fn of(self) -> loss::Loss {
         match self {
             Loss::CrossEntropy => loss::Loss::CrossEntropy,
@@ -33,9 +40,9 @@ impl Loss {
         }
     }
 
-    /// Of a graph where nobody says: a scalar that comes first, or that follows from labels, is a loss by itself. Else the
-    /// first output is taken for logits.
-    pub fn usual(graph: &Graph) -> Loss {
+    /// The default loss of a graph: its own, if a scalar output comes first or depends on labels; else cross-entropy of the first
+    /// output.
+    pub fn default_of(graph: &Graph) -> Loss {
         let is_loss = |at: usize| match at {
             0 => graph.fact(graph.outputs[0].value).rank() == 0,
             _ => loss::reads_more(graph, at),
@@ -55,58 +62,38 @@ impl Loss {
 }
 
 /// The loss whose costs are counted.
-#[derive(Clone, Debug, Default, Args)]
-pub struct LossArguments {
-    /// The loss whose costs are counted, in the stage that makes the predictions: cross-entropy, mse, bce, output, or none [default: what `train` would take; none for inference]
-    #[arg(long, value_name = "NAME", value_parser = ["cross-entropy", "mse", "bce", "output", "none"], help_heading = "Costs and memory")]
-    pub loss: Option<String>,
-    /// The axis of classes; negative counts from the end [default: -1]
-    #[arg(long, value_name = "AXIS", allow_hyphen_values = true, requires = "loss", help_heading = "Costs and memory")]
-    pub class_dim: Option<i64>,
-}
-
-/// Which loss the costs of a model have in them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Counted {
-    /// What training takes where nobody says, if the model has such an output.
+pub enum CountedLoss {
+    /// The default loss of the model, if it fits the output.
     #[default]
-    Usual,
+    Default,
     /// This one, with its axis of classes.
     One(Loss, Option<i64>),
-    /// None: a gradient arrives for the predictions.
+    /// No loss: the gradient of the predictions is given.
     None,
 }
 
-impl LossArguments {
-    /// What was said, if anything was.
-    pub fn said(&self) -> Option<Counted> {
-        let name = self.loss.as_deref()?;
-        let loss = Loss::value_variants().iter().find(|loss| loss.name() == name);
-        Some(loss.map_or(Counted::None, |loss| Counted::One(*loss, self.class_dim)))
-    }
-}
-
-impl Counted {
+impl CountedLoss {
     /// As plans and profiles write it: `cross-entropy`, or `cross-entropy over 1` with an axis of classes.
     pub fn written(self) -> Option<String> {
         match self {
-            Counted::One(loss, Some(axis)) => Some(format!("{}{OVER}{axis}", loss.name())),
-            Counted::One(loss, None) => Some(loss.name().to_string()),
-            Counted::Usual | Counted::None => None,
+            CountedLoss::One(loss, Some(axis)) => Some(format!("{}{OVER}{axis}", loss.name())),
+            CountedLoss::One(loss, None) => Some(loss.name().to_string()),
+            CountedLoss::Default | CountedLoss::None => None,
         }
     }
 
     /// What a plan or a profile wrote.
-    pub fn read(written: Option<&str>) -> Result<Counted, Failure> {
-        let Some(text) = written else { return Ok(Counted::None) };
+    pub fn read(written: Option<&str>) -> Result<CountedLoss, Error> {
+        let Some(text) = written else { return Ok(CountedLoss::None) };
         let (name, axis) = match text.split_once(OVER) {
             Some((name, axis)) => (name, axis.parse().ok().map(Some)),
             None => (text, Some(None)),
         };
-        let loss = Loss::value_variants().iter().find(|loss| loss.name() == name);
+        let loss = Loss::from_name(name);
         match (loss, axis) {
-            (Some(loss), Some(axis)) => Ok(Counted::One(*loss, axis)),
-            _ => Err(Failure::input(format!("the loss `{}` is not known", shown(text)))
+            (Some(loss), Some(axis)) => Ok(CountedLoss::One(loss, axis)),
+            _ => Err(Error::input(format!("the loss `{}` is not known", shown(text)))
                 .because("a newer version of pipec may have written it")),
         }
     }
@@ -119,7 +106,7 @@ pub struct Attributed {
     /// By op.
     pub attribution: Attribution,
     /// The loss that is in it.
-    pub counted: Counted,
+    pub counted: CountedLoss,
     /// What its backward starts from.
     pub training: Training,
     /// Why the model cannot be trained, where it cannot.
@@ -127,23 +114,23 @@ pub struct Attributed {
 }
 
 /// Attributes the graph with that loss on its output. One that cannot be trained answers by its forward alone.
-pub fn attributed(graph: &Graph, counted: Counted) -> Result<Attributed, AttributionError> {
+pub fn attributed(graph: &Graph, counted: CountedLoss) -> Result<Attributed, AttributionError> {
     let (training, counted) = match counted {
-        Counted::Usual => {
-            let usual = Counted::One(Loss::usual(graph), None);
+        CountedLoss::Default => {
+            let usual = CountedLoss::One(Loss::default_of(graph), None);
             return match attributed(graph, usual) {
                 // No loss fits such an output; whoever trains it has one of their own.
-                Err(AttributionError::Loss(_)) => attributed(graph, Counted::None),
+                Err(AttributionError::Loss(_)) => attributed(graph, CountedLoss::None),
                 other => other,
             };
         }
-        Counted::One(loss, axis) => (Training::Loss(loss.of(), axis), counted),
-        Counted::None => (Training::Gradient, counted),
+        CountedLoss::One(loss, axis) => (Training::Loss(loss.of(), axis), counted),
+        CountedLoss::None => (Training::Gradient, counted),
     };
     match attribute(graph, training) {
         Err(AttributionError::Backward(why)) => Ok(Attributed {
             attribution: attribute(graph, Training::No)?,
-            counted: Counted::None,
+            counted: CountedLoss::None,
             training: Training::No,
             untrainable: Some(why.to_string()),
         }),
@@ -157,10 +144,12 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        for counted in [Counted::None, Counted::One(Loss::Mse, None), Counted::One(Loss::CrossEntropy, Some(-2))] {
-            assert_eq!(Counted::read(counted.written().as_deref()).unwrap(), counted);
+        for counted in
+            [CountedLoss::None, CountedLoss::One(Loss::Mse, None), CountedLoss::One(Loss::CrossEntropy, Some(-2))]
+        {
+            assert_eq!(CountedLoss::read(counted.written().as_deref()).unwrap(), counted);
         }
-        assert!(Counted::read(Some("hinge")).is_err());
-        assert!(Counted::read(Some("cross-entropy over x")).is_err());
+        assert!(CountedLoss::read(Some("hinge")).is_err());
+        assert!(CountedLoss::read(Some("cross-entropy over x")).is_err());
     }
 }

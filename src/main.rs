@@ -6,62 +6,14 @@
 // What flags say of themselves is their help, as it stands: `[default: …]` is no link there.
 #![allow(rustdoc::broken_intra_doc_links)]
 
-mod advice;
-mod arguments;
-mod asked;
-mod batch;
-mod beyond;
-mod candidates;
-mod checkpoints;
-mod children;
-mod cmd;
-mod colour;
-mod device_placement;
-mod ended;
-mod failure;
-mod family;
-mod freeze;
-mod given;
-mod groups;
-mod held_out;
-mod hybrid;
-mod identity;
-mod initial;
-mod kind;
-mod launcher;
-mod loss;
-mod machines;
-mod memory;
-mod metrics;
-mod model;
-mod narrow;
-mod output;
-mod overwritten;
-mod own;
-mod prediction;
-mod replaced;
-mod screen;
-mod seat;
-mod signals;
-mod source;
-mod stages;
-mod stop;
-mod tensor;
-mod terms;
-mod ties;
-mod training;
-mod untrained;
-mod usage;
-mod whose;
-mod zero;
+mod cli;
 
-use crate::arguments::{Cli, Verb};
-use crate::failure::Failure;
-use crate::screen::{Reader, Screen};
+use crate::cli::args::{Cli, Verb};
+use crate::cli::render_error::{BUG, INPUT, exit_code};
+use crate::cli::screen::{Reader, Screen};
 use clap::error::ErrorKind;
 use clap::{Command, CommandFactory, FromArgMatches};
-// Every verb tells numbers as the pictures do.
-use compiler::export::quantity;
+use pipec::error::Error;
 use std::env;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
@@ -82,16 +34,17 @@ fn main() -> ExitCode {
     }));
     let arguments: Vec<String> =
         env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
-    colour::decide(colour::among(arguments.iter().cloned()));
+    crate::cli::color::decide(crate::cli::color::among(arguments.iter().cloned()));
     // Who started a process of a run reads its last words as text.
-    let is_program = usage::wants_json(arguments.iter().cloned()) && env::var_os(children::VARIABLE).is_none();
+    let is_program = crate::cli::usage::wants_json(arguments.iter().cloned())
+        && env::var_os(pipec::launch::children::VARIABLE).is_none();
     let reader = if is_program { Reader::Program } else { Reader::Person };
     match panic::catch_unwind(AssertUnwindSafe(|| run(&arguments, reader))) {
         Ok(code) => ExitCode::from(code),
         Err(_) => {
             let said = PANIC.lock().ok().and_then(|mut first| first.take()).unwrap_or_default();
-            Screen::failure(&Failure::bug(&said), reader);
-            ExitCode::from(failure::BUG)
+            Screen::failure(&Error::bug(&said), reader);
+            ExitCode::from(BUG)
         }
     }
 }
@@ -104,37 +57,37 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
         .and_then(|matches| Cli::from_arg_matches(&matches).map(|cli| (cli, matches)));
     let (cli, matches) = match parsed {
         Ok(parsed) => parsed,
-        Err(error) => return misused(&usage::advised(error, &command, arguments), reader),
+        Err(error) => return misused(&crate::cli::usage::advised(error, &command, arguments), reader),
     };
-    if let Err(failure) = overwritten::refuse(&command, &matches) {
+    if let Err(failure) = crate::cli::path_conflicts::refuse(&command, &matches) {
         Screen::failure(&failure, reader);
-        return failure.code;
+        return exit_code(&failure);
     }
     let screen = Screen::new(&cli.global, reader);
     let done = match cli.verb {
-        Verb::Inspect(arguments) => cmd::inspect::run(arguments, &screen),
-        Verb::Profile(arguments) => cmd::profile::run(arguments, &screen),
-        Verb::Partition(arguments) => cmd::partition::run(arguments, &screen),
-        Verb::Plan(arguments) => cmd::plan::run(arguments, &screen),
-        Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
-        Verb::Report(arguments) => cmd::report::run(arguments, &screen),
-        Verb::Sweep(arguments) => cmd::sweep::run(arguments, &screen),
-        Verb::Export(arguments) => cmd::export::run(arguments, &screen),
-        Verb::Train(arguments) => cmd::train::run(arguments, &screen),
-        Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
-        Verb::Quickstart(arguments) => cmd::quickstart::run(arguments, &screen),
-        Verb::Cluster(arguments) => cmd::cluster::run(arguments, &screen),
-        Verb::Doctor(arguments) => cmd::doctor::run(&arguments, &screen),
-        Verb::Schema(arguments) => cmd::schema::run(arguments, &screen),
-        Verb::Zoo(arguments) => cmd::zoo::run(arguments, &screen),
-        Verb::Completions(arguments) => cmd::completions::run(arguments, &screen),
-        Verb::Man(arguments) => cmd::man::run(&arguments, &screen),
+        Verb::Inspect(arguments) => crate::cli::cmd::inspect::run(arguments, &screen),
+        Verb::Profile(arguments) => crate::cli::cmd::profile::run(arguments, &screen),
+        Verb::Partition(arguments) => crate::cli::cmd::partition::run(arguments, &screen),
+        Verb::Plan(arguments) => crate::cli::cmd::plan::run(arguments, &screen),
+        Verb::Simulate(arguments) => crate::cli::cmd::simulate::run(arguments, &screen),
+        Verb::Report(arguments) => crate::cli::cmd::report::run(arguments, &screen),
+        Verb::Sweep(arguments) => crate::cli::cmd::sweep::run(arguments, &screen),
+        Verb::Export(arguments) => crate::cli::cmd::export::run(arguments, &screen),
+        Verb::Train(arguments) => crate::cli::cmd::train::run(arguments, &screen),
+        Verb::Eval(arguments) => crate::cli::cmd::eval::run(arguments, &screen),
+        Verb::Quickstart(arguments) => crate::cli::cmd::quickstart::run(arguments, &screen),
+        Verb::Cluster(arguments) => crate::cli::cmd::cluster::run(arguments, &screen),
+        Verb::Doctor(arguments) => crate::cli::cmd::doctor::run(&arguments, &screen),
+        Verb::Schema(arguments) => crate::cli::cmd::schema::run(arguments, &screen),
+        Verb::Zoo(arguments) => crate::cli::cmd::zoo::run(arguments, &screen),
+        Verb::Completions(arguments) => crate::cli::cmd::completions::run(arguments, &screen),
+        Verb::Man(arguments) => crate::cli::cmd::man::run(&arguments, &screen),
     };
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,
         Err(failure) => {
             Screen::failure(&failure, reader);
-            failure.code
+            exit_code(&failure)
         }
     }
 }
@@ -155,16 +108,16 @@ fn misused(error: &clap::Error, reader: Reader) -> u8 {
             0
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Screen::failure(&Failure::input("no command is given").because(error.render()), reader);
-            failure::INPUT
+            Screen::failure(&Error::input("no command is given").because(error.render()), reader);
+            INPUT
         }
         _ if reader == Reader::Program => {
-            Screen::failure(&usage::failure(error), reader);
-            failure::INPUT
+            Screen::failure(&crate::cli::usage::failure(error), reader);
+            INPUT
         }
         _ => {
             Screen::complain(&error.render().to_string());
-            failure::INPUT
+            INPUT
         }
     }
 }

@@ -1,9 +1,10 @@
 //! Loading a model, and giving its open dimensions their sizes.
 
-use crate::arguments::Import;
-use crate::failure::Failure;
-use crate::screen::Screen;
-use crate::{advice, kind, source};
+use crate::error::Error;
+use crate::events::EventSink;
+use crate::files::detect;
+use crate::files::input;
+use crate::help;
 use compiler::export::target::Imported;
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
@@ -25,29 +26,55 @@ use std::path::{Path, PathBuf};
 /// Samples in a micro-batch where neither the user nor the file says how many.
 pub const DEFAULT_MICRO_BATCH: u64 = 32;
 
-/// A model with what the user said of its sizes.
-pub struct Loaded {
+/// How a model is imported.
+#[derive(Clone, Debug, Default)]
+pub struct ImportRequest {
+    /// Sizes of symbolic dimensions.
+    pub dims: Vec<(String, u64)>,
+    /// The batch axis of inputs; axis 0 of the first input if empty.
+    pub batch_dims: Vec<(String, usize)>,
+    /// Whether normalisation and dropout that were exported for inference return to training mode.
+    pub train_mode: bool,
+}
+
+impl ImportRequest {
+    /// Adds the settings of a plan's import; settings of this request take precedence.
+    pub fn follow(&mut self, planned: &ImportSettings) {
+        let is_set = |name: &String| self.dims.iter().any(|(known, _)| known == name);
+        let dims: Vec<_> =
+            planned.dims.iter().filter(|(name, _)| !is_set(name)).map(|(n, v)| (n.clone(), *v)).collect();
+        self.dims.extend(dims);
+        if self.batch_dims.is_empty() {
+            let axes = planned.batch_dims.iter().map(|(name, axis)| (name.clone(), *axis as usize));
+            self.batch_dims.extend(axes);
+        }
+        self.train_mode |= planned.train_mode;
+    }
+}
+
+/// An imported model with its requested sizes.
+pub struct LoadedModel {
     /// As it was imported.
     pub model: Model,
     path: PathBuf,
     options: Options,
-    asked: Option<u64>,
+    requested: Option<u64>,
 }
 
 /// Imports the file to train it or to plan that: tells its warnings, and in what it is not the model that its framework trains.
-pub fn load(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
-    let loaded = read(path, import, screen)?;
-    loaded.model.doubts.iter().for_each(|doubt| tell(doubt, screen));
+pub fn load(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Result<LoadedModel, Error> {
+    let loaded = read(path, import, events)?;
+    loaded.model.doubts.iter().for_each(|doubt| warn_training(doubt, events));
     Ok(loaded)
 }
 
 /// Tells a doubt with what mends it.
-pub fn tell(doubt: &TrainingWarning, screen: &Screen) {
-    screen.warn(&format!("{doubt}; {}", doubt.remedy()));
+pub fn warn_training(doubt: &TrainingWarning, events: &dyn EventSink) {
+    events.warn(&format!("{doubt}; {}", doubt.remedy()));
 }
 
 /// Imports the file and tells its warnings.
-pub fn read(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
+pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let options = Options {
         dims: import.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect(),
         batch_axes: import.batch_dims.iter().cloned().collect(),
@@ -55,62 +82,62 @@ pub fn read(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Fai
         ..Options::default()
     };
     let model = import::load(path, &options).map_err(|error| refused(path, &error))?;
-    model.warnings.iter().for_each(|warning| screen.warn(warning));
-    Ok(Loaded { model, path: path.to_path_buf(), options, asked: None })
+    model.warnings.iter().for_each(|warning| events.warn(warning));
+    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested: None })
 }
 
 /// Imports a model of the zoo that has no file.
-pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<Loaded, Failure> {
+pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<LoadedModel, Error> {
     let path = PathBuf::from(name);
     let options = Options::default();
     let source = decode::parse(bytes.into(), Some(Path::new("."))).map_err(|error| refused(&path, &error.into()))?;
     let model = import::from_onnx(&source, name, &options).map_err(|error| refused(&path, &error))?;
-    Ok(Loaded { model, path, options, asked: None })
+    Ok(LoadedModel { model, path, options, requested: None })
 }
 
 /// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.
-pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, screen: &Screen) -> Result<Loaded, Failure> {
+pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let loaded = with_inputs::load(path, &Options::default(), arrays);
     let (model, options) = loaded.map_err(|error| refused(path, &error))?;
     if !options.known.values.is_empty() {
         let names: Vec<String> = options.known.values.keys().cloned().collect();
-        screen.note(&format!("the values of {} are taken as constants of the model", told(&names)));
+        events.note(&format!("the values of {} are taken as constants of the model", list(&names)));
     }
-    model.warnings.iter().for_each(|warning| screen.warn(warning));
-    Ok(Loaded { model, path: path.to_path_buf(), options, asked: None })
+    model.warnings.iter().for_each(|warning| events.warn(warning));
+    Ok(LoadedModel { model, path: path.to_path_buf(), options, requested: None })
 }
 
-fn told(names: &[String]) -> String {
+fn list(names: &[String]) -> String {
     names.iter().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ")
 }
 
 /// What to tell of a file that cannot be imported; one of ours is called what it is.
-fn refused(path: &Path, error: &ImportError) -> Failure {
+fn refused(path: &Path, error: &ImportError) -> Error {
     let what = format!("cannot import {}", path.display());
     if let ImportError::Decode(DecodeError::Format(FormatError::Text)) = error
-        && let Ok(text) = source::text(path, source::MOST_PLAN_BYTES)
-        && let Some(other) = source::other_file(&text, "model")
+        && let Ok(text) = input::text(path, input::MOST_PLAN_BYTES)
+        && let Some(other) = input::other_file(&text, "model")
     {
-        return Failure::input(what).because(other).help("name the model, an .onnx or .pt2 file");
+        return Error::input(what).because(other).with_help("name the model, an .onnx or .pt2 file");
     }
     if matches!(error, ImportError::Decode(_) | ImportError::Archive(_) | ImportError::NoArchive { .. })
-        && let Some((why, help)) = kind::no_model(path)
+        && let Some((why, help)) = detect::no_model(path)
     {
-        return Failure::input(what).because(why).help(help);
+        return Error::input(what).because(why).with_help(help);
     }
-    Failure::input(what).because(error).help(advice::import(path, error))
+    Error::input(what).because(error).with_help(help::import(path, error))
 }
 
-impl Loaded {
-    /// The same with the number of samples that the user asks for in a micro-batch.
-    pub fn asked(self, samples: Option<u64>) -> Loaded {
-        Loaded { asked: samples, ..self }
+impl LoadedModel {
+    /// Sets the requested number of samples in a micro-batch.
+    pub fn with_micro_batch(self, samples: Option<u64>) -> LoadedModel {
+        LoadedModel { requested: samples, ..self }
     }
 
     /// Samples in one micro-batch: what the user says, else the file, else `otherwise`, else 32, which is told.
-    pub fn micro_batch(&self, otherwise: Option<u64>, screen: &Screen) -> u64 {
+    pub fn micro_batch(&self, otherwise: Option<u64>, events: &dyn EventSink) -> u64 {
         self.known_micro_batch(otherwise).unwrap_or_else(|| {
-            screen.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
+            events.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
             DEFAULT_MICRO_BATCH
         })
     }
@@ -120,14 +147,14 @@ impl Loaded {
         match &self.model.batch {
             Batch::Symbol { name, default } => {
                 let said = self.options.dims.get(name).map(|size| *size as u64);
-                self.asked.or(said).or(otherwise).or(default.map(|size| size as u64))
+                self.requested.or(said).or(otherwise).or(default.map(|size| size as u64))
             }
-            Batch::Fixed { size, .. } => self.asked.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
+            Batch::Fixed { size, .. } => self.requested.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
         }
     }
 
     /// The graph at that many samples, with every size a number.
-    pub fn at(&self, samples: u64) -> Result<Graph, Failure> {
+    pub fn at(&self, samples: u64) -> Result<Graph, Error> {
         let mut dims = self.options.dims.clone();
         match &self.model.batch {
             Batch::Symbol { name, .. } => {
@@ -137,9 +164,9 @@ impl Loaded {
                 let fixed = size.map_or(1, |size| size as u64);
                 if fixed != samples {
                     let what = format!("{} cannot run at {samples} samples, only at {fixed}", self.path.display());
-                    return Err(Failure::input(what)
+                    return Err(Error::input(what)
                         .because(why)
-                        .help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` says where the batch is, if not along axis 0 of the first input"));
+                        .with_help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` says where the batch is, if not along axis 0 of the first input"));
                 }
             }
         }
@@ -147,14 +174,14 @@ impl Loaded {
     }
 
     /// The graph with these sizes; none may stay open.
-    pub fn bound(&self, dims: &Bindings) -> Result<Graph, Failure> {
+    pub fn bound(&self, dims: &Bindings) -> Result<Graph, Error> {
         let what = format!("cannot give {} its sizes", self.path.display());
-        let graph = bind(&self.model.graph, dims).map_err(|error| Failure::input(&what).because(error))?;
+        let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&what).because(error))?;
         match symbols(&graph).first() {
             None => Ok(graph),
-            Some(open) => Err(Failure::input(what)
+            Some(open) => Err(Error::input(what)
                 .because(format!("dimension `{open}` is open"))
-                .help(format!("`--dim {open}=N` gives it a size"))),
+                .with_help(format!("`--dim {open}=N` gives it a size"))),
         }
     }
 
@@ -187,12 +214,12 @@ impl Loaded {
     }
 
     /// The initial weights; fails where a file that should hold one does not exist.
-    pub fn weights(&self) -> Result<BTreeMap<String, Tensor>, Failure> {
+    pub fn weights(&self) -> Result<BTreeMap<String, Tensor>, Error> {
         let one = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Ok((name.clone(), tensor.clone())),
-            Weight::Missing { path } => Err(Failure::input(format!("{} has no weights", self.path.display()))
+            Weight::Missing { path } => Err(Error::input(format!("{} has no weights", self.path.display()))
                 .because(format!("`{name}` should be in `{path}` beside the model, which does not exist"))
-                .help("`--weights FILE` gives them")),
+                .with_help("`--weights FILE` gives them")),
         };
         self.model.weights.iter().map(one).collect()
     }

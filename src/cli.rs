@@ -1,0 +1,16 @@
+//! The command line: parses arguments, calls the library, renders results.
+
+pub mod args;
+pub mod candidates;
+pub mod cmd;
+pub mod color;
+pub mod device_placement;
+pub mod hybrid;
+pub mod path_conflicts;
+pub mod prediction;
+pub mod render_error;
+pub mod screen;
+pub mod stage_table;
+pub mod table;
+pub mod train_report;
+pub mod usage;

@@ -1,0 +1,234 @@
+//! The command line: global flags, the verbs, and groups of flags that several verbs share.
+
+use crate::cli::cmd;
+use crate::cli::color::When;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use compiler::cluster::{BytesPerSecond, unit};
+use pipec::cluster::ClusterRequest;
+use pipec::error::Error;
+use pipec::model::ImportRequest;
+use std::path::PathBuf;
+
+pub mod checkpoints;
+pub mod loss;
+pub mod optimizer;
+pub mod plan;
+pub mod policy;
+pub mod processes;
+pub mod schedule;
+
+/// Partitions traced models into pipeline stages, predicts what that brings, and trains them.
+#[derive(Debug, Parser)]
+#[command(name = "pipec", version, color = clap::ColorChoice::Never,
+          after_help = "Examples:\n  pipec quickstart\n  pipec partition model.onnx --gpus 8\n  pipec train model.onnx --plan model.plan.json --data train.npz")]
+pub struct Cli {
+    /// Flags of every verb.
+    #[command(flatten)]
+    pub global: Global,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// Flags of every verb.
+#[derive(Debug, Args)]
+pub struct Global {
+    /// How results are printed on standard output
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value = "text",
+        value_name = "FORM",
+        help_heading = "Global options"
+    )]
+    pub format: Format,
+    /// When output is coloured; NO_COLOR and FORCE_COLOR say it for all commands
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value = "auto",
+        value_name = "WHEN",
+        help_heading = "Global options"
+    )]
+    pub color: When,
+    /// Say more on standard error
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
+    pub verbose: u8,
+    /// Say nothing but results, warnings and errors; twice, nothing but results and errors
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
+    pub quiet: u8,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// The verbs.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Say what a model is: ops, parameters, shapes, whether it can be trained
+    Inspect(cmd::inspect::Arguments),
+    /// Measure what every op of a model costs, and write the profile
+    Profile(cmd::profile::Arguments),
+    /// Cut a model into pipeline stages over the devices of a cluster, and write the plan
+    Partition(Box<cmd::partition::Arguments>),
+    /// Show a plan, or check it by its own figures
+    Plan(cmd::plan::Arguments),
+    /// Run a plan's programs against its own costs and predict speed and memory
+    Simulate(cmd::simulate::Arguments),
+    /// Draw a plan as one HTML page: stages, who works when, memory, costs, alternatives
+    Report(cmd::report::Arguments),
+    /// Plan for many numbers of devices, depths and sizes: a table and the plots of the papers
+    Sweep(Box<cmd::sweep::Arguments>),
+    /// Write a plan for other tools: ONNX, torch, torchtitan, Megatron, DeepSpeed, PipeDream, Graphviz
+    Export(cmd::export::Arguments),
+    /// Train a model with pipelined workers under a plan
+    Train(Box<cmd::train::Arguments>),
+    /// Write a model's outputs for given inputs
+    Eval(cmd::eval::Arguments),
+    /// The whole road on a small model and shipped data: profile, plan, train, test
+    Quickstart(cmd::quickstart::Arguments),
+    /// Find the devices of this machine, measure its links, show a cluster
+    Cluster(cmd::cluster::Arguments),
+    /// Say what pipec finds on this machine, and what does not work
+    Doctor(cmd::doctor::Arguments),
+    /// Print the JSON Schema of a file format
+    Schema(cmd::schema::Arguments),
+    /// Write a model of the zoo as an ONNX file
+    Zoo(cmd::zoo::Arguments),
+    /// Print a completion script for a shell
+    Completions(cmd::completions::Arguments),
+    /// Print the manual page of a verb, or write all of them
+    Man(cmd::man::Arguments),
+}
+
+/// How a model is read.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Import {
+    /// Set a symbolic dimension of the model, for example seq=128; may be repeated
+    #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = dim, help_heading = "Model")]
+    pub dims: Vec<(String, u64)>,
+    /// Say which axis of an input is the batch, for example tokens=1 [default: axis 0 of the first input]; may be repeated
+    #[arg(long = "batch-dim", value_name = "INPUT=AXIS", value_parser = batch_dim, help_heading = "Model")]
+    pub batch_dims: Vec<(String, usize)>,
+    /// Turn BatchNormalization and Dropout that were exported for inference back into training mode
+    #[arg(long, help_heading = "Model")]
+    pub train_mode: bool,
+}
+
+impl From<Import> for ImportRequest {
+    fn from(Import { dims, batch_dims, train_mode }: Import) -> ImportRequest {
+        ImportRequest { dims, batch_dims, train_mode }
+    }
+}
+
+/// How a model is read, and at which size.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Dims {
+    /// How it is read.
+    #[command(flatten)]
+    pub import: Import,
+    /// Samples in one micro-batch [default: the profile's, else the model's own, else 32]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Model")]
+    pub micro_batch: Option<u64>,
+}
+
+/// Which devices there are.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Devices {
+    /// This many devices on one link
+    #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices, help_heading = "Devices")]
+    pub gpus: Option<u32>,
+    /// Bandwidth of that link per device and direction, for example 1.25GB/s or 10Gbit/s
+    #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"], help_heading = "Devices")]
+    pub bandwidth: Option<String>,
+    /// Levels of devices, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight
+    #[arg(long, value_name = "N:RATE,…", conflicts_with = "cluster", help_heading = "Devices")]
+    pub levels: Option<String>,
+    /// A cluster file: kinds of devices, their memory, levels of links (`pipec schema cluster` prints its fields)
+    #[arg(long, value_name = "FILE", help_heading = "Devices")]
+    pub cluster: Option<PathBuf>,
+}
+
+impl Devices {
+    /// The request for these devices.
+    pub fn request(&self) -> Result<ClusterRequest, Error> {
+        let Devices { gpus, bandwidth, levels, cluster } = self.clone();
+        Ok(ClusterRequest { gpus, bandwidth: self::bandwidth(bandwidth.as_deref())?, levels, file: cluster })
+    }
+}
+
+/// Reads `--bandwidth`.
+pub fn bandwidth(text: Option<&str>) -> Result<Option<BytesPerSecond>, Error> {
+    text.map(unit::bandwidth).transpose().map_err(|error| {
+        let help = "`--bandwidth 25GB/s` or `--bandwidth 100Gbit/s`: of each device in one direction";
+        Error::input("cannot read `--bandwidth`").because(error).with_help(help)
+    })
+}
+
+/// Reads `--gpus`, or one of its numbers.
+pub fn devices(text: &str) -> Result<u32, String> {
+    text.trim().parse().map_err(|_| "write how many devices there are as a number, for example 8".to_string())
+}
+
+/// Reads `--dim`.
+pub fn dim(text: &str) -> Result<(String, u64), String> {
+    let parts = text.split_once('=').and_then(|(name, size)| Some((name.trim(), size.trim().parse::<u64>().ok()?)));
+    match parts {
+        Some((name, size)) if !name.is_empty() && (1..=1 << 32).contains(&size) => Ok((name.to_string(), size)),
+        _ => Err("write NAME=SIZE with a size of at least 1, for example batch=32".to_string()),
+    }
+}
+
+/// Reads `--batch-dim`. The name may hold `=`, the axis cannot.
+pub fn batch_dim(text: &str) -> Result<(String, usize), String> {
+    match text.rsplit_once('=').map(|(name, axis)| (name, axis.trim().parse::<usize>())) {
+        Some((name, Ok(axis))) if !name.is_empty() && axis < 64 => Ok((name.to_string(), axis)),
+        _ => Err("write INPUT=AXIS with an axis counted from 0, for example tokens=1".to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Command, CommandFactory};
+
+    /// The commands that do something, with the words that call them.
+    fn ends(command: &Command, words: Vec<String>) -> Vec<(Vec<String>, Command)> {
+        let inner: Vec<&Command> = command.get_subcommands().filter(|inner| !inner.is_hide_set()).collect();
+        let is_verb = inner.is_empty() || command.get_name() == "zoo" || words.len() == 1;
+        let own = is_verb.then(|| (words.clone(), command.clone()));
+        let inner = inner.into_iter().filter(|_| command.get_name() != "zoo");
+        let of_inner = inner.flat_map(|inner| ends(inner, [&words[..], &[inner.get_name().to_string()]].concat()));
+        own.into_iter().chain(of_inner).collect()
+    }
+
+    #[test]
+    fn every_verb_has_examples_that_are_commands() {
+        let all = ends(&Cli::command(), vec!["pipec".to_string()]);
+        assert!(all.len() > 20, "{}", all.len());
+        for (words, command) in all {
+            let help = command.get_after_help().map(|text| text.to_string()).unwrap_or_default();
+            let start = format!("  {}", words.join(" "));
+            let examples: Vec<&str> = help.lines().filter(|line| line.starts_with("  pipec ")).collect();
+            assert!(examples.iter().any(|line| line.starts_with(&start)), "{words:?} has no example: {help}");
+            for line in examples {
+                let line = line.split(['|', '>']).next().unwrap_or_default().replace('~', "/home/me");
+                let parsed = Cli::try_parse_from(line.split_whitespace());
+                assert!(parsed.is_ok(), "{line}: {}", parsed.unwrap_err());
+            }
+        }
+    }
+
+    #[test]
+    fn the_definition_holds_together() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,47 @@
+//! The loss flags.
+
+use clap::{Args, ValueEnum};
+use pipec::loss::{CountedLoss, Loss};
+
+/// What training makes small.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LossName {
+    /// Mean cross-entropy of logits against class numbers, of which -100 counts for nothing; where none counts it is 0
+    CrossEntropy,
+    /// Mean squared error
+    Mse,
+    /// Mean binary cross-entropy of logits against targets from 0 to 1
+    Bce,
+    /// The model's own loss: its first output where that is a scalar, else the only scalar among its outputs
+    Output,
+}
+
+impl From<LossName> for Loss {
+    fn from(name: LossName) -> Loss {
+        match name {
+            LossName::CrossEntropy => Loss::CrossEntropy,
+            LossName::Mse => Loss::Mse,
+            LossName::Bce => Loss::Bce,
+            LossName::Output => Loss::Output,
+        }
+    }
+}
+
+/// The loss whose costs are counted.
+#[derive(Clone, Debug, Default, Args)]
+pub struct LossArguments {
+    /// The loss whose costs are counted, in the stage that makes the predictions: cross-entropy, mse, bce, output, or none [default: what `train` would take; none for inference]
+    #[arg(long, value_name = "NAME", value_parser = ["cross-entropy", "mse", "bce", "output", "none"], help_heading = "Costs and memory")]
+    pub loss: Option<String>,
+    /// The axis of classes; negative counts from the end [default: -1]
+    #[arg(long, value_name = "AXIS", allow_hyphen_values = true, requires = "loss", help_heading = "Costs and memory")]
+    pub class_dim: Option<i64>,
+}
+
+impl LossArguments {
+    /// The requested loss.
+    pub fn counted(&self) -> Option<CountedLoss> {
+        let name = self.loss.as_deref()?;
+        Some(Loss::from_name(name).map_or(CountedLoss::None, |loss| CountedLoss::One(loss, self.class_dim)))
+    }
+}

@@ -1,0 +1,167 @@
+//! Optimizers by name, and the optimizer flags of `pipec train`.
+
+use clap::{Args, ValueEnum};
+use pipec::error::Error;
+use pipec::plan::optimizer::Optimizer;
+use pipec::train::request::OptimizerRequest;
+use runtime::optim::lr_schedule::{Rate, Shape};
+use runtime::optim::optimizer::Rule;
+
+/// The decays of Adam (Kingma and Ba, 2015).
+const USUAL_BETAS: [f64; 2] = [0.9, 0.999];
+
+/// How parameters move.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Updates")]
+pub struct OptimizerArguments {
+    /// Optimizer
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    pub optimizer: OptimizerName,
+    /// Step length [default: 0.01 for sgd, rmsprop and adagrad, 0.001 for adam and adamw]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub lr: Option<f64>,
+    /// How the step length changes, after `warmup:N,` or at once: constant, step:N:FACTOR (times FACTOR after every N
+    /// minibatches), cosine[:FLOOR] or linear[:FLOOR] (down to that share at the end)
+    #[arg(long, value_name = "[warmup:N,]SHAPE", default_value = "constant", value_parser = rate)]
+    pub lr_schedule: Rate,
+    /// sgd, rmsprop: the share of the last step that is kept [default: 0, 0.9 for sgd-momentum and rmsprop-momentum]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub momentum: Option<f64>,
+    /// sgd: look ahead along the momentum
+    #[arg(long)]
+    pub nesterov: bool,
+    /// Penalty on the weights; adamw: decay [default: 0, adamw 0.01]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub weight_decay: Option<f64>,
+    /// adam, adamw: the shares of the moments that are kept
+    #[arg(long, value_name = "A,B", value_delimiter = ',', num_args = 1, default_value = "0.9,0.999", value_parser = positive)]
+    pub betas: Vec<f64>,
+    /// rmsprop: the share of the mean square that is kept
+    #[arg(long, value_name = "X", default_value_t = 0.99, value_parser = positive)]
+    pub alpha: f64,
+    /// adagrad: how the step length falls, over 1 + (step - 1) times this
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = positive)]
+    pub lr_decay: f64,
+    /// All but sgd: added to the root of the squares [default: 1e-8, adagrad 1e-10]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub eps: Option<f64>,
+}
+
+/// An optimizer
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerName {
+    /// Stochastic gradient descent
+    Sgd,
+    /// The same with momentum
+    SgdMomentum,
+    /// Adam
+    Adam,
+    /// Adam with decoupled weight decay
+    Adamw,
+    /// RMSProp
+    Rmsprop,
+    /// The same with momentum
+    RmspropMomentum,
+    /// Adagrad
+    Adagrad,
+}
+
+impl From<OptimizerName> for Optimizer {
+    fn from(name: OptimizerName) -> Optimizer {
+        match name {
+            OptimizerName::Sgd => Optimizer::Sgd,
+            OptimizerName::SgdMomentum => Optimizer::SgdMomentum,
+            OptimizerName::Adam => Optimizer::Adam,
+            OptimizerName::Adamw => Optimizer::Adamw,
+            OptimizerName::Rmsprop => Optimizer::Rmsprop,
+            OptimizerName::RmspropMomentum => Optimizer::RmspropMomentum,
+            OptimizerName::Adagrad => Optimizer::Adagrad,
+        }
+    }
+}
+
+impl OptimizerArguments {
+    /// The requested optimizer.
+    pub fn request(&self) -> Result<OptimizerRequest, Error> {
+        let wrong = |what: &str| Err(Error::input(what));
+        let optimizer = Optimizer::from(self.optimizer).with_momentum(self.momentum)?;
+        let is_sgd = matches!(optimizer, Optimizer::Sgd | Optimizer::SgdMomentum);
+        if !is_sgd && self.nesterov {
+            return wrong("`--nesterov` belongs to `--optimizer sgd`");
+        }
+        if self.nesterov && optimizer == Optimizer::Sgd {
+            return wrong("`--nesterov` needs `--momentum`");
+        }
+        if self.lr_decay != 0.0 && optimizer != Optimizer::Adagrad {
+            return wrong("`--lr-decay` belongs to `--optimizer adagrad`; others take `--lr-schedule`");
+        }
+        if self.betas != USUAL_BETAS && !matches!(optimizer, Optimizer::Adam | Optimizer::Adamw) {
+            return wrong("`--betas` belong to `--optimizer adam` and `adamw`");
+        }
+        if self.alpha > 1.0 {
+            return wrong("`--alpha` is at most 1");
+        }
+        Ok(OptimizerRequest { optimizer, rule: self.rule()?, rate: self.lr_schedule })
+    }
+
+    fn rule(&self) -> Result<Rule, Error> {
+        let name = Optimizer::from(self.optimizer);
+        let &[first, second] = &self.betas[..] else {
+            return Err(Error::input("`--betas` takes two numbers, for example 0.9,0.999"));
+        };
+        if first >= 1.0 || second >= 1.0 {
+            return Err(Error::input("`--betas` are below 1"));
+        }
+        let usual = if matches!(name, Optimizer::Adam | Optimizer::Adamw) { 0.001 } else { 0.01 };
+        let learning_rate = self.lr.unwrap_or(usual);
+        let epsilon = self.eps.unwrap_or(if name == Optimizer::Adagrad { 1e-10 } else { 1e-8 });
+        let decoupled = name == Optimizer::Adamw;
+        let weight_decay = self.weight_decay.unwrap_or(if decoupled { 0.01 } else { 0.0 });
+        let (momentum, nesterov) = (self.momentum.unwrap_or(name.default_momentum()), self.nesterov);
+        Ok(match name {
+            Optimizer::Sgd | Optimizer::SgdMomentum => Rule::Sgd { learning_rate, momentum, nesterov, weight_decay },
+            Optimizer::Adam | Optimizer::Adamw => {
+                Rule::Adam { learning_rate, betas: (first, second), epsilon, weight_decay, decoupled }
+            }
+            Optimizer::Rmsprop | Optimizer::RmspropMomentum => {
+                Rule::RmsProp { learning_rate, alpha: self.alpha, epsilon, weight_decay, momentum }
+            }
+            Optimizer::Adagrad => Rule::Adagrad { learning_rate, decay: self.lr_decay, epsilon, weight_decay },
+        })
+    }
+}
+
+/// `warmup:100,cosine:0.1` and the like.
+fn rate(text: &str) -> Result<Rate, String> {
+    let asked =
+        "it is constant, step:N:FACTOR, cosine[:FLOOR] or linear[:FLOOR], with or without `warmup:N,` before it";
+    let (warmup, shape) = match text.strip_prefix("warmup:") {
+        Some(rest) => rest.split_once(',').unwrap_or((rest, "constant")),
+        None => ("0", text),
+    };
+    let warmup = warmup.parse::<u32>().map_err(|_| asked.to_string())?;
+    let mut parts = shape.split(':');
+    let (name, first, second) = (parts.next().unwrap_or_default(), parts.next(), parts.next());
+    let floor = |given: Option<&str>| {
+        let value = given.map_or(Some(0.0), |text| text.parse::<f64>().ok());
+        value.filter(|value| (0.0..=1.0).contains(value)).ok_or("a floor is a share of the full rate, from 0 to 1")
+    };
+    let shape = match (name, first, second, parts.next()) {
+        ("constant", None, None, None) => Shape::Constant,
+        ("step", Some(every), Some(factor), None) => {
+            let every = every.parse::<u32>().ok().filter(|every| *every > 0);
+            let every = every.ok_or("step:N:FACTOR takes a number of minibatches above 0")?;
+            Shape::Step { every, factor: positive(factor)? }
+        }
+        ("cosine", given, None, None) => Shape::Cosine { floor: floor(given)? },
+        ("linear", given, None, None) => Shape::Linear { floor: floor(given)? },
+        _ => return Err(asked.to_string()),
+    };
+    Ok(Rate { warmup, shape })
+}
+
+/// Reads a finite number of at least 0.
+pub fn positive(text: &str) -> Result<f64, String> {
+    let value = text.parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0);
+    value.ok_or_else(|| "it must be a finite number of at least 0".to_string())
+}

@@ -1,0 +1,230 @@
+//! The planning flags.
+
+use crate::cli::args::optimizer::{self, OptimizerName};
+use crate::cli::args::schedule;
+use clap::Args;
+use compiler::cluster::unit;
+use compiler::partition::planner::Partitioner;
+use compiler::plan::groups::MOST as MAX_DEGREE;
+use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::plan::zero::{LEVELS, MOST};
+use compiler::tensor::DType;
+use pipec::error::Error;
+use pipec::plan::request::{BucketSize, PlanOptions, ScheduleChoice};
+use pipec::plan::tensor_parallel::TensorParallel;
+use pipec::plan::zero::ZeroStage;
+use std::time::Duration;
+
+/// The default of `compiler::plan::buckets`.
+const USUAL_BUCKET: &str = "25MiB";
+
+/// Search settings and constraints.
+#[derive(Clone, Debug, Args)]
+pub struct PlanArguments {
+    /// Cost model: the links, replicas and schedule as they run (pipec), the formula of the PipeDream paper (paper), or that of its released optimizer (pipedream)
+    #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec", help_heading = "Costs and memory")]
+    pub cost: String,
+    /// PipeDream's activation compression ratio; without it cost `pipedream` takes transfers between stages as free
+    #[arg(long, value_name = "R", help_heading = "Costs and memory")]
+    pub activation_compression: Option<f64>,
+    /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
+    #[arg(long, value_name = "SIZE", help_heading = "Costs and memory")]
+    pub memory: Option<String>,
+    /// Micro-batches in one minibatch
+    #[arg(long, value_name = "M", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Schedule")]
+    pub microbatches: u32,
+    /// Order of work: a schedule, a table FILE.csv, programs FILE.json, or the best of those that flush (auto) [default: 1f1b-rr; 1f1b with micro-batches, a batch or a target, inference for objective latency]
+    #[arg(long, value_name = "NAME|FILE|auto", value_parser = schedule::any, help_heading = "Schedule")]
+    pub schedule: Option<ScheduleChoice>,
+    /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Schedule")]
+    pub chunks: Option<u32>,
+    /// What is minimised: the time of a minibatch (throughput), the bytes on the fullest device (memory), or one item's way through a pipeline that only answers (latency)
+    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"], help_heading = "Search")]
+    pub objective: String,
+    /// For which framework: equal replicas, a flush, and for all but torch cuts where modules end
+    #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"], help_heading = "Constraints")]
+    pub target: Option<String>,
+    /// Who looks for the plan: the best of what is known (pipec), PipeDream's planner (pipedream), integer programs on top of pipec (milp), everything for up to 12 ops (exhaustive), or nobody: a plain alternative
+    #[arg(long, value_name = "NAME", default_value = "pipec",
+          value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"], help_heading = "Search")]
+    pub partitioner: String,
+    /// Replicas of each stage, for example 2,1,1; the cuts stay free
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas, help_heading = "Constraints")]
+    pub stages: Option<Vec<u32>>,
+    /// End a stage after each of these nodes, modules or op ids
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Constraints")]
+    pub cut_after: Option<Vec<String>>,
+    /// Put a node, a module or an op id into a stage, counted from 0: --pin encoder=0,lm_head=3
+    #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin, help_heading = "Constraints")]
+    pub pin: Vec<(String, u32)>,
+    /// At most so many stages
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Constraints")]
+    pub max_stages: Option<u32>,
+    /// One replica for every stage
+    #[arg(long, help_heading = "Constraints")]
+    pub no_replication: bool,
+    /// Devices that share every op of a replica, each with its part: so many of the fastest level, as many as is best (auto), or one (never)
+    #[arg(long, value_name = "never|auto|N", default_value = "never", value_parser = tensor_parallel, help_heading = "Constraints")]
+    pub tensor: TensorParallel,
+    /// The same as `--tensor never`
+    #[arg(long, conflicts_with = "tensor", help_heading = "Constraints")]
+    pub no_tensor: bool,
+    /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
+    pub recompute: String,
+    /// The same as `--recompute never`
+    #[arg(long, conflicts_with = "recompute", help_heading = "Costs and memory")]
+    pub no_recompute: bool,
+    /// Optimizer, for its memory and the time of its step
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
+    pub optimizer: OptimizerName,
+    /// sgd, rmsprop: the share of the last step that `train` will keep; any but 0 is a number more for each weight
+    #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Costs and memory")]
+    pub momentum: Option<f64>,
+    /// The type of all floats that is planned for [default: the model's own]
+    #[arg(long, value_name = "f32|f64", value_parser = floats, help_heading = "Model")]
+    pub dtype: Option<String>,
+    /// States that a search may look at [default: as many as take seconds]
+    #[arg(long, value_name = "STATES", help_heading = "Search")]
+    pub budget: Option<u64>,
+    /// When to end `--partitioner milp` by the clock, for example 60s; its plan may then differ from run to run
+    #[arg(long, value_name = "TIME", value_parser = time_limit, help_heading = "Search")]
+    pub time_limit: Option<Duration>,
+    /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
+    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight, help_heading = "Schedule")]
+    pub in_flight: InFlight,
+    /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time, auto the power of two with which the plan's program is fastest
+    #[arg(long, value_name = "SIZE|auto", default_value = USUAL_BUCKET, help_heading = "Schedule")]
+    pub bucket: String,
+    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), the weights too (3), or the least with which the best plan fits (auto)
+    #[arg(long, value_name = "LEVEL|auto", default_value = "0", value_parser = zero, help_heading = "Costs and memory")]
+    pub zero: ZeroStage,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
+    pub seed: u64,
+}
+
+impl PlanArguments {
+    /// The options of the request.
+    pub fn options(&self) -> Result<PlanOptions, Error> {
+        let of = self.clone();
+        let memory = of.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
+            Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB`, for each device")
+        })?;
+        let bucket = match of.bucket.as_str() {
+            "auto" => BucketSize::Auto,
+            text => BucketSize::Bytes(
+                unit::bytes(text).map_err(|error| Error::input("cannot read `--bucket`").because(error))?,
+            ),
+        };
+        Ok(PlanOptions {
+            cost: cost(&of.cost),
+            activation_compression: of.activation_compression,
+            memory_limit: memory,
+            microbatches: of.microbatches,
+            schedule: of.schedule,
+            chunks: of.chunks,
+            objective: match of.objective.as_str() {
+                "memory" => Objective::Memory,
+                "latency" => Objective::Latency,
+                _ => Objective::Throughput,
+            },
+            target: of.target.as_deref().and_then(Target::from_name),
+            partitioner: Partitioner::from_name(&of.partitioner).unwrap_or_default(),
+            replicas: of.stages,
+            cut_after: of.cut_after,
+            pins: of.pin,
+            max_stages: of.max_stages,
+            no_replication: of.no_replication,
+            tensor_parallel: of.tensor,
+            recompute: of.recompute == "auto" && !of.no_recompute,
+            optimizer: of.optimizer.into(),
+            momentum: of.momentum,
+            dtype: of.dtype.as_deref().and_then(DType::parse),
+            budget: of.budget,
+            time_limit: of.time_limit,
+            in_flight: of.in_flight,
+            bucket,
+            zero: of.zero,
+            seed: of.seed,
+        })
+    }
+}
+
+fn cost(name: &str) -> CostModel {
+    match name {
+        "pipedream" => CostModel::Pipedream,
+        "paper" => CostModel::Paper,
+        _ => CostModel::Pipec,
+    }
+}
+
+/// Reads one number of `--stages`.
+pub fn replicas(text: &str) -> Result<u32, String> {
+    let value = text.trim().parse().ok().filter(|replicas| *replicas >= 1);
+    value.ok_or_else(|| "write the replicas of each stage with commas between, for example 2,1,1".to_string())
+}
+
+/// Reads one pin of `--pin`.
+pub fn pin(text: &str) -> Result<(String, u32), String> {
+    let pin =
+        text.rsplit_once('=').and_then(|(name, stage)| Some((name.trim().to_string(), stage.trim().parse().ok()?)));
+    pin.filter(|(name, _)| !name.is_empty())
+        .ok_or_else(|| "write a node, a module or an op id and its stage, for example encoder=0".to_string())
+}
+
+/// Reads `--dtype`.
+pub fn floats(text: &str) -> Result<String, String> {
+    match text {
+        "f32" | "f64" => Ok(text.to_string()),
+        "bf16" | "f16" => Err(format!(
+            "a plan counts one size for all floats, and `{text}` has two: weights, sums of gradients and statistics stay in f32. Leave it out: \
+             `pipec train --plan FILE --dtype {text}` reckons its memory anew and keeps to the plan's limit"
+        )),
+        _ => Err("write f32 or f64".to_string()),
+    }
+}
+
+/// Reads `--time-limit`.
+pub fn time_limit(text: &str) -> Result<Duration, String> {
+    let seconds = unit::seconds(text).map_err(|error| error.to_string())?;
+    Duration::try_from_secs_f64(seconds.0).map_err(|error| error.to_string())
+}
+
+/// Reads `--in-flight`.
+pub fn in_flight(text: &str) -> Result<InFlight, String> {
+    match text {
+        "auto" => Ok(InFlight::Auto),
+        "pipedream" => Ok(InFlight::Pipedream),
+        _ => {
+            let caps: Result<Vec<u32>, _> = text.split(',').map(|cap| cap.trim().parse()).collect();
+            caps.map(InFlight::Given)
+                .map_err(|_| "write auto, pipedream, or one number for each stage: 3,2,1".to_string())
+        }
+    }
+}
+
+/// Reads `--tensor`.
+fn tensor_parallel(text: &str) -> Result<TensorParallel, String> {
+    match text {
+        "never" => Ok(TensorParallel::Never),
+        "auto" => Ok(TensorParallel::Auto),
+        _ => match text.parse() {
+            Ok(1) => Ok(TensorParallel::Never),
+            Ok(devices) if (2..=MAX_DEGREE).contains(&devices) => Ok(TensorParallel::Degree(devices)),
+            _ => {
+                Err(format!("write never, auto, or the number of devices that share each replica, up to {MAX_DEGREE}"))
+            }
+        },
+    }
+}
+
+/// Reads `--zero`.
+fn zero(text: &str) -> Result<ZeroStage, String> {
+    match (text, text.parse()) {
+        ("auto", _) => Ok(ZeroStage::Auto),
+        (_, Ok(level)) if level <= MOST => Ok(ZeroStage::Level(level)),
+        _ => Err(format!("write a level {LEVELS}, or auto")),
+    }
+}

@@ -1,0 +1,68 @@
+//! The flags of `pipec train` that say over which processes a run goes.
+
+use clap::Args;
+use pipec::error::Error;
+use pipec::launch::role::ProcessRequest;
+use std::path::PathBuf;
+use std::time::Duration;
+use std::{env, iter};
+
+/// Over which processes a run goes, and how long they wait for each other.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Processes and hosts")]
+pub struct ProcessArguments {
+    /// Run every worker in a process of its own on this machine; they end together
+    #[arg(long, conflicts_with_all = ["hosts", "rank", "address"])]
+    pub processes: bool,
+    /// Run over the hosts of this cluster file ([[host]] address = "NAME:PORT", devices = WORKERS): start the same command on each
+    #[arg(long, value_name = "FILE")]
+    pub hosts: Option<PathBuf>,
+    /// Which host of the file this is, counted from 0 [default: the one whose address is this machine's]
+    #[arg(long, value_name = "N", requires = "hosts", conflicts_with = "rank")]
+    pub host: Option<u32>,
+    /// Run this worker alone; the others are started elsewhere. Under torchrun, mpirun and srun it follows from the environment
+    #[arg(long, value_name = "N")]
+    pub rank: Option<u32>,
+    /// Where process 0 is reached [default: the first host's, or what the launcher's environment says]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub address: Option<String>,
+    /// Seconds until all processes have come
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub connect_timeout: Duration,
+    /// Seconds of silence after which a process is given up
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    pub deadline: Duration,
+    /// Start all processes again, so often, when one of them dies
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "processes", value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub max_restarts: u32,
+}
+
+impl ProcessArguments {
+    /// The requested processes; `exit` ends this process with an error.
+    pub fn request(&self, exit: fn(&Error) -> !) -> Result<ProcessRequest, Error> {
+        let of = self.clone();
+        let program = env::current_exe()
+            .map_err(|error| Error::negative("cannot start the processes of the run").because(error))?;
+        let environment = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+        Ok(ProcessRequest {
+            spawn: of.processes,
+            hosts: of.hosts,
+            host: of.host,
+            rank: of.rank,
+            address: of.address,
+            connect_timeout: of.connect_timeout,
+            deadline: of.deadline,
+            max_restarts: of.max_restarts,
+            resumed: None,
+            environment: environment.map(|(name, value)| (name, value.to_string_lossy().into_owned())).collect(),
+            command: iter::once(program.into_os_string()).chain(env::args_os().skip(1)).collect(),
+            exit,
+        })
+    }
+}
+
+/// At least two heartbeats, at most a day.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let value = text.parse::<f64>().ok().filter(|seconds| (2.0..=86_400.0).contains(seconds));
+    value.map(Duration::from_secs_f64).ok_or_else(|| "it must be a number of seconds from 2 to 86400".to_string())
+}

@@ -1,0 +1,75 @@
+//! The `--schedule` flag.
+
+use compiler::plan::ScheduleKind;
+use compiler::text::suggest::hint;
+use pipec::plan::request::ScheduleChoice;
+use std::path::PathBuf;
+
+/// Requests the best schedule.
+const AUTO: &str = "auto";
+
+/// Names of schedules in other frameworks.
+const ELSEWHERE: [(&str, &str); 16] = [
+    ("pipedream", "1f1b-rr"),
+    ("async", "1f1b-rr"),
+    ("pipedream-flush", "1f1b"),
+    ("1f1b-flush", "1f1b"),
+    ("dapple", "1f1b"),
+    ("pipedream-2bw", "2bw"),
+    ("fill-drain", "gpipe"),
+    ("interleaved-1f1b", "interleaved"),
+    ("interleaved1f1b", "interleaved"),
+    ("looped-bfs", "bfs"),
+    ("loopedbfs", "bfs"),
+    ("breadth-first", "bfs"),
+    ("zero-bubble", "zb-h1"),
+    ("zb", "zb-h1"),
+    ("zbvzerobubble", "zbv"),
+    ("dualpipe", "dualpipev"),
+];
+
+/// Reads `--schedule` of `partition`: `auto`, a name, or the path of a file.
+pub fn any(text: &str) -> Result<ScheduleChoice, String> {
+    if text == AUTO { Ok(ScheduleChoice::Auto) } else { name_or_file(text) }
+}
+
+/// Reads `--schedule`: a name, or the path of a file.
+pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
+    let known = ScheduleKind::ALL.into_iter().filter(|kind| *kind != ScheduleKind::Csv);
+    if is_file(text) {
+        return Ok(ScheduleChoice::File(PathBuf::from(text)));
+    }
+    if let Some(kind) = known.clone().find(|kind| kind.name() == text) {
+        return Ok(ScheduleChoice::Named(kind));
+    }
+    if text == AUTO {
+        return Err(
+            "the best order of work is found by `pipec partition --schedule auto`; the plan that it writes names it"
+                .to_string(),
+        );
+    }
+    let names: Vec<&str> = known.map(ScheduleKind::name).collect();
+    let lower = text.to_lowercase();
+    let same = names.iter().copied().find(|name| *name == lower);
+    let elsewhere = ELSEWHERE.iter().find(|(other, _)| *other == lower).map(|(_, own)| *own);
+    let meant = match elsewhere.or(same) {
+        Some(own) => format!("; did you mean `{own}`?"),
+        None => hint(text, names.iter().copied()),
+    };
+    Err(format!(
+        "write one of {}, or a file of your own: a table FILE.csv, programs FILE.json{meant}",
+        names.join(", ")
+    ))
+}
+
+/// Reads a `--schedule` that must be a file.
+pub fn file(text: &str) -> Result<PathBuf, String> {
+    is_file(text)
+        .then(|| PathBuf::from(text))
+        .ok_or_else(|| "write a file of your own: a table FILE.csv, programs FILE.json".to_string())
+}
+
+/// Whether a schedule is the path of a file.
+fn is_file(text: &str) -> bool {
+    text.ends_with(".csv") || text.ends_with(".json")
+}

@@ -1,0 +1,104 @@
+//! The candidates that a plan was chosen from, as `partition --compare` shows them.
+
+use crate::cli::prediction;
+use crate::cli::table::{Give, fitted, folded};
+use compiler::export::quantity;
+use compiler::partition::planner::{ComparedPlan, Planned};
+use compiler::plan::problem::Objective;
+use pipec::plan::batch_search::Tried;
+use std::collections::BTreeMap;
+
+/// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
+pub fn table(planned: &Planned, width: Option<usize>) -> String {
+    let row = |candidate: &ComparedPlan| {
+        vec![
+            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-")
+                + &of(candidate)
+                + &on(candidate),
+            quantity::time(candidate.minibatch_us),
+            quantity::bytes(candidate.peak_bytes),
+            if candidate.fits { "yes" } else { "no" }.to_string(),
+        ]
+    };
+    let plan = &planned.plan;
+    // Whoever found it, it is the answer of the one who was asked.
+    let asked = plan.options.get("partitioner").and_then(|name| name.as_str()).unwrap_or(&plan.search.method);
+    let mut rows: Vec<(Vec<&str>, Vec<String>)> = Vec::new();
+    for candidate in &planned.compared {
+        let (row, is_first) = (row(candidate), rows.is_empty());
+        match rows.iter_mut().find(|(_, known)| *known == row) {
+            Some((names, _)) if names.contains(&candidate.name) => {}
+            Some((names, _)) => names.push(candidate.name),
+            None if is_first && candidate.name != asked => rows.push((vec![asked, candidate.name], row)),
+            None => rows.push((vec![candidate.name], row)),
+        }
+    }
+    let told = |(at, (names, row)): (usize, (Vec<&str>, Vec<String>))| {
+        let mark = if at == 0 { "chosen" } else { "" };
+        std::iter::once(names.join(", ")).chain(row).chain([mark.to_string()]).collect()
+    };
+    let rows = rows.into_iter().enumerate().map(told).collect();
+    let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
+    let header = ["candidate", "replicas", time, "most memory", "fits", ""];
+    let gives = [Give::Cut(1, 16), Give::Cut(0, 20), Give::Leave(4), Give::Leave(3)];
+    let mut text = String::new();
+    if plan.schedule.chunks > 1 {
+        let kind = plan.schedule.kind.name();
+        text += &format!("candidates of one stage on each device are no {kind}: they are what it is compared with\n");
+    }
+    if plan.predicted.objective_us.is_some() {
+        let played = quantity::time(plan.predicted.minibatch_us);
+        text +=
+            &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
+    }
+    format!("\n{}{}", fitted(&header, &[2, 3], rows, &gives, width), folded(&text, width))
+}
+
+/// The devices that share each replica of a candidate; nothing where each replica is one.
+fn of(candidate: &ComparedPlan) -> String {
+    if candidate.tensor > 1 { format!(" of {}", candidate.tensor) } else { String::new() }
+}
+
+/// The devices of a candidate some of whose devices have several stages; nothing where each replica has its own.
+fn on(candidate: &ComparedPlan) -> String {
+    let replicas = candidate.replicas.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas));
+    match candidate.devices == replicas {
+        true => String::new(),
+        false => format!(" on {}", quantity::plural(u64::from(candidate.devices), "device", "devices")),
+    }
+}
+
+/// The combinations of micro-batch size and schedule, the best first, then those without a plan, grouped by reason.
+pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>) -> String {
+    let mut planned: Vec<(&Tried, f64, u64)> =
+        tried.iter().filter_map(|one| one.answer.as_ref().ok().map(|(speed, peak)| (one, *speed, *peak))).collect();
+    planned.sort_by(|a, b| match objective {
+        Objective::Memory => a.2.cmp(&b.2),
+        _ => b.1.total_cmp(&a.1),
+    });
+    let row = |(one, speed, peak): &(&Tried, f64, u64)| {
+        let [size, count] = [one.micro_batch.to_string(), one.microbatches.to_string()];
+        vec![one.schedule.name().to_string(), size, count, quantity::samples(*speed), quantity::bytes(*peak)]
+    };
+    let header = ["schedule", "samples", "micro-batches", "samples/s", "most memory"];
+    let rows = planned.iter().map(row).collect();
+    let table = fitted(&header, &[1, 2, 3, 4], rows, &[Give::Leave(4), Give::Leave(2)], width);
+    let mut text = String::new();
+    let mut refused: BTreeMap<&str, Vec<&Tried>> = BTreeMap::new();
+    for one in tried {
+        if let Err(why) = &one.answer {
+            refused.entry(why).or_default().push(one);
+        }
+    }
+    for (why, all) in refused {
+        let mut names: Vec<&str> = all.iter().map(|one| one.schedule.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        text += &format!(
+            "{} of {}: {why}\n",
+            quantity::plural(all.len() as u64, "combination", "combinations"),
+            names.join(", ")
+        );
+    }
+    format!("\n{table}{}", folded(&text, width))
+}

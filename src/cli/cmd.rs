@@ -1,0 +1,20 @@
+//! The verbs, one file each: arguments, one call, and how the answer is printed.
+
+pub mod cluster;
+pub mod completions;
+pub mod diff;
+pub mod doctor;
+pub mod eval;
+pub mod export;
+pub mod inspect;
+pub mod man;
+pub mod partition;
+pub mod plan;
+pub mod profile;
+pub mod quickstart;
+pub mod report;
+pub mod schema;
+pub mod simulate;
+pub mod sweep;
+pub mod train;
+pub mod zoo;

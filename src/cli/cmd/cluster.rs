@@ -1,0 +1,263 @@
+//! `pipec cluster`: what this machine has, how fast its links are, and what a cluster file says.
+
+use crate::cli::args::Devices;
+use crate::cli::screen::Screen;
+use crate::cli::stage_table;
+use clap::{Args, Subcommand};
+use compiler::cluster::read::check;
+use compiler::cluster::write::{to_json, to_toml};
+use compiler::cluster::{Cluster, Level};
+use compiler::export::quantity;
+use compiler::import::onnx::name::shown;
+use compiler::plan::links::Wire;
+use pipec::cluster::{self, ClusterRequest};
+use pipec::error::Error;
+use pipec::files::output;
+use profiler::detect::{self, DetectError};
+use profiler::machine;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Pairs of more devices are not listed one by one.
+const MOST_IN_MATRIX: u32 = 16;
+
+/// What to do.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Write the devices of this machine as a cluster file: its GPUs, or workers on its cores
+    #[command(after_help = "Example:\n  pipec cluster detect -o cluster.toml")]
+    Detect(Detect),
+    /// Measure the links of this machine, beside what a cluster file says of them
+    #[command(after_help = "Example:\n  pipec cluster bench cluster.toml -o measured.toml")]
+    Bench(Bench),
+    /// Show a cluster: its devices, its levels, and what lies between any two devices
+    #[command(
+        after_help = "Examples:\n  pipec cluster show cluster.toml\n  pipec cluster show --levels 8:450GB/s,2:50GB/s"
+    )]
+    Show(Show),
+}
+
+/// What to find.
+#[derive(Debug, Args)]
+struct Detect {
+    /// Workers on the cores of the CPU, where there is no GPU or `--cpu` is given [default: as many as cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    workers: Option<u32>,
+    /// The CPU, also where there are GPUs
+    #[arg(long)]
+    cpu: bool,
+    /// Where the file goes [default: standard output]
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct Bench {
+    /// The cluster file [default: what `cluster detect` finds]
+    file: Option<PathBuf>,
+    /// Write the file with the measured figures in place of its own
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct Show {
+    /// The cluster file
+    #[arg(conflicts_with_all = ["gpus", "levels", "cluster"])]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    devices: Devices,
+}
+
+/// Does it.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    match arguments.what {
+        What::Detect(arguments) => found(&arguments, screen),
+        What::Bench(arguments) => bench(&arguments, screen),
+        What::Show(arguments) => show(arguments, screen),
+    }
+}
+
+fn found(arguments: &Detect, screen: &Screen) -> Result<(), Error> {
+    let cluster = this_machine(arguments.workers, arguments.cpu)?;
+    deliver(&cluster, arguments.output.as_deref(), screen)?;
+    screen.note(&cluster::in_one_line(&cluster));
+    if let Some(path) = &arguments.output {
+        screen
+            .note(&format!("next: pipec cluster bench {0}\n      pipec partition MODEL --cluster {0}", path.display()));
+    }
+    Ok(())
+}
+
+/// The devices that are here.
+fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Error> {
+    let gpus: Result<Vec<_>, _> = if cpu { Ok(Vec::new()) } else { detect::gpus().into_iter().collect() };
+    let gpus = gpus.map_err(|error| {
+        let failure = Error::negative("cannot describe this machine: a GPU cannot be opened").because(error);
+        failure.with_help("`pipec doctor` says which; `--cpu` takes the cores instead")
+    })?;
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+    if let (Some(_), false) = (workers, gpus.is_empty()) {
+        return Err(Error::input("`--workers` shares out cores, and this machine has GPUs")
+            .with_help("`--cpu` takes the cores all the same"));
+    }
+    detect::cluster(&gpus, workers.unwrap_or(cores)).map_err(|error| {
+        let failure = Error::negative("cannot describe this machine").because(&error);
+        match error {
+            DetectError::Unknown { .. } => failure.with_help(
+                "`--cpu` takes the cores instead; or write a cluster file by hand: `[device]` with kind, memory, memory_bandwidth and peak_flops, as `pipec schema cluster` says",
+            ),
+            DetectError::Cluster(_) => failure,
+        }
+    })
+}
+
+/// A cluster is the result: in the file that was asked for, or printed.
+fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Error> {
+    let text = to_toml(cluster);
+    match output {
+        Some(path) => {
+            output::write(path, text.as_bytes())?;
+            screen.note(&format!("wrote {}", path.display()));
+        }
+        None => screen.text(text.trim_end()),
+    }
+    screen.json(&to_json(cluster));
+    Ok(())
+}
+
+fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
+    let said = match &arguments.file {
+        Some(path) => read(path)?,
+        None => this_machine(None, false)?,
+    };
+    if said.device.kind != "cpu" {
+        return Err(Error::negative(format!("the links of {} are not measured", shown(&said.device.kind)))
+            .because("only workers on the cores of this CPU are")
+            .with_help(
+                "NCCL's all_reduce_perf or nvbandwidth measure them; write what they say into the cluster file",
+            ));
+    }
+    let mut measured = said.clone();
+    machine::measure_links(&mut measured);
+    // Only the innermost level is within this machine, and nothing but links was asked for.
+    measured.device.clone_from(&said.device);
+    measured.levels[1..].clone_from_slice(&said.levels[1..]);
+    let measured = check(measured).map_err(|error| Error::negative("cannot use what was measured").because(error))?;
+    let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
+        let or_not = |text: String| if at == 0 { text } else { "not from here".to_string() };
+        vec![
+            shown(&said.name).into_owned(),
+            said.count.to_string(),
+            quantity::rate(said.bandwidth.0),
+            or_not(quantity::rate(measured.bandwidth.0)),
+            quantity::time(said.latency.0 * 1e6),
+            or_not(quantity::time(measured.latency.0 * 1e6)),
+        ]
+    };
+    let rows: Vec<Vec<String>> = said.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
+    let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
+    let table = stage_table::table(&heads, &[1, 2, 3, 4, 5], rows);
+    if let Some(path) = &arguments.output {
+        output::write(path, to_toml(&measured).as_bytes())?;
+        screen.note(&format!("wrote {}", path.display()));
+    }
+    screen.text(&table);
+    screen.json(&json!({"stated": said, "measured": measured, "levels_measured": 1, "file": to_json(&measured)}));
+    Ok(())
+}
+
+fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
+    let cluster = match &arguments.file {
+        Some(path) => read(path)?,
+        None => cluster::cluster(&arguments.devices.request()?, None)?,
+    };
+    screen.json(&shown_as_json(&cluster));
+    screen.prose(&cluster::in_one_line(&cluster));
+    let device = &cluster.device;
+    let of = |device: &compiler::cluster::Device, count: u32, speed: Option<f64>| {
+        vec![
+            count.to_string(),
+            shown(&device.kind).into_owned(),
+            quantity::bytes(device.memory.0),
+            quantity::rate(device.memory_bandwidth.0),
+            format!("{}/s", quantity::flops(device.peak_flops.f32)),
+            format!("{}/s", quantity::flops(device.peak_flops.bf16)),
+            speed.map_or_else(String::new, |speed| format!("{} times", quantity::short(speed))),
+        ]
+    };
+    let rows = match cluster.classes.is_empty() {
+        true => vec![of(device, cluster.devices(), None)],
+        false => cluster.classes.iter().map(|class| of(&class.device, class.count, class.speed)).collect(),
+    };
+    let heads = ["devices", "kind", "memory each", "its bandwidth", "f32 peak", "bf16 peak", ""];
+    screen.text(&format!("\n{}", stage_table::table(&heads, &[0, 2, 3, 4, 5, 6], rows)));
+    let mut inside = 1u32;
+    let level = |level: &Level| {
+        inside = inside.saturating_mul(level.count);
+        vec![
+            shown(&level.name).into_owned(),
+            level.count.to_string(),
+            inside.to_string(),
+            quantity::rate(level.bandwidth.0),
+            quantity::time(level.latency.0 * 1e6),
+            if level.shared { "by all below" } else { "" }.to_string(),
+        ]
+    };
+    let rows: Vec<Vec<String>> = cluster.levels.iter().map(level).collect();
+    let heads = ["level", "joins", "devices in it", "bandwidth", "latency", "shared"];
+    screen.text(&format!("\n{}", stage_table::table(&heads, &[1, 2, 3, 4], rows)));
+    if (2..=MOST_IN_MATRIX).contains(&cluster.devices()) {
+        screen.text(&format!("\nbandwidth between two devices, GB/s\n{}", matrix(&cluster)));
+    }
+    if !cluster.hosts.is_empty() {
+        let rows = cluster.hosts.iter().map(|host| vec![shown(&host.address).into_owned(), host.devices.to_string()]);
+        screen.text(&format!("\n{}", stage_table::table(&["host", "devices"], &[1], rows.collect())));
+    }
+    Ok(())
+}
+
+/// What any two devices send each other at most: the slowest level on the way.
+fn slowest(cluster: &Cluster, one: u32, other: u32) -> f64 {
+    let way = Wire::between(&cluster.levels, [one, other].into_iter());
+    let levels = way.map_or(&cluster.levels[..], |way| &cluster.levels[..=way.level]);
+    levels.iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min)
+}
+
+fn matrix(cluster: &Cluster) -> String {
+    let devices = cluster.devices();
+    let names: Vec<String> = (0..devices).map(|device| device.to_string()).collect();
+    let heads: Vec<&str> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
+    let cell = |one: u32, other: u32| match one == other {
+        true => "·".to_string(),
+        false => quantity::short(slowest(cluster, one, other) / 1e9),
+    };
+    let row = |one: u32| std::iter::once(one.to_string()).chain((0..devices).map(|other| cell(one, other))).collect();
+    let right: Vec<usize> = (0..=devices as usize).collect();
+    stage_table::table(&heads, &right, (0..devices).map(row).collect())
+}
+
+fn shown_as_json(cluster: &Cluster) -> Value {
+    let mut value = json!(cluster);
+    value["devices"] = json!(cluster.devices());
+    value["file"] = to_json(cluster);
+    if cluster.devices() <= MOST_IN_MATRIX {
+        let all = 0..cluster.devices();
+        let row = |one: u32| -> Vec<Value> {
+            let cell = |other| if one == other { Value::Null } else { json!(slowest(cluster, one, other)) };
+            all.clone().map(cell).collect()
+        };
+        value["bandwidth_between"] = all.clone().map(row).collect();
+    }
+    value
+}
+
+fn read(path: &Path) -> Result<Cluster, Error> {
+    cluster::cluster(&ClusterRequest { file: Some(path.to_path_buf()), ..ClusterRequest::default() }, None)
+}

@@ -1,0 +1,246 @@
+//! `pipec plan diff`: two plans side by side.
+//!
+//! ```text
+//! stage     ops      replicas           fwd+bwd               memory
+//!     0  3 to 4  2 on 0-1 to 1 on 0  9.000 ms to 12.00 ms  3.000 MB
+//! ```
+
+use crate::cli::screen::Screen;
+use crate::cli::stage_table;
+use crate::cli::table::{Give, fitted};
+use compiler::export::quantity;
+use compiler::export::stage_name::{ranges, replicas};
+use compiler::import::onnx::name::shown;
+use compiler::plan::device_memory::fullest;
+use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
+use compiler::plan::{Plan, Stage};
+use pipec::error::Error;
+use pipec::plan::read::read_checked;
+use pipec::plan::solve;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Ranges of ops that are listed; more tell nobody more.
+const MOST_LISTED: usize = 24;
+
+/// Compares, prints; fails with the answer no where the plans differ.
+pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Error> {
+    let (left, right) = (read_checked(before)?, read_checked(after)?);
+    let found = diff(&left, &right);
+    screen.json(&value(&left, &right, &found));
+    let [first, second] = [before, after].map(|path| path.display().to_string());
+    if found.is_empty() {
+        screen.text(&format!("{first} and {second} are the same plan"));
+        return Ok(());
+    }
+    screen.prose(&told(&left, &right, &found, screen.width()));
+    Err(Error::negative(format!("{first} and {second} differ")).because(format!("in {}", found.fields.join(", "))))
+}
+
+fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
+    let mut text = String::new();
+    if left.model.graph_hash != right.model.graph_hash || left.model.sha256 != right.model.sha256 {
+        let [first, second] = [left, right].map(|plan| shown(&plan.model.file).into_owned());
+        text += &format!("they are plans of different models: {first} and {second}\n");
+    }
+    let rows = settings(left, right).into_iter().filter(|(_, before, after)| before != after);
+    let rows: Vec<Vec<String>> = rows.map(|(name, before, after)| vec![name.to_string(), before, after]).collect();
+    if !rows.is_empty() {
+        text += &format!("{}\n", stage_table::table(&["", "before", "after"], &[], rows));
+    }
+    let row = |change: &StageChange| {
+        let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
+        let cell = |of: &dyn Fn(&Stage) -> String| match (before.map(of), after.map(of)) {
+            (Some(before), Some(after)) if before != after => format!("{before} to {after}"),
+            // A stage that one of the plans does not have is told as the other has it.
+            (before, after) => before.or(after).unwrap_or_default(),
+        };
+        let which = match (before, after) {
+            (None, _) => "new ",
+            (_, None) => "gone ",
+            _ => "",
+        };
+        let moved =
+            |ops: u64, sign: char| if ops > 0 { format!("{sign}{}", quantity::count(ops)) } else { String::new() };
+        vec![
+            format!("{which}{}", change.stage),
+            cell(&|stage| quantity::count(stage.op_ids().count() as u64)),
+            moved(change.came, '+'),
+            moved(change.went, '-'),
+            cell(&|stage| format!("{} on {}", replicas(stage), ranges(&stage.devices))),
+            cell(&|stage| if stage.recompute { "recomputed" } else { "" }.to_string()),
+            cell(&|stage| quantity::time(stage.fwd_us + stage.bwd_us)),
+            cell(&|stage| quantity::bytes(stage.memory.total)),
+        ]
+    };
+    let header = ["stage", "ops", "in", "out", "replicas", "", "fwd+bwd", "memory"];
+    let gives = [Give::Leave(2), Give::Leave(3), Give::Cut(4, 20), Give::Leave(6)];
+    text += &fitted(&header, &[0, 1, 2, 3, 6, 7], found.stages.iter().map(row).collect(), &gives, width);
+    for moved in found.moved.iter().take(MOST_LISTED) {
+        text += &format!("{}\n", moved_told(left, moved));
+    }
+    if found.moved.len() > MOST_LISTED {
+        text += &format!("and {} more ranges of ops\n", found.moved.len() - MOST_LISTED);
+    }
+    let rows = figures(left, right).into_iter().map(|figure| {
+        let show = figure.shown;
+        vec![figure.name.to_string(), show(figure.before), show(figure.after), figure.change()]
+    });
+    text + &format!("\n{}", stage_table::table(&["", "before", "after", ""], &[1, 2, 3], rows.collect()))
+}
+
+/// `ops 4 to 7 (conv2 … relu3): stage 0 to 1`.
+fn moved_told(plan: &Plan, moved: &Moved) -> String {
+    let (first, last) = (moved.ops.0, moved.ops.1 - 1);
+    let ops = if first == last { format!("op {first}") } else { format!("ops {first} to {last}") };
+    let stage = |stage: Option<usize>| stage.map_or("no stage".to_string(), |stage| format!("stage {stage}"));
+    let names = [first, last].map(|op| name(plan, moved.from, op));
+    let named = match names {
+        [Some(first), Some(last)] if first != last => format!(" ({} … {})", shown(&first), shown(&last)),
+        [Some(first), _] => format!(" ({})", shown(&first)),
+        _ => String::new(),
+    };
+    format!("{ops}{named}: {} to {}", stage(moved.from), stage(moved.to))
+}
+
+/// The name of an op of a stage, where the plan names all of them.
+fn name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
+    let stage = plan.stages.get(stage?)?;
+    let at = stage.op_ids().position(|own| own == op)?;
+    stage.op_names.get(at).cloned()
+}
+
+/// What was asked, as text.
+fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
+    let of = |plan: &Plan| {
+        [
+            ("cost model", solve::cost_name(plan.cost).to_string()),
+            ("schedule", plan.schedule.kind.name().to_string()),
+            ("micro-batch", plan.schedule.micro_batch.to_string()),
+            ("micro-batches", plan.schedule.microbatches.to_string()),
+            ("chunks", plan.schedule.chunks.to_string()),
+            ("in flight", numbers(&plan.schedule.in_flight)),
+            ("devices", pipec::cluster::describe(&plan.cluster)),
+            ("ZeRO", zero(plan)),
+            ("optimizer", shown(&plan.optimizer).into_owned()),
+            ("type", shown(&plan.dtype).into_owned()),
+            ("limit", plan.cluster.memory_per_device.map_or("none".to_string(), |limit| quantity::bytes(limit.0))),
+        ]
+    };
+    let pair = |((name, before), (_, after))| (name, before, after);
+    of(left).into_iter().zip(of(right)).map(pair).collect()
+}
+
+/// The level of ZeRO of all stages, or of each where they differ.
+fn zero(plan: &Plan) -> String {
+    let levels: Vec<u32> = plan.stages.iter().map(|stage| stage.zero).collect();
+    let all = levels.first().filter(|first| levels.iter().all(|level| level == *first));
+    all.map_or_else(|| numbers(&levels), u32::to_string)
+}
+
+fn numbers(list: &[u32]) -> String {
+    list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// One number of both plans, and how people read it.
+struct Figure {
+    name: &'static str,
+    key: &'static str,
+    before: f64,
+    after: f64,
+    shown: fn(f64) -> String,
+    is_share: bool,
+}
+
+impl Figure {
+    /// By how much the second is more, in its sign; of a share, by how many of a hundred parts. What is too little to be told has no sign.
+    fn change(&self) -> String {
+        if self.after == self.before {
+            return String::new();
+        }
+        let (percent, unit, step) = match (self.is_share, self.before > 0.0) {
+            (true, _) => ((self.after - self.before) * 100.0, "points", 0.1),
+            (false, true) => ((self.after / self.before - 1.0) * 100.0, "%", 0.01),
+            (false, false) => return String::new(),
+        };
+        match percent.abs() < step / 2.0 {
+            true => format!("less than {step} {unit}"),
+            false if self.is_share => format!("{percent:+.1} {unit}"),
+            false => format!("{percent:+.2} {unit}"),
+        }
+    }
+}
+
+fn figures(left: &Plan, right: &Plan) -> Vec<Figure> {
+    let figure = |name, key, of: &dyn Fn(&Plan) -> f64, shown| {
+        let (before, after) = (of(left), of(right));
+        Figure { name, key, before, after, shown, is_share: key == "bubble" }
+    };
+    let share: fn(f64) -> String = |share| format!("{:.1} %", share * 100.0);
+    vec![
+        figure("time of a step", "step_us", &|plan| plan.predicted.step_us, quantity::time),
+        figure("samples/s", "throughput_per_s", &|plan| plan.predicted.throughput_per_s, quantity::samples),
+        figure("filling, draining", "bubble", &|plan| plan.predicted.bubble, share),
+        figure("fullest device", "peak_bytes", &|plan| fullest(plan) as f64, |bytes| quantity::bytes(bytes as u64)),
+        figure("bound", "lower_bound_us", &|plan| plan.lower_bound_us, quantity::time),
+    ]
+}
+
+fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
+    let brief = |stage: Option<&Stage>| match stage {
+        Some(stage) => json!({
+            "ops": stage.op_ids().count(),
+            "replicas": stage.replicas,
+            "tensor_degree": stage.degree(),
+            "devices": stage.devices,
+            "recompute": stage.recompute,
+            "fwd_us": stage.fwd_us,
+            "bwd_us": stage.bwd_us,
+            "bytes": stage.memory.total,
+        }),
+        None => Value::Null,
+    };
+    let stages = found.stages.iter().map(|change| {
+        let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
+        let rearranged = before.zip(after).is_none_or(|(before, after)| is_rearranged(before, after));
+        json!({
+            "stage": change.stage,
+            "changed": rearranged || change.came + change.went > 0,
+            "ops_in": change.came,
+            "ops_out": change.went,
+            "before": brief(before),
+            "after": brief(after),
+        })
+    });
+    let moved =
+        found.moved.iter().map(|moved| json!({"ops": [moved.ops.0, moved.ops.1], "from": moved.from, "to": moved.to}));
+    let pairs = figures(left, right).into_iter();
+    let predicted: serde_json::Map<String, Value> =
+        pairs.map(|figure| (figure.key.to_string(), json!([figure.before, figure.after]))).collect();
+    json!({
+        "equal": found.is_empty(),
+        "fields": found.fields,
+        "stages": stages.collect::<Vec<_>>(),
+        "moved": moved.collect::<Vec<_>>(),
+        "predicted": predicted,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_have_the_sign_of_what_they_are() {
+        let change = |before: f64, after: f64, is_share: bool| {
+            Figure { name: "", key: "", before, after, shown: quantity::time, is_share }.change()
+        };
+        assert_eq!(change(100.0, 150.0, false), "+50.00 %");
+        assert_eq!(change(150.0, 100.0, false), "-33.33 %");
+        assert_eq!(change(1e6, 1e6 - 1.0, false), "less than 0.01 %");
+        assert_eq!(change(0.0, 0.25, true), "+25.0 points");
+        assert_eq!(change(0.25, 0.125, true), "-12.5 points");
+        assert_eq!(change(0.25, 0.2499, true), "less than 0.1 points");
+        assert_eq!(change(0.0, 1.0, false) + &change(2.0, 2.0, false), "");
+    }
+}

@@ -1,0 +1,194 @@
+//! `pipec doctor`: what this machine has of what pipec can use, and what to do where something does not work.
+
+use crate::cli::screen::Screen;
+use crate::cli::stage_table;
+use clap::Args;
+use compiler::export::quantity;
+use pipec::error::Error;
+use profiler::cache::Cache;
+use profiler::{detect, machine};
+use runtime::device::cuda::card::{CardFault, GpuInfo};
+use runtime::device::cuda::library::{self, FOLDERS};
+use serde_json::json;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::net::TcpListener;
+use std::path::Path;
+use std::{env, fs, process};
+
+/// Nothing to choose.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pipec doctor")]
+pub struct Arguments {}
+
+/// How something was found.
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    /// It works.
+    Fine,
+    /// It is not here, and only some of pipec wants it.
+    Absent,
+    /// It should work and does not.
+    Broken,
+}
+
+impl State {
+    fn name(self) -> &'static str {
+        match self {
+            State::Fine => "ok",
+            State::Absent => "absent",
+            State::Broken => "broken",
+        }
+    }
+}
+
+/// One thing that was looked at.
+struct Finding {
+    what: &'static str,
+    state: State,
+    found: String,
+    next: Option<String>,
+}
+
+/// Looks, tells; fails with the answer no where something is broken.
+pub fn run(_: &Arguments, screen: &Screen) -> Result<(), Error> {
+    let findings = [
+        cpu(),
+        memory(),
+        cache(),
+        folder("temporary files", &env::temp_dir()),
+        sockets(),
+        driver(),
+        compiler(),
+        gpus(),
+    ];
+    let row = |finding: &Finding| vec![finding.what.into(), finding.state.name().into(), finding.found.clone()];
+    let version = env!("CARGO_PKG_VERSION");
+    screen.text(&format!("pipec {version} on {} {}\n", env::consts::OS, env::consts::ARCH));
+    screen.prose(&stage_table::table(&["", "", ""], &[], findings.iter().map(row).collect()));
+    let value = |finding: &Finding| json!({"what": finding.what, "state": finding.state.name(), "found": finding.found, "next": finding.next});
+    let all: Vec<_> = findings.iter().map(value).collect();
+    screen
+        .json(&json!({"version": version, "os": env::consts::OS, "architecture": env::consts::ARCH, "findings": all}));
+    for Finding { what, next, .. } in &findings {
+        if let Some(next) = next {
+            screen.note(&format!("{what}: {next}"));
+        }
+    }
+    let broken: Vec<&str> = findings.iter().filter(|f| f.state == State::Broken).map(|f| f.what).collect();
+    match broken.is_empty() {
+        true => Ok(()),
+        false => Err(Error::negative(format!("not all is well: {}", broken.join(", ")))),
+    }
+}
+
+fn cpu() -> Finding {
+    let device = machine::device();
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let vectors = device.driver.rsplit(' ').next().unwrap_or_default().to_string();
+    let found = format!("{}, {}, {vectors}", device.name, quantity::plural(cores as u64, "core", "cores"));
+    let next =
+        (vectors == "sse2").then(|| "kernels have vectors of two to four numbers here, and are slow".to_string());
+    Finding { what: "CPU", state: State::Fine, found, next }
+}
+
+fn memory() -> Finding {
+    let (all, available) = (machine::memory_bytes(), machine::available_bytes());
+    if all == 0 {
+        let next = "limits are not known here: give `--memory` where memory is scarce".to_string();
+        return Finding {
+            what: "memory",
+            state: State::Absent,
+            found: "the system does not tell".into(),
+            next: Some(next),
+        };
+    }
+    let found = format!("{} of {} can be had", quantity::bytes(available), quantity::bytes(all));
+    Finding { what: "memory", state: State::Fine, found, next: None }
+}
+
+fn cache() -> Finding {
+    match Cache::of_user() {
+        Some(cache) => folder("profile cache", cache.folder()),
+        None => Finding {
+            what: "profile cache",
+            state: State::Absent,
+            found: "there is no home folder".into(),
+            next: Some("set HOME or XDG_CACHE_HOME, or kernels are measured anew every time".into()),
+        },
+    }
+}
+
+/// Whether a file can be written there.
+fn folder(what: &'static str, folder: &Path) -> Finding {
+    let probe = folder.join(format!("probe-{}", process::id()));
+    // Others may write there as well: what is there already is not ours.
+    let write = || OpenOptions::new().write(true).create_new(true).open(&probe)?.write_all(b"pipec");
+    let written = fs::create_dir_all(folder).and_then(|()| write());
+    let _ = if written.is_ok() { fs::remove_file(&probe) } else { Ok(()) };
+    let (state, next) = match written {
+        Ok(()) => (State::Fine, None),
+        Err(error) => (State::Broken, Some(format!("files cannot be written to {}: {error}", folder.display()))),
+    };
+    Finding { what, state, found: folder.display().to_string(), next }
+}
+
+/// Whether processes of one machine can reach each other.
+fn sockets() -> Finding {
+    let what = "sockets";
+    match TcpListener::bind("127.0.0.1:0") {
+        Ok(_) => Finding { what, state: State::Fine, found: "processes can meet on 127.0.0.1".into(), next: None },
+        Err(error) => Finding {
+            what,
+            state: State::Broken,
+            found: format!("127.0.0.1 cannot be listened on: {error}"),
+            next: Some("`train --processes` and `--hosts` need it; threads do not".into()),
+        },
+    }
+}
+
+fn driver() -> Finding {
+    let what = "CUDA driver";
+    match library::driver() {
+        Some(found) => Finding { what, state: State::Fine, found: found.place.clone(), next: None },
+        None => Finding {
+            what,
+            state: State::Absent,
+            found: "libcuda.so was not found".into(),
+            next: Some(format!("only GPUs need it; where there is one, name the driver's folder in {FOLDERS}")),
+        },
+    }
+}
+
+fn compiler() -> Finding {
+    let what = "CUDA compiler";
+    match (library::nvrtc(), library::driver()) {
+        (Some(found), _) => Finding { what, state: State::Fine, found: found.place.clone(), next: None },
+        (None, driver) => Finding {
+            what,
+            state: if driver.is_some() { State::Broken } else { State::Absent },
+            found: "libnvrtc.so was not found".into(),
+            next: driver.map(|_| format!("`pip install nvidia-cuda-nvrtc` brings it; name its folder in {FOLDERS}")),
+        },
+    }
+}
+
+fn gpus() -> Finding {
+    let cards = detect::gpus();
+    let told = |(ordinal, card): (usize, &Result<GpuInfo, CardFault>)| match card {
+        Ok(card) => format!("{ordinal}: {} with {}", card.name, quantity::bytes(card.memory as u64)),
+        Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
+    };
+    let found = match cards.is_empty() {
+        true => "none".to_string(),
+        false => cards.iter().enumerate().map(told).collect::<Vec<_>>().join("; "),
+    };
+    let is_broken = cards.iter().any(Result::is_err);
+    let state = match cards.is_empty() {
+        _ if is_broken => State::Broken,
+        true => State::Absent,
+        false => State::Fine,
+    };
+    let next = is_broken.then(|| "`nvidia-smi` says who holds it and whether it is healthy".to_string());
+    Finding { what: "GPUs", state, found, next }
+}

@@ -1,0 +1,203 @@
+//! `pipec eval`: a model's answers for given inputs.
+
+use crate::cli::path_conflicts;
+use crate::cli::screen::Screen;
+use clap::Args;
+use compiler::export::quantity;
+use compiler::graph::Graph;
+use compiler::import::onnx::name::shown;
+use compiler::op::Op;
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::{DType, Tensor};
+use pipec::error::{Error, ErrorKind};
+use pipec::files::input;
+use pipec::files::output;
+use pipec::model;
+use pipec::train::arrays;
+use pipec::train::initial_weights::initial;
+use runtime::exec::evaluate;
+use runtime::exec::evaluate::EvaluateError;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::panic::{self, AssertUnwindSafe};
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a list of cases.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// Which model, on what.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pipec eval model.onnx --inputs x.npz --weights weights.safetensors -o y.npz")]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL", required_unless_present = "batch_file")]
+    file: Option<PathBuf>,
+    /// Arrays named by the model's inputs: .npz, .npy or .safetensors
+    #[arg(long, value_name = "FILE", required_unless_present = "batch_file")]
+    inputs: Option<PathBuf>,
+    /// Weights by name: .npz or .safetensors [default: those of the model]
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// Where to write the outputs: .npz or .safetensors
+    #[arg(short, long, value_name = "FILE", required_unless_present = "batch_file")]
+    output: Option<PathBuf>,
+    /// A line for each of many cases: model, inputs and outputs, with tabs between; inputs may hold NaN and infinities here
+    #[arg(long, value_name = "LIST.tsv", conflicts_with_all = ["file", "inputs", "output"])]
+    batch_file: Option<PathBuf>,
+}
+
+/// Evaluates, prints, writes.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    if let Some(list) = &arguments.batch_file {
+        return many(list, arguments.weights.as_deref(), screen);
+    }
+    let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
+        return Err(Error::input("`pipec eval` needs MODEL, --inputs and -o"));
+    };
+    output::check_tensors(output)?;
+    let answer = one(file, inputs, arguments.weights.as_deref(), output, arrays::check_finite, screen)?;
+    let mut text = String::new();
+    for (name, tensor) in &answer.outputs {
+        text += &format!("{} {}{:?}\n", shown(name), tensor.dtype(), tensor.shape());
+    }
+    if let Some(accuracy) = answer.accuracy {
+        text += &format!("accuracy {:.2} %\n", accuracy * 100.0);
+    }
+    screen.text(&format!("{text}wrote {}", output.display()));
+    screen.json(&answer.json(output));
+    Ok(())
+}
+
+struct Answer {
+    outputs: BTreeMap<String, Tensor>,
+    accuracy: Option<f64>,
+}
+
+impl Answer {
+    fn json(&self, file: &Path) -> Value {
+        let outputs: Vec<Value> = self
+            .outputs
+            .iter()
+            .map(|(name, tensor)| json!({"name": name, "dtype": tensor.dtype().name(), "shape": tensor.shape()}))
+            .collect();
+        json!({"file": file.display().to_string(), "outputs": outputs, "accuracy": self.accuracy})
+    }
+}
+
+/// What is refused of arrays.
+type Check = fn(&Graph, &BTreeMap<String, Tensor>) -> Result<(), Error>;
+
+fn one(
+    file: &Path,
+    inputs: &Path,
+    weights: Option<&Path>,
+    output: &Path,
+    check: Check,
+    screen: &Screen,
+) -> Result<Answer, Error> {
+    let read = [Some(file), Some(inputs), weights];
+    path_conflicts::keep(&read.into_iter().flatten().collect::<Vec<_>>(), output)?;
+    let arrays = arrays::read(inputs, "the inputs")?;
+    let loaded = model::load_for(file, &arrays, screen)?;
+    let weights = initial(&loaded, weights, screen)?;
+    let given = arrays::named(&loaded.model.graph, arrays, screen);
+    arrays::check(&loaded.model.graph, &given, inputs)?;
+    check(&loaded.model.graph, &given)?;
+    let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
+    let outputs = evaluate::evaluate(&graph, true, &given, &weights).map_err(|error| unevaluated(file, &error))?;
+    output::write_tensors(output, &written(output, &outputs), "outputs")?;
+    let labels = given.get("target").or_else(|| given.get("y"));
+    let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
+    let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));
+    Ok(Answer { outputs, accuracy })
+}
+
+/// Why there is no answer, and what to do next.
+fn unevaluated(file: &Path, error: &EvaluateError) -> Error {
+    let failure = Error::input(format!("cannot evaluate {}", file.display())).because(error);
+    match error {
+        EvaluateError::Fact { kind: "input", .. } => failure.with_help(
+            "give it arrays of the shapes that `pipec inspect` shows; an axis that is a name there takes any size: export the model with dynamic axes",
+        ),
+        EvaluateError::Fact { .. } => failure.with_help("these are the weights of another model"),
+        _ => failure,
+    }
+}
+
+/// The outputs as the file can hold them: npz has no bf16, which goes out as f32, where every value of it has its place.
+fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+    let npz = file.extension().is_some_and(|extension| extension == "npz");
+    let wide = |tensor: &Tensor| match tensor.dtype() {
+        DType::Bf16 if npz => tensor.cast(DType::F32),
+        _ => tensor.clone(),
+    };
+    outputs.iter().map(|(name, tensor)| (name.clone(), wide(tensor))).collect()
+}
+
+/// Every case is tried; the answer is no if one fails.
+fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Error> {
+    let text = input::text(list, MOST_BYTES)?;
+    let mut cases = Vec::new();
+    let (mut failed, mut bugs) = (0u64, 0u64);
+    for (at, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let &[model, inputs, output] = &fields[..] else {
+            let why = format!("line {}: {} fields, expected model, inputs and outputs", at + 1, fields.len());
+            return Err(Error::file("read", list, why));
+        };
+        // Cases of ops ask for NaN and infinities.
+        let as_given = |_: &Graph, _: &BTreeMap<String, Tensor>| Ok(());
+        // A case that meets a bug of ours fails, and the others go on.
+        let case = || one(Path::new(model), Path::new(inputs), weights, Path::new(output), as_given, screen);
+        let answer = panic::catch_unwind(AssertUnwindSafe(case))
+            .unwrap_or_else(|_| Err(Error::bug("a panic while the case was evaluated")));
+        match answer {
+            Ok(answer) => {
+                screen.text(&format!("ok      {model}"));
+                cases.push(answer.json(Path::new(output)));
+            }
+            Err(failure) => {
+                failed += 1;
+                let bug = failure.kind() == ErrorKind::Bug;
+                bugs += u64::from(bug);
+                let told = failure.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ");
+                screen.text(&format!("failed  {model}: {told}"));
+                cases.push(json!({"file": output, "failed": told, "bug": bug}));
+            }
+        }
+    }
+    screen.json(&json!({"cases": cases, "failed": failed}));
+    match (failed, bugs) {
+        (0, _) => Ok(()),
+        (_, 0) => Err(Error::negative(format!("{} of the cases failed", quantity::count(failed)))),
+        (_, bugs) => Err(Error::bug(&format!("a panic in {} of the cases", quantity::count(bugs)))),
+    }
+}
+
+/// The sizes of symbols that are an axis of an input, from the arrays. What does not fit is told when the model runs.
+pub fn sizes(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Bindings {
+    let mut sizes = Bindings::new();
+    for id in graph.ids() {
+        let Op::Input(input) = &graph.node(id).op else { continue };
+        let Some(array) = given.get(&input.name) else { continue };
+        for (dim, &size) in input.fact.shape.iter().zip(array.shape()) {
+            if let Some(symbol) = dim.symbols().first().filter(|symbol| *dim == Dim::symbol(symbol)) {
+                sizes.entry(symbol.clone()).or_insert(size as i64);
+            }
+        }
+    }
+    sizes
+}
+
+/// The share of rows whose largest logit is at the label; nothing where the shapes are not those of a classification.
+pub fn accuracy(logits: &Tensor, labels: &[f64]) -> Option<f64> {
+    let &[rows, classes] = logits.shape() else { return None };
+    if rows == 0 || classes == 0 || labels.len() != rows {
+        return None;
+    }
+    let values = logits.to_f64();
+    let largest = |row: &[f64]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)));
+    let right =
+        values.chunks(classes).zip(labels).filter(|(row, label)| largest(row).map(|at| at as f64) == Some(**label));
+    Some(right.count() as f64 / rows as f64)
+}

@@ -1,0 +1,216 @@
+//! `pipec export`: a plan in the words of other tools.
+
+use crate::cli::args::schedule as schedule_flag;
+use crate::cli::path_conflicts;
+use crate::cli::screen::Screen;
+use clap::Args;
+use compiler::export::quantity;
+use compiler::export::target::refusal::Refusal;
+use compiler::export::target::table::{self, Entry, TARGETS};
+use compiler::export::target::{Bundle, ExportInput, File, Need};
+use compiler::import::import::Batch;
+use compiler::plan::Plan;
+use compiler::profile::cost_graph::CostGraph;
+use compiler::schedule::formats::csv::{ComputeTable, csv};
+use compiler::text::suggest::hint;
+use pipec::costs::cost_source::CostSource;
+use pipec::costs::{CostInput, ModelFormat};
+use pipec::error::Error;
+use pipec::files::output;
+use pipec::files::overwrite;
+use pipec::model::ImportRequest;
+use pipec::model::{self, LoadedModel};
+use pipec::plan::custom_schedule;
+use pipec::plan::custom_schedule::CustomSchedule;
+use pipec::plan::model_match;
+use pipec::plan::read::read_checked;
+use serde_json::json;
+use std::fs;
+use std::iter;
+use std::path::{Path, PathBuf};
+
+/// Which plan, for which tool, and where to.
+#[derive(Debug, Args)]
+#[command(after_help = targets())]
+pub struct Arguments {
+    /// The plan
+    #[arg(value_name = "PLAN")]
+    file: PathBuf,
+    /// The tool to write for
+    #[arg(long, value_name = "TARGET", value_parser = named)]
+    to: &'static Entry,
+    /// The plan's model or published profile, for targets that need it
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
+    profile: Option<String>,
+    /// The order of work of a plan that has none of its own: a table FILE.csv, or programs FILE.json
+    #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
+    schedule: Option<PathBuf>,
+    /// Where to write it: a folder, which is made where it is missing, or a file where there is one only; - is standard output
+    /// [default: PLAN.TARGET in the current folder]
+    #[arg(short, long, value_name = "FOLDER|FILE")]
+    output: Option<PathBuf>,
+}
+
+fn named(text: &str) -> Result<&'static Entry, String> {
+    let names: Vec<&str> = TARGETS.iter().map(|entry| entry.name).collect();
+    table::find(text).ok_or_else(|| format!("write one of {}{}", names.join(", "), hint(text, names.iter().copied())))
+}
+
+/// The targets, a line each, and how they are called.
+fn targets() -> String {
+    let width = TARGETS.iter().map(|entry| entry.name.len()).max().unwrap_or(0);
+    let lines = TARGETS.iter().map(|entry| format!("  {:width$}  {}\n", entry.name, entry.about));
+    format!(
+        "Targets:\n{}\nExamples:\n  pipec export model.plan.json --to torch --model model.pt2 -o bundle\n  pipec export model.plan.json --to dot -o -",
+        lines.collect::<String>()
+    )
+}
+
+/// Reads, makes, writes, prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let plan = read_checked(&arguments.file)?;
+    let target = arguments.to;
+    let table = custom_schedule::open(arguments.schedule.as_deref(), screen)?.map(table_of).transpose()?;
+    let costs = match target.need {
+        Need::Costs => Some(costs(&arguments, &plan, screen)?),
+        Need::Plan | Need::Model => None,
+    };
+    let loaded = match target.need {
+        Need::Model => Some(loaded(&arguments, &plan, screen)?),
+        // It is not needed, but another one would not be what was meant.
+        Need::Plan if arguments.model.as_deref().is_some_and(is_model) => Some(loaded(&arguments, &plan, screen)?),
+        Need::Plan | Need::Costs => None,
+    };
+    let imported = loaded.as_ref().map(LoadedModel::imported);
+    let asked = ExportInput { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
+    let bundle = (target.write)(&asked).map_err(|refusal| explain(&arguments, &refusal))?;
+    bundle.notes.iter().for_each(|note| screen.note(note));
+    write(&arguments, &bundle, screen)
+}
+
+/// The rows of the user's own order of work.
+fn table_of(own: CustomSchedule) -> Result<ComputeTable, Error> {
+    match own {
+        CustomSchedule::Table(table) => Ok(table),
+        CustomSchedule::Program(program) => {
+            csv(&program).parse().map_err(|error| Error::input("cannot use the schedule").because(error))
+        }
+    }
+}
+
+/// The model that the target needs.
+fn needed(arguments: &Arguments) -> Result<&Path, Error> {
+    arguments.model.as_deref().ok_or_else(|| {
+        Error::input(format!("`--to {}` needs the plan's model", arguments.to.name))
+            .with_help("`--model FILE` names it")
+    })
+}
+
+fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGraph, Error> {
+    let path = needed(arguments)?;
+    let source = CostSource::of_plan(path, arguments.profile.as_deref().map(CostInput::from).as_ref(), plan, screen)?;
+    Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
+}
+
+fn is_model(path: &Path) -> bool {
+    matches!(ModelFormat::of(path), ModelFormat::Onnx | ModelFormat::Pt2)
+}
+
+/// The plan's model, imported as the plan's was.
+fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedModel, Error> {
+    let path = needed(arguments)?;
+    if ModelFormat::of(path) == ModelFormat::Pipedream {
+        let what = format!("`--to {}` needs a model, and {} is a profile", arguments.to.name, path.display());
+        return Err(Error::input(what));
+    }
+    if arguments.to.need == Need::Model && ModelFormat::of(path) == ModelFormat::Pt2 {
+        let what =
+            format!("`--to {}` writes the nodes of an ONNX file, and {} is none", arguments.to.name, path.display());
+        return Err(
+            Error::input(what).with_help("plan the model as `torch.onnx.export` writes it, and export that plan")
+        );
+    }
+    let mut import = ImportRequest::default();
+    import.follow(&plan.model.import);
+    let loaded = model::read(path, &import, screen)?;
+    let ops = loaded.profiled().ops as usize;
+    model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+    // Torch runs the file as it is, whose sizes are checked there.
+    let micro_batch = plan.schedule.micro_batch;
+    if arguments.to.name == "torch"
+        && ModelFormat::of(path) == ModelFormat::Pt2
+        && let Batch::Symbol { default: Some(size), .. } = loaded.model.batch
+        && size != micro_batch as i64
+    {
+        return Err(Error::input(format!("{} takes {size} samples at a time, no others", path.display()))
+            .because(format!("the plan's micro-batches have {micro_batch}"))
+            .with_help(format!("export it with `dynamic_shapes`, or plan with `--micro-batch {size}`")));
+    }
+    Ok(loaded)
+}
+
+fn explain(arguments: &Arguments, refusal: &Refusal) -> Error {
+    let name = arguments.to.name;
+    let failure =
+        Error::negative(format!("{} cannot be exported to {name}", arguments.file.display())).because(refusal);
+    match refusal.remedy(name) {
+        Some(remedy) => failure.with_help(remedy),
+        None => failure,
+    }
+}
+
+/// One file goes where it is told, several go into a folder.
+fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), Error> {
+    let output = arguments.output.clone().unwrap_or_else(|| default_output(arguments, bundle));
+    if let ([one], true) = (bundle.files.as_slice(), output::is_stdout(&output)) {
+        match String::from_utf8(one.bytes.clone()) {
+            Ok(text) => screen.document(&text),
+            Err(_) => {
+                return Err(Error::input("`-o -` does not go with this target").because("what it writes is no text"));
+            }
+        }
+        return Ok(());
+    }
+    let paths: Vec<PathBuf> = match bundle.files.as_slice() {
+        [_] if !is_folder(&output) => vec![output],
+        files => {
+            if output::is_stdout(&output) {
+                return Err(Error::input("`-o -` does not go with this target").because("it writes several files"));
+            }
+            fs::create_dir_all(&output).map_err(|error| Error::file("make the folder", &output, error))?;
+            files.iter().map(|file| output.join(&file.name)).collect()
+        }
+    };
+    let read: Vec<&Path> = iter::once(&arguments.file).chain(&arguments.model).map(PathBuf::as_path).collect();
+    for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
+        path_conflicts::keep(&read, path)?;
+        overwrite::check_bytes(path, bytes)?;
+    }
+    let mut files = Vec::new();
+    for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
+        output::write(path, bytes)?;
+        let all = if paths.len() == 1 { ": one file is all of it" } else { "" };
+        screen.text(&format!("wrote {} ({}){all}", path.display(), quantity::bytes(bytes.len() as u64)));
+        files.push(json!({"file": path.display().to_string(), "bytes": bytes.len()}));
+    }
+    screen.json(&json!({"target": arguments.to.name, "files": files, "notes": bundle.notes}));
+    Ok(())
+}
+
+fn is_folder(path: &Path) -> bool {
+    path.is_dir() || path.as_os_str().to_string_lossy().ends_with('/')
+}
+
+/// `model.plan.json` becomes `model.TARGET`, a folder, or where there is one file, `model.` and its name.
+fn default_output(arguments: &Arguments, bundle: &Bundle) -> PathBuf {
+    let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let stem = stem.strip_suffix(".plan").unwrap_or(&stem);
+    let stem = if stem.is_empty() { "plan" } else { stem };
+    match bundle.files.as_slice() {
+        [one] => PathBuf::from(format!("{stem}.{}", one.name.trim_start_matches("plan."))),
+        _ => PathBuf::from(format!("{stem}.{}", arguments.to.name)),
+    }
+}

@@ -1,0 +1,343 @@
+//! `pipec inspect`: what a model is.
+
+use crate::cli::args::Dims;
+use crate::cli::screen::Screen;
+use crate::cli::stage_table;
+use clap::Args;
+use compiler::export::quantity;
+use compiler::graph::{Graph, order, text};
+use compiler::import::import::Batch;
+use compiler::import::onnx::name::shown;
+use compiler::import::training_warning::TrainingWarning;
+use compiler::op::dropout::COUNTER;
+use compiler::op::table::rule;
+use compiler::op::{Op, Value};
+use compiler::pass::analytic::node_cost;
+use compiler::pass::attribution::{Training, attribute};
+use pipec::error::Error;
+use pipec::model::{self, LoadedModel};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// Modules are summed up at this depth of their path.
+const DEPTH: usize = 2;
+
+/// What stands for the name of no module.
+const NO_MODULE: &str = "(top level)";
+
+/// The most modules that are listed as text.
+const LISTED: usize = 40;
+
+/// Which model, at which sizes.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  pipec inspect model.onnx\n  pipec inspect model.pt2 --dim seq=128 --format json")]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL")]
+    file: PathBuf,
+    #[command(flatten)]
+    dims: Dims,
+    /// Print the graph in its text form, and nothing else
+    #[arg(long)]
+    text: bool,
+}
+
+/// What the ops of one kind sum up to, per sample.
+#[derive(Default)]
+struct Kind {
+    ops: u64,
+    flops: f64,
+    bytes: f64,
+}
+
+#[derive(Default)]
+struct Module {
+    ops: u64,
+    parameters: u64,
+    flops: f64,
+}
+
+/// Inspects and prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let loaded = model::load(&arguments.file, &arguments.dims.import.clone().into(), screen)?
+        .with_micro_batch(arguments.dims.micro_batch);
+    if arguments.text {
+        let printed = text::print(&loaded.model.graph);
+        screen.text(&printed);
+        screen.json(&json!({"graph": printed}));
+        return Ok(());
+    }
+    let graph = &loaded.model.graph;
+    let ops = order::numbered(graph);
+    let (parameters, parameter_bytes) = sizes(graph, |op| matches!(op, Op::Parameter(_)));
+    let (states, state_bytes) = sizes(graph, |op| matches!(op, Op::State(_)));
+    let tensors = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_))).count();
+    let micro_batch = loaded.micro_batch(None, screen);
+    let bound = loaded.at(micro_batch);
+    let kinds = kinds(graph, bound.as_ref().ok(), micro_batch);
+    let histogram: BTreeMap<&str, u64> = kinds.iter().map(|(name, kind)| (*name, kind.ops)).collect();
+    let sum = |of: fn(&Kind) -> f64| bound.as_ref().ok().map(|_| kinds.values().map(of).sum::<f64>());
+    let (flops, activations) = (sum(|kind| kind.flops), sum(|kind| kind.bytes));
+    let reasons = against_training(&loaded, &bound);
+    let modules = modules(graph, bound.as_ref().ok(), micro_batch);
+    let fact = |value: Value| graph.fact(value).to_string();
+    let inputs: Vec<(String, String)> = graph
+        .ids()
+        .filter_map(|id| match &graph.node(id).op {
+            // Whoever trains makes the counter; nobody gives it.
+            Op::Input(input) if input.name != COUNTER => {
+                Some((input.name.clone(), fact(Value { node: id, output: 0 })))
+            }
+            _ => None,
+        })
+        .collect();
+    let outputs: Vec<(String, String)> = graph.outputs.iter().map(|o| (o.name.clone(), fact(o.value))).collect();
+    let batch = match &loaded.model.batch {
+        Batch::Symbol { name, default: Some(size) } => format!("`{name}`, {size} in the file"),
+        Batch::Symbol { name, default: None } => format!("`{name}`, open"),
+        Batch::Fixed { size: Some(size), why } => format!("fixed at {size}: {why}"),
+        Batch::Fixed { size: None, why } => format!("none: {why}"),
+    };
+    let list = |named: &[(String, String)]| {
+        named.iter().map(|(name, fact)| format!("{} {fact}", shown(name))).collect::<Vec<_>>().join("\n            ")
+    };
+    screen.prose(&format!(
+        "model       {} ({})\nops         {} of {}\nparameters  {} in {}, {}\n",
+        arguments.file.display(),
+        if loaded.model.producer.is_empty() { "producer unknown" } else { &loaded.model.producer },
+        quantity::count(ops.len() as u64),
+        quantity::plural(kinds.len() as u64, "kind", "kinds"),
+        quantity::count(parameters),
+        quantity::plural(tensors as u64, "tensor", "tensors"),
+        quantity::bytes(parameter_bytes),
+    ));
+    if states > 0 {
+        screen.text(&format!("state       {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
+    }
+    screen.prose(&format!(
+        "forward     {} per sample, a multiply-add counted as two\nactivations {} per sample, the outputs of all ops\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
+        flops.map_or("unknown".to_string(), quantity::flops),
+        activations.map_or("unknown".to_string(), |bytes| quantity::bytes(bytes.round() as u64)),
+        list(&inputs),
+        list(&outputs),
+        match reasons.as_slice() {
+            [] => "yes: every parameter, which is every float tensor with a name, unless `--freeze` names it".to_string(),
+            reasons => format!("no: {}", reasons.join("\n            ")),
+        },
+    ));
+    let tied = tied(graph);
+    if !tied.is_empty() {
+        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, read in {users} places", shown(name)));
+        screen.prose(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
+        if tied.len() > LISTED {
+            screen.text(&format!("            … and {} more", tied.len() - LISTED));
+        }
+    }
+    let mut dearest: Vec<(&&str, &Kind)> = kinds.iter().collect();
+    dearest
+        .sort_by(|(a, one), (b, other)| other.flops.total_cmp(&one.flops).then(other.ops.cmp(&one.ops)).then(a.cmp(b)));
+    let rows = dearest.into_iter().map(|(name, kind)| {
+        let sizes = match &bound {
+            Ok(_) => [quantity::flops(kind.flops), quantity::bytes(kind.bytes.round() as u64)],
+            Err(_) => ["unknown".to_string(), "unknown".to_string()],
+        };
+        [(*name).to_string(), quantity::count(kind.ops)].into_iter().chain(sizes).collect()
+    });
+    screen.text(&format!(
+        "\n{}",
+        stage_table::table(&["kind", "ops", "flops per sample", "output per sample"], &[1, 2, 3], rows.collect())
+    ));
+    if !modules.is_empty() {
+        let rows = modules.iter().take(LISTED).map(|(name, module)| {
+            let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
+            let name = if name.is_empty() { NO_MODULE.into() } else { shown(name) };
+            std::iter::once(name.into_owned()).chain(sums).collect()
+        });
+        screen.text(&format!(
+            "\n{}",
+            stage_table::table(&["module", "ops", "parameters", "flops per sample"], &[1, 2, 3], rows.collect())
+        ));
+        if modules.len() > LISTED {
+            screen.text(&format!("… and {} more", modules.len() - LISTED));
+        }
+    }
+    let named = |list: &[(String, String)]| -> Vec<_> {
+        list.iter().map(|(name, fact)| json!({"name": name, "fact": fact})).collect()
+    };
+    let modules: Vec<_> = modules
+        .iter()
+        .map(|(name, m)| json!({"module": name, "ops": m.ops, "parameters": m.parameters, "flops_per_sample": m.flops}))
+        .collect();
+    let operators: Vec<_> = kinds
+        .iter()
+        .map(|(op, k)| json!({"op": op, "ops": k.ops, "flops_per_sample": k.flops, "output_bytes_per_sample": k.bytes}))
+        .collect();
+    let doubts: Vec<_> = loaded.model.doubts.iter().map(told).collect();
+    let (symbol, size) = match &loaded.model.batch {
+        Batch::Symbol { name, default } => (Some(name.clone()), *default),
+        Batch::Fixed { size, .. } => (None, *size),
+    };
+    screen.json(&json!({
+        "file": arguments.file.display().to_string(),
+        "sha256": loaded.model.sha256,
+        "producer": loaded.model.producer,
+        "ops": ops.len(),
+        "histogram": histogram,
+        "parameters": {"tensors": tensors, "count": parameters, "bytes": parameter_bytes},
+        "states": {"count": states, "bytes": state_bytes},
+        "flops_per_sample": flops,
+        "flops_convention": "a multiply-add is two",
+        "activation_bytes_per_sample": activations,
+        "operators": operators,
+        "micro_batch": micro_batch,
+        "inputs": named(&inputs),
+        "outputs": named(&outputs),
+        "batch": batch,
+        "batch_symbol": symbol,
+        "batch_in_file": size,
+        "trainable": reasons.is_empty(),
+        "not_trainable_because": if reasons.is_empty() { None } else { Some(reasons.join("; ")) },
+        "reasons": reasons,
+        "doubts": doubts,
+        "tied": tied.iter().map(|(name, users)| json!({"name": name, "users": users})).collect::<Vec<_>>(),
+        "modules": modules,
+        "warnings": loaded.model.warnings,
+    }));
+    Ok(())
+}
+
+/// Numbers and bytes of the sources of one kind; a tied parameter is one node, so it counts once.
+fn sizes(graph: &Graph, is_wanted: impl Fn(&Op) -> bool) -> (u64, u64) {
+    let facts = graph.ids().filter(|id| is_wanted(&graph.node(*id).op)).map(|id| &graph.node(id).facts[0]);
+    facts.fold((0, 0), |(count, bytes), fact| {
+        let size = fact.bytes().unwrap_or(0);
+        (count + size / fact.dtype.size().max(1) as u64, bytes + size)
+    })
+}
+
+/// The parameters that several ops read, and how many do.
+fn tied(graph: &Graph) -> Vec<(String, usize)> {
+    let of = |id| match &graph.node(id).op {
+        Op::Parameter(parameter) => {
+            let users = graph.successors(id).len();
+            (users > 1).then(|| (parameter.name.clone(), users))
+        }
+        _ => None,
+    };
+    graph.ids().filter_map(of).collect()
+}
+
+/// What ops of each kind sum up to; without sizes, their number only.
+fn kinds(graph: &Graph, bound: Option<&Graph>, samples: u64) -> BTreeMap<&'static str, Kind> {
+    let mut kinds: BTreeMap<&str, Kind> = BTreeMap::new();
+    for id in order::numbered(graph) {
+        let kind = kinds.entry(rule(&graph.node(id).op).name()).or_default();
+        kind.ops += 1;
+        let Some(bound) = bound else { continue };
+        let bytes = bound.node(id).facts.iter().map(|fact| fact.bytes().unwrap_or(0) as f64).sum::<f64>();
+        kind.flops += node_cost(bound, id).flops / samples as f64;
+        kind.bytes += bytes / samples as f64;
+    }
+    kinds
+}
+
+/// Why training the file is not possible, or would not train the model that it was made from.
+fn against_training(loaded: &LoadedModel, bound: &Result<Graph, Error>) -> Vec<String> {
+    let mut reasons = Vec::new();
+    match bound {
+        Err(failure) => reasons.extend(failure.to_string().lines().skip(1).map(|line| line.trim().to_string())),
+        Ok(bound) => match attribute(bound, Training::Gradient) {
+            Err(error) => reasons.push(error.to_string()),
+            Ok(known) if known.backward.is_none() => {
+                reasons.push("no float output depends on a parameter".to_string());
+            }
+            Ok(_) => {}
+        },
+    }
+    let missing = loaded.model.weights.len() - loaded.known_weights().len();
+    if missing > 0 {
+        reasons.push(format!(
+            "{} without values: `--weights` gives them",
+            quantity::plural(missing as u64, "tensor", "tensors")
+        ));
+    }
+    reasons.extend(loaded.model.doubts.iter().filter(|doubt| doubt.is_wrong()).map(ToString::to_string));
+    reasons
+}
+
+fn told(doubt: &TrainingWarning) -> serde_json::Value {
+    let severity = if doubt.is_wrong() { "wrong" } else { "warning" };
+    json!({
+        "finding": doubt.name(), "severity": severity, "count": doubt.count, "first": doubt.first,
+        "message": doubt.to_string(), "remedy": doubt.remedy(),
+    })
+}
+
+/// The modules at their depth, with what is in them; what is in none comes at the end, under the empty name, where it has parameters.
+/// Nothing where nothing is in any.
+fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {
+    let mut modules: Vec<(String, Module)> = Vec::new();
+    let mut place: BTreeMap<String, usize> = BTreeMap::new();
+    let mut of = |id| {
+        let name = graph.node(id).origin.module.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
+        *place.entry(name.clone()).or_insert_with(|| {
+            modules.push((name, Module::default()));
+            modules.len() - 1
+        })
+    };
+    let mut sums: Vec<(usize, Module)> = Vec::new();
+    for id in order::numbered(graph) {
+        let flops = bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64);
+        sums.push((of(id), Module { ops: 1, parameters: 0, flops }));
+    }
+    for id in graph.ids() {
+        let Op::Parameter(_) = &graph.node(id).op else { continue };
+        let fact = &graph.node(id).facts[0];
+        let first = graph.consumers(Value { node: id, output: 0 }).first().map(|(reader, _)| *reader);
+        let parameters = fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64;
+        sums.push((of(first.unwrap_or(id)), Module { ops: 0, parameters, flops: 0.0 }));
+    }
+    for (at, part) in sums {
+        let module = &mut modules[at].1;
+        module.ops += part.ops;
+        module.parameters += part.parameters;
+        module.flops += part.flops;
+    }
+    modules.sort_by_key(|(name, _)| name.is_empty());
+    modules.retain(|(name, module)| !name.is_empty() || module.parameters > 0);
+    if modules.iter().all(|(name, _)| name.is_empty()) { Vec::new() } else { modules }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::graph::{Origin, Writer};
+    use compiler::op::{Binary, Emit, Input, Parameter};
+    use compiler::tensor::DType;
+    use compiler::tensor::fact::Fact;
+
+    #[test]
+    fn what_stands_in_no_module_is_counted_too() {
+        let mut graph = Graph::new("net");
+        let fact = Fact::of(DType::F32, &[2, 3]);
+        let mut emit = |op: Op, inputs: &[Value], module: &str| {
+            Writer { graph: &mut graph, origin: Origin { source: String::new(), module: module.into() } }
+                .emit(op, inputs)
+        };
+        let parameter = |name: &str| Op::Parameter(Parameter { name: name.into(), fact: fact.clone() });
+        let x = emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[], "");
+        let (position, scale) = (emit(parameter("position"), &[], ""), emit(parameter("scale"), &[], ""));
+        let sum = emit(Op::Binary(Binary::Add), &[x, position], "");
+        emit(Op::Binary(Binary::Mul), &[sum, scale], "block.0.norm");
+        let told = |graph: &Graph| -> Vec<(String, u64, u64)> {
+            modules(graph, None, 1).into_iter().map(|(name, module)| (name, module.ops, module.parameters)).collect()
+        };
+        assert_eq!(told(&graph), [("block.0".to_string(), 1, 6), (String::new(), 1, 6)]);
+        let mut plain = Graph::new("plain");
+        let mut out = Writer { graph: &mut plain, origin: Origin::default() };
+        let x = out.emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[]);
+        out.emit(Op::Binary(Binary::Add), &[x, x]);
+        assert!(told(&plain).is_empty(), "a model without modules has no table of them");
+    }
+}

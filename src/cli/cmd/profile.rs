@@ -1,0 +1,146 @@
+//! `pipec profile`: what every op of a model costs on this machine, or by the data sheet of another.
+
+use crate::cli::args::Dims;
+use crate::cli::args::loss::LossArguments;
+use crate::cli::screen::Screen;
+use crate::cli::table::{Give, fitted, folded};
+use clap::Args;
+use compiler::export::quantity;
+use compiler::import::onnx::name::shown;
+use compiler::profile::read::to_json;
+use compiler::profile::{OpProfile, Profile};
+use pipec::error::Error;
+use pipec::files::output;
+use pipec::files::overwrite::Mark;
+use pipec::profile::{ProfileDevice, ProfileRequest, profile};
+use profiler::measure::Settings;
+use std::path::PathBuf;
+
+/// How many ops are listed, the most expensive first.
+const LISTED: usize = 12;
+
+/// Which model, on what.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200"
+)]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL")]
+    file: PathBuf,
+    /// Where: cpu measures on one core of this machine, analytic:KIND takes the data sheet of a device kind
+    #[arg(long, value_name = "cpu|analytic:KIND", default_value = "cpu")]
+    device: String,
+    #[command(flatten)]
+    dims: Dims,
+    #[command(flatten)]
+    loss: LossArguments,
+    /// Runs of each kernel that count
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    runs: Option<u32>,
+    /// Runs of each kernel before the first that counts
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    warmup: Option<u32>,
+    /// Seed of the values that ops are run on
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Measure again what was measured before
+    #[arg(long)]
+    no_cache: bool,
+    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder, unless that is another model's]
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// Profiles, prints, writes.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "profile"));
+    if !output::is_stdout(&path) {
+        output::check(&path, &Mark::profile())?;
+    }
+    let device = match arguments.device.strip_prefix("analytic:") {
+        Some(kind) => ProfileDevice::Analytic(kind.to_string()),
+        None if arguments.device == "cpu" => ProfileDevice::Cpu,
+        None => {
+            return Err(Error::input(format!("`--device {}` is not known", arguments.device))
+                .with_help("`--device cpu` measures here, `--device analytic:h200` takes a data sheet"));
+        }
+    };
+    let default = Settings::default();
+    let profile = profile(
+        &ProfileRequest {
+            model: arguments.file,
+            device,
+            import: arguments.dims.import.into(),
+            micro_batch: arguments.dims.micro_batch,
+            loss: arguments.loss.counted().unwrap_or_default(),
+            settings: Settings {
+                warmup: arguments.warmup.unwrap_or(default.warmup),
+                runs: arguments.runs.unwrap_or(default.runs),
+                seed: arguments.seed,
+                ..default
+            },
+            uses_cache: !arguments.no_cache,
+            protected_output: arguments.output.is_none().then(|| path.clone()),
+        },
+        screen,
+    )?;
+    let json = to_json(&profile).map_err(|error| Error::bug(&error.to_string()))?;
+    if output::is_stdout(&path) {
+        screen.document(&json);
+        return Ok(());
+    }
+    output::write(&path, json.as_bytes())?;
+    screen.text(&show(&profile, screen.width()));
+    screen.json_file(&json);
+    screen.text(&format!("\nwrote {}", path.display()));
+    Ok(())
+}
+
+/// The dearest ops and the sums.
+pub fn show(profile: &Profile, width: Option<usize>) -> String {
+    let sum = profile.sum();
+    let all = sum.fwd_us + sum.bwd_us;
+    let mut dearest: Vec<&OpProfile> = profile.ops.iter().collect();
+    dearest.sort_by(|a, b| (b.fwd_us + b.bwd_us).total_cmp(&(a.fwd_us + a.bwd_us)).then(a.id.cmp(&b.id)));
+    let row = |op: &&OpProfile| {
+        let share = if all > 0.0 { (op.fwd_us + op.bwd_us) / all * 100.0 } else { 0.0 };
+        vec![
+            op.id.to_string(),
+            shown(&op.name).into_owned(),
+            op.op.clone(),
+            quantity::time(op.fwd_us),
+            quantity::time(op.bwd_us),
+            format!("{share:.1} %"),
+            format!("{:.0} %", op.spread * 100.0),
+            op.source.clone(),
+        ]
+    };
+    let header = ["op", "name", "kind", "forward", "backward", "share", "spread", "source"];
+    let rows = dearest.iter().take(LISTED).map(row).collect();
+    let gives = [Give::Cut(1, 32), Give::Cut(1, 24), Give::Leave(7), Give::Cut(1, 16), Give::Leave(6)];
+    let mut text = fitted(&header, &[0, 3, 4, 5, 6], rows, &gives, width);
+    if dearest.len() > LISTED {
+        text += &format!("… and {} more\n", dearest.len() - LISTED);
+    }
+    let weights = profile.weight_us().filter(|_| sum.bwd_us > 0.0);
+    let weights = weights.map_or(String::new(), |us| format!(", of it {} for weights", quantity::time(us)));
+    let sums = format!(
+        "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
+        shown(&profile.model.file),
+        shown(&profile.device.name),
+        profile.settings.micro_batch,
+        profile.settings.dtype,
+        quantity::time(sum.fwd_us),
+        quantity::time(sum.bwd_us)
+    );
+    text += &folded(&sums, width);
+    if let Some(whole) = &profile.whole {
+        text += &format!(
+            "whole model  forward {}, backward {}\n",
+            quantity::time(whole.fwd_us),
+            quantity::time(whole.bwd_us)
+        );
+    }
+    text
+}

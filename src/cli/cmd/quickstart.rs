@@ -1,0 +1,261 @@
+//! `pipec quickstart`: the whole road on a small model and the shipped digits, with nothing but this machine's CPU.
+//!
+//! ```text
+//! model.onnx --profile--> profile.json --partition--> the free choice, then --stages 2,1,1 --> plan.json
+//!            --train over 4 workers--> weights.safetensors, metrics.jsonl, trace.json --eval--> test accuracy
+//! ```
+
+use crate::cli::cmd::{eval, profile};
+use crate::cli::prediction;
+use crate::cli::screen::Screen;
+use crate::cli::stage_table;
+use clap::{Args, ValueEnum};
+use compiler::export::quantity;
+use compiler::export::trace::Trace;
+use compiler::export::trace::encode::encode;
+use compiler::graph::hash::sha256;
+use compiler::plan::problem::InFlight;
+use compiler::plan::{Plan, ScheduleKind, read};
+use compiler::profile::Profile;
+use compiler::profile::read::to_json;
+use compiler::tensor::Tensor;
+use models::digits::{self, SAMPLE, Split};
+use models::zoo;
+use pipec::costs;
+use pipec::costs::{Costs, Times};
+use pipec::error::Error;
+use pipec::files::output;
+use pipec::loss::{CountedLoss, Loss};
+use pipec::model::ImportRequest;
+use pipec::model::{self, LoadedModel};
+use pipec::plan::optimizer;
+use pipec::plan::request::PlanOptions;
+use pipec::plan::solve::solve;
+use pipec::profile::measure_model;
+use pipec::train::metrics::watched;
+use pipec::train::prepare;
+use pipec::train::prepare::{Data, HeldOut, Length, Task};
+use profiler::machine;
+use profiler::measure::Settings;
+use runtime::data::RowOrder;
+use runtime::exec::evaluate;
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+const WORKERS: u32 = 4;
+const BATCH: u64 = 32;
+
+/// The pipeline that is trained: three stages, the first on two workers.
+const STAGES: [u32; 3] = [2, 1, 1];
+
+/// Which model, where to.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  pipec quickstart\n  pipec quickstart --model mlp --dir tour")]
+pub struct Arguments {
+    /// The model
+    #[arg(long, value_enum, value_name = "MODEL", default_value = "cnn")]
+    model: Choice,
+    /// Where everything is left; it is made where it is missing
+    #[arg(long, value_name = "FOLDER", default_value = "pipec-quickstart")]
+    dir: PathBuf,
+    /// Seed of the weights, the split of the data and its order
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Times through the training data [default: 20 for cnn, 120 for mlp]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    epochs: Option<u32>,
+    /// Step length [default: 0.03]
+    #[arg(long, value_name = "X")]
+    lr: Option<f64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Choice {
+    /// A residual network with batch normalisation
+    Cnn,
+    /// A perceptron with three layers
+    Mlp,
+}
+
+impl Choice {
+    fn name(self) -> &'static str {
+        match self {
+            Choice::Cnn => "cnn",
+            Choice::Mlp => "mlp",
+        }
+    }
+
+    /// Epochs and step length with which the delayed weights of this pipeline reach what PyTorch reaches.
+    fn usual(self) -> (u32, f64) {
+        match self {
+            Choice::Cnn => (20, 0.03),
+            Choice::Mlp => (120, 0.03),
+        }
+    }
+}
+
+/// Walks the road.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let started = Instant::now();
+    let folder = &arguments.dir;
+    fs::create_dir_all(folder).map_err(|error| Error::file("make the folder", folder, error))?;
+    let at = |name: &str| folder.join(name);
+    let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
+    let built = zoo::build(arguments.model.name(), &options).map_err(|error| Error::bug(&error.to_string()))?;
+    output::write(&at("model.onnx"), &zoo::to_bytes(&built.model))?;
+    let loaded = model::load(&at("model.onnx"), &ImportRequest::default(), screen)?;
+    let digits = digits::load(arguments.seed).map_err(|error| Error::bug(&error.to_string()))?;
+
+    screen.text("1. Profile: every op of the model on this CPU\n");
+    let (measured, sha256) = profiled(&loaded, &at("profile.json"), screen)?;
+    screen.text(&profile::show(&measured, screen.width()));
+
+    screen.text(&format!("\n2. Partition over {WORKERS} workers: the free choice\n"));
+    let profile_file = at("profile.json");
+    let costs = || -> Result<Costs, Error> {
+        let cluster = machine::cluster_of_this_cpu(WORKERS)
+            .map_err(|error| Error::input("cannot use this CPU").because(error))?;
+        let times = Times::Profile(profile_file.clone(), sha256.clone(), Box::new(measured.clone()));
+        costs::assemble(&loaded, BATCH, cluster, times, None, CountedLoss::Default)
+    };
+    let model_file = at("model.onnx");
+    let plan_with = |options: &PlanOptions| solve(&model_file, costs()?, options).map(|planned| planned.plan);
+    let options = PlanOptions {
+        optimizer: optimizer::Optimizer::SgdMomentum,
+        recompute: false,
+        seed: arguments.seed,
+        ..PlanOptions::default()
+    };
+    let free = plan_with(&options)?;
+    show(&free, screen);
+
+    let pinned = STAGES.map(|replicas| replicas.to_string()).join(",");
+    screen.text(&format!(
+        "\n3. To show a pipeline at work, the one that is trained is pinned: --stages {pinned}, {} programs\n",
+        ScheduleKind::RoundRobin.name()
+    ));
+    let plan = plan_with(&PlanOptions { replicas: Some(STAGES.to_vec()), ..options })?;
+    show(&plan, screen);
+    let json = read::to_json(&plan).map_err(|error| Error::bug(&error.to_string()))?;
+    output::write(&at("plan.json"), json.as_bytes())?;
+
+    let (epochs, lr) = arguments.model.usual();
+    let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(lr));
+    screen.text(&format!(
+        "\n4. Train: {WORKERS} workers, weight stashing, {epochs} epochs of {} digits\n",
+        digits.train.rows
+    ));
+    let initial = loaded.weights()?;
+    let optimizer = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
+    let mut task = Task {
+        loaded: &loaded,
+        weights: &initial,
+        plan: &plan,
+        schedule: ScheduleKind::RoundRobin,
+        own: None,
+        in_flight: InFlight::Auto,
+        loss: Some(Loss::CrossEntropy),
+        class_dim: None,
+        dtype: None,
+        unbiased: false,
+        policy: Policy::default(),
+        newest: false,
+        batch: BATCH,
+        microbatches: 1,
+        length: Length::Epochs(epochs),
+        data: Data::Arrays(arrays(&digits.train)),
+        held_out: HeldOut::Nothing,
+        order: RowOrder::Shuffled { seed: arguments.seed },
+        seed: arguments.seed,
+        optimizer: &optimizer,
+        keep_gradients: false,
+        checkpoints: None,
+        keeping: None,
+        frozen: &[],
+        tensor: 1,
+    };
+    let prepared = prepare::prepare(&mut task)?;
+    let predicted = prepared.predicted(plan.cluster.device.cores);
+    let done = watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
+        .expect("a process that runs all workers tells of all");
+    output::write_tensors(&at("weights.safetensors"), &done.trained.weights, "weights")?;
+    output::write(&at("trace.json"), &encode(&Trace::training(&done.tracks), "trace.json"))?;
+    let (first, last) = (done.trained.losses.first(), done.trained.losses.last());
+    screen.text(&format!(
+        "{} in {}: loss {} to {}\n",
+        quantity::plural(u64::from(prepared.steps), "step", "steps"),
+        quantity::time(done.trained.seconds * 1e6),
+        quantity::short(first.copied().unwrap_or(0.0)),
+        quantity::short(last.copied().unwrap_or(0.0)),
+    ));
+
+    screen.text("\n5. Test\n");
+    let accuracy = tested(&loaded, &done.trained.weights, &digits.test)?;
+    let cores = plan.cluster.device.cores.unwrap_or(1);
+    let told = predicted.map_or("nothing".to_string(), quantity::samples);
+    screen.text(&format!(
+        "accuracy on {} digits that training never saw: {:.2} %\n\
+         throughput: predicted {told} samples/s for {WORKERS} workers on {}, measured {} samples/s\n\
+         everything is in {}: model.onnx profile.json plan.json metrics.jsonl trace.json weights.safetensors\n",
+        digits.test.rows,
+        accuracy * 100.0,
+        quantity::plural(u64::from(cores), "core", "cores"),
+        quantity::samples(done.samples_per_s),
+        folder.display(),
+    ));
+    screen.next(&format!(
+        "next: open trace.json in https://ui.perfetto.dev, or: pipec simulate {} --chart\n",
+        at("plan.json").display()
+    ));
+    screen.json(&json!({
+        "folder": folder.display().to_string(),
+        "model": arguments.model.name(),
+        "free_choice": {"replicas": free.stages.iter().map(|s| s.replicas).collect::<Vec<_>>(), "predicted": free.predicted},
+        "trained": {"replicas": STAGES, "predicted": plan.predicted},
+        "baselines": plan.baselines,
+        "steps": prepared.steps,
+        "last_loss": done.trained.losses.last(),
+        "accuracy": accuracy,
+        "predicted_samples_per_s": predicted,
+        "measured_samples_per_s": done.samples_per_s,
+        "seconds": started.elapsed().as_secs_f64(),
+    }));
+    Ok(())
+}
+
+fn profiled(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
+    let measured = measure_model(loaded, BATCH, CountedLoss::Default, &Settings::default(), true, screen)?;
+    let json = to_json(&measured).map_err(|error| Error::bug(&error.to_string()))?;
+    output::write(path, json.as_bytes())?;
+    Ok((measured, sha256(json.as_bytes())))
+}
+
+fn show(plan: &Plan, screen: &Screen) {
+    if let Some(verdict) = prediction::verdict(plan) {
+        screen.text(&verdict);
+    }
+    let prediction = screen.folded(&prediction::prediction(plan));
+    screen.text(&format!("{}\n{prediction}", stage_table::stages(plan, screen.width())));
+    plan.warnings.iter().for_each(|warning| screen.warn(warning));
+}
+
+fn arrays(split: &Split) -> BTreeMap<String, Tensor> {
+    let shape: Vec<usize> = [split.rows].into_iter().chain(SAMPLE).collect();
+    let x = Tensor::from_f32(&shape, &split.x);
+    BTreeMap::from([("x".to_string(), x), ("target".to_string(), Tensor::from_i64(&[split.rows], &split.y))])
+}
+
+fn tested(loaded: &LoadedModel, trained: &BTreeMap<String, Tensor>, test: &Split) -> Result<f64, Error> {
+    let given = arrays(test);
+    let graph = loaded.bound(&eval::sizes(&loaded.model.graph, &given))?;
+    let outputs = evaluate::evaluate(&graph, true, &given, trained)
+        .map_err(|error| Error::input("cannot test the trained model").because(error))?;
+    let labels = given["target"].to_f64();
+    let accuracy = outputs.values().next().and_then(|logits| eval::accuracy(logits, &labels));
+    accuracy.ok_or_else(|| Error::bug("the model of the quickstart has no logits"))
+}

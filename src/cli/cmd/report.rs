@@ -1,0 +1,290 @@
+//! `pipec report`: one page about a plan, and its pictures for papers.
+
+use crate::cli::args::schedule as schedule_flag;
+use crate::cli::path_conflicts;
+use crate::cli::prediction;
+use crate::cli::screen::Screen;
+use crate::cli::stage_table;
+use clap::Args;
+use compiler::export::escape::short;
+use compiler::export::quantity;
+use compiler::export::report::page::PICTURES;
+use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
+use compiler::export::report::{measured, moves, page, play};
+use compiler::graph::hash::sha256;
+use compiler::plan::coarsen;
+use compiler::plan::device_memory::fullest;
+use compiler::plan::problem::CostModel;
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::pipeline::pipeline;
+use pipec::costs::CostInput;
+use pipec::costs::Costs;
+use pipec::costs::cost_source::CostSource;
+use pipec::error::{Error, ErrorKind};
+use pipec::files::input;
+use pipec::files::output;
+use pipec::files::overwrite::Mark;
+use pipec::plan::custom_schedule;
+use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
+use pipec::plan::replan;
+use pipec::plan::request::PlanOptions;
+use pipec::plan::schedule_memory;
+use pipec::plan::schedule_memory::beyond;
+use pipec::plan::solve::solve;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a metrics file.
+const MOST_METRICS_BYTES: u64 = 256 << 20;
+
+/// Why nothing is played or weighed for the plan of an instance.
+const INSTANCE: &str = "it is for a published instance, which has nodes with times and is no model that runs";
+
+/// Pieces in which the model is planned for other devices and sizes: a page is no place for a search of minutes.
+const PIECES: usize = 64;
+
+/// Stages that are told of, at most, where an order of work keeps more than the plan counts.
+const MOST_TOLD: usize = 16;
+
+/// The most devices that are tried.
+const MOST_DEVICES: u64 = 4096;
+
+/// Which plan, with what beside it, and where to.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec report model.plan.json --model model.onnx --html plan.html\n  pipec report model.plan.json --svg pictures"
+)]
+pub struct Arguments {
+    /// The plan
+    #[arg(value_name = "PLAN")]
+    file: PathBuf,
+    /// The plan's model or published profile: adds the costs of its ops, what moving each cut would cost, and other devices
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
+    profile: Option<String>,
+    /// Metrics of a training run under the plan, to be shown beside the prediction
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+    /// The order of work of a plan that has none of its own, or another one: a table FILE.csv, or programs FILE.json
+    #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
+    schedule: Option<PathBuf>,
+    /// Do not plan for other numbers of devices
+    #[arg(long)]
+    no_what_if: bool,
+    /// Where to write the page [default: PLAN.html in the current folder]
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the pictures as SVG into this folder, which is made where it is missing
+    #[arg(long, value_name = "FOLDER")]
+    svg: Option<PathBuf>,
+}
+
+/// Gathers, writes, prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let plan = read_checked(&arguments.file)?;
+    if let Some(path) = page_path(&arguments) {
+        path_conflicts::keep(&[&arguments.file], &path)?;
+        output::check(&path, &Mark::Page)?;
+    }
+    arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
+    if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
+        let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
+        let what = format!("`{flag}` does not go with the plan of an instance");
+        return Err(Error::input(what).because(format!("{}: {INSTANCE}", arguments.file.display())));
+    }
+    let source = match &arguments.model {
+        Some(path) => {
+            Some(CostSource::of_plan(path, arguments.profile.as_deref().map(CostInput::from).as_ref(), &plan, screen)?)
+        }
+        None => None,
+    };
+    let modelled = match &source {
+        Some(source) => Ok(modelled(source, &plan)?),
+        None if is_instance(&plan) => Err(format!("The plan's cuts are not weighed: {INSTANCE}.")),
+        None => Err(
+            "The costs of single ops are not in a plan: `pipec report PLAN --model FILE` shows them, and what moving \
+                     each cut would cost."
+                .to_string(),
+        ),
+    };
+    let what_if = match &source {
+        Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
+        _ => Vec::new(),
+    };
+    let played = played(&plan, arguments.schedule.as_deref(), screen)?;
+    let report = Report {
+        heading: stage_table::heading(&plan).lines().map(str::to_string).collect(),
+        verdict: prediction::verdict(&plan),
+        bound: prediction::bound_sentence(&plan),
+        bound_us: prediction::bound_us(&plan),
+        alternatives: alternatives(&plan),
+        played,
+        modelled,
+        what_if,
+        measured: arguments.metrics.as_deref().map(|path| metrics(path, &plan)).transpose()?,
+        plan_sha256: sha256(input::text(&arguments.file, input::MOST_PLAN_BYTES)?.as_bytes()),
+        plan: &plan,
+    };
+    write(&arguments, &report, screen)
+}
+
+/// The programs at work, or why they cannot be played. An order of the user's own that does not fit is a failure.
+fn played(plan: &Plan, path: Option<&Path>, screen: &Screen) -> Result<Result<Played, String>, Error> {
+    let Some(own) = custom_schedule::open(path, screen)? else {
+        return Ok(match plan.schedule.kind {
+            _ if is_cyclic(plan) => Err(NOT_A_PIPELINE.to_string()),
+            _ if is_instance(plan) => Err(INSTANCE.to_string()),
+            ScheduleKind::Csv => {
+                Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
+            }
+            _ => play::play(plan).map_err(|error| error.to_string()),
+        });
+    };
+    let fail = |error: &dyn std::fmt::Display| Error::input("cannot play the schedule").because(error);
+    let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
+    let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
+    let more = beyond(plan, &program);
+    more.iter()
+        .take(MOST_TOLD)
+        .for_each(|what| screen.warn(&format!("the order of work and the plan disagree: {what}")));
+    if !more.is_empty() {
+        screen.note(schedule_memory::HELP);
+    }
+    play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
+}
+
+/// Whether the plan is for a published instance, which has nodes and costs but is no model.
+fn is_instance(plan: &Plan) -> bool {
+    matches!(plan.cost, CostModel::Hybrid | CostModel::Load)
+}
+
+fn modelled(source: &CostSource, plan: &Plan) -> Result<Modelled, Error> {
+    let costs = source.costs(plan, plan.schedule.micro_batch)?;
+    Ok(moves::modelled(replan::problem(plan, costs)?, plan))
+}
+
+fn alternatives(plan: &Plan) -> Vec<Alternative> {
+    let own = Alternative { name: "this plan".to_string(), us: plan.predicted.step_us, fits: true };
+    let others = prediction::alternatives(plan);
+    let others = others.into_iter().map(|(name, us, fits)| Alternative { name: name.to_string(), us, fits });
+    std::iter::once(own).chain(others).collect()
+}
+
+fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {
+    let text = input::text(path, MOST_METRICS_BYTES)?;
+    let found = measured::read(&text).map_err(|error| {
+        Error::file("read the metrics", path, error).with_help("`pipec train --metrics FILE` writes them")
+    })?;
+    measured::fits(plan, &found).map_err(|error| {
+        Error::file("use the metrics", path, error)
+            .with_help("`pipec train --plan PLAN --metrics FILE` writes those of this plan")
+    })?;
+    Ok(found)
+}
+
+/// Half as many devices and twice as many; half and twice the micro-batch, or the micro-batches where a flush makes them count.
+fn what_if(source: &CostSource, arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Vec<WhatIf>, Error> {
+    let schedule = &plan.schedule;
+    let around = |number: u64| match number {
+        0 | 1 => vec![1, 2, 4],
+        n => vec![n / 2, n, 2 * n],
+    };
+    let sizes: Vec<(u64, u32)> = if !schedule.kind.is_continuous() {
+        let counts = around(u64::from(schedule.microbatches)).into_iter();
+        counts.filter_map(|m| Some((schedule.micro_batch, u32::try_from(m).ok()?))).collect()
+    } else if source.is_flexible() {
+        around(schedule.micro_batch).into_iter().map(|samples| (samples, schedule.microbatches)).collect()
+    } else {
+        vec![(schedule.micro_batch, schedule.microbatches)]
+    };
+    let outer = plan.cluster.levels.last().map_or(1, |level| level.count);
+    let inner = u64::from(plan.cluster.devices / outer.max(1));
+    // Which devices more or fewer would be, classes do not tell.
+    let counts = if plan.cluster.classes.is_empty() { around(u64::from(outer)) } else { vec![u64::from(outer)] };
+    let counts: Vec<u64> = counts.into_iter().filter(|count| count * inner <= MOST_DEVICES).collect();
+    let bar = screen.progress((sizes.len() * counts.len()) as u64, "{bar:30} {pos}/{len} other sizes, {msg}");
+    let mut cells = Vec::new();
+    for &(micro_batch, microbatches) in &sizes {
+        // A model with a batch of its own has no other sizes.
+        let Ok(mut costs) = source.costs(plan, micro_batch) else { continue };
+        // A framework's cuts are where modules end, and runs of ops know no modules.
+        if !plan.options.contains_key("target") {
+            costs.graph = coarsen::runs(&costs.graph, PIECES);
+        }
+        for &count in &counts {
+            bar.set_message(format!("{} devices", count * inner));
+            let devices = u32::try_from(count * inner).unwrap_or(u32::MAX);
+            let is_own = (devices, micro_batch, microbatches)
+                == (plan.cluster.devices, schedule.micro_batch, schedule.microbatches);
+            let answer = match is_own {
+                true => Ok(answer(plan)),
+                false => other(arguments, plan, costs.clone(), count as u32, microbatches),
+            };
+            cells.push(WhatIf { devices, micro_batch, microbatches, answer });
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
+    Ok(cells)
+}
+
+fn answer(plan: &Plan) -> Answer {
+    Answer {
+        replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
+        throughput_per_s: plan.predicted.throughput_per_s,
+        peak_bytes: fullest(plan),
+    }
+}
+
+fn other(arguments: &Arguments, plan: &Plan, mut costs: Costs, outer: u32, m: u32) -> Result<Answer, String> {
+    if let Some(level) = costs.cluster.levels.last_mut() {
+        level.count = outer;
+    }
+    let options = PlanOptions { microbatches: m, ..replan::options(plan) };
+    match solve(&arguments.file, costs, &options) {
+        Ok(planned) => Ok(answer(&planned.plan)),
+        Err(failure) if failure.kind() == ErrorKind::Infeasible => Err("does not fit".to_string()),
+        Err(failure) => Err(short(&failure.reason(), 80).into_owned()),
+    }
+}
+
+/// Where the page goes, where one is wanted.
+fn page_path(arguments: &Arguments) -> Option<PathBuf> {
+    let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let usual = || PathBuf::from(format!("{stem}.html"));
+    (arguments.html.is_some() || arguments.svg.is_none()).then(|| arguments.html.clone().unwrap_or_else(usual))
+}
+
+fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<(), Error> {
+    let mut written: Vec<(PathBuf, u64)> = Vec::new();
+    let mut put = |path: PathBuf, bytes: &[u8]| -> Result<(), Error> {
+        output::write(&path, bytes)?;
+        written.push((path, bytes.len() as u64));
+        Ok(())
+    };
+    if let Some(path) = page_path(arguments) {
+        put(path, page::html(report).as_bytes())?;
+    }
+    if let Some(folder) = &arguments.svg {
+        for (name, picture) in page::pictures(report) {
+            put(folder.join(name), picture.file().as_bytes())?;
+        }
+    }
+    if let Ok(Modelled { faults, .. }) = &report.modelled
+        && !faults.is_empty()
+    {
+        screen.warn(&format!("the plan's figures do not follow from these costs: {}", faults.join("; ")));
+    }
+    for (path, size) in &written {
+        screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(*size)));
+    }
+    let simulated = report.played.as_ref().ok().map(|played: &Played| {
+        json!({"minibatches": played.minibatches, "makespan_us": played.timeline.makespan, "bubble": played.timeline.bubble()})
+    });
+    let files: Vec<_> =
+        written.iter().map(|(path, size)| json!({"file": path.display().to_string(), "bytes": size})).collect();
+    screen.json(&json!({"files": files, "simulated": simulated}));
+    Ok(())
+}

@@ -1,0 +1,434 @@
+//! `pipec sweep`: plans for many numbers of devices, depths and sizes, as a table and as the plots that papers show.
+
+use crate::cli::args;
+use crate::cli::args::optimizer::{self, OptimizerName};
+use crate::cli::args::{Devices, Import};
+use crate::cli::screen::{Screen, clean};
+use crate::cli::table::{Give, fitted};
+use clap::Args;
+use compiler::cluster::unit;
+use compiler::export::quantity;
+use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
+use compiler::plan::{ScheduleKind, coarsen};
+use compiler::profile::cost_graph::CostGraph;
+use pipec::costs::CostInput;
+use pipec::costs::Costs;
+use pipec::costs::cost_source::CostSource;
+use pipec::error::{Error, ErrorKind};
+use pipec::files::output;
+use pipec::plan::model_family::Family;
+use pipec::plan::request::{PlanOptions, ScheduleChoice};
+use pipec::plan::solve::solve;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The most rows that are asked for.
+const MOST_ROWS: usize = 2000;
+
+/// The most devices in a row.
+const MOST_DEVICES: u32 = 4096;
+
+/// Which model, for what.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec sweep model.onnx --gpus 4,8,16 --microbatches 4,16 --svg plots\n  pipec sweep --family gpt2-xl --gpus 8,64 --memory 80GB"
+)]
+pub struct Arguments {
+    /// The model, or a published profile
+    #[arg(value_name = "MODEL", required_unless_present = "family")]
+    file: Option<PathBuf>,
+    /// Numbers of devices
+    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = devices, help_heading = "Devices")]
+    gpus: Vec<u32>,
+    /// Bandwidth of their link per device and direction, for example 1.25GB/s or 10Gbit/s
+    #[arg(long, value_name = "RATE", help_heading = "Devices")]
+    bandwidth: Option<String>,
+    /// Numbers of stages, each replicated over an equal share of the devices and cut for the most micro-batches [default: the planner is free]
+    #[arg(long, value_name = "D,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Questions")]
+    depth: Vec<u32>,
+    /// Micro-batches in one minibatch
+    #[arg(long, value_name = "M,…", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Questions")]
+    microbatches: Vec<u32>,
+    /// Samples in one micro-batch [default: as the model says, else 32]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Questions")]
+    micro_batch: Vec<u64>,
+    /// Orders of work [default: 1f1b-rr, or 1f1b with micro-batches]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "1f1b-rr", "1f1b-rr-vsync", "2bw"], help_heading = "Questions")]
+    schedule: Vec<String>,
+    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
+    profile: Option<String>,
+    /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
+    #[arg(long, value_name = "SIZE", help_heading = "Devices")]
+    memory: Option<String>,
+    /// Optimizer, for its memory
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Questions")]
+    optimizer: OptimizerName,
+    /// sgd, rmsprop: the share of the last step that `train` will keep; any but 0 is a number more for each weight
+    #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Questions")]
+    momentum: Option<f64>,
+    /// Whether a stage that does not fit otherwise may run forward again before backward
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Questions")]
+    recompute: String,
+    /// Also find the largest model of this family of the zoo that fits: gpt2-xl with more layers, for example
+    #[arg(long, value_name = "NAME", help_heading = "Questions")]
+    family: Option<String>,
+    #[command(flatten)]
+    import: Import,
+    /// Write the plots as SVG into this folder, which is made where it is missing
+    #[arg(long, value_name = "FOLDER", help_heading = "Results")]
+    svg: Option<PathBuf>,
+}
+
+/// Reads one number of `--gpus`.
+fn devices(text: &str) -> Result<u32, String> {
+    let known = args::devices(text)?;
+    match known {
+        1..=MOST_DEVICES => Ok(known),
+        _ => Err(format!("write 1 to {MOST_DEVICES}")),
+    }
+}
+
+/// Asks, prints, draws.
+pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
+    let mut sweep = Sweep::default();
+    arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
+    if let Some(path) = &arguments.file {
+        sweep.points = points(&arguments, path, screen)?;
+        screen.text(&table(&sweep.points, screen.width()));
+    }
+    if let Some(name) = &arguments.family {
+        let largest = largest(&arguments, name, screen)?;
+        screen.text(&family_table(name, &largest, screen));
+        sweep.family = Some((name.clone(), largest));
+    }
+    let mut files = Vec::new();
+    if let Some(folder) = &arguments.svg {
+        for (name, picture) in sweep.pictures() {
+            output::write(&folder.join(name), picture.file().as_bytes())?;
+            files.push(folder.join(name).display().to_string());
+        }
+        screen.note(&format!("wrote {}", files.join(", ")));
+    }
+    screen.json(&json!({
+        "rows": sweep.points.iter().map(row).collect::<Vec<_>>(),
+        "family": sweep.family.as_ref().map(|(name, largest)| json!({
+            "name": name,
+            "largest": largest.iter().map(member).collect::<Vec<_>>(),
+        })),
+        "files": files,
+    }));
+    Ok(())
+}
+
+fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
+    let default =
+        if arguments.microbatches.iter().any(|m| *m > 1) { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
+        Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB`, for each device")
+    })?;
+    Ok(PlanOptions {
+        memory_limit: memory,
+        optimizer: arguments.optimizer.into(),
+        momentum: arguments.momentum,
+        recompute: arguments.recompute == "auto",
+        schedule: Some(ScheduleChoice::Named(default)),
+        ..PlanOptions::default()
+    })
+}
+
+/// The schedules of the request.
+fn schedules(arguments: &Arguments) -> Vec<ScheduleKind> {
+    arguments.schedule.iter().filter_map(|name| ScheduleKind::from_name(name)).collect()
+}
+
+fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Point>, Error> {
+    let base = options(arguments)?;
+    let input = arguments.profile.as_deref().map(CostInput::from).unwrap_or_default();
+    let source = CostSource::open(path, &input, &arguments.import.clone().into(), screen)?;
+    let sizes = match &arguments.micro_batch[..] {
+        [] => vec![source.micro_batch(screen)],
+        sizes => sizes.to_vec(),
+    };
+    let schedules = match &schedules(arguments)[..] {
+        [] => vec![base.schedule.as_ref().and_then(ScheduleChoice::named).unwrap_or(ScheduleKind::RoundRobin)],
+        given => given.to_vec(),
+    };
+    let depths: Vec<Option<u32>> = match &arguments.depth[..] {
+        [] => vec![None],
+        depths => depths.iter().copied().map(Some).collect(),
+    };
+    let rows = [&arguments.gpus.len(), &sizes.len(), &schedules.len(), &depths.len(), &arguments.microbatches.len()];
+    let rows = rows.into_iter().fold(1usize, |product, count| product.saturating_mul(*count));
+    if rows > MOST_ROWS {
+        return Err(Error::input(format!("these lists make {rows} rows, more than {MOST_ROWS}")));
+    }
+    let bar = screen.progress(rows as u64, "{bar:30} {pos}/{len} plans, {elapsed}, {msg}");
+    // A depth is cut for the most micro-batches, and keeps its cuts for fewer.
+    let mut counts = arguments.microbatches.clone();
+    counts.sort_unstable_by(|a, b| b.cmp(a));
+    counts.dedup();
+    let mut points = Vec::with_capacity(rows);
+    let (mut refused, mut asked) = (Vec::new(), 0usize);
+    for &devices in &arguments.gpus {
+        let flags = Devices { gpus: Some(devices), bandwidth: arguments.bandwidth.clone(), ..Devices::default() };
+        let cluster = source.cluster(&flags.request()?)?;
+        for &micro_batch in &sizes {
+            let costs = match source.on(cluster.clone(), micro_batch) {
+                Err(failure) if failure.kind() == ErrorKind::Bug => return Err(failure),
+                costs => costs,
+            };
+            for &kind in &schedules {
+                for &depth in &depths {
+                    let mut answers: BTreeMap<u32, Result<Figures, String>> = BTreeMap::new();
+                    let mut cut = None;
+                    for &microbatches in &counts {
+                        let many = quantity::plural(u64::from(devices), "device", "devices");
+                        bar.set_message(format!("{many}, {}", name(depth)));
+                        let schedule = Some(ScheduleChoice::Named(kind));
+                        let options = PlanOptions { schedule, microbatches, ..base.clone() };
+                        let found = |costs: &Costs| figures(path, costs, devices, depth, options.clone(), &mut cut);
+                        let answer = match costs.as_ref().map_err(Error::clone).and_then(found) {
+                            Ok(answer) => answer,
+                            Err(failure) if failure.kind() == ErrorKind::Bug => return Err(failure),
+                            // What one row asks cannot be asked; others may ask for something else.
+                            Err(failure) => {
+                                let why = failure.line();
+                                refused.push(failure);
+                                Err(why)
+                            }
+                        };
+                        bar.println(clean(&told(devices, depth, kind, microbatches, &answer)));
+                        answers.insert(microbatches, answer);
+                        asked += 1;
+                        bar.inc(1);
+                    }
+                    for &microbatches in &arguments.microbatches {
+                        let Some(answer) = answers.get(&microbatches).cloned() else { continue };
+                        points.push(Point { devices, depth, schedule: kind, micro_batch, microbatches, answer });
+                    }
+                }
+            }
+        }
+    }
+    bar.finish_and_clear();
+    let is_each_refused = refused.len() == asked;
+    match refused.into_iter().next() {
+        // Where no row can be asked, it is the question that is wrong.
+        Some(failure) if is_each_refused => Err(failure),
+        _ => Ok(points),
+    }
+}
+
+/// A finished row, in one line.
+fn told(devices: u32, depth: Option<u32>, kind: ScheduleKind, m: u32, answer: &Result<Figures, String>) -> String {
+    let found = match answer {
+        Ok(found) => {
+            format!("{} samples/s, {}", quantity::samples(found.throughput_per_s), quantity::bytes(found.peak_bytes))
+        }
+        Err(why) => why.clone(),
+    };
+    let (devices, m) = (
+        quantity::plural(u64::from(devices), "device", "devices"),
+        quantity::plural(u64::from(m), "micro-batch", "micro-batches"),
+    );
+    format!("{devices}, {}, {}, {m}: {found}", name(depth), kind.name())
+}
+
+/// The plan of one row, or the reason for which there is none: that is an answer, unless the input is bad. Where the stages were cut
+/// before, `cut` is the model in these pieces.
+fn figures(
+    path: &Path,
+    costs: &Costs,
+    devices: u32,
+    depth: Option<u32>,
+    mut options: PlanOptions,
+    cut: &mut Option<CostGraph>,
+) -> Result<Result<Figures, String>, Error> {
+    match depth {
+        Some(depth) if depth > devices => {
+            return Ok(Err(format!("{depth} stages on {}", quantity::plural(u64::from(devices), "device", "devices"))));
+        }
+        Some(depth) if !devices.is_multiple_of(depth) => {
+            return Ok(Err(format!("{devices} devices do not make {depth} equal stages")));
+        }
+        Some(depth) if depth as usize > costs.graph.ops.len() => {
+            return Ok(Err(format!("the model has {} ops to cut between", costs.graph.ops.len())));
+        }
+        Some(depth) => options.replicas = Some(vec![devices / depth; depth as usize]),
+        None => {}
+    }
+    let parameters = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.bytes));
+    if let Some(cut) = cut {
+        let costs = Costs { graph: cut.clone(), ..costs.clone() };
+        // Cuts that do not fit this count are looked for anew.
+        if let Ok(planned) = solve(path, costs, &options) {
+            return Ok(Ok(Figures::of(&planned.plan, parameters)));
+        }
+    }
+    match solve(path, costs.clone(), &options) {
+        Ok(planned) => {
+            if depth.is_some() {
+                *cut = coarsen::stages(&costs.graph, &planned.plan);
+            }
+            Ok(Ok(Figures::of(&planned.plan, parameters)))
+        }
+        Err(failure) if failure.kind() == ErrorKind::Infeasible => Ok(Err(failure.reason())),
+        Err(failure) => Err(failure),
+    }
+}
+
+fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Largest>, Error> {
+    let kind = match arguments.profile.as_deref().map(CostInput::from).unwrap_or_default() {
+        CostInput::Analytic(kind) => kind,
+        CostInput::Profile(_) => {
+            return Err(Error::input("`--family` does not go with a profile file: its models were not measured"));
+        }
+    };
+    let base = options(arguments)?;
+    let schedule = schedules(arguments).first().map(|kind| ScheduleChoice::Named(*kind)).or(base.schedule.clone());
+    let microbatches = arguments.microbatches.iter().copied().max().unwrap_or(1);
+    let options = PlanOptions { schedule, microbatches, ..base };
+    let micro_batch = arguments.micro_batch.first().copied().unwrap_or(1);
+    let family = Family::open(name, micro_batch, kind.as_deref(), &options)?;
+    let bandwidth = args::bandwidth(arguments.bandwidth.as_deref())?;
+    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} answers, {elapsed}, {msg}");
+    let mut found = Vec::new();
+    for &devices in &arguments.gpus {
+        for recompute in [true, false] {
+            let with = if recompute { "recomputed" } else { "not recomputed" };
+            let told = format!("{}, {with}", quantity::plural(u64::from(devices), "device", "devices"));
+            bar.set_message(told.clone());
+            let tried = |layers: u32, fits: bool| {
+                let fits = if fits { "fit" } else { "do not fit" };
+                bar.set_message(format!("{told}: {layers} layers {fits}"));
+            };
+            let one = family.largest(devices, bandwidth, recompute, &tried)?;
+            let largest = one.found.map_or("none fits".to_string(), |(layers, parameters)| {
+                format!("{layers} layers, {} parameters", quantity::count(parameters))
+            });
+            screen.beside(&bar, &format!("{told}: {largest}"));
+            found.push(one);
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
+    Ok(found)
+}
+
+fn table(points: &[Point], width: Option<usize>) -> String {
+    let header = [
+        "devices",
+        "depth",
+        "schedule",
+        "samples",
+        "micro-batches",
+        "replicas",
+        "samples/s",
+        "most memory",
+        "bubble",
+        "sent a sample",
+        "data parallel sends",
+        "",
+    ];
+    let row = |point: &Point| {
+        let mut cells = vec![
+            point.devices.to_string(),
+            point.depth.map_or("free".to_string(), |depth| depth.to_string()),
+            point.schedule.name().to_string(),
+            point.micro_batch.to_string(),
+            point.microbatches.to_string(),
+        ];
+        match &point.answer {
+            Ok(found) => cells.extend([
+                replicas(&found.replicas),
+                quantity::samples(found.throughput_per_s),
+                quantity::bytes(found.peak_bytes),
+                format!("{:.1} %", found.bubble * 100.0),
+                quantity::bytes(found.bytes_per_sample as u64),
+                quantity::bytes(found.data_parallel_bytes_per_sample as u64),
+                remarks(point, found, points),
+            ]),
+            Err(why) => {
+                cells.extend(["-"; 6].map(str::to_string));
+                cells.push(why.clone());
+            }
+        }
+        cells
+    };
+    let gives = [10, 9, 8, 3].map(Give::Leave);
+    let gives = [&gives[..], &[Give::Cut(11, 32), Give::Leave(4), Give::Cut(11, 16)]].concat();
+    fitted(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect(), &gives, width)
+}
+
+/// Ratios of speeds nearer to 1 than this are none.
+const EQUAL: f64 = 1e-3;
+
+/// What one might not see in the figures: that stages run forward again, and that fewer devices do as well.
+fn remarks(point: &Point, found: &Figures, points: &[Point]) -> String {
+    let asked = |of: &Point| (of.depth, of.schedule, of.micro_batch, of.microbatches);
+    let fewer = points.iter().filter(|other| other.devices < point.devices && asked(other) == asked(point));
+    let known = fewer.filter_map(|other| Some((other.devices, other.answer.as_ref().ok()?.throughput_per_s)));
+    let best = known.reduce(|best, other| if other.1 > best.1 { other } else { best });
+    let many = |devices: u32| quantity::plural(u64::from(devices), "device", "devices");
+    let no_gain = best.and_then(|(devices, rate)| match found.throughput_per_s / rate {
+        ratio if ratio < 1.0 - EQUAL => Some(format!("slower than {}", many(devices))),
+        ratio if ratio <= 1.0 + EQUAL => Some(format!("no faster than {}", many(devices))),
+        _ => None,
+    });
+    let recomputed = found.recompute.then(|| "recomputed".to_string());
+    recomputed.into_iter().chain(no_gain).collect::<Vec<_>>().join(", ")
+}
+
+/// `4-2-1`; long lists are told by their length.
+fn replicas(list: &[u32]) -> String {
+    match list {
+        [first, ..] if list.len() > 8 && list.iter().all(|r| r == first) => format!("{} of {first}", list.len()),
+        _ if list.len() > 8 => quantity::plural(list.len() as u64, "stage", "stages"),
+        _ => list.iter().map(u32::to_string).collect::<Vec<_>>().join("-"),
+    }
+}
+
+fn family_table(name: &str, largest: &[Largest], screen: &Screen) -> String {
+    let row = |one: &Largest| {
+        let (layers, parameters) = match one.found {
+            Some((layers, parameters)) => (layers.to_string(), quantity::count(parameters)),
+            None => ("-".to_string(), "none fits".to_string()),
+        };
+        vec![one.devices.to_string(), if one.recompute { "yes" } else { "no" }.to_string(), layers, parameters]
+    };
+    let rows = largest.iter().map(row).collect();
+    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage a device\n"));
+    let header = ["devices", "recomputed", "layers", "parameters"];
+    heading + &fitted(&header, &[0, 2, 3], rows, &[Give::Leave(3)], screen.width())
+}
+
+fn row(point: &Point) -> serde_json::Value {
+    let mut value = json!({
+        "devices": point.devices,
+        "depth": point.depth,
+        "schedule": point.schedule.name(),
+        "micro_batch": point.micro_batch,
+        "microbatches": point.microbatches,
+        "feasible": point.answer.is_ok(),
+    });
+    match &point.answer {
+        Ok(found) => {
+            value["replicas"] = json!(found.replicas);
+            value["throughput_per_s"] = json!(found.throughput_per_s);
+            value["peak_bytes"] = json!(found.peak_bytes);
+            value["bubble"] = json!(found.bubble);
+            value["bytes_per_sample"] = json!(found.bytes_per_sample);
+            value["data_parallel_bytes_per_sample"] = json!(found.data_parallel_bytes_per_sample);
+            value["recompute"] = json!(found.recompute);
+        }
+        Err(why) => value["why"] = json!(why),
+    }
+    value
+}
+
+fn member(one: &Largest) -> serde_json::Value {
+    let (layers, parameters) = one.found.map_or((None, None), |(layers, parameters)| (Some(layers), Some(parameters)));
+    json!({"devices": one.devices, "recompute": one.recompute, "layers": layers, "parameters": parameters})
+}

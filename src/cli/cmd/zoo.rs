@@ -1,0 +1,204 @@
+//! `pipec zoo`: a model of the zoo as an ONNX file.
+//!
+//! Every model, and every published size of one, is a subcommand whose flags come from the zoo's own lists: `pipec zoo
+//! gpt --help` says what can be chosen of a GPT, `pipec zoo gpt2 --help` the same with the settings of GPT-2.
+
+use crate::cli::screen::Screen;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
+use compiler::export::quantity;
+use models::choice::Setting;
+use models::zoo::{self, ENTRIES, Entry, Options, ZooError};
+use pipec::error::Error;
+use pipec::files::output;
+use serde_json::json;
+use std::path::PathBuf;
+
+/// Which model, with which options; nothing lists the zoo.
+#[derive(Debug)]
+pub struct Arguments {
+    wanted: Option<Wanted>,
+}
+
+#[derive(Debug)]
+struct Wanted {
+    name: String,
+    output: Option<PathBuf>,
+    options: Options,
+}
+
+impl Args for Arguments {
+    fn augment_args(command: Command) -> Command {
+        let all = ENTRIES.iter().flat_map(|entry| {
+            let sizes = entry.sizes.iter().map(|size| subcommand(entry, size.name, size.settings).hide(true));
+            [subcommand(entry, entry.name, &[])].into_iter().chain(sizes)
+        });
+        command
+            .subcommands(all)
+            // What no model is called is refused in words of ours.
+            .allow_external_subcommands(true)
+            .subcommand_value_name("MODEL")
+            .subcommand_help_heading("Models")
+            .disable_help_subcommand(true)
+            .after_help(
+                "`pipec zoo` lists the models with their published sizes.\n\n\
+                 Examples:\n  pipec zoo residual-cnn -o model.onnx\n  pipec zoo gpt2-xl --structure\n  pipec zoo gpt --layers 4 --loss",
+            )
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Arguments {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let Some((name, given)) = matches.subcommand() else { return Ok(Self { wanted: None }) };
+        if zoo::find(name).is_none() {
+            let unknown = Wanted { name: name.to_owned(), output: None, options: Options::default() };
+            return Ok(Self { wanted: Some(unknown) });
+        }
+        let mut options = Options {
+            seed: given.get_one("seed").copied().unwrap_or_default(),
+            batch: given.get_one("batch").copied(),
+            loss: given.get_flag("loss"),
+            structure: given.get_flag("structure"),
+            ..Options::default()
+        };
+        let choices = zoo::find(name).map_or(&[][..], |(entry, _)| entry.choices);
+        for choice in choices {
+            if let Some(setting) = given.get_one::<Setting>(choice.name) {
+                options.settings.insert(choice.name.to_owned(), *setting);
+            }
+        }
+        let output = given.get_one("output").cloned();
+        Ok(Self { wanted: Some(Wanted { name: name.to_owned(), output, options }) })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// The flags of one model or size: its own choices, then what every model takes.
+fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'static str, Setting)]) -> Command {
+    let own = entry.choices.iter().map(|choice| {
+        let set = settings.iter().find(|(name, _)| *name == choice.name).map(|(_, setting)| *setting);
+        let kind = match choice.usual {
+            Setting::Number(_) => "N",
+            Setting::Fraction(_) => "X",
+            Setting::Truth(_) => "true|false",
+        };
+        let about = format!("{} [default: {}]", sentence(choice.about), set.unwrap_or(choice.usual));
+        let own = flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text));
+        // One that is true or false is true where it stands alone.
+        let own = match choice.usual {
+            Setting::Truth(_) => own.num_args(0..=1).default_missing_value("true"),
+            _ => own,
+        };
+        own.help_heading("Of this model")
+    });
+    let numbers = value_parser!(usize);
+    Command::new(name)
+        .about(entry.about)
+        .args(own)
+        .arg(
+            flag("output", "FILE", "Where to write it [default: NAME.onnx]")
+                .short('o')
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(flag("seed", "N", "Seed of the initial weights [default: 0]").value_parser(value_parser!(u64)))
+        .arg(flag("batch", "N", "A fixed batch size instead of the symbol `batch`").value_parser(numbers))
+        .arg(switch("loss", "Work out the loss in the graph, from an input `labels`"))
+        .arg(switch("structure", "Leave the weights out: the graph alone, to plan with, at any size"))
+}
+
+fn flag(name: &'static str, value: &'static str, about: impl Into<String>) -> Arg {
+    Arg::new(name).long(name).value_name(value).help(about.into())
+}
+
+fn switch(name: &'static str, about: &'static str) -> Arg {
+    Arg::new(name).long(name).action(ArgAction::SetTrue).help(about)
+}
+
+/// With a capital letter, as all help begins.
+fn sentence(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
+}
+
+/// Writes the model, or lists the zoo.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
+    let Some(Wanted { name, output, options }) = arguments.wanted else { return list(screen) };
+    let built = zoo::build(&name, &options).map_err(|error| {
+        let failure = Error::input(format!("cannot build `{name}`")).because(&error);
+        match error {
+            ZooError::Unknown { .. } => failure.with_help("`pipec zoo` lists the models"),
+            _ => failure.with_help(format!("`pipec zoo {name} --help` lists its options")),
+        }
+    })?;
+    let bytes = zoo::to_bytes(&built.model);
+    let path = match output {
+        Some(path) => path,
+        None => {
+            let path = PathBuf::from(format!("{name}.onnx"));
+            if path.exists() {
+                return Err(Error::input(format!("{} exists already", path.display()))
+                    .with_help(format!("`-o {}` writes over it, `-o FILE` beside it", path.display())));
+            }
+            path
+        }
+    };
+    output::write(&path, &bytes)?;
+    let (size, parameters) = (bytes.len() as u64, built.counts.parameters);
+    // No model is built that has more than fit in 64 bits.
+    let parameters = u64::try_from(parameters).unwrap_or(u64::MAX);
+    let without = if options.structure { ", without weights" } else { "" };
+    let told = quantity::count(parameters);
+    screen.text(&format!("wrote {} ({told} parameters{without}, {})", path.display(), quantity::bytes(size)));
+    screen.json(&json!({
+        "model": name,
+        "file": path.display().to_string(),
+        "bytes": size,
+        "parameters": parameters,
+        "structure": options.structure,
+    }));
+    Ok(())
+}
+
+fn list(screen: &Screen) -> Result<(), Error> {
+    let mut text = String::new();
+    for entry in ENTRIES {
+        text += &format!("{:14} {}\n", entry.name, entry.about);
+        let options: Vec<String> = entry.choices.iter().map(|choice| format!("--{}", choice.name)).collect();
+        text += &format!("{:14} {}\n", "", options.join(" "));
+        let sizes: Vec<String> = entry.sizes.iter().map(|size| format!("{} ({})", size.name, size.about)).collect();
+        if !sizes.is_empty() {
+            text += &format!("{:14} sizes: {}\n", "", sizes.join(", "));
+        }
+    }
+    text += "`pipec zoo NAME` writes one, `pipec zoo NAME --help` says what its options mean.\n";
+    screen.prose(&text);
+    let entries: Vec<_> = ENTRIES
+        .iter()
+        .map(|entry| {
+            let options: Vec<_> = entry
+                .choices
+                .iter()
+                .map(|it| json!({"name": it.name, "about": it.about, "default": default(it.usual)}))
+                .collect();
+            let sizes: Vec<_> = entry.sizes.iter().map(|it| json!({"name": it.name, "about": it.about})).collect();
+            json!({"name": entry.name, "about": entry.about, "options": options, "sizes": sizes})
+        })
+        .collect();
+    screen.json(&json!({"models": entries}));
+    Ok(())
+}
+
+fn default(setting: Setting) -> serde_json::Value {
+    match setting {
+        Setting::Number(value) => json!(value),
+        Setting::Fraction(value) => json!(value),
+        Setting::Truth(value) => json!(value),
+    }
+}

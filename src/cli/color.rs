@@ -1,0 +1,135 @@
+//! Colour on terminals: what is an error, a warning or help, and how full load bars are.
+//!
+//! Text is painted as the last thing before it goes out, line by line, when all that acts on a terminal has been taken out of it.
+//! So no verb knows of colour, and text without it has the same characters.
+//!
+//! `--color` decides, then NO_COLOR (<https://no-color.org>), then FORCE_COLOR (<https://force-color.org>), then whether there is a
+//! terminal. A variable that is empty says nothing.
+
+use crate::cli::usage;
+use clap::ValueEnum;
+use std::env;
+use std::io::{self, IsTerminal};
+use std::sync::OnceLock;
+
+/// When output is coloured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum When {
+    /// On a terminal, unless NO_COLOR or FORCE_COLOR say otherwise.
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// Where something is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Standard output.
+    Out,
+    /// Standard error.
+    Err,
+}
+
+static SAID: OnceLock<When> = OnceLock::new();
+
+const RED: &str = "\x1b[1;31m";
+const GREEN: &str = "\x1b[32m";
+const YELLOW: &str = "\x1b[33m";
+const CYAN: &str = "\x1b[36m";
+const FAINT: &str = "\x1b[2m";
+const OFF: &str = "\x1b[0m";
+
+/// Says once, for the whole run, what the command line wants.
+pub fn decide(when: When) {
+    // What was said first stands: a run has one command line.
+    let _ = SAID.set(when);
+}
+
+/// What `--color` says among arguments that may not make a command: its failure is coloured as well.
+pub fn among(arguments: impl IntoIterator<Item = String>) -> When {
+    let valid = |value: &String| When::from_str(value, false).ok();
+    usage::said("--color", arguments).iter().filter_map(valid).next_back().unwrap_or(When::Auto)
+}
+
+/// Whether what goes there is coloured.
+pub fn on(stream: Stream) -> bool {
+    let is_terminal = match stream {
+        Stream::Out => io::stdout().is_terminal(),
+        Stream::Err => io::stderr().is_terminal(),
+    };
+    let set = |name: &str| env::var_os(name).is_some_and(|value| !value.is_empty());
+    let is_dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
+    wanted(SAID.get().copied().unwrap_or(When::Auto), set("NO_COLOR"), set("FORCE_COLOR"), is_terminal && !is_dumb)
+}
+
+fn wanted(when: When, no_colour: bool, force_colour: bool, is_terminal: bool) -> bool {
+    match when {
+        When::Always => true,
+        When::Never => false,
+        When::Auto => !no_colour && (force_colour || is_terminal),
+    }
+}
+
+/// The text in colours, if what goes there is coloured.
+pub fn painted(text: &str, stream: Stream) -> String {
+    if !on(stream) {
+        return text.to_string();
+    }
+    text.split('\n').map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// One line: its first word, if that says what it is, or its load bar.
+fn line(text: &str) -> String {
+    let starts = [("error:", RED), ("warning:", YELLOW), ("help:", CYAN), ("next:", CYAN)];
+    if let Some((start, colour)) = starts.into_iter().find(|(start, _)| text.starts_with(start)) {
+        return format!("{colour}{start}{OFF}{}", &text[start.len()..]);
+    }
+    let bar = text.find(['█', '░']).zip(text.rfind(['█', '░']));
+    let Some((from, last)) = bar else { return text.to_string() };
+    let to = last + '█'.len_utf8();
+    let full = text[from..to].find('░').map_or(to, |at| from + at);
+    format!("{}{GREEN}{}{OFF}{FAINT}{}{OFF}{}", &text[..from], &text[from..full], &text[full..to], &text[to..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_goes_first_and_no_before_force() {
+        for no in [false, true] {
+            for force in [false, true] {
+                for terminal in [false, true] {
+                    assert!(wanted(When::Always, no, force, terminal));
+                    assert!(!wanted(When::Never, no, force, terminal));
+                    assert_eq!(wanted(When::Auto, no, force, terminal), !no && (force || terminal));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn arguments_say_when() {
+        let said = |text: &str| among(text.split_whitespace().map(str::to_string));
+        assert_eq!(said("pipec partiton x --color never"), When::Never);
+        assert_eq!(said("pipec --color=always --color"), When::Always);
+        assert_eq!(said("pipec --colors always -- --color never"), When::Auto);
+        assert_eq!(said("pipec --color purple"), When::Auto);
+    }
+
+    #[test]
+    fn without_its_colours_a_line_is_what_it_was() {
+        for text in ["error: no `x`", "  error: x", "0  ██░░  50 %", "██", "░", "", "a: b", "next: pipec simulate"]
+        {
+            let mut plain = line(text);
+            for code in [RED, GREEN, YELLOW, CYAN, FAINT, OFF] {
+                plain = plain.replace(code, "");
+            }
+            assert_eq!(plain, text);
+        }
+        assert_eq!(line("error: x"), format!("{RED}error:{OFF} x"));
+        assert_eq!(line("a █░ b"), format!("a {GREEN}█{OFF}{FAINT}░{OFF} b"));
+    }
+}

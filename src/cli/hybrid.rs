@@ -1,0 +1,125 @@
+//! Layers with choices, from file to plan: `pipec partition FILE --from piper`.
+
+use crate::cli::cmd::partition::Arguments;
+use crate::cli::device_placement;
+use crate::cli::screen::Screen;
+use compiler::cluster::unit;
+use compiler::export::quantity;
+use compiler::graph::hash::sha256;
+use compiler::import::piper;
+use compiler::partition::hybrid::solve::{Request, SolveError, solve};
+use compiler::plan::ScheduleKind;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::hybrid::check as judged;
+use compiler::plan::{Plan, PlannedModel};
+use compiler::profile::hybrid::Hybrid;
+use pipec::error::Error;
+use pipec::files::input;
+use pipec::plan::request::{PlanOptions, ScheduleChoice};
+use std::path::Path;
+
+/// Plans, prints, writes.
+pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
+    let path = &arguments.file;
+    refuse(arguments)?;
+    let text = input::text(path, piper::MAX_BYTES as u64)?;
+    let mut hybrid = piper::read(&text).map_err(|error| {
+        Error::file("read the instance", path, error).with_help("`--from` names the format of the file")
+    })?;
+    settle(&mut hybrid, arguments)?;
+    let sha256 = sha256(text.as_bytes());
+    device_placement::protect(arguments, &sha256)?;
+    let request = Request {
+        budget: arguments.question.budget,
+        seed: arguments.question.seed,
+        model: PlannedModel {
+            file: input::file_name(path),
+            sha256: sha256.clone(),
+            ops: hybrid.layers.len() as u64,
+            ..PlannedModel::default()
+        },
+        sha256,
+    };
+    let plan = solve(&hybrid, &request).map_err(|error| {
+        let infeasible = || Error::infeasible(format!("no feasible plan for {}", path.display())).because(&error);
+        match &error {
+            SolveError::Unsound(_) => Error::bug(&error.to_string()),
+            SolveError::Memory { smallest, .. } => {
+                let least = quantity::at_least(*smallest);
+                infeasible().with_help(format!("`--memory {least}` is the least that was found to do"))
+            }
+            SolveError::Devices { .. } => infeasible().with_help("`--gpus` gives more devices"),
+            SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),
+        }
+    })?;
+    device_placement::tell(&plan, arguments, screen)
+}
+
+/// What the instance in a file says against the plan.
+pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
+    let text = input::text(path, piper::MAX_BYTES as u64)?;
+    let mut hybrid = piper::read(&text).map_err(|error| Error::file("read the instance", path, error))?;
+    device_placement::is_of(plan, path, &text)?;
+    // Flags may have said something else than the file.
+    hybrid.devices = plan.cluster.devices;
+    hybrid.microbatches = plan.schedule.microbatches;
+    if let Some(level) = plan.cluster.levels.first() {
+        hybrid.bandwidth = level.bandwidth.0;
+    }
+    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| limit.0 != hybrid.bytes_per_device as u64) {
+        hybrid.bytes_per_device = limit.0 as f64;
+    }
+    Ok(judged(&hybrid, plan).err().unwrap_or_default())
+}
+
+/// What flags say instead of the file.
+fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
+    let question = &arguments.question;
+    if let Some(text) = &question.memory {
+        let bytes = unit::bytes(text).map_err(|error| Error::input("cannot read `--memory`").because(error))?;
+        hybrid.bytes_per_device = bytes.0 as f64;
+    }
+    if let Some(text) = &arguments.devices.bandwidth {
+        let rate = unit::bandwidth(text).map_err(|error| Error::input("cannot read `--bandwidth`").because(error))?;
+        hybrid.bandwidth = rate.0;
+    }
+    let most = piper::MAX_COUNT as u32;
+    if let Some(count) = arguments.devices.gpus {
+        if !(1..=most).contains(&count) {
+            return Err(Error::input(format!("`--gpus {count}` is not from 1 to {most}")));
+        }
+        hybrid.devices = count;
+    }
+    if question.microbatches > most {
+        return Err(Error::input(format!("`--microbatches {}` is more than {most}", question.microbatches)));
+    }
+    if question.microbatches != PlanOptions::default().microbatches {
+        hybrid.microbatches = question.microbatches;
+    }
+    Ok(())
+}
+
+/// The instance names its levels and its costs; flags that would change them have no meaning.
+fn refuse(arguments: &Arguments) -> Result<(), Error> {
+    let (devices, options) = (&arguments.devices, arguments.question.options()?);
+    let own = [
+        ("--levels", devices.levels.is_some()),
+        ("--cluster", devices.cluster.is_some()),
+        ("--profile", arguments.profile.is_some()),
+        ("--noncontiguous", arguments.noncontiguous),
+        (
+            "--schedule",
+            options
+                .schedule
+                .as_ref()
+                .is_some_and(|schedule| *schedule != ScheduleChoice::Named(ScheduleKind::OneFOneB)),
+        ),
+    ];
+    let given = [&own[..], &device_placement::unsupported(&options)].concat();
+    device_placement::refuse_given(
+        &given,
+        "piper",
+        "the instance has its own costs, choices and schedule",
+        "`--gpus`, `--bandwidth`, `--memory` and `--microbatches` change what it says",
+    )
+}

@@ -1,0 +1,72 @@
+//! The result of a training run as text and JSON.
+
+use crate::cli::screen::Screen;
+use compiler::export::quantity;
+use compiler::plan::Plan;
+use pipec::train::metrics::of_device;
+use pipec::train::run::TrainReport;
+use serde_json::json;
+
+/// The peak bytes of the fullest replica of each stage, beside those that the plan or the estimate of the run states.
+fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
+    let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
+    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned"));
+    // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
+    let mut workers = workers.iter();
+    let mut parts = Vec::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        if plan.stages[..at].iter().any(|other| other.devices == stage.devices) {
+            continue;
+        }
+        let most = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
+        parts.push(format!("{} ({} {word})", quantity::bytes(most), quantity::bytes(of_device(plan, at, bytes))));
+    }
+    format!("most held at once, stage by stage: {}", parts.join(", "))
+}
+
+/// Prints the result.
+pub fn report(report: &TrainReport, screen: &Screen) {
+    let TrainReport { plan, done, total, .. } = report;
+    let losses = &done.trained.losses;
+    let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
+    if losses.is_empty() {
+        screen.text(&format!(
+            "the run is finished: all {} were done before; a larger `--steps` or `--epochs` goes on",
+            quantity::plural(u64::from(report.steps), "step", "steps")
+        ));
+        screen.json(&json!(total));
+        return;
+    }
+    screen.prose(&format!(
+        "trained {} of {} in {}: loss {} to {}, {} samples/s",
+        quantity::plural(losses.len() as u64, "step", "steps"),
+        quantity::plural(report.batch, "sample", "samples"),
+        quantity::time(done.trained.seconds * 1e6),
+        quantity::short(first),
+        quantity::short(last),
+        quantity::samples(done.samples_per_s),
+    ));
+    // Else the run would not have come to its end.
+    let left_out = losses.iter().filter(|loss| !loss.is_finite()).count();
+    if left_out > 0 {
+        screen.warn(&format!(
+            "{} had no finite loss; loss scaling left their updates out",
+            quantity::plural(left_out as u64, "step", "steps")
+        ));
+    }
+    if let Some(score) = &done.score {
+        let accuracy =
+            score.accuracy.map_or(String::new(), |share| format!(", accuracy {} %", quantity::short(share * 100.0)));
+        let rows = quantity::plural(score.rows as u64, "row", "rows");
+        screen.text(&format!("held out {rows}: loss {}{accuracy}", quantity::short(score.loss)));
+    }
+    screen.note(&held(plan, report.memory_estimate.as_deref(), &done.trained.held_bytes));
+    if let Some(most) = done.trained.checkpoint_bytes.iter().max().filter(|most| **most > 0) {
+        screen.note(&format!(
+            "besides, until checkpoints were written, a worker held up to {} for them",
+            quantity::bytes(*most)
+        ));
+    }
+    screen.json(&json!(total));
+    report.remarks.iter().for_each(|remark| screen.note(remark));
+}

@@ -1,0 +1,357 @@
+//! What is wrong with a command line, as the user reads it: what clap says, and what is known besides of other verbs.
+
+use clap::Command;
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use compiler::text::suggest::nearest;
+use pipec::error::Error;
+
+/// The verb that plans, and the one that takes plans.
+const PLANS: &str = "partition";
+const TRAINS: &str = "train";
+
+/// What a flag says, each time that it is said, among arguments that may not make a command.
+pub fn said(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<String> {
+    let mut said = Vec::new();
+    let mut arguments = arguments.into_iter();
+    while let Some(argument) = arguments.next() {
+        said.extend(match argument.strip_prefix(flag) {
+            Some("") => arguments.next(),
+            Some(rest) => rest.strip_prefix('=').map(str::to_string),
+            None if argument == "--" => break,
+            None => None,
+        });
+    }
+    said
+}
+
+/// Whether `--format json` is among arguments that may not make a command: its failure is told so as well.
+pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
+    said("--format", arguments).last().is_some_and(|form| form == "json")
+}
+
+/// Adds what was most likely meant by a verb that does not exist, or where a flag belongs that the verb does not have.
+pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) -> clap::Error {
+    let mut verb = command;
+    for word in arguments.iter().filter(|word| *word != "help") {
+        verb = verb.find_subcommand(word).unwrap_or(verb);
+    }
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    match (error.kind(), text(ContextKind::InvalidSubcommand), text(ContextKind::InvalidArg)) {
+        (ErrorKind::InvalidSubcommand, Some(said), _) => {
+            let names = || verb.get_subcommands().map(Command::get_name).filter(|name| *name != "help");
+            match nearest(&said, names()) {
+                Some(near) => {
+                    error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(near.to_string()));
+                }
+                None if verb.get_name() == command.get_name() => tip(&mut error, "`pipec --help` lists the verbs"),
+                None => {
+                    let (name, all) = (verb.get_name(), names().collect::<Vec<_>>().join("`, `"));
+                    tip(&mut error, &format!("`pipec {name}` goes on with one of `{all}`"));
+                }
+            }
+        }
+        (ErrorKind::MissingRequiredArgument, ..) if lacking(&error).is_some() => {
+            let told = lacking(&error).unwrap_or_default();
+            tip(&mut error, told);
+        }
+        (ErrorKind::MissingRequiredArgument, ..) if takes_model(verb) => {
+            let gpus = if verb.get_name() == "sweep" { " --gpus 2,4" } else { "" };
+            let told = format!(
+                "`pipec zoo gpt -o gpt.onnx` writes a model to try: `pipec {} gpt.onnx{gpus}`",
+                verb.get_name()
+            );
+            tip(&mut error, &told);
+        }
+        (ErrorKind::ValueValidation, ..) => match text(ContextKind::InvalidValue) {
+            Some(value) if value.contains(',') && value.replace(',', ".").parse::<f64>().is_ok() => {
+                tip(&mut error, &format!("numbers are written with a point: `{}`", value.replace(',', ".")));
+            }
+            // The range of a whole number, as clap tells it.
+            Some(value) if value == "0" && error.to_string().contains("0 is not in 1..") => {
+                tip(&mut error, "1 is the least")
+            }
+            _ => {}
+        },
+        (ErrorKind::MissingRequiredArgument, ..) => {
+            let choices = verb.get_positionals().next().map(|own| own.get_possible_values()).unwrap_or_default();
+            let names: Vec<&str> = choices.iter().map(|choice| choice.get_name()).collect();
+            if let [first, ..] = names[..] {
+                let path = verb.get_bin_name().map_or_else(|| format!("pipec {}", verb.get_name()), str::to_string);
+                tip(&mut error, &format!("`{path} {first}`, or another of {}", names[1..].join(", ")));
+            }
+        }
+        (ErrorKind::UnknownArgument, _, Some(said)) => {
+            if let Some(flag) = negative(verb, arguments, &said) {
+                // What it says otherwise leads nowhere.
+                error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
+                error.insert(ContextKind::InvalidArg, ContextValue::String(said));
+                tip(&mut error, &format!("`{flag}` takes nothing below 0"));
+                return error;
+            }
+            let place = positional(verb, &said)
+                .map(|name| format!("what it names comes first, without a flag: `pipec {} {name}`", verb.get_name()));
+            if let Some(told) = place
+                .or_else(|| meant(verb, &said).map(|flag| format!("`{said}` is no flag here; was `--{flag}` meant?")))
+            {
+                // What sounds alike is not what was meant.
+                error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
+                error.insert(ContextKind::InvalidArg, ContextValue::String(said));
+                tip(&mut error, &told);
+                return error;
+            }
+            if let Some(whole) = begun(verb, &said) {
+                error.insert(ContextKind::SuggestedArg, ContextValue::String(whole));
+                return error;
+            }
+            let Some(where_to) = said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag)) else {
+                return error;
+            };
+            // A flag of this verb that sounds alike is not what was meant.
+            error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
+            error.insert(ContextKind::InvalidArg, ContextValue::String(said));
+            tip(&mut error, &where_to);
+        }
+        _ => {}
+    }
+    error
+}
+
+/// The flag in front of a quantity below 0, which reads as flags of one letter.
+fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&'a str> {
+    let is_number = said.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let takes = |flag: &str| {
+        let own =
+            flag.strip_prefix("--").and_then(|name| verb.get_arguments().find(|own| own.get_long() == Some(name)));
+        own.is_some_and(|own| own.get_action().takes_values())
+    };
+    let mut pairs = arguments.windows(2).filter(|pair| is_number && pair[1].starts_with(said));
+    pairs.find_map(|pair| takes(&pair[0]).then(|| pair[0].as_str()))
+}
+
+/// What other tools and verbs call otherwise, and our flags that may be meant, the likeliest first.
+const ELSEWHERE: [(&str, &[&str]); 30] = [
+    ("--json", &["format"]),
+    ("-n", &["gpus", "steps", "minibatches"]),
+    ("-g", &["gpus"]),
+    ("-b", &["batch", "micro-batch"]),
+    ("-e", &["epochs"]),
+    ("-l", &["lr", "levels"]),
+    ("-p", &["plan", "profile"]),
+    ("-m", &["memory", "microbatches"]),
+    ("-s", &["stages", "schedule"]),
+    ("--tp", &["tensor"]),
+    ("--tp-size", &["tensor"]),
+    ("--tensor-parallel-size", &["tensor"]),
+    ("--tensor-model-parallel-size", &["tensor"]),
+    ("--pp", &["max-stages", "stages"]),
+    ("--pp-size", &["max-stages", "stages"]),
+    ("--pipeline-parallel-size", &["max-stages", "stages"]),
+    ("--pipeline-model-parallel-size", &["max-stages", "stages"]),
+    ("--num-stages", &["max-stages", "stages"]),
+    ("--num-gpus", &["gpus", "workers"]),
+    ("--ngpus", &["gpus", "workers"]),
+    ("--world-size", &["gpus", "workers"]),
+    ("--nproc-per-node", &["gpus", "workers"]),
+    ("--nodes", &["levels", "hosts"]),
+    ("--nnodes", &["levels", "hosts"]),
+    ("--batch-size", &["batch", "micro-batch"]),
+    ("--micro-batch-size", &["micro-batch", "batch"]),
+    ("--gradient-accumulation-steps", &["microbatches"]),
+    ("--learning-rate", &["lr"]),
+    ("--num-epochs", &["epochs"]),
+    ("--data", &["inputs"]),
+];
+
+/// What flags are for that others need.
+const NEEDED: [(&str, &str); 5] = [
+    ("--checkpoint-dir", "`--checkpoint-dir ck` says where checkpoints go"),
+    ("--processes", "`--processes` runs every worker in a process of its own, which can be started again"),
+    ("--gpus", "`--gpus 2,4` asks about so many devices"),
+    ("--hosts", "`--hosts hosts.toml` says which hosts there are"),
+    ("--model", "`--model FILE` names the plan's model"),
+];
+
+/// What is missing beside a flag that was given, where that is no model.
+fn lacking(error: &clap::Error) -> Option<&'static str> {
+    let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) else { return None };
+    let first = missing.first().filter(|_| missing.iter().all(|text| text.starts_with("--")))?;
+    NEEDED.into_iter().find(|(flag, _)| first.split([' ', '=']).next() == Some(flag)).map(|(_, told)| told)
+}
+
+/// What stands first of a verb that takes no such flag: a plan or a model.
+fn positional(verb: &Command, said: &str) -> Option<&'static str> {
+    let first = verb.get_positionals().next()?.get_value_names()?.first()?.as_str();
+    match said {
+        "--plan" if first == "PLAN" => Some("PLAN"),
+        "--model" if matches!(first, "MODEL" | "FILE") => Some("MODEL"),
+        _ => None,
+    }
+}
+
+/// The flag of a verb that stands for what is called otherwise elsewhere.
+fn meant(verb: &Command, said: &str) -> Option<&'static str> {
+    let (_, flags) = ELSEWHERE.into_iter().find(|(other, _)| *other == said)?;
+    flags.iter().copied().find(|flag| verb.get_arguments().any(|own| own.get_long() == Some(*flag)))
+}
+
+/// Whether what a verb asks for first is a model.
+fn takes_model(verb: &Command) -> bool {
+    ["inspect", "profile", "partition", "train", "sweep"].contains(&verb.get_name())
+}
+
+/// Says what to do next.
+fn tip(error: &mut clap::Error, text: &str) {
+    let mut tip = StyledStr::new();
+    tip.push_str(text);
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+}
+
+/// The one flag of a verb that begins as what was said.
+fn begun(verb: &Command, said: &str) -> Option<String> {
+    let start = said.strip_prefix("--").filter(|start| start.len() > 2)?;
+    let mut all = verb.get_arguments().filter_map(|own| own.get_long()).filter(|own| own.starts_with(start));
+    all.next().filter(|_| all.next().is_none()).map(|flag| format!("--{flag}"))
+}
+
+/// The other verbs that have a flag, in a sentence.
+fn elsewhere(command: &Command, verb: &Command, flag: &str) -> Option<String> {
+    let has = |of: &&Command| of.get_arguments().any(|own| own.get_long() == Some(flag));
+    let all = command.get_subcommands().filter(|of| of.get_name() != verb.get_name());
+    let verbs: Vec<&str> = all.filter(has).map(Command::get_name).collect();
+    // What only changes what is printed is no question of the plan.
+    let is_asked = |own: &&clap::Arg| own.get_long() == Some(flag) && own.get_help_heading() != Some("Results");
+    let asks = command.find_subcommand(PLANS).is_some_and(|plans| plans.get_arguments().any(|own| is_asked(&own)));
+    if verb.get_name() == TRAINS && verbs.contains(&PLANS) && asks {
+        return Some(format!(
+            "`--{flag}` is a flag of `pipec {PLANS}`: the plan that it writes holds the answer, and `pipec {TRAINS} MODEL --plan FILE` trains it"
+        ));
+    }
+    let named: Vec<String> = verbs.iter().map(|verb| format!("`pipec {verb}`")).collect();
+    let (last, before) = named.split_last()?;
+    let before = if before.is_empty() { String::new() } else { format!("{} and ", before.join(", ")) };
+    Some(format!("`--{flag}` is a flag of {before}{last}"))
+}
+
+/// The same for programs, in the parts that every failure has.
+pub fn failure(error: &clap::Error) -> Error {
+    const TIP: &str = "tip: ";
+    let text = error.render().to_string();
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let what = lines.next().unwrap_or_default();
+    let (last, why): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.starts_with(TIP) || line.contains("--help"));
+    let tips: Vec<&str> = last.iter().filter_map(|line| line.strip_prefix(TIP)).collect();
+    let failure = Error::input(what.strip_prefix("error: ").unwrap_or(what));
+    let failure = why.into_iter().fold(failure, Error::because);
+    failure.with_help(if tips.is_empty() { last.join("; ") } else { tips.join("; ") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::args::Cli;
+    use clap::CommandFactory;
+
+    fn told(line: &str) -> String {
+        let words: Vec<String> = line.split(' ').map(str::to_string).collect();
+        let mut command = Cli::command();
+        let error = command.try_get_matches_from_mut(&words).unwrap_err();
+        advised(error, &command, &words[1..]).render().to_string()
+    }
+
+    #[test]
+    fn a_verb_that_does_not_exist_is_answered_with_the_nearest() {
+        assert!(told("pipec partiton m.onnx").contains("tip: a similar subcommand exists: 'partition'"));
+        assert!(told("pipec plan chekc p.json").contains("'check'"));
+    }
+
+    #[test]
+    fn a_flag_of_another_verb_is_told_where_it_belongs() {
+        let plans = "tip: `--zero` is a flag of `pipec partition`: the plan that it writes holds the answer";
+        assert!(told("pipec train m.onnx --zero 2").contains(plans));
+        assert!(told("pipec train m.onnx --zero=2").contains(plans));
+        // It sounds like `--verbose`.
+        assert!(!told("pipec train m.onnx --zero 2").contains("a similar"));
+        assert!(told("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
+        assert!(!told("pipec train m.onnx --flux 2").contains("is a flag of"));
+    }
+
+    #[test]
+    fn what_is_called_otherwise_elsewhere_is_known() {
+        for (line, tip) in [
+            ("pipec partition m.onnx --tp 2", "was `--tensor` meant?"),
+            ("pipec partition m.onnx --nodes 2", "was `--levels` meant?"),
+            ("pipec train m.onnx --num-gpus 2", "was `--workers` meant?"),
+            ("pipec train m.onnx --pipeline-parallel-size 2", "was `--stages` meant?"),
+            ("pipec eval m.onnx --data x.npz", "was `--inputs` meant?"),
+            ("pipec simulate --plan p.json", "without a flag: `pipec simulate PLAN`"),
+            ("pipec report p.json --plan p.json", "without a flag: `pipec report PLAN`"),
+            ("pipec partition --model m.onnx", "without a flag: `pipec partition MODEL`"),
+        ] {
+            let told = told(line);
+            assert!(told.contains(tip) && !told.contains("similar") && !told.contains("as a value"), "{told}");
+        }
+    }
+
+    #[test]
+    fn what_a_flag_needs_is_told_and_not_a_model() {
+        for (line, tip) in [
+            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` says"),
+            ("pipec train m.onnx --synthetic-data --max-restarts 3", "tip: `--processes` runs every worker"),
+            ("pipec sweep m.onnx", "tip: `--gpus 2,4` asks"),
+            ("pipec sweep", "`pipec sweep gpt.onnx --gpus 2,4`"),
+        ] {
+            let told = told(line);
+            assert!(told.contains(tip), "{told}");
+        }
+    }
+
+    #[test]
+    fn one_is_the_least_of_whole_numbers_alone() {
+        assert!(told("pipec train m.onnx --batch 0").contains("tip: 1 is the least"));
+        assert!(!told("pipec train m.onnx --clip-norm 0").contains("is the least"));
+    }
+
+    #[test]
+    fn a_quantity_below_nothing_is_no_flag() {
+        let told = told("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
+        assert!(told.contains("tip: `--bandwidth` takes nothing below 0") && !told.contains("-- -1"), "{told}");
+        // A flag that takes nothing at all is not told of it.
+        assert!(!super::tests::told("pipec train m.onnx --quiet -1").contains("takes nothing below 0"));
+    }
+
+    #[test]
+    fn what_can_be_named_is_named() {
+        assert!(told("pipec schema").contains("tip: `pipec schema plan`, or another of profile, program, cluster"));
+    }
+
+    #[test]
+    fn a_flag_that_is_begun_is_told_whole() {
+        assert!(told("pipec train m.onnx --microbatch 4").contains("'--microbatches'"));
+        assert!(told("pipec train m.onnx --optim sgd").contains("'--optimizer'"));
+    }
+
+    #[test]
+    fn the_form_is_known_without_a_command() {
+        let wants = |line: &str| wants_json(line.split(' ').map(str::to_string));
+        assert!(wants("pipec trian --format json") && wants("pipec --format=json x"));
+        assert!(
+            !wants("pipec x --format json --format text") && !wants("pipec x -- --format json") && !wants("pipec x")
+        );
+    }
+
+    #[test]
+    fn a_failure_has_the_parts_that_others_have() {
+        let error =
+            Cli::command().try_get_matches_from(["pipec", "train", "m.onnx", "--loss", "crossentropy"]).unwrap_err();
+        let failure = failure(&error).to_string();
+        assert!(
+            failure.starts_with("error: invalid value 'crossentropy' for '--loss <NAME>'\n  [possible values: "),
+            "{failure}"
+        );
+        assert!(failure.contains("\nhelp: a similar value exists: 'cross-entropy'"), "{failure}");
+    }
+}

@@ -1,0 +1,135 @@
+//! The devices of a request.
+
+use crate::error::Error;
+use crate::files::input;
+use crate::help;
+use compiler::cluster::class;
+use compiler::cluster::device::{Kind, find, hint, names};
+use compiler::cluster::{Bytes, BytesPerSecond, Cluster, read};
+use compiler::import::onnx::name::shown;
+use compiler::plan::PlannedCluster;
+use compiler::profile::Profile;
+use profiler::machine;
+use std::path::{Path, PathBuf};
+
+use compiler::export::quantity;
+
+/// The most bytes of a cluster file.
+const MOST_BYTES: u64 = 1 << 20;
+
+/// A description of devices: a count on one link, levels of links, or a cluster file.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterRequest {
+    /// The number of devices on one link.
+    pub gpus: Option<u32>,
+    /// The bandwidth of that link per device and direction.
+    pub bandwidth: Option<BytesPerSecond>,
+    /// Levels of devices, innermost first: `8:450GB/s,2:50GB/s`.
+    pub levels: Option<String>,
+    /// A cluster file.
+    pub file: Option<PathBuf>,
+}
+
+/// The requested cluster; devices without a name are of `kind`.
+pub fn cluster(devices: &ClusterRequest, kind: Option<&'static Kind>) -> Result<Cluster, Error> {
+    let mut cluster = match devices {
+        ClusterRequest { file: Some(path), .. } => {
+            let text = input::text(path, MOST_BYTES)?;
+            return from_toml(&text, path);
+        }
+        ClusterRequest { gpus: Some(count), bandwidth, .. } => {
+            let default = kind.map(|kind| kind.link().1);
+            read::gpus(*count, bandwidth.or(default)).map_err(|error| {
+                Error::input("cannot use `--gpus`").because(error).with_help("`--gpus 8` is eight devices on one link")
+            })?
+        }
+        ClusterRequest { levels: Some(text), .. } => read::levels(text).map_err(|error| {
+            let help = "`--levels 8:450GB/s,2:50GB/s` is two servers of eight devices each";
+            Error::input("cannot read `--levels`").because(error).with_help(help)
+        })?,
+        ClusterRequest { .. } => {
+            return Err(Error::input("no devices are given").with_help(
+                "`--gpus 4`, `--levels 8:450GB/s,2:50GB/s` or `--cluster cluster.toml` says which there are",
+            ));
+        }
+    };
+    if let Some(kind) = kind {
+        cluster.device = kind.device();
+        if let (Some(_), None, [level]) = (devices.gpus, &devices.bandwidth, &mut cluster.levels[..]) {
+            level.name = kind.link().0.to_string();
+        }
+    }
+    Ok(cluster)
+}
+
+/// The cluster of a file's text.
+pub fn from_toml(text: &str, path: &Path) -> Result<Cluster, Error> {
+    read::from_toml(text).map_err(|error| {
+        let why = input::other_file(text, "cluster").unwrap_or_else(|| error.to_string());
+        Error::file("read the cluster", path, why).with_help(help::cluster(&error))
+    })
+}
+
+/// Says how fast classes of devices are that the cluster leaves open, against the device whose costs are used.
+pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
+    let first = cluster.device.clone();
+    let known = find(costs_of).map(Kind::device).or_else(|| (first.kind == costs_of).then_some(first));
+    if let Some(reference) = known {
+        class::relate(&mut cluster.classes, &reference, dtype);
+    }
+}
+
+/// The device kind called `name`.
+pub fn kind(name: &str) -> Result<&'static Kind, Error> {
+    find(name).ok_or_else(|| {
+        let why = format!("known: {}{}", names(), hint(name));
+        let help = "a kind of your own is described in a cluster file, whose fields `pipec schema cluster` prints";
+        Error::input(format!("device kind `{name}` is not known")).because(why).with_help(help)
+    })
+}
+
+/// The requested cluster, of the profiled devices.
+pub fn cluster_of(devices: &ClusterRequest, profile: &Profile) -> Result<Cluster, Error> {
+    let analytic = find(&profile.device.name);
+    if devices.file.is_some() || analytic.is_some() {
+        return cluster(devices, analytic);
+    }
+    // Only CPUs are measured, and a CPU's own cores are known where the profile was made here.
+    let mut described = cluster(devices, find("cpu"))?;
+    let workers = described.devices();
+    if profile.device.name == machine::device().name {
+        let here = machine::cluster_of_this_cpu(workers)
+            .map_err(|error| Error::input("cannot use this CPU").because(error))?;
+        described.device = here.device;
+        if let (None, [level], [link]) = (&devices.bandwidth, &mut described.levels[..], &here.levels[..])
+            && devices.gpus.is_some()
+        {
+            *level = link.clone();
+        }
+    } else {
+        described.device.memory = Bytes(profile.device.memory_bytes / u64::from(workers.max(1)));
+    }
+    Ok(described)
+}
+
+/// The cluster of a plan in one line.
+pub fn describe(planned: &PlannedCluster) -> String {
+    let PlannedCluster { device, classes, levels, .. } = planned.clone();
+    in_one_line(&Cluster { device, classes, levels, hosts: Vec::new() })
+}
+
+/// A cluster in one line: `16 x h100 (8 on nvlink at 450 GB/s, 2 on ib at 50 GB/s)`.
+pub fn in_one_line(cluster: &Cluster) -> String {
+    let level = |level: &compiler::cluster::Level| {
+        format!("{} on {} at {}", level.count, level.name, quantity::rate(level.bandwidth.0))
+    };
+    let levels: Vec<String> = cluster.levels.iter().map(level).collect();
+    let of_kind = |count: u32, kind: &str| format!("{count} x {}", shown(kind));
+    let devices = match cluster.classes.is_empty() {
+        true => of_kind(cluster.devices(), &cluster.device.kind),
+        false => {
+            cluster.classes.iter().map(|class| of_kind(class.count, &class.device.kind)).collect::<Vec<_>>().join(" + ")
+        }
+    };
+    format!("{devices} ({})", levels.join(", "))
+}

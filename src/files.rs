@@ -1,0 +1,6 @@
+//! Files of users: bounded reads, detection by content, atomic writes that overwrite only files of the same type.
+
+pub mod detect;
+pub mod input;
+pub mod output;
+pub mod overwrite;

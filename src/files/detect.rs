@@ -1,0 +1,123 @@
+//! What a file is, by its first bytes, where something else was expected: its kind, and which verb or flag takes it.
+
+use crate::help::EXPORT;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// What a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holds {
+    Model,
+    Arrays,
+    Other,
+}
+
+/// What the bytes look like, and what to do with such a file; nothing where they look like nothing that is known.
+pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    looked_at(bytes).map(|(_, what, help)| (what, help))
+}
+
+fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
+    const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` says what it is";
+    const ARRAYS: &str = "`pipec train MODEL --data FILE` reads arrays as data, `--weights FILE` as weights";
+    let starts = |with: &[u8]| bytes.starts_with(with);
+    let has = |word: &[u8]| bytes[..bytes.len().min(NAMES)].windows(word.len()).any(|window| window == word);
+    Some(match () {
+        () if starts(b"PK") && (has(b"models/model.json") || has(b"archive_version")) => {
+            (Holds::Model, "it looks like a .pt2, a model that torch.export.save wrote", MODEL)
+        }
+        () if starts(b"PK") && has(b".npy") => (Holds::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
+        () if starts(b"PK") && has(b"code/__torch__") => {
+            (Holds::Other, "it looks like TorchScript, which pipec never reads", SCRIPTED)
+        }
+        () if starts(b"PK") && has(b"data.pkl") => (
+            Holds::Other,
+            "it looks like a pickle that torch.save wrote, which pipec never reads",
+            "`torch.export.save` in Python writes models, `safetensors.torch.save_file` weights",
+        ),
+        () if starts(b"PK") => (Holds::Other, "it looks like a zip archive", MODEL),
+        () if starts(b"\x93NUMPY") => (Holds::Arrays, "it looks like an .npy, an array", ARRAYS),
+        () if is_safetensors(bytes) => (Holds::Arrays, "it looks like a .safetensors file", ARRAYS),
+        () if is_onnx(bytes) => (Holds::Model, "it looks like an ONNX model", MODEL),
+        () => return None,
+    })
+}
+
+/// What to do with TorchScript.
+const SCRIPTED: &str = "`torch.export` takes the module that was scripted or traced: run these lines where it is defined, not on what torch.jit.load gives";
+
+/// What to do with a file of torch that holds no exported program.
+pub fn unexported(path: &Path) -> &'static str {
+    match start(path).and_then(|start| looked_at(&start)) {
+        Some((_, _, help)) if help == SCRIPTED => SCRIPTED,
+        _ => "run these lines where the model is defined",
+    }
+}
+
+/// What a file is that is no model, where that shows in its first bytes or its name, and what to do with it.
+pub fn no_model(path: &Path) -> Option<(String, String)> {
+    if path.extension().is_some_and(|extension| extension == "py" || extension == "ipynb") && path.is_file() {
+        let what = "it is Python, and what pipec reads is the model that it makes".to_string();
+        return Some((what, EXPORT.to_string()));
+    }
+    let (holds, what, help) = looked_at(&start(path)?)?;
+    (holds == Holds::Arrays).then(|| (format!("{what}, a model is expected"), help.to_string()))
+}
+
+/// What a file is that holds no arrays, where that shows in its first bytes, and what to do with it.
+pub fn no_arrays(path: &Path) -> Option<(String, String)> {
+    let start = start(path)?;
+    if start.starts_with(b"{") && String::from_utf8_lossy(&start).contains("\"pipec.plan/") {
+        return Some((
+            "it looks like a plan of `pipec partition`".to_string(),
+            "`--plan FILE` takes a plan".to_string(),
+        ));
+    }
+    let (_, what, _) = looked_at(&start).filter(|(holds, ..)| *holds == Holds::Model)?;
+    Some((what.to_string(), "a model comes first, and no flag before it: `pipec train MODEL --data FILE`".to_string()))
+}
+
+/// The first bytes of a file.
+fn start(path: &Path) -> Option<Vec<u8>> {
+    let file = path.is_file().then(|| File::open(path).ok()).flatten()?;
+    let mut bytes = Vec::new();
+    file.take(NAMES as u64).read_to_end(&mut bytes).ok()?;
+    Some(bytes)
+}
+
+/// Bytes in which names of an archive are looked for.
+const NAMES: usize = 1 << 16;
+
+/// The most bytes of a safetensors header.
+const HEADER: u64 = 16 << 20;
+
+/// The length of a header, and an object of JSON.
+fn is_safetensors(bytes: &[u8]) -> bool {
+    let length = bytes.first_chunk::<8>().map(|length| u64::from_le_bytes(*length));
+    length.is_some_and(|length| (2..=HEADER).contains(&length)) && bytes.get(8) == Some(&b'{')
+}
+
+/// The number 1, `ir_version`, small; then the number 2, `producer_name`, or another field of the message.
+fn is_onnx(bytes: &[u8]) -> bool {
+    matches!(bytes, [0x08, 1..=0x3f, next, ..] if [0x12, 0x1a, 0x22, 0x28, 0x32, 0x3a, 0x42].contains(next))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_known_by_their_first_bytes() {
+        let kind = |bytes: &[u8]| of(bytes).map(|(kind, _)| kind.split(['.', ',']).nth(1).unwrap_or(kind).trim());
+        assert_eq!(kind(b"PK\x03\x04....m/models/model.json"), Some("pt2"));
+        assert_eq!(kind(b"PK\x03\x04....x.npy"), Some("npz"));
+        assert_eq!(kind(b"\x93NUMPY\x01"), Some("npy"));
+        assert_eq!(kind(b"\x02\0\0\0\0\0\0\0{}"), Some("safetensors file"));
+        assert_eq!(kind(b"\x08\x08\x12\x07pytorch"), Some("it looks like an ONNX model"));
+        assert_eq!(
+            [b"{\"schema\"".as_slice(), b"", b"schema = 1", b"PK"].map(kind),
+            [None, None, None, Some("it looks like a zip archive")]
+        );
+    }
+}

@@ -1,0 +1,103 @@
+//! Reads text files: plans, profiles. Every read is bounded.
+
+use crate::error::Error;
+use crate::files::detect;
+use crate::help;
+use compiler::graph::hash::sha256;
+use compiler::import::onnx::name::shown;
+use compiler::plan::{Plan, read};
+use compiler::profile::{self, Profile};
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+
+/// The most bytes of a plan file.
+pub const MOST_PLAN_BYTES: u64 = 256 << 20;
+
+/// The text of a file of at most `most` bytes.
+pub fn text(path: &Path, most: u64) -> Result<String, Error> {
+    let fail = |why: String| Error::file("read", path, why);
+    let file = File::open(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => fail("there is no such file".to_string()).with_help(help::absent(path)),
+        _ => fail(error.to_string()).with_help("check its permissions"),
+    })?;
+    let about = file.metadata().map_err(|error| fail(error.to_string()))?;
+    if about.is_dir() {
+        return Err(fail("it is a folder".to_string()).with_help("name a file in it"));
+    }
+    let mut bytes = Vec::new();
+    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
+    let is_text = str::from_utf8(&bytes).is_ok();
+    if let Some((what, help)) = detect::of(&bytes).filter(|_| !is_text) {
+        return Err(fail(what.to_string()).with_help(help));
+    }
+    if bytes.len() as u64 > most {
+        return Err(fail(format!("it is larger than {most} bytes")));
+    }
+    String::from_utf8(bytes).map_err(|error| fail(format!("it is not UTF-8 text: {error}")))
+}
+
+/// A plan.
+pub fn plan(path: &Path) -> Result<Plan, Error> {
+    if path.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
+        let help = format!("`pipec partition {}` makes its plan", path.display());
+        return Err(
+            Error::file("read the plan", path, "it is called as a model is, a plan is expected").with_help(help)
+        );
+    }
+    let text = text(path, MOST_PLAN_BYTES)?;
+    read::from_json(&text).map_err(|error| {
+        // A small model without weights may be text, too.
+        let (why, help) = match detect::of(text.as_bytes()) {
+            Some((what, help)) => (what.to_string(), help),
+            None => match (other_file(&text, "plan"), cut_short(&text)) {
+                (None, Some(why)) => (why, "copy it again, or `pipec partition` writes it anew"),
+                (other, _) => {
+                    (other.unwrap_or_else(|| error.to_string()), "`pipec schema plan` prints what a plan looks like")
+                }
+            },
+        };
+        Error::file("read the plan", path, why).with_help(help)
+    })
+}
+
+/// What a file says it is, where that is another kind of ours than the one that was expected.
+pub fn other_file(text: &str, expected: &str) -> Option<String> {
+    let value = serde_json::from_str::<serde_json::Value>(text);
+    let schema = match &value {
+        Ok(value) => value.get("schema")?.as_str()?,
+        // A cluster is TOML.
+        Err(_) => text.lines().find_map(|line| line.strip_prefix("schema = \"")?.split('"').next())?,
+    };
+    let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
+    (kind != expected).then(|| format!("it is a {} (`{}`), a {expected} is expected", shown(kind), shown(schema)))
+}
+
+/// Whether a file of JSON ends before what it began.
+fn cut_short(text: &str) -> Option<String> {
+    let error = serde_json::from_str::<serde_json::Value>(text).err().filter(serde_json::Error::is_eof)?;
+    Some(format!("it ends early, after {} bytes, in line {}", text.len(), error.line()))
+}
+
+/// A profile and the SHA-256 of its file.
+pub fn read_profile(path: &Path) -> Result<(String, Profile), Error> {
+    let text = text(path, MOST_PLAN_BYTES)?;
+    let profile = profile::read::from_json(&text).map_err(|error| {
+        let other = other_file(&text, "profile");
+        let writes = "`pipec profile MODEL -o profile.json` writes one".to_string();
+        let help = match other.as_deref() {
+            Some(other) if other.starts_with("it is a cluster") => {
+                format!("`--cluster {}` takes it; {writes}", shown(&path.display().to_string()))
+            }
+            _ => writes,
+        };
+        let why = other.or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string());
+        Error::file("read the profile", path, why).with_help(help)
+    })?;
+    Ok((sha256(text.as_bytes()), profile))
+}
+
+/// The name of a file without its folder.
+pub fn file_name(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}

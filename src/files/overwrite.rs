@@ -1,0 +1,312 @@
+//! What is there is replaced only by its like: a plan by a plan, a model of ours by another. Whatever else lies under the name of a file to
+//! write, a model that somebody exported for example, is somebody's work, and no result is worth it.
+//!
+//! Files are told apart by what they hold, not by their names. An empty file, a pipe and a device hold nothing that could be lost.
+
+use crate::error::Error;
+use crate::files::detect;
+use compiler::import::onnx::name::shown;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::Path;
+
+/// What a file holds, as far as it must be known to say that another holds the like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mark {
+    /// A file of ours that names its kind: `plan`, `profile`, `cluster`.
+    Ours(String),
+    /// A model that pipec made, of the zoo or of an export.
+    Model,
+    /// Tensors by their names, as safetensors.
+    Safetensors,
+    /// Tensors by their names, as an archive of numpy.
+    Npz,
+    /// A line for each step of a training run.
+    Metrics,
+    /// Events of a trace, as JSON.
+    Trace,
+    /// Events of a trace, as Perfetto has them.
+    Perfetto,
+    /// The page of a report.
+    Page,
+    /// A picture of a report or of a sweep.
+    Picture,
+    /// An order of work: programs, or a table of them.
+    Program,
+    /// JSON with these names at its top.
+    Names(BTreeSet<String>),
+    /// Text that begins with this line.
+    Line(String),
+    /// Nothing that is known.
+    Bytes,
+}
+
+impl Mark {
+    /// A plan.
+    pub fn plan() -> Mark {
+        Mark::Ours("plan".to_string())
+    }
+
+    /// A profile.
+    pub fn profile() -> Mark {
+        Mark::Ours("profile".to_string())
+    }
+
+    /// What a trace of this name is written as.
+    pub fn trace(path: &Path) -> Mark {
+        if path.extension().is_some_and(|extension| extension == "pftrace") { Mark::Perfetto } else { Mark::Trace }
+    }
+
+    /// What tensors in a file of this name are written as.
+    pub fn tensors(path: &Path) -> Mark {
+        if path.extension().is_some_and(|extension| extension == "npz") { Mark::Npz } else { Mark::Safetensors }
+    }
+
+    /// In words, behind `no`; nothing of what has no name.
+    fn told(&self) -> Option<String> {
+        Some(match self {
+            Mark::Ours(kind) => shown(kind).into_owned(),
+            Mark::Model => "model that pipec made".to_string(),
+            Mark::Safetensors => ".safetensors file".to_string(),
+            Mark::Npz => ".npz".to_string(),
+            Mark::Metrics => "file of a run's metrics".to_string(),
+            Mark::Trace | Mark::Perfetto => "trace".to_string(),
+            Mark::Page => "page of `pipec report`".to_string(),
+            Mark::Picture => "picture that pipec drew".to_string(),
+            Mark::Program => "order of work".to_string(),
+            Mark::Names(_) | Mark::Line(_) | Mark::Bytes => return None,
+        })
+    }
+}
+
+/// Refuses a path where something else lies than what is marked so.
+pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
+    let Some(there) = there(path)? else { return Ok(()) };
+    let found = crate::files::overwrite::mark(&there);
+    // Numbers may look like text.
+    let is_data = matches!(mark, Mark::Bytes | Mark::Line(_)) && is_own_data(path);
+    if is_data || *mark == found && found != Mark::Bytes {
+        return Ok(());
+    }
+    let holds = match (detect::of(&there), found.told()) {
+        (Some((what, _)), _) => format!(": {what}"),
+        (None, Some(told)) => format!(": it is a {told}"),
+        (None, None) => String::new(),
+    };
+    let why = match mark.told() {
+        Some(told) => format!("what is there is no {told}, and would be lost{holds}"),
+        None => format!("what is there is not what this writes, and would be lost{holds}"),
+    };
+    let help = format!("name another file; or `rm {}` first, if nobody needs it", path.display());
+    Err(Error::file("write", path, why).with_help(help))
+}
+
+/// Refuses a path where something else lies than what these bytes are.
+pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    if there(path)?.is_none() {
+        return Ok(());
+    }
+    let ends = match bytes.len() > 2 * READ as usize {
+        true => &[&bytes[..READ as usize], &bytes[bytes.len() - READ as usize..]].concat(),
+        false => bytes,
+    };
+    check(path, &mark(ends))
+}
+
+/// Whether a file is the external data of a model of ours, which lies beside it: the numbers themselves say nothing.
+fn is_own_data(path: &Path) -> bool {
+    let model = path.with_extension("");
+    path.extension().is_some_and(|extension| extension == "data")
+        && matches!(there(&model), Ok(Some(bytes)) if mark(&bytes) == Mark::Model)
+}
+
+/// What is read of a file to know it.
+const READ: u64 = 1 << 20;
+
+/// The bytes of what would be lost: the beginning of a file, and its end. What cannot be read may be worth anything.
+fn there(path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let Some(about) = fs::metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
+    let ends = || {
+        let mut file = File::open(path)?;
+        let mut bytes = Vec::new();
+        file.by_ref().take(READ).read_to_end(&mut bytes)?;
+        if about.len() > 2 * READ {
+            file.seek(SeekFrom::Start(about.len() - READ))?;
+        }
+        file.take(READ).read_to_end(&mut bytes)?;
+        Ok((!bytes.is_empty()).then_some(bytes))
+    };
+    ends().map_err(|error: io::Error| {
+        let why = format!("what is there cannot be read ({error}), so that nobody knows what would be lost");
+        Error::file("write", path, why).with_help("name another file, or remove this one first")
+    })
+}
+
+/// What bytes hold.
+fn mark(bytes: &[u8]) -> Mark {
+    match detect::of(bytes) {
+        // A `.pt2` has no mark: pipec writes none.
+        Some((what, _)) if what.contains(".npz") => return Mark::Npz,
+        Some((what, _)) if what.contains(".safetensors") => return Mark::Safetensors,
+        Some((what, _)) if what.contains("ONNX") && is_own_model(bytes) => return Mark::Model,
+        Some(_) => return Mark::Bytes,
+        None => {}
+    }
+    // The first packet of a trace of ours: a process's track.
+    if bytes.starts_with(b"\x0a") && bytes.get(2..4) == Some(b"\x50\x01") {
+        return Mark::Perfetto;
+    }
+    let start = &bytes[..bytes.len().min(READ as usize)];
+    let text = match str::from_utf8(start) {
+        Ok(text) => text,
+        // What was read may end within a letter.
+        Err(error) if start.len() - error.valid_up_to() < 4 => {
+            str::from_utf8(&start[..error.valid_up_to()]).unwrap_or_default()
+        }
+        Err(_) => return Mark::Bytes,
+    };
+    let head: String = text.chars().take(HEAD).collect();
+    let line = text.lines().next().unwrap_or_default();
+    if let Some(kind) = own_kind(&head) {
+        return if kind == "program" { Mark::Program } else { Mark::Ours(kind) };
+    }
+    match () {
+        () if head.contains("\"traceEvents\"") => Mark::Trace,
+        () if is_step(line) => Mark::Metrics,
+        () if head.starts_with("<!doctype html>")
+            && head.contains("content=\"default-src 'none'; style-src 'sha256-") =>
+        {
+            Mark::Page
+        }
+        () if head.starts_with("<?xml") && head.contains("role=\"img\" aria-label=") => Mark::Picture,
+        () if is_program(line) => Mark::Program,
+        () if line.starts_with("node") && line.contains("stage_id=") => Mark::Line("stage_id=".to_string()),
+        () if line.starts_with('{') => match serde_json::from_str::<Value>(text) {
+            Ok(Value::Object(all)) => Mark::Names(all.keys().cloned().collect()),
+            _ => Mark::Bytes,
+        },
+        () => Mark::Line(line.split_whitespace().take(WORDS).collect::<Vec<_>>().join(" ")),
+    }
+}
+
+/// Characters in which a kind is looked for.
+const HEAD: usize = 4096;
+
+/// Words of a line by which text is known: what follows may tell of the plan.
+const WORDS: usize = 2;
+
+/// The longest first line of a run's metrics that may have been cut off.
+const FIRST: usize = 1000;
+
+/// The kind that a file of ours names: `"schema": "pipec.plan/1"`, or the same as TOML.
+fn own_kind(head: &str) -> Option<String> {
+    let at = head.find("schema")?;
+    let rest = head[at..].trim_start_matches("schema").trim_start_matches('"').trim_start();
+    let named = rest.strip_prefix([':', '='])?.trim_start().strip_prefix("\"pipec.")?;
+    Some(named.split(['/', '"']).next()?.to_string())
+}
+
+/// Whether a line is one of a run's metrics.
+fn is_step(line: &str) -> bool {
+    let value = serde_json::from_str::<Value>(line);
+    let is_whole = value
+        .is_ok_and(|value| value["step"].is_u64() && value.get("loss").is_some() || value["total"]["steps"].is_u64());
+    // A run may have been killed within its first line.
+    is_whole || line.len() < FIRST && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
+}
+
+/// Whether a line begins an order of work: `program 1f1b {`, or a table whose first cell is `0F0`.
+fn is_program(line: &str) -> bool {
+    let cell = line.split(',').map(str::trim).find(|cell| !cell.is_empty()).unwrap_or_default();
+    let work = cell.trim_start_matches(|c: char| c.is_ascii_digit());
+    let is_cell = work.len() < cell.len()
+        && work.strip_prefix(['F', 'B', 'I', 'W']).is_some_and(|item| item.starts_with(|c: char| c.is_ascii_digit()));
+    is_cell || line.starts_with("program ") && line.ends_with('{')
+}
+
+/// Whether a model says that pipec made it: its producer, or what an export adds at its end.
+fn is_own_model(bytes: &[u8]) -> bool {
+    let has = |bytes: &[u8], word: &[u8]| bytes.windows(word.len()).any(|window| window == word);
+    has(&bytes[..bytes.len().min(16)], b"\x12\x05pipec") || has(bytes, b"pipec.stages")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ours(kind: &str) -> Mark {
+        Mark::Ours(kind.to_string())
+    }
+
+    #[test]
+    fn what_is_written_is_known_again() {
+        assert_eq!(mark(b"{\n  \"schema\": \"pipec.plan/1\",\n  \"model\": {"), ours("plan"));
+        assert_eq!(mark(b"schema = \"pipec.cluster/1\"\n\n[device]"), ours("cluster"));
+        assert_eq!(mark(b"{\"schema\":\"pipec.program/1\"}"), Mark::Program);
+        for program in ["program 1f1b {\n  items 4", "0F0,0F1,0B0\n1F0", ",,2F0\n"] {
+            assert_eq!(mark(program.as_bytes()), Mark::Program, "{program}");
+        }
+        assert_eq!(mark(b"{\"step\":0,\"loss\":1.4,\"seconds\":0.1}\n{\"step\":1"), Mark::Metrics);
+        assert_eq!(mark(b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[]}"), Mark::Trace);
+        assert_eq!(mark(b"\x08\x0a\x12\x05pipec\x1a\x050.1.0"), Mark::Model);
+        assert_eq!(mark(b"\x08\x0a\x12\x07pytorch\x1a\x050.1.0"), Mark::Bytes);
+    }
+
+    #[test]
+    fn what_others_wrote_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let told = |there: &[u8], mark: &Mark| {
+            fs::write(&path, there).unwrap();
+            check(&path, mark).err().map(|failure| failure.reason())
+        };
+        let all = [Mark::plan(), Mark::Model, Mark::Metrics, Mark::Trace, Mark::Page, Mark::Npz, Mark::Safetensors];
+        let others: [&[u8]; 6] = [
+            b"import torch\n",
+            b"\x08\x0a\x12\x07pytorch\x1a",
+            b"{\"a\": 1}",
+            b"<!doctype html><p>",
+            b"\xff\xfe",
+            b"notes",
+        ];
+        for mark in &all {
+            assert!(others.iter().all(|other| told(other, mark).is_some()), "{mark:?}");
+            assert_eq!(told(b"", mark), None);
+        }
+        assert!(
+            told(others[1], &Mark::plan())
+                .unwrap()
+                .contains("is no plan, and would be lost: it looks like an ONNX model")
+        );
+        assert!(told(b"{\"schema\": \"pipec.profile/1\"}", &Mark::plan()).unwrap().contains("it is a profile"));
+        assert_eq!(told(b"{\"schema\": \"pipec.plan/2\"}", &Mark::plan()), None);
+        // What has no kind of its own is known by the names in it, and text by its first words.
+        let (stages, script) = (b"{\"micro_batch\": 32, \"ranks\": []}", b"\"\"\"Trains a model in 3 stages.\n");
+        assert!(told(b"{\"ranks\": [1], \"micro_batch\": 1}", &mark(stages)).is_none());
+        assert!(told(b"{\"ranks\": [1]}", &mark(stages)).is_some());
+        assert!(told(b"\"\"\"Trains a model in 4 stages.\n", &mark(script)).is_none());
+        assert!(told(b"import torch\n", &mark(script)).is_some());
+    }
+
+    /// Numbers are known by the model beside them alone.
+    #[test]
+    fn external_data_is_that_of_a_model_of_ours() {
+        let folder = tempfile::tempdir().unwrap();
+        let (model, data) = (folder.path().join("m.onnx"), folder.path().join("m.onnx.data"));
+        fs::write(&data, b"\xff\xfe\x00").unwrap();
+        assert!(check(&data, &Mark::Bytes).is_err());
+        fs::write(&model, b"\x08\x0a\x12\x07pytorch\x1a").unwrap();
+        assert!(check(&data, &Mark::Bytes).is_err());
+        fs::write(&model, b"\x08\x0a\x12\x05pipec\x1a\x050.1.0").unwrap();
+        assert!(check(&data, &Mark::Bytes).is_ok());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn devices_hold_nothing() {
+        assert!(check(Path::new("/dev/null"), &Mark::plan()).is_ok());
+        assert!(check(Path::new("/no/such/file"), &Mark::plan()).is_ok());
+    }
+}

@@ -1,0 +1,7 @@
+//! The processes of a training run: their roles, how they are started, signals.
+
+pub mod children;
+pub mod environment;
+pub mod role;
+pub mod signals;
+pub mod stop_signal;

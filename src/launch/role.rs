@@ -1,0 +1,427 @@
+//! Which process of a run this one is, and how it meets the others.
+
+use crate::cluster;
+use crate::error::Error;
+use crate::events::EventSink;
+use crate::files::input;
+use crate::help;
+use crate::launch::children;
+use crate::launch::children::Children;
+use crate::launch::environment::launched;
+use crate::launch::signals;
+use crate::train::digest::digests;
+use crate::train::prepare::{Prepared, Task};
+use compiler::export::quantity;
+use runtime::process::handshake::Identity;
+use runtime::process::placement::WorkerPlacement;
+use runtime::process::process_group::{Door, Group, Notice, ProcessConfig, join, listen};
+use runtime::process::run_status::{LinkError, RunStatus};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+/// The most bytes of a cluster file.
+const MOST_BYTES: u64 = 1 << 20;
+/// How long workers may take to notice that the run is over, before the process ends without them.
+const GRACE: Duration = Duration::from_millis(700);
+/// How often that is looked at.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The processes of a run, and how long they wait for each other.
+#[derive(Clone, Debug)]
+pub struct ProcessRequest {
+    /// Whether every worker runs in a process of its own on this machine.
+    pub spawn: bool,
+    /// A cluster file with the hosts of the run.
+    pub hosts: Option<PathBuf>,
+    /// The number of this host in the file; the one whose address is this machine's if absent.
+    pub host: Option<u32>,
+    /// The rank of this process.
+    pub rank: Option<u32>,
+    /// The address of process 0, `HOST:PORT`.
+    pub address: Option<String>,
+    /// How long to wait until all processes have connected.
+    pub connect_timeout: Duration,
+    /// The silence after which a process counts as dead.
+    pub deadline: Duration,
+    /// How often all processes are started again after one of them died.
+    pub max_restarts: u32,
+    /// The checkpoint that spawned processes resume from.
+    pub resumed: Option<PathBuf>,
+    /// The environment of this process: launchers such as torchrun describe the run there.
+    pub environment: BTreeMap<String, String>,
+    /// The command that spawned processes run: program and arguments.
+    pub command: Vec<OsString>,
+    /// Ends this process when another one failed and the workers of this one do not return. Called on another thread.
+    pub exit: fn(&Error) -> !,
+}
+
+impl Default for ProcessRequest {
+    /// One process.
+    fn default() -> ProcessRequest {
+        ProcessRequest {
+            spawn: false,
+            hosts: None,
+            host: None,
+            rank: None,
+            address: None,
+            connect_timeout: Duration::from_secs(30),
+            deadline: Duration::from_secs(5),
+            max_restarts: 0,
+            resumed: None,
+            environment: BTreeMap::new(),
+            command: Vec::new(),
+            exit: |_| std::process::exit(1),
+        }
+    }
+}
+
+impl ProcessRequest {
+    /// The checkpoint that the parent process says to resume from, if a parent started this process.
+    pub fn resumed_by_parent(&self) -> Option<PathBuf> {
+        self.environment.get(children::VARIABLE).and(self.environment.get(children::RESUMED)).map(PathBuf::from)
+    }
+}
+
+/// Which process of a run this one is.
+pub enum ProcessRole {
+    /// The only one.
+    Alone,
+    /// The one that starts the others and reports.
+    Parent,
+    /// One of several that somebody else started.
+    Member(Member),
+}
+
+/// A process among others.
+pub struct Member {
+    own: usize,
+    share: WorkerDistribution,
+    first: String,
+    listen: Option<String>,
+    run: u64,
+    restarts: u32,
+    over_mpi: bool,
+}
+
+/// How workers are dealt out.
+enum WorkerDistribution {
+    /// One for each process but the first.
+    Beside,
+    /// One for each process.
+    Each,
+    /// In order to so many processes.
+    Processes(usize),
+    /// So many for each host.
+    Hosts(Vec<u32>),
+}
+
+impl ProcessRole {
+    /// What the flags and the environment say.
+    pub fn find(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
+        if let Some(said) = arguments.environment.get(children::VARIABLE) {
+            return child(said).map(ProcessRole::Member).ok_or_else(|| {
+                Error::input(format!("the variable {} is set by `pipec train --processes` alone", children::VARIABLE))
+            });
+        }
+        if arguments.spawn {
+            return Ok(ProcessRole::Parent);
+        }
+        if let Some(path) = &arguments.hosts {
+            let text = input::text(path, MOST_BYTES)?;
+            let cluster = cluster::from_toml(&text, path)?;
+            let hosts: Vec<(String, u32)> =
+                cluster.hosts.into_iter().map(|host| (host.address, host.devices)).collect();
+            let Some((first, _)) = hosts.first() else {
+                return Err(Error::file("use the cluster", path, "it names no hosts")
+                    .with_help("a table `[[host]]` with `address = \"NAME:PORT\"` and `devices = N` for each host"));
+            };
+            let first = arguments.address.clone().unwrap_or(first.clone());
+            if let Some(rank) = arguments.rank {
+                return Ok(ProcessRole::Member(Member::ranked(rank, first)));
+            }
+            let own = match arguments.host {
+                Some(host) => host as usize,
+                None => own_host(&hosts)?,
+            };
+            let Some((address, _)) = hosts.get(own) else {
+                let what = format!("`--host {own}`: {} names {} hosts, counted from 0", path.display(), hosts.len());
+                return Err(Error::input(what));
+            };
+            let listen = Some(address.clone());
+            let share = WorkerDistribution::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
+            return Ok(ProcessRole::Member(Member { own, share, first, listen, run: 0, restarts: 0, over_mpi: false }));
+        }
+        if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
+            return Ok(ProcessRole::Member(Member::ranked(rank, address.clone())));
+        }
+        let found = launched(&|name| arguments.environment.get(name).cloned());
+        let found = found.map_err(|why| Error::input("cannot read what the launcher says").because(why))?;
+        let Some(launched) = found else {
+            return match arguments.rank {
+                Some(_) => Err(Error::input("`--rank` needs to know where process 0 is")
+                    .with_help("`--address HOST:PORT`, the same for all processes, or `--hosts cluster.toml`")),
+                None if arguments.address.is_some() => {
+                    Err(Error::input("`--address` alone does not say which process this is")
+                        .with_help("`--rank N` for each process, or mpirun, srun or torchrun, which number them"))
+                }
+                None => Ok(ProcessRole::Alone),
+            };
+        };
+        let said = arguments.address.clone().or(launched.address);
+        let over_mpi = cfg!(feature = "mpi") && launched.has_mpi && said.is_none() && arguments.rank.is_none();
+        let Some(first) = said.or_else(|| over_mpi.then(|| "rank 0".to_string())) else {
+            let what = format!(
+                "this is process {} of {}, and nothing says where process 0 is",
+                launched.rank, launched.processes
+            );
+            return Err(Error::input(what).with_help("`--address HOST:PORT`, the same for all processes"));
+        };
+        let digest = Sha256::digest(launched.run.as_bytes());
+        let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
+        let own = arguments.rank.map_or(launched.rank, |rank| rank as usize);
+        let listen = Some(first.clone()).filter(|_| own == 0 && !over_mpi);
+        let share = WorkerDistribution::Processes(launched.processes);
+        Ok(ProcessRole::Member(Member { own, share, first, listen, run, restarts: 0, over_mpi }))
+    }
+
+    /// Whether this process tells of the run.
+    pub fn reports(&self) -> bool {
+        match self {
+            ProcessRole::Alone | ProcessRole::Parent => true,
+            ProcessRole::Member(member) => member.own == 0,
+        }
+    }
+
+    /// How often the run was begun again before this process was started.
+    pub fn restarts(&self) -> u32 {
+        match self {
+            ProcessRole::Alone | ProcessRole::Parent => 0,
+            ProcessRole::Member(member) => member.restarts,
+        }
+    }
+
+    /// Runs what is prepared with the others: `run` is given the group that this process is one of, if there are others. `events` is of the run,
+    /// `own` of this process.
+    pub fn run<T>(
+        &self,
+        arguments: &ProcessRequest,
+        (task, prepared): (&Task<'_>, &Prepared),
+        restarts: u32,
+        (events, own): (&dyn EventSink, &dyn EventSink),
+        run: impl FnOnce(Option<Group>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let workers = prepared.workers();
+        let fate = Arc::new(RunStatus::default());
+        // Those that were started together come together: whoever waits for others waits for people.
+        let is_own = matches!(self, ProcessRole::Member(member) if !matches!(member.share, WorkerDistribution::Beside));
+        let notice = |notice| match notice {
+            Notice::Waits(whom) if is_own => own.note(&whom),
+            Notice::Waits(_) => {}
+            Notice::SentAway(whom) => events.warn(&whom),
+        };
+        let meet = |part: ProcessConfig, door: Door| {
+            let training = prepared.training(task);
+            let lines = part.placement.lines(training.program, training.codes, runtime::train::run::agrees(&training));
+            join(training.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
+        };
+        let part =
+            |own: usize, placement: WorkerPlacement, first: String, listen: Option<String>, run: u64| ProcessConfig {
+                own,
+                placement,
+                identity: Identity { run, parts: digests(task, prepared) },
+                first,
+                listen,
+                patience: arguments.connect_timeout,
+                deadline: arguments.deadline,
+                follows: matches!(self, ProcessRole::Member(Member { share: WorkerDistribution::Beside, .. })),
+            };
+        match self {
+            ProcessRole::Alone => run(None),
+            ProcessRole::Parent => {
+                let port = listen("127.0.0.1:0").map_err(unmet)?;
+                let address =
+                    port.local_addr().map_err(|error| Error::negative("cannot listen").because(error))?.to_string();
+                let placement = WorkerPlacement::beside(workers);
+                let program = prepared.training(task).program;
+                let names: Vec<String> =
+                    (1..placement.processes).map(|process| placement.name(program, process)).collect();
+                let number = fresh();
+                let children: Children = children::start(
+                    &names,
+                    (number, restarts, &address),
+                    (&arguments.command, arguments.resumed.as_deref()),
+                    arguments.deadline,
+                    &fate,
+                )?;
+                let group = meet(part(0, placement, address, None, number), Door::Port(port));
+                children.end(group.and_then(|group| run(Some(group))))
+            }
+            ProcessRole::Member(member) => {
+                let placement = member.placement(workers)?;
+                let listened = member.listen.clone().filter(|_| member.own == 0);
+                let port = listened.as_deref().map(listen).transpose().map_err(unmet)?;
+                let door = match port {
+                    _ if member.over_mpi => over_mpi(&placement, member.own, events)?,
+                    Some(port) => Door::Port(port),
+                    None => Door::Outside,
+                };
+                let listens = member.listen.clone().filter(|_| member.own > 0);
+                let group = meet(part(member.own, placement, member.first.clone(), listens, member.run), door)?;
+                let hurry = hurry(fate.clone(), arguments.exit);
+                let done = run(Some(group));
+                hurry.store(true, Ordering::Relaxed);
+                done
+            }
+        }
+    }
+}
+
+impl Member {
+    /// The process of this number, of as many as there are workers, of which the first is found at an address.
+    fn ranked(rank: u32, first: String) -> Member {
+        let listen = Some(first.clone()).filter(|_| rank == 0);
+        Member {
+            own: rank as usize,
+            share: WorkerDistribution::Each,
+            first,
+            listen,
+            run: 0,
+            restarts: 0,
+            over_mpi: false,
+        }
+    }
+
+    fn placement(&self, workers: usize) -> Result<WorkerPlacement, Error> {
+        let (placement, there) = match &self.share {
+            WorkerDistribution::Beside => (Some(WorkerPlacement::beside(workers)), "a process for each".to_string()),
+            WorkerDistribution::Each => (WorkerPlacement::dealt(workers, workers), "a process for each".to_string()),
+            WorkerDistribution::Processes(count) => {
+                (WorkerPlacement::dealt(workers, *count), format!("{count} processes"))
+            }
+            WorkerDistribution::Hosts(devices) => {
+                let sum: u64 = devices.iter().map(|count| u64::from(*count)).sum();
+                (WorkerPlacement::by_host(workers, devices), format!("{sum} devices on the hosts"))
+            }
+        };
+        let placement = placement.ok_or_else(|| {
+            Error::input(format!(
+                "the plan has {}, and there are {there}",
+                quantity::plural(workers as u64, "worker", "workers")
+            ))
+            .with_help(
+                "start as many processes as there are workers, or fewer, or plan for as many devices as the hosts have",
+            )
+        })?;
+        match self.own < placement.processes {
+            true => Ok(placement),
+            false => Err(Error::input(format!(
+                "this is process {}, and the plan has {}: processes are counted from 0",
+                self.own,
+                quantity::plural(workers as u64, "worker", "workers")
+            ))
+            .with_help(format!("`--rank 0` to `--rank {}` are the processes of this run", placement.processes - 1))),
+        }
+    }
+}
+
+/// Connections to the others over MPI.
+#[cfg(feature = "mpi")]
+fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> Result<Door, Error> {
+    let opened = runtime::process::mpi::open().map_err(unmet)?;
+    if (opened.rank, opened.processes) != (own, placement.processes) {
+        let (rank, processes) = (opened.rank, opened.processes);
+        return Err(Error::input(format!(
+            "by its environment this is process {own} of {}, by {} it is {rank} of {processes}",
+            placement.processes, opened.library
+        ))
+        .with_help("the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
+    }
+    events.note(&format!("connected by MPI: {}", opened.library));
+    Ok(Door::Open(opened.streams, Box::new(opened.carrier)))
+}
+
+/// There is no MPI in this build.
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: &WorkerPlacement, _: usize, _: &dyn EventSink) -> Result<Door, Error> {
+    Err(Error::bug("a build without MPI is asked for it"))
+}
+
+/// Why the processes of a run did not come together.
+fn unmet(error: LinkError) -> Error {
+    let help = help::link(&error);
+    let failure = match error {
+        LinkError::Bug { .. } => Error::bug(&error.to_string()),
+        LinkError::Address { .. } => Error::input("the processes of the run cannot come together").because(&error),
+        _ => Error::negative("the processes of the run do not come together").because(&error),
+    };
+    help.into_iter().fold(failure, Error::with_help)
+}
+
+/// What a child is told by its parent, whose end it follows.
+fn child(said: &str) -> Option<Member> {
+    let mut words = said.split(' ');
+    let parent: u32 = words.next()?.parse().ok()?;
+    let own = words.next()?.parse().ok().filter(|own| *own > 0)?;
+    let run = u64::from_str_radix(words.next()?, 16).ok()?;
+    let restarts = words.next()?.parse().ok()?;
+    let first = words.next()?.to_string();
+    if !signals::follow(parent) {
+        // Nobody waits for this process, and nobody would read why it ends.
+        std::process::exit(1);
+    }
+    Some(Member { own, share: WorkerDistribution::Beside, first, listen: None, run, restarts, over_mpi: false })
+}
+
+/// A number that no other run is likely to have.
+fn fresh() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
+    now ^ u64::from(std::process::id()) << 40
+}
+
+/// The host whose address is this machine's.
+fn own_host(hosts: &[(String, u32)]) -> Result<usize, Error> {
+    let is_here = |address: &IpAddr| TcpListener::bind((*address, 0)).is_ok();
+    let is_own = |(address, _): &(String, u32)| {
+        address.to_socket_addrs().is_ok_and(|found| found.map(|of| of.ip()).any(|ip| is_here(&ip)))
+    };
+    let own: Vec<usize> = hosts.iter().enumerate().filter(|(_, host)| is_own(host)).map(|(at, _)| at).collect();
+    match own[..] {
+        [one] => Ok(one),
+        [] => {
+            Err(Error::input("none of the hosts has an address of this machine")
+                .with_help("`--host N` says which it is"))
+        }
+        _ => {
+            let which = own.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            Err(Error::input(format!("hosts {which} all have an address of this machine"))
+                .with_help("`--host N` says which of them this process is"))
+        }
+    }
+}
+
+/// Ends the process when the run is over and its workers do not notice, because one of them computes: who started it waits for word.
+fn hurry(fate: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let over = is_over.clone();
+    let watch = move || {
+        while !over.load(Ordering::Relaxed) && !fate.is_released() {
+            if let Some(cause) = fate.cause() {
+                thread::sleep(GRACE);
+                if !over.load(Ordering::Relaxed) {
+                    exit(&Error::negative("training stopped").because(cause));
+                }
+            }
+            thread::sleep(LOOK);
+        }
+    };
+    // Without it the process ends a little later.
+    let _ = thread::Builder::new().name("hurry".into()).spawn(watch);
+    is_over
+}

@@ -1,0 +1,16 @@
+//! Planning: from a request to a plan.
+
+pub mod batch_search;
+pub mod custom_schedule;
+pub mod infeasible;
+pub mod model_family;
+pub mod model_match;
+pub mod optimizer;
+pub mod read;
+pub mod replan;
+pub mod request;
+pub mod schedule_memory;
+pub mod solve;
+pub mod tensor_parallel;
+pub mod tied_weights;
+pub mod zero;

@@ -1,0 +1,274 @@
+//! Searches for the number of micro-batches (`batch`) and the schedule (`ScheduleChoice::Auto`) together with the stages.
+//!
+//! Micro-batch sizes that divide the minibatch are planned under 1F1B, similar sizes only once. The best sizes are then planned under
+//! every other schedule that flushes.
+
+use crate::costs::{self, CostInput, Costs};
+use crate::error::{Error, ErrorKind};
+use crate::events::{Event, EventSink, Silent};
+use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::solve::{PlanResult, cost_name, protect_output, solve_with_groups};
+use crate::plan::tied_weights;
+use compiler::export::sweep::Figures;
+use compiler::partition::planner::Planned;
+use compiler::plan::ScheduleKind;
+use compiler::plan::problem::{CostModel, Objective};
+use compiler::profile::shared::SharedCosts;
+
+/// Schedules that flush. All sizes are planned under the first one.
+const SCHEDULES: [ScheduleKind; 8] = [
+    ScheduleKind::OneFOneB,
+    ScheduleKind::Gpipe,
+    ScheduleKind::Interleaved,
+    ScheduleKind::Bfs,
+    ScheduleKind::ZbH1,
+    ScheduleKind::ZbH2,
+    ScheduleKind::Zbv,
+    ScheduleKind::DualPipeV,
+];
+
+/// The number of sizes that are planned under every schedule.
+const BEST: usize = 3;
+
+/// The smallest ratio between planned numbers of micro-batches.
+const STEP: f64 = 1.5;
+
+/// One combination of micro-batch size and schedule, and its result.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tried {
+    /// Samples in a micro-batch.
+    pub micro_batch: u64,
+    /// Micro-batches in a minibatch.
+    pub microbatches: u32,
+    /// The schedule.
+    pub schedule: ScheduleKind,
+    /// Samples per second and peak bytes of a device, or why there is no plan.
+    pub answer: Result<(f64, u64), String>,
+}
+
+/// Whether a request leaves the number of micro-batches or the schedule open.
+pub fn is_requested(request: &PlanRequest) -> bool {
+    request.batch.is_some() || request.options.schedule == Some(ScheduleChoice::Auto)
+}
+
+/// Plans all combinations and returns the best.
+pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
+    validate(request)?;
+    let schedules: Vec<ScheduleChoice> = match &request.options.schedule {
+        Some(ScheduleChoice::Auto) => SCHEDULES.into_iter().map(ScheduleChoice::Named).collect(),
+        // One micro-batch in a minibatch flushes as any other number does.
+        given => vec![given.clone().unwrap_or(ScheduleChoice::Named(SCHEDULES[0]))],
+    };
+    let mut search = Search { request, best: None, tried: Vec::new(), refused: Vec::new() };
+    let sizes = sizes(request, events)?;
+    let total = (sizes.len() + BEST.min(sizes.len()) * (schedules.len() - 1)) as u64;
+    let mut done = 0;
+    let mut progress = |message: &str| {
+        events.event(Event::Progress { unit: "combinations", done, total, message });
+        done += 1;
+    };
+    progress("");
+    let mut known = Vec::new();
+    for (size, costs) in sizes {
+        let costs = match costs {
+            Some(costs) => costs,
+            None => costs::costs(&combination(request, size, None), &Silent)?,
+        };
+        // It is the same model at every size.
+        if known.is_empty() {
+            protect_output(request, &costs.model)?;
+        }
+        let shared = request.options.tensor_parallel.costs(&costs)?;
+        let sized = Sized { size, costs, shared };
+        let score = search.solve(&sized, schedules[0].clone())?;
+        progress("");
+        known.push((score, sized));
+    }
+    // Where 1F1B does not fit, small micro-batches are the nearest to it.
+    known.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.size.0.cmp(&b.1.size.0)));
+    for (_, sized) in known.iter().take(BEST) {
+        for schedule in &schedules[1..] {
+            search.solve(sized, schedule.clone())?;
+            progress(schedule.named().map_or("", ScheduleKind::name));
+        }
+    }
+    events.event(Event::ProgressEnd);
+    let Search { best, tried, mut refused, .. } = search;
+    // The smallest micro-batches need least.
+    refused.sort_by_key(|(micro_batch, _)| *micro_batch);
+    match (best, refused.into_iter().next()) {
+        (Some(Best { mut planned, untrainable, aged, .. }), _) => {
+            aged.iter().for_each(|note| events.note(note));
+            let options = &mut planned.plan.options;
+            if let Some(batch) = request.batch {
+                options.insert("batch".to_string(), batch.into());
+            }
+            options.insert("combinations".to_string(), (tried.len() as u64).into());
+            Ok(PlanResult { planned, untrainable, tried })
+        }
+        (None, Some((_, error))) => Err(error),
+        (None, None) => Err(Error::bug("nothing was tried")),
+    }
+}
+
+/// Refuses a request that leaves nothing to search for, or whose schedule does not flush.
+fn validate(request: &PlanRequest) -> Result<(), Error> {
+    let options = &request.options;
+    let refused =
+        |flag: &str, why: &str| Err(Error::input(format!("`{flag}` does not go with `--schedule auto`")).because(why));
+    match (&options.schedule, request.batch) {
+        (Some(ScheduleChoice::Auto), _) if options.objective == Objective::Latency => {
+            refused("--objective latency", "it is about a pipeline that only answers")
+        }
+        (Some(ScheduleChoice::Auto), _) if options.cost != CostModel::Pipec => {
+            refused(&format!("--cost {}", cost_name(options.cost)), "its formula knows one order of work")
+        }
+        (_, Some(batch)) => {
+            let parts = [("--micro-batch", request.micro_batch), ("--microbatches", Some(options.microbatches.into()))];
+            let given = parts.into_iter().find(|(_, part)| part.is_some_and(|part| batch % part != 0));
+            let both = request.micro_batch.filter(|_| options.microbatches > 1);
+            let product = both.map(|size| size.saturating_mul(options.microbatches.into()));
+            match given {
+                _ if options.is_inference() => Err(Error::input("`--batch` does not go with a plan for inference")
+                    .because("what only answers has no minibatches")
+                    .with_help("`--micro-batch` says how many samples it answers at a time")),
+                _ if product.is_some_and(|product| product != batch) => Err(Error::input(format!(
+                    "`--batch {batch}` does not go with `--micro-batch {}` and `--microbatches {}`",
+                    both.unwrap_or(1),
+                    options.microbatches
+                ))
+                .because(format!("these make {} samples", product.unwrap_or(batch)))
+                .with_help("leave one of the three out")),
+                Some((flag, Some(part))) => {
+                    Err(Error::input(format!("`--batch {batch}` does not go with `{flag} {part}`"))
+                        .because(format!("{batch} samples are not a multiple of {part}"))
+                        .with_help("leave one of them out"))
+                }
+                _ => Ok(()),
+            }
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Samples in a micro-batch, and micro-batches in a minibatch.
+type Size = (u64, u32);
+
+/// The sizes to plan for; the costs of one that have been computed already.
+fn sizes(request: &PlanRequest, events: &dyn EventSink) -> Result<Vec<(Size, Option<Costs>)>, Error> {
+    let microbatches = request.options.microbatches;
+    let count = |micro_batch: u64, batch: u64| {
+        u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
+            Error::input(format!("`--batch {batch}` is no number of micro-batches of {micro_batch}"))
+                .because("the costs are those of that size")
+        })
+    };
+    match (request.batch, request.micro_batch) {
+        (Some(batch), None) if microbatches > 1 => Ok(vec![((batch / u64::from(microbatches), microbatches), None)]),
+        (Some(batch), None) if matches!(request.costs, CostInput::Analytic(_)) => {
+            let costs = costs::costs(&combination(request, (batch, 1), None), events)?;
+            let mut costs = Some(costs);
+            let all = counts(batch).into_iter().map(|count| ((batch / u64::from(count), count), costs.take()));
+            Ok(all.collect())
+        }
+        (batch, _) => {
+            let costs = costs::costs(request, events)?;
+            let count = batch.map_or(Ok(microbatches), |batch| count(costs.micro_batch, batch))?;
+            Ok(vec![((costs.micro_batch, count), Some(costs))])
+        }
+    }
+}
+
+/// Numbers of micro-batches that divide a minibatch, from one on, each at least [`STEP`] times the one before.
+fn counts(batch: u64) -> Vec<u32> {
+    let mut counts: Vec<u32> = Vec::new();
+    for count in (1..=batch.min(1 << 20)).filter(|count| batch.is_multiple_of(*count)) {
+        if counts.last().is_none_or(|last| count as f64 >= STEP * f64::from(*last)) {
+            counts.push(count as u32);
+        }
+    }
+    counts
+}
+
+/// The request for one combination.
+fn combination(
+    request: &PlanRequest,
+    (micro_batch, microbatches): Size,
+    schedule: Option<ScheduleChoice>,
+) -> PlanRequest {
+    let mut one = request.clone();
+    one.batch = None;
+    one.micro_batch = Some(micro_batch);
+    one.options.microbatches = microbatches;
+    one.options.schedule = schedule;
+    if !one.options.schedule.as_ref().and_then(ScheduleChoice::named).is_some_and(ScheduleKind::has_chunks) {
+        one.options.chunks = None;
+    }
+    one
+}
+
+/// The costs of the model at one size, on devices and on tensor-parallel groups.
+struct Sized {
+    size: Size,
+    costs: Costs,
+    shared: Vec<SharedCosts>,
+}
+
+/// The best plan so far.
+struct Best {
+    score: f64,
+    planned: Planned,
+    untrainable: Option<String>,
+    aged: Option<String>,
+}
+
+struct Search<'a> {
+    request: &'a PlanRequest,
+    best: Option<Best>,
+    tried: Vec<Tried>,
+    /// Micro-batch sizes without a plan, and why.
+    refused: Vec<(u64, Error)>,
+}
+
+impl Search<'_> {
+    /// Plans one combination and keeps the plan if it is the best so far. Returns its score.
+    fn solve(&mut self, sized: &Sized, schedule: ScheduleChoice) -> Result<f64, Error> {
+        let Sized { size, costs, shared } = sized;
+        let kind = schedule.named().unwrap_or(ScheduleKind::Csv);
+        let one = combination(self.request, *size, Some(schedule));
+        one.options.validate()?;
+        let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options) {
+            Ok(planned) => {
+                let Figures { throughput_per_s: speed, peak_bytes: peak, .. } = Figures::of(&planned.plan, 0);
+                let score = if planned.plan.objective == Objective::Memory { -(peak as f64) } else { speed };
+                if self.best.as_ref().is_none_or(|best| score > best.score) {
+                    let (params, plan) = (&costs.graph.params, &planned.plan);
+                    let (untrainable, aged) = (tied_weights::refused(params, plan), tied_weights::aged(params, plan));
+                    self.best = Some(Best { score, planned, untrainable, aged });
+                }
+                (Ok((speed, peak)), score)
+            }
+            Err(error) if error.kind() == ErrorKind::Bug => return Err(error),
+            Err(error) => {
+                let why = error.line();
+                self.refused.push((size.0, error));
+                (Err(why), f64::NEG_INFINITY)
+            }
+        };
+        self.tried.push(Tried { micro_batch: size.0, microbatches: size.1, schedule: kind, answer });
+        Ok(score)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_divide_and_are_apart() {
+        assert_eq!(counts(1), [1]);
+        assert_eq!(counts(24), [1, 2, 3, 6, 12, 24]);
+        assert_eq!(counts(7), [1, 7]);
+        assert!(counts(1536).iter().all(|count| 1536 % count == 0));
+    }
+}

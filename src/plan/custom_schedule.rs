@@ -1,0 +1,232 @@
+//! Custom schedules: a table `.csv` or programs `.json`.
+//!
+//! A table lists in which order each rank computes the micro-batches of one minibatch, and is repeated for every minibatch. Programs
+//! list every instruction for a fixed number of minibatches, as `pipec simulate --programs FILE.json` writes them.
+
+use crate::error::Error;
+use crate::events::EventSink;
+use crate::files::input;
+use compiler::export::quantity::plural;
+use compiler::plan::ScheduleKind;
+use compiler::schedule::check::verify::check;
+use compiler::schedule::fit::fit;
+use compiler::schedule::formats::csv::ComputeTable;
+use compiler::schedule::formats::json::from_json;
+use compiler::schedule::{Instruction, Pipeline, Program, Schedule, ScheduleError};
+use std::path::Path;
+
+/// The most bytes of a file.
+const MOST_BYTES: u64 = 256 << 20;
+
+/// Help for a file that holds no programs.
+const PROGRAM_HELP: &str =
+    "`pipec simulate PLAN --programs FILE.json` writes one, `pipec schema program` prints what it looks like";
+
+/// A custom schedule.
+#[derive(Clone, Debug)]
+pub enum CustomSchedule {
+    /// A row for each rank, for one minibatch.
+    Table(ComputeTable),
+    /// Programs for all workers, with everything they do.
+    Program(Box<Program>),
+}
+
+/// Reads a custom schedule.
+pub fn read(path: Option<&Path>) -> Result<Option<CustomSchedule>, Error> {
+    let Some(path) = path else { return Ok(None) };
+    let text = input::text(path, MOST_BYTES)?;
+    if is_program(path) {
+        let program = from_json(&text).map_err(|error| {
+            let why = input::other_file(&text, "program").unwrap_or_else(|| error.to_string());
+            Error::file("read the schedule", path, why).with_help(PROGRAM_HELP)
+        })?;
+        return Ok(Some(CustomSchedule::Program(Box::new(program))));
+    }
+    let table: ComputeTable = text.parse().map_err(|error| {
+        Error::file("read the schedule", path, error).with_help(
+            "a row for each rank, cells such as 2F0, 2B0, 2I0, 2W0 for stage 2 and micro-batch 0, as torch writes them",
+        )
+    })?;
+    if table.microbatches() == 0 {
+        return Err(Error::file("read the schedule", path, "it has no work"));
+    }
+    Ok(Some(CustomSchedule::Table(table)))
+}
+
+/// Reads a custom schedule and notes its size.
+pub fn open(path: Option<&Path>, events: &dyn EventSink) -> Result<Option<CustomSchedule>, Error> {
+    let custom = read(path)?;
+    if let (Some(custom), Some(path)) = (&custom, path) {
+        events.note(&format!("{}: {}", path.display(), custom.summary()));
+    }
+    Ok(custom)
+}
+
+impl CustomSchedule {
+    /// The schedule whose update rule it follows.
+    pub fn kind(&self) -> ScheduleKind {
+        match self {
+            CustomSchedule::Table(_) => ScheduleKind::Csv,
+            CustomSchedule::Program(program) => {
+                ScheduleKind::from_name(program.schedule.name()).unwrap_or(ScheduleKind::Csv)
+            }
+        }
+    }
+
+    /// The schedule of its programs.
+    pub fn schedule(&self) -> Schedule {
+        match self {
+            CustomSchedule::Table(_) => Schedule::Csv,
+            CustomSchedule::Program(program) => program.schedule,
+        }
+    }
+
+    /// Micro-batches in a minibatch.
+    pub fn microbatches(&self) -> u32 {
+        match self {
+            CustomSchedule::Table(table) => table.microbatches(),
+            CustomSchedule::Program(program) => program.microbatches,
+        }
+    }
+
+    /// Refuses a different number of micro-batches.
+    pub fn agrees(&self, asked: Option<u32>) -> Result<(), Error> {
+        let listed = self.microbatches();
+        match asked.filter(|asked| *asked != listed) {
+            None => Ok(()),
+            Some(asked) => {
+                let what = format!("`--microbatches {asked}` does not go with a schedule of {listed} micro-batches");
+                Err(Error::input(what).with_help("leave out `--microbatches`: the file says how many there are"))
+            }
+        }
+    }
+
+    /// The number of minibatches, if it is fixed.
+    pub fn minibatches(&self) -> Option<u32> {
+        match self {
+            CustomSchedule::Table(_) => None,
+            CustomSchedule::Program(program) => Some(program.items / program.microbatches.max(1)),
+        }
+    }
+
+    /// Whether it splits the backward.
+    pub fn splits_backward(&self) -> bool {
+        match self {
+            CustomSchedule::Table(table) => table.splits_backward(),
+            CustomSchedule::Program(program) => {
+                program.workers.iter().flat_map(|worker| &worker.instructions).any(is_split)
+            }
+        }
+    }
+
+    /// The in-flight limit of each stage, if the file gives one.
+    pub fn caps(&self) -> Option<Vec<u32>> {
+        match self {
+            CustomSchedule::Table(_) => None,
+            CustomSchedule::Program(program) => Some(program.stages.iter().map(|stage| stage.cap).collect()),
+        }
+    }
+
+    /// Its size in words.
+    fn summary(&self) -> String {
+        let items = plural(self.microbatches().into(), "micro-batch", "micro-batches");
+        match self {
+            CustomSchedule::Table(table) => {
+                let stages = plural(table.stages().into(), "stage", "stages");
+                let ranks = plural(table.rows.len() as u64, "rank", "ranks");
+                format!(
+                    "a table of one minibatch of {items}, {stages} on {ranks}; it is repeated for as many minibatches as are run"
+                )
+            }
+            CustomSchedule::Program(program) => {
+                let minibatches = self.minibatches().unwrap_or(0);
+                let minibatches = plural(minibatches.into(), "minibatch", "minibatches");
+                let workers = plural(program.workers.len() as u64, "worker", "workers");
+                format!("programs of {minibatches} of {items} each for {workers}")
+            }
+        }
+    }
+
+    /// The programs over a pipeline, unchecked.
+    pub fn unchecked(&self, pipeline: &Pipeline, minibatches: u32) -> Result<Program, ScheduleError> {
+        match self {
+            CustomSchedule::Table(table) => table.program(pipeline, minibatches),
+            CustomSchedule::Program(program) => fit(program, pipeline),
+        }
+    }
+
+    /// The programs over a pipeline, checked.
+    pub fn program(&self, pipeline: &Pipeline, minibatches: u32) -> Result<Program, Error> {
+        let program = self
+            .unchecked(pipeline, minibatches)
+            .map_err(|error| Error::input(format!("{} does not fit the plan", self.name())).because(error))?;
+        check(&program).map_err(|error| self.unsound(error))?;
+        Ok(program)
+    }
+
+    /// The error for programs that the checker refuses.
+    pub fn unsound(&self, why: impl std::fmt::Display) -> Error {
+        Error::negative(format!("{} gives no sound program", self.name())).because(why)
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            CustomSchedule::Table(_) => "the schedule's table",
+            CustomSchedule::Program(_) => "the schedule's file",
+        }
+    }
+
+    /// The number of minibatches to run: the requested one, which must be that of programs.
+    pub fn count(&self, flag: &str, asked: Option<u32>) -> Result<Option<u32>, Error> {
+        match (self.minibatches(), asked) {
+            (Some(known), Some(asked)) if known != asked => {
+                let minibatches = plural(u64::from(known), "minibatch", "minibatches");
+                Err(Error::input(format!("`{flag} {asked}` does not go with programs for {minibatches}"))
+                    .with_help(format!("leave out `{flag}`; a table, FILE.csv, is for any number of minibatches")))
+            }
+            (known, asked) => Ok(known.or(asked)),
+        }
+    }
+
+    /// Replicas of the stages. Fails if a rank has several stages.
+    pub fn replicas(&self) -> Result<Vec<u32>, Error> {
+        let (replicas, ranks) = match self {
+            CustomSchedule::Table(table) if table.stages() as usize == table.rows.len() => {
+                return Ok(vec![1; table.rows.len()]);
+            }
+            CustomSchedule::Table(table) => {
+                let (stages, ranks) = (table.stages(), table.rows.len());
+                return Err(self.has_several(stages as usize, ranks));
+            }
+            CustomSchedule::Program(program) => {
+                let replicas: Vec<u32> = program.stages.iter().map(|stage| stage.replicas).collect();
+                let ranks = program.stages.iter().map(|stage| stage.rank.index() + 1).max().unwrap_or(0);
+                (replicas, ranks)
+            }
+        };
+        if replicas.len() == ranks {
+            return Ok(replicas);
+        }
+        Err(self.has_several(replicas.len(), ranks))
+    }
+
+    fn has_several(&self, stages: usize, ranks: usize) -> Error {
+        if stages > 0 && ranks > stages && ranks.is_multiple_of(stages) {
+            let replicas = vec![(ranks / stages).to_string(); stages].join(",");
+            return Error::input(format!("{} has {stages} stages and {ranks} rows", self.name()))
+                .because("its rows are those of workers")
+                .with_help(format!("`--stages {replicas}` gives each stage as many"));
+        }
+        Error::input(format!("{} has {stages} stages on {ranks} ranks", self.name()))
+            .because("plans that are made here put one stage on each device")
+            .with_help("a plan whose stages name the same devices, with `chunks` to say so, runs it: `--plan`")
+    }
+}
+
+fn is_split(instruction: &Instruction) -> bool {
+    matches!(instruction, Instruction::BackwardInput { .. } | Instruction::BackwardWeight { .. })
+}
+
+fn is_program(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "json")
+}

@@ -1,0 +1,86 @@
+//! Optimizers by their names in plans.
+
+use crate::error::Error;
+
+/// The momentum of `sgd-momentum` and `rmsprop-momentum` if none is given.
+const DEFAULT_MOMENTUM: f64 = 0.9;
+
+/// An optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Optimizer {
+    /// Stochastic gradient descent.
+    Sgd,
+    /// SGD with momentum.
+    SgdMomentum,
+    /// Adam.
+    Adam,
+    /// Adam with decoupled weight decay.
+    Adamw,
+    /// RMSProp.
+    Rmsprop,
+    /// RMSProp with momentum.
+    RmspropMomentum,
+    /// Adagrad.
+    Adagrad,
+}
+
+impl Optimizer {
+    /// Every optimizer.
+    pub const ALL: [Optimizer; 7] = [
+        Optimizer::Sgd,
+        Optimizer::SgdMomentum,
+        Optimizer::Adam,
+        Optimizer::Adamw,
+        Optimizer::Rmsprop,
+        Optimizer::RmspropMomentum,
+        Optimizer::Adagrad,
+    ];
+
+    /// State values for each weight.
+    pub fn state(self) -> f64 {
+        match self {
+            Optimizer::Sgd => 0.0,
+            Optimizer::SgdMomentum | Optimizer::Rmsprop | Optimizer::Adagrad => 1.0,
+            Optimizer::Adam | Optimizer::Adamw | Optimizer::RmspropMomentum => 2.0,
+        }
+    }
+
+    /// The name in plans and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Optimizer::Sgd => "sgd",
+            Optimizer::SgdMomentum => "sgd-momentum",
+            Optimizer::Adam => "adam",
+            Optimizer::Adamw => "adamw",
+            Optimizer::Rmsprop => "rmsprop",
+            Optimizer::RmspropMomentum => "rmsprop-momentum",
+            Optimizer::Adagrad => "adagrad",
+        }
+    }
+
+    /// The optimizer of that name.
+    pub fn from_name(name: &str) -> Option<Optimizer> {
+        Optimizer::ALL.into_iter().find(|optimizer| optimizer.name() == name)
+    }
+
+    /// The optimizer with this momentum: `sgd` with momentum is `sgd-momentum`, and `sgd-momentum` with none is `sgd`.
+    pub fn with_momentum(self, momentum: Option<f64>) -> Result<Optimizer, Error> {
+        let Some(momentum) = momentum else { return Ok(self) };
+        Ok(match (self, momentum == 0.0) {
+            (Optimizer::Sgd | Optimizer::SgdMomentum, true) => Optimizer::Sgd,
+            (Optimizer::Sgd | Optimizer::SgdMomentum, false) => Optimizer::SgdMomentum,
+            (Optimizer::Rmsprop | Optimizer::RmspropMomentum, true) => Optimizer::Rmsprop,
+            (Optimizer::Rmsprop | Optimizer::RmspropMomentum, false) => Optimizer::RmspropMomentum,
+            (other, true) => other,
+            (other, false) => {
+                return Err(Error::input(format!("`--momentum` does not go with `--optimizer {}`", other.name()))
+                    .with_help("it belongs to `--optimizer sgd` and `rmsprop`"));
+            }
+        })
+    }
+
+    /// The momentum of an optimizer whose name says that it has one.
+    pub fn default_momentum(self) -> f64 {
+        if matches!(self, Optimizer::SgdMomentum | Optimizer::RmspropMomentum) { DEFAULT_MOMENTUM } else { 0.0 }
+    }
+}

@@ -1,0 +1,70 @@
+//! The request that an existing plan answers, to evaluate its stages again or to plan for other devices.
+
+use crate::costs::Costs;
+use crate::error::Error;
+use crate::plan::optimizer::Optimizer;
+use crate::plan::request::{BucketSize, PlanOptions, ScheduleChoice};
+use crate::plan::tensor_parallel::TensorParallel;
+use crate::plan::zero::ZeroStage;
+use compiler::cluster::Bytes;
+use compiler::plan::problem::{InFlight, Problem, Target};
+use compiler::plan::zero::MOST;
+use compiler::plan::{Plan, buckets};
+use serde_json::Value;
+
+/// The problem whose solution is this plan, for evaluating other cuts.
+pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
+    let shared = TensorParallel::in_plan(plan).costs(&costs)?;
+    let mut problem = costs.problem(plan.cost);
+    problem.shared = shared;
+    problem.objective = plan.objective;
+    problem.activation_compression = number(plan, "activation_compression");
+    problem.memory_limit = plan.cluster.memory_per_device;
+    problem.optimizer_state = number(plan, "optimizer_state").unwrap_or(0.0);
+    problem.bucket = bucket(plan);
+    problem.zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
+    problem.schedule = plan.schedule.kind;
+    problem.microbatches = plan.schedule.microbatches;
+    problem.chunks = plan.schedule.chunks;
+    problem.count_updates();
+    Ok(problem)
+}
+
+/// The options that a plan was made with, without constraints on its stages.
+pub fn options(plan: &Plan) -> PlanOptions {
+    let text = |name: &str| plan.options.get(name).and_then(Value::as_str);
+    let default = PlanOptions::default();
+    PlanOptions {
+        cost: plan.cost,
+        activation_compression: number(plan, "activation_compression"),
+        memory_limit: plan.cluster.memory_per_device,
+        microbatches: plan.schedule.microbatches,
+        schedule: Some(ScheduleChoice::Named(plan.schedule.kind)),
+        objective: plan.objective,
+        target: text("target").and_then(Target::from_name),
+        bucket: BucketSize::Bytes(bucket(plan)),
+        zero: match plan.options.get("zero") {
+            Some(Value::String(_)) => ZeroStage::Auto,
+            level => ZeroStage::Level(level.and_then(Value::as_u64).unwrap_or(0).min(MOST.into()) as u32),
+        },
+        recompute: text("recompute") != Some("never"),
+        optimizer: Optimizer::from_name(&plan.optimizer).unwrap_or(default.optimizer),
+        tensor_parallel: TensorParallel::of_plan(plan),
+        no_replication: plan.options.get("no_replication") == Some(&Value::Bool(true)),
+        in_flight: match text("in_flight") {
+            Some("pipedream") => InFlight::Pipedream,
+            _ => InFlight::Auto,
+        },
+        seed: plan.seed,
+        ..default
+    }
+}
+
+/// The size of gradient buckets.
+fn bucket(plan: &Plan) -> Bytes {
+    Bytes(plan.options.get("bucket_bytes").and_then(Value::as_u64).unwrap_or(buckets::USUAL_BYTES))
+}
+
+fn number(plan: &Plan, name: &str) -> Option<f64> {
+    plan.options.get(name).and_then(Value::as_f64)
+}

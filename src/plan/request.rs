@@ -1,0 +1,264 @@
+//! What to plan: the model, its costs, the devices, and the constraints of the search.
+
+use crate::cluster::ClusterRequest;
+use crate::costs::{CostInput, ModelFormat};
+use crate::error::Error;
+use crate::loss::CountedLoss;
+use crate::model::ImportRequest;
+use crate::plan::custom_schedule::{self, CustomSchedule};
+use crate::plan::optimizer::Optimizer;
+use crate::plan::tensor_parallel::TensorParallel;
+use crate::plan::zero::ZeroStage;
+use compiler::cluster::Bytes;
+use compiler::partition::planner::Partitioner;
+use compiler::plan::ScheduleKind;
+use compiler::plan::buckets::USUAL_BYTES;
+use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::tensor::DType;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A request for a plan.
+#[derive(Clone, Debug, Default)]
+pub struct PlanRequest {
+    /// The model, or a published profile.
+    pub model: PathBuf,
+    /// The format of the model file; by its name if absent.
+    pub format: Option<ModelFormat>,
+    /// The source of op costs.
+    pub costs: CostInput,
+    /// The devices.
+    pub cluster: ClusterRequest,
+    /// How the model is imported.
+    pub import: ImportRequest,
+    /// Samples in one micro-batch; the profile's, the model's or 32 if absent.
+    pub micro_batch: Option<u64>,
+    /// The loss whose costs are counted; the one that training would use if absent.
+    pub loss: Option<CountedLoss>,
+    /// Samples in one minibatch: the number of micro-batches is then part of the search.
+    pub batch: Option<u64>,
+    /// The search and its constraints.
+    pub options: PlanOptions,
+    /// The file that will receive the plan, if it must not be overwritten when it holds the plan of another model. The check
+    /// comes before the search.
+    pub protected_output: Option<PathBuf>,
+}
+
+impl PlanRequest {
+    /// A request for a plan of this model over `count` equal devices, with default settings.
+    pub fn new(model: impl AsRef<Path>, count: u32) -> PlanRequest {
+        PlanRequest {
+            model: model.as_ref().to_path_buf(),
+            cluster: ClusterRequest { gpus: Some(count), ..ClusterRequest::default() },
+            ..PlanRequest::default()
+        }
+    }
+}
+
+/// The schedule of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ScheduleChoice {
+    /// The best of the schedules that flush.
+    Auto,
+    /// A known schedule.
+    Named(ScheduleKind),
+    /// A file: a table `.csv`, or programs `.json`.
+    File(PathBuf),
+}
+
+impl ScheduleChoice {
+    /// The file of a custom schedule.
+    pub fn file(&self) -> Option<&Path> {
+        if let ScheduleChoice::File(path) = self { Some(path) } else { None }
+    }
+
+    /// The known schedule.
+    pub fn named(&self) -> Option<ScheduleKind> {
+        if let ScheduleChoice::Named(kind) = self { Some(*kind) } else { None }
+    }
+}
+
+/// The size of gradient buckets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BucketSize {
+    /// The power of two with which the plan's program is fastest.
+    Auto,
+    /// About so many bytes.
+    Bytes(Bytes),
+}
+
+/// Search settings and constraints, apart from the model and the devices.
+#[derive(Clone, Debug)]
+pub struct PlanOptions {
+    /// The cost model.
+    pub cost: CostModel,
+    /// PipeDream's activation compression ratio.
+    pub activation_compression: Option<f64>,
+    /// The memory limit of each device; the memory of the device if absent.
+    pub memory_limit: Option<Bytes>,
+    /// Micro-batches in one minibatch.
+    pub microbatches: u32,
+    /// The schedule; 1F1B-RR if absent, 1F1B with micro-batches or a target, inference for latency.
+    pub schedule: Option<ScheduleChoice>,
+    /// Stages on each rank, for interleaved schedules.
+    pub chunks: Option<u32>,
+    /// The objective.
+    pub objective: Objective,
+    /// The framework that will run the plan.
+    pub target: Option<Target>,
+    /// The search algorithm.
+    pub partitioner: Partitioner,
+    /// Replicas of each stage.
+    pub replicas: Option<Vec<u32>>,
+    /// Names after which a stage ends.
+    pub cut_after: Option<Vec<String>>,
+    /// Nodes or modules and the stage that they are pinned to.
+    pub pins: Vec<(String, u32)>,
+    /// The largest number of stages.
+    pub max_stages: Option<u32>,
+    /// Whether every stage has one replica.
+    pub no_replication: bool,
+    /// Tensor parallelism.
+    pub tensor_parallel: TensorParallel,
+    /// Whether a stage that does not fit otherwise may recompute its activations.
+    pub recompute: bool,
+    /// The optimizer, for its state and the time of its step.
+    pub optimizer: Optimizer,
+    /// The momentum that training will use.
+    pub momentum: Option<f64>,
+    /// The type of all floats; the model's own if absent.
+    pub dtype: Option<DType>,
+    /// The largest number of states that a search visits.
+    pub budget: Option<u64>,
+    /// The time limit of the MILP partitioner.
+    pub time_limit: Option<Duration>,
+    /// In-flight micro-batches of each stage.
+    pub in_flight: InFlight,
+    /// The size of gradient buckets.
+    pub bucket: BucketSize,
+    /// The ZeRO stage.
+    pub zero: ZeroStage,
+    /// The seed of random choices.
+    pub seed: u64,
+}
+
+impl Default for PlanOptions {
+    fn default() -> PlanOptions {
+        PlanOptions {
+            cost: CostModel::Pipec,
+            activation_compression: None,
+            memory_limit: None,
+            microbatches: 1,
+            schedule: None,
+            chunks: None,
+            objective: Objective::Throughput,
+            target: None,
+            partitioner: Partitioner::default(),
+            replicas: None,
+            cut_after: None,
+            pins: Vec::new(),
+            max_stages: None,
+            no_replication: false,
+            tensor_parallel: TensorParallel::Never,
+            recompute: true,
+            optimizer: Optimizer::Sgd,
+            momentum: None,
+            dtype: None,
+            budget: None,
+            time_limit: None,
+            in_flight: InFlight::Auto,
+            bucket: BucketSize::Bytes(Bytes(USUAL_BYTES)),
+            zero: ZeroStage::Level(0),
+            seed: 0,
+        }
+    }
+}
+
+/// The partitioners that support constraints on the stages.
+const SUPPORT_CONSTRAINTS: [Partitioner; 2] = [Partitioner::Pipec, Partitioner::Milp];
+
+impl PlanOptions {
+    /// The optimizer with its momentum.
+    pub fn optimizer(&self) -> Result<Optimizer, Error> {
+        self.optimizer.with_momentum(self.momentum)
+    }
+
+    /// The custom schedule, if the schedule is a file.
+    pub fn custom_schedule(&self) -> Result<Option<CustomSchedule>, Error> {
+        custom_schedule::read(self.schedule.as_ref().and_then(ScheduleChoice::file))
+    }
+
+    /// Whether the plan is for inference, as far as that is known without reading a custom schedule.
+    pub fn is_inference(&self) -> bool {
+        self.schedule_kind(None) == ScheduleKind::Inference
+    }
+
+    /// The kind of the schedule: the given one, else the default.
+    pub fn schedule_kind(&self, custom: Option<&CustomSchedule>) -> ScheduleKind {
+        let default = match (&self.target, self.objective) {
+            (_, Objective::Latency) => ScheduleKind::Inference,
+            (Some(_), _) => ScheduleKind::OneFOneB,
+            // Round robin takes whole minibatches.
+            (None, _) if self.microbatches > 1 => ScheduleKind::OneFOneB,
+            (None, _) => ScheduleKind::RoundRobin,
+        };
+        let named = self.schedule.as_ref().and_then(ScheduleChoice::named);
+        custom.map(CustomSchedule::kind).or(named).unwrap_or(default)
+    }
+
+    /// Refuses settings that contradict each other.
+    pub fn validate(&self) -> Result<(), Error> {
+        let constraints = [
+            ("--stages", self.replicas.is_some()),
+            ("--cut-after", self.cut_after.is_some()),
+            ("--in-flight", matches!(self.in_flight, InFlight::Given(_))),
+            ("--pin", !self.pins.is_empty()),
+            ("--max-stages", self.max_stages.is_some()),
+            ("--no-replication", self.no_replication),
+            ("--target", self.target.is_some()),
+        ];
+        let name = self.partitioner.name();
+        if let Some((flag, _)) = constraints.iter().find(|(_, is_given)| *is_given)
+            && !SUPPORT_CONSTRAINTS.contains(&self.partitioner)
+        {
+            return Err(Error::input(format!("`--partitioner {name}` does not go with `{flag}`"))
+                .because(format!("`{flag}` limits the stages, and the partitioner would not know"))
+                .with_help(format!(
+                    "leave out one of them, or write `--partitioner {}`",
+                    Partitioner::default().name()
+                )));
+        }
+        if self.time_limit.is_some() && self.partitioner != Partitioner::Milp {
+            return Err(Error::input(format!("`--time-limit` does not go with `--partitioner {name}`"))
+                .because("only `--partitioner milp` is ended by the clock, the others are bounded by their work")
+                .with_help("`--budget` bounds how much a search looks at, and gives the same plan every time"));
+        }
+        self.validate_schedule()
+    }
+
+    /// Refuses a schedule that the target or the objective does not support.
+    fn validate_schedule(&self) -> Result<(), Error> {
+        let kind = self.schedule_kind(self.custom_schedule()?.as_ref());
+        if let Some(target) = self.target.map(Target::name)
+            && (kind.is_continuous() || kind == ScheduleKind::Inference)
+        {
+            return Err(Error::input(format!("`--target {target}` does not go with `--schedule {}`", kind.name()))
+                .because("no framework carries weight versions")
+                .with_help(
+                    "`--schedule 1f1b` and `--schedule gpipe` flush; `--microbatches` says into how many pieces",
+                ));
+        }
+        let unequal = self.replicas.as_ref().is_some_and(|stages| stages.iter().any(|replicas| *replicas != stages[0]));
+        if let Some(target) = self.target.map(Target::name).filter(|_| unequal) {
+            return Err(Error::input(format!("`--target {target}` does not go with unequal `--stages`"))
+                .because("no framework runs stages with different numbers of replicas")
+                .with_help("`--stages 2,2,2`, or leave it out"));
+        }
+        if self.objective == Objective::Latency && kind != ScheduleKind::Inference {
+            return Err(Error::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
+                .because("it is about one item's way through a pipeline that only answers")
+                .with_help("leave out `--schedule`, or write `--schedule inference`"));
+        }
+        self.zero.validate(kind != ScheduleKind::Inference)
+    }
+}

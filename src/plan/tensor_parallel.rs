@@ -1,0 +1,103 @@
+//! Tensor parallelism in plans: the degree, and the costs of a model on groups of devices.
+
+use crate::costs::Costs;
+use crate::error::Error;
+use compiler::cluster::Device;
+use compiler::graph::Graph;
+use compiler::pass::attribution::Training;
+use compiler::plan::groups::MOST;
+use compiler::plan::{Plan, Stage};
+use compiler::profile::shared::SharedCosts;
+use compiler::tensor_parallel::cost::Machine;
+use compiler::tensor_parallel::costs::shared_costs;
+use serde_json::Value;
+
+/// The tensor-parallel degree of each replica.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TensorParallel {
+    /// 1.
+    #[default]
+    Never,
+    /// The best degree.
+    Auto,
+    /// This many.
+    Degree(u32),
+}
+
+/// A model whose ops are known, so that its costs on groups of devices can be computed.
+#[derive(Clone)]
+pub struct Shareable {
+    /// The model at fixed sizes.
+    pub graph: Graph,
+    /// What training adds to it.
+    pub training: Training,
+    /// The device of the roofline.
+    pub device: Device,
+}
+
+impl TensorParallel {
+    /// What the plan was asked for with.
+    pub fn of_plan(plan: &Plan) -> TensorParallel {
+        match plan.options.get("tensor") {
+            Some(Value::Array(sizes)) => {
+                let size = sizes.first().and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok());
+                size.map_or(TensorParallel::Auto, TensorParallel::Degree)
+            }
+            Some(_) => TensorParallel::Auto,
+            None => TensorParallel::Never,
+        }
+    }
+
+    /// The groups of a plan's own stages.
+    pub fn in_plan(plan: &Plan) -> TensorParallel {
+        match plan.stages.iter().map(Stage::degree).max() {
+            Some(degree) if degree > 1 => TensorParallel::Degree(degree),
+            _ => TensorParallel::Never,
+        }
+    }
+
+    /// Sizes of groups that fill the units of the fastest level.
+    fn sizes(self, costs: &Costs) -> Result<Vec<u32>, Error> {
+        let (name, count) = costs.cluster.levels.first().map_or(("", 1), |level| (level.name.as_str(), level.count));
+        match self {
+            TensorParallel::Never => Ok(Vec::new()),
+            TensorParallel::Degree(size) if !count.is_multiple_of(size) => {
+                Err(Error::input(format!("`--tensor {size}` does not divide the {count} devices of {name}"))
+                    .because("devices share ops over the fastest level only")
+                    .with_help("a divisor of that number, or `--tensor auto`"))
+            }
+            TensorParallel::Degree(size) => Ok(vec![size]),
+            TensorParallel::Auto => {
+                let mut sizes: Vec<u32> = (1..=MOST.ilog2()).map(|power| 1 << power).chain([count]).collect();
+                sizes.retain(|size| (2..=MOST).contains(size) && count.is_multiple_of(*size));
+                sizes.sort_unstable();
+                sizes.dedup();
+                Ok(sizes)
+            }
+        }
+    }
+
+    /// What the model costs on such groups.
+    pub fn costs(self, costs: &Costs) -> Result<Vec<SharedCosts>, Error> {
+        let sizes = self.sizes(costs)?;
+        let Some(level) = costs.cluster.levels.first().filter(|_| !sizes.is_empty()) else { return Ok(Vec::new()) };
+        let fail = |why: &dyn std::fmt::Display| {
+            Error::input(format!("cannot tell what {} costs on groups of devices", costs.model.file)).because(why)
+        };
+        let Some(known) = &costs.shareable else {
+            return Err(
+                fail(&"a published profile does not say what its ops compute").with_help("leave out `--tensor`")
+            );
+        };
+        let of = |devices: u32| {
+            let machine = Machine {
+                device: known.device.clone(),
+                devices: devices as usize,
+                bandwidth: level.bandwidth,
+                latency: level.latency,
+            };
+            shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
+        };
+        sizes.into_iter().map(of).collect()
+    }
+}

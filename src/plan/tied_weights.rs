@@ -1,0 +1,148 @@
+//! Parameters that several stages of a plan share: which schedules can train them, and in which version.
+
+use compiler::export::quantity;
+use compiler::import::onnx::name::shown;
+use compiler::partition::planner::{PlanError, Planned};
+use compiler::plan::device_memory::fullest;
+use compiler::plan::problem::{CostModel, Objective, Problem, Target};
+use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::profile::cost_graph::ParamCost;
+use std::cmp::Reverse;
+
+/// The stages that use a parameter, where they are several.
+fn shared<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Vec<&'a Stage>)> {
+    let holds = |stage: &Stage, op: u32| stage.ops.iter().any(|&(from, to)| (from..to).contains(&op));
+    let using = |param: &ParamCost| -> Vec<&'a Stage> {
+        plan.stages.iter().filter(|stage| param.users.iter().any(|user| holds(stage, user.0))).collect()
+    };
+    params.iter().map(|param| (param, using(param))).filter(|(_, stages)| stages.len() > 1).collect()
+}
+
+/// Those whose stages have unequally many replicas.
+fn uneven<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Vec<&'a Stage>)> {
+    let mut shared = shared(params, plan);
+    shared.retain(|(_, stages)| stages.iter().any(|stage| stage.replicas != stages[0].replicas));
+    shared
+}
+
+fn listed(stages: &[&Stage]) -> String {
+    stages.iter().map(|stage| stage.id.0.to_string()).collect::<Vec<_>>().join(" and ")
+}
+
+fn more(shared: usize) -> String {
+    if shared > 1 { format!(" ({} more are shared as well)", shared - 1) } else { String::new() }
+}
+
+/// A warning where `pipec train` would refuse the plan, because stages of unequally many replicas share a parameter under a schedule
+/// that steps them at different times.
+pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
+    if !plan.schedule.kind.is_round_robin() {
+        return None;
+    }
+    let shared = uneven(params, plan);
+    let (first, stages) = shared.first()?;
+    Some(format!(
+        "stages {} share the parameter `{}`{} and have unequally many replicas: `pipec train` refuses that under {}, `--schedule 1f1b` trains it",
+        listed(stages),
+        shown(&first.name),
+        more(shared.len()),
+        plan.schedule.kind.name()
+    ))
+}
+
+/// A plan that `pipec train` takes in place of one that it refuses: the best with equally many replicas of the stages that share, else the best that
+/// flushes. It says what the other one would have brought; that stays where there is no better, or where cost models compare with the
+/// literature.
+pub fn trained(
+    problem: &Problem,
+    planned: Planned,
+    solve: &dyn Fn(&Problem) -> Result<Planned, PlanError>,
+) -> Result<Planned, PlanError> {
+    let shared = uneven(&problem.graph.params, &planned.plan);
+    let is_asked = problem.cost == CostModel::Pipec && planned.plan.schedule.kind.is_round_robin();
+    let Some((first, stages)) = shared.first().filter(|_| is_asked) else { return Ok(planned) };
+    let is_taken = |other: &Planned| refused(&problem.graph.params, &other.plan).is_none();
+    let better = |left: &Planned, right: &Planned| {
+        let time = left.plan.predicted.minibatch_us.total_cmp(&right.plan.predicted.minibatch_us);
+        match problem.objective {
+            Objective::Memory => fullest(&left.plan).cmp(&fullest(&right.plan)).then(time),
+            _ => time,
+        }
+    };
+    let mut asked = Vec::new();
+    if problem.constraints.replicas.is_none() && problem.constraints.target.is_none() {
+        let mut even = problem.clone();
+        even.constraints.target = Some(Target::Torch);
+        // Other stages than those may keep their replicas.
+        let mut alike = problem.clone();
+        let ids: Vec<u32> = shared.iter().flat_map(|(_, stages)| stages.iter().map(|stage| stage.id.0)).collect();
+        let least =
+            planned.plan.stages.iter().filter(|stage| ids.contains(&stage.id.0)).map(|stage| stage.replicas).min();
+        let replicas = |stage: &Stage| least.filter(|_| ids.contains(&stage.id.0)).unwrap_or(stage.replicas);
+        alike.constraints.replicas = Some(planned.plan.stages.iter().map(replicas).collect());
+        asked.extend([even, alike]);
+    }
+    let found = asked.iter().filter_map(|asked| solve(asked).ok().filter(is_taken)).min_by(better);
+    let found = found.or_else(|| {
+        let mut flushed = problem.clone();
+        flushed.schedule = ScheduleKind::OneFOneB;
+        solve(&flushed).ok()
+    });
+    let Some(mut other) = found else { return Ok(planned) };
+    if problem.constraints.target.is_none() {
+        other.plan.options.remove("target");
+    }
+    if problem.constraints.replicas.is_none() {
+        other.plan.options.remove("stages");
+    }
+    if other.plan.schedule.kind == problem.schedule {
+        let (ours, theirs) = (&mut other.plan, &planned.plan);
+        ours.lower_bound_us = ours.lower_bound_us.min(theirs.lower_bound_us);
+        // It was proven among fewer plans.
+        ours.proven_optimal &= theirs.proven_optimal;
+        if better(&other, &planned).is_le() {
+            return Ok(other);
+        }
+        other.plan.proven_optimal = false;
+    }
+    let without = match problem.objective {
+        Objective::Memory => format!("{} on the fullest device", quantity::bytes(fullest(&planned.plan))),
+        _ => format!("{} per minibatch", quantity::time(planned.plan.predicted.step_us)),
+    };
+    let instead = match other.plan.schedule.kind == problem.schedule {
+        true => "these have equally many here".to_string(),
+        false => format!(
+            "this one is for {}, which trains them; no plan with equally many does what is asked",
+            other.plan.schedule.kind.name()
+        ),
+    };
+    let kind = problem.schedule.name();
+    other.plan.warnings.push(format!(
+        "stages {} of the best plan under {kind} ({without}) share the parameter `{}`{} and have unequally many replicas, which `pipec train` \
+         refuses: {instead}; `--schedule {kind}` plans the other",
+        listed(stages),
+        shown(&first.name),
+        more(shared.len()),
+    ));
+    Ok(other)
+}
+
+/// Where stages that share a parameter have it in other versions than their own, which a program does not say: all see the one that the
+/// stage with the most in flight has, so that the copies are equal.
+pub fn aged(params: &[ParamCost], plan: &Plan) -> Option<String> {
+    if !plan.schedule.kind.is_round_robin() || refused(params, plan).is_some() {
+        return None;
+    }
+    let cap = |stage: &&Stage| plan.schedule.in_flight.get(stage.id.0 as usize).copied().unwrap_or(1);
+    let mut shared = shared(params, plan);
+    shared.retain(|(_, stages)| stages.iter().any(|stage| cap(stage) != cap(&stages[0])));
+    let (first, stages) = shared.first()?;
+    let oldest = stages.iter().max_by_key(|stage| (cap(stage), Reverse(stage.id.0)))?;
+    Some(format!(
+        "stages {} share the parameter `{}`{}: all use it in the version that stage {} has, which is older than the one that programs name for the others",
+        listed(stages),
+        shown(&first.name),
+        more(shared.len()),
+        oldest.id.0
+    ))
+}

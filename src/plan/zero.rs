@@ -1,0 +1,47 @@
+//! The ZeRO stage of a plan.
+
+use crate::error::Error;
+use compiler::partition::planner::{self, PlanError, Planned, PlannerOptions};
+use compiler::partition::search::zero::least;
+use compiler::plan::problem::Problem;
+
+/// The ZeRO stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ZeroStage {
+    /// This stage, 0 to 3.
+    Level(u32),
+    /// The lowest stage with which the best plan fits.
+    Auto,
+}
+
+impl ZeroStage {
+    /// Refuses a stage above 0 for inference.
+    pub fn validate(self, trains: bool) -> Result<(), Error> {
+        match self {
+            ZeroStage::Level(level) if level > 0 && !trains => {
+                Err(Error::input(format!("`--zero {level}` does not go with `--schedule inference`"))
+                    .because("replicas share gradients and the state of the optimizer, and nothing is trained")
+                    .with_help("leave it out"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The stage of the planning problem; 0 if it is searched.
+    pub fn level(self) -> u32 {
+        if let ZeroStage::Level(level) = self { level } else { 0 }
+    }
+
+    /// Makes the plan.
+    pub fn plan(self, problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+        let mut planned = match self {
+            ZeroStage::Auto => least(problem, options)?,
+            ZeroStage::Level(_) => planner::plan(problem, options)?,
+        };
+        let plan = &mut planned.plan;
+        if self.level() > 0 && plan.stages.iter().all(|stage| stage.zero == 0) {
+            plan.warnings.push("no stage has replicas that could share anything: ZeRO changes nothing".to_string());
+        }
+        Ok(planned)
+    }
+}

@@ -1,0 +1,131 @@
+//! Profiles a model: measures its ops on this machine, or takes the data sheet of a device.
+
+use crate::cluster;
+use crate::error::Error;
+use crate::events::{Event, EventSink};
+use crate::files::output;
+use crate::loss::{CountedLoss, attributed};
+use crate::model::{self, ImportRequest, LoadedModel};
+use crate::train::memory;
+use compiler::export::quantity;
+use compiler::import::onnx::name::shown;
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::AttributionError;
+use compiler::profile::Profile;
+use profiler::cache::Cache;
+use profiler::measure::{MeasureError, Model, Settings, measure};
+use std::path::PathBuf;
+
+/// The device whose ops are profiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ProfileDevice {
+    /// One core of this machine, measured.
+    Cpu,
+    /// The roofline of a device kind, computed.
+    Analytic(String),
+}
+
+/// A request for a profile.
+#[derive(Clone, Debug)]
+pub struct ProfileRequest {
+    /// The model.
+    pub model: PathBuf,
+    /// The device.
+    pub device: ProfileDevice,
+    /// How the model is imported.
+    pub import: ImportRequest,
+    /// Samples in a micro-batch; the model's or 32 if absent.
+    pub micro_batch: Option<u64>,
+    /// The loss whose costs are included.
+    pub loss: CountedLoss,
+    /// Measured runs and warm-up runs of each kernel.
+    pub settings: Settings,
+    /// Whether measurements are taken from and added to the cache of the user.
+    pub uses_cache: bool,
+    /// The file that will receive the profile, if it must not be overwritten when it holds the profile of another model.
+    pub protected_output: Option<PathBuf>,
+}
+
+/// Profiles a model.
+pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profile, Error> {
+    match &request.device {
+        ProfileDevice::Cpu => {
+            let loaded = load(request, events)?;
+            let micro_batch = loaded.micro_batch(None, events);
+            measure_model(&loaded, micro_batch, request.loss, &request.settings, request.uses_cache, events)
+        }
+        ProfileDevice::Analytic(kind) => {
+            let device = cluster::kind(kind)?.device();
+            let loaded = load(request, events)?;
+            let micro_batch = loaded.micro_batch(None, events);
+            let graph = loaded.at(micro_batch)?;
+            let known = attributed(&graph, request.loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+            let subject = Subject { model: loaded.profiled(), micro_batch, loss: known.counted.written() };
+            Ok(analytic::profile(&graph, &known.attribution, &device, &subject))
+        }
+    }
+}
+
+/// The model, unless its profile would overwrite that of another one.
+fn load(request: &ProfileRequest, events: &dyn EventSink) -> Result<LoadedModel, Error> {
+    let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
+    if let Some(path) = &request.protected_output {
+        output::protect(path, &request.model, &[("sha256", &loaded.profiled().sha256)], "profile")?;
+    }
+    Ok(loaded)
+}
+
+/// Measures every kernel of a model on this machine.
+pub fn measure_model(
+    loaded: &LoadedModel,
+    micro_batch: u64,
+    loss: CountedLoss,
+    settings: &Settings,
+    uses_cache: bool,
+    events: &dyn EventSink,
+) -> Result<Profile, Error> {
+    let graph = loaded.at(micro_batch)?;
+    memory::check("profiling this model", memory::of_graph(&graph), "`--micro-batch N` sets a smaller one")?;
+    let weights = loaded.known_weights();
+    let known = attributed(&graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+    let model = Model {
+        graph: &graph,
+        training: known.training,
+        loss: known.counted.written(),
+        model: loaded.profiled(),
+        micro_batch,
+        weights: &weights,
+    };
+    let cache = if uses_cache { Cache::of_user() } else { None };
+    let measured = measure(&model, settings, cache.as_ref(), &mut |progress| {
+        let message = shown(progress.name);
+        let (done, total) = (progress.done as u64, progress.total as u64);
+        events.event(Event::Progress { unit: "kernels", done, total, message: &message });
+    });
+    events.event(Event::ProgressEnd);
+    let measured = measured.map_err(|error| {
+        let failure = Error::input(format!("cannot profile {}", loaded.model.file)).because(&error);
+        match error {
+            MeasureError::Memory { .. } => failure.with_help("`--micro-batch N` sets a smaller one"),
+            _ => failure,
+        }
+    })?;
+    if let Some(fault) = &measured.cache_fault {
+        events.warn(&format!("the measured times were not kept for the next run: {fault}"));
+    }
+    let all = quantity::plural(measured.kernels as u64, "kernel", "kernels");
+    events.note(&match measured.measured {
+        0 => format!("{all}: all were measured before, `--no-cache` measures again"),
+        now if now == measured.kernels => format!("{all} measured"),
+        now => format!("{all}: {now} measured now, the others before"),
+    });
+    Ok(measured.profile)
+}
+
+fn cannot_profile(file: &str, error: &AttributionError) -> Error {
+    let failure = Error::input(format!("cannot profile {file}")).because(error);
+    match error {
+        AttributionError::Loss(_) => failure.with_help("`--loss` names another"),
+        _ => failure,
+    }
+}

@@ -1,0 +1,18 @@
+//! Training: from a request to trained weights.
+
+pub mod arrays;
+pub mod checkpoints;
+pub mod digest;
+pub mod evaluation;
+pub mod failures;
+pub mod freeze;
+pub mod initial_weights;
+pub mod interrupted;
+pub mod memory;
+pub mod metrics;
+pub mod prepare;
+pub mod request;
+pub mod run;
+pub mod run_memory;
+pub mod run_settings;
+pub mod tensor_parallel;

@@ -1,0 +1,140 @@
+//! Arrays that the user gives, by the names of a model's inputs.
+
+use crate::error::Error;
+use crate::events::EventSink;
+use crate::files::detect;
+use crate::help;
+use compiler::graph::Graph;
+use compiler::import::onnx::name::shown;
+use compiler::op::dropout::COUNTER;
+use compiler::op::{Op, Value};
+use compiler::pass::loss::TARGET;
+use compiler::tensor::Tensor;
+use runtime::data::weights;
+use runtime::data::weights::FileError;
+use runtime::data::{DataError, refuse_not_finite};
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+
+/// The other name under which labels are found.
+pub const LABELS: &str = "y";
+
+/// The arrays of a file.
+pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> {
+    weights::read(path).map_err(|error| {
+        if let (false, Some((why, help))) = (matches!(error, FileError::Early { .. }), detect::no_arrays(path)) {
+            return Error::input(format!("cannot read {what}"))
+                .because(format!("{}: {why}", path.display()))
+                .with_help(help);
+        }
+        let help = match &error {
+            FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => help::absent(path),
+            FileError::Read { fault, .. } if fault.kind() == ErrorKind::PermissionDenied => {
+                "check its permissions".to_string()
+            }
+            FileError::Extension { .. } => "`numpy.savez(\"train.npz\", x=…, y=…)` writes a file of arrays".to_string(),
+            FileError::Early { .. } => {
+                "write the file again, or copy it again: what is missing cannot be read".to_string()
+            }
+            _ => "`numpy.load(FILE)` in Python says what is in it; arrays of objects are never read".to_string(),
+        };
+        Error::input(format!("cannot read {what}")).because(error).with_help(help)
+    })
+}
+
+/// The array that holds the labels.
+pub fn labels(arrays: &BTreeMap<String, Tensor>) -> &'static str {
+    if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS }
+}
+
+/// The error in the user's names: labels may be called `y` in the file.
+pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
+    let own = |name: &mut String| {
+        if name == TARGET {
+            *name = labels.to_string();
+        }
+    };
+    match &mut error {
+        DataError::Missing { name, .. } if name == TARGET => *name = format!("{TARGET}` or `{LABELS}"),
+        DataError::Missing { .. } | DataError::Few { .. } => {}
+        DataError::Rows { name, other, .. } => {
+            own(name);
+            own(other);
+        }
+        DataError::Empty { name }
+        | DataError::Shape { name, .. }
+        | DataError::Label { name, .. }
+        | DataError::Ignored { name, .. }
+        | DataError::Index { name, .. }
+        | DataError::Fraction { name, .. }
+        | DataError::NotFinite { name, .. } => own(name),
+    }
+    error
+}
+
+/// The arrays of a file for the inputs of a graph.
+pub fn arrays(
+    graph: &Graph,
+    path: &Path,
+    what: &str,
+    events: &dyn EventSink,
+) -> Result<BTreeMap<String, Tensor>, Error> {
+    Ok(named(graph, read(path, what)?, events))
+}
+
+/// The arrays under the names of the graph's inputs. Where the model has one input and the file one array beside labels, that
+/// array is the input's, whatever it is called.
+pub fn named(graph: &Graph, mut arrays: BTreeMap<String, Tensor>, events: &dyn EventSink) -> BTreeMap<String, Tensor> {
+    let inputs = inputs(graph);
+    if let [input] = &inputs[..]
+        && !arrays.contains_key(input)
+    {
+        let names: Vec<String> = arrays.keys().filter(|name| *name != TARGET && *name != LABELS).cloned().collect();
+        if let [only] = &names[..]
+            && let Some(array) = arrays.remove(only)
+        {
+            events.note(&format!("array `{}` is taken for the model's only input `{}`", shown(only), shown(input)));
+            arrays.insert(input.clone(), array);
+        }
+    }
+    arrays
+}
+
+/// Refuses arrays that leave an input of the model open.
+pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> Result<(), Error> {
+    match inputs(graph).iter().find(|name| !arrays.contains_key(*name)) {
+        None => Ok(()),
+        Some(missing) => {
+            let found = arrays.keys().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
+            let found = if found.is_empty() { "nothing".to_string() } else { found };
+            let why = format!("the model reads `{}`; the file has {found}", shown(missing));
+            Err(Error::file("use", path, why)
+                .with_help("arrays are named like the model's inputs, see `pipec inspect`"))
+        }
+    }
+}
+
+/// Refuses arrays of the model's inputs that hold NaN or an infinity.
+pub fn check_finite(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Error> {
+    for (name, array) in inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array))) {
+        let Err(DataError::NotFinite { row, value, .. }) = refuse_not_finite(&name, array) else { continue };
+        let why = format!("array `{}` holds {value} in row {row}", shown(&name));
+        return Err(Error::input("the data does not fit the model")
+            .because(why)
+            .with_help("clean the array, `numpy.nan_to_num` for example"));
+    }
+    Ok(())
+}
+
+/// The names of the inputs that the model reads and somebody must give: whoever runs the model makes the counter of
+/// dropouts.
+fn inputs(graph: &Graph) -> Vec<String> {
+    let is_read =
+        |value: Value| !graph.consumers(value).is_empty() || graph.outputs.iter().any(|output| output.value == value);
+    let name = |id| match &graph.node(id).op {
+        Op::Input(input) if input.name != COUNTER && is_read(Value { node: id, output: 0 }) => Some(input.name.clone()),
+        _ => None,
+    };
+    graph.ids().filter_map(name).collect()
+}

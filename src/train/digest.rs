@@ -1,0 +1,47 @@
+//! What all processes of one run must have in common, as digests by which they know each other.
+
+use crate::train::prepare::{Prepared, Task};
+use compiler::graph::hash::hash;
+use runtime::data::Batches;
+use sha2::{Digest, Sha256};
+
+/// Digests by what they are of, in the words of who tells that they differ.
+pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> {
+    let training = prepared.training(task);
+    let of = |what: &str, put: &dyn Fn(&mut Sha256)| {
+        let mut sha = Sha256::new();
+        put(&mut sha);
+        (what.to_string(), <[u8; 32]>::from(sha.finalize()))
+    };
+    let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
+    let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
+    let settings = (training.optimizer, training.policy, order);
+    // Without the same cuts a checkpoint would lack parts.
+    let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
+    vec![
+        of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
+        of("the models", &text(hash(prepared.graph()))),
+        of("the plans or schedules", &text(training.program.to_string())),
+        of("the settings of training", &text(format!("{settings:?}"))),
+        of("`--checkpoint-dir` or `--checkpoint-every`", &text(format!("{cuts:?}"))),
+        of("the initial weights", &|sha| {
+            training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
+        }),
+        of("the checkpoints", &text(prepared.first().to_string())),
+        ("the data".to_string(), *prepared.data_digest()),
+    ]
+}
+
+/// A digest of all rows that a run is trained on, features and labels.
+pub fn data(batches: &Batches) -> [u8; 32] {
+    let mut sha = Sha256::new();
+    batches.bytes().for_each(|(name, bytes)| named(&mut sha, name, bytes));
+    sha.finalize().into()
+}
+
+fn named(sha: &mut Sha256, name: &str, bytes: &[u8]) {
+    sha.update((name.len() as u64).to_le_bytes());
+    sha.update(name.as_bytes());
+    sha.update((bytes.len() as u64).to_le_bytes());
+    sha.update(bytes);
+}

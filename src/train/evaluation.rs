@@ -1,0 +1,211 @@
+//! What a trained model makes of rows that it has not been trained on, and the teacher whose answers made-up data have for targets.
+
+use crate::error::Error;
+use crate::loss::Loss;
+use crate::model::LoadedModel;
+use compiler::graph::Graph;
+use compiler::op::{Op, Value};
+use compiler::pass::loss::{IGNORED, LOSS, TARGET, attach, class_axis};
+use compiler::pass::precision::precision;
+use compiler::tensor::{DType, Tensor};
+use runtime::data::{Dataset, mix, permutation};
+use runtime::exec::evaluate::{EvaluateError, evaluate_each};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What is evaluated, and how.
+pub struct Subject<'a> {
+    /// The model.
+    pub loaded: &'a LoadedModel,
+    /// The type of all floats, if not the model's own.
+    pub floats: Option<DType>,
+    /// What training makes small.
+    pub loss: Loss,
+    /// The axis of classes.
+    pub class_dim: Option<i64>,
+    /// Rows that are evaluated at once.
+    pub item_rows: usize,
+}
+
+/// How good a model is on some rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Score {
+    /// Rows that were looked at; fewer than there are where a model is of one size only.
+    pub rows: usize,
+    /// The mean loss: of rows, under cross-entropy of labels that count.
+    pub loss: f64,
+    /// The share of labels at which the largest logit is; nothing without classes.
+    pub accuracy: Option<f64>,
+}
+
+impl Subject<'_> {
+    /// The model at so many rows.
+    fn graph(&self, rows: usize) -> Result<Graph, Error> {
+        let graph = self.loaded.at(rows as u64)?;
+        match self.floats {
+            Some(floats) => precision(&graph, floats).map_err(|error| cannot("evaluate").because(error)),
+            None => Ok(graph),
+        }
+    }
+
+    /// The axis of classes; without classes it is of no matter.
+    fn axis(&self, graph: &Graph, predictions: Value) -> usize {
+        class_axis(graph.fact(predictions), self.class_dim).unwrap_or(0)
+    }
+
+    /// Evaluates all rows with these weights.
+    pub fn score(&self, data: &Dataset, weights: &BTreeMap<String, Tensor>) -> Result<Score, Error> {
+        let mut sums = Sums::default();
+        let whole = data.rows() / self.item_rows * self.item_rows;
+        self.add(0..whole, self.item_rows, data, weights, &mut sums)?;
+        // A file may be of one size only.
+        if data.rows() > whole && (whole == 0 || self.loaded.at((data.rows() - whole) as u64).is_ok()) {
+            self.add(whole..data.rows(), data.rows() - whole, data, weights, &mut sums)?;
+        }
+        let accuracy = (sums.labels > 0.0).then(|| sums.right / sums.labels);
+        Ok(Score { rows: sums.rows, loss: sums.loss / sums.weight.max(1.0), accuracy })
+    }
+
+    fn add(
+        &self,
+        rows: Range<usize>,
+        each: usize,
+        data: &Dataset,
+        weights: &BTreeMap<String, Tensor>,
+        sums: &mut Sums,
+    ) -> Result<(), Error> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let mut graph = self.graph(each)?;
+        let Some(first) = graph.outputs.first().cloned() else { return Ok(()) };
+        let axis = self.axis(&graph, first.value);
+        attach(&mut graph, self.loss.of(), self.class_dim).map_err(|error| cannot("evaluate").because(error))?;
+        let parts: Vec<_> = rows.step_by(each).map(|at| fitted(&graph, data.slice(at..at + each))).collect();
+        let targets: Vec<Option<Tensor>> = parts.iter().map(|part| part.get(TARGET).cloned()).collect();
+        let mut targets = targets.into_iter();
+        let classes = self.loss == Loss::CrossEntropy;
+        let found = evaluate_each(&graph, true, parts, weights, &mut |results| {
+            let target = targets.next().flatten().filter(|_| classes);
+            let mut weight = each as f64;
+            if let (Some(target), Some(logits)) = (target, results.get(&first.name)) {
+                let answers = largest(logits, axis);
+                let labels = target.to_i64();
+                let counted = || labels.iter().zip(&answers).filter(|(label, _)| **label != IGNORED);
+                weight = counted().count() as f64;
+                sums.labels += weight;
+                sums.right += counted().filter(|(label, answer)| label == answer).count() as f64;
+            }
+            let loss = results.get(LOSS).and_then(|loss| loss.to_f64().first().copied()).unwrap_or(f64::NAN);
+            sums.loss += loss * weight;
+            sums.weight += weight;
+            sums.rows += each;
+        });
+        found.map_err(|error: EvaluateError| cannot("evaluate").because(error))
+    }
+
+    /// Gives rows the targets that a teacher has for them: a network of the same form, whose weights are the student's in another order.
+    /// So there is something to learn, and the student can learn all of it.
+    pub fn taught(
+        &self,
+        arrays: &mut BTreeMap<String, Tensor>,
+        data: &Dataset,
+        weights: &BTreeMap<String, Tensor>,
+        seed: u64,
+    ) -> Result<(), Error> {
+        let Some(target) = arrays.get(TARGET).filter(|_| self.loss != Loss::Output) else { return Ok(()) };
+        let teacher: BTreeMap<String, Tensor> =
+            weights.iter().zip(0..).map(|((name, weight), at)| (name.clone(), reordered(weight, seed, at))).collect();
+        let graph = self.graph(self.item_rows)?;
+        let Some(first) = graph.outputs.first() else { return Ok(()) };
+        let axis = self.axis(&graph, first.value);
+        let whole = data.rows() / self.item_rows;
+        let parts = (0..whole).map(|at| fitted(&graph, data.slice(at * self.item_rows..(at + 1) * self.item_rows)));
+        let mut values: Vec<f64> = Vec::with_capacity(target.len());
+        evaluate_each(&graph, true, parts, &teacher, &mut |results| {
+            let Some(answers) = results.get(&first.name) else { return };
+            match self.loss {
+                Loss::CrossEntropy => values.extend(largest(answers, axis).into_iter().map(|class| class as f64)),
+                Loss::Bce => values.extend(answers.to_f64().into_iter().map(|logit| 1.0 / (1.0 + (-logit).exp()))),
+                Loss::Mse | Loss::Output => values.extend(answers.to_f64()),
+            }
+        })
+        .map_err(|error| cannot("make targets").because(error))?;
+        if values.len() == target.len() && values.iter().all(|value| value.is_finite()) {
+            let taught = Tensor::from_f64(target.shape(), &values).cast(target.dtype());
+            arrays.insert(TARGET.to_string(), taught);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Sums {
+    rows: usize,
+    loss: f64,
+    weight: f64,
+    labels: f64,
+    right: f64,
+}
+
+fn cannot(what: &str) -> Error {
+    Error::input(format!("cannot {what}"))
+}
+
+/// The arrays in the shapes of the graph's inputs: targets of flattened predictions are given sample by sample.
+fn fitted(graph: &Graph, mut arrays: BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+    for id in graph.ids() {
+        let Op::Input(input) = &graph.node(id).op else { continue };
+        let (Some(array), Some(shape)) = (arrays.get(&input.name), input.fact.concrete()) else { continue };
+        if let Ok(fitted) = Tensor::new(array.dtype(), shape, array.bytes().clone()) {
+            arrays.insert(input.name.clone(), fitted);
+        }
+    }
+    arrays
+}
+
+/// For everything beside the axis of classes, in order, the class with the largest logit; the first of several.
+fn largest(logits: &Tensor, axis: usize) -> Vec<i64> {
+    let (shape, values) = (logits.shape(), logits.to_f64());
+    let (classes, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
+    let outer = shape[..axis].iter().product::<usize>();
+    let mut answers = Vec::with_capacity(outer * inner);
+    for at in (0..outer).flat_map(|o| (0..inner).map(move |i| o * classes * inner + i)) {
+        let logit = |class: usize| values[at + class * inner];
+        let best = (1..classes).fold(0, |best, class| if logit(class) > logit(best) { class } else { best });
+        answers.push(best as i64);
+    }
+    answers
+}
+
+fn reordered(weight: &Tensor, seed: u64, at: u64) -> Tensor {
+    if !weight.dtype().is_float() {
+        return weight.clone();
+    }
+    let values = weight.to_f64();
+    let order = permutation(values.len(), mix(seed), at);
+    let values: Vec<f64> = order.into_iter().map(|from| values[from as usize]).collect();
+    Tensor::from_f64(weight.shape(), &values).cast(weight.dtype())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_over_any_axis() {
+        let logits = Tensor::from_f64(&[2, 3, 2], &[0.0, 5.0, 2.0, 5.0, 1.0, 1.0, 9.0, 0.0, 0.0, 0.0, 0.0, 7.0]);
+        assert_eq!(largest(&logits, 1), [1, 0, 0, 2]);
+        assert_eq!(largest(&logits, 2), [1, 1, 0, 0, 0, 1]);
+    }
+
+    #[test]
+    fn a_teacher_has_the_same_values_elsewhere() {
+        let weight = Tensor::from_f64(&[4, 25], &(0..100).map(f64::from).collect::<Vec<_>>());
+        let mut other = reordered(&weight, 1, 0).to_f64();
+        assert_ne!(other, weight.to_f64());
+        assert_ne!(other, reordered(&weight, 2, 0).to_f64());
+        other.sort_by(f64::total_cmp);
+        assert_eq!(other, weight.to_f64());
+    }
+}

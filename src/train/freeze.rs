@@ -1,0 +1,50 @@
+//! Parameters that are not trained: they become states, which are kept as they are.
+
+use crate::error::Error;
+use crate::train::initial_weights::listed;
+use compiler::graph::Graph;
+use compiler::import::onnx::name::shown;
+use compiler::op::{NodeId, Op, Parameter, State};
+use compiler::text::suggest::nearest;
+
+/// Turns the parameters that the patterns name into states: exact names, or `prefix*`.
+pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
+    let parameters: Vec<(NodeId, Parameter)> = graph
+        .ids()
+        .filter_map(|id| match &graph.node(id).op {
+            Op::Parameter(parameter) => Some((id, parameter.clone())),
+            _ => None,
+        })
+        .collect();
+    let matches = |pattern: &str, name: &str| match pattern.strip_suffix('*') {
+        Some(prefix) => name.starts_with(prefix),
+        None => name == pattern,
+    };
+    for pattern in patterns {
+        if !parameters.iter().any(|(_, parameter)| matches(pattern, &parameter.name)) {
+            return Err(unknown(pattern, &parameters));
+        }
+    }
+    let mut left = parameters.len();
+    for (id, parameter) in parameters {
+        if patterns.iter().any(|pattern| matches(pattern, &parameter.name)) {
+            graph.node_mut(id).op = Op::State(State { name: parameter.name, fact: parameter.fact });
+            left -= 1;
+        }
+    }
+    match left {
+        0 if !patterns.is_empty() => Err(Error::input("`--freeze` leaves no parameter to train")
+            .with_help("name fewer, as `--freeze 'encoder.*'`; `pipec eval` runs a model that is not to be trained")),
+        _ => Ok(()),
+    }
+}
+
+fn unknown(pattern: &str, parameters: &[(NodeId, Parameter)]) -> Error {
+    let mut names: Vec<String> = parameters.iter().map(|(_, parameter)| parameter.name.clone()).collect();
+    names.sort();
+    let failure = Error::input(format!("`--freeze`: the model has no parameter `{}`", shown(pattern)));
+    match nearest(pattern, names.iter().map(String::as_str)) {
+        Some(near) => failure.with_help(format!("did you mean `{}`?", shown(near))),
+        None => failure.with_help(format!("it has {}; `prefix*` names all that start so", listed(&names))),
+    }
+}

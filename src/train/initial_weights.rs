@@ -1,0 +1,71 @@
+//! Initial weights: those of the model, with those of a file in their place.
+
+use crate::error::Error;
+use crate::events::EventSink;
+use crate::help;
+use crate::model::LoadedModel;
+use compiler::import::onnx::name::shown;
+use compiler::tensor::Tensor;
+use runtime::checkpoint::find;
+use runtime::data::weights;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Names that a message lists at most.
+const LISTED: usize = 5;
+
+/// The model's weights, with those of the file in their place. A file may hold more than the model has: counters, or second
+/// names of tied parameters. A folder is a checkpoint.
+pub fn initial(
+    loaded: &LoadedModel,
+    file: Option<&Path>,
+    events: &dyn EventSink,
+) -> Result<BTreeMap<String, Tensor>, Error> {
+    let Some(path) = file else { return loaded.weights() };
+    let fail = |error: &dyn std::fmt::Display| Error::input("cannot read the weights").because(error);
+    let mut given = match path.is_dir() {
+        true => find::read_weights(path).map_err(|error| {
+            let help = match find::all(path).ok().and_then(|all| all.into_iter().next()) {
+                Some((_, newest)) => {
+                    format!("it has checkpoints, which are folders of their own: `--weights {}`", newest.display())
+                }
+                None => "`--weights` takes a file of tensors, or the folder of one checkpoint".to_string(),
+            };
+            fail(&error).with_help(help)
+        })?,
+        false => weights::read(path).map_err(|error| fail(&error).with_help(help::weights(path, &error)))?,
+    };
+    let mut all = loaded.known_weights();
+    let known = &loaded.model.weights;
+    let unknown: Vec<String> = given.keys().filter(|name| !known.contains_key(*name)).cloned().collect();
+    given.retain(|name, _| known.contains_key(name));
+    if given.is_empty() && !known.is_empty() {
+        let why = match unknown.is_empty() {
+            true => "it holds no arrays".to_string(),
+            false => format!("none of its names is one of the model's: it has {}", listed(&unknown)),
+        };
+        let names: Vec<String> = known.keys().cloned().collect();
+        return Err(Error::file("use", path, why).with_help(format!("the model has {}", listed(&names))));
+    }
+    let absent: Vec<String> = known.keys().filter(|name| !given.contains_key(*name)).cloned().collect();
+    if let Some(first) = absent.iter().find(|name| !all.contains_key(*name)) {
+        return Err(Error::file("use", path, format!("it has no `{first}`, and neither has the model's own file")));
+    }
+    if !unknown.is_empty() {
+        events.warn(&format!("{}: the model has no {}: left out", path.display(), listed(&unknown)));
+    }
+    if !absent.is_empty() {
+        events.warn(&format!("{} does not have {}: the model's own values are kept", path.display(), listed(&absent)));
+    }
+    all.extend(given);
+    Ok(all)
+}
+
+/// The first names, and how many there are.
+pub fn listed(names: &[String]) -> String {
+    let first = names.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
+    match names.len() {
+        count if count > LISTED => format!("{first} … ({count} in all)"),
+        _ => first,
+    }
+}

@@ -1,0 +1,610 @@
+//! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
+
+use crate::error::Error;
+use crate::help;
+use crate::launch::stop_signal::Stop;
+use crate::loss::Loss;
+use crate::model::LoadedModel;
+use crate::plan::custom_schedule::CustomSchedule;
+use crate::plan::model_match;
+use crate::train::arrays;
+use crate::train::checkpoints::{Begun, Keeping, kept_of};
+use crate::train::digest;
+use crate::train::evaluation::{Score, Subject};
+use crate::train::failures;
+use crate::train::freeze::freeze;
+use crate::train::interrupted::Ended;
+use crate::train::memory;
+use crate::train::tensor_parallel;
+use crate::train::tensor_parallel::Sharing;
+use compiler::graph::{Graph, order};
+use compiler::op::{NodeId, Op};
+use compiler::pass::loss::{TARGET, class_axis};
+use compiler::pass::mixed_precision::{Mixed, mixed};
+use compiler::pass::precision::precision;
+use compiler::pass::unbiased_variance::unbiased;
+use compiler::plan::problem::InFlight;
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::resume::period;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
+use compiler::simulate::run::{Machine, simulate};
+use compiler::simulate::{self, Activity, Track};
+use compiler::tensor::dim::Bindings;
+use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::StageSnapshot;
+use runtime::checkpoint::barrier::Gate;
+use runtime::checkpoint::files::Disk;
+use runtime::checkpoint::find;
+use runtime::checkpoint::manifest::ShardLayout;
+use runtime::checkpoint::points::Cuts;
+use runtime::checkpoint::writer::Keeper;
+use runtime::data::synthetic::synthetic;
+use runtime::data::weights;
+use runtime::data::{Batches, DataError, Dataset, RowOrder};
+use runtime::device::cpu::half::is_half;
+use runtime::optim::optimizer::Optimizer;
+use runtime::optim::policy::{Policy, Staleness, Statistics};
+use runtime::process::process_group::Group;
+use runtime::stage::saved_weights::Checkpoint;
+use runtime::stage::worker::{Span, Work};
+use runtime::train::prepare;
+use runtime::train::prepare::{PrepareError, Settings};
+use runtime::train::run;
+use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::{OnceLock, mpsc};
+
+/// Minibatches of made-up data; they are seen again and again.
+const SYNTHETIC_MINIBATCHES: usize = 8;
+
+/// The part of a run over which PipeMare brings the learning rate up, where nobody says: one in so many.
+const ANNEALED: u32 = 4;
+
+/// Minibatches that a prediction simulates at most.
+const PREDICTED: u32 = 2000;
+
+/// How long to train.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    /// So many minibatches.
+    Steps(u32),
+    /// So often through the data.
+    Epochs(u32),
+}
+
+/// Where data comes from.
+pub enum Data {
+    /// Arrays by name.
+    Arrays(BTreeMap<String, Tensor>),
+    /// Made up from this seed.
+    Synthetic(u64),
+}
+
+/// Rows that a model is not trained on.
+pub enum HeldOut {
+    /// None.
+    Nothing,
+    /// The last of the data: this share of it.
+    Share(f64),
+    /// Arrays of their own.
+    Arrays(BTreeMap<String, Tensor>),
+}
+
+/// What to train, and how.
+pub struct Task<'a> {
+    /// The model.
+    pub loaded: &'a LoadedModel,
+    /// Its initial weights.
+    pub weights: &'a BTreeMap<String, Tensor>,
+    /// The plan.
+    pub plan: &'a Plan,
+    /// Order of work, if not the plan's.
+    pub schedule: ScheduleKind,
+    /// The user's own order of work, if the schedule is in a file.
+    pub own: Option<&'a CustomSchedule>,
+    /// Caps, if not the plan's.
+    pub in_flight: InFlight,
+    /// What is made small.
+    pub loss: Option<Loss>,
+    /// The axis of classes.
+    pub class_dim: Option<i64>,
+    /// The type of all floats, if not the model's own.
+    pub dtype: Option<DType>,
+    /// Whether running variances follow PyTorch's rule.
+    pub unbiased: bool,
+    /// What is done beside the plain step.
+    pub policy: Policy,
+    /// Whether each forward and backward uses the newest weights, where the schedule would stash them.
+    pub newest: bool,
+    /// Samples in a minibatch.
+    pub batch: u64,
+    /// Micro-batches in a minibatch.
+    pub microbatches: u32,
+    /// How long.
+    pub length: Length,
+    /// On what.
+    pub data: Data,
+    /// What is kept from training, to see what it has brought.
+    pub held_out: HeldOut,
+    /// In which order rows are seen.
+    pub order: RowOrder,
+    /// What dropout masks follow from.
+    pub seed: u64,
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// Whether the last gradients are wanted.
+    pub keep_gradients: bool,
+    /// The folder for the checkpoints that a program writes, if there is one.
+    pub checkpoints: Option<&'a Path>,
+    /// Where checkpoints are written from which the run can go on, if they are.
+    pub keeping: Option<Keeping<'a>>,
+    /// Parameters that are not trained, by name or `prefix*`.
+    pub frozen: &'a [String],
+    /// Devices that share every stage.
+    pub tensor: usize,
+}
+
+/// Everything that a run needs, made and checked.
+pub struct Prepared {
+    made: prepare::Prepared,
+    batches: Batches,
+    policy: Policy,
+    /// Minibatches in all.
+    pub steps: u32,
+    /// Samples in a minibatch.
+    pub batch: u64,
+    /// Minibatches in an epoch.
+    pub per_epoch: usize,
+    /// Rows of the data that are trained on.
+    pub rows: usize,
+    /// Those of them all of whose labels count for nothing.
+    pub ignored: usize,
+    /// What is made small.
+    loss: Loss,
+    held_out: Option<Dataset>,
+    data: OnceLock<[u8; 32]>,
+    /// Where the run goes on, if not at its beginning.
+    pub begun: Option<Begun>,
+    /// How devices share the stages, if they do.
+    pub sharing: Option<Sharing>,
+}
+
+/// What a run left behind.
+pub struct Done {
+    /// Weights, losses, times.
+    pub trained: Trained,
+    /// What each worker did when.
+    pub tracks: Vec<Track>,
+    /// Samples per second over the run.
+    pub samples_per_s: f64,
+    /// How good the trained model is on what was held out.
+    pub score: Option<Score>,
+    /// Set where the run was told to stop before its end.
+    pub ended: Option<Ended>,
+}
+
+/// Compiles the stages, makes the programs and checks them.
+pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
+    let fail = |why: &dyn std::fmt::Display| Error::input("cannot train").because(why);
+    if !task.batch.is_multiple_of(u64::from(task.microbatches)) {
+        let what = format!("a batch of {} does not divide into {} micro-batches", task.batch, task.microbatches);
+        let next = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
+        return Err(Error::input(what).with_help(format!("`--batch {next}` does; or another `--microbatches`")));
+    }
+    let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
+    let narrow = task.dtype.filter(|dtype| is_half(*dtype));
+    if let Some(dtype) = task.dtype.filter(|_| narrow.is_none()) {
+        graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
+    }
+    freeze(&mut graph, task.frozen)?;
+    let mut stages = stages(task.loaded, &graph, task.plan)?;
+    if let Some(dtype) = narrow {
+        let Mixed { graph: made, added } = mixed(&graph, dtype).map_err(|error| fail(&error))?;
+        stages = with_added(&graph, &made, &stages, added);
+        graph = made;
+    }
+    if task.unbiased && task.policy.statistics == Statistics::Batch {
+        let before = graph.clone();
+        let added = unbiased(&mut graph);
+        stages = with_added(&before, &graph, &stages, added);
+    }
+    let all_rows = match &task.data {
+        Data::Arrays(arrays) => rows(&graph, arrays),
+        Data::Synthetic(_) => (task.batch as usize).saturating_mul(SYNTHETIC_MINIBATCHES),
+    };
+    let rows = match task.held_out {
+        // At least one row is held out, and one is left.
+        HeldOut::Share(share) => all_rows - ((all_rows as f64 * share).ceil() as usize).min(all_rows.saturating_sub(1)),
+        _ => all_rows,
+    };
+    let per_epoch = rows / (task.batch as usize).max(1);
+    let steps = match task.length {
+        Length::Steps(steps) => steps,
+        Length::Epochs(epochs) => u32::try_from(per_epoch.max(1) as u64 * u64::from(epochs))
+            .map_err(|_| Error::input(format!("{epochs} epochs are too many steps")))?,
+    };
+    let loss = task.loss.unwrap_or_else(|| Loss::default_of(&graph));
+    let settings = Settings {
+        dims: Bindings::new(),
+        loss: loss.of(),
+        class_axis: task.class_dim,
+        schedule: match task.own {
+            Some(own) => own.schedule(),
+            None if task.newest => Schedule::OneFOneBRrNewest,
+            None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
+        },
+        count: StepCount { minibatches: steps, microbatches: task.microbatches },
+    };
+    let pipeline =
+        capped(pipeline(task.plan).map_err(|error| fail(&error).with_help(help::schedule(&error)))?, &task.in_flight)?;
+    let mut sharing = None;
+    let program = |pipeline: &Pipeline| match task.own {
+        None => schedule(settings.schedule, pipeline, settings.count),
+        Some(own) => own.unchecked(pipeline, steps),
+    };
+    let splits = task.own.map_or(settings.schedule.splits_backward(), CustomSchedule::splits_backward);
+    let made = match task.tensor {
+        0 | 1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, splits, &program),
+        devices => {
+            let order = (splits, &program as _);
+            let made = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, order, (task.plan, devices));
+            made.map(|(made, shared)| (sharing.replace(shared), made).1)
+        }
+    };
+    let mut made = made.map_err(|error| match (&error, task.own) {
+        (PrepareError::Program(fault), Some(own)) => own.unsound(fault),
+        (PrepareError::Schedule(_), Some(_)) => fail(&error),
+        (PrepareError::Program(_), None) => Error::bug(&error.to_string()),
+        (PrepareError::Loss(loss), _) => fail(&error).with_help(help::loss(loss)),
+        _ => match help::prepare(&error) {
+            Some(help) => fail(&error).with_help(help),
+            None => fail(&error),
+        },
+    })?;
+    for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
+        // A program from a file need not say it: then each backward does it by itself.
+        code.recompute |= stage.recompute;
+        code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
+    }
+    let feeds = run::feeds(&made.codes);
+    // What is read from a file is in memory by now.
+    let made_up = match task.data {
+        Data::Synthetic(_) => memory::of_data(&feeds, u64::from(task.microbatches) * SYNTHETIC_MINIBATCHES as u64),
+        Data::Arrays(_) => 0,
+    };
+    let held =
+        memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64);
+    memory::check(
+        "training",
+        held.saturating_add(made_up),
+        "a smaller `--batch`, fewer minibatches in flight (`--in-flight`) or more `--microbatches` need less",
+    )?;
+    let item_rows = task.batch as usize / task.microbatches as usize;
+    let subject = subject(task, loss);
+    let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
+        Data::Arrays(arrays) => arrays,
+        Data::Synthetic(seed) => {
+            let mut arrays = synthetic(&made.graph, &feeds, item_rows, all_rows, seed);
+            let data =
+                Dataset::new(arrays.clone(), &feeds, item_rows).map_err(|error| Error::bug(&error.to_string()))?;
+            subject.taught(&mut arrays, &data, task.weights, seed)?;
+            arrays
+        }
+    };
+    let labels = arrays::labels(&arrays);
+    let held_out_labels = match &task.held_out {
+        HeldOut::Arrays(arrays) => arrays::labels(arrays),
+        _ => labels,
+    };
+    let refused = |what: &str, error: DataError, labels: &str| {
+        let help = help::targets(&error, loss).unwrap_or_else(|| help::data(&error));
+        Error::input(format!("{what} does not fit the model"))
+            .because(arrays::rename_labels(error, labels))
+            .with_help(help)
+    };
+    let unfit = |error| refused("the data", error, labels);
+    let unfit_held_out = |error| refused("what is held out", error, held_out_labels);
+    let known = |arrays| {
+        let data = Dataset::new(arrays, &feeds, item_rows)?;
+        if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
+            data.check_labels(TARGET, classes)?;
+        }
+        data.check_indices(&made.graph)?;
+        Ok(data)
+    };
+    let data = known(arrays).map_err(unfit)?;
+    let (data, held_out) = match std::mem::replace(&mut task.held_out, HeldOut::Nothing) {
+        HeldOut::Nothing => (data, None),
+        HeldOut::Share(_) => {
+            let (first, last) = data.split(rows);
+            (first, Some(last))
+        }
+        HeldOut::Arrays(arrays) => (data, Some(known(arrays).map_err(unfit_held_out)?)),
+    };
+    let counted = |data: &Dataset, rows| match loss {
+        Loss::CrossEntropy => data.check_counted(TARGET, rows),
+        _ => Ok(0),
+    };
+    let rows = data.rows();
+    let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
+    // In order, no epoch has the rows behind its last whole minibatch.
+    let trained = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
+    let ignored = counted(&data, trained).map_err(unfit)?;
+    held_out.as_ref().map_or(Ok(0), |data| counted(data, data.rows())).map_err(unfit_held_out)?;
+    let batches =
+        Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
+    let per_epoch = batches.per_epoch();
+    let mut policy = task.policy;
+    if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
+        *anneal = steps.div_ceil(ANNEALED);
+    }
+    Ok(Prepared {
+        made,
+        batches,
+        policy,
+        steps,
+        batch: task.batch,
+        per_epoch,
+        rows,
+        ignored,
+        loss,
+        held_out,
+        data: OnceLock::new(),
+        begun: None,
+        sharing,
+    })
+}
+
+/// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
+pub fn run(
+    task: &Task<'_>,
+    prepared: &Prepared,
+    group: Option<Group>,
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Option<Done>, Error> {
+    let training = prepared.training(task);
+    let program = training.program;
+    let mut fault = None;
+    let mut keep = |folder: &Path, checkpoint: Checkpoint| {
+        // Of weights that are lost the run's end tells.
+        if fault.is_none() && failures::not_finite(&checkpoint.weights, task.weights).is_none() {
+            fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
+        }
+    };
+    let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
+    // Any process of a group may be told to stop, and process 0 writes its checkpoints.
+    let reports = group.as_ref().is_none_or(|group| group.part.own == 0);
+    let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
+    let stop = stop.map_err(|error| Error::input("cannot listen to signals").because(error))?;
+    stop.into_iter().for_each(|stop| stop.awaited(true));
+    let gate = stop.map(|stop| Gate::new(stop.signal(), period(program), prepared.first() as u32));
+    let (told, saves) = mpsc::channel();
+    let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
+        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
+        move |part: StageSnapshot| {
+            // Who listens is there as long as the run.
+            keeper.take(part).into_iter().for_each(|saved| drop(told.send(saved)));
+        }
+    });
+    let tell = || {
+        let heard = task.keeping.iter().flat_map(|keeping| saves.try_iter().map(|saved| (keeping.tell)(&saved)));
+        heard.count();
+    };
+    let course = RunOptions {
+        start: prepared.begun.as_ref().map(|begun| &begun.start),
+        cuts: task.keeping.as_ref().map(|keeping| prepared.cuts(keeping)),
+        gate: gate.as_ref(),
+        on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
+        on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
+    };
+    let told_step = &mut |step| {
+        tell();
+        on_step(step);
+    };
+    let trained = match &prepared.sharing {
+        Some(sharing) => sharing.train(&training, course, told_step).map(Some),
+        None => run::run_in_group(&training, course, told_step, group).map_err(|error| failures::describe(&error)),
+    };
+    tell();
+    let trained = trained?;
+    if let Some(fault) = fault {
+        return Err(Error::input("cannot write a checkpoint").because(fault));
+    }
+    let end = gate.as_ref().and_then(|gate| Some((gate.reason(), gate.end()?)));
+    let ended = end.filter(|(_, end)| *end < prepared.steps).map(|(reason, minibatches)| {
+        let folder = task.keeping.as_ref().filter(|_| reports).map(|keeping| keeping.folder);
+        let signal = i32::try_from(reason).unwrap_or(0);
+        Ended { signal, minibatches, checkpoint: folder.map(|folder| folder.join(find::name(minibatches))) }
+    });
+    if ended.is_none() {
+        stop.into_iter().for_each(Stop::unanswered);
+    }
+    let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared))) };
+    Ok(Some(done(task, prepared, trained, ended)?))
+}
+
+/// What a run left behind, with what follows from it.
+fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<Ended>) -> Result<Done, Error> {
+    let tracks = tracks(&prepared.made.program, &trained.spans);
+    let samples = prepared.batch as f64 * trained.losses.len() as f64;
+    if let Some(name) = failures::not_finite(&trained.weights, task.weights).filter(|_| ended.is_none()) {
+        return Err(failures::lost(name, prepared.steps));
+    }
+    let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
+    let score = match &prepared.held_out {
+        Some(data) if ended.is_none() => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
+        _ => None,
+    };
+    Ok(Done { trained, tracks, samples_per_s, score, ended })
+}
+
+/// What is evaluated beside training: the model by itself.
+fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
+    let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
+    let floats = task.dtype.filter(|dtype| !is_half(*dtype));
+    Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows }
+}
+
+impl Prepared {
+    /// What the workers run.
+    pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        TrainJob {
+            codes: &self.made.codes,
+            program: &self.made.program,
+            weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
+            batches: &self.batches,
+            optimizer: task.optimizer,
+            policy: self.policy,
+            keep_gradients: task.keep_gradients,
+        }
+    }
+
+    /// The same as checkpoints know it: with whole tensors, where devices have parts.
+    pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        let training = self.training(task);
+        TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
+    }
+
+    /// How many workers there are.
+    pub fn workers(&self) -> usize {
+        self.made.program.workers.len()
+    }
+
+    /// What is trained, at its sizes, with its loss.
+    pub fn graph(&self) -> &Graph {
+        &self.made.graph
+    }
+
+    /// Minibatches that were done before the run began.
+    pub fn first(&self) -> usize {
+        self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
+    }
+
+    /// The digest of the data; it is worked out when it is first asked for.
+    pub fn data_digest(&self) -> &[u8; 32] {
+        self.data.get_or_init(|| digest::data(&self.batches))
+    }
+
+    /// What the workers do.
+    pub fn program(&self) -> &Program {
+        &self.made.program
+    }
+
+    /// How work is dealt out.
+    pub fn dealt(&self) -> ShardLayout {
+        ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
+    }
+
+    /// Where the run is cut for checkpoints.
+    pub fn cuts(&self, keeping: &Keeping<'_>) -> Cuts {
+        Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
+    }
+
+    /// The names of all parameters and states.
+    pub fn names(&self) -> Vec<String> {
+        let named = self.made.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
+        named.map(|named| named.name.clone()).collect()
+    }
+
+    /// What is made small.
+    pub fn loss(&self) -> Loss {
+        self.loss
+    }
+
+    /// The schedule's name, and the items of a minibatch.
+    pub fn order(&self) -> (&'static str, u32) {
+        (self.made.program.schedule.name(), self.made.program.microbatches.max(1))
+    }
+
+    /// The most bytes that one replica of each stage will hold, by what was compiled and by the program.
+    pub fn memory_estimate(&self, optimizer: &Optimizer) -> Vec<u64> {
+        memory::of_stages(&self.made.codes, &self.made.program, optimizer)
+    }
+
+    /// Samples per second that simulation predicts where the workers share so many cores; nothing where it cannot.
+    pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
+        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };
+        let program = schedule(self.made.program.schedule, &self.made.pipeline, count).ok()?;
+        let machine = Machine { cores, ..Machine::of(&self.made.pipeline) };
+        let timeline = simulate(&program, &self.made.pipeline, &machine).ok()?;
+        let samples = f64::from(count.minibatches) * self.batch as f64;
+        (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
+    }
+}
+
+/// The stage of every op, by its number.
+fn stages(loaded: &LoadedModel, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Error> {
+    let ops = order::numbered(graph).len();
+    model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+    let mut stage_of = vec![0; ops];
+    for (at, stage) in plan.stages.iter().enumerate() {
+        stage.op_ids().for_each(|op| stage_of[op as usize] = at);
+    }
+    Ok(stage_of)
+}
+
+/// The stages of a graph to which ops were added, each beside another.
+fn with_added(before: &Graph, graph: &Graph, stages: &[usize], added: Vec<(NodeId, NodeId)>) -> Vec<usize> {
+    let mut stage_of: HashMap<NodeId, usize> =
+        order::numbered(before).into_iter().zip(stages.iter().copied()).collect();
+    for (added, beside) in added {
+        if let Some(&stage) = stage_of.get(&beside) {
+            stage_of.insert(added, stage);
+        }
+    }
+    order::numbered(graph).iter().map(|id| stage_of.get(id).copied().unwrap_or(0)).collect()
+}
+
+/// Rows of the data: those of the first input that it has.
+fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
+    let inputs = graph.ids().filter_map(|id| match &graph.node(id).op {
+        Op::Input(input) => arrays.get(&input.name),
+        _ => None,
+    });
+    // A table that is fed whole has fewer rows than there are samples, or the data does not fit and is refused later.
+    inputs.map(|array| array.shape().first().copied().unwrap_or(0)).max().unwrap_or(0)
+}
+
+fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {
+    let fact = graph.fact(graph.outputs.first()?.value);
+    fact.shape[class_axis(fact, class_dim)?].known()
+}
+
+fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Error> {
+    let stages = pipeline.stages.len();
+    match in_flight {
+        InFlight::Auto => Ok(pipeline),
+        InFlight::Pipedream => {
+            let replicas: Vec<u32> = pipeline.stages.iter().map(|stage| stage.replicas).collect();
+            Ok(pipeline.with_caps(&published_caps(&replicas)))
+        }
+        InFlight::Given(caps) if caps.len() == stages && !caps.contains(&0) => Ok(pipeline.with_caps(caps)),
+        InFlight::Given(caps) => Err(Error::input(format!(
+            "`--in-flight` gives {} caps for {stages} stages; each is at least 1",
+            caps.len()
+        ))
+        .with_help(format!("`--in-flight {}` is the least, auto chooses", vec!["1"; stages].join(",")))),
+    }
+}
+
+fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
+    let one = |(at, spans): (usize, &Vec<Span>)| {
+        let name = program.worker_name(WorkerId(at as u32));
+        let span = |span: &Span| simulate::Span {
+            activity: match span.work {
+                Work::Compute(work) => Activity::of(work),
+                Work::Recompute(stage, item) => Activity::Recompute(stage, item),
+                Work::Wait => Activity::Wait,
+                Work::Step(stage, version) => Activity::Step(stage, version.saturating_sub(1)),
+            },
+            start: span.start * 1e6,
+            end: span.end * 1e6,
+        };
+        Track { name, spans: spans.iter().map(span).collect() }
+    };
+    spans.iter().enumerate().map(one).collect()
+}

@@ -1,0 +1,277 @@
+//! What to train: the model, its plan, the data, and the settings of the run.
+
+use crate::error::Error;
+use crate::launch::role::ProcessRequest;
+use crate::loss::Loss;
+use crate::model::ImportRequest;
+use crate::plan::optimizer::Optimizer;
+use crate::plan::request::ScheduleChoice;
+use crate::train::checkpoints::Resume;
+use crate::train::prepare::Length;
+use compiler::plan::problem::InFlight;
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::tensor::DType;
+use runtime::optim::lr_schedule::Rate;
+use runtime::optim::optimizer::{Optimizer as UpdateRule, Rule};
+use runtime::optim::policy::{self, Policy, Statistics};
+use std::path::{Path, PathBuf};
+
+/// A request to train a model.
+#[derive(Clone, Debug)]
+pub struct TrainRequest {
+    /// The model.
+    pub model: PathBuf,
+    /// How the model is imported.
+    pub import: ImportRequest,
+    /// Whether a model is trained that differs from the one that its framework trains.
+    pub accept_inference_model: bool,
+    /// The plan; without one, the model is planned on analytic costs of this CPU.
+    pub plan: Option<PlanInput>,
+    /// The number of workers to plan for.
+    pub workers: Option<u32>,
+    /// Replicas of each stage to plan for.
+    pub replicas: Option<Vec<u32>>,
+    /// Names after which a stage ends.
+    pub cut_after: Option<Vec<String>>,
+    /// The tensor-parallel degree; the plan's, else 1, if absent.
+    pub tensor_parallel: Option<u32>,
+    /// The schedule; the plan's if absent.
+    pub schedule: Option<ScheduleChoice>,
+    /// In-flight micro-batches of each stage.
+    pub in_flight: InFlight,
+    /// The training data.
+    pub data: Option<DataInput>,
+    /// Rows that are held out for evaluation.
+    pub held_out: Option<HeldOutInput>,
+    /// Samples in a minibatch; the plan's, else the model's, else 32, if absent.
+    pub batch: Option<u64>,
+    /// Micro-batches in a minibatch; the plan's, else 1, if absent.
+    pub microbatches: Option<u32>,
+    /// The length of the run; one epoch if absent.
+    pub length: Option<Length>,
+    /// Whether rows are shuffled in every epoch.
+    pub shuffle: bool,
+    /// The loss; the plan's, else the model's default, if absent.
+    pub loss: Option<Loss>,
+    /// The axis of classes; the last one if absent.
+    pub class_dim: Option<i64>,
+    /// The optimizer.
+    pub optimizer: OptimizerRequest,
+    /// Precision, clipping, running statistics and stale weights.
+    pub policy: PolicyRequest,
+    /// Whether running variances follow the unbiased batch variance; as PyTorch does for a `.pt2` if absent.
+    pub unbiased_variance: Option<bool>,
+    /// Initial weights; the model's if absent.
+    pub weights: Option<PathBuf>,
+    /// Parameters that are not trained: names, or `prefix*`.
+    pub freeze: Vec<String>,
+    /// The file for trained weights.
+    pub save: Option<PathBuf>,
+    /// The file for the gradients of the last minibatch.
+    pub save_gradients: Option<PathBuf>,
+    /// Checkpoints.
+    pub checkpoints: CheckpointRequest,
+    /// The file for metrics, one JSON object for each minibatch.
+    pub metrics: Option<PathBuf>,
+    /// The file for a trace.
+    pub trace: Option<PathBuf>,
+    /// The seed of everything random.
+    pub seed: u64,
+    /// The processes of the run.
+    pub processes: ProcessRequest,
+}
+
+impl TrainRequest {
+    /// A request with default settings: SGD, one epoch.
+    pub fn new(model: impl AsRef<Path>, data: DataInput) -> TrainRequest {
+        TrainRequest {
+            model: model.as_ref().to_path_buf(),
+            import: ImportRequest::default(),
+            accept_inference_model: false,
+            plan: None,
+            workers: None,
+            replicas: None,
+            cut_after: None,
+            tensor_parallel: None,
+            schedule: None,
+            in_flight: InFlight::Auto,
+            data: Some(data),
+            held_out: None,
+            batch: None,
+            microbatches: None,
+            length: None,
+            shuffle: false,
+            loss: None,
+            class_dim: None,
+            optimizer: OptimizerRequest::default(),
+            policy: PolicyRequest::default(),
+            unbiased_variance: None,
+            weights: None,
+            freeze: Vec::new(),
+            save: None,
+            save_gradients: None,
+            checkpoints: CheckpointRequest::default(),
+            metrics: None,
+            trace: None,
+            seed: 0,
+            processes: ProcessRequest::default(),
+        }
+    }
+}
+
+/// A plan in a file or in memory.
+#[derive(Clone, Debug)]
+pub enum PlanInput {
+    /// A file.
+    File(PathBuf),
+    /// A plan in memory.
+    Plan(Box<Plan>),
+}
+
+/// The training data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DataInput {
+    /// A file of arrays named by the model's inputs.
+    File(PathBuf),
+    /// Synthetic data, whose targets a randomly initialised network of the same architecture gives.
+    Synthetic,
+}
+
+/// Rows that are held out for evaluation.
+#[derive(Clone, Debug, PartialEq)]
+pub enum HeldOutInput {
+    /// The last rows of the data: this fraction of them.
+    Fraction(f64),
+    /// A file of arrays.
+    File(PathBuf),
+}
+
+/// The optimizer of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OptimizerRequest {
+    /// Its name.
+    pub optimizer: Optimizer,
+    /// Its update rule.
+    pub rule: Rule,
+    /// The learning-rate schedule.
+    pub rate: Rate,
+}
+
+impl Default for OptimizerRequest {
+    /// SGD with learning rate 0.01.
+    fn default() -> OptimizerRequest {
+        let rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.0, nesterov: false, weight_decay: 0.0 };
+        OptimizerRequest { optimizer: Optimizer::Sgd, rule, rate: Rate::CONSTANT }
+    }
+}
+
+impl OptimizerRequest {
+    /// The learning rate before its schedule.
+    pub fn learning_rate(&self) -> f64 {
+        match self.rule {
+            Rule::Sgd { learning_rate, .. }
+            | Rule::Adam { learning_rate, .. }
+            | Rule::RmsProp { learning_rate, .. }
+            | Rule::Adagrad { learning_rate, .. } => learning_rate,
+        }
+    }
+
+    /// The optimizer of the runtime.
+    pub fn update_rule(&self) -> UpdateRule {
+        UpdateRule { rule: self.rule.clone(), rate: self.rate }
+    }
+}
+
+/// The treatment of weights that change while a minibatch is in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Staleness {
+    /// Weight stashing: the backward uses the weights of its forward.
+    Stash,
+    /// Vertical sync: all stages use the weights of the same minibatch.
+    VerticalSync,
+    /// Weight prediction: forwards use weights predicted for the time of the update.
+    Predict,
+    /// PipeMare; the number of minibatches of the learning-rate warm-up, a quarter of the run if absent.
+    Pipemare(Option<u32>),
+    /// Every forward and backward uses the newest weights.
+    None,
+}
+
+/// Precision, clipping, running statistics and stale weights.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PolicyRequest {
+    /// The type of all floats; the model's own if absent.
+    pub dtype: Option<DType>,
+    /// The gradient norm to clip to.
+    pub clip_norm: Option<f64>,
+    /// Whether running statistics are updated once for each minibatch.
+    pub deferred_statistics: bool,
+    /// The treatment of stale weights; the schedule's if absent.
+    pub staleness: Option<Staleness>,
+}
+
+impl PolicyRequest {
+    /// Whether the default schedule may do without a flush.
+    pub fn allows_continuous(&self) -> bool {
+        self.dtype != Some(DType::F16)
+    }
+
+    /// Whether only the newest weight version is kept.
+    pub fn is_newest(&self) -> bool {
+        matches!(self.staleness, Some(Staleness::Predict | Staleness::Pipemare(_) | Staleness::None))
+    }
+
+    /// The schedule with the requested treatment of stale weights.
+    pub fn schedule(&self, schedule: ScheduleKind, is_given: bool) -> Result<ScheduleKind, Error> {
+        let Some(staleness) = self.staleness else { return Ok(schedule) };
+        if !schedule.is_round_robin() {
+            let what = format!("`--staleness` belongs to schedule 1f1b-rr, and this is {}", schedule.name());
+            return Err(Error::input(what).with_help("under a schedule that flushes no weights are stale"));
+        }
+        match (staleness, schedule) {
+            (Staleness::VerticalSync, _) => Ok(ScheduleKind::RoundRobinVsync),
+            (_, ScheduleKind::RoundRobinVsync) if is_given => {
+                Err(Error::input("`--schedule 1f1b-rr-vsync` is `--staleness vertical-sync`")
+                    .with_help("leave out one of the two"))
+            }
+            _ => Ok(ScheduleKind::RoundRobin),
+        }
+    }
+
+    /// The policy of the runtime.
+    pub fn build(&self, unbiased: bool) -> Policy {
+        let staleness = match self.staleness {
+            Some(Staleness::Predict) => policy::Staleness::Predict,
+            Some(Staleness::Pipemare(anneal)) => policy::Staleness::PipeMare { anneal: anneal.unwrap_or(0) },
+            _ => policy::Staleness::None,
+        };
+        let statistics = if self.deferred_statistics { Statistics::Deferred { unbiased } } else { Statistics::Batch };
+        Policy { clip_norm: self.clip_norm, statistics, staleness, ..Policy::default() }
+    }
+}
+
+/// Checkpoints of a run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CheckpointRequest {
+    /// The folder of checkpoints and trained weights.
+    pub folder: Option<PathBuf>,
+    /// The number of minibatches between checkpoints.
+    pub every: Option<u32>,
+    /// The number of checkpoints that are kept; all if absent.
+    pub keep: Option<u32>,
+    /// The checkpoint to resume from: a folder, or `auto` for the newest complete one.
+    pub resume: Option<PathBuf>,
+}
+
+impl CheckpointRequest {
+    /// The checkpoint to resume from.
+    pub fn resume(&self) -> Result<Option<Resume<'_>>, Error> {
+        let Some(from) = &self.resume else { return Ok(None) };
+        match (from.as_os_str() == "auto", &self.folder) {
+            (false, _) => Ok(Some(Resume::From(from))),
+            (true, Some(folder)) => Ok(Some(Resume::Newest(folder))),
+            (true, None) => Err(Error::input("`--resume auto` looks for checkpoints in `--checkpoint-dir FOLDER`")
+                .with_help("name that folder, or one checkpoint: `--resume FOLDER/step-00000012`")),
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! What decides the numbers of a run beside its plan, in words: a checkpoint states it, and a run that goes on must have the same.
+
+use crate::loss::CountedLoss;
+use crate::train::prepare::{Prepared, Task};
+use compiler::graph::hash::hash;
+use compiler::import::onnx::name::shown;
+use runtime::data::RowOrder;
+use runtime::optim::lr_schedule::{Rate, Shape};
+use runtime::optim::optimizer::Rule;
+use runtime::optim::policy::{Policy, Staleness, Statistics};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+
+/// The term that checkpoints of older versions lack.
+const DATA: &str = "sha256 of the data";
+
+/// One thing that decides the numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Term {
+    /// As checkpoints state it.
+    pub told: String,
+    /// As those of older versions do.
+    before: String,
+}
+
+impl Term {
+    fn new(told: impl ToString) -> Term {
+        Term { told: told.to_string(), before: told.to_string() }
+    }
+
+    fn since(told: String, before: impl Debug) -> Term {
+        Term { told, before: format!("{before:?}") }
+    }
+}
+
+/// What decides the numbers of a run, by name.
+pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
+    let Policy { clip_norm, statistics, loss_scaling, staleness } = task.policy;
+    let order = match task.order {
+        RowOrder::InOrder => "in order",
+        RowOrder::Shuffled { .. } => "shuffled",
+    };
+    let (loss, unbiased) = (prepared.loss(), task.unbiased);
+    let counted = CountedLoss::One(loss, task.class_dim).written().unwrap_or_default();
+    let scale = format!("{} at first, doubled after {} good steps", number(loss_scaling.first), loss_scaling.every);
+    let terms = [
+        ("the graph of the model", Term::new(hash(&task.loaded.model.graph))),
+        ("optimizer", Term::since(rule(&task.optimizer.rule), &task.optimizer.rule)),
+        ("learning rate", Term::since(rate(task.optimizer.rate), task.optimizer.rate)),
+        ("rows of data", Term::new(prepared.rows)),
+        (DATA, Term::new(prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect::<String>())),
+        ("batch", Term::new(prepared.batch)),
+        ("order of rows", Term::new(order)),
+        ("seed", Term::new(task.seed)),
+        ("loss", Term { told: counted, before: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
+        ("type of floats", Term::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
+        ("clipping", Term::new(clip_norm.map_or("none".to_string(), |norm| norm.to_string()))),
+        (
+            "running statistics",
+            Term { told: of_batches(statistics, unbiased), before: format!("{statistics:?}, unbiased {unbiased}") },
+        ),
+        ("scale of the loss", Term::since(scale, loss_scaling)),
+        ("frozen parameters", Term::new(task.frozen.join(","))),
+        ("staleness", Term::since(stale(staleness), staleness)),
+    ];
+    terms.into_iter().map(|(name, term)| (name.to_string(), term)).collect()
+}
+
+/// What differs, in words.
+pub fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, Term>) -> Vec<String> {
+    let names: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let told = |of: Option<&str>| match of {
+        None => "nothing".to_string(),
+        Some("") => "none".to_string(),
+        Some(value) => format!("`{}`", shown(value)),
+    };
+    let one = |name: &String| {
+        let (was, is) = (before.get(name), now.get(name));
+        let is_same = was.zip(is).is_some_and(|(was, is)| *was == is.told || *was == is.before);
+        let (was, is) = (told(was.map(String::as_str)), told(is.map(|term| term.told.as_str())));
+        (!is_same).then(|| format!("{}: the checkpoint has {was}, this run {is}", shown(name)))
+    };
+    names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(one).collect()
+}
+
+/// In the words of the flags that say it.
+fn rule(rule: &Rule) -> String {
+    let with = |name: &str, numbers: &[(&str, f64)]| {
+        let numbers = numbers.iter().map(|(name, value)| format!(", {name} {}", number(*value)));
+        name.to_string() + &numbers.collect::<String>()
+    };
+    match *rule {
+        Rule::Sgd { learning_rate, momentum, nesterov, weight_decay } => {
+            let name = if nesterov { "sgd, nesterov" } else { "sgd" };
+            with(name, &[("lr", learning_rate), ("momentum", momentum), ("weight decay", weight_decay)])
+        }
+        Rule::Adam { learning_rate, betas: (first, second), epsilon, weight_decay, decoupled } => {
+            let name = if decoupled { "adamw" } else { "adam" };
+            let betas = format!("{name}, betas {},{}", number(first), number(second));
+            with(&betas, &[("lr", learning_rate), ("eps", epsilon), ("weight decay", weight_decay)])
+        }
+        Rule::RmsProp { learning_rate, alpha, epsilon, weight_decay, momentum } => {
+            let more = [("momentum", momentum), ("eps", epsilon), ("weight decay", weight_decay)];
+            with("rmsprop", &[&[("lr", learning_rate), ("alpha", alpha)][..], &more].concat())
+        }
+        Rule::Adagrad { learning_rate, decay, epsilon, weight_decay } => {
+            let more = [("lr decay", decay), ("eps", epsilon), ("weight decay", weight_decay)];
+            with("adagrad", &[&[("lr", learning_rate)][..], &more].concat())
+        }
+    }
+}
+
+/// As `--lr-schedule` has it.
+fn rate(Rate { warmup, shape }: Rate) -> String {
+    let first = if warmup > 0 { format!("warmup:{warmup},") } else { String::new() };
+    first
+        + &match shape {
+            Shape::Constant => "constant".to_string(),
+            Shape::Step { every, factor } => format!("step:{every}:{}", number(factor)),
+            Shape::Cosine { floor } => format!("cosine:{}", number(floor)),
+            Shape::Linear { floor } => format!("linear:{}", number(floor)),
+        }
+}
+
+fn of_batches(statistics: Statistics, unbiased: bool) -> String {
+    let when = match statistics {
+        Statistics::Batch => "for each micro-batch",
+        Statistics::Deferred { .. } => "once for each minibatch",
+    };
+    format!("{when}, variances as {} has them", if unbiased { "torch" } else { "onnx" })
+}
+
+fn stale(staleness: Staleness) -> String {
+    match staleness {
+        Staleness::None => "as the schedule does".to_string(),
+        Staleness::Predict => "predict".to_string(),
+        Staleness::PipeMare { anneal } => format!("pipemare, anneal {anneal}"),
+    }
+}
+
+/// A number by as many digits as tell it from all others.
+fn number(value: f64) -> String {
+    if value != 0.0 && value.abs() < 1e-3 { format!("{value:e}") } else { value.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(pairs: &[(&str, &str)]) -> BTreeMap<String, Term> {
+        pairs.iter().map(|(name, value)| (name.to_string(), Term::new(value))).collect()
+    }
+
+    fn stated(terms: &BTreeMap<String, Term>) -> BTreeMap<String, String> {
+        terms.iter().map(|(name, term)| (name.clone(), term.told.clone())).collect()
+    }
+
+    #[test]
+    fn what_differs_is_told_with_both_values() {
+        let was = stated(&of(&[("batch", "4"), ("frozen parameters", ""), ("old", "1"), ("seed", "0")]));
+        let is = of(&[("batch", "8"), ("frozen parameters", "a"), ("seed", "0")]);
+        let told = [
+            "batch: the checkpoint has `4`, this run `8`",
+            "frozen parameters: the checkpoint has none, this run `a`",
+            "old: the checkpoint has `1`, this run nothing",
+        ];
+        assert_eq!(differences(&was, &is), told);
+        assert!(differences(&stated(&is), &is).is_empty());
+        let with = |data: &str| of(&[("seed", "0"), (DATA, data)]);
+        let told = format!("{DATA}: the checkpoint has `ab`, this run `cd`");
+        assert_eq!(differences(&stated(&with("ab")), &with("cd")), [told]);
+        assert!(
+            differences(&stated(&of(&[("seed", "0")])), &with("cd")).is_empty(),
+            "an older version did not write it"
+        );
+    }
+
+    #[test]
+    fn words_are_those_of_the_flags() {
+        let sgd = Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-4 };
+        assert_eq!(rule(&sgd), "sgd, nesterov, lr 0.1, momentum 0.9, weight decay 1e-4");
+        let adam =
+            Rule::Adam { learning_rate: 0.001, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0, decoupled: true };
+        assert_eq!(rule(&adam), "adamw, betas 0.9,0.999, lr 0.001, eps 1e-8, weight decay 0");
+        assert_eq!(rate(Rate { warmup: 20, shape: Shape::Cosine { floor: 0.1 } }), "warmup:20,cosine:0.1");
+        assert_eq!(rate(Rate::CONSTANT), "constant");
+        // A checkpoint of an older version says the same in another way.
+        let now = BTreeMap::from([("optimizer".to_string(), Term::since(rule(&adam), &adam))]);
+        let older = BTreeMap::from([("optimizer".to_string(), format!("{adam:?}"))]);
+        assert!(differences(&older, &now).is_empty());
+    }
+}
