@@ -2,8 +2,8 @@
 //!
 //! A dynamic-batch file names its batch dimension. In a static export the batch is a number. Then the symbol `batch`
 //! replaces it along axis 0 of the first input, or along the axes given by the caller. The number is kept, because
-//! constants in the file repeat it. Equal sizes of other inputs are no evidence: `opening` finds the inputs that also
-//! have the batch axis from the operators that combine them.
+//! constants in the file repeat it. Equal sizes of other inputs are no evidence: `symbolic_batch` finds the inputs that
+//! also have the batch axis from the operators that combine them.
 
 use super::Frozen;
 use super::weight::dtype_of;
