@@ -1,4 +1,4 @@
-//! Torch FX graphs: from the bytes of an archive that `torch.export.save` wrote (`.pt2`) to a graph of core ops.
+//! Torch FX graphs: from an archive written by `torch.export.save` (`.pt2`) to a graph of core ops.
 //!
 //! ```text
 //! file --map--> bytes --archive--> entries --schema--> ExportedProgram --program, weight--> Program --lower--> Graph
@@ -9,8 +9,8 @@
 //! torch.export.save(program, "model.pt2")
 //! ```
 //!
-//! Entries are read by name from the mapped file; nothing is extracted, run, loaded as code or evaluated. Weights
-//! that lie in row-major order stay views into the file.
+//! Entries are read by name from the mapped file; nothing is extracted or executed. Weights in row-major order stay
+//! views into the file.
 
 pub mod archive;
 pub mod entries;
