@@ -136,7 +136,7 @@ impl Svg {
     }
 }
 
-/// A number as text: at most two digits behind the point, none that say nothing.
+/// Formats a number with at most two decimals, without trailing zeros.
 fn number(value: f64) -> String {
     if !value.is_finite() {
         return "0".to_string();
@@ -146,7 +146,7 @@ fn number(value: f64) -> String {
     if text == "-0" { "0".to_string() } else { text.to_string() }
 }
 
-/// About how wide a text is, in pixels at that size: enough to place it, whatever font the reader has.
+/// Approximate width of a text in pixels, independent of the font; precise enough for layout.
 pub fn width(text: &str, size: f64) -> f64 {
     let letter = |c: char| match c {
         'i' | 'j' | 'l' | '.' | ',' | '\'' | '|' | ':' | ';' | 'I' => 0.28,

@@ -168,7 +168,7 @@ pub struct ImportedWeights {
     pub opened: Opened,
     /// Normalisation nodes that use running statistics.
     pub stored_statistics: Vec<String>,
-    /// Number of nodes visited so far to find input dependencies; see [`TRACED`].
+    /// Number of nodes visited so far to find input dependencies, at most `TRACED`.
     pub traced: Cell<usize>,
     /// Work done by constant folding so far, in operations and bytes.
     pub folded: f64,
