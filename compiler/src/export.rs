@@ -1,7 +1,7 @@
 //! Output for people and other tools: traces, reports, plots and framework formats.
 //!
-//! [`trace`] writes a run in Perfetto format, [`report`] an HTML page about one plan, [`sweep`] plots of many plans,
-//! [`target`] a plan in the format of another tool. All output is deterministic. Names come from untrusted files, so
+//! [`trace`] writes Perfetto traces, [`report`] an HTML page about one plan, [`sweep`] plots of many plans. [`target`]
+//! writes plans in the formats of other tools. All output is deterministic. Names come from untrusted files, so
 //! pictures contain them only after [`escape`].
 
 pub mod axis;

@@ -1,6 +1,5 @@
 //! Plot axes with round tick values and units.
 
-/// The quantity on an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Microseconds, printed as µs, ms or s.
@@ -10,7 +9,6 @@ pub enum Unit {
     Count,
     /// A fraction, printed in percent.
     Share,
-    /// Without a unit.
     Plain,
 }
 
@@ -18,7 +16,6 @@ pub enum Unit {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Axis {
     pub end: f64,
-    /// Values and labels.
     pub ticks: Vec<(f64, String)>,
 }
 
@@ -38,7 +35,6 @@ impl Axis {
         Axis { end: most, ticks: ticks(most, step(most, about, unit), unit) }
     }
 
-    /// Maps a value to 0 … 1.
     pub fn share(&self, value: f64) -> f64 {
         (value / self.end).clamp(0.0, 1.0)
     }

@@ -74,7 +74,6 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .l4{stroke:var(--step)}.l5{stroke:var(--all-reduce)}.l6{stroke:var(--grey)}\
 .hollow{fill:var(--page);stroke-width:1.8}";
 
-/// The style sheet with the light values substituted.
 pub fn light(style: &str) -> String {
     COLOURS.iter().fold(style.to_string(), |style, (name, light, _)| style.replace(&format!("var(--{name})"), light))
 }

@@ -21,7 +21,6 @@ pub struct Failure {
     pub exit_code: u8,
 }
 
-/// The JSON Schema of the object.
 pub fn schema() -> serde_json::Value {
     schemars::schema_for!(Failure).to_value()
 }

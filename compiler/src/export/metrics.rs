@@ -120,7 +120,6 @@ pub fn finite(value: f64) -> Option<f64> {
     Some(value).filter(|value| value.is_finite())
 }
 
-/// The JSON Schema of a line.
 pub fn schema() -> serde_json::Value {
     schemars::schema_for!(Line).to_value()
 }

@@ -6,7 +6,6 @@
 use crate::export::axis::{Axis, Unit};
 use crate::export::svg::{Anchor, Svg, width};
 
-/// The horizontal axis.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Across {
     /// Equidistant positions, one per value.
@@ -33,14 +32,12 @@ pub struct Plot {
     pub across: Across,
     /// Label of the vertical axis.
     pub up_name: String,
-    /// Unit of the vertical axis.
     pub up: Unit,
     pub curves: Vec<Curve>,
     /// Name and value of a horizontal limit line.
     pub limit: Option<(String, f64)>,
     /// Highlighted points, as index of the curve and horizontal value, drawn with a ring.
     pub rings: Vec<(usize, f64)>,
-    /// The legend entry for the rings.
     pub ring_name: String,
 }
 

@@ -32,7 +32,6 @@ use serde::{Deserialize, Serialize};
 pub struct Played {
     pub program: Program,
     pub timeline: Timeline,
-    /// Number of simulated minibatches.
     pub minibatches: u32,
     /// The number of cores shared by all workers, if smaller than the number of workers.
     pub shared_cores: Option<u32>,
@@ -45,20 +44,15 @@ pub struct Move {
     pub ops: Vec<u32>,
     /// The resulting minibatch time, by the plan checker.
     pub minibatch_us: f64,
-    /// The resulting peak memory per device.
     pub peak_bytes: u64,
-    /// True if that is within the memory limit.
     pub fits: bool,
 }
 
-/// A cut between two stages.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CutCost {
-    /// Index of the stage before the cut.
     pub before: usize,
     /// Bytes of all tensors across the cut per micro-batch, in one direction, to any later stage.
     pub bytes: u64,
-    /// Number of tensors across the cut.
     pub tensors: usize,
     /// The best move from the stage before to the stage after, if any is possible.
     pub earlier: Option<Move>,
@@ -75,13 +69,11 @@ pub struct Modelled {
     pub faults: Vec<String>,
 }
 
-/// A baseline to compare the plan with.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alternative {
     pub name: String,
     /// Minibatch time in microseconds.
     pub us: f64,
-    /// True if it fits in memory.
     pub fits: bool,
 }
 
@@ -91,7 +83,6 @@ pub struct WhatIf {
     pub devices: u32,
     /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// The plan, or the reason why there is none.
     pub answer: Result<Answer, String>,
@@ -100,10 +91,8 @@ pub struct WhatIf {
 /// A summary of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
-    /// Replicas of each stage.
     pub replicas: Vec<u32>,
     pub throughput_per_s: f64,
-    /// Peak memory per device.
     pub peak_bytes: u64,
 }
 
@@ -134,9 +123,7 @@ pub struct Measured {
 /// Identifies the plan of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MeasuredPlan {
-    /// Hash of the model graph.
     pub graph: String,
-    /// In order.
     pub stages: Vec<MeasuredPlace>,
 }
 
@@ -160,7 +147,6 @@ pub struct MeasuredPlace {
     pub devices: Vec<u32>,
 }
 
-/// The content of the report.
 #[derive(Clone, Debug)]
 pub struct Report<'a> {
     pub plan: &'a Plan,
@@ -181,6 +167,5 @@ pub struct Report<'a> {
     /// Plans for other devices and sizes; empty if not computed.
     pub what_if: Vec<WhatIf>,
     pub measured: Option<Measured>,
-    /// SHA-256 of the plan file.
     pub plan_sha256: String,
 }

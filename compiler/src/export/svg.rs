@@ -7,7 +7,6 @@ use crate::export::colour::{PICTURE, light};
 use crate::export::escape::escape;
 use std::fmt::Write;
 
-/// Horizontal text alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Anchor {
     Start,
@@ -36,7 +35,6 @@ impl Svg {
         self.close("rect", hint);
     }
 
-    /// A rectangle with rounded corners.
     pub fn rounded(&mut self, class: &str, [x, y, width, height]: [f64; 4], radius: f64) {
         let (x, y, width, height) = (number(x), number(y), number(width.max(0.0)), number(height.max(0.0)));
         let radius = number(radius);
@@ -82,7 +80,6 @@ impl Svg {
         let _ = write!(self.body, "<path class=\"{class}\" d=\"M{a}C{b} {c} {d}\"/>");
     }
 
-    /// A circle with an optional tooltip.
     pub fn circle(&mut self, class: &str, [x, y]: [f64; 2], radius: f64, hint: Option<&str>) {
         let (x, y, radius) = (number(x), number(y), number(radius));
         let _ = write!(self.body, "<circle class=\"{class}\" cx=\"{x}\" cy=\"{y}\" r=\"{radius}\"");

@@ -20,9 +20,7 @@ pub struct Point {
     /// Number of stages, equally replicated; `None` if chosen by the planner.
     pub depth: Option<u32>,
     pub schedule: ScheduleKind,
-    /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// The plan's figures, or the reason why there is no plan.
     pub answer: Result<Figures, String>,
@@ -49,16 +47,13 @@ impl Line {
     }
 }
 
-/// Key figures of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figures {
     pub replicas: Vec<u32>,
     pub throughput_per_s: f64,
     /// Samples per second of a single device, regardless of its memory limit.
     pub single_per_s: f64,
-    /// Peak memory per device.
     pub peak_bytes: u64,
-    /// Memory limit per device.
     pub limit_bytes: Option<u64>,
     /// Fraction of a step during which the busiest stage is idle because of pipeline fill and drain.
     pub bubble: f64,
@@ -66,16 +61,13 @@ pub struct Figures {
     pub bytes_per_sample: f64,
     /// The same for data parallelism over the same number of devices.
     pub data_parallel_bytes_per_sample: f64,
-    /// True if any stage uses recomputation.
     pub recompute: bool,
 }
 
-/// The largest model of a family that fits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Largest {
     /// Number of devices, one stage each.
     pub devices: u32,
-    /// True if recomputation is allowed.
     pub recompute: bool,
     /// Number of layers and of parameters; `None` if even the smallest model does not fit.
     pub found: Option<(u32, u64)>,
@@ -129,7 +121,6 @@ pub const PICTURES: [&str; 6] =
     ["throughput.svg", "memory.svg", "communication.svg", "throughput-by-depth.svg", "bubble.svg", "largest.svg"];
 
 impl Sweep {
-    /// The plots by file name.
     pub fn pictures(&self) -> Vec<(&'static str, Svg)> {
         let mut all = Vec::new();
         let devices = self.values(|point| u64::from(point.devices));
@@ -164,7 +155,6 @@ impl Sweep {
         planned.map(|point| of(Line::of(point))).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// The figures of a curve at a number of devices.
     fn at(&self, devices: f64, line: &Line) -> Option<&Figures> {
         let mut points =
             self.points.iter().filter(|point| f64::from(point.devices) == devices && Line::of(point) == *line);
@@ -315,7 +305,6 @@ fn plot(title: &str, across_name: &str, places: &[f64], up: Unit, curves: Vec<Cu
     }
 }
 
-/// The legend entry for a depth.
 pub fn name(depth: Option<u32>) -> String {
     match depth {
         None => "free".to_string(),

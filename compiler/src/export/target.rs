@@ -27,7 +27,6 @@ use crate::profile::cost_graph::CostGraph;
 use crate::schedule::formats::csv::ComputeTable;
 use std::path::Path;
 
-/// The input of a target.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportInput<'a> {
     /// A checked plan.
@@ -44,23 +43,19 @@ pub struct ExportInput<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Imported<'a> {
     pub path: &'a Path,
-    /// Options of its import.
     pub options: &'a Options,
     /// The imported model, whose graph has the plan's ops.
     pub model: &'a Model,
 }
 
-/// Input of a target in addition to the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Need {
-    /// No additional input.
     Plan,
     /// Costs per op, from the model or from a published profile.
     Costs,
     Model,
 }
 
-/// One file of a bundle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct File {
     /// Chosen by pipec, never taken from the model.
@@ -68,21 +63,17 @@ pub struct File {
     pub bytes: Vec<u8>,
 }
 
-/// The output of a target.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Bundle {
     pub files: Vec<File>,
-    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
 impl Bundle {
-    /// A bundle with one text file.
     pub fn of(name: &str, text: String) -> Bundle {
         Bundle::default().with(name, text)
     }
 
-    /// Adds a text file.
     pub fn with(mut self, name: &str, text: String) -> Bundle {
         self.files.push(File { name: name.to_string(), bytes: text.into_bytes() });
         self

@@ -9,7 +9,6 @@ pub mod perfetto;
 
 use crate::simulate::{Timeline, Track};
 
-/// A value that changes over time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Counter {
     /// `memory 1.0` for the memory of worker 1.0.
@@ -27,12 +26,10 @@ pub struct Trace<'a> {
     pub counters: Vec<Counter>,
 }
 
-/// Trace file formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// JSON for chrome://tracing and Perfetto.
     Chrome,
-    /// Perfetto's protobuf.
     Perfetto,
 }
 
@@ -56,7 +53,6 @@ impl<'a> Trace<'a> {
         Trace { run: "simulation", rows: timeline.workers.iter().chain(&timeline.links).collect(), counters }
     }
 
-    /// The trace of a training run.
     pub fn training(tracks: &'a [Track]) -> Trace<'a> {
         Trace { run: "training", rows: tracks.iter().collect(), counters: Vec::new() }
     }

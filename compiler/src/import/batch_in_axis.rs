@@ -1,5 +1,5 @@
-//! Finds the stride of the batch within an axis of merged dims. In `batch*24` the batch is the outer part if `[batch,
-//! 24]` was merged, and the inner part if `[24, batch]` was. Only the producer of the axis tells them apart.
+//! Finds the stride of the batch within an axis of merged dims. In `batch*24` the batch is the outer part if
+//! `[batch, 24]` was merged, and the inner part if `[24, batch]` was. Only the producer of the axis distinguishes them.
 
 use crate::graph::Graph;
 use crate::op::{Op, Value};

@@ -63,7 +63,6 @@ pub fn scatter_add(
     }
 }
 
-/// True if all elements are known to be 0.
 fn is_zero(graph: &Graph, value: Value) -> bool {
     match &graph.node(value.node).op {
         Op::Broadcast(_) | Op::Reshape(_) => is_zero(graph, graph.inputs(value.node)[0]),

@@ -63,7 +63,6 @@ pub trait Build {
         self.add(Op::Constant(Constant { tensor }), &[])
     }
 
-    /// Adds a scalar constant.
     fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, LowerReason> {
         self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
     }

@@ -18,10 +18,8 @@ use std::collections::HashMap;
 /// Maximum file size in bytes.
 pub const MAX_BYTES: usize = 256 << 20;
 
-/// Maximum number of devices.
 const MAX_DEVICES: u64 = 4096;
 
-/// Errors in an instance.
 #[derive(Debug, thiserror::Error)]
 pub enum PlacementError {
     #[error("{0}")]

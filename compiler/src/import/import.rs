@@ -37,7 +37,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use thiserror::Error;
 
-/// User options of an import.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
     /// Sizes of open dimensions by name. The batch stays symbolic; its size here is the default.
@@ -79,7 +78,6 @@ pub enum Weight {
     },
 }
 
-/// The batch dimension of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Batch {
     Symbol {
@@ -96,7 +94,6 @@ pub enum Batch {
     },
 }
 
-/// Reasons why a file cannot be imported.
 #[derive(Debug, Error)]
 pub enum ImportError {
     #[error(transparent)]
@@ -126,16 +123,8 @@ pub enum ImportError {
 /// A decoded file before lowering.
 #[derive(Debug)]
 pub enum Source {
-    Onnx {
-        model: Box<OnnxModel>,
-        /// The name of the file.
-        file: String,
-    },
-    Program {
-        program: Box<Program>,
-        /// The name of the file.
-        file: String,
-    },
+    Onnx { model: Box<OnnxModel>, file: String },
+    Program { program: Box<Program>, file: String },
 }
 
 impl Source {
@@ -224,7 +213,6 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
     finish(found, about)
 }
 
-/// Metadata of a file.
 struct About {
     warnings: Vec<String>,
     doubts: Vec<TrainingWarning>,
@@ -268,7 +256,6 @@ fn number_streams(graph: &mut Graph) {
     }
 }
 
-/// A lowered model and its batch.
 struct Found {
     lowered: Lowered,
     batch: Batch,

@@ -4,7 +4,6 @@ use crate::import::onnx::model::{Dim, ValueInfo};
 use crate::tensor::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Known properties of inputs, by name.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Known {
     /// Shapes that replace the declared ones.
@@ -33,7 +32,6 @@ impl Known {
         infos
     }
 
-    /// True if an optional input is known to be omitted.
     pub fn leaves_out(&self, name: &str) -> bool {
         self.given.as_ref().is_some_and(|given| !given.contains(name))
     }

@@ -17,7 +17,6 @@ pub enum LowerReason {
     },
     #[error("attribute `{name}` is {found}, expected {expected}")]
     Attribute { name: &'static str, found: String, expected: &'static str },
-    /// An input must be constant.
     #[error("{what} must be a constant: it cannot be computed while the model runs")]
     NotConstant { what: &'static str },
     /// An input must be constant, but depends on graph inputs.
@@ -31,10 +30,8 @@ pub enum LowerReason {
     Unsupported(String),
     #[error(transparent)]
     Add(#[from] AddError),
-    /// Inexact symbolic arithmetic.
     #[error(transparent)]
     Dim(#[from] DimError),
-    /// Constant folding failed.
     #[error(transparent)]
     Fold(#[from] EvaluateError),
     /// Another model input also has the batch axis. The importer then restarts.
@@ -45,12 +42,7 @@ pub enum LowerReason {
     Time,
     /// An axis must be the batch but cannot be made symbolic.
     #[error("axis {axis} of `{}` must be the batch, but has the size in the file: {why}", shown(at))]
-    Fixed {
-        /// Name of the tensor.
-        at: String,
-        axis: usize,
-        why: &'static str,
-    },
+    Fixed { at: String, axis: usize, why: &'static str },
     /// An input size may or may not be a multiple of the batch.
     #[error(
         "it only works if axis {axis} of input `{}` is the batch, too: that is {size} in the file, a multiple of the batch {batch}, and a reshape \
@@ -62,7 +54,6 @@ pub enum LowerReason {
         axis: usize,
         /// Size in the file.
         size: i64,
-        /// Batch size in the file.
         batch: i64,
     },
     #[error("its result {0} is too large")]

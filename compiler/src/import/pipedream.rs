@@ -59,7 +59,6 @@ pub enum PipedreamError {
         /// Up to eight nodes of the cycle, in edge direction.
         nodes: String,
     },
-    /// The cost graph is invalid.
     #[error(transparent)]
     Costs(#[from] CostGraphError),
 }
@@ -112,7 +111,6 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     build(&nodes, &edges, &kept)
 }
 
-/// The unit of a field.
 fn unit(field: &str) -> &'static str {
     if field.ends_with("_time") { "milliseconds" } else { "bytes" }
 }

@@ -23,10 +23,8 @@ use std::marker::PhantomData;
 /// Maximum file size in bytes.
 pub const MAX_BYTES: usize = 256 << 20;
 
-/// Maximum number of devices, and of micro-batches.
 pub const MAX_COUNT: u64 = 4096;
 
-/// Errors in an instance.
 #[derive(Debug, thiserror::Error)]
 pub enum PiperError {
     #[error("{0}")]
@@ -48,7 +46,6 @@ pub enum PiperError {
         place: String,
         field: &'static str,
         found: f64,
-        /// The valid range.
         range: &'static str,
     },
     #[error("`nodes[{at}]` has the id {id} of `nodes[{first}]`")]
@@ -69,7 +66,6 @@ pub enum PiperError {
         at: usize,
         what: String,
     },
-    /// The edges have a cycle.
     #[error("the edges make a ring, with node {id} on it or behind it")]
     Ring {
         /// A node on the cycle or after it.
@@ -240,7 +236,6 @@ fn links(edges: &[FileEdge], index: &HashMap<i64, u32>) -> Result<Vec<Link>, Pip
     Ok(links)
 }
 
-/// The edges of one layer.
 struct Neighbours<'a> {
     at: u32,
     links: &'a [Link],

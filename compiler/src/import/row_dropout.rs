@@ -10,7 +10,6 @@ use crate::tensor::{DType, Tensor};
 /// Maximum number of elements of a constant that are compared; one per row of a batch.
 const MOST: usize = 1 << 16;
 
-/// Replaces stochastic-depth masks by dropouts.
 pub fn row_dropout(graph: &mut Graph) {
     for id in order::canonical(graph) {
         // An earlier replacement may have made the node dead, but not removed it.

@@ -54,7 +54,6 @@ pub fn larger(a: &Dim, b: &Dim) -> Option<Dim> {
     smaller(a, b).map(|less| if less == *a { b.clone() } else { a.clone() })
 }
 
-/// Substitutes symbols in all dims.
 pub fn substitute(dims: &[Dim], values: &Bindings) -> Result<Vec<Dim>, DimError> {
     dims.iter().map(|d| d.substitute(values)).collect()
 }

@@ -25,7 +25,6 @@ struct BatchDim {
 }
 
 impl BatchDim {
-    /// A size without further information.
     fn new(size: &Dim) -> BatchDim {
         BatchDim { size: size.clone(), step: (*size == symbol_of(size)).then_some(1) }
     }
@@ -422,7 +421,6 @@ fn carry<B: Build + ?Sized>(
     if fact.shape.get(axis) == Some(want) { Ok(made) } else { Err(stuck_at(build.graph(), value, axis)) }
 }
 
-/// Adds the rebuilt op and records it.
 fn keep<B: Build + ?Sized>(build: &mut B, at: (Value, usize), op: Op, inputs: &[Value]) -> Result<Value, LowerReason> {
     let origin = build.graph().node(at.0.node).origin.clone();
     let node = build.graph_mut().add(op, inputs, &origin)?;

@@ -14,7 +14,6 @@ const EXPORT: &str = "torch.onnx.export(model.train(), args, \"model.onnx\", dyn
 /// Command for the dynamo exporter that keeps all parameters, but does not preserve BatchNorm training mode.
 const UNTOUCHED: &str = "torch.onnx.export(model.train(), args, \"model.onnx\", dynamo=True, optimize=False)";
 
-/// Command that saves a PyTorch model for training.
 const SAVE: &str = "torch.export.save(torch.export.export(model.train(), args), \"model.pt2\")";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +22,6 @@ pub enum Finding {
     FoldedBatchNorm,
     /// BatchNorm normalises with running statistics.
     InferenceBatchNorm,
-    /// Dropout is inactive.
     InferenceDropout,
     /// Biases were removed because they were initially zero.
     RemovedBias,
@@ -38,7 +36,6 @@ pub enum Finding {
 pub struct TrainingWarning {
     pub finding: Finding,
     pub count: usize,
-    /// The first node or tensor.
     pub first: String,
     /// Further description of the location: a second tensor, or the readers.
     pub beside: String,

@@ -46,7 +46,6 @@ pub fn draw(report: &Report<'_>) -> Svg {
     picture
 }
 
-/// The data of the picture as a table.
 pub fn table(report: &Report<'_>) -> String {
     let columns = [
         ("what", Column::Words),

@@ -13,7 +13,6 @@ const ROWS: usize = 400;
 /// Relative differences below this are shown as equal.
 const EQUAL: f64 = 5e-5;
 
-/// The table of cuts, then the ops of each stage.
 pub fn tables(plan: &Plan, modelled: &Modelled) -> String {
     let mut text = String::new();
     if !modelled.faults.is_empty() {
@@ -81,7 +80,6 @@ fn shown(op: &OpCost) -> &str {
     if op.name.is_empty() { &op.op } else { &op.name }
 }
 
-/// Several ops in one row.
 #[derive(Default)]
 struct Row {
     name: String,

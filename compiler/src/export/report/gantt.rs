@@ -15,7 +15,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of workers drawn; with more, only the first replica of each stage is drawn.
 const MOST_WORKERS: usize = 64;
-/// Maximum number of rows.
 const MOST_ROWS: usize = 128;
 /// Approximate maximum number of rectangles.
 const MOST_SPANS: usize = 4_200;
@@ -40,7 +39,6 @@ const KINDS: [(&str, &str); 10] = [
     ("wait", "wait"),
 ];
 
-/// The part of a run that is drawn.
 struct Drawn<'a> {
     timeline: &'a Timeline,
     /// Workers that have a row.
@@ -200,14 +198,12 @@ fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
     (drains > filled).then_some((filled, drains))
 }
 
-/// End time of each minibatch, in order.
 fn flushes(played: &Played) -> Vec<f64> {
     let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
     let ends = played.timeline.finished.chunks(played.program.microbatches.max(1) as usize).map(last);
     ends.take(64).collect()
 }
 
-/// Number of time slices per row.
 fn slots(drawn: &Drawn<'_>) -> usize {
     (MOST_SLICES / drawn.rows.len().max(1)).clamp(48, 480)
 }
@@ -259,7 +255,6 @@ fn slices(
     KINDS.iter().zip(&blocks).for_each(|((kind, _), blocks)| picture.blocks(kind, blocks));
 }
 
-/// The CSS class of an activity.
 fn class(activity: Activity) -> &'static str {
     match activity {
         Activity::Transfer(_, Payload::Activation, _) => "activation",
@@ -279,7 +274,6 @@ fn item(activity: Activity) -> Option<(StageId, MicrobatchId)> {
     }
 }
 
-/// The weight version of each item in each stage.
 fn versions(played: &Played) -> BTreeMap<(StageId, MicrobatchId), u32> {
     let all = played.program.workers.iter().flat_map(|worker| &worker.instructions);
     let forwards = all.filter_map(|instruction| match instruction {
@@ -317,7 +311,6 @@ fn hint(span: &Span, versions: &BTreeMap<(StageId, MicrobatchId), u32>) -> Strin
     format!("{what}\n{when}")
 }
 
-/// The data of the picture as a table.
 pub fn table(played: &Played) -> String {
     let drawn = Drawn::of(played);
     let timeline = &played.timeline;

@@ -10,7 +10,6 @@ use crate::plan::{Edge, Plan, Stage};
 
 /// Maximum number of stages drawn; the table has all.
 const MOST: usize = 256;
-/// Maximum number of stages in one row.
 const IN_A_ROW: usize = 4;
 const BOX: [f64; 2] = [176.0, 118.0];
 const GAP: f64 = 92.0;
@@ -115,7 +114,6 @@ fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
     (lanes, ends.len())
 }
 
-/// The data of the picture as a table.
 pub fn table(plan: &Plan) -> String {
     let mut table = Table::new(
         "Stages. Times are those of one item on one replica.",

@@ -9,7 +9,6 @@ use crate::export::stage_name::{layers, ranges, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
 
-/// Boxes per row.
 const ACROSS: usize = 6;
 const BOX: [f64; 2] = [146.0, 90.0];
 const GAP: [f64; 2] = [28.0, 34.0];

@@ -33,7 +33,6 @@ impl Table {
         self.marked_row("", cells);
     }
 
-    /// Adds a row with a CSS class.
     pub fn marked_row<T: AsRef<str>>(&mut self, mark: &str, cells: &[T]) {
         self.body += &if mark.is_empty() { "<tr>".to_string() } else { format!("<tr class=\"{mark}\">") };
         for (at, (cell, column)) in cells.iter().zip(&self.columns).enumerate() {

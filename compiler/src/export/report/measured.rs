@@ -19,28 +19,16 @@ const SHOWN: usize = 8;
 /// Maximum number of minibatches read.
 const MOST: usize = 10_000_000;
 
-/// Errors in a metrics file.
+/// Errors in a metrics file. Lines are counted from 1.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum MetricsError {
     #[error("line {line} is no JSON object")]
-    Line {
-        /// Counted from 1.
-        line: usize,
-    },
+    Line { line: usize },
     #[error("line {line}: `{field}` is not a number")]
-    Field {
-        /// Counted from 1.
-        line: usize,
-        field: &'static str,
-    },
+    Field { line: usize, field: &'static str },
     /// Times are not monotonic.
     #[error("line {line}: {found} seconds come after {before}")]
-    Order {
-        /// Counted from 1.
-        line: usize,
-        found: f64,
-        before: f64,
-    },
+    Order { line: usize, found: f64, before: f64 },
     #[error("it has no minibatch")]
     Empty,
     #[error("it is of a run under another plan: {what}")]
@@ -90,7 +78,6 @@ fn ranges(list: &[(u32, u32)]) -> String {
     told.join(", ")
 }
 
-/// Parses a metrics file.
 pub fn read(text: &str) -> Result<Measured, MetricsError> {
     let mut measured = Measured::default();
     for (at, line) in text.lines().enumerate().take(MOST).filter(|(_, line)| !line.trim().is_empty()) {
@@ -172,7 +159,6 @@ fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan counts {counted}: {differ}."))
 }
 
-/// The section with pictures and tables of a run.
 pub fn section(plan: &Plan, measured: &Measured) -> String {
     let steps = steps(measured);
     let (typical, predicted) = (median(&steps), plan.predicted.step_us);

@@ -98,7 +98,6 @@ pub fn draw(plan: &Plan) -> Svg {
     picture
 }
 
-/// The data of the picture as a table.
 pub fn table(plan: &Plan) -> String {
     let limit = plan.cluster.memory_per_device;
     let caption = match limit {

@@ -81,7 +81,6 @@ impl<'a> Cuts<'a> {
         (0..stages.saturating_sub(1)).map(one).collect()
     }
 
-    /// The best op to move from one stage to an adjacent one.
     fn best(&self, from: usize, to: usize) -> Option<Move> {
         let leaders = (0..self.group.len()).filter(|&op| !self.group[op].is_empty() && self.stage_of[op] == from);
         let free = leaders.filter(|&op| self.may_go(op, from, to));

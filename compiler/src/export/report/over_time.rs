@@ -88,7 +88,6 @@ fn thinned(points: &[(f64, u64)], makespan: f64, most: usize) -> Vec<(f64, u64)>
     thin
 }
 
-/// The data of the picture as a table.
 pub fn table(played: &Played) -> String {
     let workers = workers(played);
     let mut table = Table::new(

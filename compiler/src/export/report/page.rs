@@ -41,7 +41,6 @@ pub fn html(report: &Report<'_>) -> String {
 /// All file names that [`pictures`] may return.
 pub const PICTURES: [&str; 4] = ["graph.svg", "memory.svg", "gantt.svg", "memory-over-time.svg"];
 
-/// The pictures as SVG files, by name.
 pub fn pictures(report: &Report<'_>) -> Vec<(&'static str, Svg)> {
     let mut all = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
     if let Ok(played) = &report.played {

@@ -20,7 +20,6 @@ pub fn play(plan: &Plan) -> Result<Played, SimulateError> {
     play_program(plan, &pipeline, schedule(kind, &pipeline, count)?)
 }
 
-/// Simulates a program for the plan's pipeline.
 pub fn play_program(plan: &Plan, pipeline: &Pipeline, program: Program) -> Result<Played, SimulateError> {
     let minibatches = program.items / program.microbatches.max(1);
     let mut machine = Machine::of(pipeline);

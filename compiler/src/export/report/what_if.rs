@@ -5,7 +5,6 @@ use crate::export::quantity;
 use crate::export::report::markup::paragraph;
 use crate::export::report::{Report, WhatIf};
 
-/// Number of shades.
 const SHADES: f64 = 4.0;
 
 /// A heat map of throughput: one column per number of devices, one row per size.

@@ -21,7 +21,6 @@ const TOOL: &str = "DeepSpeed";
 /// The highest ZeRO stage supported with pipelines.
 const MOST_ZERO: u32 = 1;
 
-/// Usage notes.
 const USE: [&str; 2] = [
     "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
      self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])",

@@ -14,7 +14,6 @@ pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
     }
 }
 
-/// The model, which is present for targets that need it.
 pub fn model<'a>(asked: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
     asked.model.ok_or_else(|| Refusal::Model { what: "the model is not at hand".to_string() })
 }

@@ -19,7 +19,6 @@ use std::collections::BTreeMap;
 
 const TOOL: &str = "Megatron";
 
-/// Usage note.
 const USE: &str = "these are arguments of Megatron-LM's training script: \
                    eval \"torchrun … pretrain_gpt.py … $(grep -v '^#' FILE | tr '\\n' ' ')\"";
 

@@ -29,7 +29,6 @@ pub struct Staged {
     pub moved: Vec<String>,
 }
 
-/// Assigns each node to a stage.
 pub fn staged(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, Refusal> {
     let own = own(plan, graph, model);
     let count = plan.stages.len() as u32;
@@ -101,7 +100,6 @@ fn place(source: &str, places: &HashMap<&str, usize>) -> Option<usize> {
     source.rmatch_indices('/').find_map(|(at, _)| places.get(&source[..at]).copied())
 }
 
-/// The tensors that a node and its subgraphs read.
 pub fn reads(node: &Node) -> BTreeSet<&str> {
     let mut names: BTreeSet<&str> = node.inputs.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
     // The decoder refused subgraphs that nest too deep, so `free` succeeds.

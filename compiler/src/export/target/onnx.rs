@@ -22,7 +22,6 @@ use serde_json::json;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The name of pipec's device configuration.
 const CONFIGURATION: &str = "pipec";
 
 /// The first IR version with the multi-device fields.

@@ -92,7 +92,6 @@ struct Stage<'a> {
     inputs: BTreeMap<&'a str, Option<u32>>,
     /// Tensors read by other stages, and model outputs.
     outputs: BTreeSet<&'a str>,
-    /// All tensors that the stage reads.
     reads: BTreeSet<&'a str>,
 }
 
@@ -170,7 +169,6 @@ impl<'a> Cut<'a> {
 
 /// The parts of the source file from which stage models are built.
 struct Parts<'a> {
-    /// The model without its graph.
     shell: &'a ModelProto,
     source: &'a GraphProto,
     nodes: HashMap<String, &'a NodeProto>,
@@ -183,7 +181,6 @@ impl<'a> Parts<'a> {
         Parts { shell, source, nodes, values: payloads::external(model) }
     }
 
-    /// Builds the model of one stage.
     fn stage(
         &self,
         model: &OnnxModel,

@@ -15,11 +15,9 @@ use crate::schedule::semantics::StepCount;
 pub struct Order {
     /// One row per rank.
     pub table: String,
-    /// The rank of each stage.
     pub ranks: Vec<u32>,
     /// Micro-batches per replica.
     pub microbatches: u32,
-    /// Number of pipeline replicas.
     pub replicas: u32,
 }
 

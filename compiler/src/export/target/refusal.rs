@@ -4,7 +4,6 @@ use crate::import::onnx::name::shown;
 use crate::plan::ScheduleKind;
 use crate::schedule::ScheduleError;
 
-/// The reason why a tool cannot express a plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Refusal {

@@ -5,9 +5,7 @@ use super::{Bundle, ExportInput, Need, deepspeed, dot, megatron, onnx, onnx_stag
 
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
-    /// The name on the command line.
     pub name: &'static str,
-    /// Short description of the output.
     pub about: &'static str,
     pub need: Need,
     pub write: fn(&ExportInput<'_>) -> Result<Bundle, Refusal>,

@@ -101,7 +101,6 @@ pub const EXPLICIT: i32 = 3;
 /// Id of the process track; rows and counters follow.
 const PROCESS: u64 = 1;
 
-/// Encodes a trace.
 pub fn protobuf(trace: &Trace<'_>) -> Vec<u8> {
     file(trace).encode_to_vec()
 }

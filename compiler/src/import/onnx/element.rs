@@ -31,7 +31,6 @@ pub fn known(elem_type: i32) -> bool {
     elem_type == STRING || bits(elem_type).is_some()
 }
 
-/// Reasons why `dims` is not a valid tensor shape.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     #[error("dimension {axis} is negative: {dim}")]

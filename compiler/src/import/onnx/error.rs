@@ -12,7 +12,6 @@ use crate::import::onnx::payload::TensorError;
 /// Maximum number of faults listed in one message; the rest is only counted.
 const LISTED: usize = 20;
 
-/// Reasons why a file cannot be read as an ONNX model.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
     #[error("cannot open {}: {source}", shown(&path.to_string_lossy()))]
@@ -41,7 +40,6 @@ pub enum DecodeError {
 pub enum FormatError {
     #[error("empty file, not an ONNX model")]
     Empty,
-    /// The placeholder text file of git-lfs.
     #[error("a git-lfs pointer, not an ONNX model: the real file was not fetched; run `git lfs pull` beside it")]
     LfsPointer,
     /// Written by `torch.save` or `torch.export.save`.
@@ -58,7 +56,6 @@ pub enum FormatError {
     Safetensors,
     #[error("an HDF5 file, not an ONNX model: convert a Keras model with tf2onnx")]
     Hdf5,
-    /// Readable text, such as an HTML page.
     #[error("a text file, not an ONNX model (a download page saved by mistake?)")]
     Text,
 }
@@ -89,7 +86,6 @@ pub enum Fault {
     NoGraph,
     #[error("the graph has no nodes: there is nothing to do")]
     NoNodes,
-    /// Without an operator set, no operator has a defined meaning.
     #[error("opset_import is missing: the model does not say which version of the operators it means")]
     NoOpset,
     /// A standard operator is used, but the standard domain is not imported.
@@ -128,7 +124,6 @@ pub enum Fault {
         tensor: String,
         /// The first writer, with its type: `the graph input` or `node ...`.
         first: String,
-        /// The second writer.
         node: String,
     },
     #[error("node `{}` ({}) reads tensor `{}`, which nothing makes", shown(node), shown(op), shown(tensor))]
@@ -155,7 +150,6 @@ pub enum Fault {
         /// In call order; the last function calls the first.
         functions: Vec<String>,
     },
-    /// The functions exceed the node limit when fully inlined.
     #[error("written out, the functions of the model are more than {limit} nodes")]
     Expansion { limit: u64 },
     #[error("sparse initializer `{}`: sparse tensors are not supported", shown(name))]
@@ -167,7 +161,6 @@ pub enum Fault {
     Tensor {
         /// `None` for an initializer, else the node that has the tensor as an attribute.
         place_of: Option<String>,
-        /// The name of the tensor or of the attribute.
         name: String,
         error: TensorError,
     },

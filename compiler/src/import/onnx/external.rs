@@ -102,7 +102,6 @@ impl Files {
         Ok(Some(file.slice(offset as usize..end as usize)))
     }
 
-    /// Paths of the files that were read.
     pub fn paths(&self) -> BTreeSet<PathBuf> {
         let read = self.opened.iter().filter(|(_, found)| matches!(found, Ok(Some(_))));
         let place = |location: &String| self.roots.iter().find_map(|root| root.join(location).canonicalize().ok());
@@ -173,23 +172,17 @@ impl Files {
 /// Errors in a reference to an external file. The messages continue a sentence after "external data".
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ExternalError {
-    /// The model was not read from a file, so there is no folder to search.
     #[error("in a file, but the model was not read from one")]
     NoFolder,
     #[error("without a location")]
     NoLocation,
-    /// The location text could lead outside the model's folder.
     #[error("at location `{}`, which {why}: it must stay inside the model's folder", shown(location))]
     Escapes { location: String, why: &'static str },
     /// The location resolves, through links, to a path outside the model's folder.
     #[error("at location `{}`, a link that leads outside the model's folder", shown(location))]
     LinkEscapes { location: String },
     #[error("at location `{}`, which is {kind}, not a regular file", shown(location))]
-    NotRegular {
-        location: String,
-        /// With its article, such as `a directory`.
-        kind: &'static str,
-    },
+    NotRegular { location: String, kind: &'static str },
     #[error("at location `{}`, which cannot be read: {error}", shown(location))]
     Unreadable { location: String, error: String },
     #[error("whose {key} `{}` is not a number of bytes", shown(value))]
@@ -226,7 +219,6 @@ fn suspicious(location: &str) -> Option<&'static str> {
     }
 }
 
-/// Parses a byte count in plain decimal digits.
 fn number(key: &'static str, text: Option<&str>) -> Result<Option<u64>, ExternalError> {
     let Some(text) = text else { return Ok(None) };
     let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -246,7 +238,6 @@ mod tests {
         pairs.iter().map(entry).collect()
     }
 
-    /// A temporary folder, removed on drop.
     struct Folder(PathBuf);
 
     impl Folder {

@@ -22,7 +22,6 @@ pub fn map(path: &Path) -> Result<Bytes, DecodeError> {
     map_file(&file).map_err(open)
 }
 
-/// Maps an open regular file.
 pub fn map_file(file: &File) -> io::Result<Bytes> {
     let about = file.metadata()?;
     if !about.is_file() {
@@ -76,7 +75,6 @@ pub fn refuse_other_formats(bytes: &[u8]) -> Result<(), FormatError> {
     Err(known)
 }
 
-/// True if the safetensors header length fits in the file.
 fn length_fits(low: [u8; 5], size: usize) -> bool {
     let length = low.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
     length >= 2 && length.saturating_add(8) <= size as u64

@@ -14,7 +14,6 @@ pub const INLINE_BUDGET: u64 = 1_000_000;
 
 type Key<'a> = (&'a str, &'a str, &'a str);
 
-/// Checks the functions of a model and their calls from the nodes of `main`.
 pub fn check(functions: &[FunctionProto], main: &[NodeProto], faults: &mut Vec<Fault>) {
     if functions.is_empty() {
         return;

@@ -84,7 +84,6 @@ const A_SEQUENCE: &str = "a sequence in place of a tensor";
 #[derive(Clone, Debug)]
 pub enum Known {
     Value(Value),
-    /// A constant.
     Tensor(Tensor),
     /// Sizes, some of them symbolic.
     Dims(Dims),
@@ -157,11 +156,9 @@ pub fn truth(known: &Known) -> Result<Option<bool>, LowerReason> {
 /// Results of lowering that concern the whole model.
 #[derive(Debug, Default)]
 pub struct ImportedWeights {
-    /// All initializers that may become nodes.
     pub weights: Vec<Weight>,
     /// Index into `weights` by name.
     pub named: HashMap<String, usize>,
-    /// Updates of running statistics.
     pub averages: Vec<MovingAverage>,
     pub warnings: Vec<String>,
     /// Values rebuilt with a symbolic batch size.
@@ -188,7 +185,6 @@ pub struct Scope<'a> {
     pub prefix: &'a str,
     /// The module path for nodes that have none.
     pub module: &'a str,
-    /// The version of the standard operator set.
     pub opset: i64,
     /// `None` for an optional input that is omitted.
     pub inputs: Vec<Option<Known>>,
@@ -241,12 +237,10 @@ impl Scope<'_> {
         self.cast(joined, dims.dtype)
     }
 
-    /// True if input `slot` is given.
     pub fn has(&self, slot: usize) -> bool {
         self.inputs.get(slot).is_some_and(Option::is_some)
     }
 
-    /// Input `slot` as it is known at import time.
     pub fn known(&self, slot: usize) -> Result<&Known, LowerReason> {
         match self.inputs.get(slot) {
             Some(Some(Known::Absent(what))) => Err(LowerReason::Unsupported((*what).to_string())),
@@ -255,7 +249,6 @@ impl Scope<'_> {
         }
     }
 
-    /// Element type and shape of input `slot`.
     pub fn fact_of(&self, slot: usize) -> Result<Fact, LowerReason> {
         Ok(match self.known(slot)? {
             Known::Value(value) => self.graph.fact(*value).clone(),

@@ -18,7 +18,6 @@ use crate::import::onnx::name::module_path;
 use crate::import::onnx::proto::{AttributeProto, NodeProto, StringStringEntryProto};
 use crate::import::onnx::warning::Warning;
 
-/// A decoded and checked model file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OnnxModel {
     /// The version of the file format; 0 if the file has none.
@@ -43,7 +42,6 @@ pub struct OnnxModel {
     pub buffers: BTreeSet<String>,
     /// Functions that nodes may call by `(domain, op_type, overload)`.
     pub functions: Vec<Function>,
-    /// Key and value.
     pub metadata: Vec<(String, String)>,
     pub warnings: Vec<Warning>,
     /// SHA-256 of the model without the values of its initializers; see `fingerprint`.
@@ -56,7 +54,6 @@ impl OnnxModel {
         self.opsets.iter().find(|set| set.domain == domain).map(|set| set.version)
     }
 
-    /// The fingerprint as 64 hexadecimal digits.
     pub fn sha256_hex(&self) -> String {
         self.sha256.iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -69,7 +66,6 @@ pub struct Opset {
     pub version: i64,
 }
 
-/// The name and declared type of a graph input, a graph output or an intermediate tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ValueInfo {
     pub name: String,
@@ -104,7 +100,6 @@ pub enum Payload {
     /// Raw little-endian elements in row-major order, as in `raw_data`, with exactly the size that type and dims
     /// require. Not aligned.
     Bytes(Bytes),
-    /// One string per element.
     Strings(Vec<Bytes>),
     /// The external file does not exist: the shape is known, the values are not.
     Missing {
@@ -151,13 +146,11 @@ impl Node {
     }
 }
 
-/// A model-local function.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Function {
     pub domain: String,
     /// Calling nodes have it as their `op_type`.
     pub name: String,
-    /// Selects among functions of the same name; usually `""`.
     pub overload: String,
     /// Names of the parameters inside the body.
     pub inputs: Vec<String>,
@@ -165,7 +158,6 @@ pub struct Function {
     pub outputs: Vec<String>,
     /// Attributes that a call must give.
     pub attributes: Vec<String>,
-    /// Attributes with default values.
     pub attribute_defaults: Vec<AttributeProto>,
     /// In topological order; node names are unique within the body.
     pub nodes: Vec<Node>,

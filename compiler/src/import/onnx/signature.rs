@@ -16,7 +16,6 @@ pub struct Signature {
     /// Inputs that the caller may omit.
     pub optional: BTreeSet<String>,
     pub outputs: Vec<ValueInfo>,
-    /// Intermediate tensors.
     pub value_infos: Vec<ValueInfo>,
 }
 

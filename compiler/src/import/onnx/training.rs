@@ -14,7 +14,6 @@ const SAYS: i64 = 14;
 /// First operator set in which Dropout has `training_mode`.
 const DROPOUT_SAYS: i64 = 12;
 
-/// Reasons why training mode cannot be restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrainModeError {
     /// The layers to train were folded or removed by the exporter.
@@ -26,7 +25,6 @@ pub enum TrainModeError {
          `torch.export.save(torch.export.export(model.train(), args), \"model.pt2\")`"
     )]
     Program,
-    /// A Dropout of an operator set that has no training mode.
     #[error(
         "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {SAYS} or newer"
     )]
@@ -75,7 +73,6 @@ fn normalise(node: &mut Node, opset: i64, names: &mut Names) {
     });
 }
 
-/// All tensor names of a model.
 struct Names(HashSet<String>);
 
 impl Names {

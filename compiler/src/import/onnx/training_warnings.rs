@@ -121,7 +121,6 @@ fn says(node: &Node, key: &str, what: &str) -> bool {
     node.metadata.iter().any(|property| property.key() == key && property.value().contains(what))
 }
 
-/// Metadata key that lists the rewrite rules applied to a node.
 const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
 
 /// A zero bias added by the exporter itself is no loss, so the FX source of the node must mention a bias.
@@ -143,7 +142,6 @@ fn folded(model: &OnnxModel) -> Option<TrainingWarning> {
     nodes(Finding::FoldedBatchNorm, model, |node| node.domain.is_empty() && (marked(node) || renamed(node)))
 }
 
-/// The nodes that read each initializer, with the input index.
 type Readers<'a> = HashMap<&'a str, Vec<(&'a Node, usize)>>;
 
 /// Readers of an `Identity` of an initializer count as readers of the initializer. PyTorch's older exporter adds an
@@ -168,7 +166,6 @@ fn readers(model: &OnnxModel) -> Readers<'_> {
     readers
 }
 
-/// True if this input of the node is a scale or bias vector.
 fn is_vector_parameter(node: &Node, slot: usize) -> bool {
     match node.op_type.as_str() {
         "LayerNormalization" | "GroupNormalization" | "InstanceNormalization" | "BatchNormalization" => {
@@ -239,7 +236,6 @@ fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), one.name, other.name))
 }
 
-/// True if all elements are equal.
 fn is_level(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
     let size = usize::try_from(element::bits(tensor.elem_type)? / 8).ok().filter(|size| *size > 0)?;
     let first = bytes.get(..size)?;

@@ -2,7 +2,6 @@
 
 use crate::import::onnx::name::shown;
 
-/// Non-fatal findings in an ONNX file.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Warning {
     #[error("the nodes were not in topological order (node `{}` came too early) and were sorted", shown(node))]
@@ -27,7 +26,6 @@ pub enum Warning {
     MissingFile {
         /// Relative to the model's folder.
         path: String,
-        /// Number of tensors that need the file.
         tensors: usize,
     },
 }

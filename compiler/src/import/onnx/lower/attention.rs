@@ -85,7 +85,6 @@ const FURTHEST: i64 = 1 << 40;
 
 /// The additive attention mask under construction.
 struct Sight {
-    /// Element type of the bias.
     dtype: DType,
     /// Number of queries and of keys.
     sizes: [Dim; 2],
@@ -312,7 +311,6 @@ pub fn probabilities(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Lowe
     scope.add(Op::Softmax(Softmax { axis: 3 }), &[scores])
 }
 
-/// The attention-weighted values of a `FlexAttention`.
 pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
     let v = scope.value(2)?;
     let (fact, weights) = (scope.fact(v), scope.fact(probabilities));

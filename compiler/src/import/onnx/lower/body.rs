@@ -26,7 +26,6 @@ pub struct Body {
 }
 
 impl Body {
-    /// Reads the subgraph in attribute `name` of a node.
     pub fn read(walk: &mut Walk<'_>, node: &Node, name: &'static str) -> Result<Body, LowerReason> {
         let attribute = node.attributes.iter().find(|a| a.name() == name);
         let graph = attribute.filter(|a| matches!(a.r#type(), AttributeType::Graph | AttributeType::Undefined));

@@ -58,7 +58,6 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     Ok(selected)
 }
 
-/// The reason why both branches cannot be lowered.
 fn undecided(walk: &mut Walk<'_>, node: &Node, what: &'static str) -> Result<LowerReason, Option<LowerReason>> {
     Ok(walk.scope(node).ok_or(None)?.not_constant(0, what))
 }

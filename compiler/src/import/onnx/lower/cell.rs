@@ -5,7 +5,6 @@ use crate::import::build::Build;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::op::{Binary, Compare, Unary, Value};
 
-/// An activation function with its parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Function {
     name: String,
@@ -65,7 +64,6 @@ impl Function {
         self.name.eq_ignore_ascii_case(name)
     }
 
-    /// `f(x)`
     pub fn apply(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         let (alpha, beta) = (self.alpha, self.beta);
         match self.name.as_str() {
@@ -121,7 +119,6 @@ fn above(scope: &mut Scope<'_>, x: Value, bound: f64, other: Value) -> Result<Va
     scope.select(large, x, other)
 }
 
-/// A list of strings; `None` if the attribute is absent.
 fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, LowerReason> {
     let Some(found) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
     if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {

@@ -34,7 +34,6 @@ pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(y)
 }
 
-/// Elementwise mean of all inputs.
 pub fn mean(scope: &mut Scope<'_>) -> Outputs {
     let count = scope.inputs.len();
     let Some(Known::Value(sum)) = joined(scope, Binary::Add)?.into_iter().next() else {
@@ -49,7 +48,6 @@ pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
     one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
 }
 
-/// `condition ? a : b`.
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let (condition, a, b) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     one(scope.select(condition, a, b)?)
@@ -88,7 +86,6 @@ pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, rest, sign)?)
 }
 
-/// `sin x / cos x`
 pub fn tan(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
@@ -200,7 +197,6 @@ fn ramp(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value,
     scope.with_number(Binary::Max, below, 0.0)
 }
 
-/// `max(0, min(1, alpha·x + beta))`
 pub fn hard_sigmoid(scope: &mut Scope<'_>) -> Outputs {
     let (x, alpha, beta) = (scope.value(0)?, scope.float("alpha", 0.2)?, scope.float("beta", 0.5)?);
     one(ramp(scope, x, alpha, beta)?)
@@ -255,7 +251,6 @@ pub fn mish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-/// `x/(1 + |x|)`
 pub fn softsign(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let size = scope.unary(Unary::Abs, x)?;

@@ -24,11 +24,9 @@ const COPIED: u64 = 1 << 30;
 /// The name scope of one list of nodes.
 #[derive(Default)]
 pub struct Frame {
-    /// The version of the standard operator set.
     pub opset: i64,
     /// Prefix of node names, such as `block.1/`.
     pub prefix: String,
-    /// Default module path.
     pub module: String,
     /// Attributes of the function call, which nodes of the body may refer to.
     pub bindings: Option<Rc<[AttributeProto]>>,
@@ -40,7 +38,6 @@ pub struct Frame {
     pub known: HashMap<String, Known>,
     /// Function parameters omitted by the call.
     pub left_out: HashSet<String>,
-    /// Constants that already have a node, by tensor name.
     pub constants: HashMap<String, Value>,
 }
 
@@ -133,7 +130,6 @@ impl Frames {
         self.spend(1)
     }
 
-    /// Charges copied bytes of names and attributes.
     pub fn copy(&mut self, bytes: usize) -> Result<(), LowerReason> {
         self.copied = self.copied.saturating_add(bytes as u64);
         if self.copied > COPIED {
@@ -166,7 +162,6 @@ impl Frames {
     }
 }
 
-/// A copy of the node without its attributes.
 fn bare(node: &Node) -> Node {
     Node {
         name: node.name.clone(),

@@ -64,7 +64,6 @@ fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
     Ok(Tensor::from_f64(&[1, places, width], &values))
 }
 
-/// Treatment of positions outside the image.
 #[derive(Clone, Copy, PartialEq)]
 #[allow(missing_docs)]
 pub enum Padding {
@@ -248,7 +247,6 @@ fn around(
     Ok((scope.cast(index, DType::I64)?, weight))
 }
 
-/// Clamps `x` to `low … high`.
 fn kept(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let above = scope.binary(Binary::Max, x, low)?;
     scope.binary(Binary::Min, above, high)
@@ -283,7 +281,6 @@ fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<V
     scope.select(outer, far, near)
 }
 
-/// The polynomial with the coefficients of d³, d², d and 1.
 fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, LowerReason> {
     let [first, rest @ ..] = coefficients;
     let mut y = scope.with_number(Binary::Mul, d, first)?;

@@ -16,16 +16,12 @@ use crate::tensor::fact::Fact;
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
-/// The symbol for a static batch.
 const BATCH: &str = "batch";
 
-/// Errors in the declared inputs or in the requested dimensions.
 #[derive(Debug, Error, PartialEq)]
 pub enum InputError {
-    /// Not even the rank is declared.
     #[error("input `{}` has no shape", shown(name))]
     NoShape { name: String },
-    /// An element type that pipec does not support.
     #[error("input `{}` has element type {}, which is not supported", shown(name), element_name(*elem_type))]
     ElementType { name: String, elem_type: i32 },
     /// The name is reserved for an input that pipec adds.
@@ -35,12 +31,7 @@ pub enum InputError {
     Empty { name: String, axis: usize },
     /// The batch axis refers to an unknown input, or to an axis that the input does not have.
     #[error("no batch axis {axis} of `{}`: the inputs are {inputs}", shown(name))]
-    BatchAxis {
-        name: String,
-        axis: usize,
-        /// Description of the existing inputs.
-        inputs: String,
-    },
+    BatchAxis { name: String, axis: usize, inputs: String },
     /// Batch axes of different sizes.
     #[error("the batch axis of `{}` has size {found}, that of the others {expected}", shown(name))]
     BatchSize {
@@ -52,19 +43,13 @@ pub enum InputError {
     },
     /// A size was given for a dimension that the model does not have.
     #[error("the model has no open dimension `{}`; it has {open}", shown(name))]
-    UnknownDim {
-        name: String,
-        /// Description of the existing open dimensions.
-        open: String,
-    },
-    /// The size is below 1.
+    UnknownDim { name: String, open: String },
     #[error("dimension `{}` cannot be {value}", shown(name))]
     Value { name: String, value: i64 },
     #[error(transparent)]
     Dim(#[from] DimError),
 }
 
-/// The inputs of a graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Inputs {
     /// Element type and shape of each input, in order.

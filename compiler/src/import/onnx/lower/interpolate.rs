@@ -27,7 +27,6 @@ pub enum Transform {
 }
 
 impl Transform {
-    /// Parses the name in the ONNX standard.
     pub fn parse(name: &str) -> Option<Transform> {
         Some(match name {
             "half_pixel" => Transform::HalfPixel,
@@ -53,7 +52,6 @@ pub enum Rounding {
 }
 
 impl Rounding {
-    /// Parses the name in the ONNX standard.
     pub fn parse(name: &str) -> Option<Rounding> {
         Some(match name {
             "round_prefer_floor" => Rounding::PreferFloor,
@@ -105,7 +103,6 @@ impl Filter {
 pub struct Axis {
     /// Input size, at least 1.
     pub from: usize,
-    /// Result size.
     pub to: usize,
     /// Ratio of result size to input size, before rounding of the result size.
     pub scale: f64,
@@ -175,7 +172,6 @@ impl Axis {
         Ok(matrix)
     }
 
-    /// The element index at a position, clamped to the input.
     fn clamped(&self, place: f64) -> usize {
         place.clamp(0.0, (self.from - 1) as f64) as usize
     }

@@ -19,7 +19,6 @@ const STACKED: usize = 1 << 20;
 
 type Results = Result<Vec<Known>, Option<LowerReason>>;
 
-/// `Loop`: a trip count, a condition and loop-carried values.
 pub fn repeat(walk: &mut Walk<'_>, node: &Node) -> Results {
     let scope = walk.scope(node).ok_or(None)?;
     let most = scope.integers(0, "the trip count of a loop")?.and_then(|list| list.first().copied());
@@ -158,7 +157,6 @@ fn list(scope: &Scope<'_>, name: &'static str, count: usize) -> Result<Vec<i64>,
     }
 }
 
-/// The node's scope with the inputs replaced.
 fn scope_of<'s>(walk: &'s mut Walk<'_>, node: &'s Node, given: Vec<Known>) -> Result<Scope<'s>, Option<LowerReason>> {
     let mut scope = walk.scope(node).ok_or(None)?;
     scope.inputs = given.into_iter().map(Some).collect();

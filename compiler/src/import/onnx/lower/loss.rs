@@ -8,7 +8,6 @@ use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// Reduction of the per-target losses.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Reduction {
     None,

@@ -28,7 +28,6 @@ pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
     transposed(scope, x, perm).and_then(one)
 }
 
-/// `x` with its axes in the order `perm`.
 pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<Value, LowerReason> {
     if perm.iter().copied().eq(0..scope.fact(x).rank()) {
         return Ok(x);
@@ -204,7 +203,6 @@ pub fn tile(scope: &mut Scope<'_>) -> Outputs {
     scope.reshape(x, joined).and_then(one)
 }
 
-/// The upper or lower triangle; the rest is zero.
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
     let x = scope.value(0)?;

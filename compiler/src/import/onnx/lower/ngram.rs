@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 /// Maximum number of n-gram elements examined.
 const MOST: usize = 1 << 26;
 
-/// Maximum number of counts.
 const LARGEST: usize = 1 << 22;
 
 /// N-gram counts, `[columns]` or `[rows, columns]`.

@@ -17,7 +17,6 @@ pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -
     scope.broadcast(value, shape.to_vec())
 }
 
-/// LayerNorm over all axes from `axis` on.
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale) = (scope.value(0)?, scope.value(1)?);
     let fact = scope.fact(x);
@@ -77,7 +76,6 @@ pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> R
     scope.reshape(y, fact.shape)
 }
 
-/// InstanceNorm: each channel of each sample separately.
 pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale, bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
@@ -87,7 +85,6 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
 }
 
-/// GroupNorm: groups of channels of each sample.
 pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let groups = scope.int("num_groups", 0)?;
     if groups < 1 {

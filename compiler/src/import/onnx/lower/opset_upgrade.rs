@@ -116,7 +116,6 @@ fn aligned(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     stretched(scope, [small.shape, vec![Dim::Known(1); behind]].concat())
 }
 
-/// Reshapes input 1.
 fn stretched(scope: &mut Scope<'_>, shape: Vec<Dim>) -> Result<(), LowerReason> {
     let value = scope.value(1)?;
     let value = scope.reshape(value, shape)?;

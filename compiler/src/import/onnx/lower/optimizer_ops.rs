@@ -80,7 +80,6 @@ pub fn momentum(scope: &mut Scope<'_>) -> Outputs {
     Ok(in_order(made))
 }
 
-/// True after the first step.
 fn later(scope: &mut Scope<'_>, steps: Value) -> Result<Value, LowerReason> {
     let zero = scope.scalar(scope.fact(steps).dtype, 0.0)?;
     scope.compare(Compare::Less, zero, steps)

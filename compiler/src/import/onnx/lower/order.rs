@@ -24,7 +24,6 @@ pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
     Ok(outputs.into_iter().map(Known::Value).collect())
 }
 
-/// Cumulative sum or product along an axis.
 pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     let x = scope.value(0)?;
     let given = match scope.integers(1, "the axis of a running sum")?.as_deref() {

@@ -23,7 +23,6 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Parses the name in the ONNX standard.
     pub fn parse(name: &str) -> Option<Mode> {
         Some(match name {
             "reflect" => Mode::Reflect,

@@ -213,7 +213,6 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(norm.root(scope, sum)?)])
 }
 
-/// The p-norm over the spatial axes of each channel.
 pub fn global_lp_pool(scope: &mut Scope<'_>) -> Outputs {
     let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
     spatial_of(scope, x)?;

@@ -14,7 +14,6 @@ use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// Value range of a quantised element type.
 fn range(dtype: DType) -> Result<(f64, f64), LowerReason> {
     Ok(match dtype {
         DType::U8 => (0.0, 255.0),
@@ -162,7 +161,6 @@ fn listed(scope: &mut Scope<'_>, given: Value, from_back: usize) -> Result<Value
     }
 }
 
-/// Integer matrix product in `i32`.
 pub fn matmul_integer(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (centred(scope, 0, 2, 1)?, centred(scope, 1, 3, 0)?);
     let y = product(scope, a, b)?;
@@ -188,7 +186,6 @@ fn requantised(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option
     saturated(scope, y, zero, to)
 }
 
-/// Product of quantised matrices with quantised result.
 pub fn qlinear_matmul(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (centred(scope, 0, 2, 1)?, centred(scope, 3, 5, 0)?);
     let y = product(scope, a, b)?;

@@ -36,7 +36,6 @@ fn one(value: Value) -> Outputs {
     Ok(vec![Known::Value(value)])
 }
 
-/// Uniformly distributed from `low` to `high`.
 pub fn uniform(scope: &mut Scope<'_>, like: bool) -> Outputs {
     let (dtype, shape) = asked(scope, like)?;
     let range = [scope.float("low", 0.0)?, scope.float("high", 1.0)?];

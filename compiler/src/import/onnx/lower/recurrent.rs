@@ -37,7 +37,6 @@ struct Piece {
     end: i64,
 }
 
-/// Number of rows of a value, if known.
 fn rows(fact: &Fact, lead: usize) -> Option<i64> {
     fact.shape.get(..lead)?.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?))
 }
@@ -99,7 +98,6 @@ fn take(pieces: &[Piece], begin: i64, end: i64) -> Option<Vec<Piece>> {
     (0 <= begin && begin <= end && end <= at).then_some(taken)
 }
 
-/// Merges adjacent pieces.
 fn joined(pieces: Vec<Piece>) -> Vec<Piece> {
     let mut list: Vec<Piece> = Vec::new();
     for piece in pieces {
@@ -174,11 +172,9 @@ pub struct Layer {
     batch_first: bool,
     /// Per direction, true if it runs backward in time.
     pub reversed: Vec<bool>,
-    /// The hidden size.
     pub hidden: i64,
     /// Sequence lengths, if they differ from the input's number of steps.
     pub lengths: Option<Lengths>,
-    /// Activation functions of each direction.
     pub functions: Vec<Vec<Function>>,
     /// Clipping threshold for the activation inputs.
     pub clip: Option<f64>,
@@ -292,7 +288,6 @@ fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, Lowe
     scope.add(Op::Transpose(crate::op::Transpose { perm: perm.to_vec() }), &[x])
 }
 
-/// Weights of all directions of a layer.
 struct Weights {
     w: Stack,
     r: Stack,

@@ -93,7 +93,6 @@ fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
     Ok(Method::Weighted(Filter { cubic, antialias, exclude_outside }))
 }
 
-/// The axes that change.
 fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
     let listed = match scope.ints("axes")? {
@@ -130,7 +129,6 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, L
     Ok(axes)
 }
 
-/// The requested size of an axis.
 enum Asked {
     /// The size, and the scale if it does not follow from the size.
     Size(Dim, Option<f64>),

@@ -73,7 +73,6 @@ fn sequence(items: Vec<Known>) -> Outputs {
     }
 }
 
-/// The elements of the sequence in input 0.
 fn items(scope: &Scope<'_>) -> Result<Vec<Known>, LowerReason> {
     match scope.known(0)? {
         Known::Sequence(items) => Ok(items.clone()),
@@ -131,7 +130,6 @@ pub fn length(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_i64(&[], &[count]))])
 }
 
-/// Concatenates or stacks all tensors of a sequence.
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let items = items(scope)?;
     let mut values = items.iter().map(|item| scope.made(item)).collect::<Result<Vec<_>, _>>()?;
@@ -156,7 +154,6 @@ pub fn element(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![scope.known(0)?.clone()])
 }
 
-/// True if the input is given.
 pub fn has_element(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_bool(&[], &[scope.has(0)]))])
 }

@@ -38,7 +38,6 @@ fn required<T>(given: Option<T>, slot: usize) -> Result<T, LowerReason> {
 /// A discrete Fourier transform along one axis.
 #[derive(Clone, Copy)]
 struct Transform {
-    /// Number of points.
     length: usize,
     inverse: bool,
     /// True to omit the redundant frequencies above the Nyquist frequency.

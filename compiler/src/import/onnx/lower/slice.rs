@@ -84,7 +84,6 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// Splits along an axis into given or equal sizes.
 pub fn split(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let at = axis(scope.int("axis", 0)?, dims.len())?;
@@ -104,7 +103,6 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
     Ok(parts(scope, at, sizes)?.into_iter().map(Known::Value).collect())
 }
 
-/// Splits input 0 into these sizes along an axis.
 pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Value>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;

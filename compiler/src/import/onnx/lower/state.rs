@@ -12,7 +12,6 @@ use crate::tensor::dim::Dim;
 /// Maximum number of steps of a linear attention, which is unrolled.
 const STEPS: i64 = 256;
 
-/// State update rule of a linear attention.
 struct Rule {
     /// The state decays by a given factor.
     gated: bool,

@@ -14,9 +14,7 @@ pub struct Unsupported(pub Vec<Missing>);
 pub struct Missing {
     /// Qualified with the domain, except for the standard domain.
     pub operator: String,
-    /// Number of nodes.
     pub count: usize,
-    /// The first such node.
     pub node: String,
     /// The module of that node; may be empty.
     pub module: String,

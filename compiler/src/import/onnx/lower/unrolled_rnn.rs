@@ -23,7 +23,6 @@ fn block(scope: &mut Scope<'_>, x: Value, axis: usize, at: i64, hidden: i64) -> 
     part(scope, x, axis, Dim::Known(at * hidden), Dim::Known((at + 1) * hidden))
 }
 
-/// One direction of an unrolled layer.
 struct Run<'a> {
     layer: &'a Layer,
     direction: usize,

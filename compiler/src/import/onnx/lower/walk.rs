@@ -28,17 +28,14 @@ const LISTED: usize = 20;
 /// Supported versions of the standard operator set. Newer versions are read with a warning.
 const OPSETS: std::ops::RangeInclusive<i64> = 1..=28;
 
-/// The result of lowering a model.
 #[derive(Debug)]
 pub struct Lowered {
     /// Dead nodes are removed and the nodes renumbered.
     pub graph: Graph,
-    /// The initial values of parameters and states.
     pub weights: Vec<Weight>,
     pub warnings: Vec<String>,
 }
 
-/// Reasons why a model cannot be lowered.
 #[derive(Debug, Error)]
 pub enum LowerError {
     #[error("{0}")]
@@ -67,7 +64,6 @@ impl From<AddError> for LowerError {
 #[derive(Debug)]
 pub struct Faults(pub Vec<Fault>);
 
-/// A node that cannot be lowered.
 #[derive(Debug, Error)]
 #[error("node `{}` ({}){}: {reason}", shown(node), shown(operator), self.place())]
 pub struct Fault {
@@ -100,7 +96,6 @@ impl fmt::Display for Faults {
     }
 }
 
-/// Checks that all operators are supported.
 pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
     match model.opset("") {
         Some(found) if found < *OPSETS.start() => Err(LowerError::Opset { found }),
@@ -160,12 +155,10 @@ fn fits(fact: &Fact, tensor: &Tensor) -> bool {
 /// Domain, name and overload of a function.
 type Callee = (String, String, String);
 
-/// State of the lowering of a model.
 pub struct Walk<'a> {
     functions: HashMap<Callee, &'a Function>,
     frozen: &'a Frozen,
     graph: Graph,
-    /// Tensors in scope.
     pub frames: Frames,
     pub ledger: ImportedWeights,
     pub faults: Vec<Fault>,
@@ -193,7 +186,6 @@ impl Walk<'_> {
         Ok(whole)
     }
 
-    /// Runs `work` in a nested frame.
     pub fn within<T>(
         &mut self,
         frame: Frame,
@@ -301,7 +293,6 @@ impl Walk<'_> {
         known
     }
 
-    /// Records the outputs of a node by name.
     fn name(&mut self, node: &Node, outputs: Vec<Known>) {
         let mut outputs = outputs.into_iter();
         for name in &node.outputs {
@@ -368,7 +359,6 @@ impl Walk<'_> {
     }
 }
 
-/// The weights that a graph reads.
 pub fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     let name = |id: NodeId| match &graph.node(id).op {
         Op::Parameter(o) => Some(o.name.as_str()),

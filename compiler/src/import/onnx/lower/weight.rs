@@ -157,7 +157,6 @@ fn merged(source: &Source) -> bool {
     source.dims.len() >= 2 && elements.is_none_or(|n| n >= MERGED as i64)
 }
 
-/// The warning for parameters with generated names.
 pub fn warning<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
     let names: Vec<&str> = names.filter(|name| made_up(name)).collect();
     let first = names.first()?;

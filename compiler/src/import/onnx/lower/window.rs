@@ -46,7 +46,6 @@ fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usi
     Ok((reach + 1).saturating_sub(size))
 }
 
-/// Spatial dims of an input `[N, C, D…]`.
 pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, LowerReason> {
     let fact = scope.fact(x);
     match fact.shape.get(2..) {
