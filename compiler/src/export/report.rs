@@ -1,9 +1,9 @@
 //! The HTML report about one plan: stages, schedule, memory and alternatives.
 //!
 //! [`Report`] is the content as data. `page` renders it as one self-contained HTML file. Each picture, with the table
-//! of its data, has a file: `graph` the stages, `gantt` the simulated schedule, `memory` the device memory, `over_time`
-//! memory over time, `costs` the ops and cuts, `measured` a training run against the prediction. `play` and `moves`
-//! compute what the plan does not contain.
+//! of its data, has a file: `graph` for the stages, `gantt` for the simulated schedule, `memory` and `over_time` for
+//! device memory. `costs` lists ops and cuts, `measured` compares a training run with the prediction. `play` and
+//! `moves` compute what the plan does not contain.
 
 pub mod alternatives;
 pub mod costs;
@@ -100,9 +100,9 @@ pub struct Answer {
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeasuredStage {
     pub stage: u32,
-    /// Microseconds of the forward pass of one item.
+    /// Microseconds of the forward pass of one micro-batch.
     pub fwd_us: f64,
-    /// Microseconds of the backward pass of one item.
+    /// Microseconds of the backward pass of one micro-batch.
     pub bwd_us: f64,
     /// Peak memory.
     pub held_bytes: u64,

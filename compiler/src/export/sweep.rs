@@ -90,7 +90,7 @@ impl Figures {
         let item = schedule.micro_batch.max(1) as f64;
         let minibatch = item * f64::from(schedule.microbatches.max(1));
         // In a ring all-reduce of r replicas each sends (r - 1) / r of the weights twice: under 1F1B-RR after every r
-        // items, else once per minibatch.
+        // micro-batches, else once per minibatch.
         let reduced = |replicas: u32, bytes: u64| {
             let samples = if is_round_robin { item * f64::from(replicas) } else { minibatch };
             if trains { 2.0 * f64::from(replicas.saturating_sub(1)) * bytes as f64 / samples } else { 0.0 }
@@ -98,7 +98,7 @@ impl Figures {
         let ways = if trains { 2.0 } else { 1.0 };
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
         let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.all_weights())).sum();
-        // The baseline is the time of a minibatch, or of an item if there is no flush.
+        // The baseline is the time of a minibatch, or of a micro-batch if there is no flush.
         let of_items = plan.cost != CostModel::Pipec || schedule.kind == ScheduleKind::Inference;
         let samples = if of_items { item } else { minibatch };
         let single = plan.baselines.single;

@@ -1,12 +1,12 @@
 //! Makes the batch of a static export symbolic. If an op requires two sizes to agree and one of them is the batch
-//! symbol, the other is the batch too, and its producers are rebuilt with the symbolic size.
+//! symbol, the other is the batch too. Its producers are then rebuilt with the symbolic size.
 //!
-//! A static export contains the number 4 in many places, for a batch of 4 or for 4 heads, so equal numbers are no
-//! evidence; use is. If `[batch, 64, 768]` is added to `[4, 64, 768]`, that 4 must be the batch. [`agree`] checks the
-//! inputs of each op before it is added. `carry` follows the size back through elementwise ops, data movement and
-//! lookups. It ends at a broadcast or iota of constant size, at a constant with equal values for all samples, or at
-//! another model input, which then has the batch axis as well. If it ends at a parameter, or at values that differ
-//! between samples, the batch cannot be symbolic, and the error names that node.
+//! In a static export, a 4 may be the batch or the number of heads. Equal numbers are no evidence; use is. If
+//! `[batch, 64, 768]` is added to `[4, 64, 768]`, that 4 must be the batch. [`agree`] checks the inputs of each op
+//! before it is added. `carry` follows the size back through elementwise ops, data movement and lookups. It ends at a
+//! broadcast or iota of constant size, or at a constant with equal values for all samples. It may also end at another
+//! model input, which then has the batch axis as well. If it ends at a parameter, or at values that differ between
+//! samples, the batch cannot be symbolic, and the error names that node.
 
 use crate::graph::Graph;
 use crate::import::batch_in_axis::{place, within};

@@ -13,7 +13,7 @@ use crate::schedule::{Instruction, MicrobatchId, Payload};
 use crate::simulate::{Activity, Span, Timeline, Track};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Maximum number of workers drawn; with more, only the first replica of each stage is drawn.
+/// Maximum number of workers drawn; with more, only the first replica of each rank is drawn.
 const MOST_WORKERS: usize = 64;
 const MOST_ROWS: usize = 128;
 /// Approximate maximum number of rectangles.

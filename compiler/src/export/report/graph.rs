@@ -89,7 +89,7 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
     picture.text("small quiet figure", Anchor::Start, [inside, y + 109.0], &format!("load {:.0} %", share * 100.0));
 }
 
-/// Time of a stage per item, with items distributed round-robin over the replicas.
+/// Time of a stage per micro-batch, with micro-batches distributed round-robin over the replicas.
 fn load(stage: &Stage) -> f64 {
     (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1))
 }

@@ -1,4 +1,4 @@
-//! Worker memory over time: weight versions, gradients and activations of items in flight.
+//! Worker memory over time: weight versions, gradients and activations of in-flight micro-batches.
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::quantity;
@@ -19,7 +19,7 @@ const RIGHT: f64 = 96.0;
 const TALL: [f64; 2] = [40.0, 15.0];
 const PITCH: [f64; 2] = [52.0, 19.0];
 
-/// The first replica of each stage.
+/// The first replica of each rank.
 fn workers(played: &Played) -> Vec<usize> {
     let workers = &played.timeline.workers;
     let first = (0..workers.len()).filter(|&worker| workers[worker].name.ends_with(".0"));

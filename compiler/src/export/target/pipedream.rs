@@ -1,5 +1,6 @@
-//! Input files of PipeDream's tools (<https://github.com/msr-fiddle/pipedream>): the profile `graph.txt` with ` --
-//! stage_id=K` at each node, as its optimizer writes it for the model generator, and the runtime's `conf.json`.
+//! Input files of PipeDream's tools (<https://github.com/msr-fiddle/pipedream>). The profile `graph.txt` has
+//! ` -- stage_id=K` at each node, as its optimizer writes it for the model generator. The runtime's configuration is
+//! `conf.json`.
 //!
 //! ```text
 //! {"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1, 2], "1": [3]}}

@@ -45,8 +45,8 @@ pub enum SizeError {
 
 /// Number of elements of a tensor of shape `dims`.
 ///
-/// With a zero dimension the result is zero, but the product of the other dimensions must still not overflow, because
-/// strides are computed from it later.
+/// With a zero dimension the result is zero. The product of the other dimensions must not overflow, because strides are
+/// computed from it later.
 pub fn elements(dims: &[i64]) -> Result<u64, SizeError> {
     let overflow = || SizeError::Overflow { dims: dims.iter().take(8).copied().collect() };
     let mut product: i64 = 1;

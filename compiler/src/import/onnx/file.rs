@@ -31,7 +31,7 @@ pub fn map_file(file: &File) -> io::Result<Bytes> {
         return Ok(Bytes::new());
     }
     // SAFETY: the map is private and read-only, and `Bytes` hands out shared slices only while it is alive. Another
-    // process may still modify or truncate the file, which changes weights or ends this process with SIGBUS, as in any
+    // process may still modify or truncate the file. That changes weights or ends this process with SIGBUS, as in any
     // program that maps its models. All size checks use the length of the map, so no slice exceeds it.
     let map = unsafe { Mmap::map(file)? };
     Ok(Bytes::from_owner(map))

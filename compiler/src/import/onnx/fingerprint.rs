@@ -1,8 +1,8 @@
 //! The fingerprint of a model: a hash of the graph, independent of its weight values.
 //!
-//! It is the SHA-256 of the re-encoded `ModelProto`, fields in the order of their numbers, with the values of the main
-//! graph's initializers cleared (`raw_data` and every `…_data` value field). Names, types, dims, `external_data` and
-//! `data_location` of the initializers are included, as are tensors in attributes. Unknown protobuf fields are not.
+//! It is the SHA-256 of the re-encoded `ModelProto`, with fields in the order of their numbers. The values of the main
+//! graph's initializers are cleared (`raw_data` and every `…_data` value field). Names, types, dims, `external_data`
+//! and `data_location` of the initializers are included, as are tensors in attributes. Unknown protobuf fields are not.
 //!
 //! Training therefore does not change the fingerprint, and a plan can identify its model.
 

@@ -16,7 +16,7 @@ const DROPOUT_SAYS: i64 = 12;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrainModeError {
-    /// The layers to train were folded or removed by the exporter.
+    /// BatchNorm was folded into other layers.
     #[error("training mode cannot be brought back: {0}; {remedy}", remedy = .0.remedy())]
     Folded(TrainingWarning),
     /// A `torch.export` program, whose operators state their mode themselves.

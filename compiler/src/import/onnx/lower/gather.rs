@@ -1,5 +1,5 @@
-//! `GatherElements` and `GatherND`, lowered to one gather from the flattened tensor with the flat index `Σ index_i ·
-//! stride_i`.
+//! `GatherElements` and `GatherND`, lowered to one gather from the flattened tensor with the flat index
+//! `Σ index_i·stride_i`.
 
 use super::attribute::axis;
 use super::{Known, LowerReason, Outputs, Scope};

@@ -180,8 +180,8 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, LowerReason> {
     Ok(Reading { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
 }
 
-/// The neighbour indices along one axis, and their weights unless nearest, both `[N, P, K]`, from coordinates `[N, P,
-/// 1]`.
+/// The neighbour indices along one axis, and their weights unless nearest, both `[N, P, K]`; from coordinates
+/// `[N, P, 1]`.
 fn around(
     scope: &mut impl Build,
     grid: Value,

@@ -1,8 +1,8 @@
 //! Source positions and interpolation weights for one resized axis.
 //!
 //! Interpolation is separable, so one axis is handled at a time. Element `i` of the result is a weighted sum of the
-//! input elements around [`Axis::origin`]. A resize is therefore a gather (nearest) or a product with a matrix `[to,
-//! from]` (linear, cubic) per axis.
+//! input elements around [`Axis::origin`]. Per axis, a resize is therefore a gather (nearest) or a product with a
+//! matrix `[to, from]` (linear, cubic).
 
 use crate::import::lower_error::LowerReason;
 
