@@ -1,207 +1,150 @@
-//! What can be wrong with an exported program. Every text here is safe to print.
+//! Errors of exported programs. Every message is safe to print.
 
 use crate::import::onnx::name::shown;
 use thiserror::Error;
 
-/// How to write a file that pipec reads.
+/// Shows the user how to export a file.
 pub const EXPORT: &str = "a file for pipec comes from
     import torch
     program = torch.export.export(model.train(), (x,))
     torch.export.save(program, \"model.pt2\")";
 
-/// Why an archive is not a program that pipec reads.
+/// An archive that pipec cannot read as a program.
 #[derive(Debug, Error)]
 pub enum FxError {
-    /// The zip archive has no end.
+    /// The zip archive is truncated.
     #[error(
         "the file ends early, after {bytes} bytes: it begins as a zip archive, and the directory is missing with which such a file ends"
     )]
     Ends {
-        /// Bytes of the file.
+        /// Length of the file.
         bytes: usize,
     },
-    /// The zip archive is broken.
     #[error("not a valid zip archive: {0}")]
     Zip(String),
-    /// Two entries of one name: readers would differ in which they take.
+    /// Two entries have one name; zip readers differ in which one they take.
     #[error("duplicate entry `{}` in the zip archive", shown(entry))]
-    Duplicate {
-        /// Its name.
-        entry: String,
-    },
-    /// A compressed or encrypted entry.
+    Duplicate { entry: String },
     #[error("entry `{}` of the zip archive is compressed; torch.export.save stores entries as they are", shown(entry))]
-    Compressed {
-        /// Its name.
-        entry: String,
-    },
-    /// An entry that would reach beyond the file.
+    Compressed { entry: String },
+    /// The entry extends past the end of the file.
     #[error("entry `{}` of the zip archive has a declared size of {size} bytes that is not in the file", shown(entry))]
-    EntrySize {
-        /// Its name.
-        entry: String,
-        /// The declared size in bytes.
-        size: u64,
-    },
-    /// A zip archive of another kind.
+    EntrySize { entry: String, size: u64 },
+    /// A zip archive without a program.
     #[error("a zip archive without an exported program (a torch.save checkpoint holds no graph); {EXPORT}")]
     NoProgram,
-    /// Weights of torch 2.6 or 2.7 whose table of contents cannot be read.
+    /// The pickled table of contents of torch 2.6 or 2.7 cannot be read.
     #[error("entry `{}`: {reason}", shown(entry))]
-    Table {
-        /// The entry.
-        entry: String,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A node that runs a graph which its arguments do not fit.
+    Table { entry: String, reason: String },
+    /// The arguments of a higher-order node do not match its subgraph.
     #[error("node `{}`: its arguments do not match the inputs of the graph that it runs", shown(node))]
-    Region {
-        /// The node.
-        node: String,
-    },
-    /// Machine code in place of a graph.
+    Region { node: String },
+    /// Compiled code instead of a graph.
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
     Compiled,
-    /// Several programs.
+    /// More than one program.
     #[error("the archive holds {count} programs, expected one: {names}")]
-    Several {
-        /// How many.
-        count: usize,
-        /// Their names.
-        names: String,
-    },
-    /// A big-endian file.
+    Several { count: usize, names: String },
+    /// The file is not little-endian.
     #[error("the weights are in byte order `{}`, expected `little`", shown(found))]
     ByteOrder {
-        /// What the file says.
+        /// The file's byte order, possibly truncated.
         found: String,
     },
-    /// A document that is not what it should be.
+    /// The JSON does not match the schema.
     #[error("entry `{}` is not the JSON it should be, at `{}`: {}", shown(entry), shown(at), shown(reason))]
     Json {
-        /// Which entry.
         entry: String,
-        /// The path within it.
+        /// Path within the document.
         at: String,
-        /// What the reader met.
         reason: String,
     },
-    /// A version of the schema that is not known.
+    /// Unsupported schema version.
     #[error("schema version {found} of the exported program is not supported, {known} is")]
     Schema {
         /// The file's major version.
         found: i64,
-        /// The known one.
+        /// The supported major version.
         known: i64,
     },
-    /// A weight that cannot be.
     #[error("weight `{}`: {reason}", shown(name))]
     Weight {
         /// Its name in the module.
         name: String,
-        /// What is wrong.
         reason: WeightError,
     },
-    /// An input that cannot be.
     #[error("input `{}`: {}", shown(name), shown(reason))]
-    Input {
-        /// Its name.
-        name: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// A size that is no arithmetic of symbols and numbers.
+    Input { name: String, reason: String },
+    /// A size is not an arithmetic expression of symbols and numbers.
     #[error("`{}` has a symbolic size whose expression is not understood: {reason}", shown(tensor))]
-    Expression {
-        /// The tensor.
-        tensor: String,
-        /// What is wrong.
-        reason: ExpressionError,
-    },
-    /// A node reads what nobody makes.
+    Expression { tensor: String, reason: ExpressionError },
+    /// A node reads an undefined value.
     #[error("node `{}` reads `{}`, which nothing makes", shown(node), shown(name))]
-    Unknown {
-        /// The node.
-        node: String,
-        /// What it reads.
-        name: String,
-    },
-    /// A value made twice.
+    Unknown { node: String, name: String },
+    /// A value is defined twice.
     #[error("duplicate value `{}`: it is made twice, the second time by node `{}`", shown(name), shown(node))]
     MadeTwice {
-        /// The node.
+        /// The second definition.
         node: String,
-        /// The value.
         name: String,
     },
-    /// The signature names a tensor without facts.
+    /// The signature names a tensor without metadata.
     #[error("`{}` is in the signature, but the graph says nothing of its type", shown(name))]
-    NoFacts {
-        /// Its name.
-        name: String,
-    },
+    NoFacts { name: String },
 }
 
-/// What is wrong with a weight.
+/// An invalid weight.
 #[derive(Debug, Error)]
 pub enum WeightError {
-    /// It is not listed.
+    /// The archive does not list it.
     #[error("the archive does not list it")]
     Unlisted,
-    /// It was pickled.
     #[error("it is stored as a pickle, and pipec never opens pickles; is it a tensor subclass?")]
     Pickle,
-    /// An element type that pipec does not compute with.
+    /// Unsupported element type.
     #[error("element type code {0} is not supported")]
     ElementType(i64),
     /// A layout other than strided.
     #[error("layout code {0} (sparse?) is not supported")]
     Layout(i64),
-    /// Sizes, strides or offset that are no numbers.
+    /// Sizes, strides or offset are symbolic or negative, or their counts differ.
     #[error("its sizes and strides are not plain numbers of at least 0, as many strides as sizes")]
     Geometry,
-    /// More bytes than there are.
+    /// The storage is too short.
     #[error("its sizes and strides need {need} bytes, the file has {have}")]
     Bytes {
-        /// Needed, saturating.
+        /// Bytes needed, saturating.
         need: u64,
-        /// There.
+        /// Bytes available.
         have: usize,
     },
-    /// Larger than what may be copied.
+    /// Stride-0 expansion exceeds the copy limit.
     #[error("it repeats few bytes as a tensor of {0} bytes, which is too large")]
     Repeats(u64),
-    /// It overlaps another parameter.
+    /// It overlaps another parameter's storage.
     #[error("it overlaps `{0}` in memory under another shape or other strides: they cannot be trained as one tensor")]
     Overlaps(String),
-    /// The graph and the list of weights disagree.
+    /// The graph and the weight list disagree on type or shape.
     #[error("the graph says {graph}, the list of weights {list}")]
-    Disagree {
-        /// One.
-        graph: String,
-        /// Other.
-        list: String,
-    },
+    Disagree { graph: String, list: String },
 }
 
 impl FxError {
-    /// Whether the message ends in the lines that write a file that pipec reads.
+    /// Tests whether the message includes [`EXPORT`].
     pub fn shows_export(&self) -> bool {
         matches!(self, FxError::NoProgram | FxError::Compiled)
     }
 }
 
-/// Why text is no symbolic size.
+/// Text that is not a symbolic size.
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum ExpressionError {
-    /// Not in the grammar.
     #[error("`{}` is not a sum, product or quotient of symbols and numbers", shown(.0))]
     Syntax(String),
-    /// Nested too deep.
+    /// The nesting limit.
     #[error("it nests more than {0} deep")]
     Depth(usize),
-    /// No exact answer.
+    /// The expression has no exact integer form.
     #[error(transparent)]
     Dim(#[from] crate::tensor::dim::DimError),
 }
