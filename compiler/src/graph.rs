@@ -33,7 +33,6 @@ pub struct Origin {
     pub module: String,
 }
 
-/// An op with its facts and origin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
     /// Unique; used in the text form.
@@ -51,14 +50,12 @@ impl Node {
     }
 }
 
-/// A tensor from output `output` of one node to input `input` of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Edge {
     output: u32,
     input: u32,
 }
 
-/// An output of the graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     /// Name in the source model and in result files.
@@ -76,7 +73,6 @@ pub struct MovingAverage {
     pub keep: f64,
 }
 
-/// An op that does not accept its inputs.
 #[derive(Debug, Error, PartialEq)]
 #[error("{op}: {fault}")]
 pub struct AddError {
@@ -84,14 +80,10 @@ pub struct AddError {
     pub fault: FactError,
 }
 
-/// A directed acyclic graph of core ops.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
-    /// Name of the model.
     pub name: String,
-    /// In order.
     pub outputs: Vec<Output>,
-    /// Updates of states.
     pub averages: Vec<MovingAverage>,
     dag: StableDiGraph<Node, Edge>,
 }
@@ -152,12 +144,10 @@ impl Graph {
         &mut self.dag[index(node)]
     }
 
-    /// Element type and shape of a value.
     pub fn fact(&self, value: Value) -> &Fact {
         &self.node(value.node).facts[value.output as usize]
     }
 
-    /// The inputs of a node, in order.
     pub fn inputs(&self, node: NodeId) -> Vec<Value> {
         let mut edges: Vec<(u32, Value)> = self
             .dag
@@ -212,7 +202,6 @@ impl Graph {
         }
     }
 
-    /// Replaces one input of a node.
     pub fn set_input(&mut self, node: NodeId, slot: u32, new: Value) {
         let edge = self
             .dag

@@ -183,53 +183,32 @@ pub struct Uniform {
     pub stream: u64,
 }
 
-/// Elementwise `y = f(x)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unary {
-    /// `-x`
     Neg,
-    /// `|x|`
     Abs,
     /// -1, 0 or 1.
     Sign,
-    /// `e^x`
     Exp,
-    /// Natural logarithm.
     Log,
-    /// `√x`
     Sqrt,
-    /// `1/√x`
     Rsqrt,
-    /// `1/x`
     Reciprocal,
-    /// `sin x`
     Sin,
-    /// `cos x`
     Cos,
-    /// `arcsin x`
     Asin,
-    /// `arccos x`
     Acos,
-    /// `arctan x`
     Atan,
-    /// `sinh x`
     Sinh,
-    /// `cosh x`
     Cosh,
-    /// `tanh x`
     Tanh,
-    /// `arsinh x`
     Asinh,
-    /// `arcosh x`
     Acosh,
-    /// `artanh x`
     Atanh,
-    /// `1/(1+e^-x)`
     Sigmoid,
     /// `max(x, 0)`; the gradient at 0 is 0.
     Relu,
-    /// Gauss error function.
     Erf,
     /// `x·Φ(x)` with the exact normal distribution.
     Gelu,
@@ -237,11 +216,8 @@ pub enum Unary {
     GeluTanh,
     /// `x·sigmoid(x)`
     Silu,
-    /// `log(1+e^x)`
     Softplus,
-    /// Rounds down.
     Floor,
-    /// Rounds up.
     Ceil,
     /// Rounds to nearest, ties to even.
     Round,
@@ -253,15 +229,11 @@ pub enum Unary {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Binary {
-    /// `a + b`
     Add,
-    /// `a - b`
     Sub,
-    /// `a · b`
     Mul,
     /// `a / b`; integers truncate toward zero, and division by zero is 0.
     Div,
-    /// `a^b`
     Pow,
     /// Maximum; NaN propagates; the gradient goes to `a` on a tie.
     Max,
@@ -286,11 +258,8 @@ pub enum Binary {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Compare {
-    /// `a == b`
     Equal,
-    /// `a < b`
     Less,
-    /// `a <= b`
     LessEqual,
 }
 
@@ -320,7 +289,6 @@ pub struct Reduce {
     pub keep: bool,
 }
 
-/// The reduction operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceKind {
@@ -387,7 +355,6 @@ pub struct MatMul {
 /// or transposed `[G, N, K]`, and the end of each group's rows (`i64[G]`). Output: `[S, N]`; see [`grouped_matmul`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupedMatMul {
-    /// The matrices are stored transposed.
     pub transpose: bool,
 }
 
@@ -431,15 +398,12 @@ pub struct GruGrad {
     pub reset_after: bool,
 }
 
-/// Activation function of a plain recurrent layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
-    /// `tanh x`
     Tanh,
     /// `max(x, 0)`; the gradient at 0 is 0.
     Relu,
-    /// `1/(1+e^-x)`
     Sigmoid,
 }
 
@@ -464,9 +428,7 @@ pub struct RnnGrad {
 pub struct Window {
     /// At least 1.
     pub strides: Vec<usize>,
-    /// Zero padding before the data.
     pub pads_begin: Vec<usize>,
-    /// Zero padding after the data.
     pub pads_end: Vec<usize>,
     /// At least 1.
     pub dilations: Vec<usize>,
@@ -482,7 +444,6 @@ pub struct Conv {
 /// Input gradient of [`Conv`], also transposed convolution. Inputs: `dy [N, O, E…]`, `w`. Output: `[N, C, D…]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ConvInputGrad {
-    /// The forward window.
     pub window: Window,
     pub groups: usize,
     /// `D…`, the spatial sizes of `x`.
@@ -492,7 +453,6 @@ pub struct ConvInputGrad {
 /// Weight gradient of [`Conv`]. Inputs: `dy [N, O, E…]`, `x [N, C, D…]`. Output: `[O, C/groups, K…]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ConvWeightGrad {
-    /// The forward window.
     pub window: Window,
     pub groups: usize,
     /// `K…`, the spatial sizes of `w`.
@@ -531,7 +491,6 @@ pub struct AvgPool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AvgPoolGrad {
     pub forward: AvgPool,
-    /// `D…`, the spatial sizes of `x`.
     pub spatial: Vec<Dim>,
 }
 
@@ -567,11 +526,8 @@ pub struct Slice {
 /// negative.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pad {
-    /// Elements added before the first, per axis.
     pub low: Vec<Dim>,
-    /// Elements added after the last, per axis.
     pub high: Vec<Dim>,
-    /// Elements added between neighbours, per axis.
     pub interior: Vec<usize>,
     #[serde(with = "pad::any_float")]
     pub value: f64,
@@ -602,7 +558,6 @@ pub struct Gather {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScatterAdd {
     pub axis: usize,
-    /// Size of the axis.
     pub size: Dim,
 }
 
@@ -618,7 +573,6 @@ pub struct BatchGather {
 /// the slices per index, added in index order; zero elsewhere.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BatchScatterAdd {
-    /// Number of leading batch axes.
     pub batch: usize,
     /// Size of the indexed axis, which follows the batch axes.
     pub size: Dim,
@@ -667,7 +621,6 @@ pub struct LogSoftmax {
 /// the shape of the normalised axes). Outputs: y; mean and 1/√(variance + epsilon), with size 1 on the normalised axes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerNorm {
-    /// The first normalised axis.
     pub axis: usize,
     /// Added to the biased variance.
     pub epsilon: f64,
@@ -676,7 +629,6 @@ pub struct LayerNorm {
 /// Gradient of [`LayerNorm`]. Inputs: dy, x, scale, mean, rstd. Outputs: dx, dscale, dbias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerNormGrad {
-    /// The first normalised axis.
     pub axis: usize,
 }
 
@@ -707,7 +659,6 @@ pub struct Dropout {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CrossEntropy {
     pub axis: usize,
-    /// The ignored target value, as PyTorch's `ignore_index`.
     pub ignore: Option<i64>,
 }
 
@@ -723,7 +674,6 @@ pub struct CrossEntropyGrad {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllReduce {
     pub kind: ReduceKind,
-    /// Size of the tensor-parallel group.
     pub devices: usize,
 }
 
@@ -732,7 +682,6 @@ pub struct AllReduce {
 pub struct ReduceScatter {
     /// Sharding of the full tensor before the op.
     pub cut: SplitDim,
-    /// Size of the tensor-parallel group.
     pub devices: usize,
 }
 
@@ -741,18 +690,14 @@ pub struct ReduceScatter {
 pub struct AllGather {
     /// Sharding of the full tensor before the op.
     pub cut: SplitDim,
-    /// Size of the tensor-parallel group.
     pub devices: usize,
 }
 
 /// All-to-all: from one sharding to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllToAll {
-    /// Sharding of the full tensor before the op.
     pub from: SplitDim,
-    /// Sharding afterwards.
     pub to: SplitDim,
-    /// Size of the tensor-parallel group.
     pub devices: usize,
 }
 
@@ -760,7 +705,6 @@ pub struct AllToAll {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
     pub cut: SplitDim,
-    /// Size of the tensor-parallel group.
     pub devices: usize,
 }
 
@@ -768,7 +712,6 @@ pub struct Shard {
 /// rank in the group (`i64`, one value).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DropoutPart {
-    /// The dropout of the full tensor.
     pub whole: Dropout,
     /// Number of contiguous elements per run of a shard.
     pub run: usize,

@@ -11,7 +11,6 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Element type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -49,7 +48,6 @@ impl DType {
         DType::Bool,
     ];
 
-    /// Bytes per element.
     pub fn size(self) -> usize {
         match self {
             DType::F64 | DType::I64 | DType::U64 => 8,
@@ -100,7 +98,6 @@ impl std::fmt::Display for DType {
     }
 }
 
-/// Bytes that are not a valid tensor.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TensorError {
     /// The byte count is not elements × element size.
@@ -119,7 +116,6 @@ pub struct Tensor {
     bytes: Bytes,
 }
 
-/// Number of elements of a shape; `None` on overflow.
 pub fn element_count(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, &d| product.checked_mul(d))
 }
@@ -217,7 +213,6 @@ impl Tensor {
         Tensor::new(self.dtype, shape, self.bytes.clone())
     }
 
-    /// Converts to another element type.
     pub fn cast(&self, dtype: DType) -> Tensor {
         if dtype == self.dtype {
             return self.clone();

@@ -36,7 +36,6 @@ use std::collections::{BTreeSet, HashMap};
 /// Required sharding of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// Replicated.
     Whole,
     /// The sharding of this parameter.
     Like(NodeId),
@@ -53,12 +52,10 @@ pub struct SpmdTask {
     pub whole: BTreeSet<NodeId>,
 }
 
-/// A sharding decision for a graph.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
     /// The strategy of every op with inputs.
     pub strategies: HashMap<NodeId, Strategy>,
-    /// The sharding of each parameter.
     pub parameters: HashMap<NodeId, Sharding>,
     /// The second sharding in which a value is kept, in addition to the one it is made in.
     pub kept: HashMap<Value, Sharding>,

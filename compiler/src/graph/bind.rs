@@ -7,7 +7,6 @@ use crate::tensor::dim::{Bindings, DimError};
 use crate::tensor::fact::Fact;
 use thiserror::Error;
 
-/// A binding that does not fit the graph.
 #[derive(Debug, Error, PartialEq)]
 pub enum BindError {
     /// Shape arithmetic in an op's attributes fails.

@@ -8,7 +8,6 @@ use crate::tensor::{Tensor, element_count};
 use std::collections::{BTreeMap, HashMap};
 use thiserror::Error;
 
-/// A graph that cannot be evaluated.
 #[derive(Debug, Error, PartialEq)]
 pub enum EvaluateError {
     /// An input, parameter or state has no value.
@@ -20,7 +19,6 @@ pub enum EvaluateError {
     /// A shape is symbolic or too large.
     #[error("the shape of `{name}` is not known or too large: {fact}")]
     Shape { name: String, fact: String },
-    /// A kernel failed.
     #[error("`{name}`: {fault}")]
     Kernel { name: String, fault: KernelError },
 }
@@ -65,7 +63,6 @@ pub(super) fn given_value(
     Ok(Some(tensor.clone()))
 }
 
-/// Runs one node on its inputs.
 pub fn run(graph: &Graph, id: NodeId, inputs: &[Tensor]) -> Result<Vec<Tensor>, EvaluateError> {
     let node = graph.node(id);
     let mut shapes = Vec::new();

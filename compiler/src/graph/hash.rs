@@ -39,7 +39,6 @@ pub fn hash(graph: &Graph) -> String {
     digits(&sha.finalize())
 }
 
-/// SHA-256 of bytes in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
     digits(&Sha256::digest(bytes))
 }

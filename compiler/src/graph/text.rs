@@ -184,7 +184,6 @@ struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    /// The next word, up to a space.
     fn word(&mut self) -> &'a str {
         let rest = self.rest.trim_start();
         let end = rest.find(' ').unwrap_or(rest.len());
@@ -192,7 +191,6 @@ impl<'a> Words<'a> {
         &rest[..end]
     }
 
-    /// The next JSON value.
     fn json(&mut self) -> Result<Json, String> {
         let mut stream = serde_json::Deserializer::from_str(self.rest).into_iter::<Json>();
         let value = stream.next().ok_or("expected a value")?.map_err(|e| e.to_string())?;

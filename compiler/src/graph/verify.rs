@@ -10,7 +10,6 @@ use crate::tensor::fact::Fact;
 use std::collections::HashSet;
 use thiserror::Error;
 
-/// A violated invariant.
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum VerifyError {

@@ -3,7 +3,6 @@
 use super::gather::{add_up, check_indices, or_zero, own_indices, resolve, take};
 use super::*;
 
-/// Checks and returns the common batch axes of slices and indices.
 fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [Dim], FactError> {
     check_indices(indices)?;
     for (what, fact, least) in [("the tensor of slices", slices, batch), ("the tensor of indices", indices, batch)] {

@@ -116,7 +116,6 @@ impl OpRule for BatchNormGrad {
     }
 }
 
-/// The fact of scale, bias and statistics.
 fn per_channel(x: &Fact) -> Result<Fact, FactError> {
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });

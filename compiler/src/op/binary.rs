@@ -165,7 +165,6 @@ fn first_wins(op: Binary, a: Value, b: Value, out: &mut dyn Emit) -> Value {
     out.emit(Op::Compare(Compare::LessEqual), &order)
 }
 
-/// The function on floats.
 pub fn apply(op: Binary, a: f64, b: f64) -> f64 {
     match op {
         Binary::Add => a + b,

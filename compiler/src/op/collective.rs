@@ -25,7 +25,6 @@ fn part(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     Sharding::Split(cut).part(x, devices).ok_or_else(uneven)
 }
 
-/// The fact of the full tensor, from a shard.
 fn whole(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
     if cut.axis >= x.rank() {
@@ -102,7 +101,6 @@ pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
     (0..parts.len()).map(|device| met(op, parts, device)).collect()
 }
 
-/// The result on one device.
 pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
     Some(match op {
         Op::AllReduce(o) => joined(o.kind, parts),

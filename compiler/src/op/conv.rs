@@ -180,7 +180,6 @@ pub(in crate::op) fn each_product(
     }
 }
 
-/// Writes sums, rounded once.
 pub(in crate::op) fn write(to: &mut ViewMut<'_>, values: &[f64]) {
     for (i, &v) in values.iter().enumerate() {
         to.set_f64(i, v);
@@ -200,7 +199,6 @@ pub(in crate::op) fn even(rank: usize, stride: usize, pad: usize, dilation: usiz
 /// Title, window, groups, and the shapes of x and w.
 pub(in crate::op) type Case = (&'static str, Window, usize, &'static [usize], &'static [usize]);
 
-/// Test cases of convolution and its gradients.
 pub(in crate::op) fn cases() -> Vec<Case> {
     let lopsided = Window { strides: vec![2, 1], pads_begin: vec![0, 2], pads_end: vec![1, 0], dilations: vec![1, 2] };
     vec![

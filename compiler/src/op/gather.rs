@@ -201,7 +201,6 @@ pub(in crate::op) struct OwnIndices {
     pub has: Value,
     /// Local indices; 0 outside the shard.
     pub places: Value,
-    /// Size of the shard.
     pub size: Dim,
 }
 

@@ -7,7 +7,6 @@
 use super::sample::ramp;
 use super::*;
 
-/// The row range of each group.
 pub fn groups(ends: impl Iterator<Item = i64>, rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     ends.scan(0usize, move |begin, end| {
         let end = usize::try_from(end).unwrap_or(0).clamp(*begin, rows);

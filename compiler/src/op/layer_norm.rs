@@ -127,7 +127,6 @@ impl OpRule for LayerNormGrad {
     }
 }
 
-/// The fact of `mean` and `rstd`.
 fn statistic(x: &Fact, axis: usize) -> Result<Fact, FactError> {
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
@@ -140,7 +139,6 @@ fn statistic(x: &Fact, axis: usize) -> Result<Fact, FactError> {
     Ok(Fact::new(x.dtype, shape))
 }
 
-/// Checks that two facts are equal.
 pub(in crate::op) fn same(
     left_name: &'static str,
     left: &Fact,

@@ -22,7 +22,6 @@ use super::*;
 /// The sizes of a recurrent layer, and the facts derived from them.
 pub(super) struct Sizes {
     x: Fact,
-    /// Number of units.
     pub hidden: Dim,
     /// Rows of the weights: gates × units.
     pub wide: Dim,
@@ -276,7 +275,6 @@ pub fn before(t: usize, steps: usize, reverse: bool) -> Option<usize> {
     if reverse { Some(t + 1).filter(|b| *b < steps) } else { t.checked_sub(1) }
 }
 
-/// `1/(1 + e^-x)`
 pub(super) fn logistic(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }

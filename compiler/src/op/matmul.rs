@@ -129,7 +129,6 @@ fn product(out: &mut dyn Emit, a: Value, b: Value, transpose_a: bool, transpose_
     out.emit(Op::MatMul(MatMul { transpose_a, transpose_b }), &[a, b])
 }
 
-/// Merges all axes but the last.
 fn rows(out: &mut dyn Emit, x: Value) -> Value {
     let shape = out.fact(x).shape;
     let (last, rest) = shape.split_last().expect("an operand has at least two dims");

@@ -98,7 +98,6 @@ pub mod any_float {
         written.serialize(serializer)
     }
 
-    /// Reads the form written by [`serialize`].
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
         match Written::deserialize(deserializer)? {
             Written::Number(value) => Ok(value),

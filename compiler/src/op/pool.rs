@@ -191,7 +191,6 @@ fn check(x: &Fact, what: &'static str) -> Result<(), FactError> {
     Ok(())
 }
 
-/// The fact of a pool's output.
 fn pooled(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Result<Fact, FactError> {
     check(x, "the input")?;
     let kernel = kernel.iter().map(|&k| number("kernel size", k)).collect::<Result<Vec<_>, _>>()?;

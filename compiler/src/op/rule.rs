@@ -8,7 +8,6 @@ use crate::tensor::view::{View, ViewMut};
 use crate::tensor::{DType, Tensor};
 use thiserror::Error;
 
-/// The machine-independent cost of running an op once.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Floating-point operations; a fused multiply-add counts as two.
@@ -41,11 +40,9 @@ pub trait Emit {
         self.emit_all(op, inputs)[0]
     }
     fn emit_all(&mut self, op: Op, inputs: &[Value]) -> Vec<Value>;
-    /// Element type and shape of a value.
     fn fact(&self, value: Value) -> Fact;
 }
 
-/// Inputs that an op cannot accept.
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum FactError {
     #[error("takes {expected} inputs, got {got}")]
@@ -59,7 +56,6 @@ pub enum FactError {
     /// Two values that must be equal differ.
     #[error("{left_name} is {left}, {right_name} is {right}")]
     Mismatch { left_name: &'static str, left: String, right_name: &'static str, right: String },
-    /// An invalid attribute.
     #[error("{0}")]
     Attribute(String),
     /// Symbolic shape arithmetic has no exact result.
@@ -67,10 +63,8 @@ pub enum FactError {
     Dim(#[from] DimError),
 }
 
-/// A kernel's runtime error.
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum KernelError {
-    /// An index out of range.
     #[error("index {index} is outside an axis of size {size}")]
     Index { index: i64, size: usize },
     /// An attribute has an unbound symbol.
@@ -78,14 +72,10 @@ pub enum KernelError {
     Dim(#[from] DimError),
     /// A collective cannot run on a single device.
     #[error("this is done by {devices} devices together, not by one alone")]
-    Alone {
-        /// Size of the group.
-        devices: usize,
-    },
+    Alone { devices: usize },
     /// Another device of the group stopped.
     #[error("another device of the group stopped")]
     Gone,
-    /// A class label out of range.
     #[error("label {label} is outside the {classes} classes")]
     Label { label: i64, classes: usize },
 }
@@ -140,12 +130,10 @@ pub trait OpRule {
     }
 }
 
-/// Number of elements of a concrete shape.
 pub fn elements(fact: &Fact) -> f64 {
     fact.shape.iter().map(|d| d.known().unwrap_or(0) as f64).product()
 }
 
-/// Total bytes of inputs and outputs.
 pub fn moved(inputs: &[&Fact], outputs: &[Fact]) -> f64 {
     inputs.iter().copied().chain(outputs).map(|f| elements(f) * f.dtype.size() as f64).sum()
 }

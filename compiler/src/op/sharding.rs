@@ -49,7 +49,6 @@ impl fmt::Display for Sharding {
 }
 
 impl Sharding {
-    /// Split along an axis, in one block.
     pub fn split(axis: usize) -> Sharding {
         Sharding::Split(SplitDim { axis, blocks: 1 })
     }
@@ -72,7 +71,6 @@ impl Sharding {
     }
 }
 
-/// A tensor-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     pub devices: usize,
@@ -87,18 +85,14 @@ impl Group {
     }
 }
 
-/// The local computation of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Local {
-    /// The op unchanged.
     Same,
-    /// The op with divided sizes.
     Sized(Op),
     /// The ops emitted by [`OpRule::write_part`].
     Written,
 }
 
-/// A sharding strategy of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Strategy {
     /// Required input shardings.
@@ -112,7 +106,6 @@ pub struct Strategy {
 }
 
 impl Strategy {
-    /// Full replication.
     pub fn replicated(inputs: usize, outputs: usize) -> Strategy {
         let (inputs, outputs) = (vec![Sharding::Replicated; inputs], vec![Sharding::Replicated; outputs]);
         Strategy { inputs, outputs, local: Local::Same, any_order: false }
@@ -135,7 +128,6 @@ impl Strategy {
         Strategy { inputs, outputs, local: Local::Same, any_order: false }
     }
 
-    /// The same strategy with this local op.
     pub fn sized(self, op: Op) -> Strategy {
         Strategy { local: Local::Sized(op), ..self }
     }
@@ -145,7 +137,6 @@ impl Strategy {
         Strategy { local: Local::Written, any_order: false, ..self }
     }
 
-    /// The same strategy with every split axis in `blocks` blocks.
     fn in_blocks(&self, blocks: usize) -> Strategy {
         let cut = |layout: &Sharding| match layout {
             Sharding::Split(cut) => Sharding::Split(SplitDim { blocks, ..*cut }),
@@ -184,7 +175,6 @@ pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) ->
     all
 }
 
-/// The size of an axis, if known.
 pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
     usize::try_from(fact.shape.get(axis)?.known()?).ok()
 }
@@ -195,7 +185,6 @@ pub struct PartSite<'a> {
     pub inputs: &'a [Value],
     /// Facts of the full inputs.
     pub whole: &'a [&'a Fact],
-    /// Size of the group.
     pub devices: usize,
 }
 

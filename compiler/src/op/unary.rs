@@ -257,7 +257,6 @@ impl OpRule for Unary {
 const GELU_K: f64 = 0.797_884_560_802_865_4; // √(2/π)
 const GELU_C: f64 = 0.044715;
 
-/// The function on one number.
 pub fn apply(op: Unary, x: f64) -> f64 {
     match op {
         Unary::Neg => -x,
@@ -324,7 +323,6 @@ pub fn erf(x: f64) -> f64 {
     x.signum() * (1.0 - erfc)
 }
 
-/// A scalar constant.
 pub fn scalar(dtype: DType, value: f64) -> Op {
     Op::Constant(Constant { tensor: Tensor::from_f64(&[], &[value]).cast(dtype) })
 }

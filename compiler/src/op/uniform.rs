@@ -8,7 +8,6 @@ use super::dropout::mix;
 use super::*;
 
 impl Uniform {
-    /// Random bits per element.
     pub fn bits(&self) -> u32 {
         match self.fact.dtype {
             DType::F64 => 53,

@@ -26,7 +26,6 @@ const ELEMENTWISE: f64 = 0.5;
 /// Fraction of peak memory bandwidth of streaming kernels.
 const STREAMING: f64 = 0.8;
 
-/// Metadata for the header of the profile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Subject {
     /// The model's file and fingerprint; `ops` is filled in.
@@ -102,7 +101,6 @@ fn picoseconds(us: f64) -> f64 {
     (us * 1e6).round() / 1e6
 }
 
-/// Machine-independent cost of one run of a node.
 pub fn node_cost(graph: &Graph, id: NodeId) -> Cost {
     let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
     let node = graph.node(id);

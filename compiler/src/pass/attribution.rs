@@ -35,7 +35,6 @@ pub enum Training {
     Loss(Loss, Option<i64>),
 }
 
-/// A graph whose costs are undefined.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum AttributionError {
@@ -60,9 +59,7 @@ pub struct Attribution {
     pub ops: Vec<NodeId>,
     /// The value of the original graph that receives a gradient under [`Training::Gradient`].
     pub seeded: Option<Value>,
-    /// The forward graph of the whole model.
     pub forward: Graph,
-    /// The backward graph, if any.
     pub backward: Option<Graph>,
     /// Per op, the nodes of `forward` with a kernel, in order.
     pub forward_nodes: Vec<Vec<NodeId>>,
@@ -372,7 +369,6 @@ fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) 
     bytes
 }
 
-/// A run whose nodes are attributed.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     graph: &'a Graph,
@@ -384,7 +380,6 @@ struct Run<'a> {
     is_forward: bool,
 }
 
-/// Peak transient bytes per op.
 struct Alive(Vec<Live>);
 
 impl Alive {

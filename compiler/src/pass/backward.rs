@@ -17,13 +17,11 @@ use thiserror::Error;
 /// The source of a backward input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// A saved value of the forward fragment.
     Saved(Value),
     /// A gradient term of a sent value, from a stage that reads it.
     Gradient {
         /// Index in [`Fragment::sent`].
         sent: usize,
-        /// The sending stage.
         stage: usize,
         /// Index of that stage's reader group.
         group: usize,
@@ -44,7 +42,6 @@ pub enum Made {
     },
 }
 
-/// The backward fragment of a stage.
 #[derive(Clone, Debug)]
 pub struct Backward {
     /// Ops from saved values, parameters and received gradients to parameter gradients and sent gradients.
@@ -55,19 +52,11 @@ pub struct Backward {
     pub makes: Vec<Made>,
 }
 
-/// A fragment that cannot be differentiated.
 #[derive(Debug, Error)]
 pub enum BackwardError {
     /// An op has no gradient rule for an output that the loss depends on.
     #[error("node `{node}` ({op}) has no gradient for its output {output}, which the loss depends on")]
-    NoRule {
-        /// The node's source name.
-        node: String,
-        op: String,
-        /// Index of the output.
-        output: usize,
-    },
-    /// A pass broke the graph.
+    NoRule { node: String, op: String, output: usize },
     #[error(transparent)]
     Bug(#[from] PassBug),
 }
@@ -218,7 +207,6 @@ impl<'a> Joint<'a> {
         results
     }
 
-    /// Extracts the backward ops as a separate graph.
     fn extract(&self, results: &[(Made, Value)]) -> (Graph, Vec<(NodeId, Read)>) {
         let mut needed: HashSet<NodeId> = HashSet::new();
         let is_new = |id: &NodeId| !self.forward.contains(id);

@@ -8,7 +8,6 @@ use super::Changed;
 use crate::graph::{Graph, order};
 use crate::op::{MatMul, NodeId, Op, Value};
 
-/// Canonicalises the whole graph.
 pub fn canonicalise(graph: &mut Graph) -> Changed {
     let mut changed = false;
     for id in order::canonical(graph) {

@@ -7,7 +7,6 @@ use crate::op::{Constant, Op, Value};
 use bytes::Bytes;
 use std::collections::HashMap;
 
-/// Merges every node into the first equal one.
 pub fn cse(graph: &mut Graph) -> Changed {
     let mut seen = HashMap::new();
     let mut changed = false;

@@ -18,7 +18,6 @@ pub type Use = (NodeId, u32);
 /// A term of a value's gradient, in summation order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Term {
-    /// A use in the same fragment.
     Local(Use),
     /// A group of uses in another stage, which sends their sum.
     Remote {
@@ -48,7 +47,6 @@ pub struct Received {
 pub struct Sent {
     /// The value in the whole graph.
     pub value: Value,
-    /// The value in the fragment.
     pub local: Value,
     /// The receiving stages.
     pub to: Vec<usize>,
@@ -57,7 +55,6 @@ pub struct Sent {
 /// Limit on the uses of a parameter with separate terms: see [`Fragment::parameter_terms`].
 const SEPARATE_USES: usize = 8;
 
-/// A term of a parameter's gradient.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterTerm {
     /// The parameter's node in the fragment.

@@ -25,7 +25,6 @@ pub const MOST_READ: usize = 12;
 /// Limit on the tensors that a chain writes.
 pub const MOST_WRITTEN: usize = 4;
 
-/// The fused chains of a graph.
 #[derive(Clone, Debug, Default)]
 pub struct Chains {
     /// The ops of each chain in order, keyed by the last.
@@ -52,7 +51,6 @@ impl Chains {
         places
     }
 
-    /// Removes a chain.
     pub fn dissolve(&mut self, last: NodeId) {
         for op in self.by_last.remove(&last).unwrap_or_default() {
             self.inner.remove(&Value { node: op, output: 0 });
@@ -107,7 +105,6 @@ struct Search<'a> {
     needs: &'a Needs<'a>,
     position: HashMap<NodeId, usize>,
     results: HashSet<Value>,
-    /// The chain of each op.
     chain_of: HashMap<NodeId, usize>,
     /// Chains of one or more ops; merged ones are empty.
     chains: Vec<Vec<NodeId>>,

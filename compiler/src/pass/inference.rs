@@ -32,7 +32,6 @@ pub fn inference(graph: &mut Graph) -> Changed {
     Changed::from(changed)
 }
 
-/// Removes all dropouts and the counter.
 fn keep_all(graph: &mut Graph) -> bool {
     let (mut dropouts, mut counters) = (Vec::new(), Vec::new());
     for id in order::canonical(graph) {

@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
 use thiserror::Error;
 
-/// The training loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loss {
@@ -26,7 +25,6 @@ pub enum Loss {
     Output,
 }
 
-/// A loss that does not fit the graph.
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum LossError {

@@ -24,23 +24,18 @@ use std::collections::{HashMap, HashSet};
 /// Alignment in bytes of every offset and size: a cache line and an AVX-512 register.
 pub const ALIGNMENT: usize = 64;
 
-/// The location of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Home {
-    /// In the buffer of this source node.
     Source(NodeId),
     /// In a separate buffer: index in [`Layout::own`].
     Own(usize),
     /// Byte offset in the block saved for the backward.
     Kept(usize),
-    /// Byte offset in the arena.
     Arena(usize),
 }
 
-/// The memory layout of a graph.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
-    /// Location of each value.
     pub homes: HashMap<Value, Home>,
     /// The values with separate buffers, and the buffer sizes in bytes.
     pub own: Vec<(Value, usize)>,
@@ -55,7 +50,6 @@ pub struct Layout {
 /// Tensors that a run within a longer one shares with the runs before and after it, in a common arena.
 #[derive(Clone, Debug, Default)]
 pub struct Passage {
-    /// Sources made before the run.
     pub comes: HashSet<Value>,
     /// Values read after the run.
     pub goes: HashSet<Value>,
@@ -84,7 +78,6 @@ pub fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// Lays out a graph of fixed sizes that is executed in `order`.
 pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     let mut classes = classes(graph, order, needs);
     let mut layout = Layout::default();
@@ -143,7 +136,6 @@ pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
     needs.chains.places(order).into_iter().map(|at| alive[at]).collect()
 }
 
-/// A tensor with an arena location.
 #[derive(Clone, Debug)]
 pub struct Transient {
     /// The base value, not a view.
@@ -154,7 +146,6 @@ pub struct Transient {
     pub first: usize,
     /// Last position at which it is alive.
     pub last: usize,
-    /// Readers of the tensor or of a view of it.
     pub readers: Vec<NodeId>,
 }
 

@@ -16,7 +16,6 @@ use crate::pass::precision::{PrecisionError, precision};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 
-/// A graph in mixed precision.
 pub struct Mixed {
     pub graph: Graph,
     /// The added casts, each with the op whose stage it must share.
@@ -53,7 +52,6 @@ impl Pass {
         cast
     }
 
-    /// Makes a source `f32`.
     fn widen_source(&mut self, id: NodeId) {
         let node = self.graph.node_mut(id);
         match &mut node.op {

@@ -8,19 +8,16 @@ use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
 use thiserror::Error;
 
-/// A graph that cannot be converted.
 #[derive(Debug, Error, PartialEq)]
 pub enum PrecisionError {
     /// An op reads the bits of a float.
     #[error("node `{node}` reads the bits of its input, which are others in {to}")]
     Bits { node: String, to: DType },
-    /// An op does not support the type.
     #[error("node `{node}` cannot work in {to}: {fault}")]
     Fact { node: String, to: DType, fault: Box<AddError> },
 }
 
 impl PrecisionError {
-    /// An op that does not support the type `to`.
     pub fn of(node: &Node, to: DType, fault: FactError) -> PrecisionError {
         let fault = Box::new(AddError { op: rule(&node.op).name().to_string(), fault });
         PrecisionError::Fact { node: node.told().to_string(), to, fault }

@@ -10,18 +10,15 @@ use crate::op::{NodeId, Op, Value};
 use crate::pass::backward::{Backward, Made};
 use std::collections::HashSet;
 
-/// The two parts of a backward fragment.
 #[derive(Clone, Debug)]
 pub struct Parts {
     /// Every node: sources, the first part, the second part.
     pub order: Vec<NodeId>,
-    /// The nodes of the second part.
     pub second: HashSet<NodeId>,
     /// Values of the first part that the second part or its outputs need.
     pub crossing: HashSet<Value>,
 }
 
-/// Splits a backward fragment.
 pub fn parts(backward: &Backward) -> Parts {
     let graph = &backward.graph;
     let leaves = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));

@@ -20,7 +20,6 @@ use thiserror::Error;
 /// Values of symbols.
 pub type Bindings = BTreeMap<String, i64>;
 
-/// A number, or a polynomial in symbols.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dim {
     Known(i64),
@@ -42,16 +41,10 @@ pub struct Polynomial {
 pub enum DimError {
     /// The result overflows 64 bits.
     #[error("shape arithmetic overflows 64 bits: {left} {operator} {right}")]
-    Overflow {
-        left: String,
-        /// `+`, `-` or `*`.
-        operator: char,
-        right: String,
-    },
+    Overflow { left: String, operator: char, right: String },
     /// The quotient is not a polynomial with integer coefficients.
     #[error("{left} is not divisible by {right}")]
     Inexact { left: String, right: String },
-    /// A symbol has no value.
     #[error("the size of symbolic dimension `{symbol}` is not known")]
     Unbound { symbol: String },
     /// Text that does not parse.
@@ -72,7 +65,6 @@ impl From<usize> for Dim {
 }
 
 impl Dim {
-    /// A single symbol.
     pub fn symbol(name: &str) -> Dim {
         let terms = BTreeMap::from([(vec![(Arc::from(name), 1)], 1)]);
         Dim::Symbolic(Arc::new(Polynomial { terms }))
@@ -86,7 +78,6 @@ impl Dim {
         }
     }
 
-    /// Tests for equality with a number.
     pub fn is(&self, value: i64) -> bool {
         self.known() == Some(value)
     }
@@ -249,7 +240,6 @@ impl Dim {
     }
 }
 
-/// The product of all dims of a shape.
 pub fn volume(shape: &[Dim]) -> Result<Dim, DimError> {
     shape.iter().try_fold(Dim::Known(1), |product, d| product.mul(d))
 }

@@ -17,7 +17,6 @@ impl Fact {
         Fact { dtype, shape }
     }
 
-    /// A fact with a concrete shape.
     pub fn of(dtype: DType, shape: &[usize]) -> Fact {
         Fact { dtype, shape: shape.iter().map(|&d| Dim::from(d)).collect() }
     }
@@ -26,7 +25,6 @@ impl Fact {
         self.shape.len()
     }
 
-    /// Number of elements.
     pub fn volume(&self) -> Result<Dim, DimError> {
         volume(&self.shape)
     }

@@ -10,15 +10,12 @@ use half::{bf16, f16};
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     pub dtype: DType,
-    /// Outermost first.
     pub shape: &'a [usize],
     bytes: &'a [u8],
 }
 
-/// A writable tensor.
 pub struct ViewMut<'a> {
     pub dtype: DType,
-    /// Outermost first.
     pub shape: &'a [usize],
     bytes: &'a mut [u8],
 }
@@ -83,7 +80,6 @@ impl<'a> View<'a> {
         read_i64(self.dtype, self.bytes, i)
     }
 
-    /// True if element `i` is not zero.
     pub fn bool(&self, i: usize) -> bool {
         if self.dtype.is_float() { self.f64(i) != 0.0 } else { self.i64(i) != 0 }
     }

@@ -28,7 +28,6 @@ pub fn sum(a: Time, b: Time) -> Time {
 /// A tensor-parallel group and its interconnect.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
-    /// The device type.
     pub device: Device,
     /// Size of the group.
     pub devices: usize,

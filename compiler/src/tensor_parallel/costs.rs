@@ -42,7 +42,6 @@ use thiserror::Error;
 /// Table size limit of the search per segment.
 const MOST_ENTRIES: usize = 1 << 20;
 
-/// A model whose costs cannot be computed.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CostsError {
@@ -105,7 +104,6 @@ pub fn shared_costs(
     Ok(costs.done())
 }
 
-/// The nodes that depend on parameters.
 fn learned(graph: &Graph) -> HashSet<NodeId> {
     let mut learned = HashSet::new();
     for id in order::canonical(graph) {
@@ -130,7 +128,6 @@ fn needed(whole: &Tagged) -> HashSet<NodeId> {
     needed
 }
 
-/// A segment as a stage.
 struct Staged {
     fragment: Fragment,
     backward: Option<Backward>,
@@ -172,7 +169,6 @@ struct OpFigures {
     arriving: u64,
 }
 
-/// A segment and its ops in the model.
 struct Run<'a> {
     figures: &'a Figures,
     /// Ascending.

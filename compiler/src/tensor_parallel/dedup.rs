@@ -15,13 +15,10 @@ const MOST_BYTES: usize = 1 << 20;
 
 /// Context of the keys.
 pub struct Surroundings<'a> {
-    /// The graph with its training ops.
     pub graph: &'a Graph,
     /// Ops assigned to a stage.
     pub placed: &'a HashSet<NodeId>,
-    /// Nodes that depend on parameters.
     pub learned: &'a HashSet<NodeId>,
-    /// Nodes that the loss depends on.
     pub needed: &'a HashSet<NodeId>,
     /// Cached keys of constant expressions.
     pub constants: HashMap<NodeId, String>,

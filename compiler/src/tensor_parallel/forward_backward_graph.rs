@@ -10,7 +10,6 @@ use crate::pass::fragment::Fragment;
 use crate::tensor_parallel::{End, SpmdTask};
 use std::collections::{BTreeSet, HashMap};
 
-/// The joint graph of a stage.
 #[derive(Clone, Debug)]
 pub struct Joint {
     /// Forward ops precede backward ops. Outputs: those of the fragment, its sent values, and those of the backward,
@@ -20,7 +19,6 @@ pub struct Joint {
     pub forward: HashMap<Value, Value>,
     /// Maps backward graph values to joint values.
     pub backward: HashMap<Value, Value>,
-    /// The backward ops.
     pub later: Vec<NodeId>,
 }
 
@@ -87,7 +85,6 @@ fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Va
     copy
 }
 
-/// The parameters of a graph by name.
 fn parameters(graph: &Graph) -> HashMap<String, Value> {
     let name = |id: NodeId| match &graph.node(id).op {
         Op::Parameter(parameter) => Some((parameter.name.clone(), Value { node: id, output: 0 })),

@@ -7,7 +7,6 @@
 
 use std::collections::BTreeSet;
 
-/// Tries per rule.
 const TRIES: u64 = 6;
 
 /// Above the number of neighbours of any feasible table.

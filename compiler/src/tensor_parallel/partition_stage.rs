@@ -22,7 +22,6 @@ pub struct Shared {
     /// The forward. Its gradient terms are empty, because the backward exists already.
     pub fragment: Fragment,
     pub backward: Option<Backward>,
-    /// The sharding of each parameter, by name.
     pub parameters: BTreeMap<String, Sharding>,
 }
 
@@ -210,7 +209,6 @@ fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<
     Ok(())
 }
 
-/// The memory of a stage on each device.
 pub fn memory(fragment: &Fragment, backward: Option<&Backward>) -> Memory {
     let graph = &fragment.graph;
     let bytes = |value: Value| graph.fact(value).bytes().unwrap_or(u64::MAX);

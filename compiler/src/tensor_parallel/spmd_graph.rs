@@ -12,7 +12,6 @@ use crate::tensor_parallel::cost::{Machine, NEVER};
 use crate::tensor_parallel::{Choice, SpmdTask, reshard};
 use std::collections::HashMap;
 
-/// The SPMD graph of a tensor-parallel group.
 #[derive(Clone, Debug)]
 pub struct Rewritten {
     /// Outputs are those of the task, in order, in their required shardings.

@@ -16,7 +16,6 @@ use crate::tensor_parallel::{Choice, End, SpmdTask, blocks};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use thiserror::Error;
 
-/// A task that cannot be sharded.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum ChooseError {
@@ -26,11 +25,9 @@ pub enum ChooseError {
     Size { node: String, fact: String },
 }
 
-/// A solution of the search.
 #[derive(Clone, Debug)]
 pub struct Chosen {
     pub choice: Choice,
-    /// Total time of the choice.
     pub cost: Time,
     /// Lower bound on the cost of any choice.
     pub bound: Time,
@@ -38,7 +35,6 @@ pub struct Chosen {
     pub alone: Time,
 }
 
-/// A state of a node.
 #[derive(Clone, Debug)]
 struct State {
     way: Strategy,
@@ -70,7 +66,6 @@ pub fn choose_within(task: &SpmdTask, machine: &Machine, most_entries: usize) ->
 }
 
 impl<'a> Model<'a> {
-    /// Builds the states of all nodes of a task.
     pub fn of(task: &'a SpmdTask, machine: &'a Machine) -> Result<Model<'a>, ChooseError> {
         if !(2..=64).contains(&machine.devices) {
             return Err(ChooseError::Devices { devices: machine.devices });
@@ -199,7 +194,6 @@ impl<'a> Model<'a> {
         self.factors = factors;
     }
 
-    /// Converts selected states to a choice.
     pub fn choice(&self, states: &[usize]) -> Choice {
         let mut choice = Choice::default();
         for ((&id, all), &at) in self.nodes.iter().zip(&self.states).zip(states) {

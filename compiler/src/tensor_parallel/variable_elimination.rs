@@ -29,12 +29,9 @@ pub struct Factors {
     pub pairs: BTreeMap<(usize, usize), Vec<Time>>,
 }
 
-/// An assignment of states.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Solution {
-    /// Per variable.
     pub states: Vec<usize>,
-    /// Cost of the assignment.
     pub cost: Time,
     /// Lower bound on the cost of any assignment.
     pub bound: Time,
@@ -62,7 +59,6 @@ impl Factors {
         }
     }
 
-    /// The cost of an assignment.
     pub fn cost(&self, states: &[usize]) -> Time {
         let own = self.own.iter().zip(states).map(|(own, state)| own[*state]);
         let pairs = self.pairs.iter().map(|((a, b), table)| table[states[*a] * self.own[*b].len() + states[*b]]);

@@ -17,7 +17,6 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Opens an archive.
     pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
         Archive::whole(bytes).map_err(|error| match error {
             // The directory that was found may belong to a nested archive.

@@ -9,17 +9,13 @@ pub const EXPORT: &str = "a file for pipec comes from
     program = torch.export.export(model.train(), (x,))
     torch.export.save(program, \"model.pt2\")";
 
-/// An archive that pipec cannot read as a program.
 #[derive(Debug, Error)]
 pub enum FxError {
     /// The zip archive is truncated.
     #[error(
         "the file ends early, after {bytes} bytes: it begins as a zip archive, and the directory is missing with which such a file ends"
     )]
-    Ends {
-        /// Length of the file.
-        bytes: usize,
-    },
+    Ends { bytes: usize },
     #[error("not a valid zip archive: {0}")]
     Zip(String),
     /// Two entries have one name; zip readers differ in which one they take.
@@ -45,7 +41,6 @@ pub enum FxError {
     /// More than one program.
     #[error("the archive holds {count} programs, expected one: {names}")]
     Several { count: usize, names: String },
-    /// The file is not little-endian.
     #[error("the weights are in byte order `{}`, expected `little`", shown(found))]
     ByteOrder {
         /// The file's byte order, possibly truncated.
@@ -78,10 +73,8 @@ pub enum FxError {
     /// A size is not an arithmetic expression of symbols and numbers.
     #[error("`{}` has a symbolic size whose expression is not understood: {reason}", shown(tensor))]
     Expression { tensor: String, reason: ExpressionError },
-    /// A node reads an undefined value.
     #[error("node `{}` reads `{}`, which nothing makes", shown(node), shown(name))]
     Unknown { node: String, name: String },
-    /// A value is defined twice.
     #[error("duplicate value `{}`: it is made twice, the second time by node `{}`", shown(name), shown(node))]
     MadeTwice {
         /// The second definition.
@@ -93,7 +86,6 @@ pub enum FxError {
     NoFacts { name: String },
 }
 
-/// An invalid weight.
 #[derive(Debug, Error)]
 pub enum WeightError {
     /// The archive does not list it.
@@ -101,7 +93,6 @@ pub enum WeightError {
     Unlisted,
     #[error("it is stored as a pickle, and pipec never opens pickles; is it a tensor subclass?")]
     Pickle,
-    /// Unsupported element type.
     #[error("element type code {0} is not supported")]
     ElementType(i64),
     /// A layout other than strided.
@@ -112,12 +103,7 @@ pub enum WeightError {
     Geometry,
     /// The storage is too short.
     #[error("its sizes and strides need {need} bytes, the file has {have}")]
-    Bytes {
-        /// Bytes needed, saturating.
-        need: u64,
-        /// Bytes available.
-        have: usize,
-    },
+    Bytes { need: u64, have: usize },
     /// Stride-0 expansion exceeds the copy limit.
     #[error("it repeats few bytes as a tensor of {0} bytes, which is too large")]
     Repeats(u64),
@@ -141,7 +127,6 @@ impl FxError {
 pub enum ExpressionError {
     #[error("`{}` is not a sum, product or quotient of symbols and numbers", shown(.0))]
     Syntax(String),
-    /// The nesting limit.
     #[error("it nests more than {0} deep")]
     Depth(usize),
     /// The expression has no exact integer form.

@@ -17,10 +17,8 @@
 use crate::import::fx::error::ExpressionError;
 use crate::tensor::dim::{Dim, is_symbol};
 
-/// Limit on nested parentheses.
 const DEEPEST: usize = 32;
 
-/// Limit on the length in bytes.
 const LONGEST: usize = 4096;
 
 /// Parses a size; `named` maps a symbol name to its size.

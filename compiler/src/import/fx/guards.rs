@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 
-/// An input and its axis.
 type Size<'a> = (&'a str, usize);
 
 /// Maps each symbol to the symbol that the guards state it equals. A guard compares sizes or products of sizes,

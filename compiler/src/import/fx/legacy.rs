@@ -72,7 +72,6 @@ struct Stored {
     strides: Vec<i64>,
 }
 
-/// A pickled value.
 #[derive(Debug)]
 enum Thing {
     None,
@@ -114,7 +113,6 @@ impl Held {
 const CUT: &str = "data.pkl ends early";
 const OTHER: &str = "data.pkl is not a dictionary of tensors";
 
-/// The unread bytes of a pickle.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {

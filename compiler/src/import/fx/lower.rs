@@ -49,7 +49,6 @@ use crate::op::{Op, Parameter, State, Value};
 use crate::tensor::dim::Dim;
 use std::collections::HashMap;
 
-/// A tensor of the program.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Known {
     Value(Value),
@@ -61,7 +60,6 @@ pub enum Known {
     Absent(&'static str),
 }
 
-/// The outputs of a node.
 #[derive(Debug)]
 pub enum Made {
     /// In the order of the operator's definition.
@@ -69,20 +67,16 @@ pub enum Made {
     Size(Dim),
 }
 
-/// The result of an operator's lowering.
 pub type Outputs = Result<Made, LowerReason>;
 
-/// A single output.
 pub fn one(value: Value) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(value)]))
 }
 
-/// Several outputs.
 pub fn many(values: Vec<Value>) -> Outputs {
     Ok(Made::Tensors(values.into_iter().map(Known::Value).collect()))
 }
 
-/// The tensors and sizes in scope, by name.
 #[derive(Debug, Default)]
 pub struct Names {
     /// Tensors that failed to lower are missing.

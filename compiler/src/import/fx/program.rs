@@ -26,17 +26,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 /// Supported major version of the schema.
 const SCHEMA: i64 = 8;
 
-/// Warning for a graph that contains forward and backward.
 const JOINT: &str = "a joint graph of forward and backward: it is planned and evaluated as it stands, and not trained, since \
                      pipec makes the gradients itself; export the forward graph alone to train it";
 
 /// Name given to the batch symbol; the exporter numbers symbols.
 const BATCH: &str = "batch";
 
-/// A decoded and checked program.
 #[derive(Debug)]
 pub struct Program {
-    /// Name of the program within the archive.
     pub name: String,
     pub graph: Graph,
     /// User inputs, in order.
@@ -64,7 +61,6 @@ pub struct Program {
 
 #[derive(Debug)]
 pub struct Source {
-    /// Name in the module.
     pub name: String,
     pub fact: Fact,
     /// The values, or the name of the missing entry.
@@ -76,7 +72,6 @@ pub struct Source {
 }
 
 impl Program {
-    /// Decodes an archive.
     pub fn read(bytes: &Bytes) -> Result<Program, FxError> {
         let archive = Archive::open(bytes)?;
         if let Some(order) = archive.get("byteorder").filter(|order| order.as_ref() != b"little") {
@@ -344,19 +339,16 @@ impl Program {
     }
 }
 
-/// A weight list and the folder of its entries.
 struct Store {
     folder: &'static str,
     weights: Weights,
 }
 
-/// State for reading weights.
 struct Loader<'a> {
     archive: &'a Archive,
     stores: &'a [Store; 2],
     /// Loaded weights per entry, with their locations.
     kept: BTreeMap<String, Vec<(WeightLocation, usize)>>,
-    /// Missing entries.
     missing: Vec<String>,
 }
 
@@ -367,7 +359,6 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// The name of the only program in the archive.
 fn name(archive: &Archive) -> Result<String, FxError> {
     let names: Vec<&str> = archive.within("models/").filter_map(|n| n.strip_suffix(".json")).collect();
     match names.as_slice() {

@@ -19,7 +19,6 @@ pub struct ExportedProgram {
     pub guards_code: Vec<String>,
 }
 
-/// Format version.
 #[derive(Debug, Deserialize)]
 pub struct SchemaVersion {
     /// Incremented by incompatible changes.
@@ -44,7 +43,6 @@ pub struct Graph {
     pub tensor_values: HashMap<String, TensorMeta>,
 }
 
-/// An operator call.
 #[derive(Debug, Deserialize)]
 pub struct Node {
     /// For example `torch.ops.aten.conv2d.default`.
@@ -61,7 +59,6 @@ pub struct Node {
     pub region: Region,
 }
 
-/// Settings of the enclosing region.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Region {
     /// Under `no_grad`.
@@ -123,7 +120,6 @@ fn line<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error
     }))
 }
 
-/// An argument with the operator's name for it.
 #[derive(Debug, Deserialize)]
 pub struct NamedArgument {
     /// Empty for higher-order operators.
@@ -131,7 +127,6 @@ pub struct NamedArgument {
     pub arg: Argument,
 }
 
-/// An argument or result.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -169,13 +164,11 @@ pub enum Argument {
     AsIntsLists(IgnoredAny),
 }
 
-/// A reference by name.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Name {
     pub name: String,
 }
 
-/// An optional tensor.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -224,7 +217,6 @@ pub struct Numbered {
     pub as_name: Option<String>,
 }
 
-/// A graph argument of a higher-order operator.
 #[derive(Debug, Deserialize)]
 pub struct Subgraph {
     pub graph: Graph,
@@ -249,14 +241,11 @@ impl SymInt {
     }
 }
 
-/// A symbolic dimension.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Expression {
-    /// The expression as text.
     pub expr_str: String,
 }
 
-/// Tensor metadata.
 #[derive(Clone, Debug, Deserialize)]
 pub struct TensorMeta {
     /// Element type code.
@@ -282,7 +271,6 @@ pub struct Signature {
     pub output_specs: Vec<OutputSpec>,
 }
 
-/// The role of an input.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -296,7 +284,6 @@ pub enum InputSpec {
     ConstantInput { name: String },
 }
 
-/// The role of an output.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -318,7 +305,6 @@ pub struct Weights {
     pub config: HashMap<String, Payload>,
 }
 
-/// The location of a weight.
 #[derive(Debug, Deserialize)]
 pub struct Payload {
     /// The entry, relative to the document's folder.

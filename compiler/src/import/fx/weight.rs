@@ -12,7 +12,6 @@ use bytes::Bytes;
 /// Size limit in bytes of a tensor that repeats its storage (stride 0).
 const REPEATED: u64 = 1 << 24;
 
-/// The schema's layout code of strided tensors.
 const STRIDED: i64 = 7;
 
 /// The element type with this schema code; `None` for types that pipec does not support.
@@ -33,7 +32,6 @@ pub fn dtype_of(code: i64) -> Option<DType> {
     })
 }
 
-/// The ONNX code of an element type.
 pub fn onnx_code(dtype: DType) -> i32 {
     let code = match dtype {
         DType::F64 => DataType::Double,
@@ -112,7 +110,6 @@ impl WeightLocation {
         })
     }
 
-    /// Reads the tensor from `storage`.
     pub fn tensor(&self, storage: &Bytes) -> Result<Tensor, WeightError> {
         let width = self.dtype.size();
         let short =

@@ -163,13 +163,11 @@ fn share(out: &mut dyn Emit, own: Value, devices: usize) -> Value {
     out.emit(Op::Binary(Binary::Div), &[own, all])
 }
 
-/// A count clamped to at least 1, for division.
 fn at_least_one(out: &mut dyn Emit, count: Value) -> Value {
     let one = out.emit(scalar(out.fact(count).dtype, 1.0), &[]);
     out.emit(Op::Binary(Binary::Max), &[count, one])
 }
 
-/// Casts a value to the element type of another.
 fn cast(out: &mut dyn Emit, value: Value, like: Value) -> Value {
     let to = out.fact(like).dtype;
     if out.fact(value).dtype == to { value } else { out.emit(Op::Cast(Cast { to }), &[value]) }

@@ -22,7 +22,6 @@ pub enum Number {
 }
 
 impl Number {
-    /// The number as a rank-0 tensor.
     pub fn tensor(self, dtype: DType) -> Tensor {
         match self {
             Number::Bool(value) => Tensor::from_bool(&[], &[value]).cast(dtype),
@@ -68,7 +67,6 @@ impl Scope<'_> {
         }
     }
 
-    /// Tests whether the argument is given.
     pub fn has(&self, name: &str) -> bool {
         self.argument(name).is_some()
     }
@@ -105,7 +103,6 @@ impl Scope<'_> {
         if self.has(name) { self.value(name).map(Some) } else { Ok(None) }
     }
 
-    /// A list of tensors.
     pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, LowerReason> {
         let list = self.optional_values(name)?;
         list.into_iter()
@@ -113,7 +110,6 @@ impl Scope<'_> {
             .collect()
     }
 
-    /// A list of optional tensors.
     pub fn optional_values(&mut self, name: &'static str) -> Result<Vec<Option<Value>>, LowerReason> {
         let list: Vec<Option<String>> = match self.argument(name) {
             Some(Argument::AsTensors(list)) => list.iter().map(|n| Some(n.name.clone())).collect(),
@@ -156,7 +152,6 @@ impl Scope<'_> {
         self.said.get(&tensor.name)?.storage_offset.as_ref().map_or(Some(0), SymInt::known)
     }
 
-    /// An optional number.
     pub fn number(&self, name: &'static str) -> Result<Option<Number>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -174,7 +169,6 @@ impl Scope<'_> {
         }
     }
 
-    /// An optional tensor, number or size.
     pub fn operand(&mut self, name: &'static str) -> Result<Option<Operand>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -189,12 +183,10 @@ impl Scope<'_> {
         }
     }
 
-    /// A float argument or its default.
     pub fn float(&self, name: &'static str, default: f64) -> Result<f64, LowerReason> {
         Ok(self.number(name)?.map_or(default, Number::float))
     }
 
-    /// An integer argument or its default.
     pub fn int(&self, name: &'static str, default: i64) -> Result<i64, LowerReason> {
         match self.number(name)? {
             None => Ok(default),
@@ -203,7 +195,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A boolean argument or its default.
     pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, LowerReason> {
         match self.argument(name) {
             None => Ok(default),
@@ -212,7 +203,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A string argument or its default.
     pub fn text(&self, name: &'static str, default: &str) -> Result<String, LowerReason> {
         match self.argument(name) {
             None => Ok(default.to_string()),
@@ -221,7 +211,6 @@ impl Scope<'_> {
         }
     }
 
-    /// An optional element type.
     pub fn dtype(&self, name: &'static str) -> Result<Option<DType>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -243,7 +232,6 @@ impl Scope<'_> {
         }
     }
 
-    /// An optional size.
     pub fn dim(&self, name: &'static str) -> Result<Option<Dim>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -253,7 +241,6 @@ impl Scope<'_> {
         }
     }
 
-    /// An optional list of sizes.
     pub fn dims(&self, name: &'static str) -> Result<Option<Vec<Dim>>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -269,14 +256,12 @@ impl Scope<'_> {
         self.dims(name)?.ok_or_else(|| self.wrong(name, "a list of sizes"))
     }
 
-    /// An optional list of integers.
     pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         let Some(dims) = self.dims(name)? else { return Ok(None) };
         let numbers: Option<Vec<i64>> = dims.iter().map(Dim::known).collect();
         numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of whole numbers"))
     }
 
-    /// An optional list of floats.
     pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f64>>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),

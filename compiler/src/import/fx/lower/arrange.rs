@@ -67,7 +67,6 @@ pub fn moved(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, x, perm)?)
 }
 
-/// Rolls axes; elements wrap around.
 pub fn roll(scope: &mut Scope<'_>) -> Outputs {
     let given = scope.value("self")?;
     let shape = scope.fact(given).shape;
@@ -158,7 +157,6 @@ fn diagonal_places([rows, columns]: [i64; 2], offset: i64) -> Vec<i64> {
     (0..count).map(|i| (row + i) * columns + column + i).collect()
 }
 
-/// A diagonal of a plane, as a new last axis.
 pub fn diagonal(scope: &mut Scope<'_>) -> Outputs {
     let offset = scope.int("offset", 0)?;
     let (flat, _, sizes) = plane(scope)?;
@@ -167,7 +165,6 @@ pub fn diagonal(scope: &mut Scope<'_>) -> Outputs {
     one(taken(scope, flat, axis, &[places.len()], &places)?)
 }
 
-/// Sum of the diagonal of a matrix.
 pub fn trace(scope: &mut Scope<'_>) -> Outputs {
     let (flat, _, sizes) = plane(scope)?;
     let places = diagonal_places(sizes, 0);

@@ -36,7 +36,6 @@ pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, LowerReason> {
     scope.float("scale", 1.0 / (width as f64).sqrt())
 }
 
-/// Attention probabilities.
 pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<Value, LowerReason> {
     let scale = scale_of(scope, query)?;
     let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;

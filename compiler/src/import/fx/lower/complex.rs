@@ -74,7 +74,6 @@ fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Val
     }
 }
 
-/// The operand `self` as a complex tensor.
 fn operand(scope: &mut Scope<'_>) -> Result<Parts, LowerReason> {
     match parts(scope, "self")? {
         (re, Some(im)) => Ok((re, im)),
@@ -120,7 +119,6 @@ fn of_angle(scope: &mut Scope<'_>) -> Outputs {
     pair((scope.binary(Binary::Mul, abs, cos)?, scope.binary(Binary::Mul, abs, sin)?))
 }
 
-/// `√(re² + im²)`, with gradient 0 at 0.
 fn size(scope: &mut Scope<'_>) -> Outputs {
     let (re, im) = operand(scope)?;
     let (re, im) = (scope.binary(Binary::Mul, re, re)?, scope.binary(Binary::Mul, im, im)?);
@@ -190,7 +188,6 @@ fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Resu
     }
 }
 
-/// Names of the complex tensors that the node reads, in order.
 fn read<'a>(scope: &Scope<'a>) -> Vec<&'a str> {
     let read = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
     read.filter(|name| matches!(scope.names.tensors.get(*name), Some(Known::Complex(..)))).collect()
@@ -280,7 +277,6 @@ fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerRe
     }
 }
 
-/// Refuses sizes that pad or truncate the input.
 fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), LowerReason> {
     for name in ["s", "n"] {
         let Some(asked) = scope.ints(name)? else { continue };

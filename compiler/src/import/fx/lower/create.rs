@@ -80,7 +80,6 @@ pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
     one(scope.constant(Tensor::from_f64(&[values.len()], &values).cast(dtype))?)
 }
 
-/// The identity matrix.
 pub fn eye(scope: &mut Scope<'_>) -> Outputs {
     let rows = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "the number of rows" })?;
     let columns = scope.dim("m")?.unwrap_or_else(|| rows.clone());
@@ -131,7 +130,6 @@ pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs
     one(scope.broadcast(value, shape)?)
 }
 
-/// A number as a rank-0 tensor.
 pub fn scalar_tensor(scope: &mut Scope<'_>) -> Outputs {
     let value = scope.operand("s")?.ok_or(LowerReason::NotConstant { what: "the number" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
@@ -144,7 +142,6 @@ pub fn part(scope: &mut Scope<'_>, upper: bool) -> Outputs {
     one(triangle(scope, x, upper, diagonal)?)
 }
 
-/// The size of an axis.
 pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     if fact.rank() == 0 {
@@ -153,7 +150,6 @@ pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
 }
 
-/// The number of elements.
 pub fn sym_numel(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Size(volume(&scope.fact_of("self")?.shape)?))
 }

@@ -8,7 +8,6 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 
-/// `input - target`.
 fn difference(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (a, b) = (scope.value("self")?, scope.value("target")?);
     scope.binary(Binary::Sub, a, b)
@@ -56,7 +55,6 @@ pub fn smooth(scope: &mut Scope<'_>) -> Outputs {
     bent(scope, beta, false)
 }
 
-/// Huber loss.
 pub fn huber(scope: &mut Scope<'_>) -> Outputs {
     let delta = scope.float("delta", 1.0)?;
     bent(scope, delta, true)
@@ -172,7 +170,6 @@ pub fn ranking(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, each)
 }
 
-/// Cosine similarity along an axis.
 pub fn cosine(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);
     let product = scope.binary(Binary::Mul, a, b)?;

@@ -9,7 +9,6 @@ use crate::import::symbolic_batch;
 use crate::op::{Binary, Compare, Unary, Value};
 use crate::tensor::DType;
 
-/// A required operand.
 pub fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, LowerReason> {
     let operand = scope.operand(name)?;
     operand.ok_or(LowerReason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
@@ -28,7 +27,6 @@ pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     one(scope.unary(op, x)?)
 }
 
-/// Returns the operand.
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
     Ok(Made::Tensors(vec![scope.known(name)?]))
@@ -166,7 +164,6 @@ fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     scope.unary(Unary::Not, same)
 }
 
-/// A logical operator on operands converted to booleans.
 pub fn logical(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
     let (a, b) = (truth(scope, a)?, truth(scope, b)?);
@@ -192,7 +189,6 @@ pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     one(scope.unary(Unary::Not, same)?)
 }
 
-/// `condition ? self : other`.
 pub fn choose(scope: &mut Scope<'_>) -> Outputs {
     let condition = scope.value("condition")?;
     let condition = truth(scope, condition)?;
@@ -318,7 +314,6 @@ pub fn mish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-/// Logarithm to a base.
 pub fn logarithm(scope: &mut Scope<'_>, base: f64) -> Outputs {
     let x = scope.value("self")?;
     let x = promote::real(scope, x)?;

@@ -37,7 +37,6 @@ fn replaced(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> R
     scope.select(condition, number, x)
 }
 
-/// `x·factor`
 pub fn times(scope: &mut Scope<'_>, factor: f64) -> Outputs {
     let x = operand(scope)?;
     one(scope.with_number(Binary::Mul, x, factor)?)
@@ -52,7 +51,6 @@ pub fn exp_minus_one(scope: &mut Scope<'_>) -> Outputs {
     one(scope.with_number(Binary::Mul, product, 2.0)?)
 }
 
-/// `2^x`
 pub fn power_of_two(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let two = scope.scalar(scope.fact(x).dtype, 2.0)?;
@@ -76,7 +74,6 @@ pub fn log_one_plus(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(near, small, large)?)
 }
 
-/// `1 - erf x`
 pub fn complementary_error(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let erf = scope.unary(Unary::Erf, x)?;
@@ -84,14 +81,12 @@ pub fn complementary_error(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Sub, one_value, erf)?)
 }
 
-/// `sin x / cos x`
 pub fn tangent(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
     one(scope.binary(Binary::Div, sin, cos)?)
 }
 
-/// Rounds toward zero.
 pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     if !scope.fact(x).dtype.is_float() {
         return Ok(x);
@@ -108,7 +103,6 @@ pub fn truncated(scope: &mut Scope<'_>, rest: bool) -> Outputs {
     one(if rest { scope.binary(Binary::Sub, x, whole)? } else { whole })
 }
 
-/// Rounds floats; integers are unchanged.
 pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     let x = scope.value("self")?;
     if !scope.fact(x).dtype.is_float() {
@@ -153,7 +147,6 @@ pub fn infinite(scope: &mut Scope<'_>, opposite: bool) -> Outputs {
     one(compared(scope, if opposite { Compare::Less } else { Compare::Equal }, size, f64::INFINITY)?)
 }
 
-/// The largest finite number of a float type.
 pub fn largest(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::MAX,
@@ -168,7 +161,6 @@ fn is_nan(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     scope.unary(Unary::Not, same)
 }
 
-/// Replaces NaN and infinities by numbers.
 pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dtype = scope.fact(x).dtype;
@@ -227,7 +219,6 @@ pub fn angle(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(steep, from_axis, flat)?)
 }
 
-/// `√(a² + b²)`
 pub fn hypotenuse(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let (a, b) = (scope.binary(Binary::Mul, a, a)?, scope.binary(Binary::Mul, b, b)?);
@@ -244,7 +235,6 @@ pub fn rest(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, rest, sign)?)
 }
 
-/// `a·2^b`
 pub fn scaled_by_power(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let two = scope.scalar(scope.fact(b).dtype, 2.0)?;
@@ -330,7 +320,6 @@ pub fn shrink(scope: &mut Scope<'_>, soft: bool) -> Outputs {
     one(replaced(scope, inside, 0.0, y)?)
 }
 
-/// `x` above the threshold, else `value`.
 pub fn threshold(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (threshold, value) = (scope.float("threshold", 0.0)?, scope.float("value", 0.0)?);
@@ -392,7 +381,6 @@ pub fn between(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, x, moved)?)
 }
 
-/// Bit shift.
 pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);

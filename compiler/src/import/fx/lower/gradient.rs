@@ -26,7 +26,6 @@ fn mask(scope: &Scope<'_>) -> [bool; 3] {
     }
 }
 
-/// Gradients of a convolution for input, weight and bias.
 pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("transposed", false)? {
         return Err(LowerReason::Unsupported("the gradient of a transposed convolution".to_string()));
@@ -63,7 +62,6 @@ pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::MaxPoolGrad(MaxPoolGrad { forward: MaxPool { kernel, window, ceil } }), &[x, dy])?)
 }
 
-/// Gradient of an average pooling.
 pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.fact_of("self")?);
     if x.rank() != 4 || scope.has("divisor_override") {
@@ -98,7 +96,6 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::ScatterAdd(ScatterAdd { axis: 0, size }), &[dy, index])?)
 }
 
-/// Gradients of a layer normalisation for input, scale and bias.
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_out")?, scope.value("input")?);
     let (mean, rstd) = (scope.value("mean")?, scope.value("rstd")?);

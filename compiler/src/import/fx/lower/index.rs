@@ -12,7 +12,6 @@ use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// Embedding lookup.
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (table, index) = (scope.value("weight")?, scope.value("indices")?);
     let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
@@ -111,7 +110,6 @@ pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
     from_flat(scope, x, vec![volume(&dims)?], 0, place)
 }
 
-/// Elements of the flattened tensor.
 pub fn take(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     take_from(scope, x, index)

@@ -82,7 +82,6 @@ pub fn outer(scope: &mut Scope<'_>, sum: bool) -> Outputs {
     one(scope.binary(Binary::Add, y, own)?)
 }
 
-/// Inner products over the last axes of all row pairs.
 pub fn inner(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("self")?, scope.value("other")?);
     let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);

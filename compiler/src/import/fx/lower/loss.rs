@@ -10,7 +10,6 @@ use crate::tensor::dim::{Dim, volume};
 /// Default `ignore_index`.
 const IGNORED: i64 = -100;
 
-/// The argument `reduction`.
 pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
     match scope.int("reduction", 1)? {
         0 => Ok(Reduction::None),
@@ -76,7 +75,6 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
 }
 
-/// Reduces a per-element loss.
 pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Result<Value, LowerReason> {
     let axes: Vec<usize> = (0..scope.fact(each).rank()).collect();
     match reduction {

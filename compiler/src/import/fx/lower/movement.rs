@@ -23,7 +23,6 @@ pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// Reshapes to the shape of another tensor.
 pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact_of("other")?.shape;
     let x = scope.value("self")?;
@@ -273,7 +272,6 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x])?)
 }
 
-/// `detach`.
 pub fn detach(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     one(stopped(scope, x)?)

@@ -21,7 +21,6 @@ fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), LowerRea
     }
 }
 
-/// Layer normalisation over the last axes.
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("input")?;
     let (axis, dims) = normalised(scope, x)?;
@@ -162,7 +161,6 @@ fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<()
     Ok(())
 }
 
-/// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`
 fn with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, LowerReason> {
     let mut stored = |name: &'static str| match scope.known(name)? {
         Known::Weight(at) => scope.weight(at, true),

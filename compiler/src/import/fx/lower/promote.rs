@@ -56,7 +56,6 @@ fn mixed(signed: DType, unsigned: DType) -> DType {
     }
 }
 
-/// The promoted type of operands.
 pub fn common(scope: &Scope<'_>, operands: &[Operand]) -> DType {
     let (mut axes, mut points, mut numbers) = (None, None, None);
     for operand in operands {
@@ -75,7 +74,6 @@ pub fn common(scope: &Scope<'_>, operands: &[Operand]) -> DType {
     met.unwrap_or(DType::F32)
 }
 
-/// An operand as a value of an element type.
 pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<Value, LowerReason> {
     match operand {
         Operand::Tensor(value) => scope.cast(*value, dtype),

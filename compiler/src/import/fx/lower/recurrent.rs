@@ -16,7 +16,6 @@ use crate::tensor::dim::Dim;
 /// Limit on the layers of one operator.
 const LAYERS: i64 = 1 << 12;
 
-/// Arguments common to recurrent operators.
 struct Stack {
     /// `[T, N, I]`
     x: Value,

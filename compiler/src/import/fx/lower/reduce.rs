@@ -8,7 +8,6 @@ use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 
-/// The reduced axes, and `keepdim`.
 fn axes(scope: &Scope<'_>, rank: usize) -> Result<(Vec<usize>, bool), LowerReason> {
     Ok((scope.axes("dim", rank)?, scope.flag("keepdim", false)?))
 }
@@ -25,7 +24,6 @@ fn operand(scope: &mut Scope<'_>, kind: ReduceKind) -> Result<Value, LowerReason
     scope.cast(x, dtype)
 }
 
-/// A reduction along the axes.
 pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
     let x = operand(scope, kind)?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
@@ -158,7 +156,6 @@ pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep
     }
 }
 
-/// Vector norm; argument `name` is the order.
 pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let order = scope.float(name, 2.0)?;
     let x = operand(scope, ReduceKind::Mean)?;
@@ -218,7 +215,6 @@ pub fn both_ends(scope: &mut Scope<'_>) -> Outputs {
     many(vec![scope.reduce(ReduceKind::Min, x, &axes, keep)?, scope.reduce(ReduceKind::Max, x, &axes, keep)?])
 }
 
-/// Softmax or log-softmax along an axis.
 pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     let mut x = scope.value("self")?;
     if let Some(dtype) = scope.dtype("dtype")? {

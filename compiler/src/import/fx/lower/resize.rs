@@ -21,7 +21,6 @@ const LARGEST: usize = 1 << 22;
 /// Limit on the windows of a max pooling that are reduced one by one.
 const WINDOWS: usize = 256;
 
-/// Interpolation mode.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Way {
     /// The source index rounded down.
@@ -55,7 +54,6 @@ impl Axis {
         (i as f64 + 0.5) * self.scale - 0.5
     }
 
-    /// Source elements and weights of every output element.
     fn weights(&self, way: Way) -> Vec<Vec<(i64, f64)>> {
         let last = self.from - 1;
         let row = |i: i64| match way {
@@ -142,7 +140,6 @@ fn side(dim: &Dim) -> Result<i64, LowerReason> {
     dim.known().filter(|v| (1..=MOST).contains(v)).ok_or(LowerReason::NotConstant { what: "the size of the image" })
 }
 
-/// Resizes an image to the given sizes or by the given factors.
 pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     let mut x = scope.value(if scope.has("input") { "input" } else { "self" })?;
     let shape = scope.fact(x).shape;
@@ -187,7 +184,6 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     one(x)
 }
 
-/// `grid_sample`.
 pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
     let (x, places) = (scope.value("input")?, scope.value("grid")?);
     let padding = match scope.int("padding_mode", 0)? {
@@ -242,7 +238,6 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: boo
     Ok(x)
 }
 
-/// Padding mode.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Edge {
     /// Mirrored around the edge element.

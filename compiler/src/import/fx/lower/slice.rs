@@ -65,7 +65,6 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
 pub enum Cut {
     /// Equal parts of a given size; the last may be smaller.
     Each(&'static str),
-    /// Parts of given sizes.
     Sizes(&'static str),
     /// A given number of parts.
     Count(&'static str),
@@ -73,7 +72,6 @@ pub enum Cut {
     Apart,
 }
 
-/// Splits an axis into parts.
 pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let size = dims[at].clone();

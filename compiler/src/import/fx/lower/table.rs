@@ -10,10 +10,8 @@ pub mod shape;
 use super::{Outputs, Scope, create, linear, reduce};
 use crate::tensor::dim::Dim;
 
-/// Lowers one node.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
-/// Operator name and lowering.
 pub type Row = (&'static str, Lower);
 
 const FAMILIES: [&[Row]; 4] = [elementwise::ELEMENTWISE, shape::SHAPE, reduction::REDUCTION, layer::LAYER];
@@ -64,7 +62,6 @@ pub fn find(target: &str) -> Option<Lower> {
     FAMILIES.iter().flat_map(|rows| rows.iter()).find(|row| row.0 == operator).map(|row| row.1)
 }
 
-/// Python's arithmetic on sizes.
 fn sizes(operator: &str) -> Option<Lower> {
     let lower: Lower = match operator {
         "add" => |s| create::size_arithmetic(s, Dim::add),

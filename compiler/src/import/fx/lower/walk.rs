@@ -33,13 +33,11 @@ const CHANGED: Known = Known::Absent("a view of a tensor that was changed in pla
 /// State of a minibatch counter after it was incremented.
 const COUNTED: Known = Known::Absent("a counter of minibatches");
 
-/// Limit on the aliases of a tensor that is changed in place.
 const MOST_VIEWS: usize = 4096;
 
 /// Limit on the length of a chain of views.
 const DEEPEST: usize = 32;
 
-/// Checks that every operator is supported.
 pub fn check(program: &Program) -> Result<(), LowerError> {
     support::check(&program.graph).map_err(LowerError::Unsupported)
 }
@@ -232,7 +230,6 @@ impl Walk<'_> {
         Ok(if gradients { made } else { without_gradients(&mut scope, made)? })
     }
 
-    /// Tests whether gradients can flow from a value to a parameter.
     fn has_gradient(&mut self, value: Value) -> bool {
         for id in self.graph.ids().skip(self.gradients.len()) {
             let node = self.graph.node(id);
@@ -272,7 +269,6 @@ impl Walk<'_> {
         Ok(Some(Made::Tensors(vec![COUNTED])))
     }
 
-    /// Records the outputs of a node under their names.
     fn named<'g>(
         &mut self,
         node: &'g schema::Node,

@@ -34,7 +34,6 @@ fn symmetric(strides: Vec<usize>, pads: Vec<usize>, dilations: Vec<usize>) -> Wi
     Window { strides, pads_begin: pads.clone(), pads_end: pads, dilations }
 }
 
-/// The weight's spatial sizes.
 fn kernel_of(scope: &Scope<'_>, weight: Value) -> Result<Vec<usize>, LowerReason> {
     let fact = scope.fact(weight);
     let sizes = fact.concrete().filter(|s| s.len() > 2 && s[2..].iter().all(|k| *k > 0));
@@ -77,7 +76,6 @@ fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     })
 }
 
-/// Convolution, or transposed convolution if `transposed` is set.
 pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("transposed", false)? {
         return conv_transpose(scope);
@@ -108,7 +106,6 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, y, single)
 }
 
-/// Window and groups of a convolution over `axes` spatial axes.
 pub fn convolution_window(scope: &Scope<'_>, axes: usize) -> Result<(Window, usize), LowerReason> {
     let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
     Ok((symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations), groups(scope)?))
@@ -167,7 +164,6 @@ pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec
     Ok((kernel, window, scope.flag("ceil_mode", false)?))
 }
 
-/// Max pooling.
 pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let (kernel, window, ceil) = pool_window(scope, axes, true)?;
@@ -176,7 +172,6 @@ pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
 }
 
-/// Average pooling.
 pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let (mut kernel, window, ceil) = pool_window(scope, axes, false)?;
