@@ -247,10 +247,10 @@ pub enum Binary {
     Or,
     /// Logical exclusive or of `bool`; bitwise exclusive or of integers.
     Xor,
-    /// Left shift of the integer `a` by `b` bits; 0 for a negative `b` or one of at least the bit width.
+    /// Left shift of the integer `a` by `b` bits; 0 if `b` is negative or at least the bit width.
     ShiftLeft,
-    /// Arithmetic right shift of the integer `a` by `b` bits; only sign bits remain for a negative `b` or one of at
-    /// least the bit width.
+    /// Arithmetic right shift of the integer `a` by `b` bits; only sign bits remain if `b` is negative or at least the
+    /// bit width.
     ShiftRight,
 }
 
@@ -546,8 +546,8 @@ pub struct Flip {
     pub axes: Vec<usize>,
 }
 
-/// `x [A…, S, B…]`, integer indices `[I…]` → `[A…, I…, B…]`: selects slices of `x` along `axis`. An embedding has axis
-/// 0. A negative index counts from the end; an index out of range is an error.
+/// `x [A…, S, B…]`, integer indices `[I…]` → `[A…, I…, B…]`: selects slices of `x` along `axis` (0 for an embedding). A
+/// negative index counts from the end; an index out of range is an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gather {
     pub axis: usize,
@@ -586,7 +586,7 @@ pub struct Scatter {
     pub axis: usize,
 }
 
-/// How [`Scatter`] combines an update with the old value.
+/// The operator that combines an update with the old value in [`Scatter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScatterKind {

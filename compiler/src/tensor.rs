@@ -100,10 +100,8 @@ impl std::fmt::Display for DType {
 
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TensorError {
-    /// The byte count is not elements × element size.
     #[error("a {dtype} tensor of shape {shape:?} needs {expected} bytes, {got} were given")]
     Length { dtype: DType, shape: Vec<usize>, expected: usize, got: usize },
-    /// The element count overflows the address space.
     #[error("a tensor of shape {shape:?} is too large to address")]
     Overflow { shape: Vec<usize> },
 }

@@ -1,11 +1,11 @@
 //! Tensor parallelism: distributes the ops of one stage, forward and backward, over a group of devices.
 //!
 //! It works on the joint forward and backward graph of a stage ([`forward_backward_graph`]), like GSPMD (Xu et al.,
-//! 2021) and Alpa (Zheng et al., OSDI 2022): gradients are ordinary tensors, so no op needs a conjugate collective.
-//! Every op's rule lists its sharding strategies ([`sharding`](crate::op::sharding)). [`strategy_search`] finds the
-//! cheapest combination under the times of [`cost`]. [`costs`] computes the planner's costs per segment of ops
-//! ([`segments`]), once for each set of equal segments ([`dedup`]). [`spmd_graph`] rewrites the graph to the one that
-//! every device runs, with explicit collectives.
+//! 2021) and Alpa (Zheng et al., OSDI 2022). Gradients are ordinary tensors there, so no op needs a conjugate
+//! collective. Every op's rule lists its sharding strategies ([`sharding`](crate::op::sharding)). [`strategy_search`]
+//! finds the cheapest combination under the times of [`cost`]. [`costs`] computes the planner's costs per segment of
+//! ops ([`segments`]), once for each set of equal segments ([`dedup`]). [`spmd_graph`] rewrites the graph to the one
+//! that every device runs, with explicit collectives.
 //!
 //! Invariants: results equal those of one device, up to the summation order over split axes. A parameter and its
 //! gradient have one sharding, so the optimizer steps each shard separately. Values entering or leaving a stage are
@@ -13,7 +13,7 @@
 //!
 //! ```text
 //!   x ── matmul ── gelu ── matmul ──(all_reduce)── y       the columns of the first weight and the rows of the second
-//!        w1: S1            w2: S0                          are split; only the sum at the end meets the others
+//!        w1: S1            w2: S0                          are split; only the final sum is communicated
 //! ```
 
 pub mod blocks;

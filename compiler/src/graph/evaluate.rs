@@ -10,13 +10,10 @@ use thiserror::Error;
 
 #[derive(Debug, Error, PartialEq)]
 pub enum EvaluateError {
-    /// An input, parameter or state has no value.
     #[error("no value was given for `{name}`")]
     Missing { name: String },
-    /// A value has the wrong type or shape.
     #[error("`{name}` is {expected}, the value given is {got}")]
     Given { name: String, expected: String, got: String },
-    /// A shape is symbolic or too large.
     #[error("the shape of `{name}` is not known or too large: {fact}")]
     Shape { name: String, fact: String },
     #[error("`{name}`: {fault}")]

@@ -5,7 +5,7 @@ use crate::op::{NodeId, Value};
 use std::collections::HashMap;
 
 /// The first difference of two graphs; `None` if they are isomorphic: a bijection of nodes preserves ops, facts, input
-/// order, outputs and averages. Of nodes that no output or average depends on, only the number is compared.
+/// order, outputs and averages. Nodes that no output or average depends on are only counted.
 pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
     if a.outputs.len() != b.outputs.len() || a.averages.len() != b.averages.len() {
         return Some(format!(

@@ -1,8 +1,8 @@
 //! Convolution over one to three spatial axes, and code common with its gradients.
 //!
-//! The three ops are one trilinear form: with `x`, `w`, `y` the operands and `t` the taps of the window, `Σ y[n, o, e]
-//! · x[n, c, e s + t d - b] · w[o, c mod (C/groups), t]`, differentiated by one operand. Each op is therefore a
-//! gradient of the others, and the kernels share one loop.
+//! With operands `x`, `w`, `y` and window taps `t`, the three ops are derivatives of one trilinear form: `Σ y[n, o, e]
+//! · x[n, c, e s + t d - b] · w[o, c mod (C/groups), t]`. Each op is therefore a gradient of the others, and the
+//! kernels share one loop.
 
 pub mod grad;
 

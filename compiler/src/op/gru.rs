@@ -6,9 +6,10 @@
 //!   r, z = σ(x_t W_ihᵀ + b_ih + h Uᵀ + b_hh), the parts of r and z
 //!   n = tanh(x_t W_inᵀ + b_in + m),  h_t = (1 - z) n + z h
 //!
-//! The reset gate applies to the product, m = r (h U_nᵀ + b_hn), as in PyTorch (`reset_after`), or to the state, m = (r
-//! h) U_nᵀ + b_hn, as in the paper. To avoid recomputation in the backward, the gates are an output, with a fourth part
-//! s: h U_nᵀ + b_hn, or r h. They take no gradient. Backward in time, with dh from the next step:
+//! With `reset_after`, as in PyTorch, the reset gate applies to the product: m = r (h U_nᵀ + b_hn). Otherwise, as in
+//! the paper, it applies to the state: m = (r h) U_nᵀ + b_hn. To avoid recomputation in the backward, the gates are an
+//! output, with a fourth part s: h U_nᵀ + b_hn, or r h. They take no gradient. Backward in time, with dh from the next
+//! step:
 //!
 //!   dh += dy_t;  da_z = dh (h - n) z (1 - z),  da_n = dh (1 - z)(1 - n²)
 //!   reset after:   e = da_n r,        da_r = da_n s r (1 - r),  dh = dh z + (da_r, da_z, e) W_hh,  dU_n = Σ eᵀ h

@@ -219,8 +219,8 @@ fn winner(x: &View<'_>, seen: &[usize]) -> Option<usize> {
     })
 }
 
-/// Calls `visit` for every element of `y` with its flat index, its window's index, and the flat indices of the elements
-/// of `x` in the window.
+/// Calls `visit` for every element of `y`: with its flat index, its window's index, and the flat indices into `x` of
+/// that window.
 fn each_window(
     window: &Window,
     kernel: &[usize],

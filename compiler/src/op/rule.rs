@@ -53,12 +53,10 @@ pub enum FactError {
     Rank { what: &'static str, expected: String, got: usize },
     #[error("{what} has element type {got}, expected {expected}")]
     DType { what: &'static str, expected: String, got: DType },
-    /// Two values that must be equal differ.
     #[error("{left_name} is {left}, {right_name} is {right}")]
     Mismatch { left_name: &'static str, left: String, right_name: &'static str, right: String },
     #[error("{0}")]
     Attribute(String),
-    /// Symbolic shape arithmetic has no exact result.
     #[error(transparent)]
     Dim(#[from] DimError),
 }
@@ -70,10 +68,8 @@ pub enum KernelError {
     /// An attribute has an unbound symbol.
     #[error(transparent)]
     Dim(#[from] DimError),
-    /// A collective cannot run on a single device.
     #[error("this is done by {devices} devices together, not by one alone")]
     Alone { devices: usize },
-    /// Another device of the group stopped.
     #[error("another device of the group stopped")]
     Gone,
     #[error("label {label} is outside the {classes} classes")]

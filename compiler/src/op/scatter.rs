@@ -145,8 +145,8 @@ impl Scatter {
         [dx, du]
     }
 
-    // Let hits = (x == y) and (u == y at the indices), and ties = the number of hits per slice: dx = hits dy / ties,
-    // and du likewise at the indices.
+    // Let hits = (x == y) and (u == y at the indices), and ties = the number of hits per slice. Then dx = hits dy /
+    // ties, and du likewise at the indices.
     fn shared(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
         let (x, indices, updates) = (at.inputs[0], at.inputs[1], at.inputs[2]);
         let dtype = out.fact(x).dtype;

@@ -1,8 +1,8 @@
 //! Stateless uniform random numbers, like the masks of [`dropout`].
 //!
 //! Element `i` is the upper bits of `mix(mix(mix(stream) ^ counter) ^ i)` divided by their range. It uses as many bits
-//! as the element type represents exactly (53 for `f64`, 24 for `f32`, 11 for `f16`, 8 for `bf16`), so rounding never
-//! gives 1. A recomputed forward and every cut into stages draw the same numbers.
+//! as the element type represents exactly: 53 for `f64`, 24 for `f32`, 11 for `f16`, 8 for `bf16`. Rounding therefore
+//! never gives 1. A recomputed forward and every cut into stages draw the same numbers.
 
 use super::dropout::mix;
 use super::*;

@@ -1,7 +1,7 @@
 //! Analytic kernel times for devices that cannot be measured.
 //!
-//! The roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009): a kernel takes the longer of its arithmetic
-//! and its memory traffic at a fraction of the device's peak, plus a launch overhead. All forward and backward kernels
+//! The roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009) takes the longer of arithmetic and memory
+//! traffic at a fraction of the device's peak. A launch overhead is added per kernel. All forward and backward kernels
 //! count; views are free. The weight-gradient part of a backward consists of the kernels that no other op waits for.
 //! The model ignores caches, fusion and partially filled devices. It ranks ops well; their sum is approximate.
 

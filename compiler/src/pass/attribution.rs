@@ -2,8 +2,8 @@
 //!
 //! Plans and profiles refer to the numbered ops of a graph, but a run also executes backward nodes, the loss, and large
 //! constant expressions. Here the whole graph is compiled as a single stage and every executed node is assigned to one
-//! op. A backward node belongs to the op whose rule emitted it, a loss to the op that computes the predictions, and a
-//! constant expression to its first reader. Sums of times and saved bytes over ops then equal those of the run.
+//! op. A backward node belongs to the op whose rule emitted it. A loss belongs to the op that computes the predictions,
+//! a constant expression to its first reader. Sums of times and saved bytes over ops then equal those of the run.
 
 use super::backward::BackwardError;
 use super::backward::{Arriving, Backward, Made, Read, backward};
@@ -67,7 +67,7 @@ pub struct Attribution {
     pub backward_nodes: Vec<Vec<NodeId>>,
     /// The weight-gradient nodes of `backward`, which no earlier op waits for: the second part of a split backward.
     pub second: HashSet<NodeId>,
-    /// Fused chains of `forward` and `backward`. Each lies within one op, so no cut divides it.
+    /// Fused chains of `forward` and `backward`. Each is within one op, so no cut divides it.
     pub chains: [Chains; 2],
     /// Per op, the bytes of the targets that its loss reads; the original graph has no targets.
     pub target_bytes: Vec<u64>,

@@ -54,7 +54,6 @@ pub struct Backward {
 
 #[derive(Debug, Error)]
 pub enum BackwardError {
-    /// An op has no gradient rule for an output that the loss depends on.
     #[error("node `{node}` ({op}) has no gradient for its output {output}, which the loss depends on")]
     NoRule { node: String, op: String, output: usize },
     #[error(transparent)]

@@ -1,7 +1,7 @@
 //! Rewrites equivalent forms into a canonical one for later passes, profiles and plans.
 //!
 //! - A transpose of the last two axes that feeds a matrix product becomes the product's flag. Exporters write `x · Wᵀ`
-//! with a transpose, which would copy every weight.
+//!   with a transpose, which would copy every weight.
 //! - A transpose, reshape, broadcast or cast without effect is removed.
 
 use super::Changed;

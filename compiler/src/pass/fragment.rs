@@ -3,9 +3,9 @@
 //! A fragment has the ops of its stage and copies of every parameter, state and constant they read. Values are sent
 //! directly from the producing stage to each consuming stage, across any number of stages.
 //!
-//! The gradient of a value is a sum with one term per use, added from the last user (by op number) to the first. To
-//! make the sum bitwise independent of the cuts, a stage adds locally only terms at the head of this order; all others
-//! are sent separately: see [`Term`].
+//! The gradient of a value is a sum with one term per use, added from the last user (by op number) to the first. The
+//! sum must be bitwise independent of the cuts. A stage therefore adds only terms at the head of this order and sends
+//! all others separately: see [`Term`].
 
 use crate::graph::{Graph, MovingAverage, Output, order};
 use crate::op::{Input, NodeId, Op, Value};

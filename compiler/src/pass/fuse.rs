@@ -1,11 +1,11 @@
-//! Fuses elementwise ops into chains, each of which runs as one loop over blocks in the L1 cache, so that intermediates
-//! are never written to memory.
+//! Fuses elementwise ops into chains. A chain runs as one loop over blocks in the L1 cache, so its intermediates are
+//! never written to memory.
 //!
 //! The results of a chain have one shape. A chain runs at the position of its last op, so an op may join only if no
 //! other op reads its result earlier. Every op rounds as it does alone: results are bitwise equal.
 //!
 //! ```text
-//! %u = mul %x %root          apart: six tensors are written and read        together: one piece of each at a time,
+//! %u = mul %x %root          unfused: six tensors are written and read      fused: one block of each at a time,
 //! %e = erf %u                                                               and only %c is written whole
 //! %g = add %e %one
 //! %c = mul %g %half

@@ -12,8 +12,8 @@
 //!
 //! Inner values of a fused chain ([`fuse`](super::fuse)) and gradients accumulated by their producer have no location.
 //!
-//! Arena offsets are assigned by decreasing size, each at the lowest offset that is free during the tensor's lifetime
-//! ("greedy by size", Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
+//! Arena offsets are assigned by decreasing size, each at the lowest offset that is free during the tensor's lifetime.
+//! This is "greedy by size" (Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
 
 use super::fuse::Chains;
 use crate::graph::Graph;

@@ -1,8 +1,7 @@
 //! Mixed precision: values, weights and messages in a two-byte type, statistics and the loss in `f32`.
 //!
 //! Every float becomes the narrow type, except
-//! - normalisations with saved statistics: they read and write `f32`, and their results are rounded at once, so that
-//! values crossing a cut are always narrow;
+//! - normalisations with saved statistics, which read and write `f32` but round their results at once;
 //! - scales and biases that only those read;
 //! - running averages and their samples.
 //!

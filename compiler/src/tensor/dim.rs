@@ -39,7 +39,6 @@ pub struct Polynomial {
 /// Shape arithmetic without an exact result.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum DimError {
-    /// The result overflows 64 bits.
     #[error("shape arithmetic overflows 64 bits: {left} {operator} {right}")]
     Overflow { left: String, operator: char, right: String },
     /// The quotient is not a polynomial with integer coefficients.
@@ -47,7 +46,6 @@ pub enum DimError {
     Inexact { left: String, right: String },
     #[error("the size of symbolic dimension `{symbol}` is not known")]
     Unbound { symbol: String },
-    /// Text that does not parse.
     #[error("`{text}` is not a dimension")]
     Syntax { text: String },
 }

@@ -9,7 +9,7 @@
 //! collectives by a ring model:
 //!
 //! ```text
-//! time(op) = given(op) · roofline(parts of op) / roofline(op) + meetings(op)
+//! time(op) = given(op) · roofline(shards of op) / roofline(op) + collectives(op)
 //! ```
 //!
 //! Values between segments are replicated. If the consumer saves one for its backward, it counts for the op that makes

@@ -1,9 +1,8 @@
 //! Elimination orders that keep the tables small.
 //!
-//! An optimal order is NP-hard to find. Two greedy rules are simulated without tables, several times each with
-//! perturbed scores: the fewest joint states of a variable's neighbours, and the fewest new pairs of neighbours
-//! (min-fill). The order with the least work wins. Perturbations are deterministic, so equal problems have equal
-//! orders.
+//! An optimal order is NP-hard to find. Two greedy rules are simulated without tables: the fewest joint states of a
+//! variable's neighbours, and the fewest new pairs of neighbours (min-fill). Each is tried several times with perturbed
+//! scores. The order with the least work wins. Perturbations are deterministic, so equal problems have equal orders.
 
 use std::collections::BTreeSet;
 

@@ -1,7 +1,7 @@
 //! Finds the cheapest sharding strategies for all ops of a graph.
 //!
-//! Each node is a variable. Its states are the strategies of its op, or the shardings of a parameter, combined with an
-//! optional second sharding in which each output is kept for its readers. Unary costs are those of the strategy and of
+//! Each node is a variable. Its states are the strategies of its op, or the shardings of a parameter. A state also
+//! gives each output an optional second sharding, kept for its readers. Unary costs are those of the strategy and of
 //! the second shardings. Pairwise costs convert a value from the cheaper of its two shardings to the reader's. A
 //! partial sum with two replicated readers is thus reduced once. Outputs add the conversion to their required sharding.
 //! [`variable_elimination`](crate::tensor_parallel::variable_elimination) minimises the sum.

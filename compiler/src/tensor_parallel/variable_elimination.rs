@@ -5,9 +5,9 @@
 //!
 //!   cost(i) - cost(j) + Σ over neighbours n of  min over x of  (cost(i, x) - cost(j, x))  ≥ 0
 //!
-//! Then variables are eliminated one by one (bucket elimination, Dechter 1999): all costs that contain v are replaced
-//! by one cost of its neighbours, the minimum over v's states; [`order`] chooses the sequence. The graphs of models
-//! with gradients resemble chains and ladders, so tables stay small and the result is exact.
+//! Then variables are eliminated one by one (bucket elimination, Dechter 1999): all costs that contain v are summed and
+//! minimised over v, which leaves one cost of its neighbours. [`order`] chooses the sequence. The graphs of models with
+//! gradients resemble chains and ladders, so tables stay small and the result is exact.
 //!
 //! If a table would exceed the limit, its costs are divided into groups that choose v's state independently
 //! (mini-buckets). The result is then a lower bound. States are chosen in reverse order and improved by local search,

@@ -11,7 +11,6 @@ pub const EXPORT: &str = "a file for pipec comes from
 
 #[derive(Debug, Error)]
 pub enum FxError {
-    /// The zip archive is truncated.
     #[error(
         "the file ends early, after {bytes} bytes: it begins as a zip archive, and the directory is missing with which such a file ends"
     )]
@@ -23,22 +22,17 @@ pub enum FxError {
     Duplicate { entry: String },
     #[error("entry `{}` of the zip archive is compressed; torch.export.save stores entries as they are", shown(entry))]
     Compressed { entry: String },
-    /// The entry extends past the end of the file.
     #[error("entry `{}` of the zip archive has a declared size of {size} bytes that is not in the file", shown(entry))]
     EntrySize { entry: String, size: u64 },
-    /// A zip archive without a program.
     #[error("a zip archive without an exported program (a torch.save checkpoint holds no graph); {EXPORT}")]
     NoProgram,
     /// The pickled table of contents of torch 2.6 or 2.7 cannot be read.
     #[error("entry `{}`: {reason}", shown(entry))]
     Table { entry: String, reason: String },
-    /// The arguments of a higher-order node do not match its subgraph.
     #[error("node `{}`: its arguments do not match the inputs of the graph that it runs", shown(node))]
     Region { node: String },
-    /// Compiled code instead of a graph.
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
     Compiled,
-    /// More than one program.
     #[error("the archive holds {count} programs, expected one: {names}")]
     Several { count: usize, names: String },
     #[error("the weights are in byte order `{}`, expected `little`", shown(found))]
@@ -46,7 +40,6 @@ pub enum FxError {
         /// The file's byte order, possibly truncated.
         found: String,
     },
-    /// The JSON does not match the schema.
     #[error("entry `{}` is not the JSON it should be, at `{}`: {}", shown(entry), shown(at), shown(reason))]
     Json {
         entry: String,
@@ -54,12 +47,10 @@ pub enum FxError {
         at: String,
         reason: String,
     },
-    /// Unsupported schema version.
     #[error("schema version {found} of the exported program is not supported, {known} is")]
     Schema {
         /// The file's major version.
         found: i64,
-        /// The supported major version.
         known: i64,
     },
     #[error("weight `{}`: {reason}", shown(name))]
@@ -70,7 +61,6 @@ pub enum FxError {
     },
     #[error("input `{}`: {}", shown(name), shown(reason))]
     Input { name: String, reason: String },
-    /// A size is not an arithmetic expression of symbols and numbers.
     #[error("`{}` has a symbolic size whose expression is not understood: {reason}", shown(tensor))]
     Expression { tensor: String, reason: ExpressionError },
     #[error("node `{}` reads `{}`, which nothing makes", shown(node), shown(name))]
@@ -81,36 +71,29 @@ pub enum FxError {
         node: String,
         name: String,
     },
-    /// The signature names a tensor without metadata.
     #[error("`{}` is in the signature, but the graph says nothing of its type", shown(name))]
     NoFacts { name: String },
 }
 
 #[derive(Debug, Error)]
 pub enum WeightError {
-    /// The archive does not list it.
     #[error("the archive does not list it")]
     Unlisted,
     #[error("it is stored as a pickle, and pipec never opens pickles; is it a tensor subclass?")]
     Pickle,
     #[error("element type code {0} is not supported")]
     ElementType(i64),
-    /// A layout other than strided.
     #[error("layout code {0} (sparse?) is not supported")]
     Layout(i64),
-    /// Sizes, strides or offset are symbolic or negative, or their counts differ.
     #[error("its sizes and strides are not plain numbers of at least 0, as many strides as sizes")]
     Geometry,
-    /// The storage is too short.
     #[error("its sizes and strides need {need} bytes, the file has {have}")]
     Bytes { need: u64, have: usize },
     /// Stride-0 expansion exceeds the copy limit.
     #[error("it repeats few bytes as a tensor of {0} bytes, which is too large")]
     Repeats(u64),
-    /// It overlaps another parameter's storage.
     #[error("it overlaps `{0}` in memory under another shape or other strides: they cannot be trained as one tensor")]
     Overlaps(String),
-    /// The graph and the weight list disagree on type or shape.
     #[error("the graph says {graph}, the list of weights {list}")]
     Disagree { graph: String, list: String },
 }

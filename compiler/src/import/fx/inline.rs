@@ -2,7 +2,7 @@
 //! graph. Its nodes replace that node and record the region they come from.
 //!
 //! Names are local to a nested graph. They get the region's number as a prefix; placeholders get the names of the
-//! arguments, so that an in-place change in a region reaches the outer tensor.
+//! arguments. An in-place change in a region thus reaches the outer tensor.
 
 use super::error::FxError;
 use super::program::{label, names};

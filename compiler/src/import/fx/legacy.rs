@@ -1,5 +1,5 @@
-//! Archives of torch 2.6 and 2.7: the program is at the top level, and weights are nested `torch.save` archives whose
-//! table of contents is a pickle.
+//! Archives of torch 2.6 and 2.7. The program is at the top level; weights are nested `torch.save` archives with a
+//! pickled table of contents.
 //!
 //! The pickle is parsed as data and never executed. Only the opcodes of a table of tensors are accepted; a class is
 //! just a name, and calls are known for four functions. The entries are renamed to the layout of later versions.

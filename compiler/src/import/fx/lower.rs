@@ -1,7 +1,7 @@
 //! Lowers the nodes of an exported program to a graph of core ops.
 //!
-//! Each ATen operator is one row of `table`: a function that reads its arguments by their ATen names from a [`Scope`],
-//! adds core ops and returns the outputs. One file per operator family. `walk` calls them in order and functionalises
+//! Each ATen operator is one row of `table`, a function from a [`Scope`] to outputs. It reads arguments by their ATen
+//! names and adds core ops. There is one file per operator family. `walk` calls them in order and functionalises
 //! in-place operators.
 //!
 //! Computed sizes (`sym_size`, products of sizes) are [`Dim`]s and add no nodes to the graph.

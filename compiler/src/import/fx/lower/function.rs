@@ -1,5 +1,5 @@
 //! Elementwise functions composed of core ops. If one branch of a select could overflow or divide by zero, its argument
-//! is replaced by a safe one: a gradient of zero times infinity is NaN.
+//! is replaced by a safe one. Otherwise its gradient would be zero times infinity, which is NaN.
 
 use super::argument::Number;
 use super::elementwise::{pair, required};

@@ -1,5 +1,5 @@
 //! Resizing of images. Interpolation along one axis is a product with a constant matrix, as is the mean of windows that
-//! do not tile; axes are processed one after another. Nearest-neighbour resizing and padding from the image are
+//! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
 use super::{Known, Made, Outputs, Scope, one};
