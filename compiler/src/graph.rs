@@ -80,6 +80,7 @@ pub struct AddError {
     pub fault: FactError,
 }
 
+/// A directed acyclic graph of core ops, with its outputs and state updates.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     pub name: String,

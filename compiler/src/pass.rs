@@ -26,6 +26,7 @@ pub mod precision;
 pub mod split_backward;
 pub mod unbiased_variance;
 
+/// Tells whether a pass changed the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Changed {
     Yes,

@@ -52,6 +52,7 @@ pub struct SpmdTask {
     pub whole: BTreeSet<NodeId>,
 }
 
+/// A sharding decision for all ops of a graph.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
     /// The strategy of every op with inputs.

@@ -60,6 +60,7 @@ pub(super) fn given_value(
     Ok(Some(tensor.clone()))
 }
 
+/// Runs one node on its inputs with its reference kernel.
 pub fn run(graph: &Graph, id: NodeId, inputs: &[Tensor]) -> Result<Vec<Tensor>, EvaluateError> {
     let node = graph.node(id);
     let mut shapes = Vec::new();

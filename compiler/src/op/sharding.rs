@@ -71,6 +71,7 @@ impl Sharding {
     }
 }
 
+/// A tensor-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     pub devices: usize,
@@ -93,6 +94,7 @@ pub enum Local {
     Written,
 }
 
+/// A sharding strategy of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Strategy {
     /// Required input shardings.

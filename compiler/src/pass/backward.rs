@@ -42,6 +42,7 @@ pub enum Made {
     },
 }
 
+/// The backward fragment of a stage.
 #[derive(Clone, Debug)]
 pub struct Backward {
     /// Ops from saved values, parameters and received gradients to parameter gradients and sent gradients.

@@ -8,6 +8,7 @@ use super::Changed;
 use crate::graph::{Graph, order};
 use crate::op::{MatMul, NodeId, Op, Value};
 
+/// Applies the rewrites to the whole graph in one pass.
 pub fn canonicalise(graph: &mut Graph) -> Changed {
     let mut changed = false;
     for id in order::canonical(graph) {

@@ -26,6 +26,7 @@ struct Part {
     size: i64,
 }
 
+/// Replaces sums of padded parts by concatenations.
 pub fn join(graph: &mut Graph) -> Changed {
     let mut changed = false;
     // In reverse order, so that a sum is rewritten before the partial sums it contains.

@@ -7,6 +7,7 @@ use crate::op::{Constant, Op, Value};
 use bytes::Bytes;
 use std::collections::HashMap;
 
+/// Merges every node into the first equal one, in canonical order.
 pub fn cse(graph: &mut Graph) -> Changed {
     let mut seen = HashMap::new();
     let mut changed = false;

@@ -5,6 +5,7 @@ use crate::graph::Graph;
 use crate::op::{NodeId, Op};
 use std::collections::HashSet;
 
+/// Removes all nodes that no output or average depends on.
 pub fn dce(graph: &mut Graph) -> Changed {
     let mut needed: HashSet<NodeId> = HashSet::new();
     let mut queue: Vec<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();

@@ -25,6 +25,7 @@ pub const MOST_READ: usize = 12;
 /// Limit on the tensors that a chain writes.
 pub const MOST_WRITTEN: usize = 4;
 
+/// The fused chains of a graph.
 #[derive(Clone, Debug, Default)]
 pub struct Chains {
     /// The ops of each chain in order, keyed by the last.

@@ -34,6 +34,7 @@ pub enum Home {
     Arena(usize),
 }
 
+/// The locations of all values of a graph, and the sizes of its buffers.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
     pub homes: HashMap<Value, Home>,
@@ -50,6 +51,7 @@ pub struct Layout {
 /// Tensors that a run within a longer one shares with the runs before and after it, in a common arena.
 #[derive(Clone, Debug, Default)]
 pub struct Passage {
+    /// Sources made before the run.
     pub comes: HashSet<Value>,
     /// Values read after the run.
     pub goes: HashSet<Value>,
@@ -78,6 +80,7 @@ pub fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
+/// Lays out a graph of fixed sizes that is executed in `order`.
 pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     let mut classes = classes(graph, order, needs);
     let mut layout = Layout::default();

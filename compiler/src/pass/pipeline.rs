@@ -28,6 +28,7 @@ const CONCRETE: [Pass; 4] =
 /// of gradient sums depend on the cut.
 const FORWARD: [Pass; 2] = [("fold", fold::fold), ("dce", dce::dce)];
 
+/// Canonicalises an imported graph.
 pub fn canonical(graph: &mut Graph) -> Result<(), PassBug> {
     run(graph, &CANONICAL)
 }

@@ -10,6 +10,7 @@ use crate::op::{NodeId, Op, Value};
 use crate::pass::backward::{Backward, Made};
 use std::collections::HashSet;
 
+/// The two parts of a backward fragment.
 #[derive(Clone, Debug)]
 pub struct Parts {
     /// Every node: sources, the first part, the second part.
@@ -19,6 +20,7 @@ pub struct Parts {
     pub crossing: HashSet<Value>,
 }
 
+/// Splits a backward fragment by the gradients that it sends.
 pub fn parts(backward: &Backward) -> Parts {
     let graph = &backward.graph;
     let leaves = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));

@@ -209,6 +209,7 @@ fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<
     Ok(())
 }
 
+/// The memory of a stage on each device.
 pub fn memory(fragment: &Fragment, backward: Option<&Backward>) -> Memory {
     let graph = &fragment.graph;
     let bytes = |value: Value| graph.fact(value).bytes().unwrap_or(u64::MAX);

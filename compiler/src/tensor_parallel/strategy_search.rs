@@ -25,6 +25,7 @@ pub enum ChooseError {
     Size { node: String, fact: String },
 }
 
+/// A solution of the search, with its cost and a lower bound.
 #[derive(Clone, Debug)]
 pub struct Chosen {
     pub choice: Choice,

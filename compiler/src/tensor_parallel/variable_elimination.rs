@@ -29,6 +29,7 @@ pub struct Factors {
     pub pairs: BTreeMap<(usize, usize), Vec<Time>>,
 }
 
+/// An assignment of states, with its cost and a lower bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Solution {
     pub states: Vec<usize>,

@@ -32,6 +32,7 @@ const JOINT: &str = "a joint graph of forward and backward: it is planned and ev
 /// Name given to the batch symbol; the exporter numbers symbols.
 const BATCH: &str = "batch";
 
+/// A decoded and checked program.
 #[derive(Debug)]
 pub struct Program {
     pub name: String,
@@ -72,6 +73,7 @@ pub struct Source {
 }
 
 impl Program {
+    /// Decodes and checks an archive.
     pub fn read(bytes: &Bytes) -> Result<Program, FxError> {
         let archive = Archive::open(bytes)?;
         if let Some(order) = archive.get("byteorder").filter(|order| order.as_ref() != b"little") {

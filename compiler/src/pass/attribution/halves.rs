@@ -11,6 +11,7 @@ use crate::pass::backward::{Backward, Made};
 use crate::pass::gradient_accumulation::root;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
+/// The input-gradient and weight-gradient parts of a backward.
 pub struct Halves {
     /// The nodes of the second part.
     pub second: HashSet<NodeId>,

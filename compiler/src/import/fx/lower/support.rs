@@ -7,6 +7,7 @@ use crate::import::fx::schema::Graph;
 use crate::import::onnx::lower::support::{Missing, Unsupported};
 use std::collections::BTreeMap;
 
+/// Checks that every node can be lowered; the error lists all operators that cannot.
 pub fn check(graph: &Graph) -> Result<(), Unsupported> {
     let mut missing = BTreeMap::new();
     gather(graph, &mut missing);

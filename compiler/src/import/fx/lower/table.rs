@@ -10,6 +10,7 @@ pub mod shape;
 use super::{Outputs, Scope, create, linear, reduce};
 use crate::tensor::dim::Dim;
 
+/// Lowers one node to core ops.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
 pub type Row = (&'static str, Lower);

@@ -38,6 +38,7 @@ const MOST_VIEWS: usize = 4096;
 /// Limit on the length of a chain of views.
 const DEEPEST: usize = 32;
 
+/// Checks that every operator is supported.
 pub fn check(program: &Program) -> Result<(), LowerError> {
     support::check(&program.graph).map_err(LowerError::Unsupported)
 }
