@@ -481,7 +481,6 @@ pub struct MaxPoolGrad {
 pub struct AvgPool {
     pub kernel: Vec<usize>,
     pub window: Window,
-    /// Rounds the number of windows up.
     pub ceil: bool,
     /// Counts padding in the divisor, but not positions beyond it.
     pub count_padding: bool,
@@ -515,9 +514,7 @@ pub struct Broadcast {
 /// Elements `begin, begin+step, … < end` of every axis; `0 ≤ begin ≤ end ≤ size`, `step ≥ 1`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Slice {
-    /// First index per axis.
     pub begin: Vec<Dim>,
-    /// One past the last index, per axis.
     pub end: Vec<Dim>,
     pub step: Vec<usize>,
 }

@@ -9,10 +9,8 @@ use thiserror::Error;
 
 #[derive(Debug, Error, PartialEq)]
 pub enum BindError {
-    /// Shape arithmetic in an op's attributes fails.
     #[error("node `{node}`: {fault}")]
     Dim { node: String, fault: DimError },
-    /// An op does not accept its inputs at these sizes.
     #[error("node `{node}`: {fault}")]
     Fact { node: String, fault: Box<AddError> },
 }

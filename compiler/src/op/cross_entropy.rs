@@ -147,7 +147,6 @@ impl OpRule for CrossEntropyGrad {
     }
 }
 
-/// The fact of the log-sum-exp.
 fn check(logits: &Fact, target: &Fact, axis: usize) -> Result<Fact, FactError> {
     if !logits.dtype.is_float() {
         return Err(FactError::DType { what: "logits", expected: "a float".into(), got: logits.dtype });

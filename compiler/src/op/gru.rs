@@ -22,7 +22,6 @@ use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
 use super::sample::{ramp, run};
 use super::*;
 
-/// The fact of the saved gates: r, z, n and s.
 fn kept(sizes: &Sizes) -> Result<Fact, FactError> {
     Ok(sizes.sequence(&sizes.hidden.mul(&Dim::from(4usize))?))
 }

@@ -94,7 +94,6 @@ pub fn runs(op: &Op) -> bool {
 pub struct Tagged {
     /// The tagged graph; [`owner`] reads a tag.
     pub graph: Graph,
-    /// The numbered ops of the original graph.
     pub ops: Vec<NodeId>,
     /// The value that receives a gradient, and the node after the last stage that represents its reader.
     pub seeded: Option<(Value, NodeId)>,
@@ -287,7 +286,6 @@ pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     leaders
 }
 
-/// The output that receives the gradient.
 fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
     let numbered: HashSet<NodeId> = ops.iter().copied().collect();
     let mut learned: HashSet<NodeId> = HashSet::new();

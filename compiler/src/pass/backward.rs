@@ -110,7 +110,6 @@ impl<'a> Joint<'a> {
         self.active.contains(&value.node) && self.graph.fact(value).dtype.is_float()
     }
 
-    /// Emits the backward ops of one forward node.
     fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &Arriving) -> Result<(), BackwardError> {
         let node = self.graph.node(id).clone();
         if !self.active.contains(&id) || matches!(node.op, Op::Parameter(_) | Op::Input(_)) {

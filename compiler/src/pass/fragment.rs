@@ -32,7 +32,6 @@ pub enum Term {
 pub struct Received {
     /// The value in the whole graph.
     pub value: Value,
-    /// The sending stage.
     pub from: usize,
     /// Its [`Input`] node in the fragment.
     pub local: NodeId,
@@ -45,7 +44,6 @@ pub struct Received {
 /// A value sent to later stages.
 #[derive(Clone, Debug)]
 pub struct Sent {
-    /// The value in the whole graph.
     pub value: Value,
     pub local: Value,
     /// The receiving stages.
@@ -57,7 +55,6 @@ const SEPARATE_USES: usize = 8;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterTerm {
-    /// The parameter's node in the fragment.
     pub parameter: NodeId,
     /// Position in the sum over all stages, from 0.
     pub rank: usize,

@@ -20,9 +20,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Longer chains gain nothing.
 const MOST_OPS: usize = 24;
-/// Limit on the tensors that a chain reads.
 pub const MOST_READ: usize = 12;
-/// Limit on the tensors that a chain writes.
 pub const MOST_WRITTEN: usize = 4;
 
 /// The fused chains of a graph.

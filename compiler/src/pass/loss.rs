@@ -17,7 +17,6 @@ use thiserror::Error;
 pub enum Loss {
     /// Mean cross-entropy of logits against class indices; [`IGNORED`] labels are ignored.
     CrossEntropy,
-    /// Mean squared error.
     Mse,
     /// Mean binary cross-entropy of logits against targets in 0…1.
     Bce,

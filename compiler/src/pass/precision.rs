@@ -10,7 +10,6 @@ use thiserror::Error;
 
 #[derive(Debug, Error, PartialEq)]
 pub enum PrecisionError {
-    /// An op reads the bits of a float.
     #[error("node `{node}` reads the bits of its input, which are others in {to}")]
     Bits { node: String, to: DType },
     #[error("node `{node}` cannot work in {to}: {fault}")]

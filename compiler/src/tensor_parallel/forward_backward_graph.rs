@@ -74,7 +74,6 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<
     Joint { task: SpmdTask { graph, ends, whole }, forward, backward: map, later }
 }
 
-/// Appends a copy of a node.
 fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Value>) -> NodeId {
     let node = from.node(id);
     let inputs: Vec<Value> = from.inputs(id).iter().map(|value| map[value]).collect();

@@ -172,7 +172,6 @@ impl Apart<'_> {
     }
 }
 
-/// Simplifies a backward and removes unused inputs.
 fn finish(mut made: Backward) -> Result<Backward, PassBug> {
     pipeline::concrete(&mut made.graph)?;
     let graph = &mut made.graph;

@@ -48,11 +48,7 @@ pub enum FxError {
         reason: String,
     },
     #[error("schema version {found} of the exported program is not supported, {known} is")]
-    Schema {
-        /// The file's major version.
-        found: i64,
-        known: i64,
-    },
+    Schema { found: i64, known: i64 },
     #[error("weight `{}`: {reason}", shown(name))]
     Weight {
         /// Its name in the module.
@@ -66,11 +62,7 @@ pub enum FxError {
     #[error("node `{}` reads `{}`, which nothing makes", shown(node), shown(name))]
     Unknown { node: String, name: String },
     #[error("duplicate value `{}`: it is made twice, the second time by node `{}`", shown(name), shown(node))]
-    MadeTwice {
-        /// The second definition.
-        node: String,
-        name: String,
-    },
+    MadeTwice { node: String, name: String },
     #[error("`{}` is in the signature, but the graph says nothing of its type", shown(name))]
     NoFacts { name: String },
 }

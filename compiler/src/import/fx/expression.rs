@@ -161,7 +161,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Parses a call after `name(`.
     fn call(&mut self, name: &str) -> Result<Dim, ExpressionError> {
         if name == "Symbol" {
             return self.symbol();

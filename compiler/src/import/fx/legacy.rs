@@ -25,7 +25,6 @@ const DEEPEST: usize = 32;
 /// Limit on the values on the stack, in the memo and appended, against hostile files.
 const MOST: usize = 1 << 22;
 
-/// Limit on the axes of a tensor.
 const AXES: usize = 64;
 
 /// Renames the entries to those of later versions.
@@ -62,7 +61,6 @@ pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, B
     Ok(made)
 }
 
-/// The pickled metadata of a tensor.
 #[derive(Clone, Debug, PartialEq)]
 struct Stored {
     storage: String,
@@ -256,7 +254,6 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
     }
 }
 
-/// Pops `count` values, in order.
 fn popped(stack: &mut Vec<Held>, count: usize) -> Result<Vec<Held>, &'static str> {
     let at = stack.len().checked_sub(count).ok_or(OTHER)?;
     Ok(stack.split_off(at))

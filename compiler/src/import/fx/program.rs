@@ -47,7 +47,6 @@ pub struct Program {
     pub outputs: Vec<(String, String)>,
     /// Buffer mutations: pairs of value name and buffer name.
     pub mutations: Vec<(String, String)>,
-    /// Version of PyTorch that wrote the file.
     pub torch: String,
     pub warnings: Vec<String>,
     /// The graph contains the backward too and cannot be trained.

@@ -248,7 +248,6 @@ pub struct Expression {
 
 #[derive(Clone, Debug, Deserialize)]
 pub struct TensorMeta {
-    /// Element type code.
     pub dtype: i64,
     pub sizes: Vec<SymInt>,
     /// In elements.

@@ -13,7 +13,6 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// The input-gradient and weight-gradient parts of a backward.
 pub struct Halves {
-    /// The nodes of the second part.
     pub second: HashSet<NodeId>,
     /// Values that the first part computes for the second.
     pub between: HashSet<Value>,

@@ -256,7 +256,6 @@ fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, LowerReason> 
     scope.fact(x).shape[axis].known().ok_or(LowerReason::NotConstant { what: "the size of a transform" })
 }
 
-/// The normalisation factor of a transform over `elements` elements.
 fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerReason> {
     if scope.has("normalization") {
         return match scope.int("normalization", 0)? {
@@ -325,7 +324,6 @@ fn scaled(scope: &mut Scope<'_>, (re, im): Parts, factor: f64) -> Outputs {
     pair((scope.with_number(Binary::Mul, re, factor)?, scope.with_number(Binary::Mul, im, factor)?))
 }
 
-/// The DFT along all its axes.
 fn transformed(scope: &mut Scope<'_>, forward: bool) -> Outputs {
     let mut x = parts(scope, "self")?;
     let axes = axes(scope, scope.fact(x.0).rank())?;

@@ -25,7 +25,6 @@ fn floats(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     Ok((promote::real(scope, a)?, promote::real(scope, b)?))
 }
 
-/// Compares `x` with a number.
 fn compared(scope: &mut Scope<'_>, op: Compare, x: Value, number: f64) -> Result<Value, LowerReason> {
     let number = scope.scalar(scope.fact(x).dtype, number)?;
     scope.compare(op, x, number)

@@ -153,7 +153,6 @@ impl Lettered {
         Ok(self)
     }
 
-    /// Permutes the axes to the given letters.
     fn ordered(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, LowerReason> {
         let place = |letter: &char| self.letters.iter().position(|l| l == letter);
         let perm: Option<Vec<usize>> = letters.iter().map(place).collect();

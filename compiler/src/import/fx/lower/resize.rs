@@ -27,13 +27,10 @@ pub enum Way {
     Nearest,
     /// The element nearest to the pixel centre.
     NearestExact,
-    /// Between two elements.
     Linear,
-    /// Among four elements.
     Cubic,
     /// Antialiased: a triangle filter scaled by the reduction.
     LinearSmooth,
-    /// Antialiased cubic.
     CubicSmooth,
 }
 

@@ -459,7 +459,6 @@ impl Walk<'_> {
     }
 }
 
-/// Applies stop-gradient to all results.
 fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, LowerReason> {
     let Made::Tensors(mut list) = made else { return Ok(made) };
     for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
