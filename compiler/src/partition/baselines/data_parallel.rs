@@ -1,4 +1,4 @@
-//! The whole model on every device.
+//! Data parallelism: the whole model on every device.
 
 use crate::cluster::Cluster;
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
