@@ -1,7 +1,7 @@
 //! The searches behind the names: each gives candidates, and says how complete it was.
 //!
-//! Work is bounded. A graph with more closed sets than the budget is searched along linear orders; a line longer than
-//! can be borne is grouped. The best cut of a line is found first in any case, because it bounds the search over sets.
+//! Work is bounded. A graph with more closed sets than the budget is searched along linear orders; a line longer than can be
+//! borne is grouped. The best cut of a line is found first in any case, because it bounds the search over sets.
 
 use crate::partition::baselines::{data_parallel, exhaustive, single, uniform};
 use crate::partition::bounds::local_search::LocalSearch;
@@ -112,8 +112,7 @@ pub struct SearchContext<'a> {
     pub among: SearchLimits,
 }
 
-/// Where the same is asked about several orders of the devices: how many share the work, and what is known from those
-/// before.
+/// Where the same is asked about several orders of the devices: how many share the work, and what is known from those before.
 #[derive(Clone, Copy, Debug)]
 pub struct SearchLimits {
     /// How many.
@@ -182,8 +181,7 @@ impl SearchContext<'_> {
         ]
     }
 
-    /// The hierarchical search over closed sets; for `Growth::All` also with fewer devices and with stages that span
-    /// groups.
+    /// The hierarchical search over closed sets; for `Growth::All` also with fewer devices and with stages that span groups.
     pub fn hierarchical(&self, growth: Growth, baselines: &[PlanCandidate; 3]) -> SearchResult {
         let problem = self.problem;
         let is_ours = growth == Growth::All;
@@ -219,8 +217,8 @@ impl SearchContext<'_> {
         let fits = |found: &SearchResult| found.candidates.iter().any(|candidate| candidate.fits);
         let fitted = fits(&found);
         let within = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
-        // The least memory comes last: where the workers of a pipeline are only bounded while it is searched, it may
-        // fit though the search for time within the limit found nothing.
+        // The least memory comes last: where the workers of a pipeline are only bounded while it is searched, it may fit though
+        // the search for time within the limit found nothing.
         for least in [FitObjective::Time { within }, FitObjective::Memory] {
             if if least == FitObjective::Memory { wants_memory || !fits(&found) } else { !wants_memory && !fitted } {
                 for (levels, is_flat) in &searches {
@@ -323,8 +321,7 @@ impl SearchContext<'_> {
         let exact = grown.and_then(|space| {
             states += space.len() as u64;
             let within = pipedream::solve(&space, &cost, levels, is_ours, known_us);
-            // PipeDream's growth may leave out the sets with which the line reached the bound; then it is no bound
-            // here.
+            // PipeDream's growth may leave out the sets with which the line reached the bound; then it is no bound here.
             let reaches = |solution: &pipedream::Solution| solution.minibatch_us <= known_us * (1.0 + 1e-9);
             let free = || pipedream::solve(&space, &cost, levels, is_ours, f64::INFINITY);
             within.filter(reaches).or_else(free)
