@@ -40,7 +40,7 @@ pub struct RangeCosts<'a> {
     made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
     crossing: Vec<Vec<u32>>,
-    /// Ops ranked by the gradient-sum bytes of their parameters, and by those that must be present.
+    /// Ops ranked by the bytes of their parameters, and by those of parameters and gradient sums needed at the same time.
     by_use: Ranking,
     by_need: Ranking,
     /// Arena needs of each op.
