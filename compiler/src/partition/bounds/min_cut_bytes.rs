@@ -4,7 +4,8 @@
 //! union over F:
 //!
 //! ```text
-//! charged(S) = bytes of  ∪ over f in F of  open(f)        open(f): f, and its predecessors with a reader that does not precede f
+//! charged(S) = bytes of  ∪ over f in F of  open(f)
+//! open(f)    = f, and its predecessors with a reader that does not precede f
 //! ```
 //!
 //! The charge never falls when ops are added to F, so all frontiers within a charge are found by adding ops one by one.
