@@ -93,8 +93,8 @@ pub struct OpProfile {
     pub fwd_us: f64,
     /// Backward time in microseconds.
     pub bwd_us: f64,
-    /// The part of `bwd_us` that makes gradients of weights, which no other op waits for: 0 for ops without weights.
-    /// Where it is absent, half of the backward counts as that part.
+    /// The part of `bwd_us` that makes gradients of weights, which no other op waits for: 0 for ops without weights. Where it is
+    /// absent, half of the backward counts as that part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_us: Option<f64>,
     /// Time of one step of SGD with momentum over the op's parameters, in microseconds; absent where it is not known.
@@ -110,8 +110,7 @@ pub struct OpProfile {
     pub out_bytes: u64,
     /// Scratch bytes needed while the op runs.
     pub workspace_bytes: u64,
-    /// Bytes that it puts by of several items of a minibatch to make their gradients of weights at once; absent where
-    /// it does not.
+    /// Bytes that it puts by of several items of a minibatch to make their gradients of weights at once; absent where it does not.
     #[serde(default, skip_serializing_if = "is_none")]
     pub joint_bytes: u64,
     /// Scratch bytes needed where it does so.

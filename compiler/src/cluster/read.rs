@@ -325,8 +325,7 @@ impl<'de> Deserialize<'de> for Devices {
     }
 }
 
-/// Operations per second by type, dense: the one figure that is a bare number, since it has no second unit to be
-/// confused with.
+/// Operations per second by type, dense: the one figure that is a bare number, since it has no second unit to be confused with.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct PeakFile {

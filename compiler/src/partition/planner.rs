@@ -30,7 +30,6 @@ use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Largest supported number of devices.
 pub const MAX_DEVICES: u32 = 4096;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +61,6 @@ impl Partitioner {
         Partitioner::Single,
     ];
 
-    /// The name used on the command line and in plans.
     pub fn name(self) -> &'static str {
         match self {
             Partitioner::Pipec => "pipec",
@@ -80,7 +78,6 @@ impl Partitioner {
     }
 }
 
-/// Planner settings.
 #[derive(Clone, Copy, Default)]
 pub struct PlannerOptions<'a> {
     pub partitioner: Partitioner,
@@ -95,7 +92,6 @@ pub struct PlannerOptions<'a> {
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 
-/// One of the candidate plans that were compared.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ComparedPlan {
     pub name: &'static str,
@@ -104,14 +100,11 @@ pub struct ComparedPlan {
     pub replicas: Vec<u32>,
     /// Distinct devices; fewer than the replicas if a device runs several stages.
     pub devices: u32,
-    /// Tensor-parallel degree.
     pub tensor: u32,
-    /// Peak memory of any device.
     pub peak_bytes: u64,
     pub fits: bool,
 }
 
-/// A plan and the candidates it was chosen from.
 #[derive(Clone, Debug)]
 pub struct Planned {
     pub plan: Plan,
@@ -119,10 +112,8 @@ pub struct Planned {
     pub compared: Vec<ComparedPlan>,
 }
 
-/// Reasons why planning fails.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
-    /// Invalid input.
     #[error(transparent)]
     Problem(#[from] ProblemError),
     /// Infeasible: no plan fits. The figures describe the partition that needs the least memory.
@@ -132,7 +123,6 @@ pub enum PlanError {
     )]
     Infeasible {
         limit: u64,
-        /// The stage with the highest memory.
         stage: usize,
         stages: usize,
         replicas: u32,
@@ -151,7 +141,6 @@ pub enum PlanError {
     Unsound(Vec<PlanFault>),
 }
 
-/// Plans `problem`.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let mut planned = found(problem, options)?;
     let busy: BTreeSet<u32> = planned.plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
@@ -201,13 +190,11 @@ fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemE
 pub struct Answer {
     /// The other candidates, and how complete the search was.
     pub found: SearchResult,
-    /// The best feasible candidate.
     pub chosen: PlanCandidate,
     /// Single device, data parallelism, uniform pipeline.
     pub baselines: [PlanCandidate; 3],
 }
 
-/// A failed partitioner run.
 pub struct Refused {
     pub error: PlanError,
     /// Lower bound on the time of every plan when the search was limited to plans faster than a known one; otherwise 0.
@@ -220,7 +207,6 @@ impl From<ProblemError> for Refused {
     }
 }
 
-/// Returns whether the user fixed part of the plan: replicas, cuts, pins or in-flight caps.
 fn is_pinned(problem: &Problem) -> bool {
     problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
@@ -240,7 +226,6 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
         (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
     };
     let mut found = match options.partitioner {
-        // Skips the enumeration if memory alone proves that nothing fits.
         Partitioner::Milp | Partitioner::Exhaustive
             if !problem.cluster.is_mixed() && min_memory::proves_none(problem) =>
         {

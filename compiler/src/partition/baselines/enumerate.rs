@@ -13,10 +13,8 @@ use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::candidates::{PlanCandidate, SearchContext};
 use crate::plan::problem::{Objective, ProblemError};
 
-/// Largest number of ops.
 pub const MAX_OPS: usize = 12;
 
-/// Largest number of evaluated shapes.
 pub const MAX_STEPS: u64 = 3_000_000;
 
 /// Returns the best candidate that fits (if none fits, the one that needs the least memory) and the number of steps.

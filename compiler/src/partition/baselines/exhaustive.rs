@@ -9,7 +9,6 @@ use crate::partition::search::downsets::DownSets;
 use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 use std::collections::HashMap;
 
-/// Largest number of ops.
 pub const MAX_OPS: usize = 14;
 
 /// Largest number of steps; a few seconds.

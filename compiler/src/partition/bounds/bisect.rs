@@ -2,7 +2,8 @@
 //! given time. Bisection over that time yields the smallest bottleneck.
 //!
 //! ```text
-//! G_k(u) = max over m of  reach_k( G_k(u - m), m )        reach_k(c, m): the furthest end of a part that begins at c on m units
+//! G_k(u)        = max over m of  reach_k( G_k(u - m), m )
+//! reach_k(c, m) = the furthest end of a part that begins at c on m units
 //! ```
 //!
 //! Reaching further is never worse, because a shortened part has less compute and fewer weights. If too many bytes
@@ -21,11 +22,9 @@ use std::cell::Cell;
 /// Relative precision of the bisection.
 const CLOSE: f64 = 1e-5;
 
-/// Bottleneck search on one cut space.
 pub struct BottleneckSearch<'a> {
     pub terrain: &'a CutSpace,
     pub cost: &'a StageCost,
-    /// Innermost first.
     pub levels: &'a [LevelCost],
     /// Number of devices in one unit of each level.
     devices: Vec<f64>,
@@ -39,14 +38,11 @@ pub struct BottleneckSearch<'a> {
 struct Leg {
     /// Number of units used by earlier parts.
     before: usize,
-    /// Start of the part.
     from: CutPosition,
 }
 
-/// Bounds on the smallest bottleneck time.
 #[derive(Clone, Debug)]
 pub struct Bracket {
-    /// Lower bound in microseconds.
     pub low_us: f64,
     /// The fastest feasible time, or the initial upper bound.
     pub high_us: f64,
@@ -106,7 +102,6 @@ impl<'a> BottleneckSearch<'a> {
         Bracket { low_us: low, high_us: high }
     }
 
-    /// Returns whether `us` is feasible; `None` if the step limit is reached.
     fn ends_within(&self, us: f64) -> Option<bool> {
         let level = self.levels.len() - 1;
         let ends = self.covers(level, self.terrain.start(), self.terrain.end(), us, None);

@@ -56,10 +56,8 @@ impl Weights {
     }
 }
 
-/// A position of a cut.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CutPosition {
-    /// Index of the interval.
     pub stretch: usize,
     /// Compute before the cut, in microseconds.
     pub compute: f64,
@@ -94,7 +92,6 @@ impl CutSpace {
         CutSpace { from: compute.clone(), to: compute, weights: Weights::of_all(least, most), cut, lower }
     }
 
-    /// The relaxed space of a graph.
     pub fn relaxed(graph: &CostGraph, model: CostModel) -> CutSpace {
         let total = graph.total_us();
         let (earliest, latest) = windows(graph, total);
@@ -178,7 +175,6 @@ impl CutSpace {
         CutSpace { from, to, weights: Weights::of_all(least, most), cut: crossed, lower }
     }
 
-    /// The compute ranges of all intervals.
     pub fn places(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
         self.from.iter().copied().zip(self.to.iter().copied())
     }
@@ -220,7 +216,6 @@ impl CutSpace {
         self.weights.partition_point(|weights| fine(weights.most_bytes)).min(self.weights.len() - 1)
     }
 
-    /// The class of weight bounds for all sets.
     pub fn any_class(&self) -> usize {
         self.weights.len() - 1
     }
@@ -289,9 +284,7 @@ fn lower(cut: &[f64]) -> Vec<u32> {
     lower
 }
 
-/// Cumulative bytes by position.
 struct Rising {
-    /// Positions, ascending.
     at: Vec<f64>,
     /// Sum before each position, and the total.
     sums: Vec<f64>,

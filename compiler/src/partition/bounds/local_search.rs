@@ -12,20 +12,16 @@ use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
 use std::collections::{BTreeSet, VecDeque};
 
-/// Largest number of rounds.
 const ROUNDS: usize = 12;
 
-/// Largest number of ops.
 const MOST_OPS: usize = 8000;
 
 /// Limit on down-sets times ops per round.
 const MOST_FIGURES: usize = 8_000_000;
 
-/// The result of the local search.
 pub struct Moved {
     /// A better shape and its time in microseconds, if one was found.
     pub best: Option<(Shape, f64)>,
-    /// Number of down-sets explored.
     pub states: u64,
 }
 

@@ -24,7 +24,6 @@ const CROSSING_STEPS: u64 = 100_000_000;
 /// Steps for one bound; about two seconds.
 const STEPS: u64 = 60_000_000;
 
-/// A problem with its cut space.
 pub struct Bounds<'a> {
     problem: &'a Problem,
     cost: StageCost,
@@ -36,7 +35,6 @@ pub struct Bounds<'a> {
 }
 
 impl Bounds<'_> {
-    /// Prepares the bounds of a problem.
     pub fn of(problem: &Problem) -> Bounds<'_> {
         let graph = &problem.graph;
         let most = (MOST_FIGURES / graph.ops.len().max(1)).min(MOST_SETS);
@@ -151,7 +149,6 @@ pub fn slowest_op_us(problem: &Problem, level: &LevelCost) -> f64 {
     problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
 }
 
-/// Returns whether crossing bytes take time under the problem's cost model.
 fn charges_cuts(problem: &Problem) -> bool {
     match problem.cost {
         CostModel::Pipedream => problem.activation_compression.is_some(),

@@ -28,7 +28,6 @@ const SLICES: usize = 4096;
 /// Number of slices per returned down-set.
 const SLICES_A_SET: usize = 2;
 
-/// Growth factor of the charge limit per round.
 const GROWTH: f64 = 1.4;
 
 /// Largest number of weight windows, and steps for all of them; about a tenth of a second.
@@ -41,7 +40,6 @@ const ROUNDING: f64 = 1e-11;
 /// Minimum charge by compute slice.
 #[derive(Clone, Debug)]
 pub struct MinCutBytes {
-    /// Microseconds of compute in the whole graph.
     total_us: f64,
     /// For each slice: a lower bound on the charge of its cuts.
     least: Vec<f64>,
@@ -58,7 +56,6 @@ struct Row {
     ops: Vec<u32>,
     /// Compute of the first op; every set with this row on its frontier contains it.
     first_us: f64,
-    /// Compute of all ops.
     all_us: f64,
     /// Charge of one op of the row as a frontier member.
     bytes: f64,
@@ -223,7 +220,6 @@ impl MinCutBytes {
 /// Positions of parameters in sets with a limited charge.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// The charge limit.
     pub most_bytes: f64,
     /// Smallest compute (microseconds; infinite if none) of such a set with some parameters, and their bytes.
     pub earliest: Vec<(f64, f64)>,
@@ -234,7 +230,6 @@ pub struct Window {
 /// A range of compute with one charge.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece {
-    /// In microseconds.
     pub from_us: f64,
     pub to_us: f64,
     /// Lower bound on the charge of its cuts.

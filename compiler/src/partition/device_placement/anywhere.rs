@@ -9,7 +9,6 @@ use crate::partition::device_placement::units::Units;
 /// Exponent of the energy; high, so that the largest load dominates, but other loads still count.
 const POWER: i32 = 12;
 
-/// Iterations per unit, and in total.
 const TURNS: (usize, usize) = (6_000, 3_000_000);
 
 /// Number of restarts from the best placement.
@@ -18,7 +17,6 @@ const STARTS: u64 = 3;
 /// Initial temperature, relative to the initial energy.
 const HEAT: f64 = 0.02;
 
-/// Limits of the search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     pub devices: usize,

@@ -19,7 +19,6 @@
 use crate::partition::device_placement::units::Units;
 use crate::partition::search::downset_lattice::Lattice;
 
-/// Limits of the search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     pub devices: usize,

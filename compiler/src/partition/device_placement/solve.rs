@@ -28,7 +28,6 @@ pub const DEFAULT_BUDGET: usize = 60_000;
 /// Largest table of the dynamic program, in entries.
 const MOST_ENTRIES: usize = 1 << 27;
 
-/// Settings of a placement.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     /// Allows non-contiguous placements.
@@ -39,13 +38,11 @@ pub struct Request {
     pub seed: u64,
     /// Bytes per device; overrides the instance.
     pub memory: Option<Bytes>,
-    /// Recorded in the plan.
     pub model: PlannedModel,
     /// SHA-256 of the instance, recorded in the plan.
     pub sha256: String,
 }
 
-/// Reasons why planning fails.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SolveError {
     /// Infeasible: no placement was found.
@@ -58,10 +55,8 @@ pub enum SolveError {
         /// Smallest number of bytes per device for which a placement was found.
         smallest: u64,
     },
-    /// Invalid cluster.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// The instance is too large.
     #[error("{units} units on {devices} devices are more than placement takes")]
     TooLarge { units: usize, devices: u32 },
     /// The plan checker rejected the placement. This is a bug in the search, never an input error.
@@ -69,7 +64,6 @@ pub enum SolveError {
     Unsound(Vec<PlanFault>),
 }
 
-/// The stages as units, and search statistics.
 struct Answer {
     stages: Vec<Vec<u32>>,
     states: usize,
@@ -77,7 +71,6 @@ struct Answer {
     fallback: Option<String>,
 }
 
-/// Finds a placement and returns it as a plan.
 pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveError> {
     let units = Units::of(placement);
     let bytes = request.memory.map_or(placement.bytes_per_device, |bytes| bytes.0 as f64);
@@ -178,7 +171,6 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     Ok(plan)
 }
 
-/// The best chain of down-sets found.
 fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Answer> {
     let mut best: Option<(f64, Vec<Vec<u32>>)> = None;
     let mut states = 0;

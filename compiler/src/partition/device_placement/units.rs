@@ -8,10 +8,8 @@
 use crate::profile::placement::Placement;
 use std::collections::BTreeMap;
 
-/// An output read by other units.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
-    /// The producing unit.
     pub from: u32,
     /// The reading units, ascending, without the producer.
     pub to: Vec<u32>,
@@ -32,14 +30,12 @@ pub struct Units {
     pub before: Vec<Vec<u32>>,
     /// Successors of each unit, ascending.
     pub after: Vec<Vec<u32>>,
-    /// Outputs read by other units.
     pub tensors: Vec<Tensor>,
     /// Tensors that each unit produces or reads.
     pub touching: Vec<Vec<u32>>,
 }
 
 impl Units {
-    /// Merges the nodes of a placement.
     pub fn of(placement: &Placement) -> Units {
         let (colour_of, colours) = colours(placement);
         let [mirrored, turned] = [false, true].map(|turns| {

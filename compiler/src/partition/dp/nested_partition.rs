@@ -18,7 +18,6 @@ pub struct Group {
     pub body: StageBody,
 }
 
-/// The contents of one unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StageBody {
     /// A pipeline of groups one level further in.
@@ -27,7 +26,6 @@ pub enum StageBody {
     Ops(Vec<u32>),
 }
 
-/// A complete partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Groups of the outermost level, in topological order.
@@ -38,7 +36,6 @@ pub struct Shape {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leaf<'a> {
-    /// Op ids, ascending.
     pub ops: &'a [u32],
     /// Product of the replica counts of all levels.
     pub replicas: u32,
@@ -59,7 +56,6 @@ impl Shape {
         if flattens { Cow::Owned(cluster.flattened()) } else { Cow::Borrowed(cluster) }
     }
 
-    /// The stages, in topological order.
     pub fn leaves(&self) -> Vec<Leaf<'_>> {
         let mut leaves = Vec::new();
         descend(&self.groups, &mut Vec::new(), &mut leaves);

@@ -25,16 +25,13 @@ use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 /// Relative tolerance for equal values; far below the 1e-6 to which objectives are compared.
 const SAME: f64 = 1e-12;
 
-/// The best partition found by [`solve`].
 #[derive(Clone, Debug)]
 pub struct Solution {
-    /// Objective in microseconds.
     pub minibatch_us: f64,
     /// Smallest objective for any number of outermost units, in microseconds.
     pub least_us: f64,
     /// The optimal shape with the fewest parts.
     pub shape: Shape,
-    /// Number of down-sets.
     pub states: u64,
 }
 
@@ -280,7 +277,6 @@ struct Windows<'a> {
     units: usize,
     /// Microseconds of compute that one unit can do within the bound.
     capacity: f64,
-    /// True if units may stay unused.
     may_leave: bool,
 }
 

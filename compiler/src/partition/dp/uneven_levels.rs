@@ -94,7 +94,6 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
     busiest
 }
 
-/// Number of devices in one unit of a level.
 fn unit(levels: &[Level], at: usize) -> u64 {
     levels[..at].iter().fold(1, |size, level| size.saturating_mul(u64::from(level.count.max(1))))
 }

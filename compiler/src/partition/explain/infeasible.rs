@@ -30,7 +30,6 @@ pub struct Infeasible {
     pub kind: String,
     /// Bytes per device of that class; of the smallest class if several are too small.
     pub memory: u64,
-    /// Missing bytes per device.
     pub missing: u64,
     /// Fewest bytes per device (of that class, or of all) for which a partition was found.
     pub smallest: u64,
@@ -68,7 +67,6 @@ impl Error for Infeasible {}
 /// The requirement of an infeasible plan; smaller requirements compare less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Need {
-    /// A limit of this many bytes.
     Limit(u64),
     /// More memory on every device of one class.
     Class {
@@ -78,12 +76,10 @@ pub enum Need {
         /// Index of the first class with the same figures.
         class: u32,
     },
-    /// This many bytes on every device.
     Every(u64),
 }
 
 impl Need {
-    /// The need of a candidate that does not fit.
     pub fn of(problem: &Problem, fleet: &DeviceRanges, candidate: &PlanCandidate) -> Need {
         let peak = candidate.peak();
         let replicas = candidate.shape.replicas();
@@ -189,7 +185,6 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
     }))
 }
 
-/// Returns whether an error is an infeasibility report.
 pub fn is_of_memory(error: &PlanError) -> bool {
     matches!(error, PlanError::Infeasible { .. } | PlanError::TooSmall(_))
 }

@@ -25,7 +25,6 @@ use std::collections::BTreeMap;
 const MOST_PAIRS: f64 = 4e5;
 const MOST_ENTRIES: usize = 8_000_000;
 
-/// The devices of one class.
 struct Kind {
     class: u32,
     count: u32,
@@ -71,7 +70,6 @@ struct Table {
     sets: usize,
 }
 
-/// The result of a search.
 pub struct Solved {
     /// Lower bound for all orders; infinite if nothing fits.
     pub bound_us: f64,
@@ -165,7 +163,6 @@ impl ClassDp {
         Solved { bound_us: least_busiest + least_way, orders }
     }
 
-    /// The device order of the partition with the smallest peak memory.
     pub fn least_memory(&self, placing: &PlacementQuery<'_>, counted: MemoryScope) -> Option<Sequence> {
         self.read(placing, &self.table(placing, Measure::Bytes, f64::INFINITY, counted))
     }

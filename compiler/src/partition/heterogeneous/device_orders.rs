@@ -16,13 +16,10 @@ const MOST_RANKED: usize = 4;
 const MOST_LENGTHS: usize = 8;
 const MOST_PLACES: usize = 16;
 
-/// Largest number of moves listed for one order.
 const MOST_MOVES: usize = 10_000;
 
-/// A device order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceOrder {
-    /// The classes in this order.
     pub classes: Vec<DeviceClass>,
     /// The device id at each position.
     pub device: Vec<u32>,
@@ -46,7 +43,6 @@ pub struct Move {
 }
 
 impl Move {
-    /// The order after the move.
     pub fn of(&self, sequence: &[u32]) -> Sequence {
         let mut moved = sequence.to_vec();
         let at = |unit: usize| self.start + unit * self.size;
@@ -60,10 +56,8 @@ impl Move {
     }
 }
 
-/// The units of a cluster's levels.
 pub struct Units<'a> {
     cluster: &'a Cluster,
-    /// The cluster's original order.
     own: Sequence,
     /// Number of devices per unit at each level, from a single device to the whole cluster.
     sizes: Vec<usize>,

@@ -20,7 +20,6 @@ pub struct DeviceRanges {
     counted: Vec<u32>,
 }
 
-/// Homogeneous devices.
 pub static ALIKE: DeviceRanges = DeviceRanges {
     class: Vec::new(),
     paces: Least { rows: Vec::new() },
@@ -31,7 +30,6 @@ pub static ALIKE: DeviceRanges = DeviceRanges {
 };
 
 impl DeviceRanges {
-    /// The devices of these classes, in order.
     pub fn of(classes: &[DeviceClass]) -> DeviceRanges {
         if classes.is_empty() {
             return ALIKE.clone();
@@ -52,12 +50,10 @@ impl DeviceRanges {
         }
     }
 
-    /// Returns whether all devices are equal.
     pub fn is_alike(&self) -> bool {
         self.class.is_empty()
     }
 
-    /// The same devices without memory limits.
     pub fn boundless(self) -> DeviceRanges {
         DeviceRanges { memories: Least { rows: Vec::new() }, ..self }
     }
@@ -74,12 +70,10 @@ impl DeviceRanges {
         classes.into_iter().map(|(class, _)| class).collect()
     }
 
-    /// Relative speed of the slowest device of a range.
     pub fn pace(&self, first: u32, count: u32) -> f64 {
         self.paces.of_range(first, count).unwrap_or(1.0)
     }
 
-    /// Relative speed of the fastest device.
     pub fn fastest(&self) -> f64 {
         self.fastest
     }

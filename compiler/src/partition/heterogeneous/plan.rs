@@ -157,7 +157,6 @@ pub fn plan(
     Ok(Planned { plan, compared })
 }
 
-/// A device order that was searched.
 struct Asked {
     order: DeviceOrder,
     /// The best time found, and a lower bound for stages along this order.
@@ -170,7 +169,6 @@ struct Search<'a> {
     options: &'a PlannerOptions<'a>,
     units: &'a Units<'a>,
     asked: Vec<Asked>,
-    /// Lower bound over all orders.
     least_us: f64,
     /// The best answer, and the index of its order.
     best: Option<(Answer, usize)>,
@@ -179,7 +177,6 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Adds orders, without duplicates.
     fn add(&mut self, orders: &[Sequence]) {
         for sequence in orders {
             let order = self.units.order(sequence);
@@ -247,12 +244,10 @@ impl Search<'_> {
     }
 }
 
-/// The orders selected for a full search.
 struct Chosen {
     orders: Vec<Sequence>,
     /// Number of orders that had a coarse search.
     looked: usize,
-    /// Whether these are all orders.
     is_all: bool,
 }
 
@@ -304,7 +299,6 @@ fn chosen(
     Chosen { orders: near.map(|glance| glance.order).collect(), looked, is_all: false }
 }
 
-/// The result of a coarse search.
 struct Glance {
     order: Sequence,
     /// Microseconds of the best plan that fits; infinite if none fits.
@@ -388,13 +382,11 @@ fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result
     Ok(pipec_rules::blended(question, &counts)?)
 }
 
-/// The problem with its devices in this order.
 fn in_order(problem: &Problem, order: &DeviceOrder) -> Problem {
     let cluster = Cluster { classes: order.classes.clone(), ..problem.cluster.clone() };
     Problem { cluster, ..problem.clone() }
 }
 
-/// Runs the partitioner along one order.
 fn along(
     question: &SearchContext<'_>,
     options: &PlannerOptions<'_>,

@@ -8,7 +8,6 @@
 const MOST_SUMS: usize = 4096;
 const MOST_SUMS_TOGETHER: usize = 1 << 18;
 
-/// The result of the choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chosen {
     /// Index of each layer's option.
@@ -19,7 +18,6 @@ pub enum Chosen {
     Unknown,
 }
 
-/// Time and bytes of an option.
 pub type Offer = (f64, f64);
 
 /// Picks one option per layer with sums of at most `time` and `bytes`. No layer may be empty. Adds the number of listed

@@ -16,13 +16,11 @@ pub struct Layers<'a> {
     pub hybrid: &'a Hybrid,
     /// Tensor-parallel degrees that some layer offers and the devices allow, ascending.
     pub degrees: Vec<u32>,
-    /// The layer of each unit.
     pub layer: Vec<u32>,
     /// The unit of each layer; `None` if it is left out.
     unit: Vec<Option<u32>>,
     /// Units that read each unit; they come first in this numbering.
     pub before: Vec<Vec<u32>>,
-    /// Units that each unit reads.
     pub after: Vec<Vec<u32>>,
     /// Linked units of each unit, with the bytes of the link.
     pub links: Vec<Vec<(u32, f64)>>,
@@ -30,13 +28,12 @@ pub struct Layers<'a> {
     pub time: Vec<f64>,
     /// Smallest product of time and devices per replica of each unit.
     pub device_time: Vec<f64>,
-    /// Whether any option moves more bytes than its links.
+    /// True if any option moves more bytes than its links.
     pub syncs: bool,
     order: Vec<u32>,
 }
 
 impl Layers<'_> {
-    /// Prepares the layers of an instance.
     pub fn of(hybrid: &Hybrid) -> Layers<'_> {
         let degrees: BTreeSet<u32> =
             hybrid.layers.iter().flat_map(|layer| layer.choices.iter().map(|(degree, _)| *degree)).collect();
@@ -113,7 +110,6 @@ impl Layers<'_> {
         self.unit[layer as usize]
     }
 
-    /// Number of units.
     pub fn len(&self) -> usize {
         self.layer.len()
     }

@@ -27,11 +27,9 @@ use crate::profile::hybrid::Choice;
 /// Rounding tolerance for sums of bytes.
 const ROUNDING: f64 = 1.0 + 1e-12;
 
-/// A stage found by the search.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     pub units: Vec<u32>,
-    /// Tensor-parallel degree.
     pub degree: u32,
     pub replicas: u32,
     /// Microbatches in flight per replica.
@@ -79,7 +77,6 @@ struct Grown {
     units: u32,
 }
 
-/// The search over one lattice.
 pub struct Search<'a> {
     layers: &'a Layers<'a>,
     lattice: &'a Lattice,
@@ -96,14 +93,12 @@ pub struct Search<'a> {
     turn: u32,
     reached: Vec<u32>,
     pub steps: u64,
-    /// Step limit.
     pub most_steps: u64,
-    /// Whether some stage's options were not all examined.
+    /// True if some stage's options were not all examined.
     pub is_unsure: bool,
 }
 
 impl<'a> Search<'a> {
-    /// A new search.
     pub fn new(layers: &'a Layers<'a>, lattice: &'a Lattice, bytes: f64, most_steps: u64) -> Search<'a> {
         let (sets, degrees) = (lattice.len(), layers.degrees.len());
         let mut of_unit = Vec::with_capacity(layers.len() * degrees);
@@ -137,7 +132,6 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns whether the step limit is reached.
     pub fn is_exhausted(&self) -> bool {
         self.steps >= self.most_steps
     }

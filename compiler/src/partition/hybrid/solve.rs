@@ -41,20 +41,17 @@ const MOST_COUNTS: usize = 8;
 /// Relative precision of the time.
 const PRECISION: f64 = 1e-9;
 
-/// Settings.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     /// Down-sets to explore before falling back.
     pub budget: Option<u64>,
     /// Recorded in the plan; the search is deterministic.
     pub seed: u64,
-    /// Recorded in the plan.
     pub model: PlannedModel,
     /// SHA-256 of the instance, recorded in the plan.
     pub sha256: String,
 }
 
-/// Reasons why planning fails.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SolveError {
     /// Infeasible: no plan was found within memory.
@@ -69,7 +66,6 @@ pub enum SolveError {
     /// Infeasible: no stages match the degrees that their layers offer.
     #[error("no plan for {devices} devices was found at any memory: {why}")]
     Devices { devices: u32, why: String },
-    /// Invalid cluster.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
     /// The plan checker rejected the plan. This is a bug in the search, never an input error.
@@ -77,13 +73,11 @@ pub enum SolveError {
     Unsound(Vec<PlanFault>),
 }
 
-/// A pipeline and its time per sample.
 struct Found {
     time: f64,
     spans: Vec<Span>,
 }
 
-/// The result of the search.
 struct Answer {
     found: Found,
     low: f64,
@@ -91,7 +85,6 @@ struct Answer {
     fallback: Option<String>,
 }
 
-/// Finds a pipeline and returns it as a plan.
 pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     let layers = Layers::of(hybrid);
     if let Some(unit) = (0..layers.len()).find(|&unit| layers.time[unit].is_infinite()) {
@@ -171,7 +164,6 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     Ok(plan)
 }
 
-/// The best pipeline found.
 fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<Answer> {
     let mut known = plain(layers, bytes);
     let mut states = 0;

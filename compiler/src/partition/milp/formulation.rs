@@ -50,15 +50,12 @@ pub struct Scope<'a> {
     /// Terms smaller than this fraction of their row are dropped. That helps the solver numerically and only relaxes
     /// the program, so infeasibility still holds.
     pub finest: f64,
-    /// Pinned ops with their stages.
     pub pins: &'a [(u32, usize)],
     /// The stage of each op, if cuts are given.
     pub fixed: Option<&'a [usize]>,
-    /// Precedence of the ops.
     pub order: &'a Order,
 }
 
-/// The value of y for an op and a cut.
 #[derive(Clone, Copy)]
 enum Before {
     Never,
@@ -67,7 +64,6 @@ enum Before {
     Free(Variable, usize),
 }
 
-/// A program under construction.
 pub struct Formulation<'a> {
     pub(super) scope: &'a Scope<'a>,
     pub(super) choice: &'a Choice,
@@ -99,7 +95,6 @@ impl<'a> Formulation<'a> {
         Some(program)
     }
 
-    /// Numbers of variables and rows.
     pub fn size(&self) -> (usize, usize) {
         (self.variables.len(), self.rows.len())
     }

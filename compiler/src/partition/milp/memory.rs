@@ -184,7 +184,7 @@ impl Formulation<'_> {
         self.at_least(vec![beyond]).into()
     }
 
-    /// Whether a tensor enters a stage from another stage, or leaves it.
+    /// 1 if a tensor enters a stage from another stage (`comes_in`) or leaves it, otherwise 0.
     fn crosses(&mut self, tensor: usize, stage: usize, comes_in: bool) -> Expression {
         let tensor = &self.scope.problem.graph.tensors[tensor];
         let mut sums = Vec::with_capacity(tensor.consumers.len());

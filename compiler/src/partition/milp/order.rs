@@ -17,12 +17,10 @@ pub struct Order {
     pub edges: Vec<(usize, usize)>,
     /// Readers of each op, as in `edges`.
     pub next: Vec<Vec<usize>>,
-    /// All readers of each op.
     pub readers: Vec<Vec<usize>>,
 }
 
 impl Order {
-    /// Computes the precedence of a problem's graph.
     pub fn of(problem: &Problem, asked: &FlowQuery) -> Order {
         let ops = problem.graph.ops.len();
         let mut readers = vec![Vec::new(); ops];

@@ -11,16 +11,13 @@ use crate::plan::in_flight;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use std::ops::Range;
 
-/// Largest number of choices.
 pub const MOST_CHOICES: usize = 1200;
 
-/// Largest number of enumeration steps.
 const MOST_STEPS: u64 = 1 << 20;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     pub replicas: Vec<u32>,
-    /// Whether each stage recomputes forward.
     pub recompute: Vec<bool>,
     /// Microbatches in flight per replica of each stage.
     pub caps: Vec<u32>,

@@ -25,13 +25,11 @@ use std::time::Duration;
 /// Nodes to solve if `--budget` is not set; a few seconds for a few hundred variables.
 pub const DEFAULT_NODES: u64 = 4000;
 
-/// Nodes per program in the first round.
 const FIRST_NODES: u64 = 20;
 
 /// Largest number of ops; precedence is quadratic.
 const MOST_OPS: usize = 256;
 
-/// Largest numbers of variables and rows of one program.
 const MOST_COLUMNS: usize = 1500;
 const MOST_ROWS: usize = 4000;
 
@@ -48,7 +46,6 @@ const GAIN: f64 = 1e-8;
 /// are reversed.
 const WAYS: [(f64, bool); 4] = [(1e-11, false), (1e-11, true), (1e-5, false), (1e-5, true)];
 
-/// An undecided program.
 struct Open<'a> {
     choice: &'a Choice,
     /// Lower bound on its plans, in microseconds.
@@ -179,7 +176,6 @@ struct Search<'a> {
     question: &'a SearchContext<'a>,
     scope: Scope<'a>,
     best: Option<PlanCandidate>,
-    /// Time of the best known plan.
     best_us: Option<f64>,
     /// Nodes left, and nodes used.
     nodes: u64,

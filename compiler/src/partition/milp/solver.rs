@@ -6,32 +6,24 @@
 use good_lp::{Constraint, ProblemVariables, Variable};
 use std::time::Duration;
 
-/// A program: minimise `least`.
 pub struct Program {
     pub variables: ProblemVariables,
-    /// The constraints.
     pub rows: Vec<Constraint>,
-    /// The objective.
     pub least: Variable,
 }
 
-/// Work limits for one program.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Nodes of the search tree besides the root.
     pub nodes: u64,
-    /// Wall-clock time.
     pub clock: Duration,
 }
 
-/// Reason why the solver stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// The solution is optimal, or the program is infeasible.
     Proven,
-    /// Node limit.
     Nodes,
-    /// Wall-clock limit.
     Clock,
     /// Numerical failure.
     Failed,

@@ -64,7 +64,7 @@ impl Formulation<'_> {
         stage_cost::levels(&self.scope.problem.cluster)[0].bytes_per_us
     }
 
-    /// Whether `op` is before the cut and one of `readers` beyond it.
+    /// 1 if `op` is before the cut and one of `readers` beyond it, otherwise 0.
     fn leaves(&mut self, op: usize, readers: &[usize], cut: usize) -> Expression {
         let mut sums = Vec::with_capacity(readers.len());
         for &reader in readers {
@@ -84,7 +84,7 @@ impl Formulation<'_> {
         }
     }
 
-    /// Whether PipeDream charges an op at a cut: it has no reader before the cut, or one beyond it, or its readers do
+    /// 1 if PipeDream charges an op at a cut: it has no reader before the cut, or one beyond it, or its readers do
     /// not all lead to the same frontier ops.
     fn charged(&mut self, op: usize, cut: usize) -> Expression {
         let order = self.scope.order;

@@ -68,7 +68,6 @@ pub struct BranchAndBound<'a, 'b> {
     pub busiest: &'a Table,
     /// Bounds on the latency of the remaining ops, if latency is part of the objective.
     pub way: Option<&'a Table>,
-    /// The best pipeline so far.
     pub best: Option<(f64, Vec<StagePlacement>)>,
     /// Only pipelines faster than this are of interest.
     pub best_us: f64,

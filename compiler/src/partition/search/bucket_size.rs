@@ -14,7 +14,6 @@ use crate::schedule::pipeline::{pipeline_of, schedule_of};
 use crate::simulate::step_time;
 use serde_json::json;
 
-/// Candidate sizes, as powers of two.
 const SIZES: std::ops::RangeInclusive<u32> = 12..=30;
 
 /// The size tried first; close to PyTorch's default of 25 MB.
@@ -23,7 +22,6 @@ pub const FIRST: u64 = 1 << 25;
 /// A size must be faster than another by this factor to be preferred.
 const CLEARLY: f64 = 1.0 - 1e-6;
 
-/// Plans with the best bucket size and records it in the plan's options.
 pub fn best(problem: &Problem, ask: &dyn Fn(&Problem) -> Result<Planned, PlanError>) -> Result<Planned, PlanError> {
     let at = |size: u64| ask(&Problem { bucket: Bytes(size), ..problem.clone() });
     let mut planned = at(FIRST)?;

@@ -18,11 +18,9 @@ use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
 
-/// The first device of a stage, and its recomputation setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagePosition {
     pub first: u32,
-    /// Whether backward recomputes the forward pass.
     pub recompute: bool,
 }
 
@@ -61,7 +59,6 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
     shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
 }
 
-/// The cost estimate of a shape under cost model `pipec`.
 pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[StagePosition]) -> CostEstimate {
     let stages = placed(problem, shape, spots);
     let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
@@ -71,7 +68,6 @@ pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[Sta
     }
 }
 
-/// Relative speed of a stage: that of its slowest device.
 fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
     class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
 }
@@ -122,7 +118,6 @@ pub fn is_limited(problem: &Problem) -> bool {
     all.held(&once).total > limit
 }
 
-/// Returns whether every device has enough memory.
 pub fn fits(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> bool {
     // Interleaved chunks of one rank share its devices.
     let mut held: BTreeMap<(u32, u32), u64> = BTreeMap::new();
@@ -153,12 +148,10 @@ pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
     ScheduleFlow { schedule, microbatches, chunks, workers, room }
 }
 
-/// In-flight caps by the schedule's published rule.
 pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
     in_flight::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
 }
 
-/// Weight versions of each stage for the given in-flight caps.
 pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
     of_lanes(problem, shape, caps, ScheduleFlow::versions)
 }
@@ -218,7 +211,6 @@ pub fn memory(
     holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
 }
 
-/// The stages of a plan, with the given memory.
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {
     let ops = &problem.graph.ops;
     let mut stages = Vec::new();

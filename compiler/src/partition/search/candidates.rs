@@ -29,27 +29,21 @@ pub const DEFAULT_BUDGET: u64 = 10_000;
 /// Largest number of down-sets per round of local search around a plan's cuts.
 const MOST_MOVED: usize = 1500;
 
-/// A shape with its time and memory.
 #[derive(Clone, Debug)]
 pub struct PlanCandidate {
-    /// Name of the method that found it.
     pub name: &'static str,
     pub shape: Shape,
-    /// Microseconds of one minibatch.
     pub minibatch_us: f64,
     /// In-flight caps, published or given.
     pub caps: Vec<u32>,
     /// Pending weight gradients per stage; empty if backwards are not split.
     pub apart: Vec<u32>,
     pub spots: Vec<build_plan::StagePosition>,
-    /// Memory of each stage for these caps.
     pub memory: Vec<StageMemory>,
-    /// Whether all stages fit in memory.
     pub fits: bool,
 }
 
 impl PlanCandidate {
-    /// Peak memory of any device, in bytes.
     pub fn peak(&self) -> u64 {
         fullest(&self.spots, &self.memory)
     }
@@ -72,13 +66,10 @@ pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u
     held.into_values().max().unwrap_or(0)
 }
 
-/// The result of a search.
 pub struct SearchResult {
-    /// Unordered.
     pub candidates: Vec<PlanCandidate>,
     /// Number of down-sets or steps explored.
     pub states: u64,
-    /// Reason why the search was incomplete.
     pub fallback: Option<String>,
     /// The optimum, if a complete search proved it.
     pub proven_us: Option<f64>,
@@ -101,7 +92,6 @@ pub struct SearchContext<'a> {
     /// The problem over fused ops.
     pub problem: &'a Problem,
     pub joined: &'a FusedGraph<'a>,
-    /// Down-sets to explore before falling back.
     pub budget: Option<u64>,
     pub among: SearchLimits,
 }
@@ -116,14 +106,12 @@ pub struct SearchLimits {
     pub depth: Depth,
 }
 
-/// Search effort for one device order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
     /// One coarse linear order, to rank device orders.
     Glance,
     /// All down-sets, with tables only; their bounds prune device orders.
     Tables,
-    /// The full search.
     Whole,
 }
 
@@ -131,7 +119,6 @@ impl SearchLimits {
     /// A single search without a known plan.
     pub const ALONE: SearchLimits = SearchLimits { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
 
-    /// Returns whether this is the only search.
     pub fn is_alone(&self) -> bool {
         self.orders == 1 && self.known_us.is_infinite() && self.depth == Depth::Whole
     }
@@ -163,7 +150,6 @@ impl SearchContext<'_> {
         PlanCandidate { name, shape, minibatch_us, caps, apart, spots, memory, fits }
     }
 
-    /// Single device, data parallelism and the uniform pipeline, in this order.
     pub fn baselines(&self) -> [PlanCandidate; 3] {
         let (graph, cluster) = (&self.problem.graph, &self.problem.cluster);
         let order: Vec<u32> = (0..graph.ops.len() as u32).collect();
@@ -396,7 +382,7 @@ struct Searched {
     shapes: Vec<Shape>,
     states: u64,
     fallback: Option<String>,
-    /// Whether a complete search proved that the bound is reached.
+    /// True if a complete search proved that the bound is reached.
     is_proven: bool,
     bound_us: f64,
 }

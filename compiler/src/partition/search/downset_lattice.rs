@@ -14,9 +14,7 @@ pub struct Lattice {
     bits: Vec<u64>,
     /// For each set: the units that can be added, and the resulting set.
     pub grows: Vec<Vec<(u32, u32)>>,
-    /// Sum of the unit times in each set.
     pub time: Vec<f64>,
-    /// Whether all down-sets are included.
     pub is_whole: bool,
 }
 
@@ -57,7 +55,6 @@ impl Lattice {
         Some(lattice)
     }
 
-    /// The prefixes of one linear order.
     pub fn along(time: &[f64], order: &[u32]) -> Lattice {
         let mut lattice = Lattice::empty(order.len());
         for (at, &unit) in order.iter().enumerate() {
@@ -77,7 +74,6 @@ impl Lattice {
         Lattice { words, bits: vec![0; words], grows: vec![Vec::new()], time: vec![0.0], is_whole: false }
     }
 
-    /// Number of sets, including the empty set.
     pub fn len(&self) -> usize {
         self.grows.len()
     }
@@ -87,7 +83,6 @@ impl Lattice {
         self.grows.is_empty()
     }
 
-    /// Returns whether a set contains a unit.
     pub fn holds(&self, set: usize, unit: u32) -> bool {
         self.bits[set * self.words + unit as usize / 64] >> (unit % 64) & 1 == 1
     }

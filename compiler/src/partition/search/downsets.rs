@@ -9,23 +9,19 @@ use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 use std::collections::HashSet;
 
-/// Rule by which sets are enumerated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Growth {
     /// PipeDream's growth: starts at the first op and adds a reader of the current set with all its predecessors. Omits
     /// sets that contain a later source but none of its readers.
     FirstSource,
-    /// All down-sets.
     All,
 }
 
-/// A list of down-sets with their sums.
 #[derive(Clone, Debug)]
 pub struct DownSets {
     sets: Sets,
     /// Forward plus backward microseconds of each set; non-decreasing.
     pub compute: Vec<f64>,
-    /// Parameter bytes of each set.
     pub weights: Vec<f64>,
     /// Bytes that cross the cut after each set.
     pub cut: Vec<f64>,
@@ -40,7 +36,6 @@ enum Sets {
 }
 
 impl DownSets {
-    /// Enumerates the down-sets of `graph`, or returns `None` if there are more than `budget`.
     pub fn grow(graph: &CostGraph, model: CostModel, growth: Growth, budget: usize) -> Option<DownSets> {
         let ops = graph.ops.len();
         if ops >= budget {
@@ -132,12 +127,10 @@ impl DownSets {
         self.only(|at| is_best[at])
     }
 
-    /// Number of sets, including the empty set and the whole model.
     pub fn len(&self) -> usize {
         self.compute.len()
     }
 
-    /// Returns whether there is only the empty set.
     pub fn is_empty(&self) -> bool {
         self.len() < 2
     }
@@ -154,7 +147,6 @@ impl DownSets {
         }
     }
 
-    /// The ops in set `outer` that are not in set `inner`, ascending.
     pub fn between(&self, inner: usize, outer: usize) -> Vec<u32> {
         match &self.sets {
             Sets::Chain { order, ends } => {

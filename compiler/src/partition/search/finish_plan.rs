@@ -16,19 +16,16 @@ use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predic
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The plan's fields besides its stages.
 pub struct Statement<'a> {
     pub found: &'a SearchResult,
     /// Single device, data parallelism, uniform pipeline.
     pub baselines: &'a [PlanCandidate; 3],
     pub method: &'a str,
-    /// Name of the requested partitioner.
     pub partitioner: &'a str,
     pub budget: Option<u64>,
     pub seed: u64,
     /// In-flight caps and simulated time of the chosen candidate.
     pub played: &'a Played,
-    /// Whether schedules are simulated at all.
     pub is_played: bool,
     /// The problem over fused ops, as searched.
     pub asked: &'a Problem,

@@ -8,7 +8,6 @@ use crate::plan::ScheduleKind;
 use crate::plan::in_flight::Lanes;
 use crate::plan::problem::{InFlight, Problem};
 
-/// Returns whether the memory of a stage depends on the first stage.
 pub fn matters(problem: &Problem) -> bool {
     match problem.schedule {
         ScheduleKind::RoundRobinVsync => true,
@@ -31,7 +30,6 @@ pub fn each(problem: &Problem) -> impl Iterator<Item = Lanes> + use<> {
     })
 }
 
-/// The distinct in-flight counts.
 pub fn caps(problem: &Problem) -> Vec<u32> {
     let mut caps: Vec<u32> = each(problem).map(|first| first.in_flight).collect();
     caps.sort_unstable();

@@ -91,7 +91,6 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     Ok(lines.into_iter().filter_map(solve).collect())
 }
 
-/// Constraints and settings of the search.
 #[derive(Clone, Copy, Debug)]
 pub struct Pinned<'a> {
     pub line: &'a LinearOrder,

@@ -11,10 +11,8 @@ use crate::profile::arena::{Arena, Live, Needs};
 use crate::profile::cost_graph::{CostGraph, Members, OpCost, OpId, ParamCost, TensorCost};
 use std::borrow::Cow;
 
-/// A graph and its fused ops.
 #[derive(Clone, Debug)]
 pub struct FusedGraph<'a> {
-    /// The unfused graph.
     pub full: &'a CostGraph,
     /// For each op: the fused op that contains it.
     place: Vec<u32>,
@@ -39,7 +37,6 @@ impl<'a> FusedGraph<'a> {
         FusedGraph { full, place, members, leaders }
     }
 
-    /// The fused op that contains an op.
     pub fn place(&self, op: usize) -> usize {
         self.place[op] as usize
     }
@@ -57,7 +54,6 @@ impl<'a> FusedGraph<'a> {
         self.leaders[op as usize]
     }
 
-    /// The same problem over fused ops.
     pub fn problem<'p>(&self, problem: &'p Problem) -> Cow<'p, Problem> {
         if self.leaders.len() == self.place.len() {
             return Cow::Borrowed(problem);

@@ -34,16 +34,13 @@ const PIECES_OF_A_STEP: u64 = 400_000;
 const PIECES_ALONE: u64 = 4_000_000;
 const PIECES: u64 = 12_000_000;
 
-/// Simulates stages and transfers under in-flight caps.
 pub type Efficiency<'a> = dyn Fn(&[Stage], &[Edge], &[u32]) -> Steady + 'a;
 
-/// In-flight caps and the efficiency they reach.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
     pub caps: Vec<u32>,
-    /// Fraction of the ideal throughput.
     pub share: f64,
-    /// Whether higher caps were rejected because of memory.
+    /// True if higher caps were rejected because of memory.
     pub lacks_memory: bool,
 }
 
@@ -52,7 +49,6 @@ pub fn matters(problem: &Problem) -> bool {
     problem.schedule.is_continuous() && problem.objective != Objective::Latency
 }
 
-/// The efficiency of `shape` under the given caps.
 pub fn reached(
     problem: &Problem,
     shape: &Shape,
@@ -65,7 +61,6 @@ pub fn reached(
     efficiency(&stages, &build_plan::edges(problem, shape), caps).share
 }
 
-/// Chooses the in-flight caps for `shape`.
 pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficiency: &Efficiency<'_>) -> Chosen {
     let published = build_plan::published_caps(problem, shape);
     if !matters(problem) {

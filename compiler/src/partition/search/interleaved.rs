@@ -27,7 +27,6 @@ const SLACK: [f64; 4] = [0.0, 0.01, 0.04, 0.15];
 /// Step limit of one dynamic program; a quarter of it bounds evaluations times ops in the final moves.
 const MOST_STEPS: usize = 50_000_000;
 
-/// Largest number of rank counts tried.
 const MOST_CHOICES: usize = 24;
 
 /// Microbatches per stage after which no schedule has more in flight; except bfs, which keeps all in flight.
@@ -107,7 +106,6 @@ struct Line<'a> {
     ends: Vec<usize>,
     /// Compute before each cut, in microseconds.
     before: Vec<f64>,
-    /// Bytes sent at each cut.
     sent: Vec<f64>,
 }
 
@@ -339,10 +337,8 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Counts of the schedule at each stage.
 #[derive(Clone)]
 struct Counts {
-    /// Microbatches in flight.
     caps: Vec<u32>,
     /// Those with a pending weight gradient; empty if backwards are not split.
     apart: Vec<u32>,

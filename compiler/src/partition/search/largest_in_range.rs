@@ -21,7 +21,6 @@ impl Ranking {
         Ranking { sizes: same.map(|ops| (ops[0].0.0, ops.iter().map(|(_, op)| *op).collect())).collect() }
     }
 
-    /// The ops of a range, largest first.
     pub fn within(&self, span: Range<usize>) -> impl Iterator<Item = (u64, usize)> + '_ {
         self.sizes.iter().flat_map(move |(size, ops)| {
             let ops = &ops[ops.partition_point(|&op| (op as usize) < span.start)..];

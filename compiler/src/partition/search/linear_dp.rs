@@ -21,19 +21,15 @@ const MOST_PRICED: usize = 6000;
 /// Steps per order; about a second.
 const STEPS: u64 = 30_000_000;
 
-/// The linear orders of a problem.
 pub struct Lines<'a> {
     problem: &'a Problem,
     cost: StageCost,
     levels: &'a [LevelCost],
     orders: Vec<Vec<u32>>,
-    /// Largest number of cuts that are solved exactly.
     places: usize,
 }
 
-/// The best partition along some orders.
 pub struct Best {
-    /// Microseconds under the cost model.
     pub us: f64,
     pub shape: Shape,
 }

@@ -47,7 +47,6 @@ impl LinearOrder {
         LinearOrder { space, holdings }
     }
 
-    /// Memory terms of the range from set `from` to set `to`.
     pub fn holdings(&self, from: usize, to: usize) -> &MemoryTerms {
         &self.holdings[from * self.space.len() + to]
     }

@@ -18,7 +18,6 @@ use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 use crate::profile::arena::{Arena, Way};
 use std::collections::HashMap;
 
-/// The quantity to minimise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FitObjective {
     /// Time of the slowest part, with every stage within a memory limit.
@@ -26,11 +25,9 @@ pub enum FitObjective {
         /// Bytes per device.
         within: u64,
     },
-    /// Peak stage memory in bytes.
     Memory,
 }
 
-/// Settings of the search.
 #[derive(Clone, Copy, Debug)]
 pub struct Fit<'a> {
     pub line: &'a LinearOrder,
@@ -108,7 +105,7 @@ struct Table {
 struct FitSearch<'a> {
     settings: &'a Fit<'a>,
     least: FitObjective,
-    /// Whether each set contains all sets before it.
+    /// True if each set contains all sets before it.
     is_line: bool,
     tables: HashMap<Key, Table>,
 }

@@ -6,7 +6,6 @@
 use crate::partition::search::fused_graph::FusedGraph;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Module units of a model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Units {
     /// Modules that enclose a numbered list below the first level.
@@ -44,7 +43,6 @@ impl Units {
     }
 }
 
-/// Cuts that split no module unit.
 pub struct Borders {
     /// Units of each fused op; a fused op may span several.
     units: Vec<BTreeSet<usize>>,

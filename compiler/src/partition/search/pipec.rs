@@ -18,12 +18,9 @@ use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
 use crate::plan::memory::MemoryMultipliers;
 use std::ops::RangeInclusive;
 
-/// Constraints on the stages.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rules {
-    /// Exact number of stages.
     pub stages: Option<usize>,
-    /// Largest number of stages.
     pub most_stages: Option<usize>,
     /// Replicas of each stage; requires `stages`.
     pub replicas: Option<Vec<u32>>,
@@ -33,21 +30,16 @@ pub struct Rules {
     pub caps: Option<Vec<u32>>,
     /// Ops with the stage they are pinned to; requires `stages`.
     pub pins: Vec<(u32, usize)>,
-    /// Whether stages may be recomputed.
     pub recompute: bool,
 }
 
-/// Input of the search.
 #[derive(Clone, Debug)]
 pub struct PlacementQuery<'a> {
     /// The possible ranges.
     pub places: &'a RangeCosts<'a>,
-    /// Innermost first.
     pub levels: &'a [Level],
-    /// Speed and memory of the devices.
     pub fleet: &'a DeviceRanges,
     pub devices: u32,
-    /// The timing query of cost model `pipec`.
     pub asked: FlowQuery,
     /// Determines in-flight counts.
     pub flow: ScheduleFlow,
@@ -77,7 +69,6 @@ pub enum MemoryScope {
     Class(u32),
 }
 
-/// A stage found by the search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StagePlacement {
     /// Index of the down-set before it.
@@ -89,18 +80,13 @@ pub struct StagePlacement {
     pub recompute: bool,
 }
 
-/// The result of the search.
 #[derive(Clone, Debug)]
 pub struct PlacedPipeline {
-    /// In pipeline order.
     pub seats: Vec<StagePlacement>,
-    /// The exact objective.
     pub us: f64,
     /// Lower bound for all partitions into these ranges.
     pub bound_us: f64,
-    /// Whether the search finished.
     pub is_complete: bool,
-    /// Number of sets and steps explored.
     pub states: u64,
 }
 
@@ -110,7 +96,6 @@ impl PlacementQuery<'_> {
     pub fn solve(&self, known_us: f64) -> Result<PlacedPipeline, f64> {
         let known = known_us * (1.0 + 1e-9);
         let adds = self.asked.adds();
-        // Partitions with a busier stage than the known time cannot improve it.
         let way = adds.then(|| self.table(Measure::Way, known));
         let least_way = way.as_ref().map_or(0.0, |way| self.least(way).0);
         if !least_way.is_finite() {
@@ -209,7 +194,6 @@ impl PlacementQuery<'_> {
         }
     }
 
-    /// Largest number of stages, if limited.
     pub fn layers(&self) -> Option<usize> {
         self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
     }
@@ -248,7 +232,6 @@ impl PlacementQuery<'_> {
         self.rules.stages.and_then(|stages| stages.checked_sub(layer))
     }
 
-    /// Returns whether the pins allow a range to be this stage.
     pub fn is_allowed(&self, from: usize, to: usize, stage: Option<usize>) -> bool {
         let Some(stage) = stage else { return true };
         let inside = |op: u32| self.places.has(to, op as usize) && !self.places.has(from, op as usize);
@@ -286,7 +269,6 @@ impl PlacementQuery<'_> {
         self.recomputes(&self.places.run(from, to), replicas, rest, stage)
     }
 
-    /// Bytes per replica of such a stage.
     pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
         let position = Position { replicas, workers_after: rest };
         let rule = || self.flow.in_flight(position);

@@ -392,13 +392,11 @@ impl Numbers {
     }
 }
 
-/// Device orders found by a table over all device orders.
 pub struct Blended {
     /// The orders, most promising first.
     pub orders: Vec<Sequence>,
     /// Lower bound for all orders; 0 if the search was incomplete, infinite if no plan fits.
     pub bound_us: f64,
-    /// Whether all down-sets were searched.
     pub is_whole: bool,
 }
 
@@ -497,7 +495,6 @@ pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> 
     Ok(effort(question.problem, &rules, places))
 }
 
-/// Estimated steps of a search over this many places.
 fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     let (places, devices) = (places as f64, f64::from(problem.cluster.devices()));
     let one = |rules: &Rules| {

@@ -12,7 +12,6 @@ use crate::profile::arena::{Arena, ArenaPosition, Needs, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 use std::ops::Range;
 
-/// Down-sets with prefix sums.
 #[derive(Clone, Debug)]
 pub struct RangeCosts<'a> {
     pub graph: &'a CostGraph,
@@ -30,23 +29,21 @@ pub struct RangeCosts<'a> {
     /// Bytes of gradient sums, counted once per use of a parameter.
     terms: Vec<u64>,
     saved: Vec<u64>,
-    /// Parameters with several users.
     tied: Vec<usize>,
     /// Bytes kept between the input-gradient and the weight-gradient pass.
     halves: Vec<u64>,
     /// Determines whether output gradients need a second buffer.
     passing: GradientBuffers,
-    /// Tensors produced by each op.
     made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
     crossing: Vec<Vec<u32>>,
-    /// Ops ranked by the bytes of their parameters, and by those of parameters and gradient sums needed at the same time.
+    /// Ops ranked by the bytes of their parameters, and by those of parameters and gradient sums needed at the same
+    /// time.
     by_use: Ranking,
     by_need: Ranking,
-    /// Arena needs of each op.
     needs: Vec<Needs>,
     flows: Flows,
-    /// Whether batched weight gradients change any arena.
+    /// True if batched weight gradients change any arena.
     is_joint: bool,
     /// For each `Way`: ops ranked by their arena bytes inside a range.
     by_arena: [Ranking; 4],
@@ -66,7 +63,7 @@ pub struct Run {
     /// Bytes of output tensors, each counted once, regardless of the number of reader stages.
     pub out_bytes: u64,
     pub holdings: MemoryTerms,
-    /// Whether it begins at the empty set.
+    /// True if it begins at the empty set.
     pub is_first: bool,
 }
 
@@ -78,7 +75,6 @@ impl Run {
 }
 
 impl<'a> RangeCosts<'a> {
-    /// Computes the sums for the sets of `space`.
     pub fn new(graph: &'a CostGraph, space: &'a DownSets, passing: GradientBuffers) -> RangeCosts<'a> {
         let ops = graph.ops.len();
         let words = ops.div_ceil(64);
@@ -153,12 +149,10 @@ impl<'a> RangeCosts<'a> {
         places
     }
 
-    /// Number of down-sets.
     pub fn len(&self) -> usize {
         self.forward.len()
     }
 
-    /// Returns whether there is only the empty set.
     pub fn is_empty(&self) -> bool {
         self.len() < 2
     }
@@ -167,7 +161,6 @@ impl<'a> RangeCosts<'a> {
         self.bits[set * self.words + op / 64] >> (op % 64) & 1 == 1
     }
 
-    /// Returns whether set `inner` is contained in the later set `outer`.
     pub fn nested(&self, inner: usize, outer: usize) -> bool {
         let words = |set: usize| &self.bits[set * self.words..(set + 1) * self.words];
         words(inner).iter().zip(words(outer)).all(|(inner, outer)| inner & !outer == 0)
@@ -191,7 +184,6 @@ impl<'a> RangeCosts<'a> {
         if trains { forward + self.backward[to] - self.backward[from] } else { forward }
     }
 
-    /// The input tensors of the range from set `from` to set `to`.
     pub fn inputs(&self, from: usize, to: usize) -> impl Iterator<Item = u32> + '_ {
         let reads = move |tensor: &&u32| {
             let mut consumers = self.graph.tensors[**tensor as usize].consumers.iter();
@@ -238,7 +230,6 @@ impl<'a> RangeCosts<'a> {
         Arena::by(|way| found[Way { is_joint: way.is_joint && self.is_joint, ..way }.index()])
     }
 
-    /// Computes the range from set `from` to set `to`.
     pub fn run(&self, from: usize, to: usize) -> Run {
         let bytes = |tensor: u32| self.graph.tensors[tensor as usize].bytes;
         let in_bytes = self.inputs(from, to).map(bytes).sum();

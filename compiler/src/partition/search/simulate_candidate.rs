@@ -36,13 +36,11 @@ pub fn tells(bottleneck: &str) -> bool {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Played {
     pub caps: Vec<u32>,
-    /// Microseconds of one minibatch.
     pub minibatch_us: f64,
     /// The reason why the busiest stage waits, if it does.
     pub held: Option<String>,
-    /// Warning for the user.
     pub warning: Option<String>,
-    /// Whether higher caps would help but do not fit in memory.
+    /// True if higher caps would help but do not fit in memory.
     pub lacks_memory: bool,
 }
 

@@ -21,14 +21,11 @@ const MOST_PACES: usize = 8;
 /// Loads of a range by device speed, without and with recomputation; filled on demand.
 type Paced = Vec<(f64, [Option<StageLoad>; 2])>;
 
-/// The quantity that a table minimises.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
-    /// Time of the busiest stage.
     Busiest,
     /// Latency of one microbatch.
     Way,
-    /// Peak stage memory in bytes.
     Bytes,
     /// Number of stages, none busier than the limit.
     Stages,
@@ -49,7 +46,7 @@ pub struct Table {
     entries: Vec<Entry>,
     sets: usize,
     width: usize,
-    /// Whether there is one layer per number of stages.
+    /// True if there is one layer per number of stages.
     pub layered: bool,
 }
 

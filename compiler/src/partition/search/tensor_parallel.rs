@@ -178,7 +178,6 @@ fn sharing(problem: &Problem, costs: &SharedCosts, stage: &Stage) -> TensorParal
     }
 }
 
-/// The baselines without tensor parallelism.
 fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) -> Baselines {
     let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);

@@ -12,7 +12,6 @@ use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Plan, zero};
 use serde_json::json;
 
-/// Plans with the best ZeRO stage.
 pub fn least(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let at = |zero: u32| plan(&Problem { zero, ..problem.clone() }, options);
     let mut best = at(0);
