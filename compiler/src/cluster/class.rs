@@ -26,7 +26,6 @@ pub fn smallest(classes: &[DeviceClass], devices: Range<u32>) -> Option<u64> {
     among(classes, devices).map(|class| class.device.memory.0).min()
 }
 
-/// Relative speed of the fastest device.
 pub fn fastest(classes: &[DeviceClass]) -> f64 {
     classes.iter().map(DeviceClass::pace).reduce(f64::max).unwrap_or(1.0)
 }

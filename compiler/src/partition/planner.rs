@@ -1,9 +1,9 @@
 //! Entry point of planning: runs the requested partitioner and turns its answer into a plan.
 //!
-//! Every returned plan fits in memory, carries a lower bound, is compared with data parallelism, a uniform pipeline and
-//! a single device, and has passed `plan::check`. If nothing fits, the error names the stage that is too large, the
+//! Every returned plan fits in memory, carries a lower bound and three baselines (data parallelism, uniform pipeline,
+//! single device), and has passed `plan::check`. If nothing fits, the error names the stage that is too large, the
 //! missing bytes and the smallest limit that would be enough. If a graph has too many down-sets, or a linear order too
-//! many cuts, planning falls back to linear orders or groups of ops, and the plan says so.
+//! many cuts, planning falls back to linear orders or groups of ops. The plan then has a warning.
 
 use crate::partition::baselines::enumerate;
 use crate::partition::bounds::lower_bound::Bounds;
@@ -95,7 +95,6 @@ pub struct PlannerOptions<'a> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ComparedPlan {
     pub name: &'static str,
-    /// Microseconds of one minibatch.
     pub minibatch_us: f64,
     pub replicas: Vec<u32>,
     /// Distinct devices; fewer than the replicas if a device runs several stages.

@@ -310,8 +310,8 @@ impl CostGraph {
         self.ops[self.tensors[tensor].producer.index()].unsaved
     }
 
-    /// Checks the invariants: ids are indices, times are finite and non-negative, references exist, tensors are made
-    /// before they are read (also after fusion), and sums of sizes do not overflow.
+    /// Checks the invariants: ids are indices, times are finite and non-negative, references exist, and sums of sizes
+    /// do not overflow. Tensors are made before they are read, also after fusion.
     pub fn check(&self) -> Result<(), CostGraphError> {
         if self.ops.is_empty() {
             return Err(CostGraphError::Empty);

@@ -22,7 +22,7 @@
 //! | k               | `Hybrid::devices`        |                                    |
 //!
 //! The objective is to minimise the largest time(S), which is the time per sample in the unit of the file. Constraints:
-//! at most k devices in total, each d divides N, and the sum of d over all stages is at most N, because at most N
+//! at most k devices in total, and each d divides N. The sum of d over all stages is at most N, because at most N
 //! microbatches are in flight.
 //!
 //! Details that the paper leaves open follow its released planner. A transfer is charged to both ends, and twice
@@ -35,7 +35,6 @@ pub const MAX_LAYERS: usize = 10_000;
 /// Largest number of tensor-parallel degrees, and of choices of a layer per degree.
 pub const MAX_CHOICES: usize = 32;
 
-/// One implementation of a layer.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Choice {
     pub name: String,

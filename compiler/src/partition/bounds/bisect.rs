@@ -33,7 +33,6 @@ pub struct BottleneckSearch<'a> {
     most_steps: u64,
 }
 
-/// The last part before a cut position.
 #[derive(Clone, Copy, Debug)]
 struct Leg {
     /// Number of units used by earlier parts.
@@ -48,7 +47,6 @@ pub struct Bracket {
     pub high_us: f64,
 }
 
-/// A range of compute as one part.
 #[derive(Clone, Copy)]
 struct Run {
     from: CutPosition,
@@ -271,7 +269,6 @@ impl<'a> BottleneckSearch<'a> {
         self.terrain.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
     }
 
-    /// Microseconds of the link after a part.
     fn link_us(&self, level: usize, run: &Run, out_bytes: f64) -> f64 {
         let part = self.part(run, 0.0);
         self.cost.part_us(&self.levels[level], &StageRange { weight_bytes: 0.0, is_last: false, out_bytes, ..part })

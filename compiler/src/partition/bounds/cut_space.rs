@@ -2,7 +2,7 @@
 //!
 //! A [`CutSpace`] is a list of intervals of compute; a cut may lie anywhere in an interval and nowhere else. A line has
 //! one empty interval per cut of a linear order, with exact figures. The relaxed space of a graph contains every
-//! down-set S, with figures that are lower bounds, so whatever is infeasible on it is infeasible for the graph:
+//! down-set S, with figures that are bounds. If a plan is infeasible on it, it is infeasible for the graph:
 //!
 //! ```text
 //! op o is in S       if  C(S) > latest(o)   = C(all) - C(o and all its successors)
@@ -298,7 +298,6 @@ impl Rising {
         Rising { at: entries.into_iter().map(|(at, _)| at).collect(), sums }
     }
 
-    /// Sum of the entries before `at`.
     fn before(&self, at: f64) -> f64 {
         self.sums[self.at.partition_point(|entry| *entry < at)]
     }

@@ -1,8 +1,8 @@
 //! Local search around the cuts of a plan.
 //!
-//! Each cut moves by single ops that are ready or removable, a few at a time, and by any op with all ops that must move
-//! with it. PipeDream's dynamic program then optimises over the down-sets of all moved cuts together. This repeats
-//! until the plan no longer improves.
+//! Each cut moves by single ops that are ready or removable, a few at a time. It also moves by any op with all ops that
+//! must move with it. PipeDream's dynamic program then optimises over the down-sets of all moved cuts together. This
+//! repeats until the plan no longer improves.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
@@ -36,7 +36,6 @@ pub struct LocalSearch<'a> {
 }
 
 impl LocalSearch<'_> {
-    /// Prepares the local search; `None` if the graph is too large.
     pub fn of(problem: &Problem) -> Option<LocalSearch<'_>> {
         let ops = problem.graph.ops.len();
         if ops > MOST_OPS {

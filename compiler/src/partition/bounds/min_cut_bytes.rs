@@ -22,7 +22,6 @@ use std::ops::RangeInclusive;
 /// Largest number of ops; `cut_bytes` charges less for larger graphs.
 const MOST_OPS: usize = 8000;
 
-/// Number of compute slices; each has one charge.
 const SLICES: usize = 4096;
 
 /// Number of slices per returned down-set.
@@ -227,7 +226,6 @@ pub struct Window {
     pub latest: Vec<(f64, f64)>,
 }
 
-/// A range of compute with one charge.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece {
     pub from_us: f64,
@@ -250,7 +248,6 @@ struct Frontier {
     full: Vec<u64>,
     /// Rows charged in addition to the frontier.
     open: Vec<u64>,
-    /// Compute of the full rows.
     full_us: f64,
     /// Compute of the frontier rows: first ops only, and all ops.
     own_us: (f64, f64),
@@ -346,7 +343,6 @@ impl Search<'_> {
         (tells_more && !more.is_empty()).then_some(Frontier { rows, full, open, full_us, own_us, bytes, more, next: 0 })
     }
 
-    /// Additional charge of a row.
     fn charge(&self, row: &Row, open: &[u64]) -> f64 {
         row.bytes + bits(&row.open, open).map(|other| self.rows[other].bytes).sum::<f64>()
     }

@@ -11,7 +11,6 @@ const POWER: i32 = 12;
 
 const TURNS: (usize, usize) = (6_000, 3_000_000);
 
-/// Number of restarts from the best placement.
 const STARTS: u64 = 3;
 
 /// Initial temperature, relative to the initial energy.

@@ -22,7 +22,6 @@ use crate::partition::search::downset_lattice::Lattice;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     pub devices: usize,
-    /// Bytes per device.
     pub bytes: f64,
     /// A load that is known to be feasible; only smaller loads are of interest.
     pub below: f64,

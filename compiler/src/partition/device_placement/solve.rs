@@ -49,7 +49,6 @@ pub enum SolveError {
     #[error("no placement on {devices} devices of {limit} bytes was found: {why}; {smallest} bytes each would do")]
     Infeasible {
         devices: u32,
-        /// Bytes per device.
         limit: u64,
         why: String,
         /// Smallest number of bytes per device for which a placement was found.

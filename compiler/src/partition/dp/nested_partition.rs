@@ -20,7 +20,6 @@ pub struct Group {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StageBody {
-    /// A pipeline of groups one level further in.
     Groups(Vec<Group>),
     /// Innermost level: op ids, ascending.
     Ops(Vec<u32>),
@@ -71,7 +70,6 @@ impl Shape {
         self.on_levels_us(problem, &stage_cost::levels(&self.cluster(&problem.cluster)))
     }
 
-    /// As [`Shape::minibatch_us`], on the given levels.
     pub fn on_levels_us(&self, problem: &Problem, levels: &[LevelCost]) -> f64 {
         let leaves = self.leaves();
         let mut stage_of = vec![0usize; problem.graph.ops.len()];

@@ -14,8 +14,8 @@
 //! The outermost level needs only ranges that start at the empty set; every inner level needs all ranges, because any
 //! of them may become a group. Three optimisations keep the result unchanged:
 //! - The cost of the last part does not depend on the start of the range, so it is computed once for all starts.
-//! - On the outermost level a known time (the best cut of a linear order) prunes slower parts, cuts with too much
-//!   traffic, and states that leave more work than the remaining units can do.
+//! - On the outermost level the time of a known plan (the best cut of a linear order) prunes slower parts and costly
+//!   cuts. It also prunes states that leave more work than the remaining units can do.
 //! - The first pass computes values only. A second pass reconstructs the optimum with the fewest parts.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};

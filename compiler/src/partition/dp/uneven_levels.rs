@@ -1,7 +1,7 @@
 //! Shared-link lower bound for cost models `paper` and `pipedream`.
 //!
 //! Those models give every group at a level its own link. If stages do not fill whole groups, or the level's link is
-//! shared, all stages of a unit share one link, and no plan is faster than its busiest link. Bytes are counted as in
+//! shared, all stages of a unit share one link. No plan is faster than its busiest link. Bytes are counted as in
 //! `plan::traffic`, computed here from device ranges.
 
 use crate::cluster::Level;
@@ -114,8 +114,8 @@ fn meeting(left: (u64, u64), right: (u64, u64), from: Range, to: Range) -> f64 {
     pairs / (from.len() / divisor * to.len()) as f64
 }
 
-/// Fraction of a stage's weights, times ring steps, that one all-reduce sends out of a unit of level `at`: in the ring
-/// of that level, and in the outer rings to which the unit contributes a part.
+/// Bytes that one all-reduce sends out of a unit of level `at`, as a multiple of the stage's weights. Counts the ring
+/// of that level, and the outer rings to which the unit contributes a part.
 fn ring_parts(levels: &[Level], at: usize, range: Range, own: u64) -> f64 {
     let mut parts = 0.0;
     let (low, high) = range.on(own, unit(levels, at));

@@ -35,7 +35,6 @@ pub struct Infeasible {
     pub smallest: u64,
     /// Smallest limit that also has to be granted, if the given one is lower.
     pub limit: Option<u64>,
-    /// The stage with the highest memory on those devices.
     pub stage: usize,
     pub stages: usize,
     pub replicas: u32,

@@ -1,8 +1,8 @@
 //! Dynamic program over all device orders of a heterogeneous cluster with a single level.
 //!
-//! On one level all links are equal. A stage depends on the order only through the number of devices it takes of each
-//! class (their slowest speed, their smallest memory) and the number of devices after it. So one table over the devices
-//! left per class replaces the tables of `suffix_dp` for each order:
+//! On one level all links are equal. A stage depends on the order only through its number of devices per class and the
+//! number of devices after it. The classes give its speed and memory limit. So one table over the devices left per
+//! class replaces the tables of `suffix_dp` for each order:
 //!
 //! ```text
 //! B(i, n) = min over j, r of  max( busiest(i..j, r),  B(j, n - r) )
@@ -271,7 +271,6 @@ impl ClassDp {
     }
 }
 
-/// Cached costs of one range for every device set.
 struct Costs<'a> {
     counts: &'a ClassDp,
     placing: &'a PlacementQuery<'a>,

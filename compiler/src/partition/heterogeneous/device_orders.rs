@@ -210,7 +210,6 @@ impl Units<'_> {
     }
 }
 
-/// Runs of equal units, as half-open ranges.
 fn runs(units: &[&[u32]]) -> Vec<(usize, usize)> {
     let mut runs = Vec::new();
     let mut from = 0;
@@ -289,7 +288,6 @@ mod tests {
             let own = |&device: &u32| [2, 1, 1, 1, 3, 3][device as usize];
             assert_eq!(speeds(&order), order.device.iter().map(own).collect::<Vec<u32>>());
         }
-        // Every move leads to a valid order.
         for sequence in &found {
             assert!(units.moves(sequence, &[1, 3]).iter().all(|way| found.contains(&way.of(sequence))));
         }

@@ -58,7 +58,6 @@ impl DeviceRanges {
         DeviceRanges { memories: Least { rows: Vec::new() }, ..self }
     }
 
-    /// Returns whether only the problem limits memory.
     pub fn is_boundless(&self) -> bool {
         self.memories.rows.is_empty()
     }

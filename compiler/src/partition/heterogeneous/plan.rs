@@ -186,7 +186,6 @@ impl Search<'_> {
         }
     }
 
-    /// Returns whether the best answer reaches the lower bound.
     fn is_met(&self) -> bool {
         let best = self.best.as_ref().map(|(best, _)| best.chosen.minibatch_us);
         best.is_some_and(|us| us <= self.least_us || same(us, self.least_us))
@@ -319,7 +318,6 @@ impl Glance {
     }
 }
 
-/// Local search over orders.
 struct Walk<'a> {
     question: &'a SearchContext<'a>,
     options: PlannerOptions<'a>,

@@ -63,7 +63,6 @@ pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) ->
     if whole <= time && held <= bytes { Chosen::Picks(picks) } else { list(layers, bytes, time, listed) }
 }
 
-/// A switch of one layer to a leaner option.
 struct Step {
     layer: usize,
     to: u16,

@@ -114,12 +114,10 @@ impl Layers<'_> {
         self.layer.len()
     }
 
-    /// Returns whether no layer has a cost.
     pub fn is_empty(&self) -> bool {
         self.layer.is_empty()
     }
 
-    /// The options of a unit at a tensor-parallel degree.
     pub fn choices(&self, unit: u32, degree: u32) -> &[Choice] {
         self.hybrid.layers[self.layer[unit as usize] as usize].at(degree)
     }
@@ -169,7 +167,6 @@ fn syncs(layer: &Layer) -> bool {
     choices.any(|choice| choice.sync.iter().any(|&bytes| bytes > 0.0))
 }
 
-/// Returns whether an option has neither time nor bytes.
 pub fn takes_nothing(choice: &Choice) -> bool {
     [choice.time, choice.weight_bytes, choice.bytes_in_flight, choice.bytes_standing].iter().all(|&part| part == 0.0)
 }

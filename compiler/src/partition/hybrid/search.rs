@@ -82,7 +82,6 @@ pub struct Search<'a> {
     lattice: &'a Lattice,
     counts: Vec<u32>,
     bytes: f64,
-    /// Sums of single units, by unit and degree.
     of_unit: Vec<Sums>,
     /// Remaining work after each set: smallest time, and smallest product of time and devices.
     left: Vec<(f64, f64)>,
@@ -345,7 +344,6 @@ pub fn picks(
     choose(&offers, bytes, limit, listed)
 }
 
-/// Cost factors of a stage for a replica count.
 #[derive(Clone, Copy, Debug)]
 pub struct Price {
     share: f64,

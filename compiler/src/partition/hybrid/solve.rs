@@ -32,7 +32,6 @@ const MOST_SUMS: usize = 1 << 20;
 const MOST_STEPS: u64 = 50_000_000;
 const MOST_STEPS_ALONG: u64 = 5_000_000;
 
-/// Limit on down-sets times units.
 const MOST_FIGURES: usize = 200_000_000;
 
 /// Number of replica counts of a single stage tried before the search, largest first.
@@ -58,7 +57,6 @@ pub enum SolveError {
     #[error("no plan for {devices} devices of {limit} bytes was found; {smallest} bytes each would do")]
     Memory {
         devices: u32,
-        /// Bytes per device.
         limit: u64,
         /// Smallest number of bytes per device for which a plan was found.
         smallest: u64,
@@ -216,7 +214,6 @@ fn priced(layers: &Layers<'_>, spans: Vec<Span>) -> Found {
     Found { time, spans }
 }
 
-/// Time of a stage per microbatch.
 fn time(layers: &Layers<'_>, span: &Span) -> f64 {
     let holds = |unit: u32| span.units.binary_search(&unit).is_ok();
     let (mut time, mut moved, mut weights) = (0.0, 0.0, 0.0);
@@ -373,7 +370,6 @@ fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
     ranges
 }
 
-/// Transfers between stages per microbatch.
 fn edges(hybrid: &Hybrid, stages: &[Stage]) -> Vec<Edge> {
     let mut stage_of = vec![0u32; hybrid.layers.len()];
     for stage in stages {

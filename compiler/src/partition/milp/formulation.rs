@@ -35,11 +35,9 @@ use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::{OpId, ParamCost};
 use good_lp::{Constraint, Expression, IntoAffineExpression, ProblemVariables, Variable, variable};
 
-/// Input that is common to all replica choices.
 pub struct Scope<'a> {
     /// Must have a single level.
     pub problem: &'a Problem,
-    /// The timing query of cost model `pipec`.
     pub asked: FlowQuery,
     /// Determines the weight versions.
     pub flow: ScheduleFlow,
@@ -297,7 +295,6 @@ impl<'a> Formulation<'a> {
     }
 }
 
-/// Decodes solutions.
 pub struct Meaning {
     before: Vec<Vec<Before>>,
     ops: usize,

@@ -71,8 +71,7 @@ impl Formulation<'_> {
             sum += self.shared(stage, whole, 1.0);
             let [saved, terms] = [MemoryTerms { saved: MANY, ..none }, MemoryTerms { terms: MANY, ..none }].map(each);
             let put_by = each(MemoryTerms { put_by: MANY, ..none });
-            // Conservative: every stage but the first is assumed to have later stages waiting, and gradients are never
-            // passed through unchanged.
+            // Conservative: every stage but the first sends input gradients, and no output gradient arrives unchanged.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
             sum += self.sum(stage, 1.0, |op| {
                 let gradients = terms * used[op] as f64;

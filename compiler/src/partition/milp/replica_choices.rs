@@ -33,7 +33,6 @@ impl Choice {
     }
 }
 
-/// Limits on the choices, in addition to the problem's constraints.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
     /// Exact number of stages, if cuts are given.
@@ -175,7 +174,6 @@ mod tests {
         let expected: [&[u32]; 7] = [&[3], &[1, 2], &[2, 1], &[1, 1, 1], &[2], &[1, 1], &[1]];
         assert_eq!(replicas(&three, &FREE), expected);
         assert_eq!(choices(&problem(9, "8:1GB/s", CostModel::Paper), &FREE).unwrap().len(), 255);
-        // No more stages than ops.
         assert_eq!(replicas(&problem(1, "3:1GB/s", CostModel::Paper), &FREE), [[3], [2], [1]]);
         assert_eq!(choices(&problem(99, "64:1GB/s", CostModel::Paper), &FREE), None);
     }

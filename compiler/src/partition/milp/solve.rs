@@ -39,7 +39,6 @@ const MOST_WORK: usize = 60_000_000;
 /// Wall-clock limit for all programs together. The node limit is reached much earlier, except when simplex cycles.
 pub const LONGEST: Duration = Duration::from_secs(300);
 
-/// Smallest relative improvement.
 const GAIN: f64 = 1e-8;
 
 /// Formulations to try in turn after numerical failures: the fraction below which terms are dropped, and whether rows
@@ -160,7 +159,6 @@ fn left_alone(known: SearchResult, why: String) -> SearchResult {
     SearchResult { fallback, ..known }
 }
 
-/// The stage of each op, if cuts are given.
 fn fixed(question: &SearchContext<'_>) -> Result<Option<Vec<usize>>, ProblemError> {
     let graph = &question.problem.graph;
     let Some(names) = &question.problem.constraints.cut_after else { return Ok(None) };
@@ -177,7 +175,6 @@ struct Search<'a> {
     scope: Scope<'a>,
     best: Option<PlanCandidate>,
     best_us: Option<f64>,
-    /// Nodes left, and nodes used.
     nodes: u64,
     used: u64,
     clock: Duration,

@@ -25,7 +25,6 @@ pub enum Ended {
     Proven,
     Nodes,
     Clock,
-    /// Numerical failure.
     Failed,
 }
 

@@ -50,7 +50,6 @@ impl Prefix {
         self.edges.retain(|edge| edge.to.0 != last);
     }
 
-    /// The objective of these stages alone.
     pub fn us(&self, placing: &PlacementQuery<'_>) -> f64 {
         outlook(&placing.asked, placing.levels, &self.stages, &self.edges).minibatch_us
     }

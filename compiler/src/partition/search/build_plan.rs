@@ -35,12 +35,10 @@ pub fn side_by_side(shape: &Shape) -> Vec<StagePosition> {
     shape.replicas().into_iter().map(&mut spot).collect()
 }
 
-/// The timing query of a problem under cost model `pipec`.
 pub fn asked(problem: &Problem) -> FlowQuery {
     FlowQuery::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
 }
 
-/// The stages of a shape with their times and devices.
 pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
@@ -156,7 +154,6 @@ pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
     of_lanes(problem, shape, caps, ScheduleFlow::versions)
 }
 
-/// Evaluates a `ScheduleFlow` query for each stage.
 fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&ScheduleFlow, Lanes, First) -> u32) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
     let lanes = shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| Lanes { replicas, in_flight });

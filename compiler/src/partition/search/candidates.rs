@@ -68,7 +68,6 @@ pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u
 
 pub struct SearchResult {
     pub candidates: Vec<PlanCandidate>,
-    /// Number of down-sets or steps explored.
     pub states: u64,
     pub fallback: Option<String>,
     /// The optimum, if a complete search proved it.
@@ -197,8 +196,8 @@ impl SearchContext<'_> {
         let fits = |found: &SearchResult| found.candidates.iter().any(|candidate| candidate.fits);
         let fitted = fits(&found);
         let within = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
-        // Least memory comes last. In-flight counts during the search use an upper bound on the workers, so this shape
-        // may fit although the search for time within the limit found nothing.
+        // Least memory comes last. The search uses an upper bound on the workers for in-flight counts. So this shape
+        // may fit although the search for time found nothing.
         for least in [FitObjective::Time { within }, FitObjective::Memory] {
             if if least == FitObjective::Memory { wants_memory || !fits(&found) } else { !wants_memory && !fitted } {
                 for (levels, is_flat) in &searches {

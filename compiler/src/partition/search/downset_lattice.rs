@@ -78,7 +78,6 @@ impl Lattice {
         self.grows.len()
     }
 
-    /// Always false: the empty set is included.
     pub fn is_empty(&self) -> bool {
         self.grows.is_empty()
     }
@@ -107,7 +106,6 @@ pub fn orders(before: &[Vec<u32>], after: &[Vec<u32>]) -> Vec<Vec<u32>> {
     orders
 }
 
-/// Picks the next unit from the ready list; returns its index.
 type Pick<'a> = dyn Fn(&[u32]) -> usize + 'a;
 
 fn order(before: &[Vec<u32>], after: &[Vec<u32>], pick: &Pick<'_>) -> Vec<u32> {

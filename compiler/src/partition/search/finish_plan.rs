@@ -120,11 +120,11 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     Ok(plan)
 }
 
-/// Returns the plan's lower bound and whether the plan is proven optimal, from `bound_us` (a bound under the
-/// closed-form cost model), the objective of that model and the simulated time.
+/// Returns the plan's lower bound and whether the plan is proven optimal. `bound_us` is a bound under the closed-form
+/// cost model, `objective_us` the closed-form time, and `minibatch_us` the simulated time.
 ///
 /// Bounds concern time, never memory. For flushed schedules the closed form can exceed the simulated fill and drain
-/// time, so it bounds no other plan once schedules are simulated or come from a table; total compute still does.
+/// time. If schedules are simulated or come from a table, only total compute bounds other plans.
 pub fn certificate(
     problem: &Problem,
     objective_us: f64,

@@ -95,20 +95,16 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
 pub struct Pinned<'a> {
     pub line: &'a LinearOrder,
     pub cost: &'a StageCost,
-    /// The flattened cluster level.
     pub level: LevelCost,
     /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
-    /// Bytes of optimizer state per byte of weights.
     pub optimizer_state: f64,
-    /// ZeRO stage for replicated stages.
     pub zero: u32,
     pub stages: usize,
     /// Replicas of each stage; `None` leaves them free.
     pub replicas: Option<&'a [u32]>,
     /// In-flight cap of each stage; `None` uses the schedule's rule.
     pub caps: Option<&'a [u32]>,
-    /// Bytes per device.
     pub memory_limit: Option<u64>,
     /// Minimises the peak stage memory instead of the time.
     pub least_memory: bool,

@@ -18,12 +18,10 @@ pub struct FusedGraph<'a> {
     place: Vec<u32>,
     /// For each fused op: the ids of its ops, ascending.
     members: Vec<Vec<u32>>,
-    /// For each fused op: the op that the others are fused into.
     leaders: Vec<u32>,
 }
 
 impl<'a> FusedGraph<'a> {
-    /// Fuses the ops of a checked graph.
     pub fn of(full: &'a CostGraph) -> FusedGraph<'a> {
         let leaders: Vec<u32> =
             (0..full.ops.len() as u32).filter(|&op| full.ops[op as usize].joins.is_none()).collect();

@@ -198,7 +198,6 @@ impl<'a> Line<'a> {
         spots
     }
 
-    /// The smallest possible longest chunk, by bisection.
     fn shortest(&self, stages: usize) -> f64 {
         let fits = |most: f64| {
             let (mut used, mut start) = (0, 0);
@@ -266,7 +265,6 @@ impl<'a> Line<'a> {
         Some(cuts)
     }
 
-    /// Moves single cuts while the estimated time improves.
     fn improve(
         &self,
         cuts: &mut [usize],

@@ -35,7 +35,6 @@ pub struct Best {
 }
 
 impl Lines<'_> {
-    /// The linear orders of a problem, for these levels.
     pub fn of<'a>(problem: &'a Problem, levels: &'a [LevelCost]) -> Lines<'a> {
         let ops = problem.graph.ops.len();
         let places = largest((ops + 1).min(MAX_PLACES), |sets| {

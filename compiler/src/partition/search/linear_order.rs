@@ -87,8 +87,8 @@ pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) ->
     ends
 }
 
-/// As [`ends`], plus the balanced cuts for stages with these replicas, so that there is at least one range per stage if
-/// there are enough ops.
+/// As [`ends`], plus the balanced cuts for stages with these replicas. Gives at least one range per stage if there are
+/// enough ops.
 pub fn ends_for(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize, replicas: &[u32]) -> Vec<usize> {
     let mut ends = ends(graph, model, order, limit);
     if ends.len() <= order.len() && replicas.len() > 1 {

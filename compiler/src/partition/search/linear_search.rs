@@ -24,7 +24,6 @@ struct Edges {
     after: Vec<Vec<u32>>,
     /// Number of predecessors of each op.
     waits: Vec<u32>,
-    /// Rank of each op by name.
     rank: Vec<usize>,
 }
 

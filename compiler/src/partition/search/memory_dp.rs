@@ -8,7 +8,7 @@
 //! ```
 //!
 //! With bytes instead of T the same search finds the smallest peak memory. At inner levels, memory also depends on the
-//! workers after the span and on its number of copies, so there is one table for each combination.
+//! workers after the span and on its number of copies. There is one table for each combination.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::linear_order::LinearOrder;
@@ -22,7 +22,6 @@ use std::collections::HashMap;
 pub enum FitObjective {
     /// Time of the slowest part, with every stage within a memory limit.
     Time {
-        /// Bytes per device.
         within: u64,
     },
     Memory,
@@ -32,13 +31,10 @@ pub enum FitObjective {
 pub struct Fit<'a> {
     pub line: &'a LinearOrder,
     pub cost: &'a StageCost,
-    /// Innermost first.
     pub levels: &'a [LevelCost],
     /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
-    /// Bytes of optimizer state per byte of weights.
     pub optimizer_state: f64,
-    /// ZeRO stage for replicated stages.
     pub zero: u32,
 }
 

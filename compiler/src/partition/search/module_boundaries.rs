@@ -13,7 +13,6 @@ pub struct Units {
 }
 
 impl Units {
-    /// Derives the units from a model's module paths.
     pub fn of<'a>(modules: impl IntoIterator<Item = &'a str>) -> Units {
         let mut wrappers = BTreeSet::new();
         for module in modules {

@@ -35,13 +35,11 @@ pub struct Rules {
 
 #[derive(Clone, Debug)]
 pub struct PlacementQuery<'a> {
-    /// The possible ranges.
     pub places: &'a RangeCosts<'a>,
     pub levels: &'a [Level],
     pub fleet: &'a DeviceRanges,
     pub devices: u32,
     pub asked: FlowQuery,
-    /// Determines in-flight counts.
     pub flow: ScheduleFlow,
     /// Assumed first stage, if memory depends on it: its replicas, and an upper bound on its in-flight count.
     pub first: First,
@@ -238,7 +236,6 @@ impl PlacementQuery<'_> {
         self.rules.pins.iter().all(|&(op, wanted)| inside(op) == (wanted == stage))
     }
 
-    /// Relative speed of the slowest of these devices.
     pub fn pace(&self, first: u32, replicas: u32) -> f64 {
         self.fleet.pace(first, replicas)
     }

@@ -295,7 +295,6 @@ impl Search<'_> {
         }
     }
 
-    /// Adds a candidate; returns whether it fits.
     fn offer(&mut self, places: &RangeCosts<'_>, seats: &[StagePlacement]) -> bool {
         let problem = self.question.problem;
         let stages = seats.iter().map(|seat| (places.space.between(seat.from, seat.to), seat.replicas)).collect();
@@ -487,7 +486,6 @@ pub fn affords_all(question: &SearchContext<'_>) -> Result<bool, ProblemError> {
     Ok(DownSets::grow(&question.problem.graph, CostModel::Paper, Growth::All, most).is_some())
 }
 
-/// Estimated steps of ranking one device order.
 pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> {
     let most = (question.problem.graph.ops.len() + 1).min(COARSE);
     let rules = rules(question)?;

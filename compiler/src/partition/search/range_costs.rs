@@ -68,7 +68,6 @@ pub struct Run {
 }
 
 impl Run {
-    /// The same range on devices with this relative speed.
     pub fn at(self, pace: f64) -> Run {
         Run { forward_us: self.forward_us / pace, backward_us: self.backward_us / pace, ..self }
     }
@@ -204,7 +203,6 @@ impl<'a> RangeCosts<'a> {
         tensors.iter().find(|tensor| self.leaves(**tensor, set)) == Some(&tensor) && !tensors.iter().any(read)
     }
 
-    /// The execution variants whose arenas may differ.
     fn ways(&self) -> impl Iterator<Item = Way> + use<> {
         let is_joint = self.is_joint;
         Way::ALL.into_iter().filter(move |way| is_joint || !way.is_joint)

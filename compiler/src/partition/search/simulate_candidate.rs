@@ -32,7 +32,6 @@ pub fn tells(bottleneck: &str) -> bool {
     bottleneck.starts_with(HELD) || bottleneck.starts_with(WAITS)
 }
 
-/// Chosen in-flight caps and the resulting time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Played {
     pub caps: Vec<u32>,

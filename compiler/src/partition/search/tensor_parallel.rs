@@ -161,7 +161,6 @@ fn of_groups(
     Ok(planned)
 }
 
-/// Expands a stage of groups to all devices.
 fn whole(stage: &Stage, degree: u32) -> Stage {
     let all = |group: &u32| group * degree..(group + 1) * degree;
     Stage { devices: stage.devices.iter().flat_map(all).collect(), tensor_degree: Some(degree), ..stage.clone() }
