@@ -1,8 +1,8 @@
-//! Why there is no program.
+//! Errors of schedule generation.
 
 use crate::schedule::Schedule;
 
-/// Which schedules run what this one does not.
+/// Suggests schedules that support the pipeline.
 fn instead(schedule: Schedule) -> &'static str {
     match schedule {
         Schedule::Interleaved | Schedule::Bfs => ". zbv and dualpipev run a V of two stages on each rank",
@@ -17,7 +17,7 @@ fn known() -> String {
     Schedule::ALL.map(Schedule::name).join(", ")
 }
 
-/// Why there is no program.
+/// A schedule that cannot be generated.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ScheduleError {

@@ -1,4 +1,4 @@
-//! Forwards only, items round-robin over the replicas; the in-flight cap bounds outputs that nobody has taken yet.
+//! Forward only, items round-robin over the replicas. The in-flight cap bounds outputs that are not received yet.
 
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
