@@ -1,6 +1,6 @@
-//! Numbers for made-up problems.
+//! Random numbers for generated problems.
 
-/// A small generator of its own, so that a seed means the same graph for ever (splitmix64).
+/// A fixed generator (splitmix64), so that a seed always gives the same graph.
 pub struct Random(pub u64);
 
 impl Random {
