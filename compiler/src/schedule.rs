@@ -144,7 +144,6 @@ impl Schedule {
         Schedule::Inference,
     ];
 
-    /// Name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Schedule::Gpipe => "gpipe",
@@ -184,7 +183,6 @@ impl Schedule {
         self.is_by_minibatch() && self != Schedule::TwoBw
     }
 
-    /// True if the backward is split into input-gradient and weight-gradient passes.
     pub fn splits_backward(self) -> bool {
         matches!(self, Schedule::ZbH1 | Schedule::ZbH2 | Schedule::Zbv | Schedule::DualPipeV)
     }
@@ -214,7 +212,6 @@ impl FromStr for Schedule {
 #[derive(Clone, PartialEq, Debug)]
 pub struct StageSpec {
     pub replicas: u32,
-    /// Forward time per item on one replica.
     pub forward: f64,
     /// Backward time per item on one replica, weight-gradient pass and recomputation included.
     pub backward: f64,
@@ -222,7 +219,6 @@ pub struct StageSpec {
     pub weight: f64,
     /// The recomputation part of `backward`, run as a separate Recompute; `None` if activations are saved.
     pub recompute: Option<f64>,
-    /// Time of one optimizer step.
     pub step: f64,
     /// Time of one gradient all-reduce, all buckets together; ignored for one replica.
     pub all_reduce: f64,
@@ -271,7 +267,6 @@ impl StageSpec {
     }
 }
 
-/// A gradient bucket of a replicated stage.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Bucket {
     /// Fraction of the backward after which its gradients are complete.
@@ -300,14 +295,11 @@ impl Edge {
     }
 }
 
-/// A plan as the schedulers see it, with at most one edge per pair of stages.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Pipeline {
-    /// In topological order.
     pub stages: Vec<StageSpec>,
     /// The rank of each stage. All ranks hold equally many stages, and stages of one rank have equally many replicas.
     pub ranks: Vec<RankId>,
-    /// Each edge goes to a later stage.
     pub edges: Vec<Edge>,
     /// Ports that transfers contend for; empty without a cluster.
     pub ports: Ports,
@@ -574,7 +566,6 @@ pub struct Program {
 }
 
 impl Program {
-    /// `rank.replica`.
     pub fn worker_name(&self, worker: WorkerId) -> String {
         match self.workers.get(worker.index()) {
             Some(program) => format!("{}.{}", program.rank.0, program.replica),

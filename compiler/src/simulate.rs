@@ -23,7 +23,6 @@ use crate::schedule::action::{Phase, Work};
 use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::{MicrobatchId, Payload};
 
-/// The activity of a span.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Activity {
     Forward(StageId, MicrobatchId),
@@ -65,7 +64,6 @@ impl Activity {
         }
     }
 
-    /// The activity kind as one word.
     pub fn kind(self) -> &'static str {
         match self {
             Activity::Forward(..) => "forward",
@@ -90,7 +88,6 @@ impl Activity {
 }
 
 impl fmt::Display for Activity {
-    /// As in programs: `2F3`, `2B3`, `2I3`, `2W3`, `step 2 round 1`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Activity::Forward(stage, item) | Activity::Transfer(stage, Payload::Activation, item) => {
@@ -122,7 +119,6 @@ pub struct Span {
     pub end: f64,
 }
 
-/// The spans of one worker or link, in order of their start.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Track {
     /// `1.0` for a worker, `0.0 > 1.0` for a link, `all-reduce 1` for the collectives of a stage.
@@ -130,7 +126,6 @@ pub struct Track {
     pub spans: Vec<Span>,
 }
 
-/// The result of a simulation.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Timeline {
     /// By [`WorkerId`](crate::schedule::WorkerId); compute activities only, gaps are idle time.
@@ -149,7 +144,6 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Compute time of a worker.
     pub fn busy(&self, worker: usize) -> f64 {
         let spans = self.workers[worker].spans.iter();
         spans.filter(|span| span.activity.computes()).map(|span| span.end - span.start).sum()
@@ -195,7 +189,6 @@ impl Timeline {
     }
 }
 
-/// A program that cannot be simulated.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SimulateError {

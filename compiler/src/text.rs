@@ -10,7 +10,6 @@
 
 pub mod suggest;
 
-/// The file format, which determines the word for a group of named values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Json,

@@ -247,7 +247,6 @@ fn chain(ops: u32, fwd_us: f64, bytes: u64) -> CostGraph {
     }
 }
 
-/// Microseconds of one step by simulation.
 fn simulated(plan: &Plan) -> f64 {
     let pipeline = pipeline(plan).unwrap();
     let count = StepCount { minibatches: 1, microbatches: plan.schedule.microbatches };
@@ -376,7 +375,6 @@ fn the_judge_finds_every_change() {
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Plan));
     let changes: &[Change<'_>] = &[
         ("predicted.minibatch_us", &|plan| plan.predicted.minibatch_us *= 1.0 + 1e-6),
-        // Stage 0 over both units sends its gradients between them.
         ("predicted.minibatch_us", &|plan| {
             plan.stages[0].devices = vec![0, 2];
             plan.stages[1].devices = vec![1];

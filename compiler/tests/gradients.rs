@@ -63,7 +63,6 @@ fn facts(inputs: &[Tensor]) -> Vec<Fact> {
     inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect()
 }
 
-/// Describes a sample in failure messages.
 fn told(sample: &Sample) -> String {
     format!("{} ({}): {:?}", rule(&sample.op).name(), sample.title, sample.op)
 }

@@ -15,7 +15,6 @@ use compiler::tensor::{DType, Tensor};
 use prost::Message;
 use std::collections::BTreeMap;
 
-/// A node under test with its inputs and initializers.
 struct Case {
     node: NodeProto,
     given: Vec<(String, Tensor)>,
@@ -54,7 +53,6 @@ impl Case {
         ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
     }
 
-    /// A graph input.
     fn input(mut self, tensor: Tensor) -> Case {
         let name = format!("i{}", self.node.input.len());
         self.node.input.push(name.clone());
@@ -76,7 +74,6 @@ impl Case {
         self
     }
 
-    /// An omitted optional input.
     fn none(mut self) -> Case {
         self.node.input.push(String::new());
         self

@@ -22,7 +22,6 @@ use random::Random;
 /// Relative difference between two windows of one run.
 const EVEN: f64 = 4e-3;
 
-/// Tolerance between predicted and simulated times.
 const WITHIN: f64 = 0.02 + EVEN;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Plan, PlanError> {

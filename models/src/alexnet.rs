@@ -28,7 +28,6 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Input `x`; modules numbered as in torchvision.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (first, size) = (given.number("width"), given.number("size"));
     let (hidden, classes, ratio) = (given.number("hidden"), given.number("classes"), given.fraction("dropout"));

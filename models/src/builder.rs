@@ -37,11 +37,9 @@ pub const OPSET: i64 = 20;
 /// File name of the external data of models without weights.
 pub const LEFT_OUT: &str = "weights-left-out.bin";
 
-/// A tensor of the graph under construction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Value(String);
 
-/// A dimension of an input or output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
     Size(usize),
@@ -60,14 +58,11 @@ pub enum Init {
     Xavier,
     /// Uniform with this standard deviation: ±√3 · deviation.
     Deviation(f64),
-    /// Uniform in ± this bound.
     Within(f64),
 }
 
-/// Number of elements in a model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Trainable elements.
     pub parameters: u128,
     /// Elements of running statistics.
     pub statistics: u128,
@@ -95,24 +90,20 @@ impl Builder {
         Self { graph, seed: None, counts: Counts::default(), names: HashMap::new() }
     }
 
-    /// Number of elements so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// An f32 graph input.
     pub fn input_f32(&mut self, name: &str, shape: &[Axis]) -> Value {
         self.graph.input.push(value_info(name, DataType::Float, shape));
         Value(name.to_owned())
     }
 
-    /// An i64 graph input.
     pub fn input_i64(&mut self, name: &str, shape: &[Axis]) -> Value {
         self.graph.input.push(value_info(name, DataType::Int64, shape));
         Value(name.to_owned())
     }
 
-    /// A trainable f32 initializer.
     pub fn parameter(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
         self.counts.parameters += elements(dims);
         self.initializer(name, dims, init)
@@ -210,7 +201,6 @@ impl Builder {
         self.output_f32(name, value, &[]);
     }
 
-    /// The finished model.
     pub fn finish(self) -> ModelProto {
         ModelProto {
             ir_version: Some(IR_VERSION),
@@ -324,7 +314,6 @@ fn tensor(name: &str, kind: DataType, dims: &[usize], raw: Vec<u8>) -> TensorPro
     }
 }
 
-/// Node attributes.
 pub mod attr {
     use compiler::import::onnx::proto::attribute_proto::AttributeType;
     use compiler::import::onnx::proto::{AttributeProto, TensorProto};

@@ -16,7 +16,6 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// The value of an option.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Setting {
     Number(usize),
@@ -35,7 +34,6 @@ impl fmt::Display for Setting {
     }
 }
 
-/// An option of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     pub name: &'static str,
@@ -45,7 +43,6 @@ pub struct Choice {
     pub least: usize,
     /// Maximum; numbers only. It catches typing errors and keeps sizes computable.
     pub most: usize,
-    /// One-line description.
     pub about: &'static str,
 }
 
@@ -65,7 +62,6 @@ impl Choice {
         Self { name, usual: Setting::Fraction(usual), least: 0, most: 0, about }
     }
 
-    /// A boolean.
     pub const fn truth(name: &'static str, usual: bool, about: &'static str) -> Self {
         Self { name, usual: Setting::Truth(usual), least: 0, most: 0, about }
     }
@@ -98,28 +94,18 @@ impl Choice {
     }
 }
 
-/// An invalid option.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ChoiceError {
-    /// An unknown option.
     #[error("`{model}` has no option `{}`; it has {}", option.escape_default(), list(choices))]
     Unknown { model: &'static str, option: String, choices: &'static [Choice] },
-    /// A value that the model does not support.
     #[error("`{option}` of `{model}` cannot be {value}: {why}")]
-    Value {
-        model: &'static str,
-        option: &'static str,
-        value: Setting,
-        /// The reason.
-        why: String,
-    },
+    Value { model: &'static str, option: &'static str, value: Setting, why: String },
 }
 
 fn list(choices: &[Choice]) -> String {
     choices.iter().map(|choice| format!("`{}`", choice.name)).collect::<Vec<_>>().join(", ")
 }
 
-/// The values of all options of one model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Given {
     model: &'static str,

@@ -10,7 +10,6 @@ use crate::random::Stream;
 /// The bundled file: `x` uint8 (1797, 1, 8, 8) in 0..=16 and `y` uint8 (1797).
 pub const NPZ: &[u8] = include_bytes!("../data/digits.npz");
 
-/// Shape of one image.
 pub const SAMPLE: [usize; 3] = [1, 8, 8];
 
 const TRAIN_ROWS: usize = 1437;
@@ -20,7 +19,6 @@ pub struct Split {
     pub rows: usize,
     /// Pixels in 0..=1, row-major, `rows` × 1 × 8 × 8.
     pub x: Vec<f32>,
-    /// Labels 0 to 9.
     pub y: Vec<i64>,
 }
 
@@ -35,10 +33,8 @@ pub struct Digits {
 /// A dataset that cannot be read. It is compiled in, so this means a damaged build.
 #[derive(Debug, thiserror::Error)]
 pub enum DigitsError {
-    /// The archive or an array in it cannot be decoded.
     #[error("the shipped digits do not decode: {0}")]
     Decode(#[from] std::io::Error),
-    /// An array is missing or has the wrong size in bytes.
     #[error("the shipped digits have no array `{name}` of {expected} bytes")]
     Array { name: &'static str, expected: usize },
 }

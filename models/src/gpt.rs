@@ -25,7 +25,6 @@ use crate::layer::{dropout, embedding, linear, normalisation, product};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// Epsilon of all layer normalisations.
 pub const EPSILON: f32 = 1e-5;
 
 /// The settings of a published size, with dropout 0.1.
@@ -108,20 +107,17 @@ pub fn decoder(
     Ok(Prediction { logits, shape: vec![batch, Axis::Size(context), Axis::Size(vocabulary)], target: Target::Token })
 }
 
-/// A pre-norm transformer block.
 #[derive(Debug, Clone)]
 pub struct Block {
     pub attention: Attention,
     /// Hidden width of the MLP.
     pub inner: usize,
-    /// ReLU instead of GELU.
     pub relu: bool,
     /// Dropout ratio of both branches.
     pub dropout: f64,
 }
 
 impl Block {
-    /// The whole block.
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let at = |name: &str| format!("{path}.{name}");
         let width = self.attention.width;

@@ -2,14 +2,10 @@
 
 use crate::builder::{Builder, Init, Value, attr};
 
-/// The parameters of a 2-D convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
-    /// Input channels.
     pub from: usize,
-    /// Output channels.
     pub to: usize,
-    /// Height and width.
     pub size: [usize; 2],
     pub stride: [usize; 2],
     /// Padding at the top, left, bottom, right.

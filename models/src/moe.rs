@@ -22,7 +22,6 @@ use crate::layer::{dropout, joined, normalisation, product, reshaped, turned};
 use crate::prediction::Prediction;
 use crate::zoo::{Entry, Size};
 
-/// The settings of a published size.
 const fn settings(width: usize) -> [(&'static str, Setting); 10] {
     [
         ("layers", Setting::Number(24)),
@@ -94,7 +93,6 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
 #[derive(Debug, Clone)]
 pub struct Mixture {
     pub experts: usize,
-    /// Experts per token.
     pub chosen: usize,
     /// Tokens per expert and sequence.
     pub capacity: usize,
@@ -179,7 +177,6 @@ impl Mixture {
         Route { slots, fits, gates }
     }
 
-    /// A batched linear layer, one per expert.
     fn layer(&self, net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
         let bound = (6.0 / (from + to) as f64).sqrt();
         let weight = net.parameter(&format!("{path}.weight"), &[self.experts, from, to], Init::Within(bound));

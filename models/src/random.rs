@@ -9,14 +9,12 @@
 
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// A random stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
     key: u64,
 }
 
 impl Stream {
-    /// The stream of `name` under `seed`.
     pub fn new(seed: u64, name: &str) -> Self {
         let hash = name
             .bytes()
@@ -24,7 +22,6 @@ impl Stream {
         Self { key: mix(seed.wrapping_add(hash)) }
     }
 
-    /// 64 random bits at `index`.
     pub fn bits(self, index: u64) -> u64 {
         mix(self.key.wrapping_add(index.wrapping_add(1).wrapping_mul(GOLDEN)))
     }

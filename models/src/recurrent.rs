@@ -7,7 +7,6 @@
 use crate::builder::{Builder, Init, Value, attr};
 use crate::layer::{dropout, joined, reshaped, turned};
 
-/// Configuration of an LSTM layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lstm {
     pub from: usize,

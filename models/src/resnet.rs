@@ -48,7 +48,6 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Input `x`; modules named as in torchvision.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (blocks, deep) = match given.number("depth") {
         18 => ([2, 2, 2, 2], false),

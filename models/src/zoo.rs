@@ -31,7 +31,6 @@ const MOST_PARAMETERS: u128 = 1_000_000_000_000_000;
 /// Options of all models, and settings of the model's own options.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Options {
-    /// Seed of the initial weights.
     pub seed: u64,
     /// A fixed batch size instead of the symbol `batch`.
     pub batch: Option<usize>,
@@ -44,23 +43,19 @@ pub struct Options {
 }
 
 impl Options {
-    /// Adds a setting.
     pub fn with(mut self, name: &str, setting: Setting) -> Self {
         self.settings.insert(name.to_owned(), setting);
         self
     }
 
-    /// Adds a number setting.
     pub fn number(self, name: &str, value: usize) -> Self {
         self.with(name, Setting::Number(value))
     }
 }
 
-/// A model of the zoo.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
     pub name: &'static str,
-    /// One-line description with the publication.
     pub about: &'static str,
     pub choices: &'static [Choice],
     pub sizes: &'static [Size],
@@ -71,7 +66,6 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Options for the small version.
     pub fn small(&self) -> Options {
         self.small.iter().fold(Options::default(), |options, (name, setting)| options.with(name, *setting))
     }
@@ -108,24 +102,19 @@ pub struct Built {
     pub counts: Counts,
 }
 
-/// A model that cannot be built.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ZooError {
     #[error("the zoo has no model `{}`; it has {}{}", name.escape_default(), names(), meant(name))]
     Unknown { name: String },
-    /// An unknown option or an invalid value.
     #[error(transparent)]
     Choice(#[from] ChoiceError),
-    /// Batch size 0.
     #[error("a batch must have at least 1 sample")]
     Batch,
-    /// Too many parameters for one ONNX file.
     #[error(
         "this `{model}` has {parameters} parameters, more than fit the 2 GiB of one ONNX file; `--structure` leaves \
          the weights out"
     )]
     Large { model: &'static str, parameters: u128 },
-    /// Too many parameters for any file.
     #[error("this `{model}` would have {parameters} parameters")]
     Vast { model: &'static str, parameters: u128 },
 }
@@ -147,7 +136,6 @@ pub fn find(name: &str) -> Option<(&'static Entry, &'static [(&'static str, Sett
     })
 }
 
-/// Builds the model or published size called `name`.
 pub fn build(name: &str, options: &Options) -> Result<Built, ZooError> {
     let (entry, sized) = find(name).ok_or_else(|| ZooError::Unknown { name: name.to_owned() })?;
     let mut settings: BTreeMap<String, Setting> = sized.iter().map(|(name, it)| ((*name).to_owned(), *it)).collect();

@@ -9,7 +9,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Schema of an entry.
 const SCHEMA: &str = "pipec.kernel-time/1";
 
 /// Larger files are not cache entries.
@@ -18,13 +17,11 @@ const LARGEST: u64 = 1 << 20;
 /// A measured time in whole picoseconds, so that it is read back exactly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Time {
-    /// Median of the samples.
     pub median_ps: u64,
     /// Interquartile range of the samples.
     pub spread_ps: u64,
 }
 
-/// A folder of measured times.
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
@@ -50,7 +47,6 @@ impl Cache {
         &self.folder
     }
 
-    /// The times of `key`, if cached.
     pub fn get(&self, key: &str) -> Option<Vec<Time>> {
         let path = self.path(key);
         let size = std::fs::metadata(&path).ok()?.len();
@@ -65,7 +61,6 @@ impl Cache {
         entry["times"].as_array()?.iter().map(time).collect()
     }
 
-    /// Stores the times of `key`.
     pub fn put(&self, key: &str, times: &[Time]) -> io::Result<()> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         std::fs::create_dir_all(&self.folder)?;

@@ -28,7 +28,6 @@ const NAMES: &[(&str, &str)] = &[
     ("RTX 3090", "rtx3090"),
 ];
 
-/// Devices that cannot be described as a cluster.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum DetectError {

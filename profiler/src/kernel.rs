@@ -18,24 +18,20 @@ use std::time::{Duration, Instant};
 /// Minimum length of a sample, so that reading the clock (about 30 ns) is negligible.
 const SAMPLE: Duration = Duration::from_micros(20);
 
-/// Maximum runs per sample.
 const MOST_RUNS_A_SAMPLE: usize = 256;
 
 /// Length of the value pattern of input tensors; a prime, so that rows differ.
 const PATTERN: usize = 65_521;
 
-/// Measurement settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Runs {
     /// Warm-up runs; at least one is made.
     pub warmup: u32,
     /// Samples, limited by `budget`. At least three are taken, or one if a run takes longer than the budget.
     pub samples: u32,
-    /// Seed of the input values.
     pub seed: u64,
     /// Maximum bytes of all tensor copies; there is at least one copy.
     pub rotation_bytes: usize,
-    /// Time limit per kernel.
     pub budget: Duration,
 }
 
@@ -48,7 +44,6 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// The kernel of a node with static shapes.
     pub fn of(graph: &Graph, id: NodeId) -> Subject {
         let inputs = graph.inputs(id).iter().map(|v| graph.fact(*v).clone()).collect();
         Subject { op: graph.node(id).op.clone(), inputs, outputs: graph.node(id).facts.clone() }
@@ -65,7 +60,6 @@ impl Subject {
         Kernel::new(&self.op, &self.inputs, &self.outputs)
     }
 
-    /// Bytes of all inputs and outputs.
     pub fn bytes(&self) -> u64 {
         let sizes = self.inputs.iter().chain(&self.outputs).map(|f| f.bytes().unwrap_or(u64::MAX));
         sizes.fold(0, u64::saturating_add)
@@ -137,7 +131,6 @@ pub fn sampled<E>(mut run: impl FnMut(usize) -> Result<(), E>, runs: &Runs) -> R
     Ok(summary(samples))
 }
 
-/// Median and interquartile range.
 pub fn summary(mut picoseconds: Vec<u64>) -> Time {
     picoseconds.sort_unstable();
     let count = picoseconds.len();

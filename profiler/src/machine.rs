@@ -14,13 +14,11 @@ const USUAL_CACHE: usize = 32 << 20;
 /// Upper limit of the cache size, for machines that report the sum of all caches.
 const MOST_CACHE: usize = 128 << 20;
 
-/// Bytes copied to measure bandwidth.
 const COPIED: usize = 64 << 20;
 
 /// Round trips to measure latency.
 const MESSAGES: u32 = 2000;
 
-/// CPU name, instruction set of the kernels, and memory size.
 pub fn device() -> ProfiledDevice {
     ProfiledDevice {
         name: name(),
@@ -29,7 +27,6 @@ pub fn device() -> ProfiledDevice {
     }
 }
 
-/// The CPU's name; `cpu` if unknown.
 fn name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("model name"));

@@ -1,9 +1,9 @@
 //! Measures the profile of a graph.
 //!
-//! Each kernel of an op is measured separately: forward the op's own, backward those of its gradient rule. Equal
-//! kernels are measured once. If memory suffices, the whole model then runs as one stage and its per-op times replace
-//! the sums, because fused ops take less. Ops with equal kernels get equal times, so that plans do not depend on noise.
-//! kernels share their times, so that no plan follows from chance.
+//! Each kernel of an op is measured separately: its forward kernel, and the backward kernels of its gradient rule.
+//! Equal kernels are measured once. If memory suffices, the whole model then runs as one stage and its per-op times
+//! replace the sums, because fused ops take less. Ops with equal kernels get equal times, so that plans do not depend
+//! on noise.
 
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
@@ -24,14 +24,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};
 use thiserror::Error;
 
-/// Measurement settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// Warm-up runs.
     pub warmup: u32,
     /// Measured runs; fewer for slow kernels.
     pub runs: u32,
-    /// Seed of the input values.
     pub seed: u64,
     /// Time limit per kernel; the whole model gets eight times as much.
     pub budget: Duration,
@@ -46,7 +43,6 @@ impl Default for Settings {
 pub struct Model<'a> {
     /// The graph with static shapes, without a loss.
     pub graph: &'a Graph,
-    /// The start of the backward pass.
     pub training: Training,
     /// The loss, in profile notation.
     pub loss: Option<String>,
@@ -67,11 +63,9 @@ pub struct Progress<'a> {
     pub name: &'a str,
 }
 
-/// A measured profile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     pub profile: Profile,
-    /// Number of distinct kernels.
     pub kernels: usize,
     /// Kernels that were measured and not taken from the cache.
     pub measured: usize,
@@ -79,7 +73,6 @@ pub struct Measured {
     pub cache_fault: Option<String>,
 }
 
-/// A model that cannot be measured.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum MeasureError {
@@ -93,11 +86,9 @@ pub enum MeasureError {
     Kernel { name: String, fault: KernelError },
 }
 
-/// A kernel to measure.
 struct Job {
     subject: Subject,
     key: String,
-    /// The first op that uses it.
     op: usize,
     time: Option<Time>,
     workspace: u64,

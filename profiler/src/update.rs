@@ -15,7 +15,6 @@ use std::collections::HashMap;
 /// The factors do not affect the time, but values must stay in the normal range.
 const RULE: Rule = Rule::Sgd { learning_rate: 1e-6, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
 
-/// Element type and bytes of a parameter.
 pub type Size = (DType, u64);
 
 /// For each op, the parameters that it is the first to read.
@@ -36,7 +35,6 @@ pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
     sizes
 }
 
-/// Measures a step over a parameter of this size.
 pub fn time((dtype, bytes): Size, runs: &Runs) -> Time {
     let optimizer = Optimizer::from(RULE);
     let copies = (runs.rotation_bytes as u64 / (3 * bytes).max(1)).clamp(1, 1 << 16);

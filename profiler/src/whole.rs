@@ -24,10 +24,8 @@ use std::time::Instant;
 /// Node tag of an added loss, instead of the index of its op.
 const STAND_IN: &str = "stands for a loss";
 
-/// Times of one run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Times {
-    /// Forward and backward.
     pub whole: [Time; 2],
     /// Forward and backward of every op, in picoseconds.
     pub ops: Vec<[u64; 2]>,
@@ -48,9 +46,7 @@ impl Times {
     }
 }
 
-/// A model compiled as one stage.
 pub struct Whole {
-    /// Number of profiled ops.
     ops: usize,
     pub code: StageCode,
     /// The graph, with a loss if it is trained.

@@ -24,7 +24,6 @@ use crate::plan::links;
 use crate::plan::{Edge, ScheduleKind};
 use std::collections::BTreeMap;
 
-/// Rank of a stage in a pipeline of `ranks` ranks.
 pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
     match schedule.is_on_a_v() {
         true => stage.min((2 * ranks).saturating_sub(1).saturating_sub(stage)),
@@ -32,7 +31,6 @@ pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
     }
 }
 
-/// Estimates the cost of stages that share devices, with the edges between them.
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();

@@ -47,24 +47,20 @@ pub struct PlacedStage {
     pub replicas: u32,
 }
 
-/// Predicted cost of all stages together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CostEstimate {
     /// The objective: microseconds per minibatch, or the latency of one item.
     pub minibatch_us: f64,
     /// The part of `minibatch_us` due to the busiest stage or link.
     pub busiest_us: f64,
-    /// Microseconds between weight updates.
     pub step_us: f64,
     /// Fraction of the step in which the busiest stage waits for the pipeline to fill and drain.
     pub bubble: f64,
 }
 
-/// The schedule and the objective of an estimate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlowQuery {
     pub schedule: ScheduleKind,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// True if the objective is the latency of one item.
     pub latency: bool,
@@ -83,7 +79,6 @@ impl FlowQuery {
     pub fn reduces(&self, replicas: u32) -> f64 {
         match self.schedule {
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0,
-            // The replica with most items of the minibatch is the critical one.
             ScheduleKind::TwoBw => 1.0 / self.dealt(replicas),
             _ => 0.0,
         }
@@ -146,7 +141,6 @@ pub struct Message {
     /// The outermost level it crosses.
     pub level: usize,
     pub us: f64,
-    /// True for the stage that receives the activations.
     pub comes_in: bool,
 }
 
@@ -188,7 +182,6 @@ fn carried(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize
     sum(&|message| message.comes_in).max(sum(&|message| !message.comes_in))
 }
 
-/// Estimates the cost of stages and the edges between them.
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let (mut busiest, mut way, mut reduce) = (0.0f64, 0.0, 0.0f64);
@@ -214,7 +207,6 @@ pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec
     let mut messages = vec![Vec::new(); stages.len()];
     for edge in edges {
         let (from, to) = (&stages[edge.from.index()], &stages[edge.to.index()]);
-        // Chunks of one rank exchange nothing.
         if (from.first, from.replicas) == (to.first, to.replicas) {
             continue;
         }

@@ -16,7 +16,6 @@ use crate::profile::cost_graph::CostGraph;
 /// memory grow with the square of the graph.
 const MOST_PAIRS: usize = 1 << 26;
 
-/// Computes cut bytes for one cost model and graph.
 #[derive(Clone, Debug)]
 pub struct CutBytes<'a> {
     model: CostModel,

@@ -5,7 +5,6 @@ use crate::plan::{Plan, StageMemory};
 /// Stages that are on the same devices, and the peak memory of each of these devices.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceMemory {
-    /// Indices into the plan's stages.
     pub stages: Vec<usize>,
     pub memory: StageMemory,
 }
@@ -29,7 +28,6 @@ pub fn held(plan: &Plan) -> Vec<DeviceMemory> {
     all
 }
 
-/// Peak memory over all devices, in bytes.
 pub fn fullest(plan: &Plan) -> u64 {
     held(plan).iter().map(|one| one.memory.total).max().unwrap_or(0)
 }

@@ -6,13 +6,10 @@ use crate::plan::{Plan, Stage};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// Ops gained and lost by one stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StageChange {
     pub stage: usize,
-    /// Ops only in the second plan's stage.
     pub came: u64,
-    /// Ops only in the first plan's stage.
     pub went: u64,
 }
 
@@ -24,7 +21,6 @@ pub struct Moved {
     pub to: Option<usize>,
 }
 
-/// All differences.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Diff {
     pub stages: Vec<StageChange>,
@@ -48,7 +44,6 @@ pub fn diff(before: &Plan, after: &Plan) -> Diff {
 }
 
 impl Diff {
-    /// True if all fields are equal.
     pub fn is_empty(&self) -> bool {
         self.fields.is_empty()
     }
@@ -60,7 +55,6 @@ pub fn is_rearranged(before: &Stage, after: &Stage) -> bool {
         != (after.replicas, &after.devices, after.recompute, after.zero, after.degree(), &after.choices)
 }
 
-/// Op ranges of all stages, ascending.
 fn ranges(plan: &Plan) -> Vec<((u32, u32), usize)> {
     let of = |(at, stage): (usize, &Stage)| stage.ops.iter().map(move |&range| (range, at)).collect::<Vec<_>>();
     let mut ranges: Vec<((u32, u32), usize)> = plan.stages.iter().enumerate().flat_map(of).collect();
@@ -68,7 +62,6 @@ fn ranges(plan: &Plan) -> Vec<((u32, u32), usize)> {
     ranges
 }
 
-/// Merges both lists of ranges.
 fn moved(before: &[((u32, u32), usize)], after: &[((u32, u32), usize)]) -> Vec<Moved> {
     let ends = before.iter().chain(after).flat_map(|((from, to), _)| [*from, *to]).collect::<BTreeSet<u32>>();
     let ends: Vec<u32> = ends.into_iter().collect();

@@ -8,7 +8,6 @@
 use crate::cluster::{BytesPerSecond, Level};
 use crate::plan::{Plan, Stage};
 
-/// Maximum tensor-parallel degree.
 pub const MOST: u32 = 64;
 
 /// The first device of each group of a stage; all devices at degree 1.

@@ -8,8 +8,7 @@ use crate::plan::{Plan, Stage};
 use crate::profile::hybrid::{Choice, Hybrid, Layer};
 use std::collections::BTreeMap;
 
-/// Checks that every layer is in one stage with a choice available there, that links go forward, and that replicas,
-/// devices, memory and the stated time per sample are right. Returns the time.
+/// Checks layers, links, replicas, devices, memory and the stated time per sample. Returns the time.
 pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let held = coverage(hybrid, plan, &mut faults);
@@ -69,7 +68,6 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
 }
 
-/// Checks the edges. Each link counts separately.
 fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut Vec<PlanFault>) {
     let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for link in &hybrid.links {
@@ -82,7 +80,6 @@ fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut 
     verify::edge_bytes(plan, &found, faults);
 }
 
-/// Checks that each layer is in exactly one stage; returns the layers of each stage, ascending.
 fn coverage(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) -> Vec<Vec<u32>> {
     let mut count = vec![0u32; hybrid.layers.len()];
     if plan.stages.is_empty() {
@@ -135,7 +132,6 @@ fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// Time of a stage per micro-batch.
 fn time(hybrid: &Hybrid, stage: &Stage, at: usize, taken: &BTreeMap<u32, (usize, &Choice)>) -> f64 {
     let d = f64::from(stage.replicas);
     let mut compute = 0.0;

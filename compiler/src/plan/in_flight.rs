@@ -37,7 +37,6 @@
 
 use crate::plan::ScheduleKind;
 
-/// Schedule parameters that determine the in-flight limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduleFlow {
     pub schedule: ScheduleKind,
@@ -49,7 +48,6 @@ pub struct ScheduleFlow {
     pub room: u32,
 }
 
-/// Position of a stage in its pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
     pub replicas: u32,
@@ -61,17 +59,15 @@ pub struct Position {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lanes {
     pub replicas: u32,
-    /// In-flight micro-batches per replica.
     pub in_flight: u32,
 }
 
-/// What is known of the first stage's limits.
+/// Known limits of the first stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum First {
     Known(Lanes),
-    /// The in-flight cap is known, the replica count is not.
+    /// The replica count is unknown.
     Capped(u32),
-    /// Nothing but the number of workers.
     Unknown,
 }
 

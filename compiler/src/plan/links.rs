@@ -22,7 +22,6 @@
 
 use crate::cluster::Level;
 
-/// A path between devices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Wire {
     /// The outermost level it crosses; 0 is the innermost.
@@ -59,13 +58,11 @@ impl Wire {
         slowest
     }
 
-    /// Transfer time in microseconds.
     pub fn time(&self, bytes: f64) -> f64 {
         self.latency_us + bytes / self.bytes_per_us
     }
 }
 
-/// One level of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ring {
     pub level: usize,

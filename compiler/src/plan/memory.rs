@@ -72,7 +72,6 @@ pub struct MemoryTerms {
 /// Multipliers of the memory terms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryMultipliers {
-    /// In-flight micro-batches.
     pub in_flight: u32,
     /// Micro-batches with pending weight gradients; 0 if the backward is not split.
     pub apart: u32,
@@ -86,7 +85,6 @@ pub struct MemoryMultipliers {
     /// Bytes of optimizer state per byte of gradient sum.
     pub optimizer_state: f64,
     pub schedule: ScheduleKind,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
 }
 

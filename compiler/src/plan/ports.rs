@@ -20,11 +20,9 @@ pub struct Ports {
     of: Vec<Vec<u32>>,
     /// The level that joins the stages of each edge; `None` if they are on the same workers.
     edges: Vec<Option<usize>>,
-    /// The parts of each stage's all-reduce.
     reductions: Vec<Vec<AllReducePart>>,
 }
 
-/// One level of an all-reduce.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AllReducePart {
     /// Fraction of the all-reduce's time.
@@ -80,7 +78,6 @@ impl Ports {
         Ports { of, edges, reductions }
     }
 
-    /// The ports of a message over an edge between two workers.
     pub fn message(&self, edge: usize, from: usize, to: usize) -> Vec<Port> {
         let of = self.edges.get(edge).copied().flatten().and_then(|level| self.of.get(level));
         let ends = of.and_then(|of| Some((of.get(from)?, of.get(to)?)));

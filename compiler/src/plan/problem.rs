@@ -54,7 +54,6 @@ pub enum Target {
 impl Target {
     pub const ALL: [Target; 4] = [Target::Torchtitan, Target::Megatron, Target::Deepspeed, Target::Torch];
 
-    /// Name on the command line and in plans.
     pub fn name(self) -> &'static str {
         match self {
             Target::Torchtitan => "torchtitan",
@@ -82,18 +81,15 @@ pub enum InFlight {
     Auto,
     /// The published rule: workers from the stage to the end over its replicas, rounded up.
     Pipedream,
-    /// One value per stage.
     Given(Vec<u32>),
 }
 
-/// User constraints on the plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Constraints {
     /// Replicas of each stage; cuts are free.
     pub replicas: Option<Vec<u32>>,
     /// A stage ends after each of these: source node names, module paths, or op ids as text.
     pub cut_after: Option<Vec<String>>,
-    /// Nodes, modules or op ids, and the stage of each.
     pub pins: Vec<(String, u32)>,
     pub most_stages: Option<u32>,
     pub no_replication: bool,
@@ -126,20 +122,15 @@ pub struct Problem {
     /// Bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
     pub optimizer_state: f64,
     pub schedule: ScheduleKind,
-    /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
-    /// Chunks per worker, for schedules that have them.
     pub chunks: u32,
-    /// Caps on in-flight minibatches.
     pub in_flight: InFlight,
     /// In-flight micro-batches beyond the rule that must fit in every stage. The planner uses it to find plans whose
     /// caps can be raised.
     pub room: u32,
     /// Target size of a gradient bucket.
     pub bucket: Bytes,
-    /// ZeRO stage of replicated stages.
     pub zero: u32,
     pub recompute: bool,
     pub constraints: Constraints,
@@ -162,22 +153,14 @@ impl Problem {
     }
 }
 
-/// An invalid problem.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProblemError {
     #[error(transparent)]
     Graph(#[from] CostGraphError),
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// A setting out of range.
     #[error("{what} is {value}; it must be {range}")]
-    Setting {
-        what: &'static str,
-        value: String,
-        /// The accepted range.
-        range: &'static str,
-    },
-    /// A cut at a name that the model does not have.
+    Setting { what: &'static str, value: String, range: &'static str },
     #[error("`{flag} {name}`: no op, node or module of that name{hint}")]
     UnknownName {
         flag: &'static str,
@@ -185,41 +168,30 @@ pub enum ProblemError {
         /// The nearest name, as "; did you mean …?", or empty.
         hint: String,
     },
-    /// A cut that leaves an empty stage.
     #[error("`--cut-after {name}`: {why}")]
     EmptyCut {
         name: String,
         /// For example "everything up to it is before an earlier cut".
         why: &'static str,
     },
-    /// The replicas need more devices than the cluster has.
     #[error("the stages take {wanted} devices, the cluster has {devices}")]
     TooManyReplicas { wanted: u64, devices: u32 },
-    /// More stages than possible cuts allow.
     #[error("{stages} stages are wanted, the model has {ops} ops to cut between")]
     TooManyStages { stages: usize, ops: usize },
-    /// The number of cuts contradicts the number of replica counts.
     #[error("{cuts} cuts make {stages} stages, {replicas} replica counts are given")]
     Disagree { cuts: usize, stages: usize, replicas: usize },
-    /// The number of caps differs from the number of stages.
     #[error("{caps} in-flight caps are given, the plan has {stages} stages")]
     Caps { caps: usize, stages: usize },
-    /// A pin to a stage that cannot exist.
     #[error("`--pin` names stage {stage}, there are at most {most} stages")]
     NoStage { stage: usize, most: usize },
-    /// Constraints that no partition satisfies.
     #[error("{what}")]
     Unmet { what: String },
-    /// A setting that requires cost `pipec`.
     #[error("{what} goes with cost `pipec` only")]
     OtherCost { what: &'static str },
-    /// A setting that requires homogeneous devices.
     #[error("{what} does not go with a cluster of several device classes")]
     Mixed { what: &'static str },
-    /// A device class of unknown speed.
     #[error("the speed of device class {class} (`{kind}`) is not known: neither the cluster nor the costs tell")]
     NoSpeed { class: usize, kind: String },
-    /// The problem is too large for this search.
     #[error("{method} takes at most {limit} {what}, the problem has {found}")]
     TooLarge { method: &'static str, what: &'static str, limit: u64, found: u64 },
 }

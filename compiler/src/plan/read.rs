@@ -4,21 +4,17 @@ use crate::plan::{Plan, SCHEMA};
 use crate::profile::json::{self, JsonError};
 use serde_json::Value;
 
-/// A plan file that was refused. The content is validated by `plan/check`, not here.
+/// The content of a plan file is validated by `plan/check`, not here.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanFileError {
-    /// Malformed JSON or the wrong structure.
     #[error(transparent)]
     Json(#[from] JsonError),
     #[error("schema is `{found}`, expected `{SCHEMA}`")]
     Schema { found: String },
-    /// An unknown top-level field.
     #[error("unknown field `{field}`; fields of other tools start with `x-`")]
     Unknown { field: String },
-    /// `weight_us` is longer than the backward.
     #[error("`stages[{stage}].weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
     Part { stage: usize, weight_us: f64, bwd_us: f64 },
-    /// A number that is negative or not finite.
     #[error("`{field}` is {value}; it must be finite and not negative")]
     Figure { field: String, value: f64 },
 }
@@ -36,7 +32,6 @@ pub fn to_json(plan: &Plan) -> Result<String, PlanFileError> {
     Ok(json::print(plan)?)
 }
 
-/// The JSON Schema of the file.
 pub fn schema() -> Value {
     let mut schema = schemars::schema_for!(Plan).to_value();
     if let Value::Object(object) = &mut schema {

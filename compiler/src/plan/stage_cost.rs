@@ -29,7 +29,6 @@
 use crate::cluster::Cluster;
 use crate::plan::problem::{CostModel, Problem};
 
-/// One cluster level, as cost models see it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LevelCost {
     pub count: u32,
@@ -45,18 +44,14 @@ pub struct StageRange {
     pub is_first: bool,
     /// True if it ends with the model.
     pub is_last: bool,
-    /// Data-parallel units.
     pub replicas: u32,
     /// Time on one unit, in microseconds.
     pub inner_us: f64,
     pub weight_bytes: f64,
-    /// Bytes that cross the cut before it.
     pub in_bytes: f64,
-    /// Bytes that cross the cut after it.
     pub out_bytes: f64,
 }
 
-/// A cost model with its settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StageCost {
     pub model: CostModel,

@@ -28,7 +28,6 @@ use crate::plan::{ScheduleKind, Stage};
 pub const MOST: u32 = 3;
 pub const LEVELS: &str = "from 0 to 3";
 
-/// Bytes of one shard.
 fn share(bytes: u64, replicas: u32) -> u64 {
     bytes.div_ceil(u64::from(replicas.max(1)))
 }

@@ -20,7 +20,6 @@ pub enum Phase {
 impl Phase {
     pub const ALL: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::BackwardInput, Phase::BackwardWeight];
 
-    /// The letter used in programs, charts and tables.
     pub fn letter(self) -> char {
         match self {
             Phase::Forward => 'F',

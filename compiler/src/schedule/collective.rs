@@ -34,11 +34,8 @@ use crate::schedule::{Instruction, Token};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub enum Collective {
-    /// Sums a round's gradients.
     AllReduce,
-    /// Sums a round's gradients and shards the sum.
     ReduceScatter,
-    /// Gathers the shards of a weight version.
     AllGather,
 }
 
@@ -46,9 +43,7 @@ pub enum Collective {
 pub struct Meeting {
     pub kind: Collective,
     pub stage: StageId,
-    /// The round, or the gathered version.
     pub number: u32,
-    /// The gradient or parameter bucket.
     pub bucket: u32,
 }
 

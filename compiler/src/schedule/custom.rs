@@ -33,7 +33,6 @@ use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// The compute order of the ranks.
 pub trait OrderOfWork {
     /// The actions of a rank for one minibatch of `items` items, counted from 0. Each of its stages runs every item
     /// once forward and then once backward, whole or split.

@@ -1,8 +1,7 @@
 //! A map for mostly dense and short-lived integer keys: tokens, items, slots.
 //!
 //! Values are in a window that starts at the lowest key and grows with the highest, so a lookup is an index. Keys
-//! beyond the window's limit or below its start are hashed, so an adversarial key costs only its own entry.
-//! hostile number costs no more than its own entry.
+//! outside the window are hashed, so an adversarial key costs only its own entry.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -37,7 +36,6 @@ impl<T> DenseMap<T> {
         }
     }
 
-    /// Inserts a value; returns the previous one.
     pub fn insert(&mut self, number: u32, held: T) -> Option<T> {
         let before = match self.place(number) {
             Some(place) if place < self.limit && !self.beyond.contains_key(&number) => {

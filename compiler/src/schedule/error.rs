@@ -2,7 +2,6 @@
 
 use crate::schedule::Schedule;
 
-/// Suggests schedules that support the pipeline.
 fn instead(schedule: Schedule) -> &'static str {
     match schedule {
         Schedule::Interleaved | Schedule::Bfs => ". zbv and dualpipev run a V of two stages on each rank",
@@ -17,7 +16,6 @@ fn known() -> String {
     Schedule::ALL.map(Schedule::name).join(", ")
 }
 
-/// A schedule that cannot be generated.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ScheduleError {

@@ -13,7 +13,6 @@ pub struct EventQueue<E> {
     /// The smallest time in each non-empty bucket, and a bit set of these buckets.
     least: [u64; 65],
     filled: u128,
-    /// Entries of bucket 0 already taken.
     taken: usize,
     len: usize,
 }
@@ -42,7 +41,6 @@ impl<E: Copy> EventQueue<E> {
         self.first().map(|bucket| self.least[bucket])
     }
 
-    /// Removes the next entry.
     pub fn take(&mut self) -> Option<(u64, E)> {
         let bucket = self.first()?;
         if bucket > 0 {
@@ -52,7 +50,6 @@ impl<E: Copy> EventQueue<E> {
             for (time, entry) in entries.drain(..) {
                 self.place(time, entry);
             }
-            // Keeps the bucket's allocation.
             self.buckets[bucket] = entries;
         }
         let next = *self.buckets[0].get(self.taken)?;

@@ -8,7 +8,6 @@ use crate::plan::StageId;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::{EdgeId, Instruction, Pipeline, Program, RankId, ScheduleError};
 
-/// Most stages listed in an error.
 const SHOWN: usize = 32;
 
 /// The program with the pipeline's edge ids. Fails if stages or edges differ, or if the run is too long.

@@ -13,15 +13,12 @@ pub struct Link {
 }
 
 impl Link {
-    /// A link with zero transfer time.
     pub const INSTANT: Link = Link { latency: 0.0, bandwidth: f64::INFINITY };
 
-    /// Transfer time in microseconds.
     pub fn time(self, bytes: u64) -> f64 {
         self.latency + bytes as f64 / self.bandwidth
     }
 
-    /// Ring all-reduce time in microseconds.
     pub fn all_reduce(self, replicas: u32, bytes: u64) -> f64 {
         let r = f64::from(replicas.max(1));
         2.0 * (r - 1.0) * self.latency + 2.0 * (r - 1.0) / r * bytes as f64 / self.bandwidth

@@ -2,12 +2,13 @@
 //!
 //! A free worker starts a ready action at once. [`Choice::Greedy`] prefers a backward, then a forward within the
 //! in-flight cap, then (if split) a weight-gradient pass. [`Choice::Fixed`] takes the next action of a given list and
-//! waits for it. Under a greedy choice a worker has one stage, and each phase goes in item order. A forward is ready
-//! when
+//! waits for it. Under a greedy choice a worker has one stage, and each phase goes in item order.
+//!
+//! A forward is ready when
 //! - all incoming edges have delivered its activations,
-//! - its weight version, which the [`Rule`] gives, exists: the previous round has been all-reduced and applied,
+//! - its weight version exists: the previous round of the [`Rule`]'s version has been all-reduced and applied,
 //! - fewer than cap items are in flight on the worker.
-//! A backward may start when its forward is done and every outgoing edge has brought its gradients, the weights' part of one
+//!
 //! A backward is ready when its forward is done and all outgoing edges have delivered its gradients; a weight-gradient
 //! pass when the input-gradient pass is done. Two schedules' backwards also wait until the previous round is applied:
 //! if a round is a whole minibatch, or if weights are not stashed. Otherwise gradients of two minibatches would exist
@@ -24,7 +25,6 @@ use crate::schedule::event_queue::EventQueue;
 use crate::schedule::semantics::Rule;
 use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, ScheduleError, WorkerId};
 
-/// Selection policy of a free worker.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     /// A backward if one is ready, else a forward.
@@ -36,7 +36,6 @@ pub enum Choice<'a> {
     Fixed(&'a [Vec<Work>]),
 }
 
-/// The compute actions of every worker, in order.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WorkOrder {
     pub work: Vec<Vec<Work>>,
@@ -47,13 +46,11 @@ pub struct WorkOrder {
 /// Maps stage and replica to worker ids.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// The first worker of each rank, and the number of workers.
     first: Vec<u32>,
     ranks: Vec<RankId>,
 }
 
 impl Layout {
-    /// Ranks in order, replica minor.
     pub fn new(stages: &[ProgramStage]) -> Self {
         let mut first = vec![0];
         for stage in stages {

@@ -83,7 +83,6 @@ struct Transfer {
     made: u32,
 }
 
-/// The order with all transfers placed.
 struct Lists<'a> {
     rule: &'a Rule,
     order: &'a WorkOrder,
@@ -188,7 +187,6 @@ fn next_backwards(order: &WorkOrder) -> Vec<Vec<u32>> {
     order.work.iter().map(of_worker).collect()
 }
 
-/// State of one stage on a worker.
 struct Rounds {
     stage: StageId,
     /// By round: the worker's item whose backward is the last, if any.
@@ -196,7 +194,6 @@ struct Rounds {
     slots: Slots,
 }
 
-/// Writes one worker's instruction list.
 struct Writer<'a> {
     lists: &'a Lists<'a>,
     worker: WorkerId,
@@ -209,7 +206,6 @@ struct Writer<'a> {
     /// Rounds whose all-reduce is posted but not applied, with the token of the first bucket; the other buckets' tokens
     /// follow.
     reducing: VecDeque<(u32, StageId, Token)>,
-    /// All-gathers in progress.
     gathering: Vec<Gathering>,
     /// Rounds done on this worker but not yet reduced or stepped, by round and then from the last stage to the first.
     done: BTreeSet<(u32, Reverse<StageId>)>,
@@ -322,13 +318,11 @@ impl<'a> Writer<'a> {
         self.stages.iter_mut().find(|rounds| rounds.stage == stage).expect("a worker computes stages of its rank")
     }
 
-    /// True if the item's backward is the worker's last of its round.
     fn is_last(&mut self, stage: StageId, item: MicrobatchId) -> bool {
         let round = self.lists.rule.round(stage, item);
         self.stage(stage).last[round as usize] == Some(item)
     }
 
-    /// Marks the item's round as done on this worker.
     fn finish(&mut self, stage: StageId, item: MicrobatchId) {
         self.done.insert((self.lists.rule.round(stage, item), Reverse(stage)));
         self.finish_rounds();
@@ -427,7 +421,6 @@ impl<'a> Writer<'a> {
         self.join_idle_rounds();
     }
 
-    /// True under ZeRO.
     fn shares(&self, stage: StageId) -> bool {
         self.lists.rule.stages[stage.index()].zero > 0
     }
@@ -439,7 +432,6 @@ impl<'a> Writer<'a> {
         moment.is_some_and(|moment| *moment < self.lists.order.started[self.worker.index()][place as usize])
     }
 
-    /// Posts the all-gather of a sharded version.
     fn post_gather(&mut self, stage: StageId, version: Version) {
         if !self.shares(stage) {
             return;

@@ -109,7 +109,6 @@ fn all_reduce(levels: &[Level], stage: &Stage, rings: &[Ring]) -> (f64, Vec<Buck
     if buckets.is_empty() { (links::all_reduce_us(rings), buckets) } else { (whole, buckets) }
 }
 
-/// Stages on the same devices share a rank.
 fn ranks(planned: &[Stage]) -> Vec<RankId> {
     let mut known: BTreeMap<&[u32], RankId> = BTreeMap::new();
     let mut next = 0;

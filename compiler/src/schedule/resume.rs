@@ -144,7 +144,6 @@ mod tests {
                 let [all, kept] =
                     [all, own].map(|worker| worker.instructions.iter().filter(is_work).map(plain).collect::<Vec<_>>());
                 assert_eq!(all, kept, "{name}");
-                // Every post has its wait.
                 let posts = own.instructions.iter().filter(|i| {
                     matches!(i, Instruction::Send { .. } | Instruction::Recv { .. } | Instruction::AllReduce { .. })
                 });

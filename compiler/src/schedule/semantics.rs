@@ -42,13 +42,11 @@ impl StepCount {
     }
 }
 
-/// The semantics of one run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rule {
     pub schedule: Schedule,
     /// Items of the whole run.
     pub items: u32,
-    /// Items per minibatch.
     pub microbatches: u32,
     pub stages: Vec<ProgramStage>,
 }
@@ -89,7 +87,6 @@ impl Rule {
         Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
     }
 
-    /// The rule that a program states.
     pub fn of(program: &Program) -> Self {
         let Program { schedule, items, microbatches, .. } = *program;
         Self { schedule, items, microbatches, stages: program.stages.clone() }

@@ -7,7 +7,6 @@ use crate::plan::in_flight::common_divisor;
 use crate::plan::ports::Ports;
 use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec, published_caps};
 
-/// Upper limit on workers of a program.
 pub const MAX_WORKERS: u64 = 1 << 16;
 
 /// Least common multiple, saturating; 0 counts as 1.
@@ -45,7 +44,6 @@ impl Pipeline {
         self
     }
 
-    /// Stages per rank.
     pub fn chunks(&self) -> u32 {
         let ranks = self.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
         (self.stages.len() as u32).div_ceil(ranks)
@@ -56,7 +54,6 @@ impl Pipeline {
         Self::chain(replicas.iter().map(|&r| StageSpec::new(r, f64::from(r), f64::from(r) * ratio)).collect())
     }
 
-    /// Replaces the in-flight caps, one per stage.
     pub fn with_caps(mut self, caps: &[u32]) -> Self {
         for (stage, &cap) in self.stages.iter_mut().zip(caps) {
             stage.cap = cap;
@@ -64,7 +61,6 @@ impl Pipeline {
         self
     }
 
-    /// Checks that the pipeline is valid.
     pub fn validate(&self) -> Result<(), ScheduleError> {
         if self.stages.is_empty() {
             return Err(ScheduleError::NoStages);
@@ -103,7 +99,6 @@ impl Pipeline {
     }
 }
 
-/// One rank per stage.
 pub fn one_each(stages: usize) -> Vec<RankId> {
     (0..stages as u32).map(RankId).collect()
 }
@@ -144,7 +139,6 @@ fn check_time(what: &str, microseconds: f64) -> Result<(), ScheduleError> {
     Err(ScheduleError::BadTime { what: what.to_string(), microseconds })
 }
 
-/// The number of ranks.
 pub fn ranks(pipeline: &Pipeline) -> u32 {
     pipeline.stages.len() as u32 / pipeline.chunks().max(1)
 }

@@ -43,7 +43,6 @@ pub fn complete(rule: &Rule, order: &WorkOrder, layout: &Layout) -> Vec<Vec<u32>
     layout.ranks().map(of_rank).collect()
 }
 
-/// An all-gather in progress.
 pub struct Gathering {
     pub stage: StageId,
     pub version: Version,

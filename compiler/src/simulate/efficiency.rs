@@ -4,7 +4,6 @@ use crate::schedule::{Pipeline, published_caps};
 use crate::simulate::SimulateError;
 use crate::simulate::one_f_one_b_rr::steady;
 
-/// Target efficiency of [`auto_caps`].
 pub const TARGET: f64 = 0.98;
 
 /// Most in-flight items that [`auto_caps`] adds to the published caps.

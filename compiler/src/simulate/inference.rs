@@ -71,7 +71,6 @@ pub fn bound(pipeline: &Pipeline) -> Steady {
     Steady { share, held, pieces: begins.len() as u64 }
 }
 
-/// The time that an item is held because of one edge.
 struct Held {
     from: usize,
     /// From the start of its forward until it is sent.

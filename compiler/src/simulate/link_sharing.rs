@@ -23,10 +23,8 @@ pub struct LinkRoute(u32);
 /// Transfers in progress; each carries a `W` that is returned on arrival.
 pub struct Flows<W> {
     ways: Vec<Vec<Port>>,
-    /// The flows on each port.
     ports: Vec<Vec<u32>>,
     flows: Vec<Flow<W>>,
-    /// Free entries of `flows`.
     free: Vec<u32>,
     arrivals: EventQueue<(u32, u32)>,
 }
@@ -50,7 +48,6 @@ impl<W: Copy> Flows<W> {
         Self { ways: Vec::new(), ports: Vec::new(), flows: Vec::new(), free: Vec::new(), arrivals: EventQueue::new() }
     }
 
-    /// Registers a list of ports.
     pub fn way(&mut self, ports: Vec<Port>) -> LinkRoute {
         let most = ports.iter().map(|&port| port as usize + 1).max().unwrap_or(0);
         self.ports.resize_with(self.ports.len().max(most), Vec::new);

@@ -10,7 +10,6 @@ pub struct Holding {
     pub stage: StageId,
     /// Items between the start of their forward and the end of their backward.
     pub in_flight: u64,
-    /// Number of weight versions.
     pub versions: u64,
     /// Gradient sums that are accumulating or wait for their step.
     pub gradients: u64,
@@ -18,7 +17,6 @@ pub struct Holding {
     pub summing: bool,
     /// Items accumulated in it.
     pub summed: u64,
-    /// Its posted buckets.
     pub posted: u32,
     /// Posted buckets whose last backward has not run.
     pub due: Vec<(Meeting, Token)>,
@@ -27,7 +25,6 @@ pub struct Holding {
 }
 
 impl Holding {
-    /// The initial state: version 0.
     pub fn new(stage: StageId) -> Self {
         Self {
             stage,
@@ -42,7 +39,6 @@ impl Holding {
         }
     }
 
-    /// Starts or continues accumulation.
     pub fn sum(&mut self) {
         self.gradients += u64::from(!self.summing);
         self.summing = true;

@@ -6,19 +6,16 @@ use crate::plan::ports::Ports;
 use crate::schedule::link_time::Link;
 use crate::schedule::{Edge, Payload, Pipeline};
 
-/// Transfer and all-reduce times without contention.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Network {
     /// Per edge, microseconds per item of activations and of gradients.
     edges: Vec<[f64; 2]>,
     /// Per stage, microseconds of one all-reduce.
     all_reduce: Vec<f64>,
-    /// Ports that transfers contend for.
     pub ports: Ports,
 }
 
 impl Network {
-    /// The times stated by the pipeline.
     pub fn of(pipeline: &Pipeline) -> Self {
         Self {
             edges: pipeline.edges.iter().map(|edge| [edge.forward_us, edge.backward_us]).collect(),
@@ -57,7 +54,6 @@ impl Network {
         self.edges.get(edge).map_or(0.0, |times| times[way])
     }
 
-    /// Microseconds of one all-reduce of a stage.
     pub fn all_reduce(&self, stage: usize) -> f64 {
         self.all_reduce.get(stage).copied().unwrap_or(0.0)
     }

@@ -30,14 +30,12 @@ const WINDOWS: usize = 6;
 /// Relative difference up to which two windows are equal.
 const SAME: f64 = 1e-3;
 
-/// Steady state of a pipeline.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Steady {
     /// Throughput as a fraction of the bottleneck's ideal.
     pub share: f64,
     /// For each stage, true if the cap blocked a ready forward on a free replica.
     pub held: Vec<bool>,
-    /// Forwards and backwards simulated.
     pub pieces: u64,
 }
 
@@ -139,13 +137,9 @@ fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateEr
 struct Event(u64);
 
 impl Event {
-    /// A worker's action ends.
     const DONE: u64 = 0;
-    /// Activations arrive at a stage.
     const ACTIVATION: u64 = 1;
-    /// Gradients arrive at a stage.
     const GRADIENT: u64 = 2;
-    /// A stage's round is all-reduced.
     const UPDATED: u64 = 3;
 
     /// Workers and stages must be below 2^24, items below 2^32.
@@ -350,7 +344,6 @@ impl Play {
         }
     }
 
-    /// Sends a stage's output of an item to all receivers.
     fn send(&mut self, stage: usize, item: usize, is_gradient: bool) {
         let count = if is_gradient { self.rows[stage].incoming.len() } else { self.rows[stage].outgoing.len() };
         for place in 0..count {

@@ -28,7 +28,6 @@ use crate::simulate::memory::Holding;
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
-/// The simulated hardware.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Machine {
     pub network: Network,
@@ -64,7 +63,6 @@ impl Machine {
     }
 }
 
-/// Simulates the program with the pipeline's compute times.
 pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
     let shape = |stages: usize, edges: usize| format!("{stages} stages and {edges} edges");
     let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to));
@@ -92,19 +90,14 @@ struct Name {
     token: Token,
 }
 
-/// A network event.
 #[derive(Clone, Copy)]
 enum Arrival {
-    /// A transfer on this channel, with the tokens of its Send and Recv.
     Transfer(u32, Token, Token),
-    /// One level of a collective.
     Part(Meeting, usize),
 }
 
-/// A compute event.
 #[derive(Clone, Copy)]
 enum Progress {
-    /// A worker's action ended.
     Computed(WorkerId),
     /// A running backward has produced the gradients of a collective.
     Made(Meeting, Name),
@@ -115,7 +108,6 @@ struct Line {
     sends: VecDeque<(Token, MicrobatchId)>,
     recvs: VecDeque<Token>,
     way: LinkRoute,
-    /// The current transfer and its start.
     carries: Option<(Activity, f64)>,
     carried: u64,
     spans: Vec<Span>,
@@ -474,7 +466,6 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Posts a collective and joins it.
     fn meet(&mut self, worker: WorkerId, instruction: Instruction) {
         let Some((meeting, token)) = instruction.meeting() else { return };
         self.hands[worker.index()].tokens.insert(token.0, false);

@@ -22,13 +22,11 @@ const ITEMS: u64 = 2400;
 const DEPTHS: u64 = 16;
 const ROUNDS: u64 = 24;
 
-/// Minibatches of a run with a flush: all are alike.
 const FLUSHED: u64 = 16;
 
 /// Relative difference up to which gaps are equal.
 const SAME: f64 = 1e-6;
 
-/// A run whose minibatch time is measured.
 pub struct Run<'a> {
     pub pipeline: &'a Pipeline,
     pub machine: &'a Machine,
@@ -122,7 +120,6 @@ mod tests {
     use crate::schedule::{Schedule, StageSpec};
     use crate::simulate::step_time::step_us;
 
-    /// Minibatches of several items fill a pipeline sooner than minibatches of one.
     #[test]
     fn double_buffering_keeps_its_busiest_stage_at_work() {
         for (stages, microbatches) in [(16, 16), (32, 64), (8, 64)] {

@@ -6,7 +6,6 @@
 /// Characters compared per name; bounds the work on untrusted input.
 const LOOKED_AT: usize = 64;
 
-/// Names compared.
 const MOST: usize = 20_000;
 
 /// The first nearest of `known`; `None` if all are distant.

@@ -4,7 +4,6 @@
 pub struct Random(pub u64);
 
 impl Random {
-    /// A number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

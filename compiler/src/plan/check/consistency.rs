@@ -187,7 +187,6 @@ fn memory(plan: &Plan, faults: &mut Vec<PlanFault>) {
             let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());
             faults.push(PlanFault::Figure { what, said: held.total.to_string(), found });
         }
-        // A device holds all its stages.
         let beside = plan.stages[..at].iter().filter(|other| other.devices == stage.devices);
         let needed = beside.fold(held.total, |sum, other| sum.saturating_add(other.memory.total));
         if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| needed > limit.0) {

@@ -14,15 +14,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Microseconds per item over one level.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LevelLoad {
-    /// Incoming activations.
     pub comes: f64,
-    /// Outgoing activations.
     pub goes: f64,
-    /// One all-reduce.
     pub reduces: f64,
 }
 
-/// Compute time, weights and traffic of a plan's stages.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Loads {
     /// Forward microseconds per item, on the slowest device of the stage.
@@ -36,7 +32,6 @@ pub struct Loads {
 }
 
 impl Loads {
-    /// Loads from the model's costs.
     fn of_model(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Loads {
         let count = plan.stages.len();
         let trains = plan.schedule.kind != ScheduleKind::Inference;

@@ -3,10 +3,11 @@
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
-/// For each op, a bit mask over it and the ops fused with it: bit 0 if all inputs come from other stages, bit 1 if all
+/// For each op, a bit mask over it and the ops fused with it. Bit 0: all inputs come from other stages. Bit 1: all
 /// outputs go to other stages.
 ///
 /// Views are transparent: their input counts as coming from the op before, their output as going to the readers after.
+/// An op with several readers never has bit 1, because their gradients are summed.
 /// An op with several readers never has bit 1, because their gradients are summed.
 pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     let leader = |op: usize| graph.ops[op].joins.map_or(op, |to| to.index());

@@ -178,7 +178,6 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// Checks the step time and the values derived from it.
 fn step(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let (predicted, kind) = (&plan.predicted, plan.schedule.kind);
     let m = f64::from(plan.schedule.microbatches.max(1));

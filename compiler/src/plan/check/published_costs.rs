@@ -140,9 +140,9 @@ impl Clock<'_> {
         crossing.map(|tensor| tensor.bytes as f64).sum()
     }
 
-    /// Output bytes of all ops before stage `cut` that no op before it reads (the frontier), and of predecessors of a
-    /// frontier op with a reader that does not precede that op. Fused ops count as one op, whose internal tensors are
-    /// free.
+    /// The PipeDream charge at a cut. It counts all outputs of frontier ops (no reader before the cut), and of their
+    /// predecessors with a reader that does not precede the frontier op. Fused ops count as one op, whose internal
+    /// tensors are free.
     fn charged_outputs(&self, cut: usize) -> f64 {
         let graph = &self.problem.graph;
         let with = |op: OpId| graph.ops[op.index()].joins.unwrap_or(op).index();

@@ -71,10 +71,8 @@ pub fn late(plan: &Plan, stage: usize) -> u64 {
 /// Bytes of gradients and optimizer state per replica, with the given number of weight versions.
 pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
-    // The replica's sums, and the sums of tied weights.
     let own = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 || stage.zero == 0 {
-        // With replicas, the all-replica sum as well.
         let with_others = match stage.replicas {
             0 | 1 => 0,
             // Under 2BW it reuses the buffer of the released version if that is as wide.
@@ -92,7 +90,6 @@ pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, 
     // does this too.
     let of_others = match stage.zero {
         1 if kind == ScheduleKind::TwoBw => {
-            // The sum reuses the buffer of the released version if that is as wide.
             let free = if of.masters == 0 { of.weights.min(of.terms) } else { 0 };
             of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared).saturating_sub(free)
         }

@@ -19,9 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Bytes out of and into each unit per item, by level and unit.
 type Ports = BTreeMap<(usize, u64), [f64; 2]>;
 
-/// The busiest links.
 pub struct Traffic {
-    /// The busiest of all links.
     pub busiest: BusiestLink,
     /// The busiest link that is part of the objective, and its microseconds: links of shared levels, and of plans that
     /// do not use whole groups. `None` under cost `pipec`, which includes shared links.
@@ -82,7 +80,6 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
             for rank in 0..ranks(plan) {
                 let [from, to] = [from, to].map(|stage| of_rank(&plan.stages[stage], rank));
                 for (unit, [out, into]) in leaving(&from, &to, &unit) {
-                    // Activations go one way, gradients the other.
                     let port = ports.entry((level, unit)).or_default();
                     port[0] += bytes * (out + if trains { into } else { 0.0 });
                     port[1] += bytes * (into + if trains { out } else { 0.0 });
@@ -107,7 +104,6 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
     ports
 }
 
-/// Tensor-parallel degree.
 fn ranks(plan: &Plan) -> usize {
     plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
 }

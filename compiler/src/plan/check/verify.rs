@@ -19,14 +19,10 @@ use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// Recomputed values of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked {
-    /// Time per minibatch in microseconds.
     pub minibatch_us: f64,
-    /// Description of the bottleneck.
     pub bottleneck: String,
-    /// The busiest link of a group of devices.
     pub busiest_link: Option<BusiestLink>,
     pub memory: Vec<StageMemory>,
 }
@@ -135,7 +131,6 @@ pub fn differs(said: f64, found: f64) -> bool {
     !close
 }
 
-/// True if both describe the same link, up to rounding.
 fn matches(said: &Option<BusiestLink>, found: &Option<BusiestLink>) -> bool {
     let (Some(said), Some(found)) = (said, found) else { return said.is_none() && found.is_none() };
     let same = BusiestLink { share: found.share, ..said.clone() } == *found;
@@ -235,7 +230,6 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
     Cow::Owned(Problem { graph: costs.graph.clone(), ..problem.clone() })
 }
 
-/// Checks the tensor-parallel costs that a plan states.
 fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
     let costs = alone.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
     let mut found = vec![[0.0; 4]; plan.stages.len()];
@@ -513,7 +507,6 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     (0..plan.stages.len()).map(one).collect()
 }
 
-/// Checks the memory limit of each device class.
 pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<PlanFault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let own = stage.devices.iter().filter_map(|&device| cost::class_of(classes, device));
@@ -524,7 +517,6 @@ pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<PlanF
     }
 }
 
-/// True if the buckets are equal, up to rounding.
 fn same(said: &[GradientBucket], found: &[GradientBucket]) -> bool {
     let same = |(said, found): (&GradientBucket, &GradientBucket)| {
         said.parameters == found.parameters && said.bytes == found.bytes && !differs(said.ready, found.ready)

@@ -4,24 +4,14 @@ use crate::schedule::{MicrobatchId, Payload, Slot, Token, Version};
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CheckError {
-    /// The program is inconsistent as a whole.
     #[error("program: {reason}")]
     Shape { reason: String },
-    /// An invalid instruction.
     #[error("worker {worker}, instruction {at} (`{instruction}`): {fault}")]
-    At {
-        worker: String,
-        /// Index in the worker's list.
-        at: usize,
-        instruction: String,
-        fault: Fault,
-    },
-    /// A worker ends with unfinished work.
+    At { worker: String, at: usize, instruction: String, fault: Fault },
     #[error("worker {worker}, at its end: {fault}")]
     End { worker: String, fault: Fault },
 }
 
-/// The violation of one instruction, or of a whole worker program.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Fault {

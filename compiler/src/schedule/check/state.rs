@@ -19,7 +19,6 @@ struct Flight {
     /// Version of its backward.
     version: Version,
     slot: Slot,
-    /// True if it was recomputed.
     again: bool,
     /// True if its input gradients, or its weight gradients, are made.
     input: bool,
@@ -79,7 +78,6 @@ struct Gathered {
     waited: u32,
 }
 
-/// Checker state of one stage on one worker.
 pub struct CheckState {
     stage: StageId,
     replica: u32,
@@ -87,7 +85,6 @@ pub struct CheckState {
     cap: u32,
     buckets: u32,
     zero: u32,
-    /// True if the stage is recomputed.
     recomputes: bool,
     /// Edges of incoming activations, and of outgoing activations.
     incoming: Vec<Side>,
@@ -165,13 +162,11 @@ impl CheckState {
         Ok(())
     }
 
-    /// Load.
     pub fn load(&mut self, rule: &Rule, item: MicrobatchId) -> Result<(), Fault> {
         self.mine(rule, item)?;
         if self.loaded.insert(item.0, ()).is_none() { Ok(()) } else { Err(Fault::Again(item)) }
     }
 
-    /// Forward.
     pub fn forward(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
         self.mine(rule, item)?;
         let expected = rule.version(self.stage, item);
@@ -316,7 +311,6 @@ impl CheckState {
         Ok(())
     }
 
-    /// Recv.
     pub fn recv(&mut self, rule: &Rule, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
         self.mine(rule, item)?;
         self.post(edge, kind, item)
@@ -421,7 +415,6 @@ impl CheckState {
         *self.reduced.entry(round).or_default() += 1;
     }
 
-    /// Closes the current round: it must be `round`, and complete.
     fn close(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
         self.is_next(rule, round)?;
         if self.missing(rule) > 0 {
@@ -438,7 +431,6 @@ impl CheckState {
         Err(Fault::WrongRound { found: round, expected: self.closed })
     }
 
-    /// Backwards left in the current round.
     fn missing(&self, rule: &Rule) -> u64 {
         self.dealt(rule.count(self.stage, self.closed)).saturating_sub(u64::from(self.round_items))
     }
@@ -466,12 +458,10 @@ impl CheckState {
         self.applied > round || is_whole()
     }
 
-    /// True if every bucket of the round has been waited for.
     fn is_reduced(&self, round: u32) -> bool {
         self.reduced.get(&round) == Some(&self.buckets)
     }
 
-    /// Step.
     pub fn step(
         &mut self,
         rule: &Rule,

@@ -33,7 +33,6 @@ use crate::schedule::{
     WorkerProgram,
 };
 
-/// Checks a program; returns the first violation.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     shape(program)?;
     Checker::new(program).run()
@@ -87,7 +86,6 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// Checks the ZeRO stage of a pipeline stage.
 fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
     let (zero, replicas) = (stage.zero, stage.replicas);
     match zero {
@@ -137,7 +135,6 @@ enum Posted {
     Meeting(Meeting),
 }
 
-/// Progress of a worker.
 struct Hands {
     at: usize,
     tokens: DenseMap<Posted>,
@@ -145,7 +142,6 @@ struct Hands {
     /// Posted reductions and all-gathers, and those whose gradients are not complete.
     joined: [usize; 2],
     due: Vec<Meeting>,
-    /// True if it is in the ready queue.
     is_awake: bool,
 }
 
@@ -162,7 +158,6 @@ struct Checker<'a> {
     hands: Vec<Hands>,
     channels: Channels,
     ends: Vec<Ends>,
-    /// Number of members that have joined each collective.
     joined: HashMap<Meeting, u32>,
     /// For ZeRO 2 and 3: items whose gradients are accumulated, by stage and round.
     added: HashMap<(StageId, u32), u32>,
@@ -281,7 +276,6 @@ impl<'a> Checker<'a> {
         }
     }
 
-    /// Instructions that a worker has not executed.
     fn rest(&self, worker: WorkerId) -> &'a [Instruction] {
         let list = self.program.workers.get(worker.index()).zip(self.hands.get(worker.index()));
         list.and_then(|(program, hands)| program.instructions.get(hands.at..)).unwrap_or_default()
@@ -418,7 +412,6 @@ impl<'a> Checker<'a> {
             && (!self.rule.schedule.flushes() || self.layout.holders(stage).all(has_room))
     }
 
-    /// Marks an item's gradients as accumulated.
     fn add(&mut self, stage: StageId, item: MicrobatchId) {
         if self.program.stages[stage.index()].zero >= 2 {
             *self.added.entry((stage, self.rule.round(stage, item))).or_default() += 1;
@@ -435,7 +428,6 @@ impl<'a> Checker<'a> {
         Ok(if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) })
     }
 
-    /// Checks that the peer is the worker that runs the item at that stage.
     fn peer(&self, stage: StageId, item: MicrobatchId, peer: WorkerId) -> Result<(), Fault> {
         let expected = self.layout.worker(stage, self.rule.replica(stage, item));
         if peer == expected { Ok(()) } else { Err(Fault::NotMine) }

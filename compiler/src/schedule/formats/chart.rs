@@ -44,7 +44,6 @@ struct Drawing<'a> {
     /// Times of the Sends and Recvs of each channel, in order.
     sends: BTreeMap<Channel, Vec<usize>>,
     recvs: BTreeMap<Channel, Vec<usize>>,
-    /// Times at which members joined each collective.
     joined: BTreeMap<Meeting, Vec<usize>>,
 }
 

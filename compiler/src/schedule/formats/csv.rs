@@ -31,7 +31,6 @@ const MAX_CELLS: usize = 1 << 24;
 
 const OVERLAP: &str = "OVERLAP_F_B";
 
-/// Byte-order mark.
 const BYTE_ORDER: char = '\u{feff}';
 
 /// The table of a program, one line per worker.
@@ -50,22 +49,16 @@ pub fn csv(program: &Program) -> String {
 pub enum Cell {
     Idle,
     Work(Work),
-    /// Actions that may overlap.
     Overlap(Vec<Work>),
 }
 
-/// A table as read from a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ComputeTable {
-    /// One row per rank.
     pub rows: Vec<Vec<Cell>>,
-    /// The line terminator.
     newline: &'static str,
-    /// True if the last line is terminated.
     is_ended: bool,
 }
 
-/// A parse error; `row` and `cell` count from 1.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("row {row}, cell {cell}: expected {expected}, found `{found}`")]
 pub struct TableError {
@@ -76,7 +69,6 @@ pub struct TableError {
 }
 
 impl ComputeTable {
-    /// The actions of a rank, in order.
     pub fn row(&self, rank: RankId) -> impl Iterator<Item = Work> + '_ {
         let cells = self.rows.get(rank.index()).into_iter().flatten();
         cells
@@ -97,12 +89,10 @@ impl ComputeTable {
         self.work().map(|work| work.item.0.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// Number of stages.
     pub fn stages(&self) -> u32 {
         self.work().map(|work| work.stage.0.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// True if a backward is split.
     pub fn splits_backward(&self) -> bool {
         self.work().any(|work| work.part == Phase::BackwardWeight)
     }

@@ -46,7 +46,6 @@ use crate::schedule::{
     WorkerId, WorkerProgram,
 };
 
-/// A parse error; `line` counts from 1.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: expected {expected}, found `{found}`")]
 pub struct ParseError {
@@ -82,7 +81,6 @@ impl fmt::Display for Program {
 }
 
 impl Program {
-    /// Prints one instruction.
     pub fn show(&self, instruction: &Instruction) -> String {
         let made_by = |edge: EdgeId, kind: Payload, item: MicrobatchId| {
             let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
@@ -248,7 +246,6 @@ impl Line<'_> {
 
 struct Reader {
     program: Program,
-    /// The first worker of each rank, and the number of workers.
     first: Vec<u32>,
     edges: HashMap<(StageId, StageId), EdgeId>,
 }

@@ -12,7 +12,6 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{looped, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// All forwards stage by stage, all backwards stage by stage, step.
 pub fn bfs(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     looped(Schedule::Bfs, pipeline)?;
     let (p, v) = (ranks(pipeline), pipeline.chunks());

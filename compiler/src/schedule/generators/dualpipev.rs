@@ -26,14 +26,12 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{folded, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// Builds a DualPipeV program.
 pub fn dualpipev(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     folded(Schedule::DualPipeV, pipeline)?;
     let p = ranks(pipeline);
     follow(Schedule::DualPipeV, pipeline, count, |rank, items| row(p, rank, items))
 }
 
-/// The two directions of the V.
 const DOWN: usize = 0;
 const UP: usize = 1;
 
@@ -41,7 +39,6 @@ struct Row {
     stages: [StageId; 2],
     forwards: [u32; 2],
     backwards: [u32; 2],
-    /// Pending weight-gradient passes.
     left: VecDeque<Work>,
     work: Vec<Work>,
 }

@@ -11,7 +11,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
 
-/// All forwards, all backwards, step.
 pub fn gpipe(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::Gpipe, pipeline)?;
     let mut rule = Rule::new(Schedule::Gpipe, pipeline, count)?;

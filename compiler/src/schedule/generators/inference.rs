@@ -6,7 +6,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// Every item's forward through every stage.
 pub fn inference(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::Inference, pipeline)?;
     let rule = Rule::new(Schedule::Inference, pipeline, count)?;

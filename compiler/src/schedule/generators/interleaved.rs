@@ -17,7 +17,6 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{looped, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// 1F1B with several stages per rank and a flush after every minibatch.
 pub fn interleaved(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     looped(Schedule::Interleaved, pipeline)?;
     let (p, v) = (ranks(pipeline), pipeline.chunks());

@@ -10,7 +10,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B with a flush after every minibatch.
 pub fn one_f_one_b(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::OneFOneB, pipeline)?;
     let rule = Rule::new(Schedule::OneFOneB, pipeline, count)?;

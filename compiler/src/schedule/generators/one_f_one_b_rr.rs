@@ -13,12 +13,10 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B-RR with weight stashing.
 pub fn one_f_one_b_rr(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     generate(Schedule::OneFOneBRr, pipeline, count)
 }
 
-/// 1F1B-RR with vertical sync: every stage uses weights that contain the same updates as stage 0's.
 pub fn one_f_one_b_rr_vsync(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     generate(Schedule::OneFOneBRrVsync, pipeline, count)
 }

@@ -15,7 +15,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B-RR with the newest weights at each pass.
 pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     let schedule = Schedule::OneFOneBRrNewest;
     one_stage_each(schedule, pipeline)?;
@@ -40,7 +39,6 @@ fn caps(pipeline: &Pipeline) -> Vec<u32> {
     lowered.collect()
 }
 
-/// The actions of each worker, in order.
 fn lists(rule: &Rule) -> Vec<Vec<Work>> {
     let mut lists = vec![Vec::new(); Layout::new(&rule.stages).workers()];
     let layout = Layout::new(&rule.stages);

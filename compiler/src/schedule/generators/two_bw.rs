@@ -12,7 +12,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B over micro-batches, with updates delayed by one minibatch.
 pub fn two_bw(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::TwoBw, pipeline)?;
     let rule = Rule::new(Schedule::TwoBw, pipeline, count)?;

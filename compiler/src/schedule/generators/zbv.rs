@@ -22,7 +22,6 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{folded, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// Builds a ZB-V program.
 pub fn zbv(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     folded(Schedule::Zbv, pipeline)?;
     let p = ranks(pipeline);

@@ -12,7 +12,6 @@ pub struct Sums<'a> {
     pub compute: &'a [f64],
     /// Messages by level, without those between stages on the same devices.
     pub over: &'a [Vec<LevelLoad>],
-    /// Incoming messages.
     pub way_in: &'a [f64],
     pub reduce: &'a [f64],
 }
