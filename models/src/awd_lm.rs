@@ -1,6 +1,6 @@
-//! AWD-LSTM (Merity, Keskar and Socher, ICLR 2018): an LSTM language model with dropout on the recurrent weights,
-//! dropout masks shared by all time steps, and a head tied to the embedding. PipeDream's evaluation trains it with six
-//! layers.
+//! AWD-LSTM (Merity, Keskar and Socher, ICLR 2018): an LSTM language model with dropout on the recurrent weights. Its
+//! other dropout masks are shared by all time steps, and its head is tied to the embedding. PipeDream's evaluation
+//! trains it with six layers.
 //!
 //! | size       | layers | vocabulary | parameters | published            |
 //! | ---        | ---    | ---        | ---        | ---                  |

@@ -1,5 +1,5 @@
 //! GPT (Radford et al., 2019, table 2): token and position embeddings, pre-norm blocks of causal attention and a GELU
-//! MLP, and a linear head that may be tied to the token embedding.
+//! MLP. The linear head may be tied to the token embedding.
 //!
 //! With width w, l layers, vocabulary v and context c, the tied model has `(v + c + 2)·w + l·(12·w² + 13·w)`
 //! parameters:

@@ -1,6 +1,6 @@
 //! A model zoo that writes ONNX, and a small dataset to train on.
 //!
-//! The graphs have the form of PyTorch's exporter in training mode: parameters keep module names (`conv1.weight`),
+//! The graphs have the form of PyTorch's exporter in training mode. Parameters keep module names (`conv1.weight`),
 //! nodes name their module (`/conv1/Conv`), BatchNormalization has its three training outputs, and the batch dimension
 //! is symbolic. They exercise the same import path as user models.
 

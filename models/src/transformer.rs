@@ -1,5 +1,5 @@
-//! Transformer-L of GPipe (Huang et al., NeurIPS 2019, table 1): a language model of L blocks with width 2,048,
-//! feed-forward width 8,192 and 32 heads, on sequences of 1,024 tokens.
+//! Transformer-L of GPipe (Huang et al., NeurIPS 2019, table 1): a language model of L blocks. The width is 2,048, the
+//! feed-forward width 8,192, with 32 heads and 1,024 tokens.
 //!
 //! The paper states neither the vocabulary nor the tied weights. A block with biases has `4·w² + 2·w·f + 9·w + f` =
 //! 50,358,272 parameters, and the published counts leave 131.1 M. That is exactly an untied embedding and head with
@@ -86,7 +86,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
 }
 
 /// Sinusoidal positions: sin(p·r) and cos(p·r) for positions p and rates r from 1 down to 1/10,000 (Vaswani et al.,
-/// 2017, section 3.5; sines in the first half as in tensor2tensor). The graph computes them from the rates.
+/// 2017, section 3.5). Sines are in the first half, as in tensor2tensor. The graph computes them from the rates.
 fn sines(net: &mut Builder, path: &str, context: usize, width: usize) -> Value {
     let half = width / 2;
     let rate = |at: usize| (-(10_000_f64.ln()) * at as f64 / half as f64).exp() as f32;

@@ -1,5 +1,5 @@
-//! U-Net (B, C) of torchgpipe (Kim et al., 2020, section 4.2): a simplified U-Net (Ronneberger et al., 2015) with B
-//! convolutions per cell and C channels in the first. Its long skip connections test pipelines.
+//! U-Net (B, C) of torchgpipe (Kim et al., 2020, section 4.2): a simplified U-Net (Ronneberger et al., 2015). Cells
+//! have B convolutions; the first has C channels. Its long skip connections test pipelines.
 //!
 //! ```text
 //! [ cell ]───────────────────[ cell ]─ conv 1×1 ─ logits      cell: B times conv 3×3 ─ channel dropout ─

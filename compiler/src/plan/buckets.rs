@@ -1,8 +1,8 @@
 //! Gradient buckets of a replicated stage.
 //!
 //! The backward runs from the stage's last op to its first. A parameter's gradient is complete after the backward of
-//! its first reader, which gives the bucket order. A bucket is closed when it reaches the requested size; its
-//! all-reduce then overlaps with the rest of the backward (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3).
+//! its first reader, which gives the bucket order. A bucket is closed at the requested size. Its all-reduce then
+//! overlaps with the rest of the backward (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3).
 
 use crate::plan::{GradientBucket, Stage};
 use crate::profile::cost_graph::CostGraph;

@@ -14,9 +14,9 @@
 //!
 //! All ranks work on the same chunk at any time, a few micro-batches apart, so the slowest rank sets the time P per
 //! micro-batch. The last rank starts once a micro-batch has passed the first chunks of all other ranks. After its last
-//! backward that micro-batch passes back through them. For equal chunks this is a bubble of (p - 1)(F + B) of one
-//! chunk, 1/v of the bubble with one stage per rank (Narayanan et al., SC 2021, section 2.2). In a V the backward is
-//! split, and weight-gradient passes fill the drain (Qi et al., ICLR 2024, section 6).
+//! backward that micro-batch passes back through them. For equal chunks the bubble is (p - 1)(F + B) of one chunk. This
+//! is 1/v of the bubble with one stage per rank (Narayanan et al., SC 2021, section 2.2). In a V the backward is split,
+//! and weight-gradient passes fill the drain (Qi et al., ICLR 2024, section 6).
 
 use crate::cluster::Level;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage, messages, shared};

@@ -1,7 +1,7 @@
 //! Tensor-parallel groups in a plan: replicas that consist of several devices.
 //!
 //! The devices of a group are consecutive and within one unit of the innermost level. Each sends to the device of the
-//! same tensor rank in another stage's group. All do the same work, so one device per group represents it: times and
+//! same tensor rank in another stage's group. All do the same work, so one device per group represents it. Times and
 //! bytes are per device, gradients are all-reduced per tensor rank, and bandwidth of shared links is divided by the
 //! degree.
 

@@ -17,7 +17,7 @@
 //! | zb-h2 | 2 p - 1 |
 //!
 //! With a split backward, some micro-batches in flight have pending weight gradients. Under zb-h1 and zb-h2 stage s of
-//! the pipeline defers d s weight-gradient passes (d = 1, 2), so at most d s + 1 are pending; replicas divide the
+//! the pipeline defers d s weight-gradient passes (d = 1, 2), so at most d s + 1 are pending. Replicas divide the
 //! number of workers before them. For a V the peak comes from its compute table and is bounded by the number in flight.
 //!
 //! With vertical sync, a minibatch uses the same weight version in every stage: that of the first stage. A stage of r_s
@@ -132,7 +132,7 @@ impl ScheduleFlow {
                 ahead(own, Lanes { replicas, in_flight })
             }
             // By the rule, a first stage of r replicas has ceil(workers / r) in flight on each, plus `room`. In total
-            // that is at most r - 1 more than `workers`, plus the room.
+            // that is at most r - 1 more than `workers`, plus r times `room`.
             (ScheduleKind::RoundRobin, First::Unknown) => {
                 let replicas = u64::from(self.workers.saturating_sub(own.replicas).max(1));
                 let items = u64::from(self.workers) + replicas - 1 + replicas * u64::from(self.room);

@@ -26,7 +26,7 @@
 //!
 //! Recomputation keeps inputs and outputs and reruns forward into separate buffers before backward. Weight versions are
 //! held by pointer, so V versions take V copies of the weights. A tied weight counts once in each stage that uses it.
-//! Inference has no gradients or optimizer state: one micro-batch is computed at a time, earlier ones hold only their
+//! Inference has no gradients or optimizer state. One micro-batch is computed at a time, earlier ones hold only their
 //! outputs, and the inputs of the next may arrive.
 
 use crate::pass::batched_weight_grad::joins;

@@ -9,8 +9,9 @@
 //!             with a compression ratio r, later parts also 2 out(s) / (B_k m r) and, unless last, 2 out(j) / (B_k m r)
 //! ```
 //!
-//! Under cost `pipec` a stage's cost depends on its devices, and `cost_estimate` has the equations. Here it is the
-//! one-level 1F1B-RR form, for code that treats all models alike: max( A, 2 (m-1)/m |w| / B + (a_in + a_out) / B ) / m.
+//! Under cost `pipec` a stage's cost depends on its devices, and `cost_estimate` has the equations. For code that
+//! treats all models alike, this module has the one-level 1F1B-RR form: max( A, 2 (m-1)/m |w| / B + (a_in + a_out) / B
+//! ) / m.
 //!
 //! | equation | here                    | unit         |
 //! | ---      | ---                     | ---          |

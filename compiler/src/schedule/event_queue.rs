@@ -1,7 +1,7 @@
 //! An event queue by time: a radix heap (Ahuja, Mehlhorn, Orlin and Tarjan, JACM 1990).
 //!
 //! Times never decrease. An entry is in the bucket of the highest bit in which its time differs from the last time
-//! taken; bucket 0 has the entries of exactly that time. When bucket 0 is empty, the first non-empty bucket is
+//! taken. Bucket 0 has the entries of exactly that time. When bucket 0 is empty, the first non-empty bucket is
 //! redistributed over the lower ones. An entry moves at most 64 times, usually two or three. Each move appends to a
 //! list, which is more cache-friendly than a binary heap.
 //!

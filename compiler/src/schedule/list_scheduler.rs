@@ -6,15 +6,15 @@
 //!
 //! A forward is ready when
 //! - all incoming edges have delivered its activations,
-//! - its weight version exists: the previous round of the [`Rule`]'s version has been all-reduced and applied,
+//! - the weight version that the [`Rule`] gives it exists: the round before has been all-reduced and applied,
 //! - fewer than cap items are in flight on the worker.
 //!
 //! A backward is ready when its forward is done and all outgoing edges have delivered its gradients; a weight-gradient
-//! pass when the input-gradient pass is done. Two schedules' backwards also wait until the previous round is applied:
-//! if a round is a whole minibatch, or if weights are not stashed. Otherwise gradients of two minibatches would exist
-//! beside two versions, more than plans account for. Under ZeRO 2 the items of a round accumulate their gradients in
-//! item order. The simulated clock only chooses the order; versions come from the rule. Wrong times therefore make a
-//! program slow but never change its weights.
+//! pass when the input-gradient pass is done. If a round is a whole minibatch or weights are not stashed, it also waits
+//! until the previous round is applied. Otherwise gradients of two minibatches would exist beside two versions, more
+//! than plans account for. Under ZeRO 2 the items of a round accumulate their gradients in item order. The simulated
+//! clock only chooses the order; versions come from the rule. Wrong times therefore make a program slow but never
+//! change its weights.
 //!
 //! The result has the global start order of all actions. `lower` uses this sequence to place Recvs and Waits such that
 //! no program deadlocks.

@@ -14,7 +14,7 @@
 //! action on its worker happens at that action's moment.
 //! - A Wait for a Recv is before the action that needs the data; the sender's action started and ended earlier.
 //! - A Wait for an activation's Send is after the item's own backward, which needed the receiver's backward.
-//! - In inference it is before the forward that comes "cap" items later. `order` started that forward only after the
+//! - In inference it is before the forward that comes cap items later. `order` started that forward only after the
 //!   receiver started on the item.
 //! - A Wait for a gradient's Send is before the sender's next backward at the stage, because there is one outgoing
 //!   gradient buffer. With double buffering (transfers slower than one forward) it is before the backward after that.

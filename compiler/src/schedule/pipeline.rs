@@ -2,7 +2,7 @@
 //!
 //! Times are those of cost model `pipec` (see `plan::links`) per item, that is per profiled micro-batch. A transfer
 //! uses the slowest link between replicas of its stages. An all-reduce is one ring per level. Under ZeRO 2 a backward
-//! takes at least as long as the reduce-scatter of its gradients; under ZeRO 3 the all-gather of the weights is added
+//! takes at least as long as the reduce-scatter of its gradients. Under ZeRO 3 the all-gather of the weights is added
 //! to forward and backward. The optimizer step is part of the backward if the plan has it. A recomputed stage's
 //! backward time includes its forward. Without a stated weight-gradient time, half of the backward counts,
 //! recomputation excluded.

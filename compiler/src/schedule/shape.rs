@@ -1,6 +1,6 @@
 //! Construction and validation of pipelines.
 //!
-//! With chunks a rank holds several stages. In a loop, stage s is on rank s mod p; in a V, stages go down the ranks and
+//! With chunks a rank holds several stages. In a loop, stage s is on rank s mod p. In a V, stages go down the ranks and
 //! back up, so that the first and the last stage share a rank.
 
 use crate::plan::in_flight::common_divisor;

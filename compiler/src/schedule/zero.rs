@@ -2,7 +2,7 @@
 //!
 //! Without ZeRO a replica steps when its own work needs the update. With ZeRO other replicas may need its shard
 //! earlier. A replica therefore steps and posts its all-gather before its first action that starts after the round is
-//! complete. Everything before that action, except its own Recvs, counts as happening when the round completes: it only
+//! complete. Everything before that action, except its own Recvs, counts as happening when the round completes. It only
 //! waits for the round's reduce-scatter, which all replicas have posted by then. A gather is waited for before the
 //! first action that uses its version, which `order` started later.
 //!

@@ -7,7 +7,7 @@
 //! [`link_sharing`](crate::simulate::link_sharing).
 //!
 //! With fewer cores than computing workers, n running actions on C cores each run at rate min(1, C / n). All have the
-//! same rate, so a single virtual clock suffices: an action of d microseconds that starts at virtual time v ends at v +
+//! same rate, so a single virtual clock suffices. An action of d microseconds that starts at virtual time v ends at v +
 //! d, whatever else starts or ends. Every event then costs one queue operation.
 //!
 //! Millions of items are simulated in seconds, so instructions need no hashing. Tokens and items index lists, channels

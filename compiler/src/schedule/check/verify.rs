@@ -9,8 +9,8 @@
 //! - all replicas of a rank post their collectives in the same order. Under ZeRO each round is reduce-scattered, and no
 //!   version is used, stepped from or dropped before all its buckets are gathered;
 //! - no slot, gradient buffer or token is reused while in use; items in flight stay within the cap;
-//! - under ZeRO 2 the items of a round accumulate gradients in item order across replicas; with a flush, only after all
-//!   replicas have gathered the round's weights;
+//! - under ZeRO 2 the items of a round accumulate gradients in item order across replicas. With a flush they do so
+//!   after all replicas have gathered the round's weights;
 //! - each round is reduced over all replicas and applied, once, in order, with the right count.
 //!
 //! It shares only the [`Rule`], the semantics of the schedules, with the generators.

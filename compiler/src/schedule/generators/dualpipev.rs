@@ -1,5 +1,5 @@
 //! DualPipeV: a V of two stages per rank whose steady state pairs a forward of one with a backward of the other
-//! (DeepSeek, DualPipe, 2025; cut in half to avoid duplicate weights).
+//! (DeepSeek, DualPipe, 2025). Cutting DualPipe in half avoids duplicate weights.
 //!
 //! Rank r of p holds stage r (down) and stage 2p - 1 - r (up). The pairs allow a device to overlap the transfers of one
 //! action with the compute of the other; a worker here runs them in sequence.

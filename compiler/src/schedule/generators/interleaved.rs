@@ -1,7 +1,8 @@
 //! Interleaved 1F1B with a flush, v stages on each of p ranks (Megatron-LM, Narayanan et al., SC 2021, section 2.2.2).
 //!
-//! Items pass a rank's stages in groups of p: the group's forwards at the first stage, then at the second, and so on;
-//! backwards from the last stage to the first. Rank r starts with w forwards, then alternates forwards and backwards:
+//! Items pass a rank's stages in groups of p: the group's forwards at the first stage, then at the second, and so on.
+//! Backwards go from the last stage to the first. Rank r starts with w forwards, then alternates forwards and
+//! backwards:
 //!
 //!   w = min(2 (p - r - 1) + (v - 1) p, m v)        p - r - 1 where v = 1, which is plain 1F1B
 //!

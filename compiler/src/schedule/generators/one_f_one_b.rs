@@ -1,7 +1,7 @@
 //! 1F1B with a flush: alternates forwards and backwards; every update waits for all micro-batches of its minibatch.
 //!
 //! The gradient is exactly that of the unpipelined minibatch. On a straight pipeline of p stages, stage i starts with
-//! min(p − i − 1, M) forwards and holds at most p − i items (Megatron-LM, Narayanan et al., SC 2021, section 2.2.1).
+//! min(p − i − 1, M) forwards. It holds at most p − i items (Megatron-LM, Narayanan et al., SC 2021, section 2.2.1).
 //! The in-flight caps give the same, and also work for unequal replica counts.
 
 use crate::schedule::list_scheduler::{Choice, play};

@@ -1,9 +1,9 @@
-//! 1F1B-RR without weight stashing: forward and backward each use the newest version (the baseline of PipeDream,
-//! Narayanan et al., SOSP 2019, section 3.3; the order of SpecTrain and PipeMare).
+//! 1F1B-RR without weight stashing: forward and backward each use the newest version. It is the baseline of PipeDream
+//! (Narayanan et al., SOSP 2019, section 3.3) and the order of SpecTrain and PipeMare.
 //!
 //! One version suffices because the order of a worker is fixed: cap − 1 forwards, then alternating forwards and
-//! backwards. The forward of round k runs between the updates of rounds k − c and k − c + 1, its backward after the
-//! update of round k − 1. The versions are max(0, k − (c − 1)) and k, independent of the times.
+//! backwards. The forward of round k runs between the updates of rounds k − c and k − c + 1. Its backward runs after
+//! the update of round k − 1. The versions are max(0, k − (c − 1)) and k, independent of the times.
 //!
 //! Caps are lowered to the number of items that the earlier stages allow.
 
@@ -26,8 +26,8 @@ pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Pr
     Ok(lower(&pipeline, &rule, &order))
 }
 
-/// Before the backward of item b, a stage of r replicas has started at most the items up to b + (c − 1)·r: the next
-/// round waits for an earlier one. Later stages cannot have more in flight.
+/// Before the backward of item b, a stage of r replicas has started items up to b + (c − 1)·r at most. The next round
+/// waits for an earlier one. Later stages cannot have more in flight.
 fn caps(pipeline: &Pipeline) -> Vec<u32> {
     let mut ahead = u64::MAX;
     let lowered = pipeline.stages.iter().map(|stage| {

@@ -1,7 +1,7 @@
 //! Zero bubble with one stage per rank: 1F1B with a backward split into I (input gradients) and W (weight gradients); W
 //! fills the bubbles (Qi et al., ICLR 2024, section 2; schedules H1 and H2).
 //!
-//! Rank r of p starts with d (p - r - 1) forwards, then alternates F and I, and starts with W when d r of its I are
+//! Rank r of p starts with d (p - r - 1) forwards, then alternates F and I. It starts with W when d r of its I are
 //! done:
 //!
 //! | d | name | bubble of a minibatch   | in flight    |
