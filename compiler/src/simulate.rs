@@ -80,7 +80,6 @@ impl Activity {
         }
     }
 
-    /// True if the worker's device computes.
     pub fn computes(self) -> bool {
         let carries = matches!(self, Activity::AllReduce(..) | Activity::ReduceScatter(..) | Activity::AllGather(..));
         !carries && !matches!(self, Activity::Transfer(..) | Activity::Wait)
@@ -132,7 +131,6 @@ pub struct Timeline {
     pub workers: Vec<Track>,
     /// One track per link with traffic, then one per stage with collectives, by name.
     pub links: Vec<Track>,
-    /// End of the last activity.
     pub makespan: f64,
     /// For each item, the end of its last compute activity.
     pub finished: Vec<f64>,

@@ -30,9 +30,7 @@ use compiler::import::onnx::proto::{
 
 use crate::random::Stream;
 
-/// The ONNX IR version of written models.
 pub const IR_VERSION: i64 = 10;
-/// The opset of written models.
 pub const OPSET: i64 = 20;
 /// File name of the external data of models without weights.
 pub const LEFT_OUT: &str = "weights-left-out.bin";
@@ -144,17 +142,14 @@ impl Builder {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_f32("", dims, values))])
     }
 
-    /// A one-dimensional i64 `Constant` node.
     pub fn constant_i64(&mut self, path: &str, values: &[i64]) -> Value {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_i64("", &[values.len()], values))])
     }
 
-    /// A scalar i64 `Constant` node.
     pub fn scalar_i64(&mut self, path: &str, value: i64) -> Value {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_i64("", &[], &[value]))])
     }
 
-    /// A scalar bool `Constant` node.
     pub fn scalar_bool(&mut self, path: &str, value: bool) -> Value {
         let value = tensor("", DataType::Bool, &[], vec![u8::from(value)]);
         self.node(path, "Constant", &[], vec![attr::tensor("value", value)])
@@ -172,7 +167,6 @@ impl Builder {
         Value(format!("{name}_output_0"))
     }
 
-    /// A node with `N` outputs.
     pub fn node_of<const N: usize>(
         &mut self,
         path: &str,
@@ -196,7 +190,6 @@ impl Builder {
         self.graph.output.push(value_info(name, DataType::Float, shape));
     }
 
-    /// Makes a scalar the graph output `name`.
     pub fn output_scalar(&mut self, name: &str, value: &Value) {
         self.output_f32(name, value, &[]);
     }

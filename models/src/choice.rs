@@ -47,7 +47,6 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// A number from `least` to `most`.
     pub const fn number(name: &'static str, usual: usize, least: usize, most: usize, about: &'static str) -> Self {
         Self { name, usual: Setting::Number(usual), least, most, about }
     }
@@ -66,7 +65,6 @@ impl Choice {
         Self { name, usual: Setting::Truth(usual), least: 0, most: 0, about }
     }
 
-    /// Parses a value of this option's type.
     pub fn read(&self, text: &str) -> Result<Setting, String> {
         match self.usual {
             Setting::Number(_) => text.parse().map(Setting::Number).map_err(|_| "write a whole number".to_string()),

@@ -27,7 +27,6 @@ use crate::zoo::{Entry, Size};
 
 pub const EPSILON: f32 = 1e-5;
 
-/// The settings of a published size, with dropout 0.1.
 const fn settings(layers: usize, [width, heads]: [usize; 2], vocabulary: usize, context: usize) -> Settings {
     [
         ("layers", Setting::Number(layers)),

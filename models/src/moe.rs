@@ -89,7 +89,6 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     })
 }
 
-/// A mixture-of-experts layer with its router.
 #[derive(Debug, Clone)]
 pub struct Mixture {
     pub experts: usize,
@@ -186,7 +185,6 @@ impl Mixture {
     }
 }
 
-/// ONNX element type codes.
 const FLOAT: i64 = 1;
 const INT64: i64 = 7;
 

@@ -10,7 +10,6 @@ use crate::plan::links::Wire;
 /// Relative tolerance for times that were summed in different orders.
 const ALIKE: f64 = 1e-9;
 
-/// Decides between one gradient buffer and two.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientBuffers {
     /// The slowest link; `None` without interconnect levels.

@@ -55,7 +55,6 @@ pub struct Position {
     pub workers_after: u32,
 }
 
-/// Replicas of a stage and their in-flight limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lanes {
     pub replicas: u32,

@@ -73,7 +73,6 @@ impl Target {
     }
 }
 
-/// Limit of in-flight minibatches per stage.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum InFlight {
     /// Raised by the planner until the workers are busy.
@@ -105,7 +104,6 @@ impl Constraints {
     }
 }
 
-/// Input of a partitioner.
 #[derive(Clone, Debug)]
 pub struct Problem {
     /// Costs per micro-batch.
@@ -232,7 +230,6 @@ impl Problem {
         own.into_iter().chain(self.memory_limit.map(|limit| limit.0)).min()
     }
 
-    /// Checks the settings for heterogeneous clusters.
     fn mixed(&self) -> Result<(), ProblemError> {
         if !self.cluster.is_mixed() {
             return Ok(());
@@ -253,7 +250,6 @@ impl Problem {
         })
     }
 
-    /// Validates the problem before a search.
     pub fn check(&self) -> Result<(), ProblemError> {
         self.graph.check()?;
         self.shared.iter().try_for_each(|costs| costs.graph.check())?;
@@ -309,7 +305,6 @@ impl Problem {
         if let Some(replicas) = &self.constraints.replicas {
             let empty = replicas.is_empty() || replicas.contains(&0);
             setting(!empty, "replicas of a stage", format!("{replicas:?}"), "at least 1, for at least one stage")?;
-            // Chunks of one rank use the same devices.
             let wanted = replicas.iter().map(|&r| u64::from(r)).sum::<u64>() / u64::from(self.chunks);
             if wanted > u64::from(self.cluster.devices()) {
                 return Err(ProblemError::TooManyReplicas { wanted, devices: self.cluster.devices() });

@@ -113,7 +113,6 @@ impl StageCost {
     }
 }
 
-/// The levels of a cluster, innermost first.
 pub fn levels(cluster: &Cluster) -> Vec<LevelCost> {
     let mut previous_count = 1;
     let mut levels = Vec::with_capacity(cluster.levels.len());

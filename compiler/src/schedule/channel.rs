@@ -47,7 +47,6 @@ impl Channels {
         self.list[number as usize]
     }
 
-    /// All channels in ascending order, with their numbers.
     pub fn all(&self) -> impl Iterator<Item = (Channel, u32)> + '_ {
         self.numbers.iter().map(|(&channel, &number)| (channel, number))
     }

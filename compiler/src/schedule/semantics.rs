@@ -27,7 +27,6 @@ pub fn dealt(items: u32, replicas: u32, replica: u32) -> u64 {
     (u64::from(items) + u64::from(others)) / u64::from(replicas.max(1))
 }
 
-/// Number of minibatches, and micro-batches in each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StepCount {
     /// At least 1.
@@ -45,7 +44,6 @@ impl StepCount {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rule {
     pub schedule: Schedule,
-    /// Items of the whole run.
     pub items: u32,
     pub microbatches: u32,
     pub stages: Vec<ProgramStage>,

@@ -15,7 +15,6 @@ pub fn common_multiple(a: u64, b: u64) -> u64 {
 }
 
 impl Pipeline {
-    /// A chain of stages with the published in-flight caps.
     pub fn chain(mut stages: Vec<StageSpec>) -> Self {
         let replicas: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
         for (stage, cap) in stages.iter_mut().zip(published_caps(&replicas)) {
@@ -143,7 +142,6 @@ pub fn ranks(pipeline: &Pipeline) -> u32 {
     pipeline.stages.len() as u32 / pipeline.chunks().max(1)
 }
 
-/// An error unless each rank holds one stage.
 pub fn one_stage_each(schedule: Schedule, pipeline: &Pipeline) -> Result<(), ScheduleError> {
     placed(schedule, pipeline, "one stage on each rank", |p| p.chunks() == 1)
 }

@@ -102,7 +102,6 @@ impl<W: Copy> Flows<W> {
         Some(what)
     }
 
-    /// Recomputes the rate of all flows on these ports.
     fn share_anew(&mut self, now: f64, way: LinkRoute) {
         for place in 0..self.ways[way.0 as usize].len() {
             let port = self.ways[way.0 as usize][place] as usize;
@@ -140,7 +139,6 @@ impl<W: Copy> Default for Flows<W> {
 mod tests {
     use super::*;
 
-    /// Arrival times of flows with the given start times.
     fn arrivals(begun: &[(f64, f64, &[Port])]) -> Vec<(usize, f64)> {
         let mut flows = Flows::new();
         let mut left = begun.iter().enumerate().peekable();

@@ -44,7 +44,6 @@ impl Holding {
         self.summing = true;
     }
 
-    /// Closes the accumulating sum if it is complete.
     pub fn close_if(&mut self, is_whole: bool) {
         if is_whole {
             (self.summing, self.summed, self.posted) = (false, 0, 0);

@@ -502,7 +502,6 @@ mod tests {
         let found = steady(&with_transfers(&[1; 1000], 0, 0.1)).unwrap();
         assert!(found.share > 0.9 && found.pieces <= MOST_PIECES, "{} after {}", found.share, found.pieces);
         assert!(found.held.iter().any(|held| *held));
-        // Too deep to simulate: the bound.
         let deep = with_transfers(&[1; 4000], 0, 0.1);
         assert_eq!(steady(&deep).unwrap(), bound(&deep));
     }

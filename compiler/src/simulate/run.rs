@@ -57,7 +57,6 @@ impl Jitter {
 }
 
 impl Machine {
-    /// One device per worker, with the pipeline's transfer times.
     pub fn of(pipeline: &Pipeline) -> Self {
         Self { network: Network::of(pipeline), cores: None, jitter: None }
     }

@@ -65,7 +65,6 @@ impl Loads {
         Loads { forward, compute, weights, sent }
     }
 
-    /// Loads from the plan's stated values.
     pub fn stated(plan: &Plan) -> Loads {
         let trains = plan.schedule.kind != ScheduleKind::Inference;
         let all = |of: &dyn Fn(&Stage) -> f64| plan.stages.iter().map(of).collect();

@@ -13,13 +13,7 @@ pub enum PlanFault {
     #[error("op {op} is in stage {stage}, op {with}, to which it belongs, in stage {other}")]
     Apart { op: usize, stage: usize, with: u32, other: usize },
     #[error("tensor `{tensor}` goes from stage {from} back to stage {to}")]
-    Backward {
-        tensor: String,
-        /// Producer stage.
-        from: usize,
-        /// Consumer stage.
-        to: usize,
-    },
+    Backward { tensor: String, from: usize, to: usize },
     #[error("stage {stage}: {what}")]
     Devices { stage: usize, what: String },
     #[error("stage {stage}: hierarchy: {what}")]

@@ -14,7 +14,6 @@ use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version, Wor
 /// Gradient buffers per edge: one being sent, one being computed.
 const GRADIENT_BUFFERS: u32 = 2;
 
-/// An item that has run its forward.
 struct Flight {
     /// Version of its backward.
     version: Version,
@@ -26,7 +25,6 @@ struct Flight {
 }
 
 impl Flight {
-    /// Checks the version and slot of a backward.
     fn uses(&self, version: Version, slot: Slot) -> Result<(), Fault> {
         if self.version != version {
             return Err(Fault::OtherVersion { found: version, forward: self.version });
@@ -111,7 +109,6 @@ pub struct CheckState {
 }
 
 impl CheckState {
-    /// The initial state: the worker has version 0.
     pub fn new(program: &Program, stage: StageId, worker: &WorkerProgram) -> Self {
         let of = program.stages[stage.index()];
         // Per-item keys are at most about as large as the number of instructions.
