@@ -125,6 +125,7 @@ pub struct Track {
     pub spans: Vec<Span>,
 }
 
+/// The activities of all workers and links in one run. Times are microseconds.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Timeline {
     /// By [`WorkerId`](crate::schedule::WorkerId); compute activities only, gaps are idle time.

@@ -136,6 +136,7 @@ pub fn find(name: &str) -> Option<(&'static Entry, &'static [(&'static str, Sett
     })
 }
 
+/// Builds the model or published size called `name`. Fails on unknown options and too many parameters.
 pub fn build(name: &str, options: &Options) -> Result<Built, ZooError> {
     let (entry, sized) = find(name).ok_or_else(|| ZooError::Unknown { name: name.to_owned() })?;
     let mut settings: BTreeMap<String, Setting> = sized.iter().map(|(name, it)| ((*name).to_owned(), *it)).collect();

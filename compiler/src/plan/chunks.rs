@@ -31,6 +31,7 @@ pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
     }
 }
 
+/// The estimate for schedules with chunks: several stages share their devices.
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();

@@ -182,6 +182,7 @@ fn carried(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize
     sum(&|message| message.comes_in).max(sum(&|message| !message.comes_in))
 }
 
+/// Estimates time per minibatch and bubble of placed stages with these edges (forward bytes per item).
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let (mut busiest, mut way, mut reduce) = (0.0f64, 0.0, 0.0f64);

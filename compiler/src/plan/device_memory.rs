@@ -28,6 +28,7 @@ pub fn held(plan: &Plan) -> Vec<DeviceMemory> {
     all
 }
 
+/// Peak memory over all devices, in bytes.
 pub fn fullest(plan: &Plan) -> u64 {
     held(plan).iter().map(|one| one.memory.total).max().unwrap_or(0)
 }

@@ -104,6 +104,7 @@ impl Constraints {
     }
 }
 
+/// Input of a partitioner: costs, cluster, schedule and limits.
 #[derive(Clone, Debug)]
 pub struct Problem {
     /// Costs per micro-batch.
@@ -250,6 +251,7 @@ impl Problem {
         })
     }
 
+    /// Validates costs, cluster and settings; every search starts with it.
     pub fn check(&self) -> Result<(), ProblemError> {
         self.graph.check()?;
         self.shared.iter().try_for_each(|costs| costs.graph.check())?;

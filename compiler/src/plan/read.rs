@@ -32,6 +32,7 @@ pub fn to_json(plan: &Plan) -> Result<String, PlanFileError> {
     Ok(json::print(plan)?)
 }
 
+/// The JSON Schema of `plan.json`.
 pub fn schema() -> Value {
     let mut schema = schemars::schema_for!(Plan).to_value();
     if let Value::Object(object) = &mut schema {

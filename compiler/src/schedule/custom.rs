@@ -33,6 +33,7 @@ use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
 
+/// A custom schedule: the compute order of every rank.
 pub trait OrderOfWork {
     /// The actions of a rank for one minibatch of `items` items, counted from 0. Each of its stages runs every item
     /// once forward and then once backward, whole or split.

@@ -41,6 +41,7 @@ impl StepCount {
     }
 }
 
+/// Replica, round and weight version of every item, for one run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rule {
     pub schedule: Schedule,

@@ -60,6 +60,7 @@ impl Pipeline {
         self
     }
 
+    /// Checks ranks, times and edges. Generators and the simulator require a valid pipeline.
     pub fn validate(&self) -> Result<(), ScheduleError> {
         if self.stages.is_empty() {
             return Err(ScheduleError::NoStages);

@@ -62,6 +62,7 @@ impl Machine {
     }
 }
 
+/// Simulates the program with the pipeline's compute times. Fails on a deadlock or if the two do not match.
 pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
     let shape = |stages: usize, edges: usize| format!("{stages} stages and {edges} edges");
     let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to));

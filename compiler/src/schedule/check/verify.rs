@@ -33,6 +33,7 @@ use crate::schedule::{
     WorkerProgram,
 };
 
+/// Proves that a program runs to its end and keeps the guarantees above; returns the first violation.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     shape(program)?;
     Checker::new(program).run()
