@@ -1,4 +1,4 @@
-//! The runtime: devices and their kernels, links between workers, the worker that runs a program, and training.
+//! The runtime: device kernels, communication between workers, the worker that runs a schedule's program, and training.
 //!
 //! ```text
 //! Graph + placement --compile--> StageCode (kernels and memory, forward and backward)
@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A worker is a thread with one loop and one `match` over the instructions of its program ([`worker`]). It knows no
-//! schedule: which weights a run uses, what it waits for and when it steps are operands of its instructions.
+//! schedule: weight versions, waits and optimizer steps are operands of the instructions.
 //!
 //! A model of two stages, trained by two workers in one process:
 //!
