@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A worker is a thread with one loop and one `match` over the instructions of its program ([`worker`]). It knows no
-//! schedule: weight versions, waits and optimizer steps are operands of the instructions.
+//! schedule: which weights a run uses, what it waits for and when it steps are operands of its instructions.
 //!
 //! A model of two stages, trained by two workers in one process:
 //!

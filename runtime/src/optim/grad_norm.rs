@@ -34,7 +34,7 @@ impl Norms {
     pub fn sum(&self, round: u32, own: Squares) -> Result<f64, PeerLost> {
         self.place.bring(u64::from(round), self.member, own);
         let all = self.place.meet(u64::from(round))?;
-        // Replicas contribute bitwise equal sums for the same parameter, which must count once; shards have distinct numbers.
+        // Replicas contribute bitwise equal sums for one parameter, to be counted once; shards have distinct numbers.
         let by_name: BTreeMap<usize, f64> = all.iter().flatten().copied().collect();
         Ok(by_name.values().fold(0.0, |sum, square| sum + square))
     }
