@@ -86,7 +86,7 @@ pub struct Keeper<'a, F> {
 #[derive(Default)]
 struct Open {
     parts: usize,
-    /// By stage, parts that wait for others with which they are whole.
+    /// ZeRO shards waiting for those of other replicas, by stage.
     shares: BTreeMap<u32, Vec<StageSnapshot>>,
     has_folder: bool,
     listed: Vec<Listed>,
