@@ -190,8 +190,8 @@ fn layout(bytes: usize) -> Layout {
 #[cfg(target_os = "linux")]
 fn ask_for_large_pages(start: NonNull<u8>, bytes: usize) {
     let beyond = start.as_ptr() as usize % SMALL_PAGE;
-    // SAFETY: the advice changes no memory content, neither in these bytes nor in the rest of their first and last page.
-    // If it fails, pages stay small.
+    // SAFETY: the advice changes no memory content, neither in these bytes nor in the rest of the outer pages. If it
+    // fails, pages stay small.
     unsafe { libc::madvise(start.as_ptr().sub(beyond).cast(), bytes + beyond, libc::MADV_HUGEPAGE) };
 }
 

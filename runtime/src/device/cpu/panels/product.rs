@@ -15,8 +15,8 @@ pub const MOST_LEFT: usize = BLOCK * DEPTH;
 /// Maximum columns for reading a suitable left operand in place: a packed copy would be read too few times.
 const FEW_COLUMNS: usize = 2 * COLUMNS;
 
-/// Up to so many rows a product waits for its right factor, which is read once. Rows of so many elements and more are then read side by
-/// side, not more than the processor follows as streams; sums are written the more often for it.
+/// Maximum rows of a product that is bound by reading its right operand once. Long rows are then read side by side, at
+/// most as many as the hardware prefetcher tracks, at the cost of writing the sums more often.
 const FEW_ROWS_OF_STREAMS: usize = 64;
 const LONG_ROW: usize = 256;
 /// Maximum rows of a right operand that are read side by side.

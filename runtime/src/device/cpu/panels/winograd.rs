@@ -368,7 +368,7 @@ pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], flipped: bool, 
         let from = w.wrapping_add((out * ins + first) * TAPS);
         let mut filters = [_mm512_setzero_ps(); LANES];
         for (i, line) in filters.iter_mut().enumerate().take(ins - first) {
-            // SAFETY: the caller's word: the filter is there.
+            // SAFETY: the caller guarantees that the filter exists.
             *line = unsafe { _mm512_maskz_loadu_ps(OF_FILTER, from.wrapping_add(i * TAPS)) };
         }
         let taps = sixteen_turned(filters);
@@ -399,7 +399,7 @@ pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 
         for j in 0..4 {
             let mut column = [_mm512_setzero_ps(); 4];
             for i in 0..4 {
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 column[i] = unsafe { _mm512_loadu_ps(sums.place(4 * i + j, out, first)) };
             }
             let column = filter_turned(column);
