@@ -40,14 +40,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 use table::{Spent, Table, spending};
 
-/// Columns of tables with one plan per row.
 const COLUMNS: [&str; 9] = ["instance", "published", "ours", "ratio", "bound", "gap", "states", "CPU-s", "MiB"];
 
 fn data() -> PathBuf {
     std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from)
 }
 
-/// A published profile, if the shared data exists.
 fn profile(name: &str) -> Option<CostGraph> {
     let path = data().join(format!("partition/pipedream/profiles/{name}.graph.txt"));
     let text = std::fs::read_to_string(path).ok()?;
@@ -208,7 +206,6 @@ fn against_everything() -> String {
     table.text()
 }
 
-/// Problems too large for other planners.
 fn large() -> Vec<(&'static str, Problem)> {
     let of = |graph: CostGraph, spec: &str, cost| problem(graph, cluster(spec), cost);
     vec![
@@ -237,7 +234,6 @@ fn at_size() -> String {
     table.text()
 }
 
-/// Problems that every partitioner supports.
 fn shared() -> Vec<(String, Option<Problem>)> {
     let of = |graph: Option<CostGraph>, spec: &str, cost| graph.map(|graph| problem(graph, cluster(spec), cost));
     vec![

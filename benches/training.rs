@@ -3,7 +3,7 @@
 //! ```text
 //! cargo bench --bench training                                       everything, five rounds: half an hour
 //! cargo bench --bench training -- --models mlp-64,lstm --rounds 3    a quick look
-//! cargo bench --bench training -- --steps 2                          so many minibatches in a round
+//! cargo bench --bench training -- --steps 2                          two minibatches per round
 //! ```
 //!
 //! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, by default `python3`, from `training/peer.py`; without it, only

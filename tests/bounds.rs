@@ -125,7 +125,6 @@ fn bombs_are_planned_within_a_warning() {
     }
 }
 
-/// The same graph with its ops in another topological order.
 fn shuffled(graph: &CostGraph, random: &mut Random) -> CostGraph {
     let ops = graph.ops.len();
     let mut waits = vec![0; ops];

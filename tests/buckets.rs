@@ -85,7 +85,6 @@ fn the_fastest_size_is_found() {
     }
 }
 
-/// The checker compares a plan's buckets with its stages and the model.
 #[test]
 fn buckets_of_another_stage_are_told() {
     let folder = tempfile::tempdir().unwrap();

@@ -12,7 +12,6 @@ fn ran(folder: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// Runs successfully and returns standard output.
 fn printed(folder: &Path, arguments: &[&str]) -> String {
     let (code, stdout, stderr) = ran(folder, arguments);
     assert_eq!(code, Some(0), "{arguments:?}: {stderr}");

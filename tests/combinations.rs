@@ -111,7 +111,6 @@ struct Combination {
     stages: u32,
 }
 
-/// All combinations for up to eight workers.
 fn combinations() -> Vec<Combination> {
     let mut all = Vec::new();
     for degree in [1, 2, 4] {

@@ -24,7 +24,6 @@ fn given(folder: &Path, large: f32) {
     weights::write(&folder.join("d.npz"), &arrays.map(|(name, tensor)| (name.to_string(), tensor)).into()).unwrap();
 }
 
-/// Weights of an earlier run.
 fn good(folder: &Path) -> Vec<u8> {
     let (path, weights) = (folder.join("w.npz"), [("w".to_string(), Tensor::from_f32(&[2], &[1.0, 2.0]))]);
     weights::write(&path, &weights.into()).unwrap();

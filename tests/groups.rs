@@ -230,7 +230,6 @@ fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
     assert_eq!(shared, shared_costs(&graph, TRAINING, &alone, &machine).unwrap());
 }
 
-/// Doubling measured times doubles tensor-parallel times, except collectives.
 #[test]
 fn measured_times_are_scaled() {
     let (graph, machine) = (gpt(1, 8), group(2));
@@ -331,7 +330,6 @@ fn training_by_a_plan_of_groups_is_training_without() {
     trains_as_without("gpt");
 }
 
-/// Experts are distributed over the devices of a group.
 #[test]
 fn experts_on_groups_train_as_on_one_device() {
     trains_as_without("moe");
@@ -360,7 +358,6 @@ fn trains_as_without(name: &str) {
     }
 }
 
-/// A named modification of a plan.
 type Mutation = (&'static str, fn(&mut Value));
 
 #[test]

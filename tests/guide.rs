@@ -63,7 +63,6 @@ fn digits(path: &Path) {
     weights::write(path, &arrays).unwrap();
 }
 
-/// Every link to a repository file resolves.
 fn links(page: &str, beside: &Path) {
     for target in page.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
         let target = target.split('#').next().unwrap_or_default();
@@ -72,7 +71,7 @@ fn links(page: &str, beside: &Path) {
     }
 }
 
-/// A block ```` ```LANGUAGE from=FILE ```` stands in that file, line by line; `…` leaves lines out.
+/// The lines of a block ```` ```LANGUAGE from=FILE ```` are in that file; `…` skips lines.
 fn quoted(page: &str, root: &Path) {
     let blocks = page.split("```").skip(1).step_by(2).filter_map(|block| block.split_once('\n'));
     for (info, text) in blocks {

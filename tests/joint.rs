@@ -80,7 +80,6 @@ fn chain(replicas: &[u32]) -> Pipeline {
     Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect())
 }
 
-/// Number of steps with a batched gradient kernel.
 fn joint(prepared: &Prepared) -> usize {
     let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
     steps.filter(|step| step.joint.is_some()).count()

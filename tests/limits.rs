@@ -89,7 +89,6 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanErro
     plan(problem, &PlannerOptions { partitioner, efficiency: Some(&efficiency), ..PlannerOptions::default() })
 }
 
-/// Peak memory per device.
 fn peak(planned: &Planned) -> u64 {
     let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
     planned.plan.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += stage.memory.total);

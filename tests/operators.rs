@@ -6,7 +6,6 @@ use builder::*;
 use compiler::import::onnx::proto::{AttributeProto, NodeProto};
 use compiler::tensor::Tensor;
 
-/// Name and value.
 type Given<'a> = (&'a str, Tensor);
 
 fn code(tensor: &Tensor) -> i32 {

@@ -125,7 +125,6 @@ fn unaligned_buffers_are_served() {
     assert_eq!(tensors(&fact, &[&output.slice()[1..]])[0].to_f32(), [1.0, 0.0, 3.0]);
 }
 
-/// Numbers in [-1, 1) from a seed.
 fn random(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let count: usize = shape.iter().product();

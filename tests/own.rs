@@ -157,7 +157,6 @@ fn what_is_wrong_is_told() {
     refused(folder, &["simulate", "plan.json", "--schedule", "mine.txt"], 2, "FILE.json");
 }
 
-/// Worker rows have the same names and order in a run and its simulation.
 #[test]
 fn a_run_and_its_simulation_have_rows_of_the_same_names() {
     let folder = tempfile::tempdir().unwrap();
@@ -329,7 +328,6 @@ fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     assert!(said.contains("`--schedule` does not take this table back") && said.contains("3-1"), "{said}");
 }
 
-/// A check does not ignore an unknown loss.
 #[test]
 fn an_unknown_loss_is_not_sound() {
     let folder = tempfile::tempdir().unwrap();

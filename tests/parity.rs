@@ -84,7 +84,6 @@ fn run_placed(
     run_shared(set, stages, (replicas, 0), schedule, count, optimizer)
 }
 
-/// The same with ZeRO.
 fn run_shared(
     set: &Set,
     stages: &[usize],
@@ -200,7 +199,6 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
     }
 }
 
-/// ZeRO on up to eight workers, in one stage and in two.
 #[test]
 fn losses_of_replicas_that_share_are_those_of_pytorch() {
     let Some(root) = data("parity") else { return };

@@ -177,7 +177,6 @@ fn gradients(net: &Net, forward: &Weights, behind: &Weights, item: usize, size: 
     (values[&loss].to_f64()[0], sums)
 }
 
-/// The stages that read each parameter.
 fn holders(net: &Net, stages: usize) -> BTreeMap<String, BTreeSet<usize>> {
     let ops = order::numbered(&net.graph);
     let places = placed(ops.len(), stages);

@@ -112,7 +112,6 @@ fn processes_train_as_threads_do_under_a_flush() {
     same(at, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
 }
 
-/// All files below a folder.
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap().flatten() {

@@ -28,7 +28,6 @@ use runtime::exec::sequence::Sequence;
 /// The measured models: a perceptron, a CNN, a transformer.
 const MODELS: [&str; 3] = ["mlp", "residual-cnn", "gpt"];
 
-/// A zoo model with batch size `batch`.
 fn zoo(name: &str, batch: i64) -> Graph {
     let source = parse(to_bytes(&build(name, &Default::default()).unwrap().model).into(), None).unwrap();
     let graph = from_onnx(&source, name, &Options::default()).unwrap().graph;

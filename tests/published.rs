@@ -196,7 +196,6 @@ fn torchgpipe_speeds_up_as_published() {
     }
 }
 
-/// Fewer micro-batches than ranks, and non-divisible numbers.
 #[test]
 fn any_number_of_microbatches_runs() {
     for name in Schedule::ALL.into_iter().filter(|name| name.flushes()) {

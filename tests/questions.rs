@@ -30,7 +30,6 @@ const CLUSTERS: [&str; 8] = [
     "2:10GB/s,2:1GB/s,2:0.5GB/s",
 ];
 
-/// A problem and a partitioner.
 fn question(seed: u64) -> (Problem, Partitioner) {
     let mut random = Random(seed);
     let one_in = |random: &mut Random, many: u64| random.below(many) == 0;

@@ -44,7 +44,6 @@ fn bytes(folder: &Path, name: &str) -> Vec<u8> {
     fs::read(folder.join(name)).unwrap()
 }
 
-/// Names in the checkpoint folder.
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder.join("ck")).into_iter().flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

@@ -368,7 +368,6 @@ fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usiz
     found.collect()
 }
 
-/// Makes a mistake of this kind, if applicable.
 fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistake> {
     let mut broken = program.clone();
     let worker = random.below(program.workers.len() as u32) as usize;

@@ -109,7 +109,6 @@ fn runs_without_a_flush_go_on_under_any_level() {
     }
 }
 
-/// The checker verifies a plan's ZeRO figures; level 1 costs no time.
 #[test]
 fn plans_say_what_replicas_share() {
     let plans = plans();
@@ -145,7 +144,6 @@ fn plans_say_what_replicas_share() {
     assert!(programs.contains(" zero=1") && programs.contains("all-gather 0 v1"), "{programs}");
 }
 
-/// ZeRO is only used if memory requires it.
 #[test]
 fn the_least_level_that_fits_is_found() {
     let plans = plans();

@@ -422,7 +422,6 @@ fn a_gradient_without_a_rule_is_refused() {
     assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "the mean of a layer norm has no gradient rule");
 }
 
-/// Recomputation only changes time and memory.
 #[test]
 fn recomputation_gives_the_same_bits() {
     let optimizer =

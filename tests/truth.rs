@@ -81,7 +81,6 @@ fn info(name: &str, elem_type: i32, dims: &[&str]) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
 }
 
-/// The parts of a model with one output `y`.
 #[derive(Default)]
 struct Parts {
     inputs: Vec<ValueInfoProto>,

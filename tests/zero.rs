@@ -227,7 +227,6 @@ fn a_replica_holds_its_share() {
     }
 }
 
-/// Every round is reduce-scattered and every version all-gathered.
 #[test]
 fn programs_reduce_to_shares_and_gather() {
     let model = model("mlp");

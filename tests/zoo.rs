@@ -72,7 +72,6 @@ const PUBLISHED: &[(&str, u128, &str)] = &[
     ("vgg19", 143_667_240, "143.7 M"),
 ];
 
-/// Samples per step.
 const BATCH: usize = 4;
 
 fn structure(name: &str) -> Options {
@@ -81,7 +80,6 @@ fn structure(name: &str) -> Options {
     Options { structure: true, ..Options::default() }
 }
 
-/// Imported from a file, as for a user.
 fn imported(name: &str, options: &Options) -> Model {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");

@@ -38,7 +38,6 @@ const MINIBATCHES: usize = 8;
 /// Uncounted steps, here and for PyTorch: afterwards memory allocation is in steady state.
 const WARM_UP: u32 = 8;
 
-/// The optimizer of all runs.
 const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
 
 /// A training mode.
@@ -62,7 +61,6 @@ pub struct Known<'a> {
     subject: &'a Subject,
     model: &'a Model,
     weights: BTreeMap<String, Tensor>,
-    /// By micro-batch count.
     profiles: BTreeMap<u32, Profile>,
 }
 
@@ -186,7 +184,6 @@ pub struct Outcome {
     pub round: Round,
     /// Peak bytes, by worker.
     pub held_bytes: Vec<u64>,
-    /// By worker.
     pub spent: Vec<Spent>,
 }
 

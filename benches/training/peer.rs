@@ -10,7 +10,6 @@ pub struct Peer {
     child: Child,
     requests: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    /// PyTorch version.
     pub version: String,
 }
 

@@ -23,7 +23,6 @@ const TIME: f64 = 0.1;
 pub struct Line {
     pub about: &'static str,
     pub way: Way,
-    /// PyTorch's mode name.
     pub mode: &'static str,
 }
 
@@ -43,7 +42,6 @@ pub struct Figures {
     pub theirs: Vec<Round>,
     /// Peak bytes, by worker.
     pub held_bytes: Vec<u64>,
-    /// Activity in the last round, by worker.
     pub spent: Vec<Spent>,
 }
 
@@ -64,7 +62,6 @@ impl Measured {
     }
 }
 
-/// A number, or a dash.
 fn shown(number: Option<f64>, digits: usize) -> String {
     number.map_or("–".to_string(), |number| format!("{number:.digits$}"))
 }

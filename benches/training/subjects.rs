@@ -10,10 +10,8 @@ pub struct Subject {
     /// Name here and in `peer.py`.
     pub name: &'static str,
     pub about: &'static str,
-    /// Zoo name.
     pub entry: &'static str,
     settings: &'static [(&'static str, Setting)],
-    /// Samples per minibatch.
     pub batch: usize,
     /// Minibatches per round, a few seconds' worth.
     pub steps: u32,

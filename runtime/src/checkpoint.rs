@@ -52,7 +52,6 @@ pub struct StageSnapshot {
     pub forwards: BTreeMap<u32, Weights>,
     /// Older versions of tied weights that have versions of their own, by parameter index.
     pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
-    /// Counts the snapshot's memory until it is written.
     pub counted: Option<CountedBytes>,
 }
 
@@ -75,7 +74,6 @@ impl StageSnapshot {
 /// A stage after its last update before a checkpoint.
 pub struct StageState {
     pub weights: Weights,
-    /// Optimizer state, by parameter.
     pub moves: Vec<ParameterState>,
     pub states: Vec<Buffer>,
     /// Loss-scaling state: scale and number of good steps.
@@ -90,7 +88,6 @@ pub struct ParameterState {
     pub state: Vec<Buffer>,
     /// PipeMare's moving average of updates.
     pub drift: Option<Buffer>,
-    /// Number of updates so far.
     pub updates: u32,
 }
 

@@ -191,7 +191,6 @@ impl Array {
     }
 }
 
-/// The ways to read an array for a feed.
 struct Fit {
     /// Its first dimension is the sample.
     rows: bool,
@@ -242,7 +241,6 @@ pub struct Batches {
     data: Dataset,
     /// Rows per micro-batch.
     item_rows: usize,
-    /// Micro-batches per minibatch.
     microbatches: usize,
     /// Row permutation by epoch; empty for file order.
     orders: Vec<Vec<u32>>,

@@ -13,7 +13,6 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Output and exit code of a command.
 fn run(folder: &Path, line: &str, before: i32, variables: &[(&str, String)]) -> (String, i32) {
     let bin = cargo_bin("pipec").parent().unwrap().display().to_string();
     let path = format!("{bin}:{}", env::var("PATH").unwrap_or_default());

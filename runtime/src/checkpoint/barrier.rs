@@ -24,7 +24,6 @@ struct State {
     reason: usize,
     /// True if several processes decide together.
     is_shared: bool,
-    /// True while no worker may enter.
     is_held: bool,
 }
 

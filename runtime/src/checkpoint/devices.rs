@@ -21,7 +21,6 @@ use compiler::tensor::fact::Fact;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// The split dimension of a sharded parameter.
 fn cut_of(layouts: &Layouts, name: &str) -> Option<SplitDim> {
     match layouts.get(name) {
         Some(Sharding::Split(cut)) => Some(*cut),

@@ -19,7 +19,6 @@ pub const DRIFT: &str = "drift";
 /// In-flight state of a stage replica.
 #[derive(Debug, Default)]
 pub struct Flight {
-    /// Older weight versions, by version and name.
     pub versions: BTreeMap<u32, BTreeMap<String, Tensor>>,
     /// Forward weights that are not a version, by micro-batch and name.
     pub forwards: BTreeMap<u32, BTreeMap<String, Tensor>>,
@@ -31,7 +30,6 @@ pub struct Flight {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Holds {
-    /// Parameters and states.
     Weights,
     /// Optimizer state.
     Optimizer,

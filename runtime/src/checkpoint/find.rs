@@ -34,7 +34,6 @@ pub enum FindError {
     Twice { path: PathBuf, name: String },
 }
 
-/// Prefix of a checkpoint name.
 const PREFIX: &str = "step-";
 
 /// Suffixes of hidden names: an incomplete checkpoint, and a replaced one.
@@ -51,7 +50,6 @@ pub fn old_name(minibatches: u32) -> String {
     format!(".{}{OLD}", name(minibatches))
 }
 
-/// Minibatch count of a hidden name.
 fn hidden(name: &str) -> Option<u32> {
     let name = name.strip_prefix('.')?;
     minibatches(name.strip_suffix(PART).or_else(|| name.strip_suffix(OLD))?)
@@ -117,7 +115,6 @@ pub fn manifest(folder: &Path) -> Result<Manifest, FindError> {
 #[derive(Debug)]
 pub struct Found {
     pub manifest: Manifest,
-    /// Parameters and states, by name.
     pub weights: BTreeMap<String, Tensor>,
     /// The remaining state, including in-flight state even if the plan has changed.
     pub start: Start,

@@ -11,7 +11,6 @@ use compiler::schedule::Program;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Format version.
 pub const SCHEMA: &str = "pipec.checkpoint/1";
 
 pub const FILE: &str = "manifest.json";
@@ -31,13 +30,11 @@ pub struct Manifest {
     /// Minibatches of the whole run.
     pub steps: u32,
     pub cursor: Cursor,
-    /// Set if the loss is scaled.
     pub loss_scale: Option<Scale>,
     /// Settings that determine the results; they must be equal to resume.
     pub run: BTreeMap<String, String>,
     /// The distribution of work, which may change on resume.
     pub plan: ShardLayout,
-    /// All files except the manifest.
     pub files: Vec<Listed>,
     /// SHA-256 of the manifest.
     pub sha256: String,
@@ -65,7 +62,6 @@ pub struct Scale {
 pub struct ShardLayout {
     pub schedule: String,
     pub staleness: String,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
     pub stages: Vec<DealtStage>,
 }
@@ -82,7 +78,6 @@ pub struct DealtStage {
 /// A file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Listed {
-    /// File name in the folder.
     pub name: String,
     pub holds: Holds,
     pub stage: u32,
@@ -172,7 +167,6 @@ impl Manifest {
 /// Placeholder while a manifest's own hash is computed.
 const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// Hexadecimal digits of a SHA-256.
 const DIGITS: usize = NO_HASH.len();
 
 /// The hash of a manifest; `written` is searched from the end.
@@ -183,7 +177,6 @@ fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
     Some(sha256(&bytes))
 }
 
-/// Truncates untrusted text for a message.
 fn shown(text: &str) -> String {
     text.chars().take(80).collect()
 }

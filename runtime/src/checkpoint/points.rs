@@ -8,7 +8,6 @@ pub struct Cuts {
     pub every: Option<u32>,
     /// Interval of the points where all stages finish a round, in minibatches.
     pub period: u32,
-    /// Minibatches of the whole run.
     pub whole: u32,
 }
 

@@ -49,7 +49,6 @@ pub struct Kept<'a> {
     /// Settings that determine the results; see [`Manifest::run`].
     pub run: BTreeMap<String, String>,
     pub plan: ShardLayout,
-    /// Minibatches of the run.
     pub steps: u32,
     pub per_epoch: u32,
     pub codes: &'a [StageCode],
@@ -62,14 +61,12 @@ pub struct Kept<'a> {
 #[derive(Debug)]
 pub enum Saved {
     Done {
-        /// Minibatches before the checkpoint.
         minibatches: u32,
         folder: PathBuf,
         /// An error after completion: an older checkpoint could not be removed, or the folder could not be synced.
         left: Option<KeepError>,
     },
     Failed {
-        /// Minibatches before the checkpoint.
         minibatches: u32,
         fault: KeepError,
     },

@@ -33,12 +33,13 @@ pub struct Message {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
-/// The other end of a channel.
 enum End<T> {
-    /// In this process.
     Here(Sender<T>),
     /// In another process, under this channel number.
-    There { queue: Sender<Outbound>, channel: u32 },
+    There {
+        queue: Sender<Outbound>,
+        channel: u32,
+    },
 }
 
 /// The sending end of a channel.

@@ -28,7 +28,6 @@ pub type Forward<T> = Box<dyn Fn(u64, usize, &T) + Send + Sync>;
 /// Collectives of a fixed group of members, identified by sequence number.
 pub struct Communicator<T> {
     members: usize,
-    /// Number of members in this process.
     here: usize,
     forward: Option<Forward<T>>,
     state: Mutex<State<T>>,

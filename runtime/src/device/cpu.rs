@@ -76,7 +76,6 @@ pub const ALIGNMENT: usize = 64;
 pub type Body = Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync>;
 
 pub struct FastKernel {
-    /// Scratch bytes.
     pub workspace: usize,
     pub body: Body,
     /// Accumulates into the single output instead of overwriting it.

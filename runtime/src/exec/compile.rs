@@ -91,7 +91,6 @@ pub struct StageCode {
     pub weight_reads_sent: bool,
     /// Bytes per micro-batch kept from the input-gradient pass to the weight-gradient pass.
     pub between_bytes: usize,
-    /// Graph inputs that the dataset feeds.
     pub feeds: Vec<NamedTensor>,
     pub parameters: Vec<NamedTensor>,
     /// State tensors, such as running statistics of batch normalisation.

@@ -22,7 +22,6 @@ pub type Weights = Vec<Arc<Buffer>>;
 #[derive(Debug, Error, Clone, PartialEq)]
 #[error("node `{node}`: {fault}")]
 pub struct ExecuteError {
-    /// Node name in the source model.
     pub node: String,
     pub fault: KernelError,
 }
@@ -30,7 +29,6 @@ pub struct ExecuteError {
 /// The state of one in-flight micro-batch (or minibatch, under asynchronous schedules) on a stage.
 #[derive(Default)]
 pub struct Item {
-    /// The weights that both passes use.
     pub weights: Weights,
     pub version: u32,
     /// ZeRO 3: gathered full parameters, by parameter.

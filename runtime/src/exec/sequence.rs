@@ -31,7 +31,6 @@ pub enum Slot {
     Parameter(usize),
     /// Index into `StageCode::states`.
     State(usize),
-    /// A constant of this sequence.
     Constant(usize),
     /// Offset in the block kept from the input-gradient pass to the weight-gradient pass.
     Between(usize),
@@ -59,7 +58,6 @@ pub struct TensorAddress {
 
 pub enum KernelTask {
     Op(Kernel),
-    /// A fused chain of elementwise ops.
     Chain(Chain),
 }
 

@@ -3,7 +3,6 @@
 /// The policy of a run. The default enables nothing beyond the update rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Policy {
-    /// Maximum gradient norm.
     pub clip_norm: Option<f64>,
     pub statistics: Statistics,
     pub staleness: Staleness,

@@ -11,7 +11,6 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Heartbeat interval.
 pub const BEAT: Duration = Duration::from_secs(1);
 
 /// Interval at which a blocked reader checks its deadline.

@@ -89,7 +89,6 @@ kinds! {
     Posted = 8,
     /// A contribution to a communicator.
     Part = 9,
-    /// The loss of a micro-batch.
     Loss = 10,
     /// A result tensor of a worker.
     Tensor = 11,

@@ -33,11 +33,9 @@ pub struct Hello {
     pub protocol: u32,
     /// Process number.
     pub process: u32,
-    /// Number of processes.
     pub processes: u32,
     /// Operating system process id.
     pub pid: u32,
-    /// Its listening address.
     pub address: String,
     pub identity: Identity,
 }
@@ -117,7 +115,6 @@ impl Hello {
 pub struct Known {
     /// Operating system process id.
     pub pid: u32,
-    /// Its listening address.
     pub address: String,
 }
 

@@ -39,9 +39,7 @@ pub struct Carrier {
 pub struct Opened {
     pub rank: usize,
     pub processes: usize,
-    /// Library name.
     pub library: String,
-    /// Streams by rank.
     pub streams: BTreeMap<usize, Stream>,
     /// Must outlive the streams.
     pub carrier: Carrier,

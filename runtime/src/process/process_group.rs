@@ -305,7 +305,6 @@ impl Entrance<'_> {
         Ok((talk, hello))
     }
 
-    /// Receives the roster from process 0.
     fn roster(&self, talk: &mut Talk, first: &str) -> Result<Vec<Known>, LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };

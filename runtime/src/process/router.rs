@@ -80,7 +80,6 @@ pub struct Gathering<'a> {
     pub workers: BTreeMap<usize, Leaving<'a>>,
     /// Receiver of losses; `None` once the last worker has finished.
     pub events: Option<Sender<Event>>,
-    /// Receiver of worker results.
     pub outcomes: Sender<(usize, WorkerResult)>,
     /// Queue for [`Kind::Taken`] replies.
     pub reply: Sender<Outbound>,
@@ -114,9 +113,7 @@ pub struct Routes<'a> {
     pub progress: Progress,
     /// Maximum frame of a worker result.
     pub most_left: usize,
-    /// Number of micro-batches in the run.
     pub items: u32,
-    /// Number of stages in the run.
     pub stages: u32,
 }
 

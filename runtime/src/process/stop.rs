@@ -1,7 +1,7 @@
 //! Agreement of the processes on the last minibatch after one of them receives a stop signal.
 //!
 //! ```text
-//! the one told ──stop──▶ process 0 ──hold──▶ all others ──begun──▶ process 0 ──end──▶ all others
+//! signalled process ──stop──▶ process 0 ──hold──▶ all others ──begun──▶ process 0 ──end──▶ all others
 //! ```
 //!
 //! A process on hold starts no minibatch, so its reported count stays valid until the end is known. Frames of a

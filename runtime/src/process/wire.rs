@@ -35,7 +35,6 @@ pub struct ContributionForm {
     terms: Vec<usize>,
     /// Bytes of a micro-batch's moving-average samples.
     samples: Vec<usize>,
-    /// Number of micro-batches in the run.
     items: u32,
     /// Maximum number of micro-batches per contribution.
     most_items: usize,

@@ -98,7 +98,6 @@ pub struct Leaving<'a> {
     spans: Vec<Span>,
 }
 
-/// The partial result of a stage.
 struct StageLeaving<'a> {
     stage: StageId,
     code: &'a StageCode,

@@ -37,7 +37,6 @@ pub struct Posting {
 pub struct RoundGradients {
     /// Indexed by gradient term.
     pub terms: Vec<Option<Arc<Buffer>>>,
-    /// Moving-average samples, by micro-batch.
     pub samples: Vec<Samples>,
     /// Number of micro-batches accumulated so far.
     items: u64,

@@ -83,7 +83,6 @@ pub struct StageSetup<'a> {
     pub states: Vec<Buffer>,
     /// Number of gradient buckets.
     pub buckets: u32,
-    /// All-reduce among the stage's replicas.
     pub replicas: Arc<Communicator<ReplicaGradients>>,
     /// The replica's parameter shards.
     pub share: ShardRange,

@@ -49,7 +49,6 @@ pub type Key = (EdgeId, Payload, WorkerId);
 pub struct WorkerContext<'a> {
     pub id: WorkerId,
     pub program: &'a Program,
-    /// The worker's stages, in order.
     pub stages: Vec<StageSetup<'a>>,
     pub outgoing: HashMap<Key, Outgoing>,
     pub incoming: HashMap<Key, Incoming>,
@@ -81,7 +80,6 @@ pub struct WorkerContext<'a> {
 pub struct CheckpointPlan<'a> {
     /// Minibatches after which checkpoints are made; `None` only checkpoints at a stop.
     pub cuts: Option<Cuts>,
-    /// Stop control.
     pub gate: Option<&'a Gate<'a>>,
     pub parts: Sender<CheckpointPart>,
 }

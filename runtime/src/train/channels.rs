@@ -162,7 +162,6 @@ pub fn numbers(training: &TrainJob<'_>) -> usize {
     names.len() * most_shares(training.program)
 }
 
-/// The workers of a stage, by replica.
 fn members(program: &Program, stage: usize) -> Vec<usize> {
     let rank = program.stages[stage].rank;
     let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == rank);

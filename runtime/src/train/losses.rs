@@ -18,11 +18,9 @@ const PATIENCE: usize = 32;
 pub struct Diverged {
     /// The first of the consecutive minibatches without a finite loss.
     pub step: usize,
-    /// Minibatches of the run.
     pub steps: usize,
     /// The first micro-batch of that step without a finite loss.
     pub microbatch: usize,
-    /// Micro-batches per minibatch.
     pub microbatches: usize,
     pub loss: f64,
     /// The last minibatch of this run with a finite loss, and that loss.

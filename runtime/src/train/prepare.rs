@@ -42,7 +42,6 @@ pub struct Settings {
     /// Values of all symbolic dimensions; the batch dimension has the micro-batch size.
     pub dims: Bindings,
     pub loss: Loss,
-    /// The class axis of the model output.
     pub class_axis: Option<i64>,
     pub schedule: Schedule,
     /// Number of minibatches, and micro-batches per minibatch.
@@ -53,7 +52,6 @@ pub struct Settings {
 pub struct Prepared {
     /// The graph with concrete shapes and its loss.
     pub graph: Graph,
-    /// Code by stage.
     pub codes: Vec<StageCode>,
     pub program: Program,
     /// The pipeline that the program was generated for.

@@ -105,7 +105,6 @@ impl TrainError {
 
 /// The inputs of a training run.
 pub struct TrainJob<'a> {
-    /// Code by stage.
     pub codes: &'a [StageCode],
     pub program: &'a Program,
     /// Initial parameters and states, by name.
@@ -124,7 +123,6 @@ pub struct RunOptions<'a> {
     pub start: Option<&'a Start>,
     /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
-    /// Stop control.
     pub gate: Option<&'a Gate<'a>>,
     /// Receives snapshots, on a separate thread.
     pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
@@ -149,7 +147,6 @@ pub struct Trained {
     pub weights: BTreeMap<String, Tensor>,
     /// Averaged gradients of the last step, if requested.
     pub gradients: BTreeMap<String, Tensor>,
-    /// Loss of every minibatch.
     pub losses: Vec<f64>,
     /// Wall time of the workers.
     pub seconds: f64,
@@ -539,7 +536,6 @@ fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
     }
 }
 
-/// Merges the workers' results.
 fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64>, seconds: f64) -> Trained {
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();

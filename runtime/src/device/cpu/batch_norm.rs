@@ -37,7 +37,6 @@ struct Planes {
     channels: usize,
     inner: usize,
     images: usize,
-    /// Elements per channel.
     count: f64,
 }
 

@@ -54,7 +54,6 @@ pub struct Chain {
 /// A chain input and its strides between tiles, in bytes.
 struct Given {
     layout: TensorLayout,
-    /// Strides of the outer dimensions.
     outer: Vec<usize>,
     row: usize,
     /// Bytes of one row, or of the whole tile if rows are broadcast.
@@ -219,7 +218,6 @@ impl Chain {
         Ok(())
     }
 
-    /// Runs one op on a tile.
     fn step(
         &self,
         step: &Step,
@@ -317,7 +315,6 @@ mod tests {
         &mut bytemuck::cast_slice_mut(buffer)[..bytes]
     }
 
-    /// Ops with their operands, and whether their results are written.
     type Ops = Vec<(Op, Vec<Operand>, bool)>;
 
     /// Requires equal bytes from the separate ops and the chain.

@@ -104,7 +104,6 @@ struct Shape {
 }
 
 impl Shape {
-    /// Rows of the patch matrix.
     fn depth(&self) -> usize {
         self.ins * self.grid.taps()
     }
@@ -123,7 +122,6 @@ impl Shape {
         self.grid.is_pointwise() && self.tile.images == 1
     }
 
-    /// All tiles: image range and window-row range.
     fn tiles(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + use<> {
         let (tile, images, rows) = (self.tile, self.images, self.grid.rows());
         (0..images).step_by(tile.images).flat_map(move |image| {

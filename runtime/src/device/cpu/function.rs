@@ -50,39 +50,27 @@ one! {
     Sqrt(x) = x.sqrt();
     Rsqrt(x) = T::ONE / x.sqrt();
     Reciprocal(x) = T::ONE / x;
-    /// Computed in `f64`.
     Sin(x) = T::of(x.wide().sin());
-    /// Computed in `f64`.
     Cos(x) = T::of(x.wide().cos());
-    /// Computed in `f64`.
     Asin(x) = T::of(x.wide().asin());
-    /// Computed in `f64`.
     Acos(x) = T::of(x.wide().acos());
-    /// Computed in `f64`.
     Atan(x) = T::of(x.wide().atan());
-    /// Computed in `f64`.
     Sinh(x) = T::of(x.wide().sinh());
-    /// Computed in `f64`.
     Cosh(x) = T::of(x.wide().cosh());
     Tanh(x) = x.tanh();
-    /// Computed in `f64`.
     Asinh(x) = T::of(x.wide().asinh());
-    /// Computed in `f64`.
     Acosh(x) = T::of(x.wide().acosh());
-    /// Computed in `f64`.
     Atanh(x) = T::of(x.wide().atanh());
     Sigmoid(x) = T::ONE / (T::ONE + (-x).exp());
     /// `max(x, 0)`; keeps NaN.
     Relu(x) = if x < T::ZERO { T::ZERO } else { x };
     Erf(x) = x.erf();
-    /// `x·Φ(x)`
     Gelu(x) = T::of(0.5) * x * (T::ONE + (x * T::of(std::f64::consts::FRAC_1_SQRT_2)).erf());
     /// Tanh approximation of [`Gelu`].
     GeluTanh(x) = {
         let inner = T::of(0.797_884_560_802_865_4) * (x + T::of(0.044715) * x * x * x);
         T::of(0.5) * x * (T::ONE + inner.tanh())
     };
-    /// `x·sigmoid(x)`
     Silu(x) = x / (T::ONE + (-x).exp());
     /// `log(1+e^x)` as `max(x, 0) + log(1+e^-|x|)`.
     Softplus(x) = x.larger(T::ZERO) + (-x.abs()).exp().ln_1p();

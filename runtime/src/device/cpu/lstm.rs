@@ -114,7 +114,6 @@ impl<'a, T> Sequences<'a, T> {
     }
 }
 
-/// `1/(1 + e^-x)`
 #[inline(always)]
 pub(super) fn logistic<T: Real>(x: T) -> T {
     T::ONE / (T::ONE + (-x).exp())

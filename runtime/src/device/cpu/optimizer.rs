@@ -30,7 +30,6 @@ pub struct Sgd {
     pub nesterov: bool,
     /// L2 penalty, added to the gradient.
     pub weight_decay: f64,
-    /// Gradient factor.
     pub scale: f64,
 }
 
@@ -46,7 +45,6 @@ pub struct Adam {
     pub decoupled: bool,
     /// Number of the step, from 1.
     pub step: u64,
-    /// Gradient factor.
     pub scale: f64,
 }
 
@@ -61,7 +59,6 @@ pub struct RmsProp {
     pub weight_decay: f64,
     /// 0 needs no buffer.
     pub momentum: f64,
-    /// Gradient factor.
     pub scale: f64,
 }
 
@@ -76,7 +73,6 @@ pub struct Adagrad {
     pub weight_decay: f64,
     /// Number of the step, from 1.
     pub step: u64,
-    /// Gradient factor.
     pub scale: f64,
 }
 

@@ -40,7 +40,6 @@ pub const DEPTH: usize = 256;
 /// A strided matrix of `f32` in memory.
 #[derive(Clone, Copy)]
 pub struct Rows {
-    /// Address of the first element.
     pub at: *const f32,
     /// Row stride, in elements.
     pub row: usize,

@@ -82,7 +82,6 @@ impl Recurrent {
 
 pub(super) struct Laid<'a, T> {
     how: Recurrent,
-    /// Panels or matrix.
     weight: Matrix<'a, T>,
 }
 

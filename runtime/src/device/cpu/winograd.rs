@@ -85,7 +85,6 @@ struct Way {
     results: Results,
     /// Channels of the data and of the results.
     channels: [usize; 2],
-    /// Elements of a result plane.
     plane: usize,
     turned: bool,
     /// Vectors of tiles per run.

@@ -32,7 +32,6 @@ pub enum CardFault {
 /// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// Device ordinal.
     pub ordinal: usize,
     pub name: String,
     pub architecture: Architecture,

@@ -34,7 +34,6 @@ pub enum CompileFault {
     Library(result::NvrtcError),
 }
 
-/// An NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {

@@ -18,9 +18,7 @@ use compiler::tensor::DType;
 pub struct Sizes {
     pub steps: usize,
     pub batch: usize,
-    /// Input features.
     pub width: usize,
-    /// Hidden units.
     pub hidden: usize,
     /// Rows of the weights: gates times units.
     pub wide: usize,

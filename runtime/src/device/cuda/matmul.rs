@@ -46,9 +46,7 @@ pub struct Product<'a> {
     pub columns: usize,
     /// Columns of `a`, rows of `b`.
     pub terms: usize,
-    /// a, b and c.
     pub matrices: [Matrix; 3],
-    /// Batch shape.
     pub batch: &'a [usize],
     /// Offsets of each operand's matrix by batch index.
     pub walks: [Walk; 3],

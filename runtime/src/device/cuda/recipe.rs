@@ -8,7 +8,6 @@ pub enum Base {
     Input(usize),
     Output(usize),
     Scratch,
-    /// The op's [`Fault`] cell.
     Fault,
 }
 
@@ -48,7 +47,6 @@ pub struct Launch {
     pub blocks: u32,
     /// Threads per block, a power of two.
     pub threads: u32,
-    /// Addresses to pass, in order.
     pub arguments: Vec<At>,
 }
 

@@ -12,7 +12,6 @@ use std::arch::x86_64::{
     _mm512_storeu_ps,
 };
 
-/// Maximum rows.
 pub const MOST_ROWS: usize = 8;
 
 /// Elements of the rows that stay in the first-level cache while the large operand is streamed.

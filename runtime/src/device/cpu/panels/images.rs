@@ -42,9 +42,7 @@ pub struct Terms<'a> {
 /// tap.
 pub struct Flipped {
     pub w: *const f32,
-    /// Input channels.
     pub ins: usize,
-    /// Taps per filter.
     pub taps: usize,
 }
 

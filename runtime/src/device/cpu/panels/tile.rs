@@ -27,7 +27,6 @@ const COPIED: u8 = 2;
 /// A column of tiles over the same result columns.
 #[derive(Clone, Copy)]
 pub struct Tiles {
-    /// Number of tiles.
     pub count: usize,
     /// Products per sum.
     pub depth: usize,

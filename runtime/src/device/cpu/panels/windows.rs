@@ -16,20 +16,17 @@ const MANY: usize = 512;
 pub struct Run {
     /// Position of lane 0, in elements from the first image of the period.
     pub at: i32,
-    /// Lane mask.
     pub lanes: u16,
 }
 
 /// All window vectors of a convolution.
 #[derive(Debug)]
 pub struct Windows {
-    /// Taps per window.
     pub taps: usize,
     /// Elements per data plane.
     pub plane: usize,
     /// Distance between the reads of adjacent windows.
     pub step: usize,
-    /// Windows per image.
     pub count: usize,
     /// Lanes of all vectors up to the last window.
     pub columns: usize,

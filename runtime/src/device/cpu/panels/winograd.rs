@@ -68,7 +68,6 @@ impl Transformed {
 /// Adjacent tiles whose outputs are in one row of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
-    /// First lane.
     lane: usize,
     /// Output columns and rows.
     columns: usize,
@@ -179,7 +178,6 @@ impl Loads {
         Loads { loads: [Load::default(); ELEMENTS * LANES], starts: [0; ELEMENTS + 1] }
     }
 
-    /// Computes the loads of a vector.
     fn set(&mut self, windows: &Windows, vector: usize) {
         let mut count = 0;
         let (valid, (at, [image, _])) = (before(windows.columns, vector), windows.place(vector));
