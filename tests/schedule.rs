@@ -513,7 +513,7 @@ fn a_mistake_is_told_with_its_place() {
 
 #[test]
 fn opposite_orders_of_waiting_are_a_deadlock() {
-    // Each waits for the other's activations before it sends its own.
+    // Each stage waits for the other's activations before it sends its output.
     let text = "program inference {
       items 1
       microbatches 1

@@ -365,8 +365,8 @@ fn the_same_run_has_the_same_bits() {
     }
 }
 
-/// If the learning rate drops to 0 after two minibatches, the weights are those after two minibatches, also in a stage
-/// that steps once for both.
+/// If the learning rate is 0 after two minibatches, the weights stay as they were, also in a stage that steps once for
+/// both.
 #[test]
 fn learning_rates_count_minibatches() {
     for rule in [

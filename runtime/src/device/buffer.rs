@@ -210,7 +210,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A buffer that nobody else holds, with arbitrary content.
+    /// An unshared buffer with arbitrary content.
     pub fn take(&mut self, bytes: usize) -> Arc<Buffer> {
         let free = self.free.entry(bytes).or_default();
         // A receiver may still read a returned buffer; it is skipped until released.

@@ -65,7 +65,7 @@ impl<'a> ParameterUpdater<'a> {
         kept.map(Buffer::len).sum()
     }
 
-    /// Updates this replica's shard of a parameter. Overwrites the old version if nobody else holds it, else allocates.
+    /// Updates this replica's shard of a parameter. Overwrites the old version if it is unshared, else allocates.
     pub fn step(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>, pool: &mut Pool) -> Arc<Buffer> {
         let own = match self.share.keeps() {
             true => 0..weight.len(),

@@ -241,7 +241,7 @@ impl<'a> Exchange<'a> {
             let mut bodies = Vec::new();
             part.pack(&mut head, &mut bodies);
             for queue in &queues {
-                // Nobody reads the queue after the end of the run.
+                // The queue has no reader after the end of the run.
                 let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
             }
         });
@@ -312,7 +312,7 @@ impl<'a> Exchange<'a> {
     }
 
     fn send(&self, process: usize, frame: Outbound) {
-        // Nobody reads the queue after the end of the run.
+        // The queue has no reader after the end of the run.
         if let Some(queue) = self.queues.get(&process) {
             let _ = queue.send(frame);
         }

@@ -1,8 +1,8 @@
 //! Forms the process group of a run: how its processes find and connect to each other.
 //!
 //! Process 0 waits for all others, which send a hello with their listening address. Then each learns the addresses of
-//! the others. Of two processes that exchange messages, the higher-numbered one connects. When all connections exist,
-//! process 0 starts the run.
+//! the others. The higher-numbered of two communicating processes connects. When all connections exist, process 0
+//! starts the run.
 
 use crate::process::connection;
 use crate::process::connection::{OVER, Patient, SILENT, Stream};
@@ -73,7 +73,7 @@ pub struct Group {
     pub carrier: Option<Box<dyn Send>>,
 }
 
-/// How a process reaches the others.
+/// The connection method of a process.
 pub enum Door {
     /// Process 0: listens on this port.
     Port(TcpListener),
@@ -475,7 +475,7 @@ fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
     let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, within) {
-            // The system may assign the target port to the connecting socket itself, if nobody listens there.
+            // The system may assign the target port to the connecting socket itself, if no process listens there.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
                 last = io::Error::new(ErrorKind::ConnectionRefused, "nobody listens there");
             }

@@ -45,7 +45,7 @@ impl<'a> Stopping<'a> {
     }
 
     fn send(&self, process: usize, kind: Kind, number: u32) {
-        // Nobody reads the queue after the end of the run.
+        // The queue has no reader after the end of the run.
         if let Some(queue) = self.queues.get(&process) {
             let _ = queue.send(Outbound::of(kind, number.to_le_bytes().to_vec()));
         }
@@ -141,7 +141,7 @@ mod tests {
         let all = [queues(0, &[1, 2]), queues(1, &[0, 2]), queues(2, &[0, 1])];
         let parts: Vec<Stopping<'_>> =
             (0..).zip(all).map(|(own, queues)| Stopping::new(&gates[own], own, queues)).collect();
-        // Two processes receive a signal at once; process 0 hears of the second one first.
+        // Two processes receive a signal at once; the second stop frame reaches process 0 first.
         parts[2].send(0, Kind::Stop, 15);
         parts[1].send(0, Kind::Stop, 2);
         relays.reverse();

@@ -36,8 +36,8 @@ pub fn exp(x: f32) -> f32 {
     p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }
 
-/// Natural logarithm: `x = 2^k (1+f)` with `1+f` in [√½, √2), and `log(1+f)` by the series of the inverse hyperbolic
-/// tangent of `s = f/(2+f)`, arranged as `f - s(f - R)` so that the leading term is exact.
+/// Natural logarithm: `x = 2^k (1+f)` with `1+f` in [√½, √2). `log(1+f)` is the series of the inverse hyperbolic
+/// tangent of `s = f/(2+f)`. It is arranged as `f - s(f - R)`, so that the leading term is exact.
 #[inline(always)]
 pub fn ln(x: f32) -> f32 {
     let subnormal = x < f32::MIN_POSITIVE;

@@ -2,7 +2,7 @@
 //!
 //! Dimensions of size 1 are dropped, and adjacent dimensions that are contiguous for every operand are merged. Equal
 //! shapes, scalars, row vectors, channel vectors and most transposes reduce to a few outer dimensions and one long
-//! inner run with a fixed step per operand.
+//! inner run. Each operand has a fixed step in the inner run.
 
 use compiler::tensor::view::strides;
 

@@ -15,8 +15,8 @@ pub const MOST_LEFT: usize = BLOCK * DEPTH;
 /// Maximum columns for reading a suitable left operand in place: a packed copy would be read too few times.
 const FEW_COLUMNS: usize = 2 * COLUMNS;
 
-/// Maximum rows of a product that is bound by reading its right operand once. Long rows are then read side by side, at
-/// most as many as the hardware prefetcher tracks, at the cost of writing the sums more often.
+/// Maximum rows of a product that is bound by reading its right operand once. Long rows are then read side by side.
+/// Their number is limited by the streams that the hardware prefetcher tracks. The sums are written more often.
 const FEW_ROWS_OF_STREAMS: usize = 64;
 const LONG_ROW: usize = 256;
 /// Maximum rows of a right operand that are read side by side.
