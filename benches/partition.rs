@@ -287,7 +287,6 @@ fn partitioners() -> String {
     table.text()
 }
 
-/// Prints each table when it is ready, and saves them if requested.
 fn tables() {
     let parts: [fn() -> String; 6] =
         [against_pipedream, large_profiles, placements, against_everything, at_size, partitioners];

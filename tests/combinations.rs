@@ -125,7 +125,6 @@ fn combinations() -> Vec<Combination> {
 }
 
 impl Set {
-    /// The plan of a combination; the planner has checked it.
     fn plan(&self, of: Combination) -> Option<Plan> {
         let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);

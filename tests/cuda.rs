@@ -18,7 +18,6 @@ use runtime::device::cuda::recipe::{Fault, LaunchPlan};
 use runtime::device::layout::TensorLayout;
 use std::collections::BTreeSet;
 
-/// An op with its inputs, and the reference result.
 struct Question {
     what: String,
     outputs: Vec<Fact>,

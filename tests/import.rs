@@ -311,7 +311,6 @@ fn a_batch_that_cannot_be_opened_is_fixed_and_says_why() {
     assert!(why.starts_with("node `joined` (Concat)"), "{why}");
 }
 
-/// A scalar constant.
 fn number(name: &str, value: f32) -> TensorProto {
     TensorProto { dims: vec![], float_data: vec![value], ..floats(name, &[]) }
 }

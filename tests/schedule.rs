@@ -330,7 +330,6 @@ struct Mistake {
     told: Vec<(usize, RangeInclusive<usize>)>,
 }
 
-/// The kinds of mistakes with a known location.
 const KINDS: [&str; 6] = [
     "dropped communication",
     "doubled",

@@ -55,7 +55,6 @@ fn adam() -> Optimizer {
     Optimizer::from(rule)
 }
 
-/// Ten steps in stages of equally many ops, with these replicas and this degree.
 fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(Trained, Layouts), SharedError> {
     let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
     let microbatches = if replicas.len() > 1 { 4 } else { 1 };

@@ -23,7 +23,6 @@ fn timeline(minibatches: u32) -> Timeline {
 
 /// Row, name, start and end in nanoseconds.
 type Spans = Vec<(String, String, u64, u64)>;
-/// Counter, time, value.
 type Points = Vec<(String, u64, u64)>;
 
 fn of_json(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {

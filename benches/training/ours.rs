@@ -45,7 +45,6 @@ const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: fal
 pub struct Way {
     /// One stage per worker.
     pub workers: u32,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
 }
 
@@ -80,7 +79,6 @@ impl<'a> Known<'a> {
         known
     }
 
-    /// Samples per micro-batch.
     fn rows(&self, microbatches: u32) -> usize {
         self.subject.batch / microbatches as usize
     }

@@ -94,7 +94,6 @@ pub struct ParameterState {
 /// The state of a stage in a resumed run, besides weights and running statistics.
 #[derive(Default)]
 pub struct ResumeState {
-    /// Number of updates.
     pub version: u32,
     /// Optimizer state by parameter; masters come with the weights.
     pub moves: Vec<ParameterState>,

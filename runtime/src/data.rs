@@ -239,13 +239,11 @@ fn refuse_fractions(name: &str, array: &Tensor) -> Result<(), DataError> {
 #[derive(Debug)]
 pub struct Batches {
     data: Dataset,
-    /// Rows per micro-batch.
     item_rows: usize,
     microbatches: usize,
     /// Row permutation by epoch; empty for file order.
     orders: Vec<Vec<u32>>,
     per_epoch: usize,
-    /// Seed of the dropout counters.
     seed: u64,
 }
 

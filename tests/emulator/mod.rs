@@ -83,7 +83,6 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     program
 }
 
-/// Buffer sizes of a case: inputs, outputs, scratch, fault.
 fn sizes(case: &Case) -> Vec<usize> {
     let inputs = case.inputs.iter().map(Vec::len);
     inputs.chain(case.outputs.iter().copied()).chain([case.recipe.scratch, size_of::<Fault>()]).collect()

@@ -129,7 +129,6 @@ impl<'a> Joining<'a> {
         Some(Checkpoint { weights: joined(&all, self.layouts), ..parts.swap_remove(0) })
     }
 
-    /// Gathers the snapshots of one replica from all devices.
     fn joined(&self, parts: Vec<StageSnapshot>) -> StageSnapshot {
         let code = &self.codes[parts[0].stage.index()];
         let one = |p: usize, each: &[&Buffer]| -> Option<Buffer> {

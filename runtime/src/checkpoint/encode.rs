@@ -31,7 +31,6 @@ pub struct Flight {
 #[serde(rename_all = "kebab-case")]
 pub enum Holds {
     Weights,
-    /// Optimizer state.
     Optimizer,
     InFlight,
 }

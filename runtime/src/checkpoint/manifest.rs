@@ -82,9 +82,7 @@ pub struct Listed {
     pub holds: Holds,
     pub stage: u32,
     pub replica: u32,
-    /// Length in bytes.
     pub bytes: u64,
-    /// SHA-256 of the content.
     pub sha256: String,
 }
 

@@ -19,7 +19,6 @@ pub struct Buffer {
     bytes: usize,
     ledger: Option<Arc<MemoryCounter>>,
     lent: AtomicBool,
-    /// The pool that allocated it.
     pool: Option<Arc<()>>,
 }
 

@@ -48,7 +48,6 @@ pub enum CompileError {
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedTensor {
     pub name: String,
-    /// Element type and concrete shape.
     pub fact: Fact,
     pub bytes: usize,
 }

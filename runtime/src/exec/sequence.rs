@@ -69,7 +69,7 @@ impl KernelTask {
         }
     }
 
-    /// Runs and accumulates into the output. Requires [`adds`](Task::adds).
+    /// Runs and accumulates into the output. Requires [`adds`](KernelTask::adds).
     pub fn run_adding(
         &self,
         inputs: &[&[u8]],
@@ -165,7 +165,6 @@ pub struct Planned {
     pub node: NodeId,
     nodes: Vec<NodeId>,
     task: KernelTask,
-    /// The batched kernel over several micro-batches.
     joint: Option<Kernel>,
     inputs: Vec<Value>,
     outputs: Vec<Value>,

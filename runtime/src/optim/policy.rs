@@ -26,7 +26,6 @@ pub enum Statistics {
 /// Compensation for weights that change between a forward and its backward, under `1f1b-rr-newest`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Staleness {
-    /// No compensation.
     #[default]
     None,
     /// The forward uses weights predicted for the time of the update (SpecTrain; Chen et al., 2018, equation 4): `ŵ = w

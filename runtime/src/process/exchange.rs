@@ -56,7 +56,6 @@ pub struct Exchange<'a> {
     writing: Option<(Sender<()>, Receiver<()>)>,
 }
 
-/// The state of a connection's reader and writer threads.
 struct Line<'a> {
     reader: FrameReader<Patient>,
     writer: FrameWriter<Box<dyn Write + Send>>,

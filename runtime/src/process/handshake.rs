@@ -31,10 +31,8 @@ pub struct Identity {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub protocol: u32,
-    /// Process number.
     pub process: u32,
     pub processes: u32,
-    /// Operating system process id.
     pub pid: u32,
     pub address: String,
     pub identity: Identity,
@@ -113,7 +111,6 @@ impl Hello {
 /// Roster entry of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Known {
-    /// Operating system process id.
     pub pid: u32,
     pub address: String,
 }
@@ -144,7 +141,6 @@ pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<Known>, Fra
 pub struct Talk {
     pub reader: FrameReader<Patient>,
     pub writer: FrameWriter<Box<dyn Write + Send>>,
-    /// Closes both directions.
     pub hangup: Hangup,
 }
 

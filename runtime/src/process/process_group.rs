@@ -67,7 +67,6 @@ pub struct Group {
     pub progress: Progress,
     /// Display names, by process.
     pub names: Vec<String>,
-    /// Connections, by process.
     pub talks: BTreeMap<usize, Talk>,
     /// Keeps the transport alive.
     pub carrier: Option<Box<dyn Send>>,

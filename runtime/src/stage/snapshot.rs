@@ -25,7 +25,6 @@ pub struct PendingSnapshots {
     ready: Vec<StageSnapshot>,
     /// Restored weights of forward passes that are repeated after a resume.
     pub forwards: BTreeMap<u32, Weights>,
-    /// Memory counter of snapshots.
     ledger: Arc<MemoryCounter>,
 }
 

@@ -81,7 +81,6 @@ pub struct StageSetup<'a> {
     /// True if no micro-batch sees a version after the last backward of the first round that uses it.
     pub ends_with_round: bool,
     pub states: Vec<Buffer>,
-    /// Number of gradient buckets.
     pub buckets: u32,
     pub replicas: Arc<Communicator<ReplicaGradients>>,
     /// The replica's parameter shards.
@@ -93,7 +92,6 @@ pub struct StageSetup<'a> {
     /// Gradient shards, under ZeRO 2 and 3.
     pub gradient_shards: Option<Arc<GradientShards>>,
     pub tied: Vec<Tied>,
-    /// True for the first replica of the stage.
     pub is_first: bool,
     /// Restored state of a resumed run.
     pub begin: Option<ResumeState>,
@@ -145,7 +143,6 @@ pub struct StageWorker<'a> {
 pub struct StageConfig<'a> {
     pub optimizer: &'a Optimizer,
     pub policy: Policy,
-    /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// True if every micro-batch of a minibatch sees the updates of all earlier minibatches.
     pub flushes: bool,

@@ -12,7 +12,6 @@ use compiler::plan::StageId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// A tied parameter with its own weight versions.
 pub(super) struct LateTiedWeight {
     /// Index into the stage's tied parameters; `parameter` indexes all its parameters.
     pub(super) tied: usize,

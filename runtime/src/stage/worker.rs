@@ -91,7 +91,6 @@ pub enum Event {
         item: u32,
         value: f64,
     },
-    /// A stage ran an optimizer step.
     Stepped {
         worker: WorkerId,
         version: u32,
@@ -104,7 +103,6 @@ pub enum Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     Compute(compiler::schedule::action::Work),
-    /// Recomputation of a stage's activations.
     Recompute(StageId, MicrobatchId),
     /// Waiting for a message or a collective.
     Wait,

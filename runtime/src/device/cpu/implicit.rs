@@ -22,9 +22,7 @@ use bytemuck::{cast_slice, cast_slice_mut};
 pub struct Sizes {
     pub images: usize,
     pub groups: usize,
-    /// Input channels per group.
     pub ins: usize,
-    /// Output channels per group.
     pub outs: usize,
 }
 

@@ -9,11 +9,8 @@ use std::ops::Range;
 /// Geometry of the windows over the data.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
-    /// Data shape.
     pub data: [usize; 3],
-    /// Kernel shape.
     pub kernel: [usize; 3],
-    /// Output shape.
     pub out: [usize; 3],
     pub(super) stride: [isize; 3],
     pub(super) dilation: [isize; 3],

@@ -10,7 +10,6 @@
 use super::patches::{Grid, gather_run};
 use super::real::Real;
 
-/// `f32` lanes per vector.
 pub(super) const LANES: usize = 16;
 
 /// Limits on the size of a rearranged plane: factor of the original size, and additional elements.

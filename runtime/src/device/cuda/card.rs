@@ -146,7 +146,6 @@ impl Gpu {
         Ok(Stream { card: self.clone(), stream: self.context.new_stream()? })
     }
 
-    /// Compiles and loads a kernel on first use.
     fn kernel(&self, text: &Arc<str>) -> Result<Kernel, CardFault> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = kernels.get(text) {

@@ -77,7 +77,6 @@ impl LaunchPlan {
 pub struct Fault {
     /// 0: none; 1: index out of range; 2: label out of range.
     pub kind: u64,
-    /// The index or label.
     pub value: i64,
     /// The axis size or number of classes.
     pub size: u64,

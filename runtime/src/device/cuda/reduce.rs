@@ -118,7 +118,6 @@ fn wide(dtype: DType) -> DType {
     if dtype == DType::U64 { DType::U64 } else { DType::I64 }
 }
 
-/// Geometry of a reduction.
 struct Shape<'a> {
     /// Shape of the results, and their start offsets.
     outer: (&'a [usize], Walk),

@@ -57,7 +57,6 @@ impl Right for Rows {
 /// A row-major result.
 pub struct Plain {
     pub at: *mut f32,
-    /// Row stride.
     pub row: usize,
 }
 
@@ -75,7 +74,6 @@ impl Target for Plain {
 /// A column-major result.
 pub struct Turned {
     pub at: *mut f32,
-    /// Column stride.
     pub column: usize,
 }
 

@@ -36,13 +36,11 @@ pub struct Tiles {
     pub a_tile: usize,
     /// The right operand from its first column.
     pub b: *const f32,
-    /// Row stride of `b`.
     pub b_row: usize,
     /// Lane mask of the last vector.
     pub last: u16,
     /// Target of the first row's vectors.
     pub c: [*mut f32; VECTORS],
-    /// Row stride of `c`.
     pub c_row: usize,
     /// True to accumulate into `c`.
     pub add: bool,
