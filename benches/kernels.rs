@@ -1,5 +1,5 @@
-//! Timings of the CPU kernels on one thread. The throughput that is printed is floating-point operations for products and
-//! convolutions (`Gelem/s` reads as GFLOP/s) and bytes moved for the rest.
+//! CPU kernel timings on one thread. The reported throughput is floating-point operations for products and convolutions
+//! (`Gelem/s` means GFLOP/s), and bytes moved for the rest.
 
 use compiler::op::table::rule;
 use compiler::op::*;
@@ -82,7 +82,7 @@ fn products(c: &mut Criterion) {
     time(c, "64x3136x576", op(false, false), &[&[64, 576], &[576, 3136]], true);
 }
 
-/// Title, shapes of input and weight, stride, padding, groups.
+/// Title, input shape, weight shape, stride, padding, groups.
 type Convolution = (&'static str, [usize; 4], [usize; 4], usize, usize, usize);
 
 fn convolutions(c: &mut Criterion) {

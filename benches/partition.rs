@@ -1,4 +1,4 @@
-//! How good plans are, and what they take to find: tables against published optima and bounds, then timings.
+//! Plan quality and search cost: tables against published optima and bounds, then timings.
 //!
 //! ```text
 //! cargo bench --bench partition                        the tables on standard output, then the timings
@@ -6,18 +6,18 @@
 //! cargo bench --bench partition -- chain               of the timings only those with "chain" in their name
 //! ```
 //!
-//! Published profiles and instances are looked for in `$PIPEC_DATA` (`../shared/data` where it is not set); their rows say `skipped`
-//! without it. `published` holds the figures of others and where they come from.
+//! Published profiles and instances are read from `$PIPEC_DATA`, by default `../shared/data`; without them their rows
+//! say `skipped`. `published` has the external figures and their sources.
 //!
 //! | column | |
 //! | --- | --- |
-//! | published | the figure of the others' program, or the optimum |
-//! | ours, ratio | what pipec finds, and that over the published figure: below 1 is better than published |
-//! | bound, gap | what no plan beats, and how far ours is from it; `proven` where there is nothing better |
-//! | states | sets, shapes or nodes that were looked at |
-//! | CPU-s, MiB | seconds on one processor, and the fullest that the process was |
+//! | published | result of the published program, or the optimum |
+//! | ours, ratio | result of pipec, and its ratio to the published one: below 1 is better |
+//! | bound, gap | lower bound, and the gap to it; `proven` if the plan is optimal |
+//! | states | sets, shapes or nodes searched |
+//! | CPU-s, MiB | processor seconds, and peak memory of the process |
 
-#[allow(dead_code)] // Some of these problems are for tests alone.
+#[allow(dead_code)] // Tests use the rest.
 #[path = "../tests/instances/mod.rs"]
 mod instances;
 #[path = "partition/published.rs"]
@@ -40,14 +40,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 use table::{Spent, Table, spending};
 
-/// Columns of every table that holds one plan a row.
 const COLUMNS: [&str; 9] = ["instance", "published", "ours", "ratio", "bound", "gap", "states", "CPU-s", "MiB"];
 
 fn data() -> PathBuf {
     std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from)
 }
 
-/// A published profile, where there is shared data.
 fn profile(name: &str) -> Option<CostGraph> {
     let path = data().join(format!("partition/pipedream/profiles/{name}.graph.txt"));
     let text = std::fs::read_to_string(path).ok()?;
@@ -68,13 +66,13 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() }).expect("there is no limit to exceed")
 }
 
-/// "13-2-1".
+/// Replicas by stage, as in "13-2-1".
 fn replicas(plan: &Plan) -> String {
     let shown: Vec<String> = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect();
     if shown.len() > 8 { format!("{} stages", shown.len()) } else { shown.join("-") }
 }
 
-/// A row: times are told in `unit` microseconds.
+/// A row; times are in units of `unit` microseconds.
 fn row(table: &mut Table, name: String, published: Option<f64>, plan: &Plan, unit: f64, spent: Spent) {
     let (ours, bound) = (plan.predicted.minibatch_us / unit, plan.lower_bound_us / unit);
     let gap = match plan.proven_optimal {
@@ -208,7 +206,6 @@ fn against_everything() -> String {
     table.text()
 }
 
-/// Problems of a size at which other planners give up.
 fn large() -> Vec<(&'static str, Problem)> {
     let of = |graph: CostGraph, spec: &str, cost| problem(graph, cluster(spec), cost);
     vec![
@@ -237,7 +234,6 @@ fn at_size() -> String {
     table.text()
 }
 
-/// Problems that every partitioner can take.
 fn shared() -> Vec<(String, Option<Problem>)> {
     let of = |graph: Option<CostGraph>, spec: &str, cost| graph.map(|graph| problem(graph, cluster(spec), cost));
     vec![
@@ -291,7 +287,6 @@ fn partitioners() -> String {
     table.text()
 }
 
-/// Prints the tables one by one, since some take a while; keeps them if that is asked.
 fn tables() {
     let parts: [fn() -> String; 6] =
         [against_pipedream, large_profiles, placements, against_everything, at_size, partitioners];
@@ -336,7 +331,7 @@ fn timings(c: &mut Criterion) {
 }
 
 fn main() {
-    // `cargo test --benches` only asks whether the timings run, a filter which of them are wanted.
+    // `cargo test --benches` only runs the timings; a filter selects timings.
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.iter().all(|argument| argument == "--bench") {
         tables();

@@ -1,12 +1,12 @@
-//! What stale weights cost: the shipped digits, a perceptron of eight layers in eight stages, and the five ways to deal with weights
-//! that change while a minibatch is in flight, beside training without a pipeline. The first stage's forward is seven updates behind.
+//! The cost of stale weights: an eight-layer perceptron on the bundled digits in eight stages, with the five staleness
+//! methods, compared with training without a pipeline. The first stage's forward is seven updates old.
 //!
 //! ```text
 //! cargo bench --bench staleness
 //! ```
 //!
-//! Prints for each way and learning rate, over three seeds, the mean loss of the last epoch, the accuracy on digits that training
-//! never saw, and the most bytes that the first stage held.
+//! Prints, for each method and learning rate over three seeds: mean loss of the last epoch, test accuracy, and peak
+//! memory of the first stage.
 
 use compiler::graph::bind::bind;
 use compiler::graph::order;
@@ -82,7 +82,7 @@ fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness:
     train(&training, &mut |_| {}).expect("the program was checked")
 }
 
-/// The share of test digits that are told right; none of them where the weights are no numbers.
+/// Test accuracy; 0 if the weights are not finite.
 fn accuracy(model: &Model, digits: &Digits, trained: &BTreeMap<String, Tensor>) -> f64 {
     let given = arrays(&digits.test);
     let dims = Bindings::from([("batch".to_string(), digits.test.rows as i64)]);

@@ -1,22 +1,22 @@
-//! How fast pipec trains beside PyTorch: the same models, batches and optimizer, in rounds that alternate.
+//! Training speed of pipec and PyTorch: the same models, batches and optimizer, in alternating rounds.
 //!
 //! ```text
 //! cargo bench --bench training                                       everything, five rounds: half an hour
 //! cargo bench --bench training -- --models mlp-64,lstm --rounds 3    a quick look
-//! cargo bench --bench training -- --steps 2                          so many minibatches in a round
+//! cargo bench --bench training -- --steps 2                          two minibatches per round
 //! ```
 //!
-//! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, else `python3`, from `training/peer.py`; where there is none, the bench says so and
-//! prints what pipec does. All is trained in f32 by SGD with momentum 0.9 on made-up data. Every model is profiled here and planned
-//! by that profile, one stage on each worker. Two workers, or two of the peer's threads or processes, want a machine with two idle
-//! cores; processor time says what the work costs where others use them too.
+//! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, by default `python3`, from `training/peer.py`; without it, only
+//! pipec is measured. All models train in f32 with SGD and momentum 0.9 on synthetic data. Every model is profiled and
+//! planned here, one stage per worker. Two workers, or two PyTorch threads or processes, need two idle cores; CPU time
+//! shows the cost if other work uses them.
 //!
 //! | column | |
 //! | --- | --- |
-//! | samples/s | by the wall clock, without the first steps |
-//! | CPU-s/step | seconds on processors for a minibatch, over all threads and processes |
-//! | faster, cheaper | how many times as fast pipec is, and how many times as much processor time PyTorch takes |
-//! | off | how much more is predicted than found |
+//! | samples/s | by wall time, without the first steps |
+//! | CPU-s/step | CPU seconds per minibatch, over all threads and processes |
+//! | faster, cheaper | speedup of pipec in wall time, and in CPU time |
+//! | off | relative excess of the prediction over the measurement |
 
 #[path = "training/figures.rs"]
 mod figures;
@@ -28,7 +28,7 @@ mod peer;
 mod report;
 #[path = "training/subjects.rs"]
 mod subjects;
-#[allow(dead_code)] // What a plan took to find is for another bench.
+#[allow(dead_code)] // Search cost is for another bench.
 #[path = "partition/table.rs"]
 mod table;
 
@@ -60,7 +60,7 @@ fn named(name: &str) -> Result<&'static Subject, String> {
     SUBJECTS.iter().find(|subject| subject.name == name).ok_or_else(|| format!("there are {}", names()))
 }
 
-/// Trains one model in all ways, with the peer behind each of them in every round.
+/// Trains one model in all modes; PyTorch follows pipec in every round.
 fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<Peer>) -> Measured {
     let (model, parameters) = subject.built();
     if let Some(peer) = peer {
@@ -90,7 +90,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
             figures.ours.push(outcome.round);
             figures.held_bytes.iter_mut().zip(&outcome.held_bytes).for_each(|(most, held)| *most = (*most).max(*held));
             figures.spent = outcome.spent;
-            // Rounds stay paired: behind one that failed there is none.
+            // Rounds stay paired: after a failed one there are none.
             let Some(peer) = peer.as_mut().filter(|_| figures.theirs.len() == round as usize) else { continue };
             match peer.run(subject.name, line.mode, steps, subject.batch) {
                 Ok(theirs) => figures.theirs.push(theirs),

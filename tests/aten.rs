@@ -1,4 +1,4 @@
-//! Operators of ATen as graphs of core ops. Expected numbers are worked out by hand.
+//! ATen operators as graphs of core ops, against hand-computed values.
 
 mod program;
 
@@ -25,9 +25,9 @@ fn gradients_stop_where_the_program_says_so_and_nowhere_else() {
             .model(&["out"])
             .unwrap()
     };
-    // What does not depend on a parameter needs no stop.
+    // Values that do not depend on a parameter need no stop-gradient op.
     assert_eq!(stops(&program("", "detach")), 1);
-    // After decompositions only the function that a node came from tells.
+    // After decompositions, only the recorded Python function identifies the call.
     assert_eq!(stops(&program("detach_1;method_descriptor.detach", "alias")), 1);
     assert_eq!(stops(&program("wrap_with_set_grad_enabled;W.wrap_with_set_grad_enabled", "neg")), 1);
     assert_eq!(stops(&program("alias_1;method_descriptor.alias", "alias")), 0);
@@ -228,7 +228,7 @@ fn joint_graphs_give_loss_and_gradients_and_are_not_trained() {
     close(&made[1], &[1.0, 2.0]);
 }
 
-/// The list of operators for people. `PIPEC_BLESS=1` writes it anew.
+/// The documented operator list matches the table. `PIPEC_BLESS=1` rewrites it.
 #[test]
 fn the_list_of_operators_is_that_of_the_table() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/import/aten.txt");

@@ -1,4 +1,4 @@
-//! Where the batch is ambiguous, the flags that say it are named.
+//! Models with an ambiguous batch dimension: errors name the flags that resolve it.
 
 mod builder;
 
@@ -22,7 +22,7 @@ fn fact(model: &Model, name: &str) -> String {
     model.graph.ids().find(is).map(|id| model.graph.node(id).facts[0].to_string()).unwrap()
 }
 
-/// A loss of the model's own, of two inputs that were exported with one sample: the second could be the same for all samples.
+/// A model-defined loss of two inputs exported with batch 1: the second might be the same for all samples.
 #[test]
 fn an_input_that_may_have_the_batch_too() {
     let nodes = [
@@ -40,7 +40,7 @@ fn an_input_that_may_have_the_batch_too() {
     assert!(said.warnings.is_empty(), "{:?}", said.warnings);
 }
 
-/// The first input is a table that is added to what a matrix makes of the second.
+/// The first input is a table added to the product of the second with a matrix.
 #[test]
 fn an_input_that_may_have_the_batch_instead() {
     let nodes = [node("MatMul", &["x", "w"], &["h"]), node("MatMul", &["h", "table"], &["y"])];
@@ -55,7 +55,7 @@ fn an_input_that_may_have_the_batch_instead() {
     assert_eq!((fact(&said, "x"), fact(&said, "table")), ("f32[batch, 3]".into(), "f32[2, 3]".into()));
 }
 
-/// Attention that has time first inside, as `nn.MultiheadAttention` has it: the batch is behind the time of the axis that both become.
+/// Attention with time first, as in `nn.MultiheadAttention`: the batch follows time in a merged axis.
 #[test]
 fn a_batch_behind_another_axis_is_found_again() {
     let turned = |from: &str, to: &str| with(node("Transpose", &[from], &[to]), ints("perm", &[1, 0, 2]));
@@ -66,7 +66,7 @@ fn a_batch_behind_another_axis_is_found_again() {
         node("Reshape", &["on", "apart"], &["steps"]),
         turned("steps", "y"),
     ];
-    // A batch of 8 divides 24 steps, and 7 does not.
+    // A batch of 8 divides 24 steps, 7 does not.
     for batch in [7, 8] {
         let mut main = graph(&nodes, &[typed("x", F32, &[batch, 24, 4])], &["y"]);
         main.initializer = vec![
@@ -79,7 +79,7 @@ fn a_batch_behind_another_axis_is_found_again() {
     }
 }
 
-/// Numbers that were written down for the batch of the file are no open batch.
+/// Constants that depend on the exported batch size prevent a symbolic batch.
 #[test]
 fn what_is_left_of_the_batch_of_a_file_is_told() {
     let fixed = |nodes: &[_], values: &[(&str, Tensor)]| {

@@ -1,5 +1,5 @@
-//! Bounds and searches held against everything: a thousand small graphs, large ones with a small gap, and the same graph in other
-//! orders.
+//! Lower bounds and searches, against exhaustive search on a thousand small graphs; the gap on large ones; independence
+//! of op numbering.
 
 mod instances;
 
@@ -48,7 +48,7 @@ fn a_thousand_small_graphs_are_bounded_and_planned_best() {
         let bound = ours.plan.lower_bound_us;
         assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
         assert!(us(&ours) >= best * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best}", us(&ours));
-        // The bound that needs no search at all.
+        // The bound without any search.
         let single = with(&problem, Partitioner::Single).plan;
         assert!(single.lower_bound_us <= best * (1.0 + 1e-9), "seed {seed}: bound {} of {best}", single.lower_bound_us);
         if !same(us(&ours), best) {
@@ -125,7 +125,6 @@ fn bombs_are_planned_within_a_warning() {
     }
 }
 
-/// The same graph with its ops numbered in another topological order.
 fn shuffled(graph: &CostGraph, random: &mut Random) -> CostGraph {
     let ops = graph.ops.len();
     let mut waits = vec![0; ops];
@@ -191,7 +190,6 @@ fn profile(name: &str) -> Option<String> {
     std::fs::read_to_string(format!("{root}/partition/pipedream/profiles/{name}.graph.txt")).ok()
 }
 
-/// The same lines in another order.
 fn shuffled_lines(text: &str, random: &mut Random) -> String {
     let mut lines: Vec<&str> = text.lines().collect();
     for at in (1..lines.len()).rev() {
@@ -247,7 +245,7 @@ fn the_order_of_the_nodes_of_an_onnx_file_changes_neither_the_graph_nor_the_obje
     assert!(answers.iter().all(|(hash, us)| *hash == answers[0].0 && same(*us, answers[0].1)), "{answers:?}");
 }
 
-/// Nodes in another order in which each stands behind those whose outputs it reads.
+/// The nodes in another topological order.
 fn in_another_order(nodes: Vec<NodeProto>, random: &mut Random) -> Vec<NodeProto> {
     let mut waiting = nodes;
     let mut made: Vec<String> = Vec::new();

@@ -1,4 +1,4 @@
-//! Gradients that replicas sum in parts, from the command line to the weights.
+//! Gradient buckets, from the command line to the weights.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -16,7 +16,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// One plan with a bucket for every parameter and one that sums all at once: the same weights, in less time.
+/// A bucket per parameter and a single bucket give bitwise equal weights; the former is faster.
 #[test]
 fn buckets_hide_the_all_reduce_and_change_no_bits() {
     let folder = tempfile::tempdir().unwrap();
@@ -51,7 +51,7 @@ fn buckets_hide_the_all_reduce_and_change_no_bits() {
     assert!(programs.contains("all-reduce 0 round 0 bucket 1 "), "{programs}");
 }
 
-/// No other power of two gives a program that takes less time, and the plan says which was found and what it hides.
+/// No other power of two gives a faster program. The plan states the bucket size and the hidden time.
 #[test]
 fn the_fastest_size_is_found() {
     let folder = tempfile::tempdir().unwrap();
@@ -85,7 +85,6 @@ fn the_fastest_size_is_found() {
     }
 }
 
-/// What a plan says of buckets is held against its stages and its model.
 #[test]
 fn buckets_of_another_stage_are_told() {
     let folder = tempfile::tempdir().unwrap();

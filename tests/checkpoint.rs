@@ -1,5 +1,5 @@
-//! A run that goes on from a checkpoint is the run that was never interrupted, to the bit: losses, weights, running statistics, and
-//! every file of every later checkpoint. And whatever ends a save, a complete checkpoint is left.
+//! Resumed runs are bitwise equal to uninterrupted ones: losses, weights, running statistics and all later checkpoints.
+//! An interrupted save always leaves a complete checkpoint.
 
 #[path = "checkpoint/group.rs"]
 mod group;
@@ -28,7 +28,7 @@ use runtime::train::run::{RunOptions, run, train};
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Runs whole, and from every checkpoint to the end.
+/// Compares a whole run with runs resumed from each of its checkpoints.
 fn goes_on(what: &str, ready: &Ready) {
     let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -137,14 +137,14 @@ fn what_checkpoints_hold_is_counted_by_itself() {
         let kept = ready.run(None, tempfile::tempdir().unwrap().path(), None);
         assert!(plain.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
         for (worker, (with, without)) in kept.held_bytes.iter().zip(&plain.held_bytes).enumerate() {
-            // Messages come when they come.
+            // Message arrival times vary.
             assert!(
                 *with <= without + without / 10,
                 "{schedule}, worker {worker}: {with} with checkpoints, {without} without"
             );
             let code = &ready.prepared.codes[worker];
             let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
-            // Weights and two averages of each.
+            // Weights and two averages each.
             assert!(kept.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
         }
     }
@@ -186,7 +186,7 @@ fn a_run_that_is_told_to_stop_leaves_a_checkpoint_to_go_on_from() {
         let ready = Ready { every: 100, ..ready };
         let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
         let what = format!("{schedule} {replicas:?}");
-        // Whenever it is told: here at the beginning of a minibatch that some worker begins.
+        // The stop arrives at any time; here when some worker starts a minibatch.
         for _ in 0..3 {
             let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
             let gate = Gate::new(&stop, period(&ready.prepared.program), 0);
@@ -321,7 +321,7 @@ fn without_a_flush_another_plan_begins_with_the_one_version_of_the_cut() {
         assert_eq!(rest.losses.len(), steps, "{what}");
         assert!(rest.losses.iter().all(|loss| loss.is_finite()), "{what}: {:?}", rest.losses);
     }
-    // Rounds of three do not end after six minibatches where those of four do not either.
+    // After six minibatches, rounds of three end, but rounds of four do not.
     let four = ready(&mlp(), plan(Schedule::OneFOneBRr, &[4, 1], 1), adam(), Policy::default());
     let fault = found.start.check(&four.prepared.program).unwrap_err().to_string();
     assert!(fault.contains("after minibatch 6") && fault.contains("every 4 minibatches"), "{fault}");

@@ -1,4 +1,4 @@
-//! Plans with several stages on each rank: the judge accepts them, their programs hold what they say, and simulation agrees.
+//! Plans with several stages per rank: the checker accepts them, and programs and simulation match the predictions.
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 const KINDS: [ScheduleKind; 4] =
     [ScheduleKind::Interleaved, ScheduleKind::Bfs, ScheduleKind::Zbv, ScheduleKind::DualPipeV];
 
-/// A chain whose every third op is also read three ops later.
+/// A chain in which every third op is also read three ops later.
 fn chain(times: &[f64], bytes: u64) -> CostGraph {
     let count = times.len() as u32;
     let op = |(id, us): (usize, &f64)| OpCost {
@@ -80,7 +80,7 @@ fn programs_hold_what_plans_say() {
     }
 }
 
-/// Equal ops and links that cost nothing: what the plan predicts is what its programs take.
+/// With equal ops and free links, programs take exactly the predicted time.
 #[test]
 fn predictions_are_what_simulation_finds() {
     for kind in KINDS {
@@ -109,7 +109,7 @@ fn chunks_of_one_rank_share_its_memory() {
         let most = held.into_values().max().unwrap();
         problem.memory_limit = Some(Bytes(most));
         assert_eq!(planned(&problem).plan.stages.len(), free.stages.len());
-        // A little less asks for recomputation, very little for another machine.
+        // Slightly less memory requires recomputation; very little is infeasible.
         problem.memory_limit = Some(Bytes(most - 1));
         assert!(planned(&problem).plan.stages.iter().any(|stage| stage.recompute));
         problem.memory_limit = Some(Bytes(5000));

@@ -1,4 +1,4 @@
-//! The command line as a user meets it: exit codes, streams, one line of error, and the road from a model to its answers.
+//! The command line: exit codes, streams, error lines, and the path from a model to its results.
 
 mod shared;
 
@@ -39,14 +39,14 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// Runs and expects success; gives standard output.
+/// Runs successfully and returns standard output.
 fn done(folder: &Path, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
     text(&output.stdout)
 }
 
-/// Runs and expects a failure with this code and exactly one line of error on standard error; gives it all.
+/// Expects this exit code and exactly one error line; returns standard error.
 fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
@@ -63,7 +63,7 @@ fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
-/// A chain of ops with the given milliseconds, one MB between them and `parameter` bytes each.
+/// A chain of ops with the given milliseconds, 1 MB activations and `parameter` bytes each.
 fn graph_txt(folder: &Path, times: &[f64], parameter: u64) {
     let mut file = String::new();
     for (at, time) in times.iter().enumerate() {
@@ -149,7 +149,7 @@ fn a_published_profile_is_planned() {
     assert_eq!(plan["schema"], "pipec.plan/1");
     assert_eq!(plan["stages"].as_array().unwrap().len(), 2);
     assert!((plan["predicted"]["minibatch_us"].as_f64().unwrap() - 10_000.0).abs() < 1e-6);
-    // The same bytes again, and the same as JSON on standard output.
+    // The plan is reproducible, and equal to the JSON on standard output.
     let first = std::fs::read(at.join("chain.plan.json")).unwrap();
     let again = done(at, &[&flags[..], &["--format", "json", "-o", "again.json"]].concat());
     assert_eq!(first, std::fs::read(at.join("again.json")).unwrap());
@@ -165,7 +165,7 @@ fn a_published_profile_is_planned() {
     assert!(done(at, &["plan", "check", "chain.plan.json"]).contains("is sound"));
     assert_eq!(json(&done(at, &["plan", "check", "chain.plan.json", "--format", "json"]))["sound"], true);
 
-    // A plan that was tampered with is no plan.
+    // A modified plan is rejected.
     let broken = text(&first).replacen("\"replicas\": 1", "\"replicas\": 3", 1);
     std::fs::write(at.join("broken.json"), broken).unwrap();
     assert!(fails(at, 1, &["plan", "check", "broken.json"]).contains("devices for 3 replicas"));
@@ -222,7 +222,7 @@ fn from_the_zoo_to_an_answer() {
         assert!(line["loss"].is_f64() && line["seconds"].is_f64() && line["samples_per_s"].is_f64());
     }
     assert_eq!(lines[7]["total"]["steps"], 7);
-    // The same seed gives the same bits.
+    // The same seed gives bitwise equal weights.
     done(at, &[&train[..], &["--save", "again.safetensors"]].concat());
     let weights = std::fs::read(at.join("w.safetensors")).unwrap();
     assert_eq!(weights, std::fs::read(at.join("again.safetensors")).unwrap());
@@ -236,7 +236,7 @@ fn from_the_zoo_to_an_answer() {
     fails(at, 1, &["eval", "--batch-file", "list.tsv"]);
     assert!(at.join("z.npz").exists());
 
-    // A plan for another model is refused.
+    // A plan for another model is rejected.
     done(at, &["zoo", "mlp", "--hidden", "9", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "o.onnx"]);
     let other = ["train", "o.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "1"];
     assert!(fails(at, 2, &other).contains("is not the model of the plan"));
@@ -275,7 +275,7 @@ fn every_time_is_that_of_a_minibatch() {
     let at = folder.path();
     graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 8);
     let flags = ["partition", "chain.graph.txt", "--gpus", "2", "--stages", "1,1", "--microbatches", "4"];
-    // 4 micro-batches of 10 ms and one to drain, beside 4 of 20 ms on one device and 4 of 10 ms side by side.
+    // 4 micro-batches of 10 ms plus one to drain, against 4 of 20 ms on one device, or 4 of 10 ms data-parallel.
     for cost in ["paper", "pipec"] {
         let told = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare", "--cost", cost]].concat());
         assert!(told.starts_with("Data parallelism would be 1.25"), "{told}");
@@ -291,7 +291,7 @@ fn every_time_is_that_of_a_minibatch() {
     }
     let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
     assert!((simulated["step_us"].as_f64().unwrap() / 50_000.0 - 1.0).abs() < 0.05, "{simulated}");
-    // The planner says that something is the answer where it was free to choose, and only there.
+    // The recommendation is printed only if the planner was free to choose.
     let pinned = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "single"]);
     assert!(pinned.starts_with("Data parallelism would be 2.0"), "{pinned}");
     let same = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "data-parallel"]);
@@ -356,7 +356,7 @@ fn costs_of_another_device_are_told() {
     done(at, &["profile", "m.onnx", "--device", "analytic:a100", "-o", "a.json"]);
     let file = pipec(at, &[&flags[..], &["a.json"]].concat());
     assert!(text(&file.stderr).contains("costs are those of a100"), "{}", text(&file.stderr));
-    // A file of another kind is called what it is.
+    // A file of another type is named as what it is.
     assert!(fails(at, 2, &["plan", "show", "a.json"]).contains("it is a profile"));
     assert!(fails(at, 2, &[&flags[..], &["m.plan.json"]].concat()).contains("it is a plan"));
 }
@@ -368,7 +368,7 @@ fn shared_parameters_are_told_before_training() {
     done(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
     assert!(done(at, &["inspect", "g.onnx"]).contains("wte.weight, read in 2 places"));
     let even = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
-    // Both have it as old as the first stage does, which no program says.
+    // Both stages use the first stage's version, which no program states.
     let told = text(&pipec(at, &even).stderr);
     assert!(
         told.contains("stages 0 and 1 share the parameter `wte.weight`: all use it in the version that stage 0 has"),
@@ -376,7 +376,7 @@ fn shared_parameters_are_told_before_training() {
     );
     assert!(!told.contains("warning"), "{told}");
     done(at, &["train", "g.onnx", "--plan", "e.json", "--synthetic-data", "--steps", "3"]);
-    // Copies on unequally many replicas cannot be kept equal.
+    // Copies on unequal replica counts cannot be kept equal.
     let flags = ["partition", "g.onnx", "--gpus", "3", "--stages", "2,1", "--micro-batch", "4", "-o", "p.json"];
     let planned = pipec(at, &[&flags[..], &["--schedule", "1f1b-rr"]].concat());
     assert!(text(&planned.stderr).contains("share the parameter `wte.weight`"), "{}", text(&planned.stderr));
@@ -399,11 +399,11 @@ fn training_takes_what_users_have() {
     let write = |name: &str, arrays| runtime::data::weights::write(&at.join(name), &arrays).unwrap();
     done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
     done(at, &["zoo", "mlp"]);
-    // What is true or false is true where it stands alone.
+    // A boolean option without a value is true.
     done(at, &["zoo", "resnet18", "--small-images", "--structure", "-o", "r.onnx"]);
     assert!(fails(at, 2, &["zoo", "mlp"]).contains("exists already"));
 
-    // One array beside the labels is the model's one input; what does not fill a minibatch is told.
+    // A single array besides the labels is the model's input; dropped rows are reported.
     let x = Tensor::from_f32(&[10, 6], &(0..60).map(|at| (at as f32).sin()).collect::<Vec<_>>());
     let labels = |label: i64| Tensor::from_i64(&[10], &[label; 10]);
     write("d.npz", [("data".to_string(), x.clone()), ("y".to_string(), labels(2))].into());
@@ -419,7 +419,7 @@ fn training_takes_what_users_have() {
     ] {
         assert!(told.contains(part), "{part}: {told}");
     }
-    // What is frozen keeps its bits, the rest moves.
+    // Frozen parameters keep their bits, the others change.
     done(at, &[&train[..], &["--freeze", "fc2*,fc3*", "--save", "v.npz"]].concat());
     let (w, v) = (read("w.npz"), read("v.npz"));
     assert_ne!(w["fc1.weight"], v["fc1.weight"]);
@@ -438,7 +438,7 @@ fn training_takes_what_users_have() {
     assert!(fails(at, 2, &["train", "m.onnx", "--data", "x.npz", "--batch", "4"]).contains("`target` or `y`"));
     assert!(fails(at, 2, &["train", "m.onnx"]).contains("--synthetic-data"));
 
-    // Weight files hold more than the model, or less, but not something else.
+    // Weight files may contain more or fewer tensors than the model, but not different ones.
     let eval = |weights: &str| {
         let output = pipec(at, &["eval", "m.onnx", "--inputs", "d.npz", "--weights", weights, "-o", "out.npz"]);
         (output.status.code(), text(&output.stderr))
@@ -482,7 +482,7 @@ fn quiet_keeps_results_and_drops_the_rest() {
     let at = folder.path();
     done(at, &["zoo", "mlp", "-o", "m.onnx"]);
     let loud = pipec(at, &["partition", "m.onnx", "--gpus", "2"]);
-    // A plan that is there is replaced, which is told.
+    // Replacing an existing plan is reported.
     std::fs::remove_file(at.join("m.plan.json")).unwrap();
     let quiet = pipec(at, &["partition", "m.onnx", "--gpus", "2", "-q"]);
     assert_eq!(loud.stdout, quiet.stdout);
@@ -509,7 +509,7 @@ fn hostile_names_do_not_reach_the_terminal() {
     let Some(hostile) = data("hostile/onnx") else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| hostile.join(name).display().to_string();
-    // `done` and `fails` look for escape codes.
+    // `done` and `fails` reject escape codes in the output.
     for format in ["text", "json"] {
         done(folder.path(), &["inspect", &file("name_ansi.onnx"), "--format", format]);
         done(folder.path(), &["partition", &file("name_ansi.onnx"), "--gpus", "2", "--format", format]);
@@ -526,7 +526,7 @@ fn hostile_names_do_not_reach_the_terminal() {
     assert_eq!(left, ["step-00000001", "weights.safetensors"]);
 }
 
-/// A plan that only answers is not trained next, and a comparison says on how many devices chunks stand.
+/// An inference plan does not suggest training; a comparison states on how many devices chunks run.
 #[test]
 fn a_plan_is_told_for_what_it_is() {
     let folder = tempfile::tempdir().unwrap();

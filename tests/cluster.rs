@@ -1,18 +1,17 @@
-//! `pipec cluster` and `pipec doctor`: this machine as a file that plans take, and what any cluster looks like.
+//! `pipec cluster` and `pipec doctor`: this machine as a cluster file, and descriptions of any cluster.
 
 use assert_cmd::Command;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// Runs; gives the exit code, standard output and standard error.
+/// Returns exit code, standard output and standard error.
 fn ran(folder: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// What a run that does what it is asked prints.
 fn printed(folder: &Path, arguments: &[&str]) -> String {
     let (code, stdout, stderr) = ran(folder, arguments);
     assert_eq!(code, Some(0), "{arguments:?}: {stderr}");
@@ -32,7 +31,7 @@ fn this_machine_is_a_cluster_that_plans_take() {
     let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
     assert_eq!(plan["cluster"]["devices"], 3);
 
-    // What is measured is a cluster as well, and says nothing of levels that are not in this machine.
+    // Benchmark output is a cluster file too; levels outside this machine are left out.
     fs::write(
         folder.join("two.toml"),
         format!("{file}\n[[level]]\nname = \"net\"\ncount = 2\nbandwidth = \"1GB/s\"\n"),
@@ -83,7 +82,7 @@ devices  kind  memory each  its bandwidth       f32 peak      bf16 peak
         serde_json::from_str(&printed(folder, &["cluster", "show", "--gpus", "3", "--format", "json"])).unwrap();
     assert_eq!(value["devices"], 3);
     assert_eq!(value["bandwidth_between"][0], serde_json::json!([null, 450e9, 450e9]));
-    // Too many devices to list pairs of.
+    // Too many devices to list pairs.
     assert!(!printed(folder, &["cluster", "show", "--gpus", "64"]).contains("between"));
     let (code, _, stderr) = ran(folder, &["cluster", "show"]);
     assert!(code == Some(2) && stderr.contains("--gpus"), "{stderr}");
@@ -97,7 +96,7 @@ fn the_doctor_says_what_works_and_what_to_do() {
     assert!(text.contains("CPU") && text.contains("profile cache") && text.contains("GPUs"), "{text}");
     let value: Value = serde_json::from_str(&printed(folder, &["doctor", "--format", "json"])).unwrap();
     assert!(value["findings"].as_array().unwrap().iter().all(|finding| finding["state"] != "broken"), "{value}");
-    // A cache folder that is a file.
+    // The cache folder is a file.
     fs::write(folder.join("pipec"), "").unwrap();
     let output = Command::cargo_bin("pipec").unwrap().env("XDG_CACHE_HOME", folder).arg("doctor").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();

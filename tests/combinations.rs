@@ -1,5 +1,5 @@
-//! Groups of devices, ZeRO, replicas and stages together, on up to eight workers: losses of PyTorch's in double precision, and the memory that
-//! the plan says, at the fullest replica of each stage. Needs the shared data.
+//! Tensor parallelism, ZeRO, replicas and stages combined on up to eight workers: losses match PyTorch in double
+//! precision, and peak memory matches the plan. Needs the shared data.
 
 mod shared;
 
@@ -50,7 +50,7 @@ fn rows(t: &Tensor) -> Tensor {
 
 struct Set {
     model: Model,
-    /// The model at the size of a micro-batch, and its costs.
+    /// The model at micro-batch size, and its costs.
     graph: Graph,
     costs: CostGraph,
     arrays: BTreeMap<String, Tensor>,
@@ -68,7 +68,7 @@ fn group(devices: u32) -> Machine {
     Machine { device, devices: devices as usize, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6) }
 }
 
-/// A parity model, its minibatches as so many items.
+/// A parity model; `microbatches` splits its minibatches.
 fn set(root: &Path, name: &str, microbatches: u32) -> Set {
     let folder = root.join(name);
     let model = load(&folder.join("model.onnx"), &Options::default()).unwrap();
@@ -88,7 +88,7 @@ fn set(root: &Path, name: &str, microbatches: u32) -> Set {
     let known = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
     let subject = Subject { model: known, micro_batch: 1, loss: None };
     fill(&mut costs, &analytic::profile(&graph, &attribution, &group(1).device, &subject), None).unwrap();
-    // What kernels need beside their tensors, which no roofline knows.
+    // Kernel scratch, which the analytic profile does not contain.
     for (op, bytes) in costs.ops.iter_mut().zip(scratch(&attribution)) {
         op.workspace_bytes = bytes;
     }
@@ -102,7 +102,7 @@ fn set(root: &Path, name: &str, microbatches: u32) -> Set {
     Set { model, graph, costs, arrays: all, weights, batch, microbatches, dims, optimizer, order, want }
 }
 
-/// Stages of so many replicas, each a group of so many devices, at a level of ZeRO.
+/// Tensor-parallel degree, ZeRO level, replicas and stages.
 #[derive(Clone, Copy, Debug)]
 struct Combination {
     degree: u32,
@@ -111,7 +111,6 @@ struct Combination {
     stages: u32,
 }
 
-/// All that so many workers carry.
 fn combinations() -> Vec<Combination> {
     let mut all = Vec::new();
     for degree in [1, 2, 4] {
@@ -126,7 +125,6 @@ fn combinations() -> Vec<Combination> {
 }
 
 impl Set {
-    /// The plan of a combination, which the planner has had judged.
     fn plan(&self, of: Combination) -> Option<Plan> {
         let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
@@ -140,19 +138,19 @@ impl Set {
         }
         match plan(&problem, &PlannerOptions::default()) {
             Ok(planned) => Some(planned.plan),
-            // Groups meet at every cut, and not everywhere are tensors whole there.
+            // Tensors must be unsharded at every cut, which is not possible everywhere.
             Err(error) if of.degree > 1 && error.to_string().contains("ops to cut between") => None,
             Err(error) => panic!("{of:?}: {error}"),
         }
     }
 
-    /// Bytes of the gradients of parameters that several ops use.
+    /// Gradient bytes of parameters with several users.
     fn tied(&self) -> u64 {
         let tied = self.costs.params.iter().filter(|param| param.users.len() > 1);
         tied.map(|param| param.sum_bytes).sum()
     }
 
-    /// Ten steps by a plan, and the arenas of its stages.
+    /// Trains ten steps by a plan; also returns the arena sizes of its stages.
     fn trained(&self, plan: &Plan) -> (Trained, Vec<u64>) {
         let mut stages = vec![0; self.costs.ops.len()];
         for stage in &plan.stages {
@@ -214,8 +212,8 @@ fn all_go_together() {
                 let told = format!("stage {} holds {held} B of {said} planned", stage.id.0);
                 let arenas = format!("an arena of {arena} B of {}", stage.memory.workspace);
                 println!("  {told}, {arenas}: {:.3}", *held as f64 / said as f64);
-                // Models as small as these have arenas that planning knows less well than what replicas hold alike. What plans make room for need
-                // not be there at one time: terms of one parameter are added up when nothing is made.
+                // On models this small, arena sizes are planned less accurately than replicated state. Planned memory
+                // need not be used at one time: terms of one parameter are added when nothing else is allocated.
                 let known = said - stage.memory.workspace + arena;
                 let expected = (known - set.tied()) / 100 * 95..=known.max(said) / 100 * 105;
                 assert!(expected.contains(held), "{name} {of:?}: {told}, {known} with its arena");
@@ -225,20 +223,19 @@ fn all_go_together() {
         }
     }
     println!("{near} of {all} stages hold what was planned, within 5 %");
-    // The others hold less: a group that shares a stage as one splits what its runs by themselves would not.
-    // Kernels without panels lay large transposed factors out, and those of a device's part are too small for that: plans, which ask the
-    // kernels of whole ops, count room for it.
+    // The others use less: a group splits tensors that the plan of a whole op does not. Also, without panels, large
+    // transposed operands are copied. Shards are too small for that, but plans include it.
     let share = if has_panels::<f32>(64, 64) { 96 } else { 65 };
     assert!(near * 100 >= all * share, "{near} of {all}");
 }
 
-/// Without a flush a replica makes gradients of a round while others are at the one before.
+/// Without a flush, a replica accumulates a round's gradients while others are at the previous one.
 #[test]
 fn two_rounds_are_open_without_a_flush() {
     let Some(root) = data("parity") else { return };
     let orders = [
         ((ScheduleKind::TwoBw, Schedule::TwoBw), MICROBATCHES),
-        // Minibatches go to the replicas in turn, each as one item.
+        // Minibatches alternate between the replicas, unsplit.
         ((ScheduleKind::RoundRobin, Schedule::OneFOneBRr), 1),
     ];
     for (order, microbatches) in orders {
@@ -251,14 +248,16 @@ fn two_rounds_are_open_without_a_flush() {
                 let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
                 let told = format!("{:?} {of:?}: stage {} holds {held} B of {said} planned", order.1, stage.id.0);
                 println!("{told}: {:.3}", *held as f64 / said as f64);
-                // How far replicas are apart depends on how threads take turns, and with it how much of two rounds is there at one time.
+                // Thread scheduling determines how far replicas drift apart, and how much of two rounds is allocated at
+                // once.
                 assert!((said / 100 * 75..=said / 100 * 105).contains(held), "{told}");
             }
         }
     }
 }
 
-/// An embedding that is also the head is stepped when the first stage's part has come: later stages keep the sums of more rounds.
+/// A tied embedding is stepped when the first stage's gradient has arrived, so later stages keep the sums of several
+/// rounds.
 #[test]
 fn sums_of_shared_parameters_are_planned_while_they_wait() {
     let Some(root) = data("parity") else { return };
@@ -270,7 +269,7 @@ fn sums_of_shared_parameters_are_planned_while_they_wait() {
         for (stage, held) in plan.stages.iter().zip(&trained.held_bytes) {
             let said = stage.memory.total;
             println!("stage {} of {stages} holds {held} B of {said} planned", stage.id.0);
-            // Those between have less in flight than they may, and the last may have an arena of its own.
+            // Middle stages may have less in flight than allowed; the last one may have its own arena.
             let least = if [0, stages - 1].contains(&stage.id.0) { said / 100 * 90 } else { 0 };
             assert!((least..=said / 100 * 105).contains(held), "stage {} of {stages}", stage.id.0);
         }

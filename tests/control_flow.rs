@@ -1,4 +1,4 @@
-//! Branches, loops and sequences: what is known while importing is written out, the rest is refused by name.
+//! `If`, `Loop`, `Scan` and sequences: statically known control flow is unrolled, the rest is rejected by name.
 
 mod builder;
 
@@ -12,7 +12,7 @@ fn main_graph(nodes: &[NodeProto], inputs: &[ValueInfoProto], constants: &[(&str
     model(18, main)
 }
 
-/// `y = c ? x + x : -x`, both branches reading `x` from around them.
+/// `y = c ? x + x : -x`; both branches capture `x`.
 fn choice(condition: &str) -> NodeProto {
     let yes = graph(&[node("Add", &["x", "x"], &["r"])], &[], &["r"]);
     let no = graph(&[node("Neg", &["x"], &["r"])], &[], &["r"]);
@@ -88,16 +88,16 @@ fn data(trips: i64) -> [(&'static str, Tensor); 2] {
 fn loops_turn_as_often_as_they_say() {
     let turns = [0.0, 0.0, 1.0, 10.0, 3.0, 30.0];
     assert_eq!(answer(&summing_model("n", "", "same", 0), &data(0)), turns);
-    // The trip count is an input: its value must be known.
+    // A trip count that is an input must have a known value.
     let open = summing_model("m", "yes", "same", 0);
     assert!(
         refused(&open).contains("the trip count of a loop must be a constant, but follows from the graph inputs `m`")
     );
     let (results, taken) = answers(&open, &data(2)).unwrap();
     assert_eq!((results[0].to_f64(), taken), (turns[..4].to_vec(), vec!["m".to_string()]));
-    // A condition that folds ends the loop after the turn in which `i < 1` fails.
+    // A condition that folds ends the loop after the iteration in which `i < 1` fails.
     assert_eq!(answer(&summing_model("", "yes", "below", 1), &data(0)), turns[..4]);
-    // Not once.
+    // Zero iterations.
     let never = answers(&summing_model("n", "no", "same", 0), &data(0));
     assert!(never.unwrap_err().contains("does not say the shape of its results"));
 }
@@ -121,11 +121,11 @@ fn weights_of_a_body_are_the_same_in_every_turn() {
     let model = main_graph(&nodes, &[typed("x", F32, &[2])], &[("n", Tensor::from_i64(&[], &[2]))]);
     assert_eq!(answer(&model, &[("x", f32s(&[1.0, 1.0]))]), [16.0, 81.0]);
     let imported = source(&model).import(&Default::default()).unwrap();
-    // Each loop has its own bytes in the file, and every turn of it the same weight.
+    // Each loop has its own initialiser, and all its iterations share the weight.
     assert_eq!(imported.weights.len(), 2, "{:?}", imported.weights.keys());
 }
 
-/// Running sums of the rows of `x`, and the last of them.
+/// Cumulative sums of the rows of `x`, and the last one.
 fn scan(op: NodeProto) -> ModelProto {
     let nodes = [node("Add", &["s", "row"], &["t"]), node("Identity", &["t"], &["out"])];
     let body: GraphProto = graph(&nodes, &[typed("s", F32, &[2]), typed("row", F32, &[2])], &["t", "out"]);

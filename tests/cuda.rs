@@ -1,5 +1,5 @@
-//! Kernels for GPUs, on a machine that has none: every sample of every op is played on the CPU from the very texts, geometry and
-//! arguments that a GPU would get, and must give what the reference rule gives. Where there is a GPU, it is asked the same.
+//! CUDA kernels on a machine without a GPU: every op sample runs on the CPU from the same source, geometry and
+//! arguments, and must match the reference. A GPU is tested too if there is one.
 
 mod emulator;
 mod reference;
@@ -18,7 +18,6 @@ use runtime::device::cuda::recipe::{Fault, LaunchPlan};
 use runtime::device::layout::TensorLayout;
 use std::collections::BTreeSet;
 
-/// An op with its values, and what the reference makes of them.
 struct Question {
     what: String,
     outputs: Vec<Fact>,
@@ -26,7 +25,7 @@ struct Question {
     case: Case,
 }
 
-/// The question that an op with these values is; `None` where it has no recipe.
+/// `None` if the op has no launch plan.
 fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
     let facts = facts_of(inputs);
     let outputs = rule(op).infer(&facts.iter().collect::<Vec<_>>()).ok()?;
@@ -38,7 +37,7 @@ fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
     Some(Question { what: what.to_string(), outputs, want, case })
 }
 
-/// The relative distance of two tensors as vectors; infinite where one has a NaN or infinity that the other has not.
+/// Relative error norm; infinite if only one has a NaN or infinity.
 fn distance(got: &Tensor, want: &Tensor) -> f64 {
     let (mut apart, mut all) = (0.0, 0.0);
     for (g, w) in got.to_f64().into_iter().zip(want.to_f64()) {
@@ -62,7 +61,7 @@ fn judge(question: &Question, played: Played) {
         Err(KernelError::Label { label, classes }) => {
             return assert_eq!(played.fault, Fault { kind: 2, value: *label, size: *classes as u64 }, "{what}");
         }
-        // Nothing that a device alone does ends so.
+        // Not possible without other devices.
         Err(error @ (KernelError::Dim(_) | KernelError::Alone { .. } | KernelError::Gone)) => panic!("{what}: {error}"),
     };
     assert_eq!(played.fault, Fault::default(), "{what}");
@@ -124,7 +123,7 @@ fn every_sample_gives_what_the_reference_gives() {
     questions.iter().zip(played).for_each(|(question, played)| judge(question, played));
 }
 
-/// Kernels that are compiled together: the compiler reads the prelude once for all.
+/// Kernels per compilation, which share the prelude.
 const TOGETHER: usize = 64;
 
 #[test]
@@ -136,7 +135,7 @@ fn every_text_compiles_for_devices_that_are_not_here() {
     let questions = questions();
     let texts: BTreeSet<&str> =
         questions.iter().flat_map(|q| &q.case.recipe.launches).map(|launch| &*launch.text).collect();
-    // Kernels that differ in their numbers alone are one to the compiler; with `PIPEC_LARGE` every one is asked.
+    // Kernels that differ only in numbers compile alike; `PIPEC_LARGE` tests all.
     let all = std::env::var_os("PIPEC_LARGE").is_some();
     let mut seen: BTreeSet<String> = BTreeSet::new();
     let shape = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
@@ -149,13 +148,13 @@ fn every_text_compiles_for_devices_that_are_not_here() {
             text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
         }
         for (major, minor) in [(8, 0), (9, 0)] {
-            // For the second kind some: what it takes differs by instructions, not by texts.
+            // For the second architecture a few suffice: compilation differs by instructions, not by source.
             if major == 8 || all || n == 0 {
                 cubin(&text, Architecture { major, minor }).unwrap_or_else(|fault| panic!("{fault}"));
             }
         }
     }
-    // One as a device gets it.
+    // One kernel as a device gets it.
     cubin(texts[0], Architecture { major: 9, minor: 0 }).unwrap();
 }
 

@@ -1,7 +1,7 @@
-//! The ONNX decoder against a second one (onnx-protobuf, on rust-protobuf), on real and on generated models, and
-//! against files that mean harm.
+//! The ONNX decoder against a second one (onnx-protobuf, on rust-protobuf) on real and generated models, and against
+//! hostile files.
 //!
-//! Shared data is looked for in `$PIPEC_DATA`, else in `../shared/data`.
+//! Shared data is in `$PIPEC_DATA`, by default `../shared/data`.
 
 mod shared;
 
@@ -42,7 +42,7 @@ fn both_decoders_agree_on_real_models() {
     }
 }
 
-/// Rows that are wrong in their bytes or their wiring, and so must go no further than the decoder.
+/// Manifest rows with invalid bytes or wiring, which the decoder must reject.
 const REFUSED: &[&str] = &[
     "empty",
     "truncated",
@@ -88,7 +88,7 @@ fn hostile_files_are_refused_with_a_reason_and_odd_ones_are_read() {
                 let text = error.to_string();
                 assert!(exit.split('|').any(|code| code == "2"), "{name} was refused: {text}");
                 assert_printable(name, &text);
-                // The manifest's expressions are alternatives of plain words, which is enough to look for.
+                // Expressions in the manifest are plain alternatives.
                 let low = text.to_lowercase();
                 assert!(
                     wanted == "-" || wanted.to_lowercase().split('|').any(|word| low.contains(word)),
@@ -106,7 +106,7 @@ fn hostile_files_are_refused_with_a_reason_and_odd_ones_are_read() {
     assert_eq!(unsorted.nodes.iter().map(|node| node.name.as_str()).collect::<Vec<_>>(), ["A", "B"]);
 }
 
-/// Every way to cut or to flip a byte of a model ends in a model or in an error, never in a panic.
+/// Every truncation and every flipped byte gives a model or an error, never a panic.
 #[test]
 fn damaged_models_never_panic() {
     let tiny = Options::default().number("hidden", 3).number("inputs", 2);
@@ -144,7 +144,7 @@ fn a_pipe_is_refused_and_not_waited_for() {
     assert!(read(&folder.path().join("reader.onnx")).unwrap_err().to_string().contains("no graph"));
 }
 
-/// Weights are views: an 8 GB file of them costs no memory and no time.
+/// Weights are memory-mapped: an 8 GB file takes no memory and no time.
 #[test]
 fn weights_are_mapped_and_not_read() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
-//! Placement of graphs on devices that neither replicate nor overlap: against exhaustive search, and the published instances.
+//! Placement of graphs on devices without replication: against exhaustive search, and published instances.
 
-#[allow(dead_code)] // Its problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 mod shared;
 
@@ -54,7 +54,7 @@ fn instance(random: &mut Random) -> Placement {
     }
 }
 
-/// The least load over all assignments, and over those whose devices can be put in an order that all forward edges follow.
+/// The minimum load over all assignments, and over those whose devices can be ordered along all forward edges.
 fn exhaustive(placement: &Placement) -> (f64, f64) {
     let (nodes, devices) = (placement.nodes.len(), placement.devices);
     let (mut any, mut ordered) = (f64::INFINITY, f64::INFINITY);
@@ -81,7 +81,7 @@ fn exhaustive(placement: &Placement) -> (f64, f64) {
     (any, ordered)
 }
 
-/// Whether no devices wait for each other in a ring, by forward edges.
+/// True if the forward edges between devices form no cycle.
 fn is_ordered(placement: &Placement, device_of: &[u32]) -> bool {
     let devices = placement.devices as usize;
     let mut reaches = vec![vec![false; devices]; devices];
@@ -140,7 +140,7 @@ fn the_smallest_limit_does_and_less_does_not() {
     assert!(refused > 50, "{refused}");
 }
 
-/// Proven by search over all closed sets. Where a published optimum is lower, it has a CPU beside the accelerators.
+/// Proven by search over all closed sets. A lower published optimum also uses a CPU.
 const CONTIGUOUS: [(&str, f64); 8] = [
     ("LayerGraphs/bert24_inference", 17.7899),
     ("LayerGraphs/bert24_training", 41.7458),

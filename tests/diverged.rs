@@ -1,4 +1,4 @@
-//! A run whose loss stops being a number ends there, says where, and writes nothing over what is good.
+//! A diverging run ends at once, reports where, and does not overwrite good files.
 
 use assert_cmd::Command;
 use compiler::tensor::Tensor;
@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// What it tells on standard output and error.
+/// Returns standard output and standard error.
 fn ends(folder: &Path, code: i32, line: &str) -> (String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(line.split(' ')).output().unwrap();
     let [told, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
@@ -15,7 +15,7 @@ fn ends(folder: &Path, code: i32, line: &str) -> (String, String) {
     (told, said)
 }
 
-/// A model, and twelve rows of which the last four are as large as said.
+/// A model and twelve rows; the last four are scaled by `large`.
 fn given(folder: &Path, large: f32) {
     ends(folder, 0, "zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx -q");
     let x = (0..72).map(|at| (at as f32).sin() * if at < 48 { 1.0 } else { large }).collect::<Vec<_>>();
@@ -24,14 +24,13 @@ fn given(folder: &Path, large: f32) {
     weights::write(&folder.join("d.npz"), &arrays.map(|(name, tensor)| (name.to_string(), tensor)).into()).unwrap();
 }
 
-/// Weights of an earlier run, and their bytes.
 fn good(folder: &Path) -> Vec<u8> {
     let (path, weights) = (folder.join("w.npz"), [("w".to_string(), Tensor::from_f32(&[2], &[1.0, 2.0]))]);
     weights::write(&path, &weights.into()).unwrap();
     fs::read(path).unwrap()
 }
 
-/// The last lines that the failure has, whatever was noted before.
+/// The error without preceding notes.
 fn failure(said: &str) -> &str {
     &said[said.find("error: ").unwrap()..]
 }
@@ -42,7 +41,7 @@ fn the_first_loss_that_is_no_number_ends_a_run_in_threads_and_processes() {
     let at = folder.path();
     given(at, 1e30);
     let good = good(at);
-    // The third minibatch is the first of large rows; its second micro-batch has two of them, and so has its first.
+    // The third minibatch is the first with large rows, two in each of its micro-batches.
     let train = "train m.onnx --data d.npz --batch 4 --microbatches 2 --schedule 1f1b --lr 1e9 --epochs 3 --metrics m.jsonl --save w.npz";
     let mut alike = Vec::new();
     for more in ["--stages 1", "--stages 2,1", "--stages 1,1 --processes"] {
@@ -52,7 +51,7 @@ fn the_first_loss_that_is_no_number_ends_a_run_in_threads_and_processes() {
         let lines: Vec<Value> =
             fs::read_to_string(at.join("m.jsonl")).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
         let losses: Vec<bool> = lines.iter().map(|line| line["loss"].is_null()).collect();
-        // It ends with the step that is told of, and no totals.
+        // Metrics end with the reported step, without totals.
         assert_eq!(losses.iter().position(|is_lost| *is_lost), Some(losses.len() - 1), "{more}: {losses:?}");
         assert!(said.contains(&format!("the loss of step {} of 9 is ", losses.len())), "{said}");
         assert_eq!(fs::read(at.join("w.npz")).unwrap(), good);
@@ -95,7 +94,7 @@ fn steps_that_loss_scaling_leaves_out_are_no_divergence() {
     assert!(said.contains("warning: 2 steps had no finite loss; loss scaling left their updates out"), "{said}");
     let saved = weights::read(&at.join("w.npz")).unwrap();
     assert!(saved.values().all(|tensor| tensor.to_f64().iter().all(|value| value.is_finite())));
-    // Where no step has one, nothing is left to hope for.
+    // If no step has a finite loss, the run fails.
     given(at, 6e4);
     let x = Tensor::from_f32(&[12, 6], &[6e4; 72]);
     let y = Tensor::from_i64(&[12], &[1; 12]);

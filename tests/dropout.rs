@@ -1,4 +1,5 @@
-//! Training with dropout: masks follow from seed, item and place alone, so that cuts, schedules and answers agree.
+//! Training with dropout: masks depend only on seed, micro-batch and position, so partitions, schedules and evaluation
+//! agree.
 
 use compiler::graph::verify::verify;
 use compiler::graph::{Graph, Origin, Output, Writer};
@@ -24,7 +25,7 @@ const BATCH: usize = 8;
 const WIDTH: usize = 16;
 const STEPS: usize = 6;
 
-/// Three layers with a dropout behind each of the first two. Five ops.
+/// Three layers with dropout after each of the first two. Five ops.
 fn network(ratio: f64) -> (Graph, BTreeMap<String, Tensor>) {
     let mut graph = Graph::new("dropped");
     let mut weights = BTreeMap::new();
@@ -103,7 +104,7 @@ fn seeds_give_other_masks_and_ratio_zero_gives_none() {
 fn items_have_counters_of_their_own() {
     let x = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[4, 1], &[0.0; 4]))]);
     let batches = || Batches::new(Dataset::new(x.clone(), &[], 1).unwrap(), 0, 1, 0, RowOrder::InOrder);
-    // No feed, no rows: the data alone decides how many minibatches there are.
+    // Without a feed there are no rows; only data determines the number of minibatches.
     assert!(batches().is_err());
     let fact = Fact::of(DType::F32, &[1, 1]);
     let feed = runtime::exec::compile::NamedTensor { name: "x".into(), fact, bytes: 4 };

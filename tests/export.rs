@@ -1,5 +1,5 @@
-//! Plans in the words of other tools: what is written is what the plan says, the parts of a model run as the whole does, and what a
-//! tool cannot carry is refused with what to do instead.
+//! Plans exported to other tools: exports match the plan, stage models compose to the whole model, and unsupported
+//! plans are rejected with a suggestion.
 
 mod shared;
 
@@ -20,7 +20,7 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
     Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
 }
 
-/// Runs and expects success; gives standard error.
+/// Runs successfully and returns standard error.
 fn done(folder: &Path, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let told = String::from_utf8(output.stderr).unwrap();
@@ -28,7 +28,7 @@ fn done(folder: &Path, arguments: &[&str]) -> String {
     told
 }
 
-/// Runs and expects a failure with this code; gives what it says.
+/// Expects this exit code; returns standard error.
 fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
     let told = String::from_utf8(output.stderr).unwrap();
@@ -45,7 +45,7 @@ fn json(folder: &Path, name: &str) -> Value {
     serde_json::from_str(&text(folder, name)).unwrap()
 }
 
-/// A small GPT with tied embeddings and its plan `p.json`, of three stages unless flags say otherwise.
+/// A small GPT with tied embeddings and its plan `p.json`, of three stages unless flags differ.
 fn gpt(folder: &Path, flags: &[&str]) {
     done(folder, &["zoo", "gpt", "--layers", "4", "-o", "gpt.onnx"]);
     let usual = ["partition", "gpt.onnx", "--microbatches", "4", "-o", "p.json"];
@@ -132,7 +132,7 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     done(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
     let layout = format!("--pipeline-model-parallel-layout \"E{}|{}L\"", "t".repeat(first), "t".repeat(second));
     assert!(text(folder, "m.args").lines().any(|line| line == layout), "{}", text(folder, "m.args"));
-    // The file says how it is passed, and that way the script gets its arguments.
+    // The file states how to pass it; a script then gets its arguments.
     let count = first;
     let first = text(folder, "m.args").lines().next().unwrap().to_string();
     assert!(first.starts_with("# ") && first.contains("pretrain_gpt.py"), "{first}");
@@ -184,7 +184,7 @@ fn what_a_tool_cannot_carry_is_refused() {
     for to in ["torchtitan", "megatron", "deepspeed"] {
         refused(&cut, to, "module `blocks.1` is in stages 0 and 1", &format!("--target {to}"));
     }
-    // DeepSpeed has the first level of ZeRO beside pipelines, and no other.
+    // DeepSpeed supports only ZeRO 1 with pipelines.
     let shares = |level: &'static str| ["--gpus", "4", "--stages", "2,2", "--target", "deepspeed", "--zero", level];
     for (level, why) in [("2", "ZeRO at level 2"), ("3", "ZeRO at level 3")] {
         refused(&shares(level), "deepspeed", why, "--target deepspeed --zero 1");
@@ -247,13 +247,13 @@ fn names_can_do_nothing() {
     let dot = text(folder, "in/dot/plan.dot");
     assert!(!dot.contains('\u{1b}') && !dot.contains('\u{7f}'));
     for line in dot.lines() {
-        // Quotes that are not escaped come in pairs, and nothing but a statement's end follows a label.
+        // Unescaped quotes come in pairs, and only a statement's end follows a label.
         let quotes = line.replace("\\\\", "").replace("\\\"", "").matches('"').count();
         assert!(quotes == 0 || quotes == 2, "{line}");
     }
     let stages = json(folder, "in/torch/stages.json");
     assert_eq!(stages["stages"][1]["nodes"][0], format!("{bad}1"));
-    // Programs hold nothing of the model.
+    // Generated programs contain no text from the model.
     for name in ["split.py", "train.py"] {
         assert!(!text(folder, &format!("in/torch/{name}")).contains("</script>"), "{name}");
     }
@@ -276,7 +276,7 @@ fn profiles_keep_their_costs_and_gain_stages() {
     );
     let graph = text(folder, "out/graph.txt");
     assert!(graph.lines().filter(|line| line.starts_with("node")).all(|line| line.contains(" -- stage_id=")));
-    // Read back, it is the same question: the same plan costs the same.
+    // Read back, it is the same problem: the same plan costs the same.
     done(folder, &["partition", "out/graph.txt", "--gpus", "3", "--stages", "2,1", "-o", "q.json"]);
     let (before, after) = (json(folder, "p.json"), json(folder, "q.json"));
     assert_eq!(before["predicted"], after["predicted"]);
@@ -304,7 +304,7 @@ fn every_schedule_becomes_a_table() {
         assert_eq!(table.stages() as usize, stages["stages"].as_array().unwrap().len(), "{schedule}");
         let text = table.to_string();
         assert!(text.contains(backward), "{schedule}: {text}");
-        // Every stage does its forwards on the rank that the file says.
+        // Every stage runs its forwards on the rank given in the file.
         for (stage, rank) in stages["ranks"].as_array().unwrap().iter().enumerate() {
             let row = text.lines().nth(rank.as_u64().unwrap() as usize).unwrap();
             assert!(row.split(',').any(|cell| cell == format!("{stage}F0")), "{schedule}: stage {stage}");
@@ -312,7 +312,7 @@ fn every_schedule_becomes_a_table() {
     }
 }
 
-/// Runs the stages one after the other, as `stages.json` says, and compares with the whole model.
+/// Runs the stages in sequence according to `stages.json` and compares with the whole model.
 fn runs_as_the_whole(folder: &Path, model: &str, inputs: &BTreeMap<String, Tensor>) {
     runtime::data::weights::write(&folder.join("x.npz"), inputs).unwrap();
     done(folder, &["eval", model, "--inputs", "x.npz", "-o", "whole.npz"]);
@@ -357,7 +357,7 @@ fn stages_run_as_the_whole_model() {
     }
 }
 
-/// Three rows for every input of a model: numbers in a row, tokens where they are integers.
+/// Three rows for every model input: sequential numbers, or tokens for integers.
 fn made_up(path: &Path) -> BTreeMap<String, Tensor> {
     let model = compiler::import::onnx::decode::read(path).unwrap();
     let one = |input: &compiler::import::onnx::model::ValueInfo| {
@@ -409,13 +409,13 @@ fn every_node_says_its_stage() {
         let [one] = node.device_configurations.as_slice() else { panic!("{}", node.name()) };
         let stage = one.pipeline_stage.unwrap();
         seen[stage as usize] += 1;
-        // Nothing is read before it is made.
+        // Nothing is read before it is produced.
         let before = node.input.iter().filter_map(|name| made.get(name.as_str())).max();
         assert!(before.is_none_or(|before| *before <= stage), "{}", node.name());
         made.extend(node.output.iter().map(|name| (name.as_str(), stage)));
     }
     assert!(seen.iter().all(|count| *count > 0), "{seen:?}");
-    // But for that, it is the model: the plan's own, too.
+    // Otherwise it equals the model, including the plan's own copy.
     let mut bare = graph.clone();
     bare.node.iter_mut().for_each(|node| node.device_configurations.clear());
     assert_eq!(Some(bare), plain.graph);

@@ -1,5 +1,5 @@
-//! What programs of `torch.export` hold besides plain layers: random masks, experts, regions with settings of their own,
-//! tensors that are changed in place, inputs that share the batch. Expected numbers are worked out by hand.
+//! Features of `torch.export` programs beyond plain layers: random masks, experts, regions with their own settings,
+//! in-place updates, inputs that share the batch. Expected values are hand-computed.
 
 mod program;
 
@@ -10,7 +10,7 @@ use compiler::tensor::{DType, Tensor};
 use program::{FLOAT, LONG, Program, close, count, float, int, ints, meta, tensor, tensors};
 use serde_json::{Value as Json, json};
 
-/// The code that the schema has for brain floats.
+/// The schema's code for bfloat16.
 const BF16: i64 = 13;
 
 fn flag(value: bool) -> Json {
@@ -43,7 +43,7 @@ fn stochastic_depth_is_a_dropout_of_rows_however_it_is_written() {
     for model in [first, second] {
         assert_eq!((count(&model, is_mask), count(&model, drawn)), (1, 0));
         let mask = model.graph.ids().find(|id| is_mask(&model.graph.node(*id).op)).unwrap();
-        // One number for each example, and the batch stays open.
+        // One number per example, and the batch stays symbolic.
         assert_eq!(model.graph.node(mask).facts[0].to_string(), "f32[batch, 1, 1]");
         assert!(matches!(model.batch, Batch::Symbol { .. }), "{:?}", model.batch);
     }
@@ -78,7 +78,7 @@ fn dropouts_are_written_in_place_and_by_channel() {
         model.graph.ids().find(is).map(|id| model.graph.node(id).facts[0].shape.clone()).unwrap()
     };
     let dims = |sizes: [i64; 2]| [vec![Dim::symbol("batch")], sizes.map(Dim::Known).to_vec()].concat();
-    // The later reader sees what the dropout left: both masks are there.
+    // The later reader sees the dropout's result: both masks exist.
     assert_eq!((shape(0.1), shape(0.3)), (dims([4, 5]), dims([4, 1])));
 }
 
@@ -187,9 +187,9 @@ fn small_images_are_smoothed() {
         let program = Program::default().input("x", FLOAT, &[1, 1, 1, 4]).node(target, &given, &["y"]);
         program.run(&[("x", x.clone())], &["y"]).remove(0)
     };
-    // Triangles four wide: weights 3, 3, 1 of 7, and the other way around.
+    // Triangle filter of width 4: weights 3/7, 3/7, 1/7, and mirrored.
     close(&one("_upsample_bilinear2d_aa"), &[5.0 / 7.0, (1.0 + 6.0 + 21.0) / 7.0]);
-    // PyTorch 2.15 gives these.
+    // Values from PyTorch 2.15.
     close(&one("_upsample_bicubic2d_aa"), &[0.438_016_5, 4.247_933_9]);
 }
 
@@ -244,7 +244,7 @@ fn regions_with_autocast_compute_in_the_types_that_the_file_says() {
 
 #[test]
 fn masks_that_are_looked_up_by_row_share_the_batch() {
-    // As transformers asks masks: mask[rows[:, None], columns[None, :]].
+    // As in transformers' attention masks: mask[rows[:, None], columns[None, :]].
     let program = Program::default()
         .input("ids", FLOAT, &[3, 4])
         .input("mask", FLOAT, &[3, 4])
@@ -361,7 +361,7 @@ fn fourier_transforms_are_products_and_come_back() {
     assert!(refused.model(&["y"]).unwrap_err().contains("complex numbers"));
 }
 
-/// What the file says of a tensor that lies in memory by these strides.
+/// Metadata of a tensor with these strides.
 fn laid(sizes: &[usize], strides: &[usize]) -> Json {
     let mut said = meta(FLOAT, sizes, false);
     said["strides"] = strides.iter().map(|n| json!({"as_int": n})).collect();
@@ -389,7 +389,7 @@ fn copies_keep_what_they_are_when_their_source_changes() {
             &["a"],
         )
     };
-    // Elements in another order are copied, and the same order is the tensor itself.
+    // Another element order is a copy; the same order is an alias.
     let copied = changed(start().node("contiguous", &[("self", tensor("t"))], &["y"])).run(&[("x", x.clone())], &["a"]);
     close(&copied[0], &[1.0, 3.0, 2.0, 4.0]);
     let shown = changed(start().node("contiguous", &[("self", tensor("c"))], &["y"])).run(&[("x", x.clone())], &["a"]);
@@ -429,7 +429,7 @@ fn regions_change_the_tensors_outside_them() {
     };
     let x = Tensor::from_f64(&[2, 2], &[1.0, 2.0, 3.0, 4.0]).cast(DType::F32);
     close(&program("x").run(&[("x", x)], &["a"])[0], &[1.0, 4.0, 3.0, 8.0]);
-    // PyTorch's gradient would pass as if nothing had changed.
+    // PyTorch's gradient would ignore the in-place update.
     let refused = program("p_w").model(&["a"]).unwrap_err();
     assert!(refused.contains("in place under no_grad"), "{refused}");
 }
@@ -504,7 +504,7 @@ fn operators_on_numbers_are_lowered_or_refused() {
                 .input("i", LONG, &[])
                 .input("w", LONG, &[1])
                 .node(operator, &argument(shape, index), &["y"]);
-            // Whatever it is, it is no panic.
+            // Any result but a panic is fine.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| program.model(&["y"]).map(|_| ())))
                 .unwrap_or_else(|_| panic!("{operator} of `{shape}` by `{index}` panics"));
         }

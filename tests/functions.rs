@@ -1,4 +1,4 @@
-//! Functions that a model defines: what a call computes is what its body says, wherever the call stands.
+//! Model-defined functions: a call computes its body, wherever the call occurs.
 
 mod builder;
 
@@ -14,7 +14,7 @@ fn calling(functions: Vec<FunctionProto>, call: compiler::import::onnx::proto::N
     ModelProto { functions, ..model(18, main) }
 }
 
-/// `y = x·alpha`, alpha being 2 unless the call says otherwise.
+/// `y = x·alpha`, with default alpha 2.
 fn scaled() -> FunctionProto {
     let constant = with(node("Constant", &[], &["c"]), taken("value_float", "alpha", AttributeType::Float));
     FunctionProto {
@@ -38,7 +38,7 @@ fn functions_call_functions_and_hand_attributes_on() {
         attribute: vec!["beta".into()],
         ..function("Twice", &[inner.clone(), node("Add", &["b", "a"], &["r"])], &["a"], &["r"])
     };
-    // The same names mean other things inside and outside.
+    // The same names have different meanings inside and outside.
     let call = with(local(node("Twice", &["x"], &["y"])), float("beta", 3.0));
     let model = calling(vec![outer, scaled()], call);
     assert_eq!(answer(&model, &[("x", f32s(&[1.0, -1.0, 2.0]))]), [4.0, -4.0, 8.0]);
@@ -63,7 +63,7 @@ fn an_input_left_out_is_left_out_inside() {
 
 #[test]
 fn a_function_has_an_operator_set_of_its_own() {
-    // Before set 13, ReduceSum has its axes as an attribute; the model around it is of set 18.
+    // Before opset 13, ReduceSum has its axes as an attribute; the calling model has opset 18.
     let sum = with(with(node("ReduceSum", &["x"], &["y"]), ints("axes", &[0])), int("keepdims", 0));
     let old = FunctionProto { opset_import: vec![opset("", 11)], ..function("Total", &[sum], &["x"], &["y"]) };
     let model = calling(vec![old], local(node("Total", &["x"], &["y"])));
@@ -91,7 +91,7 @@ fn what_a_body_lacks_is_told_with_its_place() {
         function("F", &[node("MatMul", &["x", "x", "x"], &["z"]), node("Gemm", &["x"], &["y"])], &["x"], &["y"]);
     let told = refused(&calling(vec![unfit], local(node("F", &["x"], &["y"]))));
     assert!(told.contains("node `F_0/Gemm_1` (Gemm): input 1 is missing"), "{told}");
-    // A nest that no call stack should hold.
+    // A call nesting too deep for the stack.
     let name = |level: usize| format!("F{level}");
     let chain = (0..5000).map(|level| {
         let next =

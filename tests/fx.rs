@@ -1,4 +1,4 @@
-//! Importing `.pt2`: programs of `torch.export` become graphs that compute what PyTorch computed.
+//! Importing `.pt2`: `torch.export` programs become graphs that compute the same as PyTorch.
 
 mod shared;
 
@@ -35,7 +35,7 @@ fn parity_models_give_the_loss_of_pytorch() {
                 _ => None,
             });
             let mut given = BTreeMap::new();
-            // The data come first, then the target.
+            // Data first, then the target.
             for (input, value) in inputs.zip([&x, &target]) {
                 given.insert(input, value.clone());
             }
@@ -70,7 +70,7 @@ fn names_are_those_of_the_module() {
         let kept: Vec<&String> = initial
             .keys()
             .filter(|n| !n.contains("running_") && !n.contains("num_batches") && !n.ends_with("pos"))
-            // The head is tied to the embedding, which is first.
+            // The head is tied to the embedding, which comes first.
             .filter(|n| name != "gpt" || *n != "3.w.weight")
             .collect();
         assert_eq!(parameters(&model).iter().collect::<Vec<_>>(), kept, "{name}");
@@ -90,10 +90,10 @@ fn nodes_say_which_module_they_come_from() {
     assert!(origins.iter().any(|o| o.source == "linear" && o.module == "1.a.qkv"), "{origins:?}");
 }
 
-/// Hostile files that must still import; the others must be refused with words that the manifest expects.
+/// Hostile files that must still import; the others must be rejected with the manifest's words.
 #[test]
 fn hostile_archives_are_refused_in_words() {
-    // Names that lead out of a folder must come to nothing.
+    // Names that lead out of a folder must have no effect.
     let Some(folder) = data("hostile") else { return };
     let manifest = std::fs::read_to_string(folder.join("MANIFEST.tsv")).unwrap();
     for row in manifest.lines().skip(1).filter(|row| row.starts_with("pt2/")) {
@@ -121,7 +121,7 @@ fn hostile_archives_are_refused_in_words() {
     assert!(!Path::new("/tmp/pipec_zip_slip_abs").exists() && !Path::new("/tmp/pipec_zip_slip").exists());
 }
 
-/// Real networks, some with operators that are refused: all of those are named at once.
+/// Real networks. For those with unsupported operators, all of them are named at once.
 #[test]
 fn networks_import_or_say_what_they_need() {
     let Some(folder) = data("models") else { return };

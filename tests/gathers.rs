@@ -1,4 +1,4 @@
-//! Programs whose replicas have shares of what they would hold alike: what their instructions mean, take and must not do.
+//! Programs with ZeRO: meaning of their instructions, times, and rejected programs.
 
 use compiler::schedule::check::verify::check;
 use compiler::schedule::formats::chart::chart;
@@ -6,8 +6,7 @@ use compiler::schedule::formats::json::{from_json, to_json};
 use compiler::schedule::{Pipeline, Program, StageSpec};
 use compiler::simulate::run::{Machine, simulate};
 
-/// Replicas that step shares of the weights, and what a program may have beside what schedules write: checkpoints, and a forward that runs
-/// again where nothing says that it must.
+/// ZeRO 1 replicas, with instructions that schedules do not generate: checkpoints, and an optional recompute.
 const SHARES: &str = "program gpipe {
   items 2
   microbatches 2
@@ -45,7 +44,7 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
     assert_eq!(program.to_string(), SHARES);
     assert_eq!(from_json(&to_json(&program).unwrap()).unwrap(), program);
     assert_eq!(chart(&program).unwrap(), "0.0 | F0 R0 B0\n0.1 | F1 R1 B1\n");
-    // Forward 2, the forward again 2, what is left of a backward of 6, and a reduce-scatter and an all-gather of an all-reduce of 10.
+    // Forward 2, recompute 2, rest of a backward of 6, and a reduce-scatter and all-gather for an all-reduce of 10.
     let mut stage = StageSpec::new(2, 2.0, 6.0);
     (stage.recompute, stage.all_reduce) = (Some(2.0), 10.0);
     let pipeline = Pipeline::chain(vec![stage]);
@@ -56,7 +55,7 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
     assert_eq!((timeline.makespan, timeline.links[0].spans.len()), (18.0, 2));
 }
 
-/// Under ZeRO 3 nobody gathers a version as a whole, and a replica lets its share go with its last backward of a round.
+/// Under ZeRO 3 no version is gathered as a whole, and a replica releases its shard after its last backward of a round.
 #[test]
 fn shares_of_weights_are_only_told_of() {
     let text = SHARES.replace("zero=1", "zero=3");

@@ -1,4 +1,4 @@
-//! What every verb prints, as text and as JSON: pages in `tests/golden/`, which `PIPEC_BLESS=1` writes anew.
+//! Text and JSON output of every subcommand: pages in `tests/golden/`, rewritten by `PIPEC_BLESS=1`.
 
 mod console;
 

@@ -1,6 +1,6 @@
-//! Plans whose replicas are groups of devices that share every op: against everything that there is on small models, through the judge, and trained.
+//! Tensor-parallel plans: against exhaustive search on small models, through the checker, and in training.
 
-#[allow(dead_code)] // Its problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use assert_cmd::Command;
@@ -35,7 +35,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Costs on groups: every op gains something by being shared, or nothing.
+/// Tensor-parallel costs: each op gets faster, or not.
 fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> SharedCosts {
     let mut shared = graph.clone();
     let mut meetings = Vec::new();
@@ -53,7 +53,7 @@ fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> SharedCost
     SharedCosts { devices, graph: shared, meetings }
 }
 
-/// The least time of stages in a row, whatever their replicas and whatever the size of groups.
+/// The minimum time over linear stage cuts, replica counts and degrees.
 fn least(problem: &Problem, template: &Plan) -> f64 {
     let ops = problem.graph.ops.len() as u32;
     let (all, unit) = (problem.cluster.devices(), problem.cluster.levels[0].count);
@@ -110,7 +110,7 @@ fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
     let (mut shared, mut alone) = (0, 0);
     for seed in 0..60 {
         let mut random = Random(seed);
-        // A chain, whose closed sets are those of its order.
+        // A chain, whose closed sets are its prefixes.
         let mut graph = CostGraph::default();
         for at in 0..2 + random.below(3) as u32 {
             let reads: Vec<u32> = at.checked_sub(1).into_iter().collect();
@@ -141,7 +141,6 @@ fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
             1 => alone += 1,
             _ => shared += 1,
         }
-        // Ours is as good.
         let ours = plan(&problem, &PlannerOptions::default()).unwrap().plan;
         assert!(ours.predicted.minibatch_us <= best * (1.0 + 1e-9), "{told}: {:?}, least {best}", ours.predicted);
     }
@@ -173,7 +172,7 @@ fn random_models_on_random_levels_pass_their_judge() {
     }
 }
 
-/// A small GPT whose blocks are worth sharing over this link.
+/// A small GPT whose blocks benefit from tensor parallelism over this link.
 fn gpt(layers: usize, batch: i64) -> Graph {
     let options = Options::default().number("layers", layers).number("hidden", 256).number("vocabulary", 512);
     let bytes = to_bytes(&build("gpt", &options.number("context", 32)).unwrap().model);
@@ -231,7 +230,6 @@ fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
     assert_eq!(shared, shared_costs(&graph, TRAINING, &alone, &machine).unwrap());
 }
 
-/// Twice as long measured is twice as long shared, meetings aside.
 #[test]
 fn measured_times_are_scaled() {
     let (graph, machine) = (gpt(1, 8), group(2));
@@ -251,7 +249,7 @@ fn measured_times_are_scaled() {
     }
 }
 
-/// What a plan says that devices hold, beside what the compiled stages of a group hold.
+/// Planned memory per device against that of the compiled stages.
 #[test]
 fn devices_hold_what_plans_say() {
     let (graph, machine) = (gpt(4, 8), group(2));
@@ -283,7 +281,7 @@ fn devices_hold_what_plans_say() {
             stage.memory.weights, code.arena_bytes, stage.memory.workspace
         );
         assert_eq!(weights as u64, stage.memory.weights, "stage {at}");
-        // A stage is shared as one, its runs are planned each by itself.
+        // The compiler shards a stage as a whole, the planner shards its runs separately.
         let near = (kept as f64 - planned as f64).abs() <= 0.1 * planned as f64 + 8192.0;
         assert!(near, "stage {at}: {kept} kept, {planned} planned");
         let arena = code.arena_bytes as f64 / stage.memory.workspace as f64;
@@ -298,7 +296,7 @@ fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
     told.concat()
 }
 
-/// A model and its plan for two stages of two groups of two.
+/// A model and its plan for two stages with tensor-parallel degree 2.
 fn planned(folder: &Path) -> Value {
     planned_for("gpt", folder)
 }
@@ -332,7 +330,6 @@ fn training_by_a_plan_of_groups_is_training_without() {
     trains_as_without("gpt");
 }
 
-/// Devices of a group have experts of their own.
 #[test]
 fn experts_on_groups_train_as_on_one_device() {
     trains_as_without("moe");
@@ -361,7 +358,6 @@ fn trains_as_without(name: &str) {
     }
 }
 
-/// What a mutation does to a plan.
 type Mutation = (&'static str, fn(&mut Value));
 
 #[test]
@@ -405,7 +401,7 @@ fn the_judge_refuses_other_groups() {
     }
 }
 
-/// Frameworks that know groups are told of them; a bundle that has no place for them is refused.
+/// Exports to frameworks with tensor parallelism carry the degree; other bundles reject it.
 #[test]
 fn exports_carry_the_degree() {
     let folder = tempfile::tempdir().unwrap();

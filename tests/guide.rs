@@ -1,4 +1,4 @@
-//! The commands of the guide and of the README print and draw what these say, and the code in them is the project's.
+//! The guide's and README's commands print and draw what the pages show, and quoted code matches the sources.
 
 mod console;
 
@@ -22,7 +22,7 @@ fn the_guide_is_true() {
     }
     let folder = tempfile::tempdir().unwrap();
     let page = play(&root.join("README.md"), folder.path(), &[]);
-    // Its pictures are those that its commands draw.
+    // The pictures are those that the commands draw.
     for name in ["graph.svg", "gantt.svg"] {
         let (drawn, shown) = (folder.path().join("pictures").join(name), root.join("docs/pictures").join(name));
         if std::env::var_os("PIPEC_BLESS").is_some() {
@@ -33,7 +33,7 @@ fn the_guide_is_true() {
     links(&page, root);
 }
 
-/// The verbs of the README, one behind the other in a clean folder, with data of one's own.
+/// The README's subcommands in sequence in a clean folder, with user data.
 #[test]
 fn the_verbs_of_the_readme_follow_each_other() {
     let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
@@ -54,7 +54,7 @@ fn the_verbs_of_the_readme_follow_each_other() {
     assert!(verbs >= 12, "{verbs} lines");
 }
 
-/// The file that the guide's lines of Python write.
+/// The file that the guide's Python code writes.
 fn digits(path: &Path) {
     fs::write(path, models::digits::NPZ).unwrap();
     let mut arrays = weights::read(path).unwrap();
@@ -63,7 +63,6 @@ fn digits(path: &Path) {
     weights::write(path, &arrays).unwrap();
 }
 
-/// Every link to a file of the repository leads somewhere.
 fn links(page: &str, beside: &Path) {
     for target in page.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
         let target = target.split('#').next().unwrap_or_default();
@@ -72,7 +71,7 @@ fn links(page: &str, beside: &Path) {
     }
 }
 
-/// A block ```` ```LANGUAGE from=FILE ```` stands in that file, line by line; `…` leaves lines out.
+/// The lines of a block ```` ```LANGUAGE from=FILE ```` are in that file; `…` skips lines.
 fn quoted(page: &str, root: &Path) {
     let blocks = page.split("```").skip(1).step_by(2).filter_map(|block| block.split_once('\n'));
     for (info, text) in blocks {

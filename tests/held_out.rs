@@ -1,4 +1,4 @@
-//! What training says of rows that it has not seen, and made-up data that can be learned.
+//! Evaluation on held-out rows, and learnable synthetic data.
 
 use assert_cmd::Command;
 use compiler::tensor::Tensor;
@@ -15,14 +15,14 @@ fn ends(folder: &Path, code: i32, arguments: &[&str]) -> [String; 2] {
     told
 }
 
-/// Trains and gives the last line of the metrics.
+/// Trains and returns the last line of the metrics.
 fn trained(folder: &Path, more: &[&str]) -> Value {
     ends(folder, 0, &[&["train", "m.onnx", "--metrics", "m.jsonl", "-q"][..], more].concat());
     let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
     serde_json::from_str::<Value>(lines.lines().last().unwrap()).unwrap()["total"].clone()
 }
 
-/// Two classes of eight numbers each, one above the other.
+/// Two separable classes of eight numbers.
 fn rows(count: usize) -> BTreeMap<String, Tensor> {
     let value = |i: usize| ((i * 37 % 101) as f64 / 101.0 - 0.5) + if (i / 8).is_multiple_of(2) { 1.0 } else { -1.0 };
     let x: Vec<f64> = (0..count * 8).map(value).collect();
@@ -49,7 +49,7 @@ fn held_out_rows_are_scored_and_not_trained_on() {
     assert_eq!(score["rows"], 10, "the last rows do not fill an item, and are looked at all the same");
     assert_eq!(score["accuracy"], 1.0, "{score}");
     assert!(score["loss"].as_f64().unwrap() < 0.2, "{score}");
-    // The same rows from files of their own give the same weights and the same score.
+    // The same rows in separate files give the same weights and score.
     let all = rows(50);
     let part = |from: usize, to: usize| -> BTreeMap<String, Tensor> {
         let cut = |tensor: &Tensor| {
@@ -64,7 +64,7 @@ fn held_out_rows_are_scored_and_not_trained_on() {
     let apart = trained(folder, &[&common[..], &["--eval-data", "e.npz"]].concat());
     assert_eq!((&apart["held_out"], &apart["last_loss"]), (score, &split["last_loss"]));
     assert_eq!(trained(folder, &common)["held_out"], Value::Null);
-    // Labels that count for nothing are left out of both figures.
+    // Ignored labels do not count in either metric.
     let mut few = part(40, 50);
     let labels: Vec<i64> =
         few["target"].to_i64().into_iter().enumerate().map(|(i, y)| if i < 9 { -100 } else { 1 - y }).collect();
@@ -97,7 +97,7 @@ fn what_cannot_be_held_out_is_told() {
     }
 }
 
-/// A network learns what a teacher of its form answers, on rows that it has not seen too; random labels it would only learn by heart.
+/// A network learns the teacher's targets and generalises to held-out rows; random labels it could only memorise.
 #[test]
 fn made_up_data_can_be_learned() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! What planning says that a stage keeps for an item in flight, and between the halves of its backward, beside what the compiled
-//! stage keeps: no less, and hardly more, wherever the cuts are.
+//! Planned activation memory, saved and between the phases of a split backward, against compiled stages: never less and
+//! hardly more, for any cut.
 
 use compiler::cluster::read::levels;
 use compiler::graph::bind::{bind, symbols};
@@ -15,17 +15,17 @@ use models::zoo::{ENTRIES, build, to_bytes};
 use runtime::exec::compile::compile_parts;
 use runtime::train::run::placement;
 
-/// Samples of an item: enough that a tensor is large beside what alignment adds.
+/// Samples per micro-batch: enough to make alignment negligible.
 const BATCH: i64 = 32;
 
-/// Cuts of a model into three that are tried.
+/// Number of three-stage partitions tried.
 const CUTS: usize = 10;
 
 #[test]
 fn stages_keep_what_plans_say() {
     for name in ["mlp", "residual-cnn"] {
         let entry = ENTRIES.iter().find(|entry| entry.name == name).unwrap();
-        // Stages of three layers would have nothing to split.
+        // With three layers, stages would have nothing to split.
         let options = if name == "mlp" { entry.small().number("layers", 6) } else { entry.small() };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.onnx");
@@ -42,23 +42,23 @@ fn stages_keep_what_plans_say() {
         for at in 0..CUTS {
             let cuts = [1 + at * (ops / 2 - 1) / CUTS, ops / 2 + at * (ops / 2 - 1) / CUTS];
             let stages: Vec<usize> = (0..ops).map(|op| cuts.iter().filter(|cut| op >= **cut).count()).collect();
-            // An op that follows from parameters alone stands with its reader.
+            // An op that depends only on parameters is in its reader's stage.
             let stages: Vec<usize> =
                 (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
             let place = placement(&graph, &trained, &stages);
             let codes = compile_parts(&trained, &place, 3, Some(LOSS), true, &|_| false).unwrap();
-            // The last stage keeps what the loss reads besides, which planning does not know.
+            // The last stage also saves for the loss, which the planner does not model.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();
                 let holdings = MemoryTerms::of(&costs, &costs.flows(), &inside, &passing);
                 let feeds: usize = code.feeds.iter().filter(|feed| feed.name != TARGET).map(|feed| feed.bytes).sum();
                 let kept = (code.kept_bytes + code.own_bytes.iter().sum::<usize>() + feeds) as u64;
                 let planned = holdings.saved + holdings.sent;
-                // Small tensors are aligned, and a mask or a statistic may be kept that planning counts elsewhere.
+                // Alignment of small tensors, and a mask or statistic that the planner counts elsewhere.
                 let slack = planned / 50 + 8192;
                 assert!(kept <= planned + slack, "{name} {cuts:?}, stage {stage}: {kept} kept, {planned} planned");
                 let apart = if holdings.inputs > 0 { holdings.halves } else { 0 };
-                // A gradient that is sent and read again by the second half lies in the buffer that is sent.
+                // A gradient that is sent and also read by the weight-gradient pass is in the send buffer.
                 let sent: usize = code.gradients_out.iter().map(|transfer| transfer.place.bytes).sum();
                 let own = (code.between_bytes + if code.weight_reads_sent { sent } else { 0 }) as u64;
                 assert!(
@@ -66,7 +66,7 @@ fn stages_keep_what_plans_say() {
                     "{name} {cuts:?}, stage {stage}: {own} between, {apart} planned"
                 );
                 (said, found) = (said + planned, found + kept);
-                // Behind data that nobody learns from there is no first half, which planning does not see.
+                // Stages fed only by data have no input-gradient pass, which the planner does not model.
                 if !code.gradients_out.is_empty() {
                     (halves, between) = (halves + apart, between + own);
                 }

@@ -1,5 +1,5 @@
-//! Training over two hosts, which are network namespaces of this machine. To make them takes a right that few have, so that it is done
-//! when asked for: `PIPEC_NAMESPACES=1 cargo test --test hosts`.
+//! Training over two hosts, simulated by network namespaces. Creating them needs privileges: `PIPEC_NAMESPACES=1 cargo
+//! test --test hosts`.
 
 #![cfg(target_os = "linux")]
 
@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Two namespaces with a cable between them; both are gone when this is.
+/// Two namespaces with a virtual cable; removed on drop.
 struct Hosts {
     names: [String; 2],
 }

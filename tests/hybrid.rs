@@ -1,6 +1,7 @@
-//! Stages with replicas, tensor parallelism and choices: against everything that there is on tiny instances, and a published one.
+//! Stages with replicas, tensor parallelism and choices: against exhaustive search on tiny instances, and a published
+//! one.
 
-#[allow(dead_code)] // Its problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use compiler::import::piper;
@@ -10,7 +11,7 @@ use compiler::profile::hybrid::{Choice, Hybrid, Layer, Link};
 use instances::Random;
 use std::path::PathBuf;
 
-/// Up to five layers; some weigh nothing, some offer two devices to a replica, some recompute.
+/// Up to five layers; some without weights, some with a two-device variant, some with recomputation.
 fn instance(random: &mut Random) -> Hybrid {
     let count = 1 + random.below(5) as usize;
     let syncs = random.below(3) == 0;
@@ -48,7 +49,7 @@ fn instance(random: &mut Random) -> Hybrid {
     Hybrid { layers, links, devices, microbatches, bandwidth: 1.0 + random.below(6) as f64, bytes_per_device }
 }
 
-/// The least time per sample over all ways: layers to stages, replicas and degrees to stages, choices to layers.
+/// The minimum time per sample over all stage assignments, replicas, degrees and layer choices.
 fn exhaustive(hybrid: &Hybrid) -> f64 {
     let (count, mut best) = (hybrid.layers.len(), f64::INFINITY);
     for stages in 1..=count.min(hybrid.devices as usize) {
@@ -91,7 +92,7 @@ fn shared_out(hybrid: &Hybrid, stage_of: &[usize], stages: usize) -> f64 {
     best
 }
 
-/// The least time of one stage over the choices of its layers.
+/// The minimum time of one stage over its layers' choices.
 fn least(hybrid: &Hybrid, stage_of: &[usize], stage: usize, (replicas, degree): (u32, u32), in_flight: u32) -> f64 {
     let (d, mut sums) = (f64::from(replicas), vec![(0.0, 0.0)]);
     for (at, layer) in hybrid.layers.iter().enumerate().filter(|(at, _)| stage_of[*at] == stage) {
@@ -188,7 +189,7 @@ fn the_judge_finds_what_is_wrong() {
     assert!(check(&hybrid, &other).is_err());
 }
 
-/// A file of two layers that mutations change.
+/// A file of two layers for mutations.
 const FILE: &str = r#"{"maxDevices": 4, "maxMemoryPerDevice": 90, "bandwidth": 10, "mbsInBatch": 8, "nodes": [
     {"id": 1, "TMPCs": {"1": [{"id": "vanilla", "timePerSample": 9, "parameterSize": 3, "memoryUsageA": 1, "memoryUsageB": 2,
      "syncTimeFw": {}, "syncTimeBw": {"2": 0}}], "2": [{"id": "halves", "timePerSample": 5, "parameterSize": 2,

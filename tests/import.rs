@@ -1,7 +1,7 @@
-//! Importing: models of other people's tools become graphs that compute what those tools computed.
+//! Importing: models of other tools become graphs that compute the same.
 //!
 //! Small models written here are compared with stored text (`PIPEC_BLESS=1 cargo test` rewrites it). The parity models
-//! of the shared data are run with the reference kernels and give the loss that PyTorch had.
+//! of the shared data run on the reference kernels and give PyTorch's loss.
 
 mod shared;
 
@@ -78,7 +78,7 @@ fn tied_weights_are_one_parameter_and_open_batches_agree() {
     assert_eq!(open.batch, Batch::Symbol { name: "batch".into(), default: None });
 }
 
-/// Hostile models that must still import; the others must be refused with words that the manifest expects.
+/// Hostile models that must still import; the others must be rejected with the manifest's words.
 #[test]
 fn hostile_models_are_refused_in_words() {
     let Some(folder) = data("hostile") else { return };
@@ -89,7 +89,7 @@ fn hostile_models_are_refused_in_words() {
         let start = std::time::Instant::now();
         let result = load(&folder.join(file), &Options::default());
         let seconds = start.elapsed().as_secs_f64();
-        // Far above what any needs, even where others work: this catches what never ends.
+        // Far above any normal time, even under load: detects non-termination.
         assert!(seconds < 60.0, "{file} took {seconds} s");
         match result {
             Ok(model) => {
@@ -114,7 +114,6 @@ fn hostile_models_are_refused_in_words() {
     }
 }
 
-/// A node of a small model.
 fn node(op: &str, name: &str, inputs: &[&str], outputs: &[&str], attributes: Vec<AttributeProto>) -> NodeProto {
     let texts = |list: &[&str]| list.iter().map(|t| (*t).to_string()).collect();
     NodeProto {
@@ -159,7 +158,7 @@ fn integers(name: &str, values: &[i64]) -> TensorProto {
     }
 }
 
-/// A value of the graph's border; a word among the dims is a symbol.
+/// A graph input or output; non-numeric dimensions are symbolic.
 fn info(name: &str, elem_type: i32, dims: &[&str]) -> ValueInfoProto {
     let dim = |text: &&str| Dimension {
         value: Some(match text.parse() {
@@ -174,7 +173,6 @@ fn info(name: &str, elem_type: i32, dims: &[&str]) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
 }
 
-/// Imports a model made of these parts.
 fn imported(
     name: &str,
     inputs: Vec<ValueInfoProto>,
@@ -313,7 +311,6 @@ fn a_batch_that_cannot_be_opened_is_fixed_and_says_why() {
     assert!(why.starts_with("node `joined` (Concat)"), "{why}");
 }
 
-/// A constant of rank 0.
 fn number(name: &str, value: f32) -> TensorProto {
     TensorProto { dims: vec![], float_data: vec![value], ..floats(name, &[]) }
 }
@@ -425,7 +422,7 @@ fn lstm(direction: &str, directions: i64, attributes: Vec<AttributeProto>, input
     )
 }
 
-// The numbers are those of onnxruntime for the same model.
+// Values from onnxruntime for the same model.
 #[test]
 fn recurrent_layers_run_in_all_directions() {
     let model = lstm("bidirectional", 2, vec![int("hidden_size", 2)], &["", "h0", "c0"]).unwrap();
@@ -459,7 +456,7 @@ fn recurrent_layers_with_rare_options_want_few_steps() {
 
 #[test]
 fn what_lies_behind_the_end_of_a_sequence_is_zero() {
-    // Sequences of 2 and 3 steps: the first is what it is alone, and then zeros.
+    // Sequences of 2 and 3 steps: the first gives its own result, then zeros.
     for direction in ["forward", "reverse"] {
         let open = lstm(direction, 1, vec![], &["lengths", "h0", "c0"]).unwrap();
         assert!(open.warnings.iter().any(|w| w.contains("different lengths")), "{:?}", open.warnings);
@@ -491,7 +488,7 @@ fn local_responses_reach_over_neighbouring_channels() {
     let nodes = vec![node("LRN", "lrn", &["x"], &["y"], attributes)];
     let model = imported("lrn", vec![info("x", 1, &["N", "5", "W", "1"])], &["y"], vec![], nodes).unwrap();
     let made = on_waves(&model, &[("N", 1), ("W", 2)], &[1, 5, 2, 1]).remove(0);
-    // onnxruntime's
+    // Values from onnxruntime.
     let want = [0.0, 0.304881, 0.324157, 0.050012, -0.269292, -0.342082, -0.099065, 0.233533, 0.355613, 0.149781];
     assert_close(&made, &want);
     let nodes = vec![node("LRN", "lrn", &["x"], &["y"], vec![int("size", i64::MAX)])];

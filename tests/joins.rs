@@ -1,7 +1,6 @@
-//! Planning of models with more than one way in and out: ops that follow from parameters alone, several inputs and outputs, and
-//! ops that nobody reads.
+//! Planning of models with several inputs and outputs, ops that depend only on parameters, and unused ops.
 
-#[allow(dead_code)] // Its large problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use compiler::cluster::Bytes;
@@ -28,7 +27,8 @@ fn close(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.max(right)
 }
 
-/// Two inputs; `w`, turned and negated, is read by two layers; one result of data, one of parameters, one op for nobody.
+/// Two inputs; `w`, transposed and negated, is read by two layers; one data result, one parameter result, one unused
+/// op.
 fn model() -> Graph {
     let mut graph = Graph::new("ways");
     let add = |graph: &mut Graph, op: Op, inputs: &[Value], source: &str| -> Value {
@@ -125,7 +125,7 @@ fn cuts_after_what_joins_are_told() {
     assert_eq!(with(&problem(&id.to_string()), Partitioner::Pipec).unwrap().plan.stages, found.stages);
     let plain = with(&problem("layer"), Partitioner::Pipec).unwrap().plan;
     assert!(plain.warnings.is_empty() && plain.stages == found.stages);
-    // `turned` is read by the second stage too, and is sent there.
+    // The second stage also reads `turned`, which is sent there.
     assert!(found.edges[0].tensors.iter().any(|tensor| tensor == "turned"));
     let error = with(&problem("negatd"), Partitioner::Pipec).unwrap_err();
     assert!(
@@ -138,7 +138,7 @@ fn the_judge_refuses_what_is_apart() {
     let mut problem = Problem::new(costs(&model()), levels("2:1GB/s").unwrap(), CostModel::Paper);
     problem.constraints.cut_after = Some(vec!["first".into()]);
     let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-    // The same plan for a model in which one of the first stage's ops joins one of the second's.
+    // The same plan for a model in which one of the first stage's ops is fused with one of the second's.
     let layer = problem.graph.ops.iter().position(|op| op.name == "layer").unwrap() as u32;
     let first = problem.graph.ops.iter().position(|op| op.name == "first").unwrap();
     problem.graph.ops[first].joins = Some(OpId(layer));
@@ -149,7 +149,7 @@ fn the_judge_refuses_what_is_apart() {
     assert!(faults[0].to_string().contains("to which it belongs"), "{}", faults[0]);
 }
 
-/// First so many ops of weights, then so many of data, any of which may read earlier ones of both kinds.
+/// `weights` parameter-only ops, then `data` data ops, which may read earlier ones of either kind.
 fn random_graph(random: &mut Random, weights: u32, data: u32) -> CostGraph {
     let ops = weights + data;
     let mut readers: Vec<Vec<OpId>> = vec![Vec::new(); ops as usize];
@@ -215,7 +215,7 @@ fn every_plan_keeps_what_joins_together_and_none_beats_exhaustive() {
                 assert_eq!(stage_of(op.id), stage_of(op.joins.unwrap().0), "seed {seed}: {partitioner:?}");
             }
         }
-        // Under a limit that the found plan just meets there is still a plan, and it stays within.
+        // The peak of the found plan as a memory limit is still feasible.
         let ours = with(&problem, Partitioner::Pipec).unwrap().plan;
         let peak = ours.stages.iter().map(|stage| stage.memory.total).max().unwrap();
         problem.memory_limit = Some(Bytes(peak));

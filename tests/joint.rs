@@ -1,5 +1,5 @@
-//! Gradients of weights that are made of several micro-batches at once: the same bits whatever the schedule and wherever stages are cut, those
-//! of the micro-batches one by one but for rounding, and as many bytes as planned.
+//! Weight gradients of several micro-batches in one kernel: bitwise independent of schedule and partition, equal to
+//! separate micro-batches up to rounding, and with the planned memory.
 
 mod drawn;
 
@@ -33,8 +33,8 @@ const STEPS: u32 = 2;
 const SIDE: usize = 4;
 const OUTPUTS: usize = 48;
 
-/// Ops: two convolutions and three products with a tangent behind each of the first four, one row at a time. Of the first convolution an item
-/// has too much to be put by, of all others little.
+/// Two convolutions and three products, with a tangent after the first four, one row at a time. The first convolution's
+/// operands are too large to buffer.
 fn network() -> Network {
     let mut graph = Graph::new("joint");
     let mut weights = BTreeMap::new();
@@ -67,7 +67,7 @@ fn network() -> Network {
     (graph, weights)
 }
 
-/// A run of the network cut into equally many ops, so many micro-batches a minibatch.
+/// A prepared run of the network in stages of equally many ops.
 fn prepared((graph, _): &Network, pipeline: Pipeline, schedule: Schedule, microbatches: u32) -> Prepared {
     let count = StepCount { minibatches: STEPS, microbatches };
     let settings = Settings { dims: Bindings::new(), loss: Loss::Mse, class_axis: None, schedule, count };
@@ -80,7 +80,6 @@ fn chain(replicas: &[u32]) -> Pipeline {
     Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect())
 }
 
-/// Steps that make gradients of several items at once.
 fn joint(prepared: &Prepared) -> usize {
     let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
     steps.filter(|step| step.joint.is_some()).count()
@@ -108,7 +107,7 @@ fn trained(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained
     train(&training, &mut |_| {}).unwrap()
 }
 
-/// The largest distance of two runs' weights and gradients, as a part of the largest number.
+/// The maximum difference of weights and gradients, relative to the largest value.
 fn distance(one: &Trained, other: &Trained) -> f64 {
     let mut most = 0.0f64;
     for (one, other) in [(&one.weights, &other.weights), (&one.gradients, &other.gradients)] {
@@ -128,7 +127,7 @@ fn bits_are_those_of_every_schedule_and_cut() {
         let one = prepared(&network, chain(&[1]), Schedule::Gpipe, microbatches);
         assert_eq!(joint(&one), 4, "the second convolution and the products");
         let whole = trained(&network, &one, microbatches);
-        // No item is put by without the step's knowing how.
+        // Without the batched kernel, no operands are buffered.
         let mut apart = prepared(&network, chain(&[1]), Schedule::Gpipe, microbatches);
         apart.codes.iter_mut().flat_map(|code| &mut code.backward.steps).for_each(|step| step.joint = None);
         let apart = trained(&network, &apart, microbatches);
@@ -164,7 +163,7 @@ fn bits_are_those_of_every_schedule_and_cut() {
     }
 }
 
-/// A product behind much that is not kept, so that a forward takes more of the arena than what is laid out for a backward.
+/// A product after a part that is not saved, so the forward uses more of the arena than the backward layout.
 fn heavy() -> Network {
     let mut graph = Graph::new("heavy");
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
@@ -190,7 +189,7 @@ fn heavy() -> Network {
     (graph, BTreeMap::from([("w".to_string(), uniform(&shape, 3))]))
 }
 
-/// What is put by stays while the forwards of other items use the arena.
+/// Buffered operands survive other micro-batches' forwards in the arena.
 #[test]
 fn forwards_leave_what_is_put_by() {
     let network = heavy();
@@ -210,7 +209,7 @@ fn forwards_leave_what_is_put_by() {
     }
 }
 
-/// Replicas put by where each has so many items of a round, as long as their gradients stay.
+/// Replicas batch if each has enough micro-batches per round and gradients are not streamed.
 #[test]
 fn replicas_and_few_micro_batches() {
     let network = network();
@@ -233,7 +232,7 @@ fn replicas_and_few_micro_batches() {
     trained(&network, &late, 8).losses.iter().for_each(|loss| assert!(loss.is_finite()));
 }
 
-/// With what is put by and the larger scratch a stage holds what a plan says.
+/// Operand buffers and larger scratch are included in the plan.
 #[test]
 fn what_is_put_by_is_planned() {
     let network = network();

@@ -1,4 +1,4 @@
-//! Inputs that are known before the model runs, inputs without elements, and models of the first operator sets.
+//! Inputs known before the model runs, empty inputs, and models of the first opsets.
 
 mod builder;
 

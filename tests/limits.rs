@@ -1,5 +1,5 @@
-//! What no plan may exceed: the memory of a device, and what the link of a group of devices carries. Random graphs on one, two and
-//! three levels, under every cost, schedule and objective.
+//! Limits of any plan: device memory, and the bandwidth of shared links. Random graphs on one to three levels, under
+//! every cost model, schedule and objective.
 
 mod instances;
 
@@ -43,7 +43,7 @@ const SCHEDULES: [ScheduleKind; 6] = [
     ScheduleKind::Inference,
 ];
 
-/// Up to eight ops in a row, or ops that each read up to two earlier ones.
+/// Up to eight ops in a chain, or ops that each read up to two earlier ones.
 fn random_graph(random: &mut Random) -> CostGraph {
     let mut graph = CostGraph::default();
     let is_chain = random.below(2) == 0;
@@ -80,7 +80,7 @@ fn random_problem(seed: u64) -> Problem {
     problem
 }
 
-/// Plans as the command line does, with caps that are played.
+/// Plans like the command line, with simulated in-flight limits.
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
         let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).unwrap();
@@ -89,14 +89,13 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanErro
     plan(problem, &PlannerOptions { partitioner, efficiency: Some(&efficiency), ..PlannerOptions::default() })
 }
 
-/// Bytes of the fullest device.
 fn peak(planned: &Planned) -> u64 {
     let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
     planned.plan.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += stage.memory.total);
     held.into_values().max().unwrap()
 }
 
-/// Plans; where nothing fits, holds the answer to its word: the stated limit does, and 1 % less does not. Gives the stated limit.
+/// Plans. If infeasible, the reported memory limit must suffice, and 1 % less must not. Returns the reported limit.
 fn within(name: &str, problem: &Problem, partitioner: Partitioner) -> Option<u64> {
     let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
     let limited = |limit: u64| {
@@ -140,7 +139,7 @@ fn no_plan_is_over_its_limit_and_the_least_limit_is_the_least() {
     assert!(planned > 40 && refused > 40, "{planned} planned, {refused} refused");
 }
 
-/// What a plan says is in flight and between the halves of backwards, its program has at the most.
+/// The program's maximum in-flight counts match the plan.
 fn holds_its_counts(name: &str, plan: &Plan) {
     let kind = schedule_of(plan.schedule.kind).unwrap();
     let minibatches = if kind.is_round_robin() { 12 } else { 2 };
@@ -196,7 +195,7 @@ fn no_plan_of_any_schedule_is_over_its_limit() {
             let name = format!("{} of seed {seed}", kind.name());
             let free = match with(&problem, Partitioner::Pipec) {
                 Ok(free) => free,
-                // Too few ops for so many chunks.
+                // Too few ops for this many chunks.
                 Err(PlanError::Problem(_)) if kind.has_chunks() => continue,
                 Err(error) => panic!("{name}: {error}"),
             };
@@ -220,12 +219,13 @@ fn no_partition_of_a_small_graph_needs_less_than_the_least_limit() {
     let mut compared = 0;
     for seed in 0..90 {
         let mut problem = random_problem(90_000 + seed);
-        // The walk through everything takes long beyond that.
+        // Exhaustive search is too slow beyond this size.
         if problem.cluster.devices() > 4 || problem.graph.ops.len() > 6 {
             continue;
         }
         problem.memory_limit = Some(Bytes(1000));
-        // With vertical sync the versions of all stages follow the first, which the published costs' search knows up to a bound only.
+        // With vertical sync the versions of all stages follow the first; the published cost model's search only has a
+        // bound for them.
         let is_known = problem.schedule != ScheduleKind::RoundRobinVsync;
         if problem.cost != CostModel::Pipec && (!is_known || problem.cluster.levels.len() > 1) {
             continue;
@@ -234,7 +234,7 @@ fn no_partition_of_a_small_graph_needs_less_than_the_least_limit() {
         problem.memory_limit = Some(Bytes(least - 1));
         match with(&problem, Partitioner::Exhaustive) {
             Err(PlanError::Infeasible { .. }) => compared += 1,
-            // More than is walked through.
+            // More than exhaustive search supports.
             Err(PlanError::Problem(_)) => {}
             other => panic!("seed {seed}: less than {least} does: {other:?}"),
         }
@@ -276,7 +276,7 @@ fn larger_graphs_with_replicas_and_recomputation_keep_their_word() {
     }
 }
 
-/// Six stages, of which the first makes a tensor that all others read: paper and PipeDream see it at each cut once.
+/// Six stages; all others read a tensor of the first. The paper and PipeDream cost models count it once per cut.
 fn fanned_out(cluster: &str, cost: CostModel) -> Problem {
     let mut graph = CostGraph::default();
     for id in 0..6u32 {
@@ -294,13 +294,13 @@ fn a_plan_that_overloads_the_link_of_a_server_is_refused() {
     for cost in [CostModel::Paper, CostModel::Pipedream] {
         let problem = fanned_out("2:40GB/s,3:1GB/s", cost);
         let found = with(&problem, Partitioner::Pipec).unwrap().plan;
-        // Out of the first server go the large tensor four times and one small one; in comes as much.
+        // The first server sends the large tensor four times and one small one, and receives the same.
         assert!((found.predicted.minibatch_us - 4001.0).abs() < 1e-6, "{cost:?}: {:?}", found.predicted);
         let link = found.predicted.busiest_link.clone().unwrap();
         assert_eq!((link.level.as_str(), link.unit, link.bytes), ("level1", 0, 4_001_000));
         assert!((link.share - 1.0).abs() < 1e-9);
         assert_eq!(found.predicted.bottleneck, "the link of unit 0 on level1");
-        // What the formula alone says: twice the tensor over its own link.
+        // The formula alone: twice the tensor over its own link.
         let mut hasty = found.clone();
         (hasty.predicted.minibatch_us, hasty.predicted.busiest_link) = (2001.0, None);
         let faults = check(&problem, &hasty).unwrap_err();
@@ -332,14 +332,14 @@ fn no_link_of_a_spanning_plan_carries_more_than_fits() {
         if problem.cluster.levels.len() == 1 || problem.cost == CostModel::Pipec {
             continue;
         }
-        // Many readers of one tensor: what crosses a cut once goes over the link once for each of them.
+        // Many readers of one tensor: it crosses a cut once but uses the link once per reader.
         let ops = problem.graph.ops.len() as u32;
         problem.graph.tensors[0].consumers = (1..ops).map(OpId).collect();
         (problem.graph.tensors[0].bytes, problem.graph.ops[0].out_bytes) = (2_000_000, 2_000_000);
         problem.objective = Objective::Throughput;
         problem.cluster.levels[1].shared = seed % 3 == 0;
         for partitioner in [Partitioner::Pipec, Partitioner::Uniform, Partitioner::Pipedream] {
-            // The planner's own check fails where its count of bytes is not the judge's.
+            // The planner's own check fails if its byte count differs from the checker's.
             let found = with(&problem, partitioner).unwrap_or_else(|error| panic!("seed {seed}: {error}")).plan;
             let spans = found.stages[0].hierarchy.len() < problem.cluster.levels.len();
             let is_bound = spans || problem.cluster.levels.iter().skip(1).all(|level| level.shared);
@@ -374,7 +374,7 @@ fn stages_that_span_servers_share_their_links() {
     }
 }
 
-/// Caps of many stages with many replicas, from the published ones on.
+/// In-flight limits of many replicated stages, starting from the published ones.
 #[test]
 fn caps_of_a_hundred_devices_are_chosen_by_play() {
     for (cost, ratio) in [(CostModel::Paper, None), (CostModel::Pipedream, Some(1.0))] {

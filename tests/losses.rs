@@ -1,4 +1,5 @@
-//! The loss that training attaches is no op of a plan, and its costs are part of one: what is planned is what training holds.
+//! The loss that training attaches is no op of a plan, but its costs are included: planned memory is what training
+//! uses.
 
 use assert_cmd::Command;
 use compiler::tensor::Tensor;
@@ -7,7 +8,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// Runs and expects this code; gives standard error.
+/// Expects this exit code; returns standard error.
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -30,7 +31,7 @@ fn total(plan: &Value, stage: usize) -> f64 {
     plan["stages"][stage]["memory"]["total"].as_f64().unwrap()
 }
 
-/// A small vocabulary model, whose logits are what is largest.
+/// A small model with a large vocabulary, whose logits are the largest tensor.
 fn gpt(folder: &Path) {
     ends(folder, 0, &["zoo", "gpt", "--vocabulary", "4000", "--tied", "false", "-o", "model.onnx"]);
 }
@@ -55,7 +56,7 @@ fn the_usual_loss_is_counted_where_it_runs() {
     assert_eq!(planned(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
     let told = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
     assert!(told.contains("not a scalar") && told.contains("--loss none"), "{told}");
-    // Training cannot do without one, and is told so with and without a plan.
+    // Training requires a loss, with and without a plan.
     for plan in [&["--plan", "plan.json"][..], &[]] {
         let told = ends(
             folder,
@@ -88,7 +89,7 @@ fn a_profile_says_which_loss_its_times_have() {
     assert!(told.contains("`mse`") && told.contains("pipec profile"), "{told}");
 }
 
-/// Every stage holds what was planned for it, within 5 %; and what is planned is what is trained, without saying it again.
+/// Every stage uses the planned memory within 5 %, and the planned settings apply to training by default.
 #[test]
 fn training_holds_what_was_planned() {
     let folder = tempfile::tempdir().unwrap();
@@ -130,8 +131,8 @@ fn training_holds_what_was_planned() {
     assert_eq!(first(&fs::read_to_string(folder.join("n.jsonl")).unwrap()), by_plan);
 }
 
-/// A step of SGD with momentum reads and writes five times the weights, one of Adam seven times, plain SGD three times; under micro-batches
-/// it comes once for all of them.
+/// A step reads and writes 5 times the weights for SGD with momentum, 7 times for Adam, 3 times for plain SGD; once per
+/// minibatch.
 #[test]
 fn steps_of_the_optimizer_are_part_of_the_time() {
     let folder = tempfile::tempdir().unwrap();
@@ -150,12 +151,12 @@ fn steps_of_the_optimizer_are_part_of_the_time() {
     };
     let fourth = (of("4", "adam") - of("4", "sgd-momentum")) / 2.0;
     assert!((fourth * 4.0 / each - 1.0).abs() < 1e-6, "{fourth} and {each}");
-    // The formulas of the literature know no such thing.
+    // The published cost models have no optimizer time.
     let paper = |optimizer: &str| time(&["--cost", "paper", "--optimizer", optimizer]);
     assert_eq!(paper("sgd"), paper("adam"));
 }
 
-/// A micro-batch without a label that counts has the loss 0 and no gradient; the loss of a minibatch is the mean of its micro-batches'.
+/// A micro-batch with only ignored labels has loss 0 and no gradient; a minibatch loss is the mean over micro-batches.
 #[test]
 fn a_micro_batch_without_labels_adds_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -171,7 +172,7 @@ fn a_micro_batch_without_labels_adds_nothing() {
     };
     write("half.npz", &[0, 2, 1, 1, -100, -100, -100, -100]);
     write("whole.npz", &[0, 2, 1, 1]);
-    // The first step has none.
+    // The first step has no labels.
     write("none.npz", &[-100, -100, -100, -100, 0, 2, 1, 1]);
     let trained = |data: &str, batch: &str, microbatches: &str, more: &[&str]| {
         let flags = ["train", "model.onnx", "--data", data, "--batch", batch, "--microbatches", microbatches, "-q"];
@@ -197,7 +198,7 @@ fn a_micro_batch_without_labels_adds_nothing() {
     assert!(weights.iter().all(|(name, weight)| weight.bytes() == again[name].bytes()), "nothing moves them");
 }
 
-/// On models of a few kilobytes the scratch of ops that run together is a good part of all, and so is what is kept in whole cache lines.
+/// On models of a few kilobytes, scratch of fused ops and alignment to cache lines are a large part.
 #[test]
 fn little_models_hold_what_was_planned() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! Integer programs against everything: from a poor start they find what the exhaustive search finds, for every cost they claim, and
-//! what they call proven is so.
+//! MILP search against exhaustive search: it finds the optimum from a poor start for every supported cost model, and
+//! its proofs hold.
 
-#[allow(dead_code)] // Its large problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use compiler::cluster::Bytes;
@@ -28,12 +28,12 @@ fn us(planned: &Planned) -> f64 {
     planned.plan.predicted.minibatch_us
 }
 
-/// As far as the solver tells times apart.
+/// Equal within the solver tolerance.
 fn same(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-7 * left.max(right)
 }
 
-/// Up to eight ops with scratch, of which some share a parameter.
+/// Up to eight ops with scratch, some of which share a parameter.
 fn scratched_graph(random: &mut Random) -> CostGraph {
     let mut graph = random_graph(random, 8);
     for op in &mut graph.ops {
@@ -65,14 +65,14 @@ fn random_problem(seed: u64, cost: CostModel) -> Problem {
     problem
 }
 
-/// Some of the memory that the problem's slowest plan needs, so that some plans fit and others do not.
+/// Part of the memory of the problem's slowest plan, so that only some plans fit.
 fn limit(problem: &mut Problem, seed: u64) {
     let peak = |planned: Planned| planned.plan.stages.iter().map(|stage| stage.memory.total).max();
     let single = peak(with(problem, Partitioner::Single).unwrap()).unwrap();
     problem.memory_limit = Some(Bytes(single * (6 + seed % 5) / 12));
 }
 
-/// From one device alone, which may not fit, to the best that integer programs find.
+/// MILP result, starting from a single device, which may not fit.
 fn from_single(problem: &Problem) -> SearchResult {
     let joined = FusedGraph::of(&problem.graph);
     let question = SearchContext { problem, joined: &joined, budget: Some(1_000_000), among: SearchLimits::ALONE };
@@ -80,7 +80,7 @@ fn from_single(problem: &Problem) -> SearchResult {
     refine(&question, SearchResult::of(single), None).unwrap()
 }
 
-/// Holds a proven answer from a poor start against everything.
+/// Checks a proven result against exhaustive search.
 fn ties_exhaustive(problem: &Problem, told: &str) {
     let found = from_single(problem);
     assert_eq!(found.fallback, None, "{told}");
@@ -180,7 +180,7 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         let mut problem = Problem::new(graph, levels("4:10GB/s").unwrap(), cost);
         problem.activation_compression = Some(1.0);
         let ours = with(&problem, Partitioner::Pipec).unwrap();
-        // Everything on one device leaves much to find; no node at all is too little to find it.
+        // A single device leaves much to find, and a budget of no nodes is too little to find it.
         let joined = FusedGraph::of(&problem.graph);
         let question =
             SearchContext { problem: &problem, joined: &joined, budget: Some(0), among: SearchLimits::ALONE };
@@ -194,7 +194,7 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         );
         assert!(best <= single_us, "{name}");
         match found.proven_us {
-            // Relaxations alone may do.
+            // The relaxation alone may suffice.
             Some(proven) => assert!(same(proven, us(&ours)), "{name}"),
             None => assert!(found.fallback.is_some_and(|why| why.contains("budget of nodes")), "{name}"),
         }
@@ -247,7 +247,7 @@ fn a_clock_goes_with_milp_alone() {
 #[test]
 fn published_profiles_are_proven() {
     let data = std::env::var("PIPEC_DATA").unwrap_or("../shared/data".into());
-    // Flat clusters of FACTS' goldens, milliseconds per minibatch.
+    // Flat clusters of the PipeDream goldens, milliseconds per minibatch.
     for (name, devices, wire, wanted_ms) in
         [("vgg16", 4, "1.25GB/s", 176.349), ("alexnet", 4, "1.25GB/s", 32.461), ("gnmt", 4, "1.25GB/s", 25.868)]
     {
@@ -267,7 +267,7 @@ fn published_profiles_are_proven() {
         if name != "alexnet" {
             continue;
         }
-        // Within memory, and with every stage recomputed or not, the search finds the same.
+        // With a memory limit, and with all or no stages recomputed, both find the same.
         problem.cost = CostModel::Pipec;
         problem.memory_limit = Some(Bytes(1_000_000_000));
         let (ours, milp) = (with(&problem, Partitioner::Pipec).unwrap(), with(&problem, Partitioner::Milp).unwrap());

@@ -1,7 +1,7 @@
-//! Typical mistakes and the messages that they meet: pages in `tests/mistakes/`, which `PIPEC_BLESS=1` writes anew.
+//! Typical mistakes and their error messages: pages in `tests/mistakes/`, rewritten by `PIPEC_BLESS=1`.
 //!
-//! Each mistake is a heading, what the stranger does, and what he reads. A message says what could not be done, where and why, and, in a
-//! line of its own, what to do next; it can be mended from the message alone.
+//! Each mistake has a heading, the command, and the message. A message states what failed, where and why, and suggests
+//! the next step on its own line, so that it suffices to fix the mistake.
 #![cfg(target_os = "linux")]
 
 mod builder;
@@ -18,7 +18,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
 
-/// A convolution that an exporter folded a batch normalisation into.
+/// A convolution with a folded batch normalisation.
 fn folded() -> ModelProto {
     let mut conv = node("Conv", &["x", "conv1.weight", "conv1.bias"], &["y"]);
     conv.name = Some("conv1".into());
@@ -35,7 +35,7 @@ fn folded() -> ModelProto {
     model(18, graph)
 }
 
-/// An input whose second dimension is a symbol.
+/// An input whose second dimension is symbolic.
 fn open(name: &str, symbol: &str) -> ValueInfoProto {
     let mut input = typed(name, F32, &[8, 1, 4]);
     if let Some(type_proto::Value::TensorType(tensor)) = input.r#type.as_mut().and_then(|kind| kind.value.as_mut()) {
@@ -45,7 +45,7 @@ fn open(name: &str, symbol: &str) -> ValueInfoProto {
     input
 }
 
-/// A linear layer whose weight lies in a file beside the model.
+/// A linear layer with external weights.
 fn apart() -> ModelProto {
     let mut weight = initializer("w", &Tensor::from_f32(&[4, 2], &[0.0; 8]));
     weight.raw_data = None;
@@ -57,7 +57,7 @@ fn apart() -> ModelProto {
     model(18, graph)
 }
 
-/// What no shell can write.
+/// Writes files that no shell can.
 fn give(folder: &Path) {
     let onnx = |name: &str, model: &ModelProto| fs::write(folder.join(name), model.encode_to_vec()).unwrap();
     onnx("folded.onnx", &folded());

@@ -1,4 +1,4 @@
-//! Training over MPI, where pipec is built with it and `mpirun` is there: `cargo test --features mpi --test mpi`.
+//! Training over MPI, if pipec is built with it and `mpirun` is installed: `cargo test --features mpi --test mpi`.
 
 use assert_cmd::cargo::cargo_bin;
 use std::fs;
@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long anything may take on a machine with much else to do.
+/// Timeout for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn is_there() -> bool {
@@ -19,7 +19,7 @@ fn is_there() -> bool {
     is_there
 }
 
-/// So many processes, also where there are fewer cores, and where the tests run as root.
+/// Also with fewer cores, and as root.
 fn mpirun(folder: &Path, processes: usize, arguments: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
     command.current_dir(folder).args(["-n", &processes.to_string()]).arg(cargo_bin("pipec")).args(arguments);
@@ -71,7 +71,7 @@ fn processes_over_mpi_train_as_threads_do() {
         let kept = ["--checkpoint-every", "2", "--checkpoint-dir"];
         let threads = ["--save", "t.safetensors", "--metrics", "t.jsonl", "-q"];
         done(at, &[&common[..], &kept, &["t"], &threads].concat());
-        // Nothing says where process 0 could be reached, so that it is MPI or nothing.
+        // No address of process 0 is given, so only MPI can work.
         let own = ["--save", "p.safetensors", "--metrics", "p.jsonl"];
         let output = mpirun(at, processes, &[&common[..], &kept, &["p"], &own].concat()).output().unwrap();
         let told = said(&output);
@@ -105,7 +105,7 @@ fn a_rank_that_is_killed_ends_the_run_and_nobody_is_left() {
         assert!(began.elapsed() < PATIENCE, "it does not train");
         thread::sleep(Duration::from_millis(20));
     }
-    // Their folder is this test's own.
+    // The processes of this test are those in its folder.
     let ranks = || -> Vec<u32> {
         let entries = fs::read_dir("/proc").unwrap().flatten();
         let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());

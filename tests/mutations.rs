@@ -1,8 +1,7 @@
-//! Some thousand damaged models through import and planning: no panic, bounded memory, bounded time.
+//! A thousand damaged models through import and planning: no panic, bounded memory, bounded time.
 //!
-//! The same edits stand behind the fuzz targets in `tests/fuzz`. Every allocation of this test is counted; a case may have live at once
-//! what no file of this size is worth, and no more. `PIPEC_MUTATIONS` sets the number of cases of each kind, `PIPEC_SEED`
-//! where they start.
+//! The fuzz targets in `tests/fuzz` use the same edits. A counting allocator bounds the live bytes of each case.
+//! `PIPEC_MUTATIONS` sets the number of cases of each kind, `PIPEC_SEED` the first seed.
 
 #[path = "fuzz/src/meet.rs"]
 mod meet;
@@ -13,10 +12,10 @@ use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
-/// Bytes that may be live at once. The seeds have some hundred kilobytes; constants fold up to a megabyte each.
+/// Maximum live bytes. The seeds have some hundred kilobytes; constants fold to at most a megabyte each.
 const MOST_BYTES: usize = 512 << 20;
 
-/// Seconds that one case may take. It is there to find what never ends, on any machine.
+/// Maximum seconds per case, to detect non-termination on any machine.
 const MOST_SECONDS: f64 = 30.0;
 
 struct Counting;
@@ -24,17 +23,17 @@ struct Counting;
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator unchanged; counting touches atomics alone.
+// SAFETY: every call goes to the system allocator unchanged; counting only uses atomics.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise is the system allocator's.
+        // SAFETY: the caller's guarantees are those of the system allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise is the system allocator's.
+        // SAFETY: the caller's guarantees are those of the system allocator.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -62,7 +61,7 @@ impl Random {
     }
 }
 
-/// Bytes flipped, cut, doubled and moved.
+/// Flips, truncates, duplicates and moves bytes.
 fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
     for _ in 0..1 + random.below(8) {
         let (at, length) = (random.below(bytes.len()), 1 + random.below(24));
@@ -90,7 +89,7 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
     }
 }
 
-/// Runs one case and counts what it took; a panic tells how to run it again.
+/// Runs a case and checks its resources; a panic states how to repeat it.
 fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> Reached) -> Reached {
     let (before, started) = (LIVE.load(Relaxed), Instant::now());
     PEAK.store(before, Relaxed);
@@ -102,7 +101,7 @@ fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> Reached) -> Reach
     reached
 }
 
-// One test, since what is allocated is counted for the whole process.
+// A single test, because allocations are counted per process.
 #[test]
 fn damaged_models_are_refused_or_planned() {
     let (count, start) = (setting("PIPEC_MUTATIONS", 400), setting("PIPEC_SEED", 1));
@@ -128,7 +127,7 @@ fn damaged_models_are_refused_or_planned() {
         "refused, imported, planned: onnx bytes {:?}, pt2 bytes {:?}, onnx graphs {:?}, pt2 JSON {:?}",
         reached[0], reached[1], reached[2], reached[3]
     );
-    // Edits that never come through, or always do, ask nothing.
+    // Edits that never or always succeed would test nothing.
     for edits in &reached[2..] {
         assert!(count < 100 || (edits[0] > 0 && edits[2] > 0), "{reached:?}");
     }

@@ -1,4 +1,4 @@
-//! Models whose own numbers have two bytes: what is planned for them is what training holds.
+//! Models in 16-bit types: planned memory is what training uses.
 
 mod builder;
 
@@ -22,7 +22,7 @@ fn json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// Two layers; the second weight is used twice, so that its gradient has two terms.
+/// Two layers; the second weight is used twice, so its gradient has two terms.
 fn narrow(dtype: DType, code: i32) -> Vec<u8> {
     let values: Vec<f64> = (0..WIDTH * WIDTH).map(|at| (at as f64 * 0.618).fract() * 0.1 - 0.05).collect();
     let weight = Tensor::from_f64(&[WIDTH, WIDTH], &values).cast(dtype);
@@ -38,7 +38,7 @@ fn narrow(dtype: DType, code: i32) -> Vec<u8> {
     model(17, main).encode_to_vec()
 }
 
-/// Weights have two bytes a number; sums of their gradients, the copies that the optimizer moves and its state have four.
+/// Weights take two bytes each; gradient sums, master weights and optimizer state take four.
 #[test]
 fn sums_and_masters_of_narrow_parameters_are_planned_as_they_are_held() {
     for (dtype, code) in [(DType::Bf16, BF16), (DType::F16, F16)] {
@@ -59,7 +59,7 @@ fn sums_and_masters_of_narrow_parameters_are_planned_as_they_are_held() {
             let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
             let held = last["total"]["stages"][0]["held_bytes"].as_f64().unwrap();
             let ratio = held / memory["total"].as_f64().unwrap();
-            // Kernels without panels lay transposed factors out, beside an arena that is not at its largest then.
+            // Without panels, kernels copy transposed operands while the arena is below its peak.
             let least = if has_panels::<f32>(8, WIDTH) { 0.95 } else { 0.94 };
             assert!((least..=1.05).contains(&ratio), "{dtype}, {words:?}: held {ratio} of what was planned");
         }

@@ -1,4 +1,4 @@
-//! ONNX operators that are several core ops, on small inputs with the answers worked out by hand.
+//! ONNX operators that lower to several core ops, on small inputs with hand-computed results.
 
 mod builder;
 
@@ -6,7 +6,6 @@ use builder::*;
 use compiler::import::onnx::proto::{AttributeProto, NodeProto};
 use compiler::tensor::Tensor;
 
-/// A tensor of a model: its name and its value.
 type Given<'a> = (&'a str, Tensor);
 
 fn code(tensor: &Tensor) -> i32 {
@@ -17,7 +16,7 @@ fn code(tensor: &Tensor) -> i32 {
     }
 }
 
-/// The outputs of one node. Floats and whole numbers are inputs of the model; what it asks for becomes a constant.
+/// The outputs of one node. Float and integer tensors are inputs; those that the importer requests become constants.
 fn run(node: NodeProto, attributes: &[AttributeProto], inputs: &[Given<'_>]) -> Vec<Tensor> {
     let node = attributes.iter().fold(node, |node, attribute| with(node, attribute.clone()));
     let outputs: Vec<String> = node.output.clone();
@@ -30,7 +29,7 @@ fn run(node: NodeProto, attributes: &[AttributeProto], inputs: &[Given<'_>]) -> 
     answers(&model, inputs).unwrap().0
 }
 
-/// The first output, as numbers.
+/// The values of the first output.
 fn first(op: &str, attributes: &[AttributeProto], inputs: &[Given<'_>]) -> Vec<f64> {
     let names: Vec<&str> = inputs.iter().map(|(name, _)| *name).collect();
     run(node(op, &names, &["y"]), attributes, inputs)[0].to_f64()
@@ -79,11 +78,11 @@ fn samples_of_an_image() {
     let at = |x: f32, y: f32| ("grid", f32s_of(&[1, 1, 1, 2], &[x, y]));
     let sample = |place, attributes: &[AttributeProto]| first("GridSample", attributes, &[image.clone(), place]);
     assert_near(&sample(at(0.0, 0.0), &[]), &[2.5]);
-    // The upper left corner of the first element: three quarters of it are outside.
+    // The corner of the first element: three quarters of the sample are outside.
     assert_near(&sample(at(-1.0, -1.0), &[]), &[0.25]);
     assert_near(&sample(at(-1.0, -1.0), &[text("padding_mode", "border")]), &[1.0]);
     assert_near(&sample(at(-1.0, -1.0), &[int("align_corners", 1)]), &[1.0]);
-    // x = 2½ in a row of elements at 0 and 1 folds back at 1½ to ½; y is in the middle.
+    // x = 2½ with elements at 0 and 1 reflects at 1½ to ½; y is in the middle.
     assert_near(&sample(at(2.0, 0.0), &[text("padding_mode", "reflection")]), &[2.5]);
     assert_near(&sample(at(0.5, -0.5), &[text("mode", "nearest")]), &[2.0]);
 }
@@ -136,7 +135,7 @@ fn elements_and_slices_are_written() {
     assert_eq!(first("ScatterND", &[], &inputs), [1.0, 2.0, 3.0, 7.0, 8.0, 9.0]);
 }
 
-/// An index that is stretched over slices gives what the same numbers give that are no slices to anyone.
+/// A broadcast index gives the same result as the expanded one.
 #[test]
 fn stretched_indices_are_those_of_slices() {
     let x = ("x", f32s_of(&[2, 3, 2], &(0..12).map(|v| v as f32).collect::<Vec<_>>()));
@@ -250,7 +249,7 @@ fn n_grams_are_counted() {
         ints("ngram_indexes", &[2, 1, 0]),
         ints("pool_int64s", &[5, 6, 5, 6]),
     ];
-    // 5 twice, 6 three times; the pair (5, 6) side by side twice, and once with one number between.
+    // 5 twice, 6 three times; the pair (5, 6) adjacent twice, and once with a gap of one.
     let y = first("TfIdfVectorizer", &attributes, &[("x", i64s(&[5, 6, 1, 5, 6, 6]))]);
     assert_eq!(y, [3.0, 3.0, 2.0]);
 }
@@ -287,7 +286,7 @@ fn the_first_resize_rounds_up_where_an_axis_shrinks() {
         assert_eq!(y.len() as i64, size);
         y
     };
-    // Places 0, 4/3 and 8/3.
+    // Positions 0, 4/3 and 8/3.
     assert_eq!(resize(0.75, 3), [1.0, 3.0, 4.0]);
     assert_eq!(resize(1.5, 6), [1.0, 1.0, 2.0, 3.0, 3.0, 4.0]);
 }
@@ -307,7 +306,7 @@ fn an_index_outside_its_axis_is_refused_though_the_tensor_is_larger() {
         let told = refused("GatherND", 0, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
         assert!(told.contains("index"), "{told}");
     }
-    // Three columns of an index for two of the tensor.
+    // Three index columns for two tensor columns.
     let told = refused("GatherElements", 0, Tensor::from_i64(&[1, 3], &[0, 1, 1]), &[1, 3]);
     assert!(told.contains("3 rows at axis 1"), "{told}");
 }

@@ -1,5 +1,4 @@
-//! Every core op on every device, asked the same questions: does the fast kernel give what the reference rule gives, does it
-//! write every element, and does it give the same bits twice?
+//! Every core op on every device: the fast kernel matches the reference, writes every element, and is reproducible.
 
 mod reference;
 
@@ -11,7 +10,7 @@ use reference::{facts_of, in_type, reference, tensors};
 use runtime::device::cpu::{ALIGNMENT, Kernel};
 use std::collections::BTreeSet;
 
-/// A buffer aligned as the runtime aligns its own, filled with a pattern that is NaN in every float type.
+/// A buffer with the runtime's alignment, filled with a pattern that is NaN in every float type.
 struct Buffer {
     bytes: Vec<u8>,
     start: usize,
@@ -55,7 +54,7 @@ fn run(kernel: &Kernel, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tenso
     Ok(tensors(outputs, &written.iter().map(Buffer::slice).collect::<Vec<_>>()))
 }
 
-/// Asserts that two tensors are equal but for rounding in the element type of `got`.
+/// Equal up to rounding in the element type of `got`.
 fn assert_close(what: &str, got: &Tensor, want: &Tensor, relative: f64, absolute: f64) {
     assert_eq!((got.dtype(), got.shape()), (want.dtype(), want.shape()), "{what}");
     if !got.dtype().is_float() {
@@ -70,7 +69,7 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, relative: f64, absolute
     }
 }
 
-/// Asks one op everything. True when it has a fast kernel.
+/// Tests one op. Returns true if it has a fast kernel.
 fn ask(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
     let outputs = infer(op, inputs);
     let kernel = Kernel::new(op, &facts_of(inputs), &outputs);
@@ -126,7 +125,6 @@ fn unaligned_buffers_are_served() {
     assert_eq!(tensors(&fact, &[&output.slice()[1..]])[0].to_f32(), [1.0, 0.0, 3.0]);
 }
 
-/// Numbers in [-1, 1) from a seed.
 fn random(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let count: usize = shape.iter().product();
@@ -147,7 +145,7 @@ fn labels(count: usize, classes: usize, seed: u64) -> Tensor {
     Tensor::from_i64(&[count], &values)
 }
 
-/// Asks in `f32` and in `f64`, and wants a fast kernel.
+/// Tests in `f32` and `f64`, and requires a fast kernel.
 fn ask_both(what: &str, op: Op, inputs: &[Tensor]) {
     for dtype in [DType::F32, DType::F64] {
         let what = format!("{} {what} ({dtype})", rule(&op).name());
@@ -182,7 +180,7 @@ fn products_of_many_shapes() {
     }
 }
 
-/// The inputs of a recurrent layer with so many gates and states: x, both weights, both biases, the states before the first step.
+/// Inputs of a recurrent layer: x, both weights, both biases, initial states.
 fn layer(gates: usize, states: usize, [steps, batch, width, hidden]: [usize; 4]) -> Vec<Tensor> {
     let weight = |columns: usize, seed| {
         let shape = [gates * hidden, columns];
@@ -198,14 +196,14 @@ fn layer(gates: usize, states: usize, [steps, batch, width, hidden]: [usize; 4])
 
 #[test]
 fn recurrent_layers_of_many_shapes() {
-    // With 8 steps and more the recurrent weight is laid out; the last one is larger than one part of it.
+    // From 8 steps on the recurrent weight is packed; the last one exceeds one block.
     for sizes in [[2, 3, 4, 5], [9, 1, 3, 8], [8, 2, 5, 3], [11, 5, 6, 17], [9, 16, 8, 50], [8, 20, 3, 200]] {
         let [steps, batch, _, hidden] = sizes;
         let arrived = [random(&[steps, batch, hidden], 10), random(&[batch, hidden], 11), random(&[batch, hidden], 12)];
         let both = |forward: Op, grad: Op, inputs: Vec<Tensor>, states: usize, kept: usize| {
             let what = format!("{sizes:?} {forward:?}");
             let made = reference(&forward, &inputs, &infer(&forward, &inputs)).unwrap();
-            // What arrives, x and the weights, the states before, y, and what the forward run keeps.
+            // Output gradients, x and the weights, initial states, y, and saved values of the forward.
             let read = arrived[..1 + states].iter().chain(&inputs[..3]).chain(&inputs[5..]).chain(&made[..1]);
             let read: Vec<Tensor> = read.chain(&made[made.len() - kept..]).cloned().collect();
             ask_both(&what, forward, &inputs);
@@ -290,7 +288,7 @@ fn convolutions_of_random_windows() {
         let fits = (0..dims).all(|a| data[a] + begin[a] + end[a] > dilations[a] * (kernel[a] - 1));
         let (groups, images) = (1 + below(2), 1 + below(6));
         let (ins, outs) = (1 + below(9), 1 + below(20));
-        // Of every four, one has a filter of its own for each channel.
+        // Every fourth one is depthwise.
         let (groups, ins, outs) = if asked % 4 >= 3 { (2 + outs % 7, 1, 1) } else { (groups, ins, outs) };
         if !fits {
             continue;
@@ -339,7 +337,7 @@ fn pools_of_many_shapes() {
 #[test]
 fn of_equal_elements_the_first_gets_the_gradient() {
     for (shape, kernel, stride) in [(&[2, 3, 14, 22], 2, 2), (&[3, 2, 2, 2], 2, 2), (&[2, 2, 9, 8], 3, 2)] {
-        // Few values, so that most windows have several largest.
+        // Few distinct values, so that most windows have ties.
         let values: Vec<f32> = random(shape, 6).to_f64().iter().map(|v| (v * 1.5).round() as f32).collect();
         let x = Tensor::from_f32(shape, &values);
         let max =

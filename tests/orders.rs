@@ -1,6 +1,7 @@
-//! Clusters of several classes of devices: the order of the devices along the pipeline against every order, and in time.
+//! Clusters with several device classes: the device order along the pipeline against exhaustive search, and in limited
+//! time.
 
-#[allow(dead_code)] // Its large problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use compiler::cluster::device::find;
@@ -25,7 +26,7 @@ fn same(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.max(right)
 }
 
-/// A cluster whose devices are of these speeds, from the first to the last, and of this memory.
+/// A cluster of devices with these speeds in order, and memory by speed.
 fn mixed(text: &str, speeds: &[f64], memory: impl Fn(f64) -> u64) -> Cluster {
     let mut classes: Vec<DeviceClass> = Vec::new();
     for &speed in speeds {
@@ -47,7 +48,7 @@ fn small(seed: u64) -> Problem {
     let slow = [0.25, 0.5, 0.8][random.below(3) as usize];
     let mut speeds: Vec<f64> = (0..devices).map(|_| [1.0, slow][random.below(2) as usize]).collect();
     (speeds[0], speeds[devices - 1]) = (1.0, slow);
-    // In some cases the slow devices hold less than what the whole model needs.
+    // In some cases slow devices cannot hold the whole model.
     let slow_bytes = if random.below(3) == 0 { 2_000_000 + random.below(6_000_000) } else { 1 << 40 };
     let cluster = mixed(text, &speeds, |speed| if speed == 1.0 { 1 << 40 } else { slow_bytes });
     let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
@@ -66,7 +67,7 @@ fn plans_on_two_classes_tie_the_search_through_everything() {
         let problem = small(110_000 + seed);
         let best = match with(&problem, Partitioner::Exhaustive) {
             Ok(best) => us(&best),
-            // More than can be walked through, or nothing fits; then nothing fits for others either.
+            // Too large for exhaustive search, or infeasible; then others find nothing either.
             Err(PlanError::Problem(_)) => continue,
             Err(_) => {
                 assert!(with(&problem, Partitioner::Pipec).is_err(), "seed {seed}");
@@ -105,7 +106,7 @@ fn what_memory_rules_out_is_told_without_a_walk() {
             assert_eq!(with(&problem, partitioner).unwrap_err(), ours, "seed {seed}: {partitioner:?}");
             assert!(clock.elapsed().as_secs() < 5, "seed {seed}: {partitioner:?} took {:?}", clock.elapsed());
         }
-        // One byte less than the least that is found to do is ruled out too, where the least is exact.
+        // One byte less than an exact minimum is infeasible.
         let PlanError::Infeasible { smallest_limit, .. } = ours else { continue };
         problem.memory_limit = Some(Bytes(smallest_limit));
         for partitioner in [Partitioner::Pipec, Partitioner::Milp] {
@@ -116,24 +117,24 @@ fn what_memory_rules_out_is_told_without_a_walk() {
     assert_eq!(refused, 24);
 }
 
-/// Gives devices of class `class`, and all like them, so much memory.
+/// Sets the memory of devices of class `class` and equal ones.
 fn hold(problem: &mut Problem, class: u32, bytes: u64) {
     let like = problem.cluster.classes[class as usize].clone();
     let alike = |own: &&mut DeviceClass| own.speed == like.speed && own.device == like.device;
     problem.cluster.classes.iter_mut().filter(alike).for_each(|own| own.device.memory = Bytes(bytes));
 }
 
-/// What a "no" says is needed, for itself: with `bytes` it fits, with 1 % less it does not, and on one level not with one byte less.
+/// A reported requirement is exact: `bytes` is feasible, 1 % less is not, and on one level one byte less is not.
 fn keeps_its_word(name: &str, bytes: u64, is_flat: bool, needs: impl Fn(u64) -> Problem) {
     let answer = with(&needs(bytes), Partitioner::Pipec);
     assert!(answer.is_ok(), "{name}: {bytes} are said to do: {:?}", answer.err());
-    // Over several levels stages may stand where no search looks.
+    // On several levels, stages may be placed where no search looks.
     let partitioners = [Partitioner::Pipec, Partitioner::Exhaustive];
     for partitioner in partitioners.into_iter().take(1 + usize::from(is_flat)) {
         let less = if is_flat { bytes - 1 } else { bytes - bytes.div_ceil(100) };
         match with(&needs(less), partitioner) {
             Err(PlanError::Infeasible { .. } | PlanError::TooSmall(_)) => {}
-            // More than is walked through.
+            // Too large for exhaustive search.
             Err(PlanError::Problem(ProblemError::TooLarge { .. })) => {}
             other => panic!("{name}: {less} of {bytes} do: {partitioner:?} {other:?}"),
         }

@@ -1,5 +1,4 @@
-//! Schedules of the user's own through every verb: the table and the programs that are shipped, written and read back, and those that
-//! are wrong.
+//! Custom schedules in every subcommand: shipped tables and programs, written and read back, and invalid ones.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -7,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Output;
 
-/// What `compiler/examples/my_schedule.rs` writes.
+/// Output of `compiler/examples/my_schedule.rs`.
 const TABLE: &str = include_str!("../compiler/examples/my_schedule.csv");
 
 fn pipec(folder: &Path, arguments: &[&str]) -> Output {
@@ -50,7 +49,7 @@ fn a_table_runs_through_every_verb() {
     );
     let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("own.json")).unwrap()).unwrap();
     assert_eq!((&plan["schedule"]["kind"], &plan["schedule"]["microbatches"]), (&"csv".into(), &6.into()));
-    // The plan has no order of work of its own, and everyone who needs one says so.
+    // The plan contains no schedule, and commands that need one say so.
     refused(folder, &["plan", "check", "own.json"], 1, "`--schedule FILE`");
     refused(folder, &["simulate", "own.json"], 2, "`--schedule FILE` gives it");
     done(folder, &["plan", "check", "own.json", "--schedule", "mine.csv"]);
@@ -58,16 +57,16 @@ fn a_table_runs_through_every_verb() {
     assert!(fs::read_to_string(folder.join("bare.html")).unwrap().contains("`--schedule FILE` names it"));
     done(folder, &["report", "own.json", "--schedule", "mine.csv", "--html", "own.html"]);
     assert!(fs::read_to_string(folder.join("own.html")).unwrap().contains("<title>stage 1, backward of item 5"));
-    // Under a flush the order of work changes no bit.
+    // Under a flush, the schedule changes no bits.
     done(folder, &[&TRAIN[..], &["--steps", "3", "--schedule", "mine.csv", "--save", "a.npz"]].concat());
     done(folder, &[&TRAIN[..], &["--steps", "3", "--save", "b.npz"]].concat());
     assert_eq!(fs::read(folder.join("a.npz")).unwrap(), fs::read(folder.join("b.npz")).unwrap());
 }
 
-/// What is told of a run that is as long as that takes.
+/// Figures that depend on the length of the run.
 const PACE: [&str; 3] = ["minibatch_us", "step_us", "throughput_per_s"];
 
-/// The same with nine digits of each figure: runs of other lengths round elsewhere.
+/// Rounds each figure to nine digits: runs of other lengths round differently.
 fn rounded(value: Value) -> Value {
     match value {
         Value::Object(fields) => fields.into_iter().map(|(name, value)| (name, rounded(value))).collect(),
@@ -100,7 +99,7 @@ fn programs_are_read_back_and_run() {
         let read = figures(&["--schedule", "p.json"]);
         let [mut written, mut read] = [written, read].map(rounded);
         if schedule == "1f1b-rr" {
-            // Programs in a file are as long as they are, and without a flush a short run tells no pace.
+            // Programs in a file have a fixed length, and without a flush a short run has no steady state.
             for figures in [&mut written, &mut read] {
                 figures.as_object_mut().unwrap().retain(|name, _| !PACE.contains(&name.as_str()));
             }
@@ -110,7 +109,7 @@ fn programs_are_read_back_and_run() {
         done(folder, &[&TRAIN[..], &own, &["--steps", "3", "--save", "b.npz"]].concat());
         let [a, b] = ["a.npz", "b.npz"].map(|name| fs::read(folder.join(name)).unwrap());
         assert_eq!(a, b, "{schedule} on {plan}: other weights");
-        // The plan that is made for programs has their stages, caps and rule.
+        // A plan made for programs has their stages, in-flight limits and schedule.
         let flags = ["--gpus", "3", "--micro-batch", "4", "--schedule", "p.json", "-o", "other.json"];
         done(folder, &[&["partition", "m.onnx"][..], &flags].concat());
         let other: Value = serde_json::from_str(&fs::read_to_string(folder.join("other.json")).unwrap()).unwrap();
@@ -132,7 +131,7 @@ fn what_is_wrong_is_told() {
     let simulate = ["simulate", "plan.json", "--schedule", "bad.json"];
     let sound = fs::read_to_string(folder.join("p.json")).unwrap();
     let bad = |text: &str| fs::write(folder.join("bad.json"), text).unwrap();
-    // A backward with other weights than its forward; a message that nobody sends; more than a program may be for.
+    // A backward with other weights than its forward; an unsent message; more than a program may contain.
     let mut value: Value = serde_json::from_str(&sound).unwrap();
     let list = value["workers"][0]["instructions"].as_array_mut().unwrap();
     let at = list.iter().position(|one| one["op"] == "backward" && one["version"] == 1).unwrap();
@@ -150,7 +149,7 @@ fn what_is_wrong_is_told() {
     refused(folder, &simulate, 2, "it is a plan");
     bad(&sound.replacen("\"replicas\": 1", "\"replicas\": 2", 1));
     refused(folder, &simulate, 2, "its stages have replicas 2, 1, 1, those of the pipeline 1, 1, 1");
-    // Programs are for the minibatches that they say.
+    // Programs have a fixed number of minibatches.
     let own = ["--schedule", "p.json"];
     refused(folder, &[&["simulate", "plan.json", "--minibatches", "5"][..], &own].concat(), 2, "2 minibatches");
     refused(folder, &[&TRAIN[..], &own, &["--steps", "9"]].concat(), 2, "leave out `--steps`");
@@ -158,7 +157,6 @@ fn what_is_wrong_is_told() {
     refused(folder, &["simulate", "plan.json", "--schedule", "mine.txt"], 2, "FILE.json");
 }
 
-/// Rows of workers have the same names in the same order, and every row of a run is one of its simulation.
 #[test]
 fn a_run_and_its_simulation_have_rows_of_the_same_names() {
     let folder = tempfile::tempdir().unwrap();
@@ -185,7 +183,7 @@ fn a_run_and_its_simulation_have_rows_of_the_same_names() {
     assert_eq!(computed(&simulated), computed(&trained), "the same work on the same rows");
 }
 
-/// A program may write weights down on its way, where the run has a place for them.
+/// A program may write checkpoints if the run has a folder for them.
 #[test]
 fn a_program_writes_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
@@ -208,7 +206,7 @@ fn a_program_writes_checkpoints() {
     }
 }
 
-/// Receives may be waited for in another order than they were posted in: the second of a channel before the first.
+/// Receives may be waited for in another order than posted, even on one channel.
 #[test]
 fn messages_are_found_by_their_item() {
     let folder = tempfile::tempdir().unwrap();
@@ -220,7 +218,7 @@ fn messages_are_found_by_their_item() {
     let token = |value: &Value| value["token"].as_u64().unwrap();
     let recvs: Vec<usize> =
         (0..list.len()).filter(|&at| list[at]["op"] == "recv" && list[at]["kind"] == "activation").collect();
-    // The second activation is received as early as the first, and waited for before it.
+    // The second activation's receive is posted as early as the first one's and waited for first.
     let second = list.remove(recvs[1]);
     list.insert(recvs[0] + 1, second.clone());
     let first = token(&list[recvs[0]]);
@@ -237,7 +235,7 @@ fn messages_are_found_by_their_item() {
     assert_eq!(train("late.json", "a.safetensors"), train("p.json", "b.safetensors"));
 }
 
-/// Files are replaced as a whole, and what is no file is left in its place.
+/// Files are replaced atomically; links and devices are written through.
 #[test]
 #[cfg(unix)]
 fn links_and_devices_are_written_through() {
@@ -255,7 +253,7 @@ fn links_and_devices_are_written_through() {
     assert!(!fs::metadata("/dev/null").unwrap().is_file());
 }
 
-/// An order of work that keeps more than the plan counts, or is for other minibatches, is no order for that plan.
+/// A schedule that needs more memory than the plan, or other minibatches, is rejected for it.
 #[test]
 fn what_a_table_keeps_is_held_to_the_plan() {
     let folder = tempfile::tempdir().unwrap();
@@ -289,7 +287,7 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     let output = pipec(folder, &["report", "plan.json", "--schedule", "fill.csv", "--html", "r.html"]);
     assert_eq!(output.status.code(), Some(0));
     assert!(said(&output).contains("stage 1 has 6 micro-batches in flight"), "{}", said(&output));
-    // The same order as the plan's own is within it, and a plan that is made for the table counts what it keeps.
+    // The plan's own schedule is accepted, and a plan made for the table includes its memory.
     done(folder, &["simulate", "plan.json", "--minibatches", "1", "--programs", "own.csv"]);
     done(folder, &["plan", "check", "plan.json", "--schedule", "own.csv"]);
     let flags = ["--gpus", "3", "--schedule", "fill.csv", "--micro-batch", "4", "-o", "plan.json"];
@@ -297,7 +295,7 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     done(folder, &["plan", "check", "plan.json", "--schedule", "fill.csv"]);
 }
 
-/// Tables of replicated stages are taken back where a table can say what they do; else the writing says why not.
+/// Tables of replicated stages are read back if a table can express them; otherwise writing fails with the reason.
 #[test]
 fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -318,7 +316,7 @@ fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     done(folder, &again);
     let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
     assert_eq!(read("own.csv"), read("again.csv"));
-    // As a spreadsheet would have it.
+    // As a spreadsheet would write it.
     let cells = |line: &str| line.split(',').map(|cell| format!("\"{cell}\"")).collect::<Vec<_>>().join(", ");
     let quoted: Vec<String> = read("own.csv").lines().map(cells).collect();
     fs::write(folder.join("sheet.csv"), format!("\u{feff}{}\r\n", quoted.join("\r\n"))).unwrap();
@@ -330,7 +328,6 @@ fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     assert!(said.contains("`--schedule` does not take this table back") && said.contains("3-1"), "{said}");
 }
 
-/// A loss that this version does not know is nothing that a check passes over.
 #[test]
 fn an_unknown_loss_is_not_sound() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Training against PyTorch's own numbers: losses of ten steps under six optimizers, first gradients, and the
-//! asynchronous schedules, unpipelined and pipelined. Needs the shared data.
+//! Training against PyTorch: losses of ten steps under six optimizers, first gradients, and asynchronous schedules,
+//! unpipelined and pipelined. Needs the shared data.
 
 mod shared;
 
@@ -66,7 +66,7 @@ fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
     ]
 }
 
-/// Trains with equally long stages of these replicas.
+/// Trains in stages of equally many ops with these replicas.
 fn run(set: &Set, replicas: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
     let ops = order::numbered(&set.model.graph).len();
     let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
@@ -84,7 +84,6 @@ fn run_placed(
     run_shared(set, stages, (replicas, 0), schedule, count, optimizer)
 }
 
-/// The same with replicas that share what they would hold alike.
 fn run_shared(
     set: &Set,
     stages: &[usize],
@@ -154,7 +153,7 @@ fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
     }
 }
 
-/// In double precision there is no rounding to hide behind: ten steps agree to the last digits.
+/// In double precision, ten steps agree to the last digits.
 #[test]
 fn double_precision_agrees_to_the_last_digits() {
     let Some(root) = data("parity") else { return };
@@ -192,7 +191,7 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
                     assert!(*weights == trained.weights, "{name} {key} {schedule}: {stages} stages give other weights");
                 }
             }
-            // Replicas add in another order: equal to rounding only.
+            // Replicas add in another order, so results are equal only up to rounding.
             let count = StepCount { minibatches: 10, microbatches: 4 };
             let trained = run(&set, &[2, 1], Schedule::OneFOneB, count, &optimizer);
             assert!(worst(&trained.losses, want) <= 1e-5, "{name} {key} with replicas");
@@ -200,7 +199,6 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
     }
 }
 
-/// Replicas on up to eight workers that share state, sums and weights, in one stage and in two.
 #[test]
 fn losses_of_replicas_that_share_are_those_of_pytorch() {
     let Some(root) = data("parity") else { return };
@@ -265,7 +263,7 @@ fn asynchronous_losses_are_those_of_the_reference() {
     for (mode, schedule, stages, replicas) in cases {
         for (key, lr, momentum) in [("sgd", 0.05, 0.0), ("sgd_m09", 0.01, 0.9)] {
             let sgd = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
-            // The reference of 2BW has groups of one.
+            // PyTorch's reference of 2BW has no gradient accumulation.
             let count = StepCount::minibatches(20);
             let trained = run_placed(&set, stages, replicas, schedule, count, &sgd);
             let error = worst(&trained.losses, &set.expected[&format!("{mode}.{key}.f64")]);

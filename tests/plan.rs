@@ -1,6 +1,6 @@
-//! Planning as a whole: partitioners against the exhaustive search, against published figures, within memory, and within time.
+//! Planning as a whole: partitioners against exhaustive search and published figures, within memory and time limits.
 
-#[allow(dead_code)] // Its problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use compiler::cluster::Bytes;
@@ -135,7 +135,7 @@ fn pipedream_ties_exhaustive_on_chains_where_more_devices_never_hurt() {
     for seed in 0..60 {
         let mut random = Random(2000 + seed);
         let mut problem = random_problem(&mut random, Kind::Chain, 9, FLAT);
-        // Without weights a replica more costs nothing, so that using all devices is no constraint.
+        // Without weights an additional replica is free, so requiring all devices is no constraint.
         problem.graph.ops.iter_mut().for_each(|op| op.param_bytes = 0);
         problem.activation_compression = None;
         problem.cost = CostModel::Pipedream;
@@ -164,7 +164,7 @@ fn no_plan_is_over_the_limit_and_every_no_names_a_limit_that_does() {
                 if problem.cluster.levels.len() == 1 {
                     let best = with(&problem, Partitioner::Exhaustive).unwrap();
                     assert!(us(&found) >= us(&best) * (1.0 - 1e-9), "seed {seed}: over exhaustive");
-                    // Along a chain the search within memory is complete.
+                    // On a chain the search with a memory limit is complete.
                     if kind == Kind::Chain && partitioner == Partitioner::Pipec {
                         assert!(close(us(&found), us(&best)), "seed {seed}: {} {}", us(&found), us(&best));
                     }
@@ -355,7 +355,7 @@ fn caps_are_raised_until_the_workers_are_busy_or_memory_ends() {
     let mut problem = Problem::new(chain(5), levels("5:10GB/s").unwrap(), CostModel::Pipedream);
     problem.constraints.replicas = Some(vec![1, 3, 1]);
     problem.in_flight = InFlight::Auto;
-    // 1-3-1 under the published caps 5, 2, 1 reaches 0.75, and the whole throughput with two more in the middle and one last.
+    // 1-3-1 under the published limits 5, 2, 1 reaches 0.75; full throughput needs two more in the middle and one last.
     let efficiency = |_: &[compiler::plan::Stage], _: &[compiler::plan::Edge], caps: &[u32]| {
         let share = 0.75 + 0.1 * f64::from(caps[1] - 2).min(2.0) + 0.05 * f64::from(caps[2] - 1).min(1.0);
         Steady { share, held: vec![true; caps.len()], pieces: 1 }
@@ -392,11 +392,11 @@ fn bombs_end_in_time_with_a_warning() {
                 let found = with(&problem, partitioner).unwrap();
                 let took = clock.elapsed();
                 println!("{name} on {cluster} with {partitioner:?}: {took:?}, {} us", us(&found));
-                // Not how fast it is, but that it ends.
+                // Tests termination, not speed.
                 assert!(took < Duration::from_secs(120), "{name} on {cluster}: {took:?}");
                 let even = problem.graph.total_us() / f64::from(problem.cluster.devices());
                 assert!(found.plan.search.fallback.is_some());
-                // Only what reaches perfect balance is known to be the best without a search.
+                // Without a search, only perfect balance is known to be optimal.
                 assert_eq!(found.plan.proven_optimal, close(us(&found), even));
                 assert_eq!(found.plan.warnings.is_empty(), found.plan.proven_optimal);
                 assert!(us(&found) < 1.2 * even, "{name} on {cluster}: {} of {even}", us(&found));
@@ -422,7 +422,7 @@ fn memory_bombs_end_in_time() {
 
 #[test]
 fn wide_graphs_within_the_budget_are_searched_in_time() {
-    // 240 ops in a row, then two branches of 80: 240 + 81^2 closed sets, fewer than the budget.
+    // 240 ops in a chain, then two branches of 80: 240 + 81^2 closed sets, fewer than the budget.
     let mut graph = chain(401);
     graph.tensors[239].consumers = vec![OpId(240), OpId(320)];
     graph.tensors[319].consumers = vec![OpId(400)];
@@ -557,7 +557,7 @@ fn large_published_profiles_are_planned_near_their_bounds() {
     }
 }
 
-/// A hundred fixed stages take about equally long, though most places of a line that is grouped by weight go to few heavy ops.
+/// A hundred fixed stages are balanced, although grouping by weight concentrates cut positions on few heavy ops.
 #[test]
 fn many_fixed_stages_are_balanced() {
     let (ops, stages) = (400, 100usize);
@@ -567,7 +567,7 @@ fn many_fixed_stages_are_balanced() {
         (op.fwd_us, op.bwd_us) = (us, 2.0 * us);
     }
     let times: Vec<f64> = graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).collect();
-    // The least that the longest of so many runs can take, by trying every last run.
+    // The optimal maximum of a linear partition, by dynamic programming.
     let mut longest = vec![f64::INFINITY; ops as usize + 1];
     longest[0] = 0.0;
     for _ in 0..stages {

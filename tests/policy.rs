@@ -1,5 +1,5 @@
-//! What training does beside the plain step, against plain loops written from the definitions: clipping, stale weights, shared
-//! parameters under schedules that do not flush, running statistics of whole minibatches, mixed precision.
+//! Training policies against plain loops written from their definitions: clipping, stale weights, tied weights without
+//! a flush, running statistics of whole minibatches, mixed precision.
 
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, bind::bind, order};
@@ -34,8 +34,8 @@ fn uniform(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_f64(shape, &(0..shape.iter().product()).map(draw).collect::<Vec<_>>()).cast(dtype)
 }
 
-/// Five layers of two ops. Where `tied`, the last reads the weight of the first. Where `normed`, a batch normalisation of the
-/// input comes before them.
+/// Five layers of two ops. `tied`: the last reads the weight of the first. `normed`: a batch normalisation of the input
+/// comes first.
 struct Net {
     graph: Graph,
     weights: BTreeMap<String, Tensor>,
@@ -88,7 +88,6 @@ fn rows(dtype: DType, minibatches: usize) -> BTreeMap<String, Tensor> {
     BTreeMap::from([("x".into(), uniform(dtype, &[n, WIDTH], 42)), ("y".into(), Tensor::from_i64(&[n], &labels))])
 }
 
-/// Stages of about equally many ops.
 fn placed(ops: usize, stages: usize) -> Vec<usize> {
     (0..ops).map(|op| op * stages / ops).collect()
 }
@@ -134,7 +133,7 @@ fn run_with(
     train(&training, &mut |_| {}).unwrap()
 }
 
-/// The loss and the gradients of an item, with the reference kernels; forward and backward each with weights of their own.
+/// The loss and gradients of a micro-batch with the reference kernels; forward and backward may use different weights.
 fn gradients(net: &Net, forward: &Weights, behind: &Weights, item: usize, size: usize) -> (f64, Weights) {
     let dims = Bindings::from([("batch".to_string(), size as i64)]);
     let mut graph = bind(&net.graph, &dims).unwrap();
@@ -178,7 +177,6 @@ fn gradients(net: &Net, forward: &Weights, behind: &Weights, item: usize, size: 
     (values[&loss].to_f64()[0], sums)
 }
 
-/// The stages that read each parameter.
 fn holders(net: &Net, stages: usize) -> BTreeMap<String, BTreeSet<usize>> {
     let ops = order::numbered(&net.graph);
     let places = placed(ops.len(), stages);
@@ -201,7 +199,6 @@ fn shortened(clip: f64, norm: f64) -> f64 {
     (clip / (norm + 1e-6)).min(1.0)
 }
 
-/// What the plain loop does about versions.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Mode {
     Stash,
@@ -211,7 +208,7 @@ enum Mode {
     PipeMare { anneal: u32 },
 }
 
-/// The plain loop of 1F1B-RR: minibatch after minibatch, every parameter with the version that its stage's rule names.
+/// A plain loop of 1F1B-RR: every parameter in the version that its stage uses.
 fn plain(net: &Net, replicas: &[u32], minibatches: usize, mode: Mode, clip: Option<f64>) -> (Vec<f64>, Weights) {
     let caps = published_caps(replicas);
     let holders = holders(net, replicas.len());
@@ -337,11 +334,11 @@ fn every_way_with_stale_weights_is_its_plain_loop() {
     assert_eq!(ends.len(), 5, "all differ");
 }
 
-/// Without stashing, a worker holds one version of its weights.
+/// Without stashing, a worker keeps one version of its weights.
 #[test]
 fn weights_that_are_not_stashed_take_one_version() {
     let net = net(DType::F64, false, false);
-    // How long a message is held depends on when its receiver comes for it: the least of several runs has the fewest of them.
+    // The lifetime of a message depends on its receiver's timing; the minimum of several runs has the fewest.
     let held = |schedule| {
         let once = || run(&net, chain(&[1; 5]), schedule, StepCount::minibatches(12), Policy::default()).held_bytes[0];
         (0..8).map(|_| once()).min().unwrap()
@@ -371,7 +368,7 @@ fn a_shared_parameter_is_the_plain_loop_s_where_nothing_flushes() {
     }
 }
 
-/// The plain loop of a flush: the mean over microbatches, shortened to a norm over all parameters.
+/// A plain loop with a flush: the mean over micro-batches, clipped by the norm over all parameters.
 fn flushed(net: &Net, count: StepCount, clip: f64) -> (Vec<f64>, Weights) {
     let mut weights: Weights = holders(net, 1).into_keys().map(|n| (n.clone(), net.weights[&n].to_f64())).collect();
     let mut buffers: Weights = weights.iter().map(|(n, w)| (n.clone(), vec![0.0; w.len()])).collect();
@@ -472,7 +469,7 @@ fn deferred_statistics_are_those_of_the_whole_minibatch() {
     }
 }
 
-/// The network with floats of two bytes.
+/// The network in a 16-bit type.
 fn narrow(dtype: DType, tied: bool, normed: bool) -> Net {
     let wide = net(DType::F32, tied, normed);
     let mut graph = bind(&wide.graph, &Bindings::from([("batch".to_string(), BATCH as i64)])).unwrap();
@@ -521,7 +518,7 @@ fn links_of_two_bytes_carry_half() {
     assert_eq!(2 * bytes(&narrow(DType::Bf16, false, false)), whole);
 }
 
-/// A scale that is too large for the gradients: the step is left out, on all workers, until the scale has halved often enough.
+/// With a too large scale, all workers skip the step until the scale has been halved often enough.
 #[test]
 fn an_overflow_leaves_the_step_out() {
     let net = narrow(DType::F16, false, true);

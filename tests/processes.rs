@@ -1,4 +1,4 @@
-//! Training over several processes: the same bits as threads give, and an end that is named whatever goes wrong.
+//! Training over several processes: bitwise equal to threads, and every failure is reported.
 
 #[cfg(target_os = "linux")]
 #[path = "processes/family.rs"]
@@ -14,7 +14,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long anything may take on a machine with much else to do.
+/// Timeout for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn command(folder: &Path, arguments: &[&str]) -> Command {
@@ -53,7 +53,7 @@ fn planned(folder: &Path, model: &str, more: &[&str]) {
     done(folder, &[&["partition", model][..], &flags, more].concat());
 }
 
-/// Trains in threads and in processes, and compares all that they write.
+/// Trains in threads and in processes, and compares all output files.
 fn same(folder: &Path, what: &str, arguments: &[&str]) {
     let run = |name: &str, more: &[&str]| {
         let files = ["w.safetensors", "g.safetensors", "m.jsonl", "t.json"].map(|file| format!("{name}.{file}"));
@@ -112,7 +112,6 @@ fn processes_train_as_threads_do_under_a_flush() {
     same(at, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
 }
 
-/// All files below a folder, with their bytes.
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap().flatten() {
@@ -151,7 +150,7 @@ fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
         let found = run(&processes, &["--processes"]);
         assert_eq!(names(&found), names(&expected), "{flags:?}");
         assert!(found == expected, "{flags:?}");
-        // From the first of them on, the same ones come again.
+        // Resumed from the first checkpoint, the later ones are reproduced.
         for step in expected.keys().filter_map(|name| name.parent()).filter(|name| name.starts_with("step-")) {
             if !step.ends_with("step-00000002") && at.join(&processes).join(step).exists() {
                 fs::remove_dir_all(at.join(&processes).join(step)).unwrap();
@@ -162,7 +161,7 @@ fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
     }
 }
 
-/// A run that goes on until it is ended, once it has trained a while; it is killed with whoever started it.
+/// A long run, killed when dropped.
 struct Long {
     child: Option<Child>,
     metrics: PathBuf,
@@ -246,7 +245,7 @@ mod supervised {
         assert_eq!(code, Some(1), "{told}");
         assert!(told.contains("worker 0.0 (stage 0), process "), "{told}");
         assert!(told.contains("has not been heard of for 2.") && told.contains("is stopped (SIGSTOP)"), "{told}");
-        // Its last heartbeat may have come a second before.
+        // The last heartbeat may have arrived a second earlier.
         assert!((0.9..6.0).contains(&seconds), "{seconds} s");
         all_gone(&pids);
     }
@@ -317,12 +316,11 @@ mod supervised {
     }
 }
 
-/// A port that was free a moment ago.
 fn port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// One of two processes that are started by hand.
+/// One of two manually started processes.
 fn rank(folder: &Path, rank: &str, address: &str, more: &[&str]) -> Child {
     let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--stages", "1,1", "--rank", rank];
     let flags = [&flags[..], &["--address", address], more].concat();
@@ -352,7 +350,7 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
         assert!(fs::read(at.join(format!("{name}.safetensors"))).unwrap() == expected, "{name}");
         fs::remove_file(at.join(format!("{name}.safetensors"))).unwrap();
     };
-    // By their ranks, while somebody who speaks another protocol, and somebody who says nothing, are at the port too.
+    // By rank, while a peer with another protocol and a silent one connect to the port.
     let address = format!("127.0.0.1:{}", port());
     let more = ["--steps", "5", "--save", "hand.safetensors"];
     let first = rank(at, "0", &address, &more);
@@ -365,7 +363,7 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
     let mut strange = TcpStream::connect(&address).unwrap();
     strange.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let mut answer = Vec::new();
-    // It is closed without an answer.
+    // The connection is closed without an answer.
     assert_eq!(strange.read_to_end(&mut answer).unwrap_or(0), 0);
     let second = rank(at, "1", &address, &more).wait_with_output().unwrap();
     assert_eq!(ended(&second), (Some(0), String::new()));
@@ -373,7 +371,7 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
     assert_eq!(code, Some(0), "{told}");
     assert!(told.contains("the bytes are no frame of pipec's"), "{told}");
     assert!(fs::read(at.join("hand.safetensors")).unwrap() == expected);
-    // By hosts, both of which are this machine.
+    // By host list; both hosts are this machine.
     let hosts = format!(
         "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"lan\"\ncount = 2\nbandwidth = \
          \"1GB/s\"\nlatency = \"10us\"\n[[host]]\naddress = \"127.0.0.1:{}\"\ndevices = 1\n[[host]]\naddress = \
@@ -387,7 +385,7 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
         command(at, &[&own[..], &flags].concat()).spawn().unwrap()
     };
     compare("hosts", [host("0"), host("1")]);
-    // By what torchrun says to the processes that it starts.
+    // By the environment variables of torchrun.
     let port = port().to_string();
     let launched = |number: &str| {
         let mut command = command(at, &[&["train", "m.onnx", "--save", "launched.safetensors"][..], &flags].concat());
@@ -427,7 +425,7 @@ fn processes_that_cannot_meet_say_why() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     small(at);
-    // Nobody comes.
+    // The other process does not start.
     let address = format!("127.0.0.1:{}", port());
     let (code, told) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
@@ -437,7 +435,7 @@ fn processes_that_cannot_meet_say_why() {
     assert_eq!(code, Some(1));
     assert!(told.contains(&format!("waits for process 0 at {address}, up to ")), "{told}");
     assert!(told.contains(&format!("nothing answers at {address} within 5 s")), "{told}");
-    // The port is another program's, which does not answer as process 0 would.
+    // Another program listens on the port and does not answer.
     let busy = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = busy.local_addr().unwrap().to_string();
     let (code, told) = end(rank(at, "0", &address, &["--steps", "5"]));
@@ -452,7 +450,7 @@ fn processes_that_cannot_meet_say_why() {
     assert_eq!(code, Some(1));
     assert!(told.contains("does not speak pipec's protocol"), "{told}");
     other.join().unwrap();
-    // Each has prepared something else.
+    // The processes have different inputs.
     let differ = |more: [&[&str]; 2], what: &str| {
         let address = format!("127.0.0.1:{}", port());
         let both = [("0", more[0]), ("1", more[1])].map(|(number, more)| rank(at, number, &address, more));
@@ -463,7 +461,7 @@ fn processes_that_cannot_meet_say_why() {
     };
     differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules, the settings of training");
     differ([&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]], "the settings of training");
-    // Two say that they are the same one.
+    // Two processes claim the same rank.
     let address = format!("127.0.0.1:{}", port());
     let more = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];
     let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--address", &address];
@@ -474,7 +472,7 @@ fn processes_that_cannot_meet_say_why() {
     assert!(told[1..].iter().any(|(_, told)| told.contains("is here already")), "{told:?}");
 }
 
-/// Passes on what goes both ways between a process and process 0, and spoils what the process sends after so many bytes.
+/// A proxy to process 0 that corrupts what the process sends after `after` bytes.
 fn between(first: String, after: usize, spoil: fn(&mut [u8]) -> bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

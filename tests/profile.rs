@@ -1,5 +1,5 @@
-//! Costs of models: what stands in a cost graph is what the runtime keeps and runs, analytic profiles are the same on
-//! every run, and measured ones are measured once.
+//! Model costs: the cost graph matches what the runtime saves and runs, analytic profiles are reproducible, and
+//! measured profiles are cached.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -25,10 +25,9 @@ use profiler::cache::Cache;
 use profiler::measure::{Measured, Model, Settings, measure};
 use runtime::exec::sequence::Sequence;
 
-/// The models that are measured here: a perceptron, one with convolutions, one with attention.
+/// The measured models: a perceptron, a CNN, a transformer.
 const MODELS: [&str; 3] = ["mlp", "residual-cnn", "gpt"];
 
-/// A model of the zoo with `batch` samples.
 fn zoo(name: &str, batch: i64) -> Graph {
     let source = parse(to_bytes(&build(name, &Default::default()).unwrap().model).into(), None).unwrap();
     let graph = from_onnx(&source, name, &Options::default()).unwrap().graph;
@@ -36,7 +35,7 @@ fn zoo(name: &str, batch: i64) -> Graph {
     bind(&graph, &sizes).unwrap()
 }
 
-/// Embedding, a layer, and a head that shares the embedding's weights; a mask that follows from constants.
+/// Embedding, a layer, a tied head, and a mask computed from constants.
 fn tied() -> Graph {
     let mut graph = Graph::new("tied");
     let add = |graph: &mut Graph, op: Op, inputs: &[Value], source: &str| -> Value {
@@ -100,7 +99,7 @@ fn a_tied_parameter_counts_once_and_constants_do_not_cross() {
         ("logits", 440, &[]),
     ];
     assert_eq!(tensors, expected);
-    // Matrix products read their inputs again, tanh its output; tokens and weights are there anyway.
+    // Matrix products save their inputs, tanh its output; tokens and weights exist anyway.
     let saved: Vec<u64> = costs.ops.iter().map(|op| op.saved_bytes).collect();
     assert_eq!(saved, [320, 0, 0, 320, 0]);
 }
@@ -182,10 +181,11 @@ fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
         let graph = zoo(name, 4);
         let profile = analytic(&graph, Training::Gradient, "h100");
         let part = |op: &OpProfile| op.weight_us.unwrap();
-        // Nobody waits for the first op that learns, an embedding or a layer on the input.
+        // The first op with parameters has no input gradient.
         let first = profile.ops.iter().find(|op| op.param_bytes > 0).unwrap();
         assert!(first.bwd_us > 0.0 && part(first) == first.bwd_us, "{name}: {first:?}");
-        // Of the others, products with weights make two gradients of equal work, and what has no weights makes those of data alone.
+        // The other products with weights compute two gradients of equal work. Ops without weights compute only the
+        // input gradient.
         let others = || profile.ops.iter().filter(|op| op.id > first.id);
         let products = |op: &&OpProfile| matches!(op.op.as_str(), "matmul" | "conv") && op.param_bytes > 0;
         assert!(others().filter(products).count() > 1, "{name}");
@@ -280,7 +280,7 @@ fn what_was_measured_once_is_not_measured_again() {
         assert_eq!(from_json(&to_json(&first.profile).unwrap()).unwrap(), first.profile);
         let (sum, whole) = (first.profile.sum(), first.profile.whole.unwrap());
         assert!(whole.fwd_us > 0.0 && whole.bwd_us > 0.0 && sum.fwd_us > 0.0 && sum.bwd_us > 0.0);
-        // Measured or by the formula, the same ops have a part that makes gradients of weights.
+        // Measured and analytic profiles agree on which ops have a weight gradient.
         let formula = analytic(&graph, CLASSES, "cpu");
         for (op, of) in first.profile.ops.iter().zip(&formula.ops) {
             let [part, told] = [op, of].map(|op| op.weight_us.unwrap());
@@ -288,7 +288,7 @@ fn what_was_measured_once_is_not_measured_again() {
         }
         fill(&mut costs(&graph, CLASSES), &first.profile, Some("ab")).unwrap();
     }
-    // Entries that are damaged are measured again.
+    // Corrupt cache entries are measured again.
     for file in std::fs::read_dir(cache.folder()).unwrap() {
         std::fs::write(file.unwrap().path(), "{\"schema\":").unwrap();
     }

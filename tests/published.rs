@@ -1,5 +1,4 @@
-//! The published schedules: bubbles, activations and step times as the papers' formulas have them, and the tables that torch's own
-//! generators write.
+//! Published schedules: bubbles, activations and step times match the papers' formulas, and torch's generated tables.
 
 use compiler::schedule::check::verify::check;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
@@ -9,7 +8,7 @@ use compiler::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError, Sta
 use compiler::simulate::Timeline;
 use compiler::simulate::run::{Machine, simulate};
 
-/// p ranks of v stages each, on which a rank's work of one microbatch takes F = I = W = 1.
+/// p ranks of v stages each; a rank's work for one micro-batch takes F = I = W = 1.
 fn ranks(name: Schedule, p: u32, v: u32) -> Pipeline {
     let mut pipeline = Pipeline::balanced(&vec![1; (p * v) as usize], 2.0);
     for stage in &mut pipeline.stages {
@@ -30,13 +29,13 @@ fn play(name: Schedule, p: u32, v: u32, minibatches: u32, microbatches: u32) -> 
     (program, timeline)
 }
 
-/// Time from one minibatch to the next, less the time that a rank computes in it.
+/// Time between minibatches, minus the compute time of a rank.
 fn bubble(name: Schedule, p: u32, v: u32, m: u32) -> f64 {
     let [few, many] = [4, 8].map(|minibatches| play(name, p, v, minibatches, m).1.makespan);
     (many - few) / 4.0 - 3.0 * f64::from(m)
 }
 
-/// Most items in flight on each rank, in items of a whole rank.
+/// Peak in-flight micro-batches per rank, in units of a whole rank.
 fn peaks(name: Schedule, p: u32, v: u32, m: u32) -> Vec<f64> {
     play(name, p, v, 1, m).1.peak_in_flight.iter().map(|&peak| f64::from(peak) / f64::from(v)).collect()
 }
@@ -93,7 +92,7 @@ fn bubbles_and_activations_are_the_published_formulas() {
                 let what = |name: Schedule| format!("{name}, p {p}, v {v}, m {m}");
                 near(bubble(Schedule::Interleaved, p, v, m), 3.0 * idle / f64::from(v), &what(Schedule::Interleaved));
                 near(bubble(Schedule::Bfs, p, v, m), 3.0 * idle / f64::from(v), &what(Schedule::Bfs));
-                // Warm-up 2 (p - r - 1) + (v - 1) p, and the one that runs.
+                // Warm-up 2 (p - r - 1) + (v - 1) p, and the current one.
                 let held = |rank: u32| f64::from((2 * (p - rank - 1) + (v - 1) * p + 1).min(m * v)) / f64::from(v);
                 assert_eq!(peaks(Schedule::Interleaved, p, v, m), (0..p).map(held).collect::<Vec<_>>());
                 assert_eq!(peaks(Schedule::Bfs, p, v, m), vec![f64::from(m); p as usize]);
@@ -102,7 +101,8 @@ fn bubbles_and_activations_are_the_published_formulas() {
     }
 }
 
-/// DualPipeV's row fills its V as soon as there are 2 p items, and holds half an item more than ZBV; a bubble of (p - 1) / 2 is left.
+/// DualPipeV fills its V from 2 p micro-batches on, and has half a micro-batch more in flight than ZBV; a bubble of (p
+/// - 1) / 2 remains.
 #[test]
 fn dualpipev_over_a_grid() {
     for p in 1..=6u32 {
@@ -114,7 +114,7 @@ fn dualpipev_over_a_grid() {
     }
 }
 
-/// The formulas with F, I and W that differ: a rank's bubble in a minibatch.
+/// The formulas with different F, I and W: a rank's bubble per minibatch.
 #[test]
 fn bubbles_of_unequal_parts_are_the_published_formulas() {
     for [forward, input, weight] in
@@ -151,13 +151,13 @@ fn bubbles_of_unequal_parts_are_the_published_formulas() {
     }
 }
 
-/// torchgpipe's published speeds of AmoebaNet-D (18, 256), over its own with two partitions and one microbatch: partitions, layers
-/// on each of them, and the speed with 4 and with 32 microbatches.
+/// torchgpipe's published speedups for AmoebaNet-D (18, 256), relative to two partitions and one micro-batch:
+/// partitions, layers per partition, and speedup with 4 and 32 micro-batches.
 const TORCHGPIPE: [(u32, &[i32], [f64; 2]); 3] =
     [(2, &[9, 15], [1.539, 1.773]), (4, &[3, 6, 7, 8], [1.666, 2.709]), (8, &[2, 2, 2, 3, 3, 4, 4, 4], [2.621, 4.953])];
 
-/// The simulated speed where each layer takes `ratio` of the time of the one before. Activations are recomputed, so that a
-/// backward takes three forwards; one after the other, an item takes 1.
+/// The simulated speed if each layer takes `ratio` times as long as the previous one. With recomputation a backward
+/// takes three forwards; sequentially, a micro-batch takes 1.
 fn speed(ratio: f64, layers: &[i32], m: u32) -> f64 {
     let mut first = 0;
     let mut stages = Vec::new();
@@ -172,11 +172,11 @@ fn speed(ratio: f64, layers: &[i32], m: u32) -> f64 {
     f64::from(m) / simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap().makespan
 }
 
-/// How unevenly the layers' time lies over the partitions is the one thing that the table does not say. One number for it, fitted once
-/// on the three speeds with 4 microbatches, gives the speeds with 32 to a tenth.
+/// The table does not state the imbalance of the partitions. A single parameter, fitted to the three speedups with 4
+/// micro-batches, predicts those with 32 within 10 %.
 ///
-/// The published speed of 4 partitions and 4 microbatches is hardly above that of 2: no unevenness of partitions that
-/// gives the others gives it too, so the fit lies beside it.
+/// The published speedup of 4 partitions and 4 micro-batches hardly exceeds that of 2; no imbalance explains it
+/// together with the others, so the fit misses it.
 #[test]
 fn torchgpipe_speeds_up_as_published() {
     let off = |ratio: f64| -> f64 {
@@ -196,7 +196,6 @@ fn torchgpipe_speeds_up_as_published() {
     }
 }
 
-/// Fewer items than ranks, and numbers that do not divide.
 #[test]
 fn any_number_of_microbatches_runs() {
     for name in Schedule::ALL.into_iter().filter(|name| name.flushes()) {
@@ -221,7 +220,8 @@ const TABLES: [(Schedule, u32, &str); 5] = [
     (Schedule::Bfs, 2, include_str!("schedules/bfs.csv")),
 ];
 
-/// torch 2.15's tables for four ranks and eight microbatches: read, printed to the byte, run, and the same order as our own.
+/// torch 2.15's tables for four ranks and eight micro-batches: parsed, printed identically, run, and equal to our own
+/// schedules.
 #[test]
 fn tables_of_torch() {
     for (name, v, text) in TABLES {
@@ -231,7 +231,7 @@ fn tables_of_torch() {
         let program = table.program(&pipeline, 2).unwrap();
         check(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
         let own = schedule(name, &pipeline, StepCount { minibatches: 2, microbatches: 8 }).unwrap();
-        // Breadth-first, torch runs the backwards of a stage in falling order, which would sum gradients in another.
+        // In breadth-first schedules torch runs a stage's backwards in reverse, which changes the order of addition.
         assert_eq!(csv(&program) == csv(&own), name != Schedule::Bfs, "{name}");
         let [a, b] = [&program, &own].map(|program| simulate(program, &pipeline, &Machine::of(&pipeline)).unwrap());
         near(a.makespan, b.makespan, name.name());
@@ -241,7 +241,7 @@ fn tables_of_torch() {
     }
 }
 
-/// A table deals its row to replicas, each of which follows its part of it.
+/// A table distributes its row over replicas, each of which follows its part.
 #[test]
 fn replicas_share_a_table() {
     for (name, v, text) in TABLES {

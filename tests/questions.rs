@@ -1,7 +1,7 @@
-//! Random questions with every setting there is: an answer is a plan that its judge accepts and no faster than its bound, or a reason.
-//! `PIPEC_QUESTIONS` asks more of them.
+//! Random planning problems with every setting: the result is a plan that the checker accepts and that respects its
+//! bound, or a reason. `PIPEC_QUESTIONS` sets the number.
 
-#[allow(dead_code)] // Its large problems are planned by other tests.
+#[allow(dead_code)] // Other tests use the rest.
 mod instances;
 
 use compiler::cluster::device::find;
@@ -30,7 +30,6 @@ const CLUSTERS: [&str; 8] = [
     "2:10GB/s,2:1GB/s,2:0.5GB/s",
 ];
 
-/// A question and who is asked.
 fn question(seed: u64) -> (Problem, Partitioner) {
     let mut random = Random(seed);
     let one_in = |random: &mut Random, many: u64| random.below(many) == 0;
@@ -119,7 +118,7 @@ fn every_answer_is_sound_or_a_reason() {
                 let us = found.predicted.minibatch_us;
                 assert!(us.is_finite(), "{name}");
                 assert!(found.lower_bound_us <= us, "{name}: bound {} above {us}", found.lower_bound_us);
-                // What is played may take less than the equations say, which the proof is about.
+                // A simulated time may be below the formula, to which the proof applies.
                 let is_played = found.predicted.objective_us.is_some();
                 assert!(!found.proven_optimal || is_played || found.lower_bound_us == us, "{name}");
                 check(&problem, &found).unwrap_or_else(|faults| panic!("{name}: {faults:?}"));

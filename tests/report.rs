@@ -1,4 +1,4 @@
-//! The page about a plan: it says everything, in the same bytes, whatever names a model has, and a browser opens it in peace.
+//! The HTML report of a plan: complete, reproducible, and safe for any model names.
 
 use assert_cmd::Command;
 use compiler::export::colour::COLOURS;
@@ -17,7 +17,7 @@ fn done(folder: &Path, arguments: &[&str]) {
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A published profile: a chain of ops with these names and milliseconds, 1 kB between them and 1 MB of parameters each.
+/// A published profile: a chain of ops with these names and milliseconds, 1 kB activations and 1 MB of parameters each.
 fn chain(folder: &Path, ops: &[(&str, f64)]) {
     let mut text = String::new();
     for (at, (name, time)) in ops.iter().enumerate() {
@@ -62,12 +62,12 @@ fn the_page_says_everything_in_the_same_bytes() {
     for wanted in ["Stage 0", "Stage 1", "warm-up", "steady", "drain", "limit 40.00 MB", "bound"] {
         assert!(text.contains(&format!(">{wanted}</text>")), "`{wanted}` is missing");
     }
-    // Every computation of both workers is there, and says which weights it uses.
+    // Every computation of both workers has a hint with its weight version.
     assert!(text.contains("<title>stage 1, backward of item 3, weights version "), "no hint");
     // 6 | 6 ms becomes 8 | 4 when either middle op changes sides.
     assert_eq!(text.matches("<td class=\"n\">+33.33 %</td>").count(), 2, "what moving the cut costs");
     assert!(!text.contains("http:") && !text.contains("https:"), "the page names an address");
-    // Without the model there is less to say, and the page says so.
+    // Without the model the report is shorter, and says so.
     assert!(page(folder, &[]).contains("pipec report PLAN --model FILE"));
 }
 
@@ -78,7 +78,7 @@ fn names_can_do_nothing() {
     let bad = "x\"'><script>alert(1)</script><img src=y onerror=z>&amp;\u{202e}\u{1b}[31m\u{7}]]>";
     chain(folder, &[(bad, 4.0), ("</title></svg></style>", 4.0), (bad, 4.0)]);
     planned(folder, &["--gpus", "3", "--stages", "1,1,1"]);
-    // A plan may be written by hand, with anything in it.
+    // A handwritten plan may contain anything.
     let mut plan: serde_json::Value =
         serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
     for stage in plan["stages"].as_array_mut().unwrap() {
@@ -125,12 +125,12 @@ fn every_stage_of_a_long_pipeline_is_drawn() {
     planned(folder, &["--gpus", "64", "--stages", &stages, "--schedule", "1f1b", "--microbatches", "64"]);
     let text = page(folder, &[]);
     for stage in 0..64 {
-        // A box, a bar, a row of work and a curve each.
+        // A box, a bar, a timeline row and a curve each.
         assert_eq!(text.matches(&format!(">Stage {stage}</text>")).count(), 2, "stage {stage}");
         assert_eq!(text.matches(&format!(">{stage}.0</text>")).count(), 2, "worker {stage}.0");
     }
     assert!(text.len() < 1_000_000, "{} bytes", text.len());
-    // Boxes stand in rows, none beyond the width of the page.
+    // Boxes wrap within the page width.
     let widths = text.split("<svg width=\"").skip(1).map(|rest| rest.split('"').next().unwrap());
     assert!(widths.map(|width| width.parse::<f64>().unwrap()).all(|width| width <= 1060.0));
 }
@@ -169,7 +169,7 @@ fn a_run_stands_beside_its_prediction() {
     metrics += "{\"total\":{\"steps\":20,\"stages\":[{\"stage\":1,\"fwd_us\":4000,\"bwd_us\":8000,\"held_bytes\":5000000}]}}\n";
     fs::write(folder.join("m.jsonl"), metrics).unwrap();
     let text = page(folder, &["--metrics", "m.jsonl"]);
-    // 12 ms measured, 6 ms predicted; stage 1 takes twice what was planned.
+    // 12 ms measured, 6 ms predicted; stage 1 takes twice the planned time.
     assert!(text.contains("2.000 times the prediction") && text.contains("stage 1, backward"), "no measurement");
     let more = "{\"total\":{\"stages\":[{\"stage\":2,\"fwd_us\":4000,\"bwd_us\":8000,\"held_bytes\":5000000}]}}\n";
     fs::write(folder.join("m.jsonl"), format!("{{\"loss\":1,\"seconds\":1}}\n{more}")).unwrap();
@@ -182,7 +182,7 @@ fn a_run_stands_beside_its_prediction() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("line 1: `seconds` is not a number"));
 }
 
-/// A run says under which plan it was, on what, and what each worker held: the page compares workers with workers.
+/// Metrics contain plan, machine and memory per worker; the report compares by worker.
 #[test]
 fn a_run_is_compared_with_its_own_plan() {
     let folder = tempfile::tempdir().unwrap();
@@ -198,7 +198,7 @@ fn a_run_is_compared_with_its_own_plan() {
     let text = page(folder, &["--metrics", "m.jsonl"]);
     assert!(text.contains("stages 0, 2 together, held") && text.contains("stages 1, 3 together, held"), "{text}");
     assert!(!text.contains("stage 2, held"));
-    // As many workers as anyone has cores for, or fewer cores.
+    // More or fewer workers than cores.
     let metrics = fs::read_to_string(folder.join("m.jsonl")).unwrap();
     let (steps, total) = metrics.trim_end().rsplit_once('\n').unwrap();
     let mut value: Value = serde_json::from_str(total).unwrap();
@@ -236,7 +236,7 @@ fn another_model_is_refused() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("is not the model of the plan"));
 }
 
-/// The contrast of every text with what lies behind it, as the accessibility guidelines reckon it.
+/// The contrast of all text with its background, by the WCAG formula.
 #[test]
 fn texts_can_be_read() {
     let value = |name: &str, dark: bool| {

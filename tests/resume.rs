@@ -1,4 +1,4 @@
-//! `pipec train --resume` by the program itself: killed at any moment, told to stop, given what is broken or of another run.
+//! `pipec train --resume` end to end: killed at any moment, stopped, with corrupt checkpoints or those of another run.
 
 use assert_cmd::Command;
 use assert_cmd::cargo::cargo_bin;
@@ -44,7 +44,6 @@ fn bytes(folder: &Path, name: &str) -> Vec<u8> {
     fs::read(folder.join(name)).unwrap()
 }
 
-/// The names in the folder of checkpoints.
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder.join("ck")).into_iter().flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -99,7 +98,7 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
             let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
             lines.filter(|line| line.get("step").is_some()).map(|line| line["loss"].clone()).collect()
         };
-        // A line that was not written out yet when the process was killed is made again, or belongs to a step before the checkpoint.
+        // A line that was not flushed before the kill is written again, or is for a step before the checkpoint.
         let (whole, again) = (losses("whole.jsonl"), losses("again.jsonl"));
         assert!(again.len() <= whole.len() && whole.ends_with(&again[again.len().saturating_sub(2)..]), "{plan:?}");
         assert_eq!(names(folder), ["step-00000058", "step-00000060", "weights.safetensors"], "{plan:?}");
@@ -117,7 +116,7 @@ fn whatever_is_asked_for_goes_on() {
     for asked in [
         &["--dtype", "bf16", "--stages", "1,1"][..],
         &["--dtype", "bf16", "--stages", "2,1"],
-        // The loss is scaled.
+        // With loss scaling.
         &["--dtype", "f16", "--stages", "1,1", "--microbatches", "2"],
         &["--dtype", "f64", "--stages", "1,2", "--clip-norm", "0.1"],
         &["--bn-variance", "torch", "--bn", "deferred", "--microbatches", "2", "--stages", "1,1,1"],
@@ -126,7 +125,7 @@ fn whatever_is_asked_for_goes_on() {
         &["--staleness", "pipemare", "--stages", "1,1,1", "--in-flight", "5,4,1"],
         &["--staleness", "vertical-sync", "--stages", "1,3"],
         &["--schedule", "2bw", "--microbatches", "2", "--stages", "2,1"],
-        // Devices share every stage.
+        // Tensor parallelism.
         &["--tensor", "2", "--stages", "1,1", "--clip-norm", "0.1"],
         &["--tensor", "2", "--stages", "1,1,1", "--staleness", "predict"],
         &["--schedule", "zb-h2", "--microbatches", "4", "--stages", "1,1"],
@@ -147,7 +146,7 @@ fn whatever_is_asked_for_goes_on() {
     }
 }
 
-/// Waits until a checkpoint is there.
+/// Waits for a checkpoint.
 fn begun(folder: &Path, child: &mut Child) {
     let began = Instant::now();
     while !names(folder).iter().any(|name| name.starts_with("step-")) {
@@ -190,7 +189,7 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
             assert!(said.contains(&format!("ck/{checkpoint}")) && said.contains("--resume auto"), "{said}");
             assert_eq!(names(folder), [checkpoint], "one is kept, and nothing is written at the end");
             assert!(!folder.join("never.safetensors").exists());
-            // A run of other length goes on as well, and says so.
+            // A run of other length resumes too, and says so.
             let longer = (done + 3).to_string();
             let rest = flags(&[&TRAIN, plan, &["--steps", &longer]]);
             ends(folder, 0, &flags(&[&rest, &["--save", "whole.safetensors"]]));
@@ -217,10 +216,10 @@ fn two_runs_do_not_write_into_one_folder() {
         let said = ends(folder, 2, &flags);
         assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
         assert!(said.contains("help: wait until it ends, or name another `--checkpoint-dir`"), "{said}");
-        // Those that are there are not what a run is told of that would begin anew.
+        // A run from the start does not mention existing checkpoints here.
         let said = ends(folder, 2, &flags[..flags.len() - 2]);
         assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
-        // However it ends, the folder is free, and nothing is left in it.
+        // The lock is always released, and leaves no file.
         first.kill().unwrap();
         first.wait().unwrap();
         assert!(names(folder).iter().all(|name| find::minibatches(name).is_some() || name.starts_with(".step-")));
@@ -233,7 +232,7 @@ fn two_runs_do_not_write_into_one_folder() {
 fn a_second_signal_ends_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    // A step takes a while.
+    // Slow steps.
     ends(folder, 0, &["zoo", "mlp", "--hidden", "512", "--layers", "4", "-o", "m.onnx"]);
     let mut child = spawned(
         folder,
@@ -241,7 +240,7 @@ fn a_second_signal_ends_at_once() {
     );
     begun(folder, &mut child);
     send("-TERM", &child);
-    // Two that wait to be delivered would be one.
+    // Two pending signals would merge.
     std::thread::sleep(Duration::from_millis(20));
     send("-TERM", &child);
     let output = child.wait_with_output().unwrap();
@@ -263,14 +262,14 @@ fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
     let said = ends(folder, 0, &flags(&[&other, &from]));
     assert!(said.contains("under another plan") && !said.contains("warning"), "{said}");
     assert!(bytes(folder, "other.safetensors") == bytes(folder, "whole.safetensors"));
-    // Without a flush it goes on, and says what that is worth.
+    // Without a flush it resumes with a warning.
     let stale = flags(&[&TRAIN, &["--stages", "1,1,1", "--steps", "8"], &from]);
     let said = ends(folder, 0, &stale);
     assert!(said.contains("warning: the checkpoint is of another plan (schedule 1f1b, now 1f1b-rr)"), "{said}");
     let odd = flags(&[&TRAIN, &["--stages", "3,1", "--steps", "8"], &from]);
     let said = ends(folder, 2, &odd);
     assert!(said.contains("the rounds of all stages end together every 3 minibatches"), "{said}");
-    // Its weights are a model's.
+    // A checkpoint's weights can be used as a model's.
     let said = ends(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004"]]));
     assert!(!said.contains("warning"), "{said}");
     let said =
@@ -298,7 +297,7 @@ fn a_finished_run_says_so_and_can_be_made_longer() {
     );
     assert!(!said.contains("no checkpoint will be written"), "{said}");
     assert!(bytes(folder, "again.safetensors") == bytes(folder, "first.safetensors"));
-    // One worker has nothing in flight behind a checkpoint, so that the longer run is what it would have been.
+    // A single worker has nothing in flight after a checkpoint, so the longer run is equal.
     let said = of("6", "longer.safetensors");
     assert!(said.contains("goes on after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
     ends(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
@@ -328,7 +327,7 @@ fn the_end_of_a_run_is_a_checkpoint_once() {
         let all = ["step-00000002", "step-00000004", "step-00000005", "step-00000006", "weights.safetensors"];
         assert_eq!(names(folder), all, "{plan:?}");
         fs::remove_dir_all(folder.join("ck")).unwrap();
-        // Nobody has to ask for checkpoints in the middle.
+        // The final checkpoint needs no further option.
         let only = |steps| flags(&[&of(steps), &["--checkpoint-dir", "ck"]]);
         let said = ends(folder, 0, &only("5"));
         assert!(said.contains("ck/weights.safetensors (weights), ck/step-00000005 (checkpoint)"), "{said}");
@@ -338,7 +337,7 @@ fn the_end_of_a_run_is_a_checkpoint_once() {
         assert_eq!(names(folder), ["step-00000007", "weights.safetensors"], "{plan:?}");
         fs::remove_dir_all(folder.join("ck")).unwrap();
     }
-    // Rounds of two: the last that is whole.
+    // Rounds of two: the last complete one.
     let odd = flags(&[&TRAIN, &["--stages", "2,1", "--steps", "5"], &["--checkpoint-dir", "ck"]]);
     let said = ends(folder, 0, &odd);
     assert!(said.contains("end together, every 2 steps: the last after step 4 of 5"), "{said}");
@@ -388,7 +387,7 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     let never = ["--checkpoint-dir", "never", "--checkpoint-every", "4"];
     let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "5"], &never]));
     assert!(said.contains("warning: no checkpoint will be written: the run ends after 5 steps"), "{said}");
-    // All is done: there is nothing to train, and the weights are there.
+    // The run is complete: nothing is trained, and the weights are written.
     let last = flags(&[&kept, &["--resume", "auto", "--save", "last.safetensors"]]);
     ends(folder, 0, &last);
     assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
@@ -409,7 +408,7 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     assert!(said.contains("--weights ck/step-00000004"), "{said}");
     let said = ends(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "6", "--resume", "ck/step-00000008"]]));
     assert!(said.contains("cut after minibatch 8, the run has 6"), "{said}");
-    // One after the other breaks, and the one before takes its place.
+    // Checkpoints are corrupted one after the other; the previous one is used.
     let flip = |name: &str| {
         let path = folder.join("ck").join(name);
         let mut bytes = fs::read(&path).unwrap();
@@ -425,10 +424,10 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     assert!(said.contains("warning: ck/step-00000008 is passed over"), "{said}");
     assert!(said.contains("stage-0.safetensors is missing") && said.contains("goes on after step 4 of 8"), "{said}");
     assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"));
-    // The broken ones have been written anew.
+    // The corrupt ones have been rewritten.
     let said = ends(folder, 0, &last);
     assert!(!said.contains("passed over"), "{said}");
-    // Where none is whole, auto begins at the beginning.
+    // Without a valid checkpoint, auto starts from the beginning.
     for name in names(folder).iter().filter(|name| name.starts_with("step-")) {
         fs::write(folder.join("ck").join(name).join("manifest.json"), "{\"schema\": \"pipec.checkpoint/1\"").unwrap();
     }
@@ -463,7 +462,7 @@ fn other_data_is_another_run() {
         assert!(said.contains("sha256 of the data: the checkpoint has `"), "{said}");
         assert!(both.len() == 2 && both[0] != both[1], "{said}");
     }
-    // The same data under another name is the same, and a checkpoint that says nothing of its data goes on.
+    // Equal data under another name is accepted, and a checkpoint without data information resumes.
     data("again.npz", 0.5, 1);
     ends(folder, 0, &flags(&[&common, &["--data", "again.npz"], &from]));
     let step = folder.join("ck/step-00000004");
@@ -508,7 +507,7 @@ fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
     model(folder);
     let common = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "6"]]);
     ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
-    // Something stands where the second checkpoint would be made.
+    // A file blocks the second checkpoint's folder.
     fs::create_dir(folder.join("ck")).unwrap();
     fs::write(folder.join("ck/.step-00000004.part"), "").unwrap();
     let said = ends(folder, 0, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"]]));
@@ -518,7 +517,7 @@ fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
     assert_eq!(names(folder), [".step-00000004.part", "step-00000002", "step-00000006", "weights.safetensors"]);
 }
 
-/// What diverges leaves the checkpoints that it had, from which a run goes on with smaller steps.
+/// Diverging keeps earlier checkpoints, from which a run with a smaller learning rate resumes.
 #[test]
 fn a_run_that_diverges_keeps_what_was_good() {
     let folder = tempfile::tempdir().unwrap();
@@ -535,7 +534,7 @@ fn a_run_that_diverges_keeps_what_was_good() {
     assert!(weights::read(&path).unwrap().values().all(|tensor| tensor.to_f64().iter().all(|v| v.is_finite())));
 }
 
-/// A longer run is another one where the rate falls to its end.
+/// With a schedule that decays until the end, a longer run is a different one.
 #[test]
 fn a_rate_that_falls_to_the_end_is_told_where_the_end_is_another() {
     let folder = tempfile::tempdir().unwrap();

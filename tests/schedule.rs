@@ -1,6 +1,6 @@
-//! Random pipelines: every schedule's programs pass the checker, and programs with a mistake in them do not.
+//! Random pipelines: every schedule's programs pass the checker, and programs with a mistake do not.
 //!
-//! Ten thousand programs are checked, or as many as the environment variable `PIPEC_PROGRAMS` says; a long run takes 100000.
+//! `PIPEC_PROGRAMS` sets the number of programs, by default 10,000; a long run takes 100,000.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -16,7 +16,7 @@ use compiler::schedule::{
     Version, WorkerId,
 };
 
-/// SplitMix64: small, seeded, the same everywhere.
+/// SplitMix64: the same on every machine.
 struct Random(u64);
 
 impl Random {
@@ -72,7 +72,7 @@ fn random_pipeline(random: &mut Random, name: Schedule) -> Pipeline {
         _ => pipeline.looped(ranks),
     };
     if random.one_in(5) {
-        // Stages that nobody feeds, or that feed nobody.
+        // Stages without inputs or outputs.
         pipeline.edges.retain(|_| !random.one_in(3));
     }
     for from in 0..stages {
@@ -102,7 +102,7 @@ fn random_program(random: &mut Random) -> (Pipeline, Program) {
     (pipeline, program)
 }
 
-/// All schedules come up, with unequal replicas wherever they permit them, several stages on a rank, and edges that skip stages.
+/// Covers all schedules, unequal replicas if permitted, several stages per rank, and skip edges.
 #[test]
 fn every_program_passes_and_reads_back() {
     let programs = std::env::var("PIPEC_PROGRAMS").ok().and_then(|count| count.parse().ok()).unwrap_or(10_000);
@@ -167,7 +167,7 @@ fn times_choose_order_and_never_versions() {
     }
 }
 
-/// A small mistake that changes what the program means; none when the program offers no place for the one drawn.
+/// A small mistake that changes the program's meaning; `None` if the drawn one is not applicable.
 fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
     let mut broken = program.clone();
     let workers = broken.workers.len() as u32;
@@ -191,7 +191,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             "doubled"
         }
         2 => {
-            // What was waited for is used before the Wait.
+            // Work uses a message before its Wait.
             let Instruction::Wait { token } = before else { return None };
             let received = |i: &Instruction| matches!(i, Instruction::Recv { token: posted, .. } if *posted == token);
             let is_recv = list[..at].iter().any(received);
@@ -204,7 +204,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             "waited too late"
         }
         3 => {
-            // Two pieces of work of one kind change places.
+            // Two instructions of one kind are swapped.
             let kind = std::mem::discriminant(&before);
             let stage = before.work()?.0.stage;
             let other = (at + 1..list.len()).find(|&other| {
@@ -215,19 +215,20 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             "swapped"
         }
         4 => {
-            // A Send or an all-reduce moves before the work that makes what it sends.
+            // A Send or all-reduce moves before the work that produces its data.
             if !matches!(before, Instruction::Send { .. } | Instruction::AllReduce { .. }) {
                 return None;
             }
             let work = (0..at).rev().find(|&work| list[work].work().is_some())?;
-            // Buckets may be posted long before the round's last backward, but for the one before that.
+            // Buckets may be posted long before the round's last backward, except bucket 0.
             if let Instruction::AllReduce { stage, bucket: 0, .. } = before
                 && program.stages[stage.index()].buckets > 1
                 && list[work].work().is_none_or(|(work, ..)| work.stage != stage || !work.part.ends())
             {
                 return None;
             }
-            // A replica without an item in the round joins when the round before is applied, not after work.
+            // A replica without micro-batches in a round contributes when the previous round is applied, not after
+            // work.
             if matches!(before, Instruction::AllReduce { .. })
                 && list[work..at].iter().any(|i| matches!(i, Instruction::Step { .. }))
             {
@@ -238,7 +239,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             "sent too early"
         }
         5 => {
-            // Two all-reduces change places: the replicas no longer come to them in one order.
+            // Two all-reduces are swapped, so replicas reach them in different orders.
             let is_reduce = |i: &Instruction| matches!(i, Instruction::AllReduce { .. });
             let other = (at + 1..list.len()).find(|&other| is_reduce(&list[other]))?;
             if !is_reduce(&before) {
@@ -262,7 +263,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                         0 => *stage = StageId(other(stage.0, stages)),
                         1 => *item = MicrobatchId(item.0 + by),
                         2 => *version = Version(version.0 + by),
-                        // In inference any free slot is as good.
+                        // In inference any free slot is valid.
                         _ if trains => *slot = Slot(slot.0 + by),
                         _ => return None,
                     }
@@ -322,14 +323,13 @@ fn mistakes_are_found() {
     assert!(found >= 2000, "only {found} mistakes were made");
 }
 
-/// A program with one mistake, and the instructions of workers at one of which it must be told.
+/// A program with one mistake, and the instructions at one of which it must be reported.
 struct Mistake {
     what: String,
     broken: Program,
     told: Vec<(usize, RangeInclusive<usize>)>,
 }
 
-/// The kinds of mistakes whose place is known before the checker is asked.
 const KINDS: [&str; 6] = [
     "dropped communication",
     "doubled",
@@ -339,10 +339,10 @@ const KINDS: [&str; 6] = [
     "order of collectives",
 ];
 
-/// From a place on to the end of the list, where what is left undone is told.
+/// From a position to the end of the list, where unfinished work is reported.
 const END: usize = usize::MAX;
 
-/// The other ends of a communication: for each, the worker and the place in its list.
+/// The peers of a communication: worker and list position.
 fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usize)> {
     let meets = |other: usize, instruction: &Instruction| match (of, *instruction) {
         (
@@ -367,7 +367,6 @@ fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usiz
     found.collect()
 }
 
-/// Makes a mistake of this kind somewhere, if the program offers a place.
 fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistake> {
     let mut broken = program.clone();
     let worker = random.below(program.workers.len() as u32) as usize;
@@ -404,7 +403,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
             let other = (at + 1..list.len()).find(|&other| channel(&list[other]) == channel(&before))?;
             list.swap(at, other);
             match before {
-                // It sends what is not yet made.
+                // It sends what does not exist yet.
                 Instruction::Send { .. } => vec![(worker, at..=at)],
                 _ => {
                     let sends = others(program, worker, before).into_iter().map(|(other, at)| (other, at..=at));
@@ -435,7 +434,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
                 _ => false,
             });
             match *posted? {
-                // The work that uses what has not been waited for.
+                // The work that uses the message.
                 Instruction::Recv { edge, item, kind, .. } => {
                     let (from, to) = program.edges[edge.index()];
                     let uses = |i: &Instruction| match i.work() {
@@ -456,7 +455,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
                     let step = (at..list.len()).find(|&step| steps(&list[step]))?;
                     vec![(worker, at..=step)]
                 }
-                // A buffer is written again that is still held, or the transfer is left at the end.
+                // A buffer is overwritten while in use, or the transfer is unfinished at the end.
                 _ => vec![(worker, at..=END)],
             }
         }
@@ -471,7 +470,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
     Some(Mistake { what, broken, told })
 }
 
-/// Over a thousand mistakes of six kinds, each refused where it was made, where its other end is, or where it first does harm.
+/// Over a thousand mistakes of six kinds, each reported at its location, at its peer, or where it first has an effect.
 #[test]
 fn mistakes_are_told_where_they_are() {
     let mut found = [0; KINDS.len()];
@@ -513,7 +512,7 @@ fn a_mistake_is_told_with_its_place() {
 
 #[test]
 fn opposite_orders_of_waiting_are_a_deadlock() {
-    // Each waits for the other's activations before it sends its own.
+    // Each stage waits for the other's activations before it sends its output.
     let text = "program inference {
       items 1
       microbatches 1

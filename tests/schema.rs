@@ -1,6 +1,6 @@
-//! What pipec prints and writes is what `pipec schema` says, and what is otherwise is not.
+//! Output and files match `pipec schema`, and deviations do not.
 //!
-//! The judge here is a small one of our own: it knows the words that our schemas have and fails on any other.
+//! The validator here supports only the keywords that our schemas use, and fails on any other.
 
 use assert_cmd::Command;
 use compiler::tensor::Tensor;
@@ -19,10 +19,10 @@ fn parsed(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
-/// Words that say nothing about what is right.
+/// Keywords without constraints.
 const SILENT: [&str; 7] = ["$schema", "$defs", "title", "description", "format", "default", "patternProperties"];
 
-/// Why `value` is not what the schema says: the place and the word that it breaks.
+/// The location and keyword of the first violation.
 fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), String> {
     let schema = match schema {
         Value::Bool(true) => return Ok(()),
@@ -119,10 +119,10 @@ fn is_of(name: &str, value: &Value) -> bool {
     }
 }
 
-/// Places of the document that anything may stand in.
+/// Locations where anything is valid.
 const OPEN: [&str; 1] = ["/options"];
 
-/// Every place of a document.
+/// Every location of a document.
 fn places(value: &Value, at: String, all: &mut Vec<String>) {
     all.push(at.clone());
     let escaped = |name: &str| name.replace('~', "~0").replace('/', "~1");
@@ -137,7 +137,7 @@ fn places(value: &Value, at: String, all: &mut Vec<String>) {
     }
 }
 
-/// The document is right; with something else at any place, or one thing more in any object of fixed fields, it is wrong.
+/// The document is valid; with another value at any location, or an additional field in a fixed object, it is not.
 fn fits(schema: &Value, document: &Value, what: &str) {
     judge(schema, schema, document, "").unwrap_or_else(|why| panic!("{what}{why}"));
     let mut all = Vec::new();
@@ -157,7 +157,7 @@ fn files_and_answers_are_what_the_schemas_say() {
     let schema = |what: &str| parsed(&pipec(at, &format!("schema {what}")));
     let read = |name: &str| parsed(&fs::read_to_string(at.join(name)).unwrap());
 
-    // Plans: of models and of published profiles, with and without a flush, chunks, recomputation, limits, classes of devices.
+    // Plans: of models and published profiles, with and without a flush, chunks, recomputation, limits, device classes.
     let plan = schema("plan");
     pipec(at, "zoo gpt --layers 2 -o gpt.onnx");
     let mixed = "schema = \"pipec.cluster/1\"\n[[device]]\nkind = \"a100\"\ncount = 1\n[[device]]\nkind = \"t4\"\ncount = 3\n\
@@ -183,7 +183,7 @@ fn files_and_answers_are_what_the_schemas_say() {
     foreign["mine"] = json!(1);
     assert!(judge(&plan, &plan, &foreign, "").unwrap_err().contains("has `mine`"));
 
-    // Profiles, measured and by a data sheet.
+    // Profiles, measured and analytic.
     let profile = schema("profile");
     for flags in ["--runs 1 --no-cache --micro-batch 2", "--device analytic:t4"] {
         let printed = pipec(at, &format!("profile gpt.onnx {flags} -o q.json --format json -q"));
@@ -191,7 +191,6 @@ fn files_and_answers_are_what_the_schemas_say() {
         assert_eq!(parsed(&printed), read("q.json"));
     }
 
-    // Clusters.
     let cluster = schema("cluster");
     fits(&cluster, &parsed(&pipec(at, "cluster detect --cpu --workers 3 --format json -q")), "detect");
     for flags in ["mixed.toml", "--gpus 4", "--levels 8:450GB/s,2:50GB/s"] {
@@ -201,7 +200,7 @@ fn files_and_answers_are_what_the_schemas_say() {
     let benched = parsed(&pipec(at, "cluster bench --format json -q"));
     fits(&cluster, &benched["file"], "bench");
 
-    // Metrics, of a run with rows held out and of one that diverges.
+    // Metrics, of a run with held-out rows and of one that diverges.
     let metrics = schema("metrics");
     pipec(at, "zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx");
     let arrays = [("x", Tensor::from_f32(&[12, 6], &[0.5; 72])), ("y", Tensor::from_i64(&[12], &[1; 12]))];
@@ -221,7 +220,7 @@ fn files_and_answers_are_what_the_schemas_say() {
     assert!(lines.contains("\"loss\":null"), "{lines}");
     lines.lines().for_each(|line| judge(&metrics, &metrics, &parsed(line), "").unwrap());
 
-    // Failures, one of a verb and one of the command line.
+    // Errors of a subcommand and of the command line.
     let error = schema("error");
     for (line, code) in [("train m.onnx", 2), ("partition m.onnx --gpus 2 --memory 1kB", 3), ("trian m.onnx", 2)] {
         let line = format!("{line} --format json -q");
@@ -234,7 +233,6 @@ fn files_and_answers_are_what_the_schemas_say() {
         assert_eq!(told["exit_code"], code, "{line}");
     }
 
-    // Programs.
     let program = schema("program");
     for schedule in ["1f1b-rr", "zb-h1", "gpipe"] {
         pipec(at, &format!("partition m.onnx --gpus 3 --stages 2,1 -o p.json --schedule {schedule} -q"));

@@ -1,4 +1,4 @@
-//! `partition --batch N --schedule auto`: sizes of micro-batches and orders of work are searched with the stages.
+//! `partition --batch N --schedule auto` searches micro-batch sizes and schedules together with the stages.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -49,7 +49,7 @@ fn no_combination_is_faster_than_the_one_that_is_found() {
         }
     }
     assert!(speed(&found) >= best.0, "{}, but {} with {}", speed(&found), best.0, best.1);
-    // More than one size and more than one order of work are worth asking for here.
+    // Searching several sizes and schedules pays off here.
     let plain = planned(folder, &["--micro-batch", "16", "--microbatches", "4"]).unwrap();
     assert!(speed(&found) > 1.05 * speed(&plain), "{} and {}", speed(&found), speed(&plain));
 }
@@ -97,7 +97,7 @@ fn what_leaves_nothing_to_find_is_refused() {
     assert!(told.contains("--cost paper"), "{told}");
 }
 
-/// Little memory leaves small micro-batches; those that do not fit have one line together.
+/// Little memory leaves small micro-batches; infeasible ones share one line.
 #[test]
 fn what_fits_is_found_where_most_does_not() {
     let folder = tempfile::tempdir().unwrap();
@@ -112,7 +112,7 @@ fn what_fits_is_found_where_most_does_not() {
     pipec(folder, 0, &[&asked[..], &[least]].concat());
 }
 
-/// Groups are weighed against single devices, also under orders of work that no groups can have.
+/// Tensor parallelism is compared with single devices, also under schedules that do not support it.
 #[test]
 fn groups_take_no_order_of_work_away() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Runs whose stages several devices share, by the program itself: checkpoints, clipping, half precision, and orders of work of the user's
-//! own, beside the same without groups.
+//! Tensor-parallel training end to end: checkpoints, clipping, 16-bit types and custom schedules, compared with runs
+//! without tensor parallelism.
 
 use assert_cmd::Command;
 use compiler::tensor::Tensor;
@@ -15,8 +15,8 @@ fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
     told.concat()
 }
 
-/// A small GPT and its plan for three groups of two: two replicas of the first stage and one of the second, or a stage each where nothing is
-/// flushed and copies of what stages share are kept equal.
+/// A small GPT and its plan for three groups of two: two replicas and one, or one stage each without a flush, where
+/// tied copies must be kept equal.
 fn planned(folder: &Path, more: &[&str]) {
     let model =
         ["zoo", "gpt", "--hidden", "128", "--vocabulary", "256", "--context", "16", "--layers", "2", "-o", "m.onnx"];
@@ -81,14 +81,14 @@ fn a_run_goes_on_exactly_and_with_any_number_of_devices() {
             let alone = again(&["--resume", &from, "--tensor", "1"]);
             near(&format!("{plan:?} from {from} alone"), &alone, &whole[done..], most);
         }
-        // What one device has written groups go on from.
+        // A checkpoint of one device resumes on groups.
         fs::remove_dir_all(folder.join("ck")).unwrap();
         ends(folder, 0, &[&common[..], &KEPT, &["--tensor", "1"]].concat());
         near(&format!("{plan:?} after one"), &again(&["--resume", "ck/step-00000004"]), &whole[4..], most);
     }
 }
 
-/// The norm of all gradients, of stages alone where nothing is flushed, and the scale of the loss follow from what all devices have.
+/// Gradient norms (per stage without a flush) and the loss scale depend on all devices.
 #[test]
 fn devices_agree_on_what_follows_from_all_gradients() {
     let flush = ["--schedule", "1f1b", "--microbatches", "2"];
@@ -102,7 +102,7 @@ fn devices_agree_on_what_follows_from_all_gradients() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         planned(folder, plan);
-        // Plain steps: Adam would undo what is shortened.
+        // Plain SGD: Adam would cancel the clipping.
         let train = ["train", "m.onnx", "--plan", "p.json", "--synthetic-data", "--lr", "0.5", "--steps", "6"];
         let run = |name: &str, own: &[&str]| {
             ends(folder, 0, &[&train[..], own, &["--metrics", name]].concat());
@@ -116,7 +116,7 @@ fn devices_agree_on_what_follows_from_all_gradients() {
     }
 }
 
-/// An order of work from a file, which writes weights down on its way.
+/// A program file, which also writes checkpoints.
 #[test]
 fn programs_of_ones_own_run_on_groups() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! ZeRO from the command line: plans, what judges say of them, weights, checkpoints and processes.
+//! ZeRO from the command line: plans, checks, weights, checkpoints and processes.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -35,7 +35,7 @@ const PLAN: [&str; 14] = [
 const TRAIN: [&str; 9] =
     ["train", "m.onnx", "--synthetic-data", "--batch", "16", "--optimizer", "adam", "-q", "--plan"];
 
-/// A folder with a model and its plans of two replicas and one, at every level.
+/// A folder with a model and plans with two replicas and one, at every level.
 fn plans() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     ends(folder.path(), 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
@@ -52,8 +52,8 @@ fn trained(folder: &Path, plan: &str, more: &[&str]) -> Vec<u8> {
     fs::read(folder.join("w.safetensors")).unwrap()
 }
 
-/// Weights have the same bits with shares and without: in threads, in processes, in narrow types, and over a stop in between at which
-/// the level changes.
+/// Weights are bitwise equal with and without ZeRO: in threads, in processes, in 16-bit types, and over a resume with
+/// another level.
 #[test]
 fn weights_are_the_same_with_shares() {
     let (plans, steps) = (plans(), ["--steps", "5"]);
@@ -75,7 +75,7 @@ fn weights_are_the_same_with_shares() {
         let whole = trained(folder, before, &kept);
         fs::remove_dir_all(folder.join("kept/step-00000005")).ok();
         let resumed = trained(folder, after, &["--resume", "kept/step-00000003", "--steps", "5"]);
-        // Sums of level 2 have another order, which those of level 3 have too.
+        // ZeRO 2 and 3 add in another order.
         let is_same = before < "2.json" || after > "1.json";
         assert!(!is_same || resumed == whole, "{before} and then {after}");
         fs::remove_dir_all(folder.join("kept")).unwrap();
@@ -87,7 +87,7 @@ fn weights_are_the_same_with_shares() {
     }
 }
 
-/// Without a flush a checkpoint has older versions too, of which no replica has more than its share.
+/// Without a flush a checkpoint contains older versions, of which each replica has only a shard.
 #[test]
 fn runs_without_a_flush_go_on_under_any_level() {
     let folder = tempfile::tempdir().unwrap();
@@ -109,7 +109,6 @@ fn runs_without_a_flush_go_on_under_any_level() {
     }
 }
 
-/// What a plan says of shares is held against its stages, and costs no time up to level 1.
 #[test]
 fn plans_say_what_replicas_share() {
     let plans = plans();
@@ -145,7 +144,6 @@ fn plans_say_what_replicas_share() {
     assert!(programs.contains(" zero=1") && programs.contains("all-gather 0 v1"), "{programs}");
 }
 
-/// With room for everything there is no reason to share; with less there is.
 #[test]
 fn the_least_level_that_fits_is_found() {
     let plans = plans();

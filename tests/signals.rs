@@ -1,4 +1,4 @@
-//! Signals to the processes of a run: it ends behind a step that all agree on, leaves a checkpoint, and leaves nobody behind.
+//! Signals to the processes of a run: it ends after a common step, writes a checkpoint, and leaves no process.
 
 #![cfg(target_os = "linux")]
 
@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long anything may take on a machine with much else to do.
+/// Timeout for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const TRAIN: [&str; 8] = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--momentum", "0.9", "-q"];
@@ -48,7 +48,7 @@ fn checkpoints(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Waits for something, unless the process ends before.
+/// Waits for a condition, unless the process ends first.
 fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -67,14 +67,14 @@ fn begun(folder: &Path, child: &mut Child) {
     until(child, "a checkpoint", || checkpoints(folder).iter().any(|name| name.starts_with("step-")));
 }
 
-/// The step that a run says it was stopped behind.
+/// The step after which a run reports to have stopped.
 fn step(told: &str, signal: &str) -> u32 {
     let ended = format!("error: stopped by {signal} after step ");
     let step = told.split(&ended).nth(1).and_then(|rest| rest.split(' ').next());
     step.and_then(|step| step.parse().ok()).unwrap_or_else(|| panic!("it does not say how far it was: {told}"))
 }
 
-/// The run goes on behind that step and comes to what it would have come to.
+/// Resumes after that step and compares with an uninterrupted run.
 fn goes_on(folder: &Path, plan: &[&str], step: u32) {
     assert_eq!(checkpoints(folder), [format!("step-{step:08}")], "one is kept, and nothing is written at the end");
     let steps = (step + 3).to_string();
@@ -133,7 +133,7 @@ fn processes_that_are_started_by_hand_end_together() {
     }
 }
 
-/// The state of a process: `T` where it is stopped.
+/// Process state; `T` is stopped.
 fn state(pid: u32) -> char {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()).unwrap_or('X')
@@ -149,7 +149,7 @@ fn who_is_paused_is_not_given_up() {
     let mut child = spawned(folder, &[&TRAIN, &plan, &KEPT, &steps]);
     begun(folder, &mut child);
     let (own, pids) = (child.id(), children(child.id()));
-    // Stopped by itself, which it cannot notice: the others wait for it, longer than for one of them.
+    // SIGSTOP cannot be handled: the other processes wait, longer than for a worker.
     send("STOP", own);
     thread::sleep(Duration::from_secs(4));
     assert!(pids.iter().all(|pid| is_there(*pid)));
@@ -157,7 +157,7 @@ fn who_is_paused_is_not_given_up() {
     let before = lines();
     send("CONT", own);
     until(&mut child, "another step", || lines() > before);
-    // By a terminal: the children pause, too.
+    // SIGTSTP from a terminal also stops the children.
     send("TSTP", own);
     until(&mut child, "the pause", || state(own) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
     thread::sleep(Duration::from_secs(4));
@@ -206,10 +206,10 @@ fn a_second_signal_ends_all_at_once() {
     let mut child = spawned(folder, &[&TRAIN, &KEPT, &steps]);
     begun(folder, &mut child);
     let pids = children(child.id());
-    // No step ends while one of its workers is paused.
+    // No step ends while one of its workers is stopped.
     send("STOP", pids[0]);
     send("TERM", child.id());
-    // Two that wait to be delivered would be one.
+    // Two pending signals would merge.
     thread::sleep(Duration::from_millis(50));
     send("TERM", child.id());
     let (code, told) = ended(child);

@@ -1,4 +1,4 @@
-//! Simulated figures that are known from elsewhere: bubbles, activations, stashes, shared cores, links.
+//! Simulated figures known from elsewhere: bubbles, activations, stashes, shared cores, links.
 
 use compiler::schedule::check::verify::check;
 use compiler::schedule::formats::chart::chart;
@@ -18,7 +18,7 @@ fn play(program: &Program, pipeline: &Pipeline) -> Timeline {
     simulate(program, pipeline, &Machine::of(pipeline)).unwrap()
 }
 
-/// Four stages, eight microbatches, F = 1, B = 2: what torch's generators and the papers' formulas give.
+/// Four stages, eight micro-batches, F = 1, B = 2: values of torch's generators and the papers' formulas.
 #[test]
 fn bubbles_and_activations_of_flush_schedules() {
     let pipeline = Pipeline::balanced(&[1, 1, 1, 1], 2.0);
@@ -34,7 +34,7 @@ fn bubbles_and_activations_of_flush_schedules() {
     }
 }
 
-/// GPipe: a share (p − 1) / (m + p − 1) of the time is idle.
+/// GPipe: the idle fraction is (p − 1) / (m + p − 1).
 #[test]
 fn the_bubble_of_fill_drain_is_the_published_formula() {
     for p in 1..6u32 {
@@ -48,8 +48,7 @@ fn the_bubble_of_fill_drain_is_the_published_formula() {
     }
 }
 
-/// V versions take V copies: a worker never holds more than c_s versions and gradients together, beside the gradient that
-/// is being summed.
+/// A worker keeps at most c_s weight versions and gradients, besides the gradient being accumulated.
 #[test]
 fn stashes_stay_within_the_cap() {
     for replicas in [&[1, 1, 1][..], &[2, 1], &[1, 3, 1], &[4, 2, 1], &[3, 3]] {
@@ -98,7 +97,7 @@ fn shared_cores_share_the_speed() {
     assert!((one.makespan - 200.0 * 12.0).abs() < 1e-6, "one core does all the work: {}", one.makespan);
 }
 
-/// Transfers run beside computation, as long as none takes longer than an item.
+/// Transfers overlap with computation, as long as none takes longer than a micro-batch.
 #[test]
 fn transfers_hide_behind_computation() {
     for replicas in [&[1, 1, 1, 1][..], &[2, 1], &[1, 3, 1], &[9, 5, 1, 1]] {
@@ -154,11 +153,11 @@ fn no_time_at_all_is_no_fault() {
     assert!(steady_efficiency(&pipeline).unwrap() > 0.9);
 }
 
-/// The forward runs again while the gradients are on their way, and what it takes is taken out of the backward.
+/// Recomputation runs while gradients are in transit, and its time is deducted from the backward.
 #[test]
 fn a_stage_that_is_recomputed_says_so() {
     let mut pipeline = Pipeline::balanced(&[1, 1], 2.0);
-    // The backward has the forward in it once more.
+    // The backward includes a recomputed forward.
     (pipeline.stages[0].backward, pipeline.stages[0].recompute) = (3.0, Some(1.0));
     pipeline.stages[0].weight = 1.0;
     for (name, row, makespan) in [
@@ -201,7 +200,7 @@ fn a_program_that_waits_for_ever_is_named() {
     assert!(matches!(error, SimulateError::Mismatch { .. }), "{error}");
 }
 
-/// Not a benchmark: it fails only if something has become quadratic.
+/// Only detects quadratic run time.
 #[test]
 fn long_runs_are_quick() {
     let pipeline = Pipeline::balanced(&[1; 64], 2.0);
@@ -212,7 +211,7 @@ fn long_runs_are_quick() {
     assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
 }
 
-/// A thousand workers, with `PIPEC_LARGE` set: seconds for the program and for its simulation are printed.
+/// A thousand workers, with `PIPEC_LARGE`: prints the seconds for program and simulation.
 #[test]
 fn very_large_runs() {
     if std::env::var_os("PIPEC_LARGE").is_none() {
@@ -243,7 +242,7 @@ fn jitter_follows_its_seed_and_slows_what_waits() {
     assert_ne!(run(0.2, 3).makespan, run(0.2, 4).makespan);
     for seed in 0..20 {
         let timeline = run(0.2, seed);
-        // Everybody waits for the slowest, so that times which stray both ways alike take longer together.
+        // All wait for the slowest, so symmetric noise increases the total.
         assert!(
             timeline.makespan > exact.makespan && timeline.makespan < 1.2 * exact.makespan,
             "{}",
@@ -260,7 +259,7 @@ fn jitter_follows_its_seed_and_slows_what_waits() {
     }
 }
 
-/// Two replicas, forward 1, backward 8, all-reduce 8 in buckets that are made after 2, 6 and 8 and take 2, 2 and 4.
+/// Two replicas, forward 1, backward 8, all-reduce 8 in buckets that are ready after 2, 6 and 8 and take 2, 2 and 4.
 fn in_buckets() -> Pipeline {
     let bucket = |ready, share| Bucket { ready, share };
     let buckets = vec![bucket(0.25, 0.25), bucket(0.75, 0.25), bucket(1.0, 0.5)];
@@ -283,14 +282,14 @@ fn buckets_travel_beside_the_backward_that_makes_the_rest() {
     ];
     assert_eq!(spans, expected.map(|(name, start, end)| (name.to_string(), start, end)));
     assert_eq!(timeline.makespan, 22.0);
-    // All at once they begin after the last backward.
+    // A single bucket starts after the last backward.
     let mut whole = pipeline;
     whole.stages[0].buckets.clear();
     let program = schedule(Schedule::OneFOneB, &whole, count).unwrap();
     assert_eq!(play(&program, &whole).makespan, 26.0);
 }
 
-/// With shared cores a bucket is made when its share of the computing is done, however long that takes.
+/// With shared cores a bucket is ready when its fraction of the computation is done.
 #[test]
 fn buckets_are_made_as_the_backward_goes_on() {
     let pipeline = in_buckets();
@@ -302,7 +301,7 @@ fn buckets_are_made_as_the_backward_goes_on() {
     assert_eq!((starts, timeline.makespan), (vec![6.0, 14.0, 18.0], 22.0));
 }
 
-/// The rule by itself, the bound and the programs agree on when a round's update is there.
+/// The analytic rule, the bound and the programs agree on the time of a round's update.
 #[test]
 fn the_rule_knows_of_buckets() {
     for cap in 1..=3 {

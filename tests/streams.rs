@@ -1,4 +1,4 @@
-//! What goes to which stream, whatever a verb prints: readers that go away, `-q`, and colour.
+//! Output streams of all subcommands: closed pipes, `-q`, and colour.
 #![cfg(unix)]
 
 use compiler::tensor::Tensor;
@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// Calls of every verb with results, and whether these are the same every time.
+/// Calls of every subcommand with results; true if the output is reproducible.
 const CALLS: [(&str, bool); 27] = [
     ("--help", true),
     ("--version", true),
@@ -52,7 +52,6 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// A folder with a model, a plan and data.
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
@@ -104,14 +103,14 @@ fn quiet_keeps_all_results() {
         assert!(!quiet.stdout.is_empty(), "{line} prints nothing");
         assert!(quiet.stderr.is_empty(), "{line}: {}", text(&quiet.stderr));
         if is_same {
-            // The second one finds the plan of the first.
+            // The second call finds the plan of the first.
             let loud = text(&loud.stdout).replace("wrote q.json", "replaced q.json");
-            // What may be done next is no result.
+            // Suggestions of a next step are not results.
             let loud = loud.split_once("\nnext: ").map_or(loud.clone(), |(results, _)| format!("{results}\n"));
             assert_eq!(loud, text(&quiet.stdout), "{line}");
         }
     }
-    // Once it leaves warnings, twice it leaves none; errors stay.
+    // `-q` keeps warnings, `-qq` drops them; errors stay.
     fs::write(
         folder.path().join("c.toml"),
         "schema = \"pipec.cluster/1\"\n[device]\nkind = \"t4\"\n[[level]]\ncount = 2\nbandwidth = \"1GB/s\"\n",
@@ -125,7 +124,7 @@ fn quiet_keeps_all_results() {
     assert!(text(&ran(folder.path(), "inspect no.onnx -qq").stderr).starts_with("error: "));
 }
 
-/// Without what colours it.
+/// Strips colour codes.
 fn plain(text: &str) -> String {
     let mut parts = text.split('\u{1b}');
     let first = parts.next().unwrap_or_default().to_string();
@@ -157,13 +156,12 @@ fn colour_is_as_it_is_said() {
             assert!(!with(line, &[("FORCE_COLOR", "")]), "{line}");
         }
     }
-    // What a file says does not colour anything.
+    // File names cannot colour the output.
     fs::write(at.join("n\u{1b}[31m.json"), "{}").unwrap();
     let told = text(&command(at, "plan show --color always").arg("n\u{1b}[31m.json").output().unwrap().stderr);
     assert!(!told.contains("\u{1b}[31m"), "{told:?}");
 }
 
-/// JSON is never coloured.
 #[test]
 fn json_stays_json() {
     let folder = prepared();

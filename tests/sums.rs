@@ -1,5 +1,5 @@
-//! Gradients of parameters lie nowhere but in their sums: also one that is the gradient of several parameters at once, with the same
-//! bits whichever stages these are in.
+//! Parameter gradients are accumulated directly into their sums. Also a gradient shared by several parameters, with
+//! equal bits in any partition.
 
 mod drawn;
 
@@ -20,13 +20,13 @@ use runtime::train::prepare::{Settings, prepare};
 use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
-/// Rows of a microbatch: more than any product sums up at once.
+/// Rows per micro-batch: more than any product sums in registers.
 const ROWS: usize = 1500;
 const WIDTH: usize = 40;
 const MICROBATCHES: u32 = 3;
 
-/// Ops: 0 a product of `x`, 1 its tangent, 2 and 3 products of that, 4 their sum, which has one gradient for both, 5 its tangent, 6 a
-/// product again.
+/// Op 0: product of `x`; 1: tangent; 2 and 3: products; 4: their sum, with one gradient for both; 5: tangent; 6:
+/// product.
 fn network() -> (Graph, BTreeMap<String, Tensor>) {
     let mut graph = Graph::new("shared");
     let mut weights = BTreeMap::new();
@@ -49,7 +49,7 @@ fn network() -> (Graph, BTreeMap<String, Tensor>) {
     (graph, weights)
 }
 
-/// What training gives, and to how many sums at most a step adds.
+/// The training result, and the maximum number of sums that a step accumulates into.
 fn trained(
     (graph, weights): &(Graph, BTreeMap<String, Tensor>),
     stages: &[usize],
@@ -88,7 +88,7 @@ fn trained(
     (train(&training, &mut |_| {}).unwrap(), most)
 }
 
-/// That `stages` under these schedules give the bits of one stage, whose gradients are these for a pair of parameters.
+/// `stages` under these schedules give the same bits as one stage, also for a pair of parameters with equal gradients.
 fn agree(network: &(Graph, BTreeMap<String, Tensor>), together: &Trained, cuts: &[(&[usize], Schedule)]) {
     for (stages, schedule) in cuts {
         let (apart, _) = trained(network, stages, *schedule);
@@ -116,8 +116,8 @@ fn a_gradient_of_two_parameters_has_its_bits_wherever_they_are() {
     agree(&network, &together, &cuts);
 }
 
-/// Ops: 0 a product of `x`, 1 its tangent, 2 that and a parameter as large, 3 a product of many columns. The gradient of the parameter is that
-/// of the tangent, which a cut between the two sends.
+/// Op 0: product of `x`; 1: tangent; 2: sum with a parameter; 3: product with many columns. The parameter's gradient
+/// equals the tangent's, which a cut between the two sends.
 fn shifted() -> (Graph, BTreeMap<String, Tensor>) {
     const WIDE: usize = 700;
     let mut graph = Graph::new("shifted");

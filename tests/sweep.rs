@@ -1,4 +1,4 @@
-//! Sweeps: a row for everything that was asked, a reason where there is no plan, and figures that follow from formulas.
+//! Sweeps: a row for every combination, a reason if there is no plan, and figures that match formulas.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -16,7 +16,7 @@ fn swept(folder: &Path, arguments: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Eight equal ops of 3 ms, 1 kB between them and 1 MB of parameters each.
+/// Eight equal ops of 3 ms, 1 kB activations and 1 MB of parameters each.
 fn chain(folder: &Path) {
     let mut text = String::new();
     for at in 0..8 {
@@ -48,13 +48,13 @@ fn rows_follow_the_formulas() {
         }
         let r = n / d;
         assert_eq!(row["replicas"].as_array().unwrap().len() as f64, d);
-        // A ring over r replicas of each stage, once a minibatch of m samples, and 1 kB there and back over the cut.
+        // A ring over r replicas of each stage, once per minibatch of m samples, and 1 kB each way over the cut.
         let sent = 2.0 * (r - 1.0) * 8e6 / m + if d > 1.0 { 2000.0 } else { 0.0 };
         assert!((number("bytes_per_sample") - sent).abs() < 1e-6, "{row}, not {sent}");
         let data_parallel = 2.0 * (n - 1.0) * 8e6 / m;
         assert!((number("data_parallel_bytes_per_sample") - data_parallel).abs() < 1e-6, "{row}, not {data_parallel}");
         if r == 1.0 {
-            // Straight and balanced: (p - 1) / (m + p - 1), but for microseconds on the link.
+            // Straight and balanced: (p - 1) / (m + p - 1), up to microseconds on the link.
             assert!((number("bubble") - (d - 1.0) / (m + d - 1.0)).abs() < 1e-2, "{row}");
         }
     }
@@ -98,7 +98,7 @@ fn what_cannot_be_asked_is_a_row_among_others() {
         }
     }
     assert_eq!(rows.len(), 4);
-    // Where no row can be asked, the question is refused.
+    // A sweep without valid rows is rejected.
     let output = pipec(folder, &["sweep", "chain.graph.txt", "--gpus", "2,4", "--memory", "much"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("cannot read `--memory`"));
@@ -127,7 +127,7 @@ fn a_curve_is_of_one_schedule_and_one_size() {
         let told = format!("2 stages, 4 devices, {schedule}, 1 sample");
         assert!(picture("bubble").contains(&told), "no curve `{told}`");
     }
-    // What all rows have in common is not told.
+    // Settings common to all rows are not labelled.
     swept(folder, &[&flags[..], &["--schedule", "gpipe", "--microbatches", "4"]].concat());
     assert!(!picture("throughput").contains("2 stages, "));
 }
@@ -145,7 +145,7 @@ fn more_memory_holds_a_larger_model() {
     };
     let [small, none] = largest("2", "2MB");
     assert!(small >= none && none.0 >= 2, "{small:?} {none:?}");
-    // With width w, l layers, vocabulary v and context c: (v + c + 2) w + l (12 w² + 13 w).
+    // For width w, l layers, vocabulary v and context c: (v + c + 2) w + l (12 w² + 13 w).
     assert_eq!(small.1, (97 + 16 + 2) * 64 + small.0 * (12 * 64 * 64 + 13 * 64));
     assert!(largest("2", "3MB")[1].0 > none.0);
     assert!(fs::read_to_string(folder.path().join("largest.svg")).unwrap().contains("with recomputation"));
@@ -159,7 +159,7 @@ fn cuts_are_kept_for_fewer_microbatches() {
     let flags = ["chain.graph.txt", "--gpus", "4", "--depth", "2,4", "--microbatches", "2,16,4"];
     let value = swept(folder, &flags);
     let rows = value["rows"].as_array().unwrap();
-    // In the order in which they were asked, each what a plan with these stages says by itself.
+    // In the requested order, each equal to a plan with these stages.
     let asked: Vec<(u64, u64)> =
         rows.iter().map(|row| (row["depth"].as_u64().unwrap(), row["microbatches"].as_u64().unwrap())).collect();
     assert_eq!(asked, [(2, 2), (2, 16), (2, 4), (4, 2), (4, 16), (4, 4)]);

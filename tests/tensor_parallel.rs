@@ -1,5 +1,5 @@
-//! Training with stages that groups of devices share, against PyTorch's own losses, against training without, and with pipelines and
-//! replicas besides. Needs the shared data.
+//! Tensor-parallel training against PyTorch's losses and against training without it, combined with pipelines and
+//! replicas. Needs the shared data.
 
 mod shared;
 
@@ -42,7 +42,7 @@ fn set(root: &Path, name: &str) -> Set {
     Set { model, arrays: all, expected: arrays(&folder.join("expected.npz")), batch }
 }
 
-/// Devices with a link that costs nothing: what can be shared is.
+/// Devices with a free link, so that everything splittable is split.
 fn group(devices: usize) -> Machine {
     let mut device = device::find("cpu").unwrap().device();
     device.launch = Seconds(0.0);
@@ -55,7 +55,6 @@ fn adam() -> Optimizer {
     Optimizer::from(rule)
 }
 
-/// Ten steps with equally long stages of these replicas, each worker's stage shared by so many devices, or by none.
 fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(Trained, Layouts), SharedError> {
     let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
     let microbatches = if replicas.len() > 1 { 4 } else { 1 };
@@ -109,16 +108,16 @@ fn losses_are_those_of_pytorch_on_groups_of_two_and_four() {
             let split = layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
             println!("{name}, {devices} devices: {error:.1e}, {split} of {} parameters split", layouts.len());
             assert!(error <= 1e-5, "{name}, {devices} devices: {error:.2e}");
-            // A recurrent layer is shared by the rows of a batch, with whole weights.
+            // A recurrent layer is split along the batch, with replicated weights.
             assert!(split > 0 || name == "lstm_lm", "{name}: nothing is split");
-            // The same run again has the same bits.
+            // The run is reproducible.
             let (again, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
             assert!(again.losses == trained.losses && again.weights == trained.weights, "{name}: other bits");
         }
     }
 }
 
-/// In double precision what a group leaves, joined, is what one device leaves, to the last digits.
+/// In double precision, gathered results equal those of one device to the last digits.
 #[test]
 fn weights_and_gradients_are_those_of_one_device() {
     let Some(root) = data("parity") else { return };
@@ -136,7 +135,7 @@ fn weights_and_gradients_are_those_of_one_device() {
                     let (got, want) = (of[name].to_f64(), want.to_f64());
                     let top = want.iter().fold(1e-6f64, |m, v| m.max(v.abs()));
                     let error = got.iter().zip(&want).map(|(g, w)| (g - w).abs() / top).fold(0.0, f64::max);
-                    // Adam divides by the root of gradients that may be next to nothing.
+                    // Adam divides by the root of possibly tiny gradients.
                     assert!(error <= 1e-6, "{name}, {devices} devices: {error:.1e}");
                 }
             }
@@ -159,7 +158,7 @@ fn pipelines_and_replicas_of_shared_stages_train_as_those_of_single_devices() {
     }
 }
 
-/// In double precision a norm comes out of the parts that devices have of gradients as it does of the whole, to the last digits.
+/// In double precision, the norm of shards equals that of the whole to the last digits.
 #[test]
 fn gradients_are_shortened_as_those_of_one_device() {
     let Some(root) = data("parity") else { return };

@@ -1,11 +1,11 @@
-//! The house keeps its floors: no file imports upward, every file opens with what it is, every core op has a sample,
-//! and no file has grown a second idea.
+//! Structure of the workspace: no upward imports, a head in every file, a sample for every core op, and a limit on file
+//! length.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The rooms, from the ground up; a room may import what stands on lower floors, and itself.
+/// Modules by layer, lowest first; a module may import lower layers and itself.
 const FLOORS: [(&str, usize); 19] = [
     ("compiler::text", 1),
     ("compiler::tensor", 1),
@@ -28,7 +28,7 @@ const FLOORS: [(&str, usize); 19] = [
     ("pipec", 16),
 ];
 
-/// Lines beyond which a file most likely holds two ideas.
+/// Maximum lines per file; a longer one probably has two responsibilities.
 const LONGEST: usize = 620;
 
 fn root() -> PathBuf {
@@ -71,7 +71,7 @@ fn told(path: &Path) -> String {
     path.strip_prefix(root()).unwrap().display().to_string()
 }
 
-/// The room of a file: `compiler/src/op/conv.rs` is in `compiler::op`.
+/// The module of a file: `compiler/src/op/conv.rs` is in `compiler::op`.
 fn room(path: &Path) -> Option<(&'static str, usize)> {
     let name = told(path);
     let (package, rest) = match name.split_once("/src/") {
@@ -83,7 +83,7 @@ fn room(path: &Path) -> Option<(&'static str, usize)> {
     FLOORS.iter().copied().find(|(r, _)| *r == inner).or_else(|| FLOORS.iter().copied().find(|(r, _)| *r == package))
 }
 
-/// The rooms that a file's `use` lines and paths name.
+/// The modules named in a file's `use` lines and paths.
 fn imports(text: &str, own: &str) -> BTreeSet<String> {
     let package = own.split("::").next().unwrap();
     let mut found = BTreeSet::new();
@@ -122,7 +122,7 @@ fn no_room_imports_upward() {
         let text = fs::read_to_string(&path).unwrap();
         for import in imports(&text, own) {
             let same_package = own.split("::").next() == import.split("::").next();
-            // Within a package without rooms of its own, every file is on the same floor.
+            // In a package without modules in the table, every file is in the same layer.
             let other = match FLOORS.iter().find(|(r, _)| *r == import) {
                 Some((_, f)) => *f,
                 None if same_package => continue,
@@ -164,7 +164,7 @@ fn every_file_opens_with_what_it_is() {
 #[test]
 fn no_file_has_grown_a_second_idea() {
     let lines = |p: &PathBuf| fs::read_to_string(p).unwrap().lines().count();
-    // The dictionary is one list, however long.
+    // `op.rs` is one list, however long.
     let long = sources().into_iter().filter(|p| lines(p) > LONGEST && !p.ends_with("compiler/src/op.rs"));
     let long: Vec<String> = long.map(|p| told(&p)).collect();
     assert!(long.is_empty(), "longer than {LONGEST} lines: {long:?}");
@@ -174,7 +174,7 @@ fn no_file_has_grown_a_second_idea() {
 fn every_core_op_has_a_sample() {
     let samples: BTreeSet<&str> =
         compiler::op::table::samples().iter().map(|s| compiler::op::table::rule(&s.op).name()).collect();
-    // The dictionary itself is the list: the variants of `Op`, and those of the ops that are a bare choice.
+    // The variants of `Op`, and those of ops that are plain enums.
     let text = fs::read_to_string(root().join("compiler/src/op.rs")).unwrap();
     let variants = |name: &str| -> Vec<String> {
         let body = text.split(&format!("pub enum {name} {{")).nth(1).unwrap().split("\n}").next().unwrap();

@@ -1,4 +1,4 @@
-//! Traces of one run in both forms: the same rows, the same spans, the same curves.
+//! Traces of one run in both formats have the same rows, spans and counters.
 
 use compiler::export::trace::encode::encode;
 use compiler::export::trace::perfetto::{self, BEGIN, BYTES, COUNTER, END};
@@ -23,7 +23,6 @@ fn timeline(minibatches: u32) -> Timeline {
 
 /// Row, name, start and end in nanoseconds.
 type Spans = Vec<(String, String, u64, u64)>;
-/// Curve, moment, value.
 type Points = Vec<(String, u64, u64)>;
 
 fn of_json(trace: &Trace<'_>) -> (Vec<String>, Spans, Points) {
@@ -117,7 +116,7 @@ fn training_has_the_rows_of_its_simulation() {
     assert_eq!(simulated[..trained.len()], trained);
 }
 
-/// A measured span may be shorter than a nanosecond, and one that begins where another ends must not overlap it.
+/// A measured span may be shorter than a nanosecond, and adjacent spans must not overlap.
 #[test]
 fn spans_without_length_are_kept() {
     let span = |start, end| Span { activity: Activity::Wait, start, end };
@@ -130,7 +129,7 @@ fn spans_without_length_are_kept() {
     );
 }
 
-/// The published numbers of the fields, written out as bytes: packet 1, timestamp 8, sequence 10, event 11, descriptor 60.
+/// The published field numbers as bytes: packet 1, timestamp 8, sequence 10, event 11, descriptor 60.
 #[test]
 fn fields_have_their_published_numbers() {
     let track =

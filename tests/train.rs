@@ -1,5 +1,5 @@
-//! Pipelined training against a plain loop: the same delayed weights give the same losses and the same final weights,
-//! for unequal replicas, skip edges, caps above the published ones, and minibatch counts that do not divide.
+//! Pipelined training against a plain loop with the same weight delays: equal losses and final weights, for unequal
+//! replicas, skip edges, in-flight limits above the published ones, and non-divisible minibatch counts.
 
 mod drawn;
 
@@ -31,7 +31,7 @@ const BATCH: usize = 4;
 const WIDTH: usize = 6;
 const CLASSES: usize = 3;
 
-/// Five layers, the output of the first also read by the fourth: a skip edge over two stages. Nine ops.
+/// Five layers; the fourth also reads the first one's output: a skip edge over two stages. Nine ops.
 fn network() -> (Graph, BTreeMap<String, Tensor>) {
     let mut graph = Graph::new("skip");
     let mut weights = BTreeMap::new();
@@ -66,7 +66,6 @@ fn rows(minibatches: usize) -> BTreeMap<String, Tensor> {
     BTreeMap::from([("x".into(), uniform(&[n, WIDTH], 42)), ("y".into(), Tensor::from_i64(&[n], &labels))])
 }
 
-/// Stages of equally many ops.
 fn stages(count: usize) -> Vec<usize> {
     (0..9).map(|op| op * count / 9).collect()
 }
@@ -75,13 +74,13 @@ fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCoun
     ran(&prepared(replicas, caps, schedule, count, Again::Never), count, optimizer, None).unwrap()
 }
 
-/// Who runs forward again before backward.
+/// The trigger of recomputation.
 #[derive(Clone, Copy, PartialEq)]
 enum Again {
     Never,
-    /// The backward by itself, of which the program says nothing.
+    /// The backward itself, without an instruction.
     Backward,
-    /// The program, by instructions of their own.
+    /// Recompute instructions in the program.
     Program,
 }
 
@@ -89,7 +88,7 @@ fn prepared(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount
     in_buckets(1, replicas, caps, schedule, count, again)
 }
 
-/// The same where replicas sum their gradients in so many buckets.
+/// The same with this number of gradient buckets.
 fn in_buckets(
     buckets: usize,
     replicas: &[u32],
@@ -141,7 +140,7 @@ fn ran(
     }
 }
 
-/// The loss and the gradients of all parameters, with the reference kernels.
+/// The loss and all gradients, with the reference kernels.
 fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>) -> (f64, BTreeMap<String, Vec<f64>>) {
     let (graph, _) = network();
     let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
@@ -170,7 +169,7 @@ fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>
     (values[&loss].to_f64()[0], gradients)
 }
 
-/// The plain loop: minibatch after minibatch, each stage with the version its rule names. No threads, no programs.
+/// The plain loop: each stage uses the version that its schedule defines. No threads, no programs.
 fn plain(
     replicas: &[u32],
     caps: &[u32],
@@ -265,8 +264,8 @@ fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(Str
     [vec![("losses".to_string(), losses)], weights, tensors("gradient", &trained.gradients)].concat()
 }
 
-/// Every schedule with a flush trains to the bits of plain 1F1B: with chunks on a rank, on a loop and on a V, with backwards in
-/// two parts, with replicas, over the skip edge.
+/// Every schedule with a flush gives the bits of plain 1F1B: with chunks, V-shapes, split backwards, replicas, and over
+/// the skip edge.
 #[test]
 fn all_schedules_with_a_flush_train_the_same_bits() {
     let pipeline = |stages: usize, r: u32| Pipeline::chain(vec![StageSpec::new(r, 1.0, 2.0); stages]);
@@ -290,7 +289,7 @@ fn all_schedules_with_a_flush_train_the_same_bits() {
             }
         }
     }
-    // Unequal replicas: the order is played.
+    // Unequal replicas: the schedule is simulated.
     let count = StepCount { minibatches: 3, microbatches: 4 };
     let unequal = || Pipeline::chain([1, 3, 2].map(|r| StageSpec::new(r, f64::from(r), 2.0 * f64::from(r))).to_vec());
     let expected = flushed(Schedule::OneFOneB, unequal(), count);
@@ -366,8 +365,8 @@ fn the_same_run_has_the_same_bits() {
     }
 }
 
-/// A rate that ends after two minibatches leaves the weights where two minibatches bring them, also in a stage whose
-/// replicas step once for both.
+/// If the learning rate is 0 after two minibatches, the weights stay as they were, also in a stage that steps once for
+/// both.
 #[test]
 fn learning_rates_count_minibatches() {
     for rule in [
@@ -407,7 +406,7 @@ fn a_gradient_without_a_rule_is_refused() {
     let (mut graph, _) = network();
     let logits = graph.outputs[0].value;
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-    // The mean that a layer norm keeps takes no gradient.
+    // The saved mean of a layer norm has no gradient.
     let width = out.fact(logits).shape[1].clone();
     let one = out.emit(Op::Constant(Constant { tensor: Tensor::from_f32(&[], &[1.0]) }), &[]);
     let scale = out.emit(Op::Broadcast(Broadcast { shape: vec![width] }), &[one]);
@@ -423,7 +422,6 @@ fn a_gradient_without_a_rule_is_refused() {
     assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "the mean of a layer norm has no gradient rule");
 }
 
-/// Running forward again before backward changes nothing but time and memory.
 #[test]
 fn recomputation_gives_the_same_bits() {
     let optimizer =
@@ -445,7 +443,7 @@ fn recomputation_gives_the_same_bits() {
             ran(&prepared, count, &optimizer, None).unwrap()
         };
         let [plain, by_itself, said] = [Again::Never, Again::Backward, Again::Program].map(run);
-        // Where nothing is stashed, the forward that runs again has newer weights than the first.
+        // Without stashing, recomputation uses newer weights than the forward.
         let others = if schedule.stashes() { vec![plain, by_itself] } else { vec![by_itself] };
         for other in others {
             assert_eq!(other.losses, said.losses, "{replicas:?} {schedule}");
@@ -461,7 +459,7 @@ fn recomputation_gives_the_same_bits() {
     }
 }
 
-/// Gradients that are summed over replicas in parts are the same gradients, whoever says what is in which part.
+/// Bucketed gradients are equal, whether the plan or the runtime assigns the buckets.
 #[test]
 fn buckets_change_no_bits() {
     let optimizer =
@@ -485,7 +483,7 @@ fn buckets_change_no_bits() {
             });
             assert_eq!(last.max(), Some(buckets as u32 - 1), "{replicas:?} {schedule}");
             for code in prepared.codes.iter_mut().filter(|_| named) {
-                // One name that nobody has, and nothing in the middle.
+                // An unknown name, and an empty bucket in the middle.
                 let names: Vec<String> = code.parameters.iter().map(|named| named.name.clone()).collect();
                 code.buckets = vec![Vec::new(); buckets];
                 code.buckets[0] = names.into_iter().skip(1).chain(["of another model".to_string()]).collect();
@@ -503,7 +501,7 @@ fn buckets_change_no_bits() {
     }
 }
 
-/// Every version that a program writes down is what a run of so many minibatches leaves.
+/// Every checkpoint equals the result of a run of that length.
 #[test]
 fn checkpoints_hold_the_weights_at_their_point() {
     let optimizer =

@@ -1,7 +1,7 @@
-//! What an imported ONNX model is worth for training, said truthfully: doubts about files that were exported for
-//! inference, training mode brought back, buffers apart from parameters, and the batch of a static export.
+//! Training suitability of imported ONNX models: warnings about inference exports, restored training mode, buffers
+//! versus parameters, and the batch of a static export.
 //!
-//! Small models are written here; the exports of real networks are those of the shared data.
+//! Small models are written here; real exports are in the shared data.
 
 mod shared;
 
@@ -51,7 +51,7 @@ fn floats(name: &str, dims: &[i64], value: impl Fn(i64) -> f32) -> TensorProto {
     TensorProto { name: Some(name.into()), dims: dims.to_vec(), data_type: Some(1), float_data, ..Default::default() }
 }
 
-/// A matrix of values that are all different.
+/// A matrix of distinct values.
 fn drawn(name: &str, dims: &[i64]) -> TensorProto {
     floats(name, dims, |i| (i as f32 * 0.618).fract() - 0.5)
 }
@@ -66,7 +66,7 @@ fn truth(name: &str, value: bool) -> TensorProto {
     TensorProto { name: Some(name.into()), data_type: Some(9), int32_data, ..Default::default() }
 }
 
-/// A value of the graph's border; a word among the dims is a symbol.
+/// A graph input or output; non-numeric dimensions are symbolic.
 fn info(name: &str, elem_type: i32, dims: &[&str]) -> ValueInfoProto {
     let dim = |text: &&str| Dimension {
         value: Some(match text.parse() {
@@ -81,7 +81,6 @@ fn info(name: &str, elem_type: i32, dims: &[&str]) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
 }
 
-/// The parts of a model of one output `y`.
 #[derive(Default)]
 struct Parts {
     inputs: Vec<ValueInfoProto>,
@@ -163,7 +162,7 @@ fn what_trains_raises_no_doubt() {
         imported(normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20), &Options::default()).unwrap();
     assert_eq!(findings(&model), []);
     assert_eq!(count(&model.graph, |op| matches!(op, Op::BatchNorm(_) | Op::Dropout(_))), 2);
-    // Turning back what trains already changes nothing.
+    // Restoring training mode changes nothing in a training export.
     let again = imported(normalised(vec![int("training_mode", 1)], &["n", "ratio", "on"], 20), &train_mode()).unwrap();
     assert_eq!(compiler::graph::text::print(&model.graph), compiler::graph::text::print(&again.graph));
 }
@@ -203,13 +202,13 @@ fn a_folded_normalisation_is_told_and_cannot_come_back() {
     assert_eq!(findings(&model), [(Finding::FoldedBatchNorm, 1, "fused")]);
     let error = imported(parts(), &train_mode()).unwrap_err();
     assert!(error.contains("`fused`") && error.contains("folded") && error.contains("dynamo=False"), "{error}");
-    // Another rewrite is no loss.
+    // Other rewrites lose nothing.
     let mut other = parts();
     other.nodes[0].metadata_props[0].value = Some("RemoveOptionalBiasFromConv".into());
     assert_eq!(findings(&imported(other, &Options::default()).unwrap()), []);
 }
 
-/// Two layer normalisations in modules of these names that read one scale.
+/// Two layer normalisations in modules of these names that share a scale.
 fn shared_scale(modules: [&str; 2], scale: TensorProto) -> Vec<(Finding, usize, String)> {
     let name = |module: &str| format!("/{module}/LayerNormalization");
     let parts = Parts {
@@ -230,7 +229,7 @@ fn shared_scale(modules: [&str; 2], scale: TensorProto) -> Vec<(Finding, usize, 
 fn parameters_that_merely_start_equal_are_told_apart_from_shared_ones() {
     let ones = || floats("scale", &[8], |_| 1.0);
     assert_eq!(shared_scale(["a", "b"], ones()), [(Finding::Merged, 1, "scale".into())]);
-    // One module that runs twice, or values that were trained: shared on purpose.
+    // One module that runs twice, or trained values: shared on purpose.
     assert_eq!(shared_scale(["a", "a"], ones()), []);
     assert_eq!(shared_scale(["a", "b"], drawn("scale", &[8])), []);
 }
@@ -258,7 +257,7 @@ fn two_tensors_with_the_values_of_a_tied_one_are_told() {
     };
     assert_eq!(found(turned("head")), [(Finding::Untied, "table".into(), "head".into())]);
     assert_eq!(found(drawn("head", &[8, 32])), []);
-    // Matrices of zeros are equal and were never one.
+    // Zero matrices are equal but were never tied.
     let zeros = floats("head", &[8, 32], |_| 0.0);
     assert_eq!(found(zeros), []);
 }
@@ -291,7 +290,7 @@ fn what_the_file_calls_a_buffer_is_no_parameter() {
     assert_eq!(found, ["parameter weight", "state frequency"]);
 }
 
-/// `x + expand(w)`, with the batch of 4 in the constant of the expansion and another 4 beside it.
+/// `x + expand(w)`, with the batch of 4 in the expand constant and another 4 beside it.
 fn with_token(token: Vec<TensorProto>, nodes: Vec<NodeProto>) -> Result<Model, String> {
     let mut weights = vec![drawn("w", &[1, 4, 6]), integers("shape", &[3], &[4, 4, 6])];
     weights.extend(token);
@@ -358,7 +357,7 @@ fn other_inputs_have_the_batch_where_their_values_meet_it() {
         ],
         ..Parts::default()
     };
-    // Equal numbers are no batch: the table is multiplied along its first axis.
+    // Equal numbers alone are no batch: the table's first axis is contracted.
     let model = imported(parts(true), &Options::default()).unwrap();
     let fact = |name: &str| {
         let is = |id: &compiler::op::NodeId| matches!(&model.graph.node(*id).op, Op::Input(i) if i.name == name);
@@ -376,7 +375,7 @@ fn other_inputs_have_the_batch_where_their_values_meet_it() {
         "{:?}",
         model.warnings
     );
-    // Said by hand, along another axis.
+    // Set manually, along another axis.
     let options = Options { batch_axes: BTreeMap::from([("table".to_string(), 1)]), ..Options::default() };
     let model = imported(parts(true), &options).unwrap();
     assert!(matches!(model.batch, Batch::Symbol { .. }), "{:?}", model.batch);
@@ -401,7 +400,7 @@ fn the_time_of_a_recurrent_layer_is_not_the_batch() {
     assert!(model.warnings.iter().any(|w| w.contains("`lstm`") && w.contains("axis 1")), "{:?}", model.warnings);
 }
 
-/// A model with this output, as a file in a folder of its own.
+/// Writes a model with this output to a temporary folder.
 fn written(parts: Parts) -> (tempfile::TempDir, PathBuf) {
     let graph = GraphProto {
         name: Some("model".into()),
@@ -469,7 +468,7 @@ fn training_asks_before_it_trains_another_model() {
     assert_eq!(recorded(), false);
     pipec(at, 0, &[&partition[..], &["--train-mode"]].concat());
     assert_eq!(recorded(), true);
-    // The plan says how the model is read.
+    // The plan records the import options.
     pipec(at, 0, &[&train[..], &["--plan", "p.json"]].concat());
 }
 
@@ -501,7 +500,7 @@ fn missing_values_are_enough_to_plan_and_not_to_train() {
     assert!(refused.contains("error: m.onnx has no weights") && refused.contains("`gone.bin`"), "{refused}");
 }
 
-/// Parameters as PyTorch counts them, ties once.
+/// Parameter counts as in PyTorch, tied ones once.
 const COUNTS: [(&str, u64); 12] = [
     ("alexnet", 61_100_840),
     ("awdlm6", 65_323_678),
@@ -595,7 +594,7 @@ fn parity_models_that_train_raise_no_doubt_and_damaged_ones_do() {
     assert_eq!(found("cnn_bn/model_dynamo_noopt.onnx"), [(Finding::InferenceBatchNorm, 3)]);
     assert_eq!(found("gpt/model_dynamo.onnx"), [(Finding::Merged, 2), (Finding::Untied, 1)]);
     assert_eq!(found("gpt/model_dynamo_noopt.onnx"), []);
-    // Biases of recurrent layers that were put together under made-up names are trained all the same.
+    // Merged biases of recurrent layers under generated names are still trained.
     let model = load(&root.join("lstm_lm/model_dynamo.onnx"), &Options::default()).unwrap();
     assert_eq!(parameters(&model), 23_461);
 }

@@ -1,5 +1,5 @@
-//! What the command line says of plans and of files: which plan was chosen, whether one holds together, what two have apart, what to
-//! type next, and what is wrong with a file, in the file's own words.
+//! Messages about plans and files: the chosen plan, check results, differences of two plans, suggested next commands,
+//! and errors in files.
 
 use assert_cmd::Command;
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
     Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
 }
 
-/// Runs and expects this code; gives standard output and standard error.
+/// Expects this exit code; returns standard output and standard error.
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
     let output = pipec(folder, arguments);
     let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
@@ -23,7 +23,7 @@ fn done(folder: &Path, arguments: &[&str]) -> String {
     ends(folder, 0, arguments).0
 }
 
-/// Four ops of 3, 6, 3 and 3 ms, 1 MB between them.
+/// Four ops of 3, 6, 3 and 3 ms, 1 MB activations.
 fn chain(folder: &Path) {
     let mut text = String::new();
     for (at, time) in [1.0, 2.0, 1.0, 1.0].iter().enumerate() {
@@ -84,7 +84,7 @@ fn a_plan_that_contradicts_itself_or_its_model_is_not_sound() {
         ("predicted.throughput_per_s", &|plan| plan["predicted"]["throughput_per_s"] = json!(1e9), true),
         ("predicted.bubble", &|plan| plan["predicted"]["bubble"] = json!(0.75), true),
         ("lower_bound_us", &|plan| plan["lower_bound_us"] = json!(1e12), true),
-        // Only the model knows how often an op is read by whom.
+        // Only the model defines the readers of an op.
         ("edge 0 -> 1", &|plan| plan["edges"][0]["tensors"] = json!(["another"]), false),
     ];
     for (name, plan) in [("straight", &straight), ("flushed", &flushed), ("paper", &paper), ("chunked", &chunked)] {
@@ -113,7 +113,7 @@ fn a_plan_that_contradicts_itself_or_its_model_is_not_sound() {
     );
 }
 
-/// Three nodes in a row of which the outer two together are as heavy as the middle one.
+/// Three nodes in a row; the outer two together are as heavy as the middle one.
 const INSTANCE: &str = r#"{"maxFPGAs": 2, "maxSizePerFPGA": 100, "nodes": [
     {"id": 0, "fpgaLatency": 5.0, "size": 1, "isBackwardNode": 0}, {"id": 1, "fpgaLatency": 10.0, "size": 1, "isBackwardNode": 0},
     {"id": 2, "fpgaLatency": 5.0, "size": 1, "isBackwardNode": 0}],
@@ -141,7 +141,7 @@ fn placements_from_anywhere_are_judged_by_their_own_rules() {
     other["edges"] = json!([]);
     fs::write(folder.join("o.json"), other.to_string()).unwrap();
     assert!(ends(folder, 1, &["plan", "check", "o.json", "--model", "i.json"]).1.contains("edge 0 -> 1"));
-    // A pipeline is played as before.
+    // A pipeline is simulated as before.
     done(folder, &partition);
     assert!(done(folder, &["simulate", "p.json"]).contains("steady state"));
 }
@@ -181,7 +181,7 @@ fn what_to_type_next_works() {
     assert_eq!(next, "simulate own.json --schedule mine.csv");
     let (_, said) = ends(folder, 0, &next.split(' ').collect::<Vec<_>>());
     assert!(said.contains("mine.csv: a table of one minibatch of 2 micro-batches, 2 stages on 2 ranks"), "{said}");
-    // Several minibatches in one table are not told apart when it is read again, and whoever writes it says so.
+    // Several minibatches in one table cannot be distinguished when read back, and writing it says so.
     let written = ["simulate", "own.json", "--schedule", "mine.csv", "--minibatches", "3", "--programs", "all.csv"];
     assert!(ends(folder, 0, &written).1.contains("it holds 3 minibatches"));
     let (_, said) = ends(folder, 0, &["simulate", "own.json", "--schedule", "all.csv", "--minibatches", "1"]);
@@ -259,7 +259,8 @@ fn files_are_spoken_of_in_their_own_words() {
     }
 }
 
-/// Two replicas before one, whose turns do not repeat: a run of any length has the same steady state, never under the bound.
+/// Two replicas before one do not have a repeating order: runs of any length report the same steady state, never below
+/// the bound.
 #[test]
 fn a_steady_state_is_that_of_no_run_in_particular() {
     let folder = tempfile::tempdir().unwrap();
@@ -281,7 +282,7 @@ fn a_steady_state_is_that_of_no_run_in_particular() {
     }
 }
 
-/// A tied embedding under little memory: what is planned can be trained, and a run is told to hold what the plan says.
+/// A tied embedding with little memory: the plan can be trained, with the planned memory.
 #[test]
 fn shared_parameters_are_planned_as_they_can_be_trained() {
     let folder = tempfile::tempdir().unwrap();
@@ -291,7 +292,7 @@ fn shared_parameters_are_planned_as_they_can_be_trained() {
     let read = || serde_json::from_str::<Value>(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
     let train = ["train", "gpt.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "2"];
     for more in [&["--memory", "5MB"][..], &["--memory", "6MB"], &["--stages", "2,1"]] {
-        // Whoever says the order of work gets it.
+        // An explicit schedule is used as given.
         let said = [&flags[..], more, &["--schedule", "1f1b-rr"]].concat();
         assert!(ends(folder, 0, &said).1.contains("`pipec train` refuses"), "{more:?}");
         ends(folder, 2, &train);

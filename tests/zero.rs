@@ -1,5 +1,4 @@
-//! Replicas that share what they would hold alike: the same bits as without, wherever the cuts are and whatever the order of work, and
-//! the memory that shares leave.
+//! ZeRO: bitwise equal to training without it, for any partition and schedule, and with the expected memory.
 
 use compiler::graph::bind::symbols;
 use compiler::graph::order;
@@ -133,7 +132,7 @@ fn shares_change_no_bits() {
         for optimizer in [momentum(), adam()] {
             let run = Run { model: &model, replicas, schedule, count, optimizer, buckets, policy: Policy::default() };
             let whole = run.at(0);
-            // Where a replica has several items of a round, their order in a sum is another one from level 2 on.
+            // If a replica has several micro-batches per round, ZeRO 2 and 3 add in another order.
             let is_dealt_singly = replicas.iter().all(|r| *r == 1 || *r >= count.microbatches);
             for level in 1..=MOST {
                 let what = format!("{name} {replicas:?} {schedule} zero {level}");
@@ -153,7 +152,7 @@ fn assert_near(one: &Trained, other: &Trained, what: &str) {
     }
 }
 
-/// From level 2 on the items of a round add up in their order, however many replicas have them.
+/// From ZeRO 2 on the order of addition is independent of the number of replicas.
 #[test]
 fn sums_in_the_order_of_items_do_not_know_the_replicas() {
     let model = model("mlp");
@@ -170,7 +169,7 @@ fn sums_in_the_order_of_items_do_not_know_the_replicas() {
     }
 }
 
-/// Each replica has only a share of the squares, which are added up in another order.
+/// Each replica has a shard of the squares, which are added in another order.
 #[test]
 fn norms_of_shares_are_norms_of_the_whole() {
     let model = model("mlp");
@@ -191,7 +190,7 @@ fn norms_of_shares_are_norms_of_the_whole() {
     }
 }
 
-/// Of the optimizer's state and of the sums each of r replicas holds an r-th, and no more of anything else.
+/// Each of r replicas has 1/r of the optimizer state and gradient sums, and the rest unchanged.
 #[test]
 fn a_replica_holds_its_share() {
     let model = model("mlp");
@@ -214,9 +213,9 @@ fn a_replica_holds_its_share() {
         let run = Run { model: &model, replicas: &[replicas], schedule, count, optimizer: adam(), buckets: 1, policy };
         let whole = run.at(0).held_bytes;
         let share = parameters / u64::from(replicas);
-        // Two tensors of state and one of sums; from level 2 on also the sums of the replica's own, but for one at a time.
+        // Two state tensors and a sum; from level 2 on also the replica's own sums, except one at a time.
         let sums = 3 * (parameters - share) + parameters - largest;
-        // At level 3 also the weights: those that an op reads lie where the gradients of one do.
+        // At level 3 also the weights, except those being read.
         let saved = [3 * (parameters - share), sums, sums + parameters - share];
         for (level, saved) in (1..).zip(saved) {
             for (whole, shared) in whole.iter().zip(&run.at(level).held_bytes) {
@@ -228,7 +227,6 @@ fn a_replica_holds_its_share() {
     }
 }
 
-/// Every round goes by reduce-scatters, and every version is gathered.
 #[test]
 fn programs_reduce_to_shares_and_gather() {
     let model = model("mlp");

@@ -1,4 +1,4 @@
-//! The zoo: published parameter counts, and every model in small from its file to a step of training.
+//! The model zoo: published parameter counts, and every small model from its file to a training step.
 
 use assert_cmd::Command;
 use compiler::graph::bind::{bind, symbols};
@@ -24,8 +24,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// Parameters of every published size, and what was published: in units of the last digit, so that the count must round
-/// to it. The sources stand in the models' files.
+/// Parameter counts of every published size, and the published figure, to which the count must round. Sources are in
+/// the models' files.
 const PUBLISHED: &[(&str, u128, &str)] = &[
     ("gpt2", 124_439_808, "124 M"),
     ("gpt2-medium", 354_823_168, "355 M"),
@@ -72,7 +72,6 @@ const PUBLISHED: &[(&str, u128, &str)] = &[
     ("vgg19", 143_667_240, "143.7 M"),
 ];
 
-/// Samples of a step.
 const BATCH: usize = 4;
 
 fn structure(name: &str) -> Options {
@@ -81,7 +80,6 @@ fn structure(name: &str) -> Options {
     Options { structure: true, ..Options::default() }
 }
 
-/// The model as a user's file would come in.
 fn imported(name: &str, options: &Options) -> Model {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
@@ -151,7 +149,7 @@ fn with_and_without_weights_the_graph_is_the_same() {
     }
 }
 
-/// One step of `entry` in small over so many stages.
+/// One step of the small `entry` over `stages` stages.
 fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
     let ops = order::numbered(&model.graph).len();
     let placed: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
@@ -162,7 +160,7 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
     let prepared =
         prepare(&model.graph, &placed, pipeline, &settings).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
     let mut feeds = feeds(&prepared.codes);
-    // However the model is cut, every feed draws the same numbers.
+    // Feeds are sorted so that every partition draws the same numbers.
     feeds.sort_by(|a, b| a.name.cmp(&b.name));
     let arrays = synthetic(&prepared.graph, &feeds, BATCH, BATCH, 1);
     let data = Dataset::new(arrays, &feeds, BATCH).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
@@ -206,7 +204,7 @@ fn every_model_trains_a_step_with_gradients_for_all_parameters() {
                 whole.gradients.get(*parameter).unwrap_or_else(|| panic!("{name}: no gradient of {parameter}"));
             let values = gradient.to_f64();
             assert!(values.iter().all(|value| value.is_finite()), "{name}: {parameter}");
-            // Keys may all move by one vector: the softmax does not see their bias.
+            // Adding a constant vector to all keys does not change the softmax, so the key bias has no gradient.
             let matters = gradient.shape().len() > 1;
             assert!(!matters || values.iter().any(|value| *value != 0.0), "{name}: nothing moves {parameter}");
         }
@@ -269,7 +267,7 @@ fn options_change_what_they_say() {
     assert_eq!(parameters("resnet18", small), 11_173_962);
     let shared = parameters("transformer", Options::default().with("tied", Setting::Truth(true)));
     assert_eq!(usual("transformer") - shared, 32_000 * 2048);
-    // A fixed batch stands in the file.
+    // A fixed batch is stored in the file.
     let fixed = Options { batch: Some(3), ..Options::default() };
     let bytes = to_bytes(&build("mlp", &fixed).unwrap().model);
     let model = from_onnx(&parse(bytes.into(), None).unwrap(), "mlp", &Import::default()).unwrap();

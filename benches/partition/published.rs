@@ -1,27 +1,25 @@
-//! What others have published, or what their released programs compute on their own published inputs.
+//! Published figures, and results of released programs on their own published inputs.
 
 use compiler::cluster::Cluster;
 use compiler::cluster::read::levels;
 
-/// One question with a known answer.
+/// A problem with a known result.
 pub struct Golden {
-    /// The profile's file name before `.graph.txt`.
+    /// File name of the profile without `.graph.txt`.
     pub profile: &'static str,
-    /// Levels, innermost first.
+    /// Interconnect levels, innermost first.
     pub levels: &'static str,
-    /// Milliseconds for one minibatch.
     pub minibatch_ms: f64,
 }
 
 impl Golden {
-    /// The devices.
     pub fn cluster(&self) -> Cluster {
         levels(self.levels).expect("the levels of this table can be read")
     }
 }
 
-/// Objectives of PipeDream's released optimizer on its own profiles, activation compression 1: Narayanan et al., "PipeDream:
-/// Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.1; the profiles and the optimizer are those of
+/// Results of PipeDream's released optimizer on its own profiles, activation compression 1: Narayanan et al.,
+/// "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.1; profiles and optimizer from
 /// msr-fiddle/pipedream.
 pub const PIPEDREAM: [Golden; 12] = [
     Golden { profile: "vgg16", levels: "4:1.25GB/s", minibatch_ms: 176.349 },
@@ -38,25 +36,25 @@ pub const PIPEDREAM: [Golden; 12] = [
     Golden { profile: "resnet50", levels: "4:10GB/s,4:1.25GB/s", minibatch_ms: 43.208 },
 ];
 
-/// The same optimizer where its outer stages must take whole servers, and a plan that spans two of them need not.
+/// The same optimizer where its outer stages must use whole servers, but ours need not.
 pub const WHOLE_SERVERS: [Golden; 2] = [
     Golden { profile: "vgg16", levels: "8:40GB/s,2:3.125GB/s", minibatch_ms: 65.767 },
     Golden { profile: "alexnet", levels: "8:40GB/s,2:3.125GB/s", minibatch_ms: 9.65 },
 ];
 
-/// One instance of device placement with its best contiguous placement.
+/// A device placement instance with its optimal contiguous placement.
 pub struct Optimum {
-    /// Folder and file name before `.json`.
+    /// Folder and file name without `.json`.
     pub instance: &'static str,
-    /// The largest load of a device, in the unit of the file.
+    /// Maximum device load, in the file's unit.
     pub load: f64,
-    /// Whether that takes the file's CPU as one more device. Ours leaves it idle, and cannot reach this.
+    /// True if the optimum also uses the file's CPU as a device. Ours does not, and cannot reach it.
     pub has_cpu: bool,
 }
 
-/// Optimal maximum loads of contiguous placements: Tarnawski, Phanishayee, Devanur, Mahajan, Paravecino, "Efficient Algorithms for
-/// Device Placement of DNN Graph Operators", NeurIPS 2020, section 6 and its appendix, throughput maximisation; instances of
-/// msr-fiddle/dnn-partitioning.
+/// Optimal maximum loads of contiguous placements: Tarnawski, Phanishayee, Devanur, Mahajan, Paravecino, "Efficient
+/// Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 6 and appendix, throughput
+/// maximisation; instances from msr-fiddle/dnn-partitioning.
 pub const PLACEMENTS: [Optimum; 8] = [
     Optimum { instance: "LayerGraphs/bert24_inference", load: 17.7899, has_cpu: false },
     Optimum { instance: "LayerGraphs/bert24_training", load: 41.7458, has_cpu: false },
@@ -68,5 +66,5 @@ pub const PLACEMENTS: [Optimum; 8] = [
     Optimum { instance: "OperatorGraphs/resnet50_inference", load: 124.349, has_cpu: true },
 ];
 
-/// The best that their search over non-contiguous placements found.
+/// The best non-contiguous placement that their search found.
 pub const ANYWHERE: (&str, f64) = ("LayerGraphs/bert24_training", 39.944);

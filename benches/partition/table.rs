@@ -1,58 +1,54 @@
-//! Markdown tables, and what a run costs: CPU seconds and the most memory.
+//! Markdown tables, and resource usage: CPU seconds and peak memory.
 
 use std::fs;
 use std::time::Instant;
 
-/// A table under way.
 pub struct Table {
     text: String,
     columns: usize,
 }
 
 impl Table {
-    /// A table with a title and these columns.
     pub fn new(title: &str, columns: &[&str]) -> Table {
         let rule = columns.iter().map(|_| "---").collect::<Vec<_>>().join(" | ");
         Table { text: format!("\n## {title}\n\n| {} |\n| {rule} |\n", columns.join(" | ")), columns: columns.len() }
     }
 
-    /// Adds a row.
     pub fn row(&mut self, cells: &[String]) {
         assert_eq!(cells.len(), self.columns, "a row has a cell for every column");
         self.text += &format!("| {} |\n", cells.join(" | "));
     }
 
-    /// Adds a row that is not there for want of data.
+    /// Adds a placeholder row for missing data.
     pub fn skipped(&mut self, name: &str) {
         self.text += &format!("| {name} | skipped: no shared data{} |\n", " |".repeat(self.columns - 2));
     }
 
-    /// The Markdown.
     pub fn text(self) -> String {
         self.text
     }
 }
 
-/// What something took.
+/// Resource usage.
 #[derive(Clone, Copy, Default)]
 pub struct Spent {
-    /// Seconds of this thread on a processor; by the wall clock where the system does not tell.
+    /// CPU seconds of this thread; wall time if the system does not report it.
     pub cpu_seconds: f64,
-    /// Mebibytes of the process at its fullest meanwhile, where the system tells.
+    /// Peak memory of the process in MiB, if the system reports it.
     pub peak_mib: Option<f64>,
 }
 
 impl Spent {
-    /// Both, as two cells.
+    /// Both as table cells.
     pub fn cells(&self) -> [String; 2] {
         let peak = self.peak_mib.map_or("–".to_string(), |mib| format!("{mib:.0}"));
         [format!("{:.3}", self.cpu_seconds), peak]
     }
 }
 
-/// Does something, and says what it took.
+/// Measures the resource usage of `work`.
 pub fn spending<T>(work: impl FnOnce() -> T) -> (T, Spent) {
-    // Linux forgets the peak so far when 5 is written here; elsewhere there is no such file.
+    // On Linux, writing 5 resets the peak; other systems have no such file.
     let forgets = fs::write("/proc/self/clear_refs", "5").is_ok();
     let (clock, before) = (Instant::now(), on_processor());
     let value = work();
@@ -61,7 +57,7 @@ pub fn spending<T>(work: impl FnOnce() -> T) -> (T, Spent) {
     (value, Spent { cpu_seconds, peak_mib: peak_mib().filter(|_| forgets) })
 }
 
-/// Seconds that this thread has run: planning has one thread.
+/// CPU seconds of this thread; planning is single-threaded.
 fn on_processor() -> Option<f64> {
     let text = fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     Some(text.split(' ').next()?.parse::<f64>().ok()? / 1e9)

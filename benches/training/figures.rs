@@ -1,25 +1,24 @@
-//! What rounds of training gave, and what is made of it: medians, and ratios of rounds that ran one behind the other.
+//! Statistics of training rounds: medians, and ratios of adjacent rounds.
 
 use std::fs;
 
-/// One round of one way to train.
+/// One round of one training mode.
 #[derive(Clone, Copy, Debug)]
 pub struct Round {
-    /// Samples in a second by the wall clock.
+    /// By wall time.
     pub samples_per_s: f64,
-    /// Seconds on processors for each minibatch, over all threads and processes.
+    /// CPU seconds per minibatch, over all threads and processes.
     pub cpu_seconds: f64,
 }
 
 impl Round {
-    /// So many minibatches in so many seconds.
     pub fn of(seconds: f64, cpu_seconds: f64, steps: u32, batch: usize) -> Round {
         let steps = f64::from(steps);
         Round { samples_per_s: steps * batch as f64 / seconds, cpu_seconds: cpu_seconds / steps }
     }
 }
 
-/// The middle of some numbers, the mean of two for an even count; nothing of none.
+/// `None` for an empty list.
 pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
     numbers.sort_by(f64::total_cmp);
     let half = numbers.len() / 2;
@@ -30,22 +29,22 @@ pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
     }
 }
 
-/// The median over rounds of one figure.
+/// The median of one figure over the rounds.
 pub fn middle(rounds: &[Round], figure: impl Fn(&Round) -> f64) -> Option<f64> {
     median(rounds.iter().map(figure).collect())
 }
 
-/// The median over rounds of how many times as fast `ours` was as `other` in the same round.
+/// The median speedup of `ours` over `other` in the same rounds.
 pub fn faster(ours: &[Round], other: &[Round]) -> Option<f64> {
     median(ours.iter().zip(other).map(|(a, b)| a.samples_per_s / b.samples_per_s).collect())
 }
 
-/// The median over rounds of how many times as much processor time `other` took.
+/// The median ratio of CPU times, `other` over `ours`.
 pub fn cheaper(ours: &[Round], other: &[Round]) -> Option<f64> {
     median(ours.iter().zip(other).map(|(a, b)| b.cpu_seconds / a.cpu_seconds).collect())
 }
 
-/// Seconds that all living threads of this process have run; nothing where the system does not tell.
+/// CPU seconds of all live threads; `None` if the system does not report them.
 pub fn on_processors() -> Option<f64> {
     let mut nanoseconds = 0.0;
     for thread in fs::read_dir("/proc/self/task").ok()? {

@@ -1,4 +1,4 @@
-//! pipec's side: each model is profiled here, planned by the profile, and trained under the plan.
+//! The pipec side: profiles each model, plans by the profile, and trains by the plan.
 
 use crate::figures::{Round, on_processors};
 use crate::subjects::Subject;
@@ -30,45 +30,41 @@ use runtime::train::prepare::{Prepared, Settings, prepare};
 use runtime::train::run::{TrainJob, Trained, feeds, train};
 use std::collections::BTreeMap;
 
-/// What all models are trained for.
 const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);
 
-/// Minibatches of made-up data; they are seen again and again.
+/// Minibatches of synthetic data, used repeatedly.
 const MINIBATCHES: usize = 8;
 
-/// Steps that do not count, here and at the peer: by then nobody asks the system for memory any more.
+/// Uncounted steps, here and for PyTorch: afterwards memory allocation is in steady state.
 const WARM_UP: u32 = 8;
 
-/// The optimizer, as plans know it.
 const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
 
-/// How a model is trained: over so many workers, its minibatches in so many pieces.
+/// A training mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// Workers, one stage each.
+    /// One stage per worker.
     pub workers: u32,
-    /// Microbatches of a minibatch.
     pub microbatches: u32,
 }
 
 impl Way {
-    /// Whole minibatches never wait for a flush.
+    /// Unsplit minibatches use a schedule without a flush.
     fn kind(self) -> ScheduleKind {
         if self.microbatches == 1 { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB }
     }
 }
 
-/// A model with what was measured of it.
+/// A model with its profiles.
 pub struct Known<'a> {
     subject: &'a Subject,
     model: &'a Model,
     weights: BTreeMap<String, Tensor>,
-    /// By microbatches.
     profiles: BTreeMap<u32, Profile>,
 }
 
 impl<'a> Known<'a> {
-    /// Profiles the model at whole minibatches and at these microbatches.
+    /// Profiles the model unsplit and with these micro-batch counts.
     pub fn of(subject: &'a Subject, model: &'a Model, microbatches: &[u32]) -> Known<'a> {
         let given = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
@@ -83,7 +79,6 @@ impl<'a> Known<'a> {
         known
     }
 
-    /// Samples in one item.
     fn rows(&self, microbatches: u32) -> usize {
         self.subject.batch / microbatches as usize
     }
@@ -107,7 +102,7 @@ impl<'a> Known<'a> {
         measure(&model, &Measuring::default(), None, &mut |_| {}).expect("the zoo's models can be measured").profile
     }
 
-    /// The plan for one stage on each worker.
+    /// The plan with one stage per worker.
     pub fn plan(&self, way: Way) -> Plan {
         let graph = self.graph(way.microbatches);
         let attribution = attribute(&graph, TRAINS).expect("the zoo's models have gradients");
@@ -135,10 +130,10 @@ impl<'a> Known<'a> {
         plan(&problem, &options).expect("there is no limit to exceed").plan
     }
 
-    /// All that training needs under the plan.
+    /// Prepares training by the plan.
     pub fn ready(&self, way: Way, plan: Plan, steps: u32) -> Ready<'_> {
         let schedule: Schedule = schedule_of(plan.schedule.kind).expect("these orders of work are generated");
-        // Steps before the first that counts fill the pipeline, steps behind the last keep it full.
+        // Steps before the counted ones fill the pipeline, steps after them keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
         let first = filling.max(WARM_UP);
         let minibatches = first + steps + filling;
@@ -162,42 +157,35 @@ impl<'a> Known<'a> {
     }
 }
 
-/// A model that can be trained under one plan again and again.
+/// A model that can be trained repeatedly by one plan.
 pub struct Ready<'a> {
     known: &'a Known<'a>,
-    /// The plan.
     pub plan: Plan,
     prepared: Prepared,
     batches: Batches,
     steps: u32,
-    /// Steps before those that count.
+    /// Uncounted steps at the start.
     first: u32,
 }
 
-/// Seconds of a worker for each minibatch.
+/// Seconds per minibatch of a worker, by activity.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spent {
-    /// In forwards.
     pub forward: f64,
-    /// In backwards.
     pub backward: f64,
-    /// In optimizer steps.
     pub step: f64,
-    /// Waiting for others.
     pub wait: f64,
 }
 
-/// What one round left behind.
+/// The result of a round.
 pub struct Outcome {
-    /// Its figures.
     pub round: Round,
-    /// The most bytes that each worker held.
+    /// Peak bytes, by worker.
     pub held_bytes: Vec<u64>,
-    /// How each worker spent its time.
     pub spent: Vec<Spent>,
 }
 
-/// A moment of a run.
+/// Wall and CPU time at a point of a run.
 #[derive(Clone, Copy)]
 struct Moment {
     wall: f64,
@@ -205,7 +193,7 @@ struct Moment {
 }
 
 impl Ready<'_> {
-    /// Trains from the initial weights. Time runs from the loss of one minibatch to that of a later one.
+    /// Trains from the initial weights. Time is measured between the losses of two minibatches.
     pub fn run(&self) -> Outcome {
         let training = TrainJob {
             codes: &self.prepared.codes,
@@ -233,7 +221,7 @@ impl Ready<'_> {
         );
         let [begin, end] = moments[..] else { panic!("there are steps on both sides of those that count") };
         let seconds = end.wall - begin.wall;
-        // Where the system does not tell, every worker counts as busy.
+        // If the system does not report CPU time, every worker counts as busy.
         let cpu_seconds =
             begin.processors.zip(end.processors).map_or(seconds * trained.spans.len() as f64, |(a, b)| b - a);
         let spent = spent(&trained, [begin.wall, end.wall], self.steps);
@@ -242,7 +230,7 @@ impl Ready<'_> {
     }
 }
 
-/// What lies between two moments of each worker's time, for one minibatch.
+/// Each worker's activity between two points in time, per minibatch.
 fn spent(trained: &Trained, [begin, end]: [f64; 2], steps: u32) -> Vec<Spent> {
     let of = |spans: &Vec<runtime::stage::worker::Span>| {
         let mut spent = Spent::default();

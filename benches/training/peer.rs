@@ -1,4 +1,4 @@
-//! The peer: PyTorch in a process of its own, which stays while rounds alternate and answers a line with a line.
+//! PyTorch in a separate process, which stays alive over all rounds and answers each request line with a line.
 
 use crate::figures::Round;
 use serde_json::Value;
@@ -6,17 +6,15 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// A Python that trains.
 pub struct Peer {
     child: Child,
     requests: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    /// The version of PyTorch.
     pub version: String,
 }
 
 impl Peer {
-    /// Starts `$PIPEC_PYTHON`, else `python3`; fails with the reason where that is none or has no PyTorch.
+    /// Starts `$PIPEC_PYTHON`, by default `python3`. Fails if it does not start or has no PyTorch.
     pub fn start() -> Result<Peer, String> {
         let python = std::env::var("PIPEC_PYTHON").unwrap_or_else(|_| "python3".to_string());
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/training/peer.py");
@@ -30,13 +28,13 @@ impl Peer {
         Ok(peer)
     }
 
-    /// How many parameters its model of this name has.
+    /// Parameter count of its model.
     pub fn parameters(&mut self, model: &str) -> Result<u64, String> {
         let answer = self.ask(&format!("count {model}"))?;
         answer["parameters"].as_u64().ok_or_else(|| format!("`{answer}` has no count"))
     }
 
-    /// Trains so many minibatches of `batch` samples.
+    /// Trains `steps` minibatches of `batch` samples.
     pub fn run(&mut self, model: &str, mode: &str, steps: u32, batch: usize) -> Result<Round, String> {
         let answer = self.ask(&format!("run {model} {mode} {steps}"))?;
         let number = |key: &str| answer[key].as_f64().filter(|it| it.is_finite());
@@ -68,7 +66,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Without requests it comes to its end, and ends its own processes.
+        // Closing its input makes it and its subprocesses exit.
         self.requests = None;
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! The tables: what was trained how fast, against which goals, and how well plans foretold it.
+//! The result tables: speed, goals, and accuracy of the plans.
 
 use crate::figures::{Round, cheaper, faster, median, middle};
 use crate::ours::{Spent, Way};
@@ -6,30 +6,27 @@ use crate::subjects::Subject;
 use crate::table::Table;
 use compiler::plan::Plan;
 
-/// pipec is to be so many times as fast over two workers under 1F1B-RR as PyTorch's eager mode on two threads, …
+/// Goal: speedup of 1F1B-RR on two workers over PyTorch eager on two threads.
 const ROUND_ROBIN: f64 = 1.1;
-/// … to reach so much of what its plan's slowest stage allows, …
+/// Goal: fraction of the speed allowed by the plan's slowest stage.
 const OF_BOUND: f64 = 0.95;
-/// … to be so many times as fast as PyTorch's pipeline where both flush, …
+/// Goal: speedup over PyTorch pipelining with a flush.
 const FLUSH: f64 = 1.5;
-/// … and not to lose more by microbatches.
+/// Goal: maximum slowdown by micro-batches, relative to PyTorch's.
 const MICROBATCHING: f64 = 1.15;
-/// Memory is to be foretold this well, …
+/// Goal: relative error of predicted memory.
 const MEMORY: f64 = 0.05;
-/// … and time this well.
+/// Goal: relative error of predicted time.
 const TIME: f64 = 0.1;
 
-/// A way to train, here and by the peer.
+/// A training mode, here and for PyTorch.
 pub struct Line {
-    /// What both do.
     pub about: &'static str,
-    /// How pipec does it.
     pub way: Way,
-    /// The peer's name for it.
     pub mode: &'static str,
 }
 
-/// All of them, in the order of [`Measured::lines`].
+/// In the order of [`Measured::lines`].
 pub const LINES: [Line; 4] = [
     Line { about: "one thread", way: Way { workers: 1, microbatches: 1 }, mode: "eager1" },
     Line { about: "two workers, 1F1B-RR / two threads", way: Way { workers: 2, microbatches: 1 }, mode: "eager2" },
@@ -37,51 +34,46 @@ pub const LINES: [Line; 4] = [
     Line { about: "two workers, 1F1B, 8 microbatches", way: Way { workers: 2, microbatches: 8 }, mode: "pipelining" },
 ];
 
-/// What was measured of one line.
+/// Results of one mode.
 pub struct Figures {
-    /// The plan.
     pub plan: Plan,
-    /// pipec's rounds.
     pub ours: Vec<Round>,
-    /// The peer's, up to the first that failed.
+    /// PyTorch's rounds, up to the first failure.
     pub theirs: Vec<Round>,
-    /// The most bytes that each worker ever held.
+    /// Peak bytes, by worker.
     pub held_bytes: Vec<u64>,
-    /// How each worker spent the last round.
     pub spent: Vec<Spent>,
 }
 
-/// What was measured of a model.
+/// Results of a model.
 pub struct Measured {
-    /// The model.
     pub subject: &'static Subject,
-    /// Its parameters, here and at the peer.
+    /// Parameter count, equal for PyTorch.
     pub parameters: u64,
     /// One for each of [`LINES`].
     pub lines: Vec<Figures>,
 }
 
 impl Measured {
-    /// What 1F1B-RR over the plan's stages can be over one worker: all stages' time over the slowest's.
+    /// Maximum speedup of 1F1B-RR over one worker: the time of all stages over that of the slowest.
     fn bound(&self) -> f64 {
         let times: Vec<f64> = self.lines[1].plan.stages.iter().map(|stage| stage.fwd_us + stage.bwd_us).collect();
         times.iter().sum::<f64>() / times.iter().copied().fold(f64::MIN_POSITIVE, f64::max)
     }
 }
 
-/// A number, or a dash where there is none.
 fn shown(number: Option<f64>, digits: usize) -> String {
     number.map_or("–".to_string(), |number| format!("{number:.digits$}"))
 }
 
-/// A ratio by the wall clock and by processor time, with a word where the first misses its goal.
+/// Ratios of wall time and CPU time; marked if the first misses its goal.
 fn ratio(wall: Option<f64>, processors: Option<f64>, met: impl Fn(f64) -> bool) -> String {
     let word = if wall.is_some_and(|ratio| !met(ratio)) { " missed" } else { "" };
     let beside = processors.map_or(String::new(), |ratio| format!(" ({ratio:.2})"));
     format!("{}{beside}{word}", shown(wall, 2))
 }
 
-/// Everything as Markdown.
+/// The Markdown report.
 pub fn report(all: &[Measured]) -> String {
     [speeds(all), goals(all), plans(all), workers(all)].concat()
 }

@@ -1,31 +1,27 @@
-//! The models that are trained, as the zoo builds them. `peer.py` has the same under the same names.
+//! The trained zoo models. `peer.py` has the same models under the same names.
 
 use compiler::import::import::{Model, Options as Import, load};
 use models::choice::Setting;
 use models::zoo::{Options, build, to_bytes};
 
-/// A model, and how it is trained.
+/// A model with its training settings.
 #[derive(Debug)]
 pub struct Subject {
-    /// Its name here and for the peer.
+    /// Name here and in `peer.py`.
     pub name: &'static str,
-    /// What it is.
     pub about: &'static str,
-    /// Its name in the zoo.
     pub entry: &'static str,
     settings: &'static [(&'static str, Setting)],
-    /// Samples in a minibatch.
     pub batch: usize,
-    /// Minibatches in a round, a few seconds' worth.
+    /// Minibatches per round, a few seconds' worth.
     pub steps: u32,
-    /// How many times as fast as PyTorch it is to be on one thread.
+    /// Goal: speedup over PyTorch on one thread.
     pub goal: f64,
 }
 
 const MLP: &[(&str, Setting)] =
     &[("hidden", Setting::Number(1024)), ("layers", Setting::Number(8)), ("inputs", Setting::Number(1024))];
 
-/// All of them.
 pub const SUBJECTS: &[Subject] = &[
     Subject {
         name: "gpt",
@@ -110,7 +106,7 @@ pub const SUBJECTS: &[Subject] = &[
 ];
 
 impl Subject {
-    /// The model as it comes from a file, and how many parameters it has.
+    /// The model imported from a file, and its parameter count.
     pub fn built(&self) -> (Model, u64) {
         let options =
             self.settings.iter().fold(Options::default(), |options, (name, setting)| options.with(name, *setting));

@@ -1,7 +1,7 @@
-//! The machines a plan is made for: one kind of device or several, and levels of links between them.
+//! The machines of a plan: one or several device classes, and interconnect levels.
 //!
-//! Levels are written innermost first: eight devices on NVLink, sixteen servers on a network. A level's bandwidth is what one
-//! device (at the first level) or one group of the level below can send in one direction while it receives as much.
+//! Levels are listed innermost first: for example 8 devices on NVLink, then 16 servers on a network. The bandwidth of a
+//! level is full duplex and per direction, for one device (innermost level) or one group of the level below.
 //!
 //! ```toml
 //! schema = "pipec.cluster/1"
@@ -14,11 +14,11 @@
 //! latency = "3us"
 //! ```
 //!
-//! Several classes of devices are `[[device]]` tables in device order, each with a `count` and, where the kinds do not tell, a `speed`
-//! relative to the device whose costs are used.
+//! Several device classes are `[[device]]` tables in device order, each with a `count`. `speed` is relative to the
+//! profiled device and required if it cannot be derived from the device types.
 //!
-//! `read` turns the file and the two short forms of the command line into a [`Cluster`]; `device` holds what is known of each
-//! device kind, `class` what devices of several classes do together; `unit` reads and prints quantities; `write` gives the file back.
+//! `read` parses the file and the short forms of the command line; `write` prints the file. `device` is the table of
+//! known device types, `class` aggregates device classes, `unit` parses and prints quantities.
 
 pub mod class;
 pub mod device;
@@ -29,10 +29,10 @@ pub mod write;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The name and version that a cluster file states in its `schema` field.
+/// Value of the `schema` field of a cluster file.
 pub const SCHEMA: &str = "pipec.cluster/1";
 
-/// The most devices a cluster may have. Real clusters are far smaller; the bound keeps the product of level counts exact.
+/// Largest number of devices; keeps the product of level counts exact.
 pub const MAX_DEVICES: u64 = 65_536;
 
 /// A number of bytes.
@@ -143,18 +143,18 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// All devices: the product of the level counts.
+    /// Number of devices: the product of the level counts.
     pub fn devices(&self) -> u32 {
         self.levels.iter().fold(1u32, |product, level| product.saturating_mul(level.count))
     }
 
-    /// Whether devices differ.
+    /// Returns whether there are several device classes.
     pub fn is_mixed(&self) -> bool {
         !self.classes.is_empty()
     }
 
-    /// The same devices as one level at the slowest bandwidth and the longest latency of any level. This is how a plan whose
-    /// stages do not take whole groups is judged by cost models that know whole groups only.
+    /// Merges all levels into one with the lowest bandwidth and the highest latency. Cost models that require whole
+    /// groups use it for plans whose stages do not fill whole groups.
     pub fn flattened(&self) -> Cluster {
         let slowest = self.levels.iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min);
         let latency = self.levels.iter().map(|level| level.latency.0).fold(0.0, f64::max);

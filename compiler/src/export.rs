@@ -1,9 +1,8 @@
-//! What leaves the house for people's eyes: traces, and pictures of plans and of what was measured.
+//! Output for people and other tools: traces, reports, plots and framework formats.
 //!
-//! [`trace`] is a run as Perfetto opens it, [`report`] one page about one plan, [`sweep`] the plots of many plans, [`target`] a plan in the words
-//! of other tools. All of them are text or
-//! bytes made from plain data: the same data gives the same bytes. Names come from files that nobody vouches for, so they pass
-//! through [`escape`] wherever they are put into a picture.
+//! [`trace`] writes Perfetto traces, [`report`] an HTML page about one plan, [`sweep`] plots of many plans. [`target`]
+//! writes plans in the formats of other tools. All output is deterministic. Names come from untrusted files, so
+//! pictures contain them only after [`escape`].
 
 pub mod axis;
 pub mod colour;

@@ -1,11 +1,11 @@
-//! The one intermediate representation: a directed acyclic graph of core ops.
+//! The intermediate representation: a directed acyclic graph of core ops.
 //!
 //! Nodes are ops with the facts of their outputs; edges carry tensors from an output to an input. Every node keeps its
-//! [`Origin`], so that a cut can be told in the names of the user's own model. A graph is plain data: it prints
-//! ([`text`]), reads back, is verified ([`verify`]) and compared ([`isomorphism`]).
+//! [`Origin`], so that reports use the source model's names. A graph is plain data: it can be printed and parsed
+//! ([`text`]), verified ([`verify`]) and compared ([`isomorphism`]).
 //!
-//! A [`MovingAverage`] says how a state follows a value of the graph, such as a running mean the batch mean: whoever
-//! runs the graph applies it once for every sample, in the order of the minibatches.
+//! A [`MovingAverage`] updates a state from a value of the graph, such as a running mean from the batch mean. The
+//! executor applies it once per run, in minibatch order.
 
 pub mod bind;
 pub mod evaluate;
@@ -24,80 +24,67 @@ use petgraph::stable_graph::{NodeIndex, StableDiGraph};
 use petgraph::visit::EdgeRef;
 use thiserror::Error;
 
-/// Where a node comes from, in the words of the source model.
+/// A node's origin in the source model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
-    /// The source node, e.g. `/1/a/qkv/MatMul`; empty when there is none.
+    /// The source node, e.g. `/1/a/qkv/MatMul`; empty if there is none.
     pub source: String,
-    /// The module it belongs to, e.g. `1.a.qkv`; empty when unknown.
+    /// The enclosing module, e.g. `1.a.qkv`; empty if unknown.
     pub module: String,
 }
 
-/// One op in its place.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
-    /// Unique name in the text form.
+    /// Unique; used in the text form.
     pub name: String,
-    /// What it does.
     pub op: Op,
     /// Element type and shape of each output.
     pub facts: Vec<Fact>,
-    /// Where it comes from.
     pub origin: Origin,
 }
 
 impl Node {
-    /// What a user knows it by: its source node, or its own name where there is none.
+    /// The name for messages: the source node, or else the node's own name.
     pub fn told(&self) -> &str {
         if self.origin.source.is_empty() { &self.name } else { &self.origin.source }
     }
 }
 
-/// A tensor on its way from output `output` of one node to input `input` of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Edge {
     output: u32,
     input: u32,
 }
 
-/// A result of the graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     /// Name in the source model and in result files.
     pub name: String,
-    /// The value.
     pub value: Value,
 }
 
-/// `state ← keep · state + (1 − keep) · sample`, once for every run of the graph.
+/// `state ← keep · state + (1 − keep) · sample`, once per run of the graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MovingAverage {
     /// The [`State`](crate::op::State) node.
     pub state: NodeId,
-    /// What it follows.
     pub sample: Value,
-    /// The share that is kept.
+    /// Decay factor, 0 to 1.
     pub keep: f64,
 }
 
-/// Why a node cannot be added.
 #[derive(Debug, Error, PartialEq)]
 #[error("{op}: {fault}")]
 pub struct AddError {
-    /// The op.
     pub op: String,
-    /// What does not fit.
     pub fault: FactError,
 }
 
-/// A directed acyclic graph of core ops.
+/// A directed acyclic graph of core ops, with its outputs and state updates.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
-    /// Name of the model.
     pub name: String,
-    /// The results, in order.
     pub outputs: Vec<Output>,
-    /// How states follow values.
     pub averages: Vec<MovingAverage>,
     dag: StableDiGraph<Node, Edge>,
 }
@@ -111,13 +98,12 @@ fn id(index: NodeIndex) -> NodeId {
 }
 
 impl Graph {
-    /// An empty graph.
     pub fn new(name: &str) -> Graph {
         Graph { name: name.to_string(), ..Graph::default() }
     }
 
-    /// Adds an op; its facts are inferred. The id may be one that a removed node had: only [`order`] tells who comes
-    /// before whom.
+    /// Adds an op and infers its facts. The id may be reused from a removed node, so ids do not imply an order; see
+    /// [`order`].
     pub fn add(&mut self, op: Op, inputs: &[Value], origin: &Origin) -> Result<NodeId, AddError> {
         let facts: Vec<Fact> = inputs.iter().map(|&v| self.fact(v).clone()).collect();
         let facts = rule(&op)
@@ -132,42 +118,37 @@ impl Graph {
         Ok(id(node))
     }
 
-    /// The number of nodes.
     pub fn len(&self) -> usize {
         self.dag.node_count()
     }
 
-    /// Whether there is no node.
     pub fn is_empty(&self) -> bool {
         self.dag.node_count() == 0
     }
 
-    /// All nodes, by id.
+    /// All nodes in id order.
     pub fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
         self.dag.node_indices().map(id)
     }
 
-    /// Whether the node exists.
     pub fn contains(&self, node: NodeId) -> bool {
         self.dag.contains_node(index(node))
     }
 
-    /// A node. Panics when it does not exist: ids come from this graph.
+    /// A node. Panics if it does not exist.
     pub fn node(&self, node: NodeId) -> &Node {
         &self.dag[index(node)]
     }
 
-    /// A node to change. Whoever changes its op sees to it that the facts still follow.
+    /// A mutable node. The caller must keep the facts consistent with the op.
     pub fn node_mut(&mut self, node: NodeId) -> &mut Node {
         &mut self.dag[index(node)]
     }
 
-    /// What is known of a value.
     pub fn fact(&self, value: Value) -> &Fact {
         &self.node(value.node).facts[value.output as usize]
     }
 
-    /// The inputs of a node, in order.
     pub fn inputs(&self, node: NodeId) -> Vec<Value> {
         let mut edges: Vec<(u32, Value)> = self
             .dag
@@ -178,12 +159,11 @@ impl Graph {
         edges.into_iter().map(|(_, value)| value).collect()
     }
 
-    /// All outputs of a node.
     pub fn values(&self, node: NodeId) -> Vec<Value> {
         (0..self.node(node).facts.len() as u32).map(|output| Value { node, output }).collect()
     }
 
-    /// Who reads a value, as (node, input) pairs sorted by id.
+    /// The consumers of a value as (node, input) pairs, sorted by id.
     pub fn consumers(&self, value: Value) -> Vec<(NodeId, u32)> {
         let mut uses: Vec<(NodeId, u32)> = self
             .dag
@@ -195,7 +175,7 @@ impl Graph {
         uses
     }
 
-    /// Who reads any output of a node, sorted, once each.
+    /// The consumers of any output of a node, sorted and distinct.
     pub fn successors(&self, node: NodeId) -> Vec<NodeId> {
         let mut ids: Vec<NodeId> = self.dag.neighbors_directed(index(node), Direction::Outgoing).map(id).collect();
         ids.sort_unstable();
@@ -203,7 +183,7 @@ impl Graph {
         ids
     }
 
-    /// Makes everyone who reads `old` read `new`: ops, results and averages.
+    /// Replaces `old` by `new` in all consumers: ops, outputs and averages.
     pub fn replace_uses(&mut self, old: Value, new: Value) {
         let edges: Vec<_> = self
             .dag
@@ -223,7 +203,6 @@ impl Graph {
         }
     }
 
-    /// Makes one input of a node read another value.
     pub fn set_input(&mut self, node: NodeId, slot: u32, new: Value) {
         let edge = self
             .dag
@@ -235,17 +214,15 @@ impl Graph {
         self.dag.add_edge(index(new.node), index(node), Edge { output: new.output, input: slot });
     }
 
-    /// Removes a node that nobody reads.
+    /// Removes a node that has no consumers.
     pub fn remove(&mut self, node: NodeId) {
         self.dag.remove_node(index(node));
     }
 }
 
-/// The origin that values get when a rule writes into a graph.
+/// Emits ops into a graph under one origin.
 pub struct Writer<'a> {
-    /// The graph written to.
     pub graph: &'a mut Graph,
-    /// The origin of every node written.
     pub origin: Origin,
 }
 

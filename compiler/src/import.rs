@@ -1,10 +1,10 @@
-//! Importers: from the bytes of a file to a model or to measured costs.
+//! Importers: from a model file or a cost profile to a graph or a cost graph.
 
 pub mod batched;
 pub mod build;
 pub mod dnn_partitioning;
 pub mod fx;
-// The verb of this folder has the folder's name.
+// The entry point of this folder has the folder's name.
 pub mod batch_in_axis;
 pub mod fixed_batch_left;
 #[allow(clippy::module_inception)]

@@ -1,7 +1,8 @@
-//! Partitioners: from a `Problem` to a `Plan`.
+//! Partitioners: turn a `Problem` into a `Plan`.
 //!
-//! `planner` is the door: it calls a partitioner by name, fills in what every plan states, and lets `plan::check` judge the
-//! result. A partitioner finds a `shape`: which ops form which group, nested by the levels of the cluster.
+//! `planner` is the entry point. It runs the requested partitioner, completes the plan and verifies it with
+//! `plan::check`. A partitioner searches for a `Shape`: groups of ops nested by cluster level, with a replica count for
+//! each group.
 
 pub mod baselines;
 pub mod bounds;

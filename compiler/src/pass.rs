@@ -1,8 +1,8 @@
-//! Passes: functions from a graph to a graph, run in an order that one can read in [`pipeline`].
+//! Graph passes; [`pipeline`] defines their order.
 //!
-//! `canonicalise`, `cse` and `dce` run once over the whole imported graph, before ops are numbered for plans. `fold`,
-//! `fragment`, `backward`, `join`, `fuse` and `memory` run for each stage, at fixed sizes. None of them changes a number that the graph
-//! computes, in any bit, and none depends on where stages are cut: that is why gradients are equal across plans.
+//! `canonicalise`, `cse` and `dce` run once over the imported graph, before ops are numbered for plans. `fold`,
+//! `fragment`, `backward`, `concat_of_pads`, `fuse` and `memory` run per stage, at fixed sizes. No pass changes any
+//! computed bit or depends on the stage cuts, so gradients are equal across plans.
 
 pub mod analytic;
 pub mod attribution;
@@ -26,12 +26,10 @@ pub mod precision;
 pub mod split_backward;
 pub mod unbiased_variance;
 
-/// Whether a pass changed anything.
+/// Tells whether a pass changed the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Changed {
-    /// The graph is another one now.
     Yes,
-    /// Nothing was found to do.
     No,
 }
 

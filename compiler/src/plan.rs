@@ -1,10 +1,7 @@
-//! A plan: which ops form which stage, how often each stage is replicated, and what that is predicted to cost.
+//! The plan: stages, replicas, device placement and predicted cost. [`Plan`] is the file `plan.json`.
 //!
-//! [`Plan`] is the file `plan.json`. With the model it is all that training needs. Times are microseconds for one minibatch,
-//! sizes are bytes on one device.
-//!
-//! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `groups` devices that share a replica, `sound` what must hold of a plan by itself, `zero` what replicas share, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
+//! Training needs only the plan and the model. Times are microseconds per minibatch, sizes bytes per device, unless a
+//! field states otherwise.
 
 pub mod buckets;
 pub mod check;
@@ -34,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// The name and version that a plan states in its `schema` field.
+/// Value of the `schema` field.
 pub const SCHEMA: &str = "pipec.plan/1";
 
 /// Index of a stage, in topological order.
@@ -43,7 +40,6 @@ pub const SCHEMA: &str = "pipec.plan/1";
 pub struct StageId(pub u32);
 
 impl StageId {
-    /// As an index into the stages.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -384,7 +380,7 @@ pub struct Fits {
 }
 
 impl Predicted {
-    /// The figure of the cost model's equations, which the judge works out again.
+    /// The objective value from the cost model's equations, which the plan checker recomputes.
     pub fn by_equations_us(&self) -> f64 {
         self.objective_us.unwrap_or(self.minibatch_us)
     }
@@ -450,12 +446,12 @@ pub struct Plan {
 }
 
 impl Stage {
-    /// Devices that share every op of one replica.
+    /// Tensor-parallel degree.
     pub fn degree(&self) -> u32 {
         self.tensor_degree.unwrap_or(1).max(1)
     }
 
-    /// Bytes of the stage's parameters, of which a replica may hold a share only.
+    /// Bytes of all parameters of the stage; under ZeRO 3 a replica holds only its shard of them.
     pub fn all_weights(&self) -> u64 {
         if self.zero >= 3 { self.parameter_bytes } else { self.memory.weights }
     }
@@ -467,7 +463,6 @@ impl Stage {
 }
 
 impl ScheduleKind {
-    /// Every kind.
     pub const ALL: [ScheduleKind; 13] = [
         ScheduleKind::Gpipe,
         ScheduleKind::OneFOneB,
@@ -484,7 +479,7 @@ impl ScheduleKind {
         ScheduleKind::Csv,
     ];
 
-    /// The name on the command line and in files.
+    /// Name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             ScheduleKind::Gpipe => "gpipe",
@@ -503,38 +498,38 @@ impl ScheduleKind {
         }
     }
 
-    /// Whether the stages go down the ranks and up again, two on each.
+    /// True if the stages go down the ranks and back up in a V, two per rank.
     pub fn is_on_a_v(self) -> bool {
         matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
     }
 
-    /// Whether caps of what is in flight may be given: the other schedules follow from micro-batches and stages alone.
+    /// True if in-flight caps are configurable. In the other schedules they follow from the number of micro-batches and
+    /// stages.
     pub fn takes_caps(self) -> bool {
         let flows = matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw);
         flows || matches!(self, ScheduleKind::OneFOneB | ScheduleKind::Inference | ScheduleKind::Csv)
     }
 
-    /// Whether backwards are in two halves.
+    /// True if the backward is split into input-gradient and weight-gradient passes.
     pub fn splits_backward(self) -> bool {
         self.is_on_a_v() || matches!(self, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)
     }
 
-    /// Whether a rank holds several stages.
+    /// True if a rank holds several stages.
     pub fn has_chunks(self) -> bool {
         self.is_on_a_v() || matches!(self, ScheduleKind::Interleaved | ScheduleKind::Bfs)
     }
 
-    /// Whether replicas take whole minibatches in turn.
+    /// True if replicas process whole minibatches in round-robin order.
     pub fn is_round_robin(self) -> bool {
         matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
     }
 
-    /// The kind of that name.
     pub fn from_name(name: &str) -> Option<ScheduleKind> {
         ScheduleKind::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Whether minibatches overlap, so that no flush stands between two weight updates.
+    /// True if minibatches overlap: there is no flush between weight updates.
     pub fn is_continuous(self) -> bool {
         matches!(
             self,

@@ -1,7 +1,8 @@
-//! What every op of a model costs, and where the figures came from.
+//! Costs of the ops of a model, and their origin.
 //!
-//! [`Profile`] is the file `profile.json`, which a measurement, an analytic model or an importer fills. `cost_graph` holds the
-//! form that planning works on: ops, tensors and parameters with their sizes, `shared` that of devices which share ops. `read` checks a file before it is believed.
+//! [`Profile`] is the content of `profile.json`, written by a measurement, an analytic model or an importer; `read`
+//! validates it. `cost_graph` is the form used for planning: ops, tensors and parameters with their times and sizes.
+//! `shared` holds the costs under tensor parallelism.
 
 pub mod arena;
 pub mod cost_graph;
@@ -14,7 +15,7 @@ pub mod shared;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The name and version that a profile states in its `schema` field.
+/// Value of the `schema` field of a profile.
 pub const SCHEMA: &str = "pipec.profile/1";
 
 /// How the figures of a profile were come by.
@@ -154,14 +155,14 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Forward and backward microseconds summed over the ops, to hold beside `whole`.
+    /// Total forward and backward microseconds, for comparison with `whole`.
     pub fn sum(&self) -> Whole {
         let fwd_us = self.ops.iter().map(|op| op.fwd_us).sum();
         let bwd_us = self.ops.iter().map(|op| op.bwd_us).sum();
         Whole { fwd_us, bwd_us }
     }
 
-    /// Microseconds of the backward that make gradients of weights, summed over the ops; none where some op does not say.
+    /// Total microseconds of weight gradients; `None` if it is unknown for some op.
     pub fn weight_us(&self) -> Option<f64> {
         self.ops.iter().map(|op| op.weight_us).sum()
     }

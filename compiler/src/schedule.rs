@@ -1,20 +1,19 @@
-//! Schedules: from the shape of a pipeline to one program for each worker.
+//! Schedules: from a pipeline to one instruction list per worker.
 //!
-//! A [`Pipeline`] is what a schedule needs to know of a plan: how long each stage computes, how often it is replicated,
-//! how many rounds may be in flight, and which stages speak to which. A [`Program`] is the answer: one flat list of
-//! [`Instruction`]s for each worker, with every operand explicit, so that a worker is a loop with one `match`.
+//! A [`Pipeline`] is a plan as the schedulers see it: stage times, replicas, in-flight caps and edges. A [`Program`]
+//! has one flat list of [`Instruction`]s per worker. All operands are explicit, so a worker is a loop with one `match`.
 //!
-//! A *rank* is a place in the pipeline: `replicas` workers that hold the same stages. Most often a rank holds one stage and has
-//! its number; under the schedules with chunks it holds several. Workers are numbered in rank order, replica minor, and print
-//! as `rank.replica`. Work comes in *items*: minibatches under the asynchronous schedules, microbatches under those that flush.
+//! A *rank* is a position in the pipeline: `replicas` workers that hold the same stages (several with chunks). Workers
+//! are numbered in rank order, replica minor, and print as `rank.replica`. An *item* is a minibatch under asynchronous
+//! schedules and a micro-batch under schedules with a flush.
 //!
-//! What the instructions promise each other: Send, Recv and the collectives only post, Wait blocks. A Send completes when its
-//! Recv is posted (channels hold nothing), so a program that runs here runs on any link. A channel is (edge, kind, from
-//! worker, to worker) and first in, first out; the two directions of an edge are separate channels. Stages of one rank speak to
-//! each other in the same words: a worker may send to itself.
+//! Send, Recv and collectives are asynchronous; only Wait blocks. A Send completes when its Recv is posted (channels
+//! have no buffer), so a valid program runs on any link. A channel is (edge, kind, from worker, to worker) and FIFO;
+//! the two directions of an edge are separate channels. Stages of one rank also exchange messages: a worker may send to
+//! itself.
 //!
-//! Two things need no instruction: a backward adds its gradients to those of its round itself, and a Step that is not in place keeps
-//! the version before, until its Drop.
+//! Two things need no instruction. A backward accumulates into the gradient sums of its round. A Step that is not in
+//! place keeps the previous version until its Drop.
 
 pub mod action;
 pub mod channel;
@@ -58,7 +57,6 @@ macro_rules! id {
         pub struct $name(pub u32);
 
         impl $name {
-            /// The position this id names in a list.
             pub fn index(self) -> usize {
                 self.0 as usize
             }
@@ -95,41 +93,41 @@ id!(
     Slot
 );
 
-/// The schedules that can be asked for, by the names of the command line.
+/// The schedules, by their command-line names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Schedule {
-    /// `gpipe`: all forwards of a minibatch, then all its backwards.
+    /// `gpipe`: all forwards of a minibatch, then all backwards.
     Gpipe,
     /// `1f1b`: one forward, one backward, and a flush after every minibatch.
     OneFOneB,
-    /// `interleaved`: 1F1B with flush over several stages on each rank.
+    /// `interleaved`: 1F1B with a flush and several stages per rank.
     Interleaved,
-    /// `bfs`: looped breadth-first: as gpipe, over several stages on each rank.
+    /// `bfs`: looped breadth-first, gpipe with several stages per rank.
     Bfs,
-    /// `zb-h1`: 1F1B with flush and the backward in two parts, of which that of the weights fills idle time.
+    /// `zb-h1`: 1F1B with a flush and a split backward; weight-gradient passes fill the bubbles.
     ZbH1,
-    /// `zb-h2`: the same with more items in flight and no idle time within a rank's work.
+    /// `zb-h2`: zb-h1 with more items in flight and no bubble within a rank's work.
     ZbH2,
-    /// `zbv`: the same on ranks that hold two stages of a V.
+    /// `zbv`: zero bubble on a V of two stages per rank.
     Zbv,
-    /// `dualpipev`: forwards and backwards in pairs on ranks that hold two stages of a V.
+    /// `dualpipev`: paired forwards and backwards on a V of two stages per rank.
     DualPipeV,
     /// `1f1b-rr`: one forward, one backward, round-robin over replicas, weight stashing, no flush.
     OneFOneBRr,
-    /// `1f1b-rr-vsync`: the same with vertical sync: all stages use the version of the first.
+    /// `1f1b-rr-vsync`: 1f1b-rr with vertical sync: all stages use the weight version of the first.
     OneFOneBRrVsync,
-    /// `1f1b-rr-newest`: the same without stashing: forward and backward each use the newest weights.
+    /// `1f1b-rr-newest`: 1f1b-rr without stashing: forward and backward each use the newest weights.
     OneFOneBRrNewest,
     /// `2bw`: PipeDream-2BW, double-buffered weights.
     TwoBw,
-    /// `inference`: forwards only.
+    /// `inference`: forward only.
     Inference,
-    /// `csv`: an order of the user's own, from a table or from Rust.
+    /// `csv`: a custom schedule, from a table or from Rust.
     Csv,
 }
 
 impl Schedule {
-    /// Every schedule that is generated, in the order of the documentation.
+    /// Every generated schedule, in documentation order.
     pub const ALL: [Schedule; 13] = [
         Schedule::Gpipe,
         Schedule::OneFOneB,
@@ -146,7 +144,6 @@ impl Schedule {
         Schedule::Inference,
     ];
 
-    /// The name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Schedule::Gpipe => "gpipe",
@@ -166,32 +163,31 @@ impl Schedule {
         }
     }
 
-    /// Whether an item is a whole minibatch, and each round of replicas makes an update of its own.
+    /// True if an item is a whole minibatch, and each round over the replicas makes one update.
     pub fn is_round_robin(self) -> bool {
         matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::OneFOneBRrNewest)
     }
 
-    /// Whether a backward uses the weights of its forward.
+    /// True if a backward uses the weights of its forward.
     pub fn stashes(self) -> bool {
         self != Schedule::OneFOneBRrNewest
     }
 
-    /// Whether an update is made of a whole minibatch of microbatches.
+    /// True if an update averages a whole minibatch of micro-batches.
     pub fn is_by_minibatch(self) -> bool {
         self.trains() && !self.is_round_robin()
     }
 
-    /// Whether every item of a minibatch sees the weights that all minibatches before it have made.
+    /// True if every item sees the updates of all earlier minibatches.
     pub fn flushes(self) -> bool {
         self.is_by_minibatch() && self != Schedule::TwoBw
     }
 
-    /// Whether backwards come in two parts.
     pub fn splits_backward(self) -> bool {
         matches!(self, Schedule::ZbH1 | Schedule::ZbH2 | Schedule::Zbv | Schedule::DualPipeV)
     }
 
-    /// Whether items run backward and weights are updated.
+    /// True if there are backwards and weight updates.
     pub fn trains(self) -> bool {
         self != Schedule::Inference
     }
@@ -212,39 +208,33 @@ impl FromStr for Schedule {
     }
 }
 
-/// What a schedule needs to know of one stage.
+/// A stage as the schedulers see it. Times are microseconds.
 #[derive(Clone, PartialEq, Debug)]
 pub struct StageSpec {
-    /// Workers that share the stage's items.
     pub replicas: u32,
-    /// Time of one item's forward on one replica, in microseconds.
     pub forward: f64,
-    /// Time of one item's backward on one replica, in microseconds.
+    /// Backward time per item on one replica, weight-gradient pass and recomputation included.
     pub backward: f64,
-    /// The part of `backward` that makes gradients of weights, which nobody else waits for, in microseconds.
+    /// The weight-gradient part of `backward`; no other stage waits for it.
     pub weight: f64,
-    /// The part of `backward` that runs the forward again, as a Recompute of its own before it, in microseconds; none where what the
-    /// backward reads is kept.
+    /// The recomputation part of `backward`, run as a separate Recompute; `None` if activations are saved.
     pub recompute: Option<f64>,
-    /// Time of one optimizer step, in microseconds.
     pub step: f64,
-    /// Time of one all-reduce of the stage's gradients, in microseconds, of all buckets together; nothing for a single replica.
+    /// Time of one gradient all-reduce, all buckets together; ignored for one replica.
     pub all_reduce: f64,
-    /// The parts in which the gradients are all-reduced, in the order in which a backward makes them; empty for one part.
+    /// Gradient buckets in backward order; empty for one bucket.
     pub buckets: Vec<Bucket>,
-    /// The level of ZeRO by which replicas share what the stage holds: see [`crate::plan::zero`].
+    /// ZeRO stage, see [`crate::plan::zero`].
     pub zero: u32,
-    /// Rounds that may be in flight on a replica, at least 1.
+    /// In-flight items per replica, at least 1.
     pub cap: u32,
-    /// Bytes of one version of the stage's parameters.
     pub param_bytes: u64,
-    /// Bytes kept for the backward of one item in flight.
+    /// Activation bytes saved per item in flight.
     pub saved_bytes: u64,
 }
 
 impl StageSpec {
-    /// A stage with `replicas` workers that compute `forward` and `backward` microseconds an item, half of the backward for the
-    /// weights, as matrix products have it; cap 1, no bytes.
+    /// A stage with cap 1 and no bytes. Half of the backward is the weight-gradient pass, as for matrix products.
     pub fn new(replicas: u32, forward: f64, backward: f64) -> Self {
         let weight = backward / 2.0;
         Self {
@@ -263,8 +253,7 @@ impl StageSpec {
         }
     }
 
-    /// Microseconds of the all-reduce that are left when a round's last backward ends, if nothing else is on its links: the rest is
-    /// under way beside that backward.
+    /// Microseconds of the all-reduce that are not hidden by the round's last backward, without link contention.
     pub fn exposed_us(&self) -> f64 {
         if self.replicas < 2 {
             return 0.0;
@@ -278,54 +267,45 @@ impl StageSpec {
     }
 }
 
-/// One part of the gradients that the replicas of a stage sum.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Bucket {
-    /// The share of a backward after which its gradients are made, 0 to 1.
+    /// Fraction of the backward after which its gradients are complete.
     pub ready: f64,
-    /// Its share of the time of the whole all-reduce.
+    /// Fraction of the all-reduce time.
     pub share: f64,
 }
 
-/// Tensors that go from one stage to a later one, and their gradients back.
+/// Activations sent to a later stage, and their gradients sent back. Bytes and microseconds are per item.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Edge {
-    /// The stage that sends activations.
     pub from: StageId,
-    /// The stage that receives them; later than `from`, not always the next.
+    /// Later than `from`, not always the next stage.
     pub to: StageId,
-    /// Bytes of one item's activations.
     pub forward_bytes: u64,
-    /// Bytes of one item's gradients.
     pub backward_bytes: u64,
-    /// Time one item's activations take, in microseconds.
     pub forward_us: f64,
-    /// Time one item's gradients take, in microseconds.
     pub backward_us: f64,
 }
 
 impl Edge {
-    /// An edge that carries nothing and takes no time.
+    /// An edge without bytes and transfer time.
     pub fn new(from: u32, to: u32) -> Self {
         let (from, to) = (StageId(from), StageId(to));
         Self { from, to, forward_bytes: 0, backward_bytes: 0, forward_us: 0.0, backward_us: 0.0 }
     }
 }
 
-/// A plan as schedules see it: stages in order and the edges between them, at most one for each pair of stages.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Pipeline {
-    /// The stages, first to last.
     pub stages: Vec<StageSpec>,
-    /// The rank of each stage; all ranks hold equally many stages, and those of one rank have equally many replicas.
+    /// The rank of each stage. All ranks hold equally many stages, and stages of one rank have equally many replicas.
     pub ranks: Vec<RankId>,
-    /// The edges, each from an earlier to a later stage.
     pub edges: Vec<Edge>,
-    /// What transfers share; nothing where no cluster is known.
+    /// Ports that transfers contend for; empty without a cluster.
     pub ports: Ports,
 }
 
-/// PipeDream's in-flight caps in rounds: ⌈n_s / r_s⌉, where n_s counts the workers from stage s to the end.
+/// PipeDream's in-flight caps: ⌈n_s / r_s⌉, with n_s the workers from stage s to the end.
 pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
     let mut behind = 0u64;
     let mut caps: Vec<u32> = replicas
@@ -571,25 +551,21 @@ fn is_one(number: &u32) -> bool {
     *number == 1
 }
 
-/// One program for each worker of a pipeline, and what is needed to judge it.
+/// The programs of all workers, with the data that the checker needs.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Program {
-    /// The schedule that it follows.
     pub schedule: Schedule,
-    /// Items in all.
+    /// Items of the whole run.
     pub items: u32,
-    /// Items of one minibatch; 1 under the round-robin schedules.
+    /// Items per minibatch; 1 under the round-robin schedules.
     pub microbatches: u32,
-    /// The stages.
     pub stages: Vec<ProgramStage>,
-    /// The edges, as (sender, receiver) of activations.
+    /// (sender, receiver) of the activations.
     pub edges: Vec<(StageId, StageId)>,
-    /// The programs, by [`WorkerId`].
     pub workers: Vec<WorkerProgram>,
 }
 
 impl Program {
-    /// The worker's name: `rank.replica`.
     pub fn worker_name(&self, worker: WorkerId) -> String {
         match self.workers.get(worker.index()) {
             Some(program) => format!("{}.{}", program.rank.0, program.replica),
@@ -597,7 +573,7 @@ impl Program {
         }
     }
 
-    /// The stages of a rank, in order.
+    /// The stages of a rank, ascending.
     pub fn stages_of(&self, rank: RankId) -> impl Iterator<Item = StageId> + '_ {
         (0..).map(StageId).zip(&self.stages).filter(move |(_, stage)| stage.rank == rank).map(|(id, _)| id)
     }

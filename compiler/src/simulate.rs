@@ -1,10 +1,8 @@
-//! Discrete-event simulation of programs: the very lists that the workers run, against times instead of devices.
+//! Discrete-event simulation of programs: executes the workers' instruction lists with modelled times.
 //!
-//! [`run::simulate`] plays a [`Program`](crate::schedule::Program) and gives a [`Timeline`]: who did what when. From it come
-//! throughput, bubbles, items in flight and memory. Training fills the same [`Track`]s with measured times, so prediction and
-//! measurement can be laid side by side.
-//!
-//! All times are microseconds.
+//! [`run::simulate`] turns a [`Program`](crate::schedule::Program) into a [`Timeline`], which gives throughput,
+//! bubbles, items in flight and memory. Training fills the same [`Track`]s with measured times, for comparison. All
+//! times are microseconds.
 
 pub mod check_plan;
 pub mod efficiency;
@@ -25,35 +23,30 @@ use crate::schedule::action::{Phase, Work};
 use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::{MicrobatchId, Payload};
 
-/// What fills a span of time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Activity {
-    /// A stage's forward of an item.
     Forward(StageId, MicrobatchId),
-    /// A stage's backward of an item.
     Backward(StageId, MicrobatchId),
-    /// A stage's forward of an item again, for its backward.
+    /// The forward rerun before the backward of a recomputed stage.
     Recompute(StageId, MicrobatchId),
-    /// The part of a stage's backward of an item that other stages wait for.
+    /// The input-gradient pass of a split backward.
     BackwardInput(StageId, MicrobatchId),
-    /// The part of a stage's backward of an item that makes gradients of weights.
+    /// The weight-gradient pass of a split backward.
     BackwardWeight(StageId, MicrobatchId),
-    /// A stage's optimizer step after a round.
+    /// Stage, round.
     Step(StageId, u32),
-    /// The all-reduce of one bucket of a round of a stage.
+    /// Stage, round, bucket.
     AllReduce(StageId, u32, u32),
-    /// The reduce-scatter of a round of a stage.
+    /// Stage, round.
     ReduceScatter(StageId, u32),
-    /// The all-gather of a version of a stage.
+    /// Stage, version.
     AllGather(StageId, u32),
-    /// A transfer of what a stage made of an item: activations, or gradients.
+    /// A transfer of activations or gradients; the stage is the producer.
     Transfer(StageId, Payload, MicrobatchId),
-    /// Blocked.
     Wait,
 }
 
 impl Activity {
-    /// The activity that a piece of work is.
     pub fn of(Work { stage, item, part }: Work) -> Activity {
         match part {
             Phase::Forward => Activity::Forward(stage, item),
@@ -63,7 +56,6 @@ impl Activity {
         }
     }
 
-    /// The activity that a collective is.
     pub fn of_meeting(Meeting { kind, stage, number, bucket }: Meeting) -> Activity {
         match kind {
             Collective::AllReduce => Activity::AllReduce(stage, number, bucket),
@@ -72,7 +64,6 @@ impl Activity {
         }
     }
 
-    /// The kind of activity, as one word.
     pub fn kind(self) -> &'static str {
         match self {
             Activity::Forward(..) => "forward",
@@ -89,7 +80,6 @@ impl Activity {
         }
     }
 
-    /// Whether the worker's device is busy with it.
     pub fn computes(self) -> bool {
         let carries = matches!(self, Activity::AllReduce(..) | Activity::ReduceScatter(..) | Activity::AllGather(..));
         !carries && !matches!(self, Activity::Transfer(..) | Activity::Wait)
@@ -97,7 +87,6 @@ impl Activity {
 }
 
 impl fmt::Display for Activity {
-    /// As in programs: `2F3`, `2B3`, `2I3`, `2W3`, `step 2 round 1`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Activity::Forward(stage, item) | Activity::Transfer(stage, Payload::Activation, item) => {
@@ -121,52 +110,45 @@ impl fmt::Display for Activity {
     }
 }
 
-/// An activity from `start` to `end`.
+/// An activity from `start` to `end`, in microseconds since the start of the run.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Span {
-    /// What.
     pub activity: Activity,
-    /// When it began, in microseconds from the start of the run.
     pub start: f64,
-    /// When it ended.
     pub end: f64,
 }
 
-/// Spans of one worker or one link, in order of their start.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Track {
     /// `1.0` for a worker, `0.0 > 1.0` for a link, `all-reduce 1` for the collectives of a stage.
     pub name: String,
-    /// What happened.
     pub spans: Vec<Span>,
 }
 
-/// Who did what when.
+/// The activities of all workers and links in one run. Times are microseconds.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Timeline {
-    /// A track for each worker, by [`WorkerId`](crate::schedule::WorkerId): computations only, what lies between is idle.
+    /// By [`WorkerId`](crate::schedule::WorkerId); compute activities only, gaps are idle time.
     pub workers: Vec<Track>,
-    /// A track for each link that carried anything, then one for each stage that reduced, by name.
+    /// One track per link with traffic, then one per stage with collectives, by name.
     pub links: Vec<Track>,
-    /// When the last activity ended.
     pub makespan: f64,
-    /// For each item, in order, when its last computation ended.
+    /// For each item, the end of its last compute activity.
     pub finished: Vec<f64>,
-    /// For each worker, the most items that were in flight at once, each counted at every stage of the worker that it is at.
+    /// For each worker, the peak number of items in flight, counted per stage.
     pub peak_in_flight: Vec<u32>,
-    /// For each worker, bytes of live weight versions, gradients and saved activations from each moment on; empty without
-    /// sizes.
+    /// For each worker, bytes of weight versions, gradients and saved activations over time; empty if the pipeline has
+    /// no sizes.
     pub memory: Vec<Vec<(f64, u64)>>,
 }
 
 impl Timeline {
-    /// Time that the worker computes.
     pub fn busy(&self, worker: usize) -> f64 {
         let spans = self.workers[worker].spans.iter();
         spans.filter(|span| span.activity.computes()).map(|span| span.end - span.start).sum()
     }
 
-    /// The share of all workers' time, from start to end of the run, in which they do not compute.
+    /// Fraction of all workers' time without compute, over the whole run.
     pub fn bubble(&self) -> f64 {
         let whole = self.makespan * self.workers.len() as f64;
         if whole == 0.0 {
@@ -176,7 +158,7 @@ impl Timeline {
         1.0 - busy / whole
     }
 
-    /// Items per second in the middle half of the run, away from filling and draining; of the whole run if that is too short.
+    /// Items per second in the middle half of the run, without fill and drain; over the whole run if that is too short.
     pub fn throughput(&self) -> f64 {
         let n = self.finished.len();
         let microseconds = self.middle(n / 4, n - n / 4 - 1);
@@ -184,7 +166,7 @@ impl Timeline {
         if time > 0.0 { items / time * 1e6 } else { f64::INFINITY }
     }
 
-    /// Items and time between the ends of the `from`-th and the `to`-th item to finish, if there is any time between.
+    /// Items and time between the ends of the `from`-th and the `to`-th item to finish; `None` if the time is zero.
     pub fn middle(&self, from: usize, to: usize) -> Option<(f64, f64)> {
         let mut finished = self.finished.clone();
         finished.sort_by(f64::total_cmp);
@@ -192,7 +174,7 @@ impl Timeline {
         (end > start).then_some(((to - from) as f64, end - start))
     }
 
-    /// When the last computation of each minibatch ended, of so many items each, from the first minibatch to end to the last.
+    /// End times of minibatches with `microbatches` items each, ascending.
     pub fn ends(&self, microbatches: u32) -> Vec<f64> {
         let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
         let mut ends: Vec<f64> = self.finished.chunks(microbatches.max(1) as usize).map(last).collect();
@@ -200,13 +182,12 @@ impl Timeline {
         ends
     }
 
-    /// The most bytes the worker held at once; 0 without sizes.
+    /// Peak memory of a worker in bytes; 0 without sizes.
     pub fn peak_memory(&self, worker: usize) -> u64 {
         self.memory[worker].iter().map(|&(_, bytes)| bytes).max().unwrap_or(0)
     }
 }
 
-/// Why a program cannot be simulated.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SimulateError {

@@ -1,8 +1,7 @@
-//! Tensors: element types, shapes that may carry a symbol, and values as plain bytes.
+//! Tensors: element types, possibly symbolic shapes, and values as bytes.
 //!
-//! A [`Tensor`] is a shape, an element type and little-endian bytes in row-major order. The bytes may be a view into a
-//! memory map, so they are not aligned for their type: [`view`] reads them element by element, [`Tensor::to_f32`] and
-//! its neighbours copy them into an ordinary vector.
+//! A [`Tensor`] is a shape, an element type and little-endian bytes in row-major order. The bytes may be a view of a
+//! memory map and unaligned. [`view`] reads single elements; [`Tensor::to_f32`] and similar methods copy all.
 
 pub mod dim;
 pub mod fact;
@@ -12,7 +11,6 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The type of one element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -50,7 +48,6 @@ impl DType {
         DType::Bool,
     ];
 
-    /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
             DType::F64 | DType::I64 | DType::U64 => 8,
@@ -60,17 +57,17 @@ impl DType {
         }
     }
 
-    /// Whether values are real numbers, so that a gradient can flow.
+    /// Floating-point types, which can have gradients.
     pub fn is_float(self) -> bool {
         matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::Bf16)
     }
 
-    /// Whether values are whole numbers (`bool` is not).
+    /// Integer types, without `bool`.
     pub fn is_integer(self) -> bool {
         !self.is_float() && self != DType::Bool
     }
 
-    /// The name used in the text form, plans and messages: `f32`, `i64`, `bool`.
+    /// Name in the text form, plans and messages: `f32`, `i64`, `bool`.
     pub fn name(self) -> &'static str {
         match self {
             DType::F64 => "f64",
@@ -89,7 +86,7 @@ impl DType {
         }
     }
 
-    /// The element type with this [`name`](DType::name).
+    /// Inverse of [`name`](DType::name).
     pub fn parse(name: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|d| d.name() == name)
     }
@@ -101,30 +98,15 @@ impl std::fmt::Display for DType {
     }
 }
 
-/// Why bytes are not a tensor.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TensorError {
-    /// The byte count does not equal elements × element size.
     #[error("a {dtype} tensor of shape {shape:?} needs {expected} bytes, {got} were given")]
-    Length {
-        /// Element type declared.
-        dtype: DType,
-        /// Shape declared.
-        shape: Vec<usize>,
-        /// Bytes that the shape needs.
-        expected: usize,
-        /// Bytes that were given.
-        got: usize,
-    },
-    /// The element count does not fit in memory's address range.
+    Length { dtype: DType, shape: Vec<usize>, expected: usize, got: usize },
     #[error("a tensor of shape {shape:?} is too large to address")]
-    Overflow {
-        /// Shape declared.
-        shape: Vec<usize>,
-    },
+    Overflow { shape: Vec<usize> },
 }
 
-/// A value: shape (row-major, outermost first), element type and little-endian bytes.
+/// A shape (row-major, outermost first), an element type and little-endian bytes.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Tensor {
     dtype: DType,
@@ -132,13 +114,12 @@ pub struct Tensor {
     bytes: Bytes,
 }
 
-/// The number of elements of a shape, or `None` when it overflows.
 pub fn element_count(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, &d| product.checked_mul(d))
 }
 
 impl Tensor {
-    /// A tensor over bytes that are checked against the shape.
+    /// A tensor over bytes, after a length check.
     pub fn new(dtype: DType, shape: Vec<usize>, bytes: Bytes) -> Result<Tensor, TensorError> {
         let expected = element_count(&shape)
             .and_then(|n| n.checked_mul(dtype.size()))
@@ -149,27 +130,27 @@ impl Tensor {
         Ok(Tensor { dtype, shape, bytes })
     }
 
-    /// A tensor of `f32` values. Panics when the count is not that of the shape: for values made by the caller.
+    /// A tensor of `f32` values. Panics if the count does not match the shape.
     pub fn from_f32(shape: &[usize], values: &[f32]) -> Tensor {
         Tensor::from_le(DType::F32, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A tensor of `f64` values. Panics when the count is not that of the shape.
+    /// A tensor of `f64` values. Panics if the count does not match the shape.
     pub fn from_f64(shape: &[usize], values: &[f64]) -> Tensor {
         Tensor::from_le(DType::F64, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A tensor of `i64` values. Panics when the count is not that of the shape.
+    /// A tensor of `i64` values. Panics if the count does not match the shape.
     pub fn from_i64(shape: &[usize], values: &[i64]) -> Tensor {
         Tensor::from_le(DType::I64, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A tensor of `bool` values. Panics when the count is not that of the shape.
+    /// A tensor of `bool` values. Panics if the count does not match the shape.
     pub fn from_bool(shape: &[usize], values: &[bool]) -> Tensor {
         Tensor::from_le(DType::Bool, shape, values.iter().map(|&v| v as u8).collect())
     }
 
-    /// A tensor of zeros (`false` for `bool`).
+    /// Zeros (`false` for `bool`).
     pub fn zeros(dtype: DType, shape: &[usize]) -> Tensor {
         let count = element_count(shape).expect("a shape made by the compiler is addressable");
         Tensor::from_le(dtype, shape, vec![0; count * dtype.size()])
@@ -179,43 +160,39 @@ impl Tensor {
         Tensor::new(dtype, shape.to_vec(), bytes.into()).expect("the caller gives as many values as the shape holds")
     }
 
-    /// The element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The shape, outermost first.
+    /// Outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The little-endian bytes, row-major, not aligned.
+    /// Little-endian, row-major, not aligned.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
 
-    /// The number of elements.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// A view for element access.
     pub fn view(&self) -> view::View<'_> {
         view::View::new(self.dtype, &self.shape, &self.bytes)
     }
 
-    /// The values as `f64`, rounded where the type is a 64-bit integer.
+    /// The values as `f64`; 64-bit integers are rounded.
     pub fn to_f64(&self) -> Vec<f64> {
         let v = self.view();
         (0..v.len()).map(|i| v.f64(i)).collect()
     }
 
-    /// The values as `f32`.
+    /// The values as `f32`, rounded.
     pub fn to_f32(&self) -> Vec<f32> {
         if self.dtype == DType::F32 {
             return self.bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
@@ -223,18 +200,17 @@ impl Tensor {
         self.to_f64().into_iter().map(|v| v as f32).collect()
     }
 
-    /// The values as `i64`, truncated toward zero where the type is a float.
+    /// The values as `i64`; floats truncate toward zero.
     pub fn to_i64(&self) -> Vec<i64> {
         let v = self.view();
         (0..v.len()).map(|i| v.i64(i)).collect()
     }
 
-    /// The same bytes under another shape of equally many elements.
+    /// The same bytes with another shape of equal element count.
     pub fn reshaped(&self, shape: Vec<usize>) -> Result<Tensor, TensorError> {
         Tensor::new(self.dtype, shape, self.bytes.clone())
     }
 
-    /// The same values as another element type.
     pub fn cast(&self, dtype: DType) -> Tensor {
         if dtype == self.dtype {
             return self.clone();

@@ -1,17 +1,19 @@
-//! Tensor parallelism: the ops of one stage, forward and backward, shared among the devices of a group.
+//! Tensor parallelism: distributes the ops of one stage, forward and backward, over a group of devices.
 //!
-//! It works on the joint graph of what a stage runs forward and backward (`joint`), as GSPMD (Xu et al., 2021) and Alpa (Zheng et al.,
-//! OSDI 2022) do: gradients are ordinary tensors there, so that no op needs a partner that does the reverse. Every op says in its own file
-//! how it can be shared ([`layout`](crate::op::sharding)). `choose` finds, for all ops together, the cheapest strategies by the times that
-//! `price` gives; `costs` tells the planner what that comes to, run by run (`runs`), those that are alike once (`alike`). `rewrite` turns
-//! the graph into the one that every device runs, with what they do together as ops in it.
+//! It works on the joint forward and backward graph of a stage ([`forward_backward_graph`]), like GSPMD (Xu et al.,
+//! 2021) and Alpa (Zheng et al., OSDI 2022). Gradients are ordinary tensors there, so no op needs a conjugate
+//! collective. Every op's rule lists its sharding strategies ([`sharding`](crate::op::sharding)). [`strategy_search`]
+//! finds the cheapest combination under the times of [`cost`]. [`costs`] computes the planner's costs per segment of
+//! ops ([`segments`]), once for each set of equal segments ([`dedup`]). [`spmd_graph`] rewrites the graph to the one
+//! that every device runs, with explicit collectives.
 //!
-//! What is promised. Devices compute what one device computes, but that sums over split axes are added in another order. A parameter lies
-//! as its gradient does, so that an optimizer steps each part by itself. What comes into a stage and what leaves it is whole on every device.
+//! Invariants: results equal those of one device, up to the summation order over split axes. A parameter and its
+//! gradient have one sharding, so the optimizer steps each shard separately. Values entering or leaving a stage are
+//! replicated.
 //!
 //! ```text
 //!   x ── matmul ── gelu ── matmul ──(all_reduce)── y       the columns of the first weight and the rows of the second
-//!        w1: S1            w2: S0                          are split; only the sum at the end meets the others
+//!        w1: S1            w2: S0                          are split; only the final sum is communicated
 //! ```
 
 pub mod blocks;
@@ -31,45 +33,43 @@ use crate::graph::Graph;
 use crate::op::{NodeId, Sharding, Strategy, Value};
 use std::collections::{BTreeSet, HashMap};
 
-/// How a result must lie in the end.
+/// Required sharding of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// Whole on every device.
     Whole,
-    /// As this parameter does.
+    /// The sharding of this parameter.
     Like(NodeId),
 }
 
-/// A graph that devices are to share.
+/// A graph to shard.
 #[derive(Clone, Debug)]
 pub struct SpmdTask {
-    /// Its ops, of fixed sizes.
+    /// Ops of fixed sizes.
     pub graph: Graph,
-    /// For every result of the graph, how it must lie.
+    /// Per output, its required sharding.
     pub ends: Vec<End>,
-    /// Parameters that every device has whole.
+    /// Parameters that must be replicated.
     pub whole: BTreeSet<NodeId>,
 }
 
-/// Who does what, and what lies where.
+/// A sharding decision for all ops of a graph.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
-    /// The way of every op that has inputs.
+    /// The strategy of every op with inputs.
     pub strategies: HashMap<NodeId, Strategy>,
-    /// How each parameter lies.
     pub parameters: HashMap<NodeId, Sharding>,
-    /// In which second layout a value is kept once it is needed so, beside that in which it was made.
+    /// The second sharding in which a value is kept, in addition to the one it is made in.
     pub kept: HashMap<Value, Sharding>,
 }
 
 impl Choice {
-    /// How a value is made.
+    /// The sharding in which a value is made.
     pub fn made(&self, value: Value) -> Sharding {
         let by_op = || self.strategies.get(&value.node).map(|strategy| strategy.outputs[value.output as usize]);
         self.parameters.get(&value.node).copied().or_else(by_op).unwrap_or(Sharding::Replicated)
     }
 
-    /// How a result must lie.
+    /// The required sharding of an output.
     pub fn end(&self, end: End) -> Sharding {
         match end {
             End::Whole => Sharding::Replicated,

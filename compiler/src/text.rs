@@ -1,25 +1,22 @@
-//! The words of parsers for those who write files: what a Rust type is called in the file.
+//! Rewords parser errors for users: Rust type names become JSON or TOML terms.
 //!
 //! ```text
 //! invalid type: integer `3`, expected struct PeakFile     integer `3`, expected a table
 //! invalid value: integer `-1`, expected u32               integer `-1`, expected a whole number from 0 to 4294967295
 //! ```
 //!
-//! Only what is expected is put in other words. What was found comes from the file and stays as it stands there. A name that does not
-//! exist is answered with the one that was most likely meant ([`near`]).
+//! Only the expected part is reworded; the found part is quoted from the file. For an unknown name the nearest known
+//! name is suggested ([`suggest`]).
 
 pub mod suggest;
 
-/// What a group of named values is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// An object.
     Json,
-    /// A table.
     Toml,
 }
 
-/// The message of a parser without names of types.
+/// Rewords a parser message without Rust type names.
 pub fn plainly(message: &str, format: Format) -> String {
     let group = match format {
         Format::Json => "an object",
@@ -29,12 +26,12 @@ pub fn plainly(message: &str, format: Format) -> String {
     let Some(at) = message.rfind(EXPECTED) else { return message };
     let (found, expected) = message.split_at(at);
     let expected = &expected[EXPECTED.len()..];
-    // The place, if the parser adds one.
+    // Keep the position that the parser may append.
     let (expected, place) = expected.find(" at line ").map_or((expected, ""), |at| expected.split_at(at));
     format!("{}{EXPECTED}{}{}{place}", opened(found, group), named(expected, group), meant(found, expected))
 }
 
-/// For "unknown field `sped`, expected one of `speed`, `count`": which of them was meant.
+/// The suggestion for "unknown field `sped`, expected one of `speed`, `count`".
 fn meant(found: &str, expected: &str) -> String {
     let is_name = |start: &&str| found.rfind(*start).is_some_and(|at| !found[at..].contains('\n'));
     let Some(start) = ["unknown field `", "unknown variant `"].into_iter().find(is_name) else { return String::new() };
@@ -44,7 +41,7 @@ fn meant(found: &str, expected: &str) -> String {
 
 const EXPECTED: &str = ", expected ";
 
-/// `invalid type: map` and the like, at the start of a line.
+/// Rewords `invalid type: map` and the like at the start of a line.
 fn opened(found: &str, group: &str) -> String {
     let (before, line) = match found.rfind('\n') {
         Some(at) => found.split_at(at + 1),

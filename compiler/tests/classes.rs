@@ -1,4 +1,4 @@
-//! Clusters of several classes of devices: against all assignments, known optima, memory of the small class, and simulation.
+//! Heterogeneous clusters: compared with all assignments, known optima, memory limits per class, and simulation.
 
 mod random;
 
@@ -17,7 +17,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use random::Random;
 
-/// Classes of so many devices, of such speed, holding so many bytes.
+/// A cluster with classes of (count, speed, memory bytes).
 fn mixed(text: &str, classes: &[(u32, f64, u64)]) -> Cluster {
     let class = |&(count, speed, memory): &(u32, f64, u64)| {
         let mut device = find("h100").unwrap().device();
@@ -27,7 +27,7 @@ fn mixed(text: &str, classes: &[(u32, f64, u64)]) -> Cluster {
     Cluster { classes: classes.iter().map(class).collect(), ..levels(text).unwrap() }
 }
 
-/// A graph whose ops compute so long, a third of it forward, with these edges and bytes.
+/// A graph with the given op times (a third of each is forward) and edges; `bytes` gives all sizes.
 fn graph(times: &[f64], edges: &[(u32, u32)], bytes: &mut dyn FnMut() -> u64) -> CostGraph {
     let mut graph = CostGraph::default();
     for (id, time) in times.iter().enumerate() {
@@ -82,7 +82,7 @@ fn planned(problem: &Problem) -> Plan {
     plan
 }
 
-/// The least time over all ways to give devices to the parts of a model that neither moves bytes nor holds any.
+/// Minimum time over all device assignments, for a model without transfers and memory.
 fn exhaustive(graph: &CostGraph, edges: &[(u32, u32)], speeds: &[f64]) -> f64 {
     fn rest(times: &[f64], edges: &[(u32, u32)], speeds: &[f64], inside: u32, used: u32) -> f64 {
         let all = (1u32 << times.len()) - 1;
@@ -200,7 +200,7 @@ fn one_fast_device_among_slow_ones_stands_where_the_work_is() {
         assert_eq!((plan.predicted.minibatch_us, plan.proven_optimal), (90.0, true), "{heavy}");
         assert_eq!(plan.stages[heavy].devices, [0], "{heavy}");
         assert_eq!(plan.stages[heavy].fwd_us, 30.0);
-        // The plan's devices are the cluster's: elsewhere it is another plan, which the judge tells.
+        // The plan's devices are cluster positions: swapping them makes another plan, which the checker rejects.
         let problem = Problem::new(chain(&times), cluster.clone(), CostModel::Pipec);
         let mut other = plan.clone();
         let elsewhere = (heavy + 1) % 4;
@@ -208,7 +208,7 @@ fn one_fast_device_among_slow_ones_stands_where_the_work_is() {
         (other.stages[heavy].devices, other.stages[elsewhere].devices) = (there, here);
         assert!(check(&problem, &other).is_err(), "{heavy}");
     }
-    // Alone the fast one takes 630 / 4, all together as the slow ones 630 / 4 too, and a pipeline of both 90.
+    // The fast device alone takes 630 / 4, all four at the slow pace also 630 / 4; the pipeline takes 90.
     let plan = planned(&Problem::new(chain(&[360.0, 90.0, 90.0, 90.0]), cluster, CostModel::Pipec));
     assert_eq!((plan.baselines.single, plan.baselines.data_parallel), (157.5, 157.5));
 }
@@ -225,7 +225,7 @@ fn what_does_not_fit_on_the_small_class_goes_to_the_large() {
     (swapped.stages[0].devices, swapped.stages[1].devices) = (vec![0], vec![1]);
     assert!(check(&problem, &swapped).is_err() && sound(&swapped).is_err());
     problem.cluster.classes[0].device.memory = Bytes(1_000);
-    // Both hold 1,000 bytes, as devices of one class, and what stands on one of them must be held somewhere.
+    // Both classes hold 1,000 bytes, which is too little for either stage.
     let Err(PlanError::TooSmall(small)) = with(&problem, Partitioner::Pipec) else { panic!("it fits") };
     assert_eq!((small.class, small.memory, small.limit), (Some(0), 1_000, None));
     problem.cluster.classes.iter_mut().for_each(|class| class.device.memory = Bytes(small.smallest));

@@ -1,4 +1,4 @@
-//! Cost model `pipec`: against the exhaustive search, within memory, against simulation, and under constraints.
+//! Cost model `pipec`: compared with exhaustive search and simulation, with memory limits and constraints.
 
 mod random;
 
@@ -18,7 +18,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use random::Random;
 
-/// A graph of 2 to `most` ops: tensors with several readers, tied parameters, ops that are not saved.
+/// A graph of 2 to `most` ops, with several readers per tensor, tied weights and unsaved ops.
 fn random_graph(random: &mut Random, most: u64) -> CostGraph {
     let ops = 2 + random.below(most - 1) as u32;
     let mut graph = CostGraph::default();
@@ -139,8 +139,8 @@ fn nothing_beats_exhaustive_and_the_planner_ties_it() {
     assert!(compared > 700 && tied * 100 >= compared * 99, "{tied} of {compared}");
 }
 
-/// Shares of every level, with tied parameters, with and without state: no plan within memory is better than that of the exhaustive search, and
-/// none is missed.
+/// ZeRO 1 to 3 with tied weights, with and without optimizer state: the planner finds a plan as good as exhaustive
+/// search within memory.
 #[test]
 fn shares_within_memory_tie_the_exhaustive_search() {
     let (mut compared, mut tied) = (0, 0);
@@ -247,7 +247,6 @@ fn chain(ops: u32, fwd_us: f64, bytes: u64) -> CostGraph {
     }
 }
 
-/// Microseconds of one step by simulation.
 fn simulated(plan: &Plan) -> f64 {
     let pipeline = pipeline(plan).unwrap();
     let count = StepCount { minibatches: 1, microbatches: plan.schedule.microbatches };
@@ -260,7 +259,7 @@ fn flushes_take_what_simulation_says() {
     for (devices, m) in [(1, 1), (2, 4), (4, 8), (4, 32), (8, 16)] {
         for kind in [ScheduleKind::Gpipe, ScheduleKind::OneFOneB] {
             let cluster = levels(&format!("{devices}:1GB/s")).unwrap();
-            // Messages of 10 us beside 3000 us of compute.
+            // Messages of 10 us next to 3000 us of compute.
             let mut problem = Problem::new(chain(8, 1000.0, 10_000), cluster, CostModel::Pipec);
             (problem.schedule, problem.microbatches) = (kind, m);
             problem.constraints.no_replication = true;
@@ -275,7 +274,7 @@ fn flushes_take_what_simulation_says() {
             }
         }
     }
-    // Data parallelism under a flush: as many micro-batches on each device as its share.
+    // Data parallelism with a flush: micro-batches are divided equally.
     let mut problem = Problem::new(chain(8, 1000.0, 10_000), levels("4:1GB/s").unwrap(), CostModel::Pipec);
     (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 8);
     let found = with(&problem, Partitioner::DataParallel).unwrap().plan;
@@ -340,7 +339,7 @@ fn constraints_are_obeyed_or_refused() {
         let mut asked = problem();
         asked.constraints.target = Some(target);
         (asked.schedule, asked.microbatches) = (ScheduleKind::OneFOneB, 8);
-        // Unequal stages of free choice: the last op is as long as three.
+        // Without constraints stages would be unequal: the last op takes as long as three.
         asked.graph.ops[7].bwd_us = 700.0;
         let found = with(&asked, Partitioner::Pipec).unwrap().plan;
         assert!(found.stages.windows(2).all(|pair| pair[0].replicas == pair[1].replicas), "{target:?}");
@@ -376,7 +375,6 @@ fn the_judge_finds_every_change() {
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Plan));
     let changes: &[Change<'_>] = &[
         ("predicted.minibatch_us", &|plan| plan.predicted.minibatch_us *= 1.0 + 1e-6),
-        // Stage 0 over both units sends its gradients between them.
         ("predicted.minibatch_us", &|plan| {
             plan.stages[0].devices = vec![0, 2];
             plan.stages[1].devices = vec![1];
@@ -412,7 +410,8 @@ fn the_least_memory_is_found() {
     }
 }
 
-/// VGG-16 of the PipeDream paper on two servers of eight: fifteen replicas over both and one for the fully connected layers.
+/// VGG-16 of the PipeDream paper on two servers of eight: fifteen replicas over both and one for the fully connected
+/// layers.
 #[test]
 fn stages_span_servers() {
     let root = std::env::var("PIPEC_DATA")

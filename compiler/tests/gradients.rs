@@ -1,5 +1,5 @@
-//! Every sample of every op is asked: is its gradient the slope of its function, has it the shape of the input, and does
-//! the reference kernel write all it should?
+//! For every sample of every op: the gradient matches finite differences and the input's shape, and the reference
+//! kernel writes every output element.
 
 use compiler::graph::bind::bind;
 use compiler::graph::evaluate::evaluate;
@@ -15,14 +15,14 @@ use compiler::tensor::view::ViewMut;
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// An op on inputs `0`, `1`, … with the gradient of `Σ w·y` for each, y being the first output.
+/// An op on inputs `0`, `1`, … with the gradient of `Σ w·y` for each; y is the first output.
 struct Case {
     graph: Graph,
     y: Value,
     gradients: Vec<Option<Value>>,
 }
 
-/// Fixed weights without a pattern, so that no error cancels in the sum.
+/// Fixed irregular weights, so that errors do not cancel in the sum.
 fn weights(shape: &[usize]) -> Tensor {
     let count: usize = shape.iter().product();
     Tensor::from_f64(shape, &(0..count).map(|i| ((i * i + 3 * i + 1) as f64).cos() + 0.1).collect::<Vec<_>>())
@@ -37,7 +37,7 @@ fn case(op: &Op, facts: &[Fact], wanted: &[bool]) -> Case {
         .map(|(i, fact)| writer.emit(Op::Input(Input { name: i.to_string(), fact: fact.clone() }), &[]))
         .collect();
     let outputs = writer.emit_all(op.clone(), &inputs);
-    // Where shapes are still open the weights come from outside.
+    // With symbolic shapes the weights are an input.
     let y = writer.fact(outputs[0]);
     let dy = match y.concrete() {
         Some(shape) => Op::Constant(Constant { tensor: weights(&shape).cast(y.dtype) }),
@@ -63,7 +63,6 @@ fn facts(inputs: &[Tensor]) -> Vec<Fact> {
     inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect()
 }
 
-/// What is said when a sample fails.
 fn told(sample: &Sample) -> String {
     format!("{} ({}): {:?}", rule(&sample.op).name(), sample.title, sample.op)
 }
@@ -79,7 +78,7 @@ fn gradients_are_slopes() {
         assert_eq!(all.gradients.len(), inputs.len(), "{told}");
         let values = evaluate(&all.graph, &named(&inputs)).unwrap();
         let projection = weights(values[&all.y].shape()).to_f64();
-        // The forward alone, for the differences.
+        // Forward only, for the finite differences.
         let forward = case(&sample.op, &facts(&inputs), &vec![false; inputs.len()]);
         let loss = |inputs: &[Tensor]| -> f64 {
             let y = evaluate(&forward.graph, &named(inputs)).unwrap()[&forward.y].to_f64();
@@ -103,7 +102,7 @@ fn gradients_are_slopes() {
                 let close = (slope - difference).abs() <= 1e-6 * scale;
                 assert!(close, "{told}: input {i}, element {at}: gradient {slope}, difference {difference}");
             }
-            // Asked for alone, the gradient is the same.
+            // A gradient computed alone is the same.
             let wanted: Vec<bool> = (0..inputs.len()).map(|j| j == i).collect();
             let alone = case(&sample.op, &facts(&inputs), &wanted);
             let values = evaluate(&alone.graph, &named(&inputs)).unwrap();
@@ -148,7 +147,7 @@ fn costs_are_finite() {
     }
 }
 
-/// A gradient written for symbolic shapes is, once the symbols have values, that of the plain shapes to the last bit.
+/// A gradient built for symbolic shapes is, once bound, bitwise that of static shapes.
 #[test]
 fn symbolic_gradients_bind_to_the_plain_ones() {
     let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();

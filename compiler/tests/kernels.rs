@@ -1,4 +1,4 @@
-//! Small cases of the ops that move and join elements, written out, with the answers of NumPy.
+//! Small cases of data movement and reduction ops, with expected values from NumPy.
 
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin};
@@ -112,7 +112,7 @@ fn reductions() {
     reduced(ReduceKind::Sum, &[], false, counted(&[2, 3, 2]));
 }
 
-/// A slice whose shape is plain while its place is not cannot run, and says so.
+/// A slice with a static shape but a symbolic offset cannot run without a binding.
 #[test]
 fn a_place_without_a_value_is_refused() {
     let mut graph = Graph::new("case");

@@ -1,4 +1,4 @@
-//! Operators of ONNX that become several core ops, one node at a time, against numbers worked out here.
+//! ONNX operators that are lowered to several core ops, one node at a time, against values computed here.
 
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::evaluate::evaluate;
@@ -15,7 +15,6 @@ use compiler::tensor::{DType, Tensor};
 use prost::Message;
 use std::collections::BTreeMap;
 
-/// A node under test: its operator, attributes, inputs, and how many outputs are read.
 struct Case {
     node: NodeProto,
     given: Vec<(String, Tensor)>,
@@ -54,7 +53,6 @@ impl Case {
         ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
     }
 
-    /// An input that the caller gives.
     fn input(mut self, tensor: Tensor) -> Case {
         let name = format!("i{}", self.node.input.len());
         self.node.input.push(name.clone());
@@ -62,7 +60,7 @@ impl Case {
         self
     }
 
-    /// Whole numbers that are known while importing.
+    /// An i64 initializer, known at import.
     fn known(mut self, values: &[i64]) -> Case {
         let name = format!("i{}", self.node.input.len());
         self.node.input.push(name.clone());
@@ -76,7 +74,6 @@ impl Case {
         self
     }
 
-    /// An optional input that is left out.
     fn none(mut self) -> Case {
         self.node.input.push(String::new());
         self
@@ -105,7 +102,7 @@ impl Case {
         self.attribute(name, AttributeType::String, |a| a.s = Some(value.as_bytes().to_vec().into()))
     }
 
-    /// The first `count` outputs, or why the model is refused.
+    /// The first `count` outputs, or the import error.
     fn outputs(mut self, count: usize) -> Result<Vec<Tensor>, String> {
         self.node.output = (0..count).map(|n| format!("o{n}")).collect();
         let info = |(name, t): &(String, Tensor)| Case::info(name, code(t.dtype()), t.shape());
@@ -157,7 +154,7 @@ fn assert_close(got: &Tensor, want: &[f64]) {
     }
 }
 
-/// Attention of one head by its definition, `seen(query, key)` saying who sees whom.
+/// Attention of one head by definition; `seen(query, key)` is the mask.
 fn attended(q: &[f64], k: &[f64], v: &[f64], size: usize, seen: impl Fn(usize, usize) -> bool) -> Vec<f64> {
     let (queries, keys) = (q.len() / size, k.len() / size);
     let mut y = Vec::new();
@@ -184,10 +181,10 @@ fn attention_sees_what_it_may() {
     assert_close(&case().output(), &wanted(&|_, _| true));
     assert_close(&case().int("is_causal", 1).output(), &wanted(&|i, j| j <= i));
     assert_close(&case().int("left_window_size", 1).output(), &wanted(&|i, j| j + 1 >= i));
-    // The last key has no column in the mask, and the second query sees nothing.
+    // The mask has no column for the last key, and the second query attends to nothing.
     let mask = Tensor::from_bool(&[3, 3], &[true, false, true, false, false, false, true, true, true]);
     assert_close(&case().input(mask).output(), &wanted(&|i, j| j < 3 && [j != 1, false, true][i]));
-    // Keys from a cache come first, and causality knows how many.
+    // Cached keys come first, and the causal mask accounts for them.
     let (past_k, new_k) = (waves(&[1, 1, 1, 2], 30), waves(&[1, 1, 3, 2], 32));
     let (past_v, new_v) = (waves(&[1, 1, 1, 2], 60), waves(&[1, 1, 3, 2], 62));
     let cached = Case::new("Attention").input(q.clone()).input(new_k).input(new_v).none().input(past_k).input(past_v);
@@ -209,7 +206,7 @@ fn subgraphs_change_what_attention_sees() {
     let (keys, values) = (k.to_f64(), v.to_f64());
     let heads = |q: &[f64]| q.chunks(6).flat_map(|q| attended(q, &keys, &values, 2, |_, _| true)).collect::<Vec<_>>();
     assert_close(&case().output(), &heads(&q.to_f64()));
-    // A subgraph of one node `x + x`.
+    // A subgraph with one node `x + x`.
     let twice = |a: &mut AttributeProto| {
         let end = |name: &str| ValueInfoProto { name: Some(name.into()), ..Case::info("x", 1, &[1, 2, 3, 4]) };
         let node = NodeProto {
@@ -226,7 +223,7 @@ fn subgraphs_change_what_attention_sees() {
             ..Default::default()
         });
     };
-    // Scores twice as large are those of queries twice as large; probabilities twice as large give twice the result.
+    // Doubled scores equal doubled queries; doubled probabilities double the result.
     let double = |list: Vec<f64>| list.into_iter().map(|v| v * 2.0).collect::<Vec<_>>();
     let scored = case().attribute("score_mod", AttributeType::Graph, twice);
     assert_close(&scored.output(), &heads(&double(q.to_f64())));
@@ -309,13 +306,13 @@ fn pooling_tells_places_and_goes_back() {
     let made = pool().outputs(2).unwrap();
     assert_close(&made[0], &[5.0, 9.0, 7.0, 9.0]);
     assert_eq!(made[1].to_i64(), [1, 6, 8, 6]);
-    // By columns: row + 3·column.
+    // Column-major indices: row + 3·column.
     assert_eq!(pool().int("storage_order", 1).outputs(2).unwrap()[1].to_i64(), [3, 7, 2, 7]);
     let padded = Case::new("MaxPool").input(x.clone()).ints("kernel_shape", &[3, 3]).ints("pads", &[1; 4]);
     let made = padded.ints("strides", &[2, 3]).outputs(2).unwrap();
     assert_eq!((made[0].to_f64(), made[1].to_i64()), (vec![5.0, 9.0, 7.0, 9.0], vec![1, 6, 8, 6]));
     let back = Case::new("MaxUnpool").input(made[0].clone()).input(made[1].clone());
-    // The 9 came from two windows and is one 9.
+    // The 9 was the maximum of two windows and appears once.
     let back = back.ints("kernel_shape", &[2, 3]).ints("strides", &[1, 1]).output();
     assert_eq!(back.to_f64(), [0.0, 5.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 7.0, 0.0, 0.0, 0.0]);
     let norm = Case::new("LpPool").input(x).ints("kernel_shape", &[1, 2]).ints("strides", &[3, 2]).int("p", 3);
@@ -324,7 +321,7 @@ fn pooling_tells_places_and_goes_back() {
 
 #[test]
 fn columns_add_up_to_an_image() {
-    // Windows of two over four places, one channel of ones and one of twos: the middle is seen twice.
+    // Windows of two over four positions, one channel of ones and one of twos: overlaps add up.
     let columns = Tensor::from_f32(&[1, 4, 3], &[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
     let image = Case::new("Col2Im").input(columns).known(&[1, 4]).known(&[1, 2]).output();
     assert_eq!(image.shape(), [1, 2, 1, 4]);
@@ -352,7 +349,7 @@ fn a_deformed_convolution_without_offsets_is_a_convolution() {
         case.ints("pads", &[1, 0, 0, 1]).output()
     };
     assert_close(&case(0.0), &plain.to_f64());
-    // A whole pixel down and right is the convolution of the shifted image.
+    // An offset of one pixel down and right equals the convolution of the shifted image.
     let shifted =
         Case::new("Conv").input(x.clone()).input(w.clone()).int("group", 2).ints("pads", &[0, 0, 1, 2]).output();
     let (got, want) = (case(1.0).to_f64(), shifted.to_f64());
@@ -364,7 +361,7 @@ fn a_deformed_convolution_without_offsets_is_a_convolution() {
 
 #[test]
 fn a_region_of_a_slope_has_the_slope_at_its_middles() {
-    // x + 10 y read between the pixels is x + 10 y.
+    // Bilinear interpolation of x + 10 y is exact.
     let image: Vec<f32> = (0..48).map(|n| (n % 8) as f32 + 10.0 * (n / 8) as f32).collect();
     let rois = Tensor::from_f32(&[1, 4], &[1.0, 0.5, 5.0, 4.5]);
     let case = Case::new("RoiAlign").input(Tensor::from_f32(&[1, 1, 6, 8], &image)).input(rois);
@@ -378,7 +375,7 @@ fn quantised_numbers_saturate() {
     let x = Tensor::from_f32(&[2, 3], &[-1000.0, -1.0, 0.25, 0.75, 3.0, 1000.0]);
     let (scale, zero) = (Tensor::from_f32(&[], &[0.5]), Tensor::from_i64(&[], &[10]).cast(DType::U8));
     let q = Case::new("QuantizeLinear").input(x.clone()).input(scale.clone()).input(zero.clone()).output();
-    // Halves go to the even number: 0.5 to 0, 1.5 to 2.
+    // Halves round to even: 0.5 to 0, 1.5 to 2.
     assert_eq!((q.dtype(), q.to_i64()), (DType::U8, vec![0, 8, 10, 12, 16, 255]));
     let back = Case::new("DequantizeLinear").input(q.clone()).input(scale).input(zero).output();
     assert_close(&back, &[-5.0, -1.0, 0.0, 1.0, 3.0, 122.5]);
@@ -395,7 +392,7 @@ fn quantised_numbers_saturate() {
     assert_eq!((made[0].to_i64(), made[1].to_f64(), made[2].to_i64()), (vec![0, 51, 255], vec![1.0], vec![51]));
 }
 
-/// A layer of two units over three steps and a batch of two.
+/// A layer of two units over three steps, batch 2.
 fn recurrent(operator: &str, gates: usize) -> Case {
     let case = Case::new(operator).input(waves(&[3, 2, 2], 1)).input(waves(&[1, 2 * gates, 2], 11));
     case.input(waves(&[1, 2 * gates, 2], 31)).input(waves(&[1, 4 * gates], 51))
@@ -403,7 +400,7 @@ fn recurrent(operator: &str, gates: usize) -> Case {
 
 #[test]
 fn layers_written_out_step_by_step_are_the_core_ops() {
-    // Clipping at a million changes nothing but the way.
+    // A clip of 1e6 has no effect but selects the unrolled lowering.
     for (operator, gates, outputs) in [("LSTM", 4, 3), ("GRU", 3, 2), ("RNN", 1, 2)] {
         for direction in ["forward", "reverse"] {
             for lengths in [[3, 3], [1, 3]] {
@@ -421,13 +418,14 @@ fn layers_written_out_step_by_step_are_the_core_ops() {
 
 #[test]
 fn a_gated_recurrent_unit_by_hand() {
-    // From zero the reset gate meets nothing but the bias: h = (1 - z) tanh(W x + b + r·c) or, before, tanh(W x + b + c).
+    // With a zero initial state the recurrent part is only a bias: h = (1 - z) tanh(W x + b + r·c), or tanh(W x + b +
+    // c).
     let (x, w, b) = (waves(&[3, 2, 2], 1).to_f64(), waves(&[1, 6, 2], 11).to_f64(), waves(&[1, 12], 51).to_f64());
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     for (flag, after) in [(0, false), (1, true)] {
         let y = recurrent("GRU", 3).int("linear_before_reset", flag).output().to_f64();
         for (row, unit) in (0..4).map(|n| (n / 2, n % 2)) {
-            // Gates z, r, h.
+            // Gate order z, r, h.
             let from_x = |gate: usize| {
                 let k = gate * 2 + unit;
                 x[row * 2] * w[k * 2] + x[row * 2 + 1] * w[k * 2 + 1] + b[k]
@@ -471,7 +469,7 @@ fn small_operators_by_their_formulas() {
     assert_close(&hard, &[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]);
     let last = Case::new("ArgMax").input(x.clone()).int("axis", 1).int("select_last_index", 1).output();
     assert_eq!(last.to_i64(), [2, 2]);
-    // A norm of zero leaves zeros.
+    // A zero norm gives zeros.
     let unit = Case::new("LpNormalization").input(x.clone()).int("p", 1).output();
     assert_close(&unit, &[3.0 / 11.0, 4.0 / 11.0, 4.0 / 11.0, 0.0, 0.0, 0.0]);
     let lower = Case::new("Trilu").input(x.clone()).input(Tensor::from_i64(&[], &[1])).int("upper", 0).output();

@@ -1,5 +1,5 @@
-//! Every way of sharing every op among the devices of a group gives what the op gives by itself: the inputs are divided as the strategy
-//! says, every device runs what it is told to with the reference kernels, and the outputs are joined again.
+//! Every sharding strategy of every op gives the unsharded result: inputs are sharded as the strategy requires, all
+//! devices run reference kernels, and outputs are gathered.
 
 use compiler::graph::verify::verify;
 use compiler::graph::{Graph, Origin, Writer, evaluate_spmd};
@@ -13,7 +13,7 @@ use compiler::tensor::view::ViewMut;
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What each device holds of a tensor that lies like this. Terms of a sum are numbers that add up to it.
+/// Local tensors of each device for a sharding; partial sums get random terms that add up to `whole`.
 fn parts(whole: &Tensor, layout: Sharding, devices: usize, seed: u64) -> Vec<Tensor> {
     match layout {
         Sharding::Replicated => vec![whole.clone(); devices],
@@ -27,7 +27,7 @@ fn parts(whole: &Tensor, layout: Sharding, devices: usize, seed: u64) -> Vec<Ten
     }
 }
 
-/// `start` and all terms, each times `sign`.
+/// `start` plus all terms times `sign`.
 fn added(start: &Tensor, terms: &[Tensor], sign: f64) -> Tensor {
     let mut bytes = start.bytes().to_vec();
     let mut sum = ViewMut::new(start.dtype(), start.shape(), &mut bytes);
@@ -55,7 +55,7 @@ fn joined(parts: &[Tensor], layout: Sharding) -> Tensor {
     }
 }
 
-/// What the devices make of their parts, as whole tensors.
+/// Runs the strategy on all devices and returns the gathered outputs.
 fn shared(op: &Op, way: &Strategy, inputs: &[Tensor], devices: usize) -> Result<Vec<Tensor>, String> {
     let whole: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
     let mut graph = Graph::new("part");
@@ -84,7 +84,7 @@ fn described(way: &Strategy) -> String {
     format!("{} -> {}", list(&way.inputs), list(&way.outputs))
 }
 
-/// Asserts that two tensors are equal but for rounding of numbers as large as `top`.
+/// Asserts equality up to rounding relative to `top`.
 fn assert_close(what: &str, got: &Tensor, want: &Tensor, relative: f64, top: f64) {
     assert_eq!((got.dtype(), got.shape()), (want.dtype(), want.shape()), "{what}");
     if relative == 0.0 || !want.dtype().is_float() {
@@ -98,7 +98,7 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, relative: f64, top: f64
     }
 }
 
-/// Shapes that divide where those of an op's own samples do not.
+/// Samples with divisible shapes, for ops whose own samples are not divisible.
 fn divisible() -> Vec<Sample> {
     let of = |op: Op, inputs: Vec<Tensor>| Sample { title: "divisible", op, inputs, differentiate: vec![] };
     let window = |rank: usize| Window {
@@ -199,7 +199,7 @@ fn divisible() -> Vec<Sample> {
     list
 }
 
-/// The sample in double precision, if the op takes that.
+/// The sample in f64, if the op accepts it.
 fn doubled(sample: &Sample) -> Option<Vec<Tensor>> {
     let wider = |t: &Tensor| if t.dtype() == DType::F32 { t.cast(DType::F64) } else { t.clone() };
     let inputs: Vec<Tensor> = sample.inputs.iter().map(wider).collect();
@@ -231,7 +231,7 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
                     let got = shared(&sample.op, &way, &inputs, devices).unwrap_or_else(|e| panic!("{what}: {e}"));
                     let sums = way.inputs.iter().chain(&way.outputs).any(|layout| *layout == Sharding::Partial);
                     let exact = !sums && way.local != Local::Written;
-                    // Terms are as large as one, and numbers that are not finite have none.
+                    // Random terms cannot add up to non-finite values.
                     if way.inputs.contains(&Sharding::Partial) && !finite(&inputs) {
                         continue;
                     }
@@ -256,12 +256,12 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
     }
     let ways: usize = asked.values().map(BTreeSet::len).sum();
     println!("{ways} ways of {} ops", asked.len());
-    // What no device can do a part of is a part already, or numbers that follow from their place in the whole.
+    // The ops without a strategy: parts that are already sharded, and values that depend on their global position.
     let whole: Vec<&str> = asked.iter().filter(|(_, ways)| ways.len() < 2).map(|(name, _)| *name).collect();
     assert_eq!(whole, ["dropout_part", "uniform"]);
 }
 
-/// The largest finite number, and at least one.
+/// The largest finite magnitude, at least one.
 fn largest<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> f64 {
     let floats = tensors.filter(|t| t.dtype().is_float()).flat_map(Tensor::to_f64);
     floats.filter(|v| v.is_finite()).fold(1.0, |most, v| most.max(v.abs()))
@@ -271,7 +271,7 @@ fn finite(inputs: &[Tensor]) -> bool {
     inputs.iter().all(|t| t.to_f64().iter().all(|v| v.is_finite()))
 }
 
-/// An index or a label that does not exist is an error on every device, as it is where nothing is split.
+/// An invalid index or label is an error on every device, as without sharding.
 #[test]
 fn what_does_not_exist_is_refused_by_all_devices() {
     let classes = ramp(&[4, 8], 1);

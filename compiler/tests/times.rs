@@ -1,7 +1,7 @@
-//! Predicted times against simulation of the very programs that will run, over random models and clusters.
+//! Predicted times compared with simulation of the plan's program, over random models and clusters.
 //!
-//! Plans are made as the command line makes them, with caps that are played. Each plan's program is then run for long, and the time of
-//! a minibatch is the slope of the second half of that run, but for what drains.
+//! Plans are made as by the command line, with simulated caps. Each program runs for many minibatches; the time is the
+//! slope of the second half of the run, without the drain.
 
 mod random;
 
@@ -19,10 +19,9 @@ use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
 use compiler::simulate::run::{Machine, simulate};
 use random::Random;
 
-/// How far two stretches of one run differ.
+/// Relative difference between two windows of one run.
 const EVEN: f64 = 4e-3;
 
-/// What plans may be slower than their busiest stage or link, and figures from simulation.
 const WITHIN: f64 = 0.02 + EVEN;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Plan, PlanError> {
@@ -40,14 +39,14 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Plan, PlanError> 
     Ok(found)
 }
 
-/// Microseconds of a minibatch: the slope of the second half of a run of so many, the last eighth left to drain.
+/// Microseconds per minibatch: the slope of the second half of a run, without its last eighth (drain).
 fn simulated(plan: &Plan, minibatches: u32) -> f64 {
     let pipeline = pipeline(plan).unwrap();
     let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let program = schedule(schedule_of(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
     let ends = timeline.ends(plan.schedule.microbatches);
-    // Whole rounds of every stage: replicas end at one moment.
+    // Use whole rounds of every stage: replicas end at the same time.
     let (from, to) = (ends.len() / 2, ends.len() - 1 - ends.len() / 8);
     let rounds: usize = (1..=to - from)
         .rev()
@@ -57,7 +56,7 @@ fn simulated(plan: &Plan, minibatches: u32) -> f64 {
     (ends[to] - ends[from]) / (to - from) as f64
 }
 
-/// A chain, or one whose ops are also read further on. `bytes` is the most that an op gives.
+/// A chain, in half of the cases with skip connections. `bytes` is the largest output size.
 fn graph(random: &mut Random, ops: u64, bytes: u64, is_even: bool) -> CostGraph {
     let mut graph = CostGraph::default();
     let is_chain = random.below(2) == 0;
@@ -97,7 +96,7 @@ const CLUSTERS: [&str; 8] = [
 
 const UNEQUAL: [&[u32]; 7] = [&[1, 3, 1], &[2, 1], &[1, 2, 1], &[3, 1], &[1, 1, 2], &[2, 3], &[1, 4, 1]];
 
-/// A question about a random model; one in two with stages of unequal replicas, where the devices suffice.
+/// A random problem; half of them with unequal replica counts if the devices suffice.
 fn problem(random: &mut Random, kind: ScheduleKind) -> Problem {
     let mut cluster = levels(CLUSTERS[random.below(CLUSTERS.len() as u64) as usize]).unwrap();
     if let Some(outer) = cluster.levels.get_mut(1) {
@@ -120,7 +119,7 @@ fn problem(random: &mut Random, kind: ScheduleKind) -> Problem {
     problem
 }
 
-/// A limit between what the leanest plan needs and what the plan without a limit takes.
+/// A memory limit between the smallest feasible one and the need of the unconstrained plan.
 fn tight(random: &mut Random, problem: &Problem) -> Option<Bytes> {
     let free = with(problem, Partitioner::Pipec).unwrap();
     let most = free.stages.iter().map(|stage| stage.memory.total).max()?;
@@ -130,9 +129,9 @@ fn tight(random: &mut Random, problem: &Problem) -> Option<Bytes> {
     Some(Bytes(smallest_limit + random.below(between)))
 }
 
-/// Every emitted plan reaches 0.98 of its bottleneck's ideal, unless a memory limit binds the caps; and then `predicted` says what it
-/// reaches. A few of a hundred, whose transfers take a tenth of a stage's time and more, miss it whatever the caps are: an
-/// all-reduce keeps the pace of the fullest of its ports, and the others wait for it. `predicted` says that too.
+/// Every plan reaches 0.98 of its bottleneck's ideal unless a memory limit restricts the caps; then `predicted` has the
+/// actual time. A few percent miss it with any caps, because their transfers take a tenth of a stage's time or more. An
+/// all-reduce runs at the pace of its most loaded port; `predicted` includes that too.
 #[test]
 fn round_robin_plans_take_what_is_predicted() {
     let (mut compared, mut bound, mut waits, mut wrong) = (0, 0, 0, String::new());
@@ -164,7 +163,7 @@ fn round_robin_plans_take_what_is_predicted() {
             if problem.memory_limit.is_some() && memory {
                 bound += 1;
             } else if told_so && objective < (1.0 - 0.01) * simulated(&more, 480) {
-                // No caps would do.
+                // No caps reach the target.
                 waits += 1;
                 println!("waits: {told}");
             } else {
@@ -218,7 +217,7 @@ fn double_buffered_plans_take_what_is_predicted() {
     assert!(wrong.is_empty());
 }
 
-/// Nothing comes back, and items overlap with what is sent, as far as caps let them that are chosen for it.
+/// Inference overlaps compute and transfers within its caps.
 #[test]
 fn inference_takes_what_is_predicted() {
     let (mut compared, mut wrong) = (0, String::new());
@@ -248,8 +247,8 @@ fn inference_takes_what_is_predicted() {
     assert!(wrong.is_empty());
 }
 
-/// Where memory keeps caps low, stages are chosen that leave room for them: against the best by the equations of all there are, whose
-/// programs nobody plays before. And no baseline seems faster than the plan.
+/// With tight memory, the planner leaves memory for caps: it is compared with the best plan by the equations. No
+/// baseline may be faster than the plan.
 #[test]
 fn within_memory_programs_are_what_counts() {
     let (mut compared, mut better, mut sum, mut wrong) = (0, 0, 0.0, String::new());
@@ -306,7 +305,7 @@ const FLUSHED: [(ScheduleKind, u32); 9] = [
     (ScheduleKind::DualPipeV, 2),
 ];
 
-/// Within 2 % for every schedule with a flush, whether stages are equal or not, with links.
+/// Within 2 % for every flushed schedule, with equal and unequal stages and with transfers.
 #[test]
 fn flushed_plans_take_what_is_predicted() {
     let (mut compared, mut wrong) = (0, String::new());
@@ -346,7 +345,7 @@ fn flushed_plans_take_what_is_predicted() {
     assert!(wrong.is_empty());
 }
 
-/// Qi et al., ICLR and NeurIPS 2024, for F = I = W: the bubbles of 1F1B, ZB-H1 and ZBV are 9, 3 and 0 at four ranks.
+/// Qi et al., ICLR and NeurIPS 2024, for F = I = W: the bubbles of 1F1B, ZB-H1 and ZBV at four ranks are 9, 3 and 0.
 #[test]
 fn zero_bubbles_are_ordered_as_published() {
     let step = |kind: ScheduleKind, chunks: u32| {
@@ -360,7 +359,7 @@ fn zero_bubbles_are_ordered_as_published() {
         assert_eq!(found.stages.len() as u32, 4 * chunks, "{}", kind.name());
         let real = simulated(&found, 16);
         assert!((found.predicted.step_us / real - 1.0).abs() < 1e-3, "{}: {real}", kind.name());
-        // In times of one part of one micro-batch at one rank.
+        // In units of one pass of one micro-batch on one rank.
         (found.predicted.step_us / 600.0, found.predicted.bubble)
     };
     let [one, h1, v] =
@@ -370,7 +369,7 @@ fn zero_bubbles_are_ordered_as_published() {
     assert!((one.1 - 9.0 / 33.0).abs() < 1e-3 && (h1.1 - 3.0 / 27.0).abs() < 1e-3 && v.1 < h1.1);
 }
 
-/// Four equal stages of F = 1 and B = 2 and eight micro-batches, whose backward is split.
+/// Four equal stages with F = 1, B = 2 and a split backward, eight micro-batches.
 #[test]
 fn the_second_half_of_a_backward_takes_what_the_costs_say() {
     let played = |weight_us: Option<f64>, recomputed: bool| {
@@ -395,7 +394,7 @@ fn the_second_half_of_a_backward_takes_what_the_costs_say() {
         assert_eq!(parts, [weight_us.unwrap_or(1.0); 4], "what runs forward again is no part of it");
         (found.predicted.minibatch_us, simulated(&found, 8))
     };
-    // 3 m + (p - 1) (F + B - 2 W) with F = B = W; without a second half it is 1F1B.
+    // 3 m + (p - 1) (F + B - 2 W) with F = B = W; without a weight-gradient part it is 1F1B.
     assert_eq!(played(None, false), (27.0, 27.0));
     assert_eq!(played(Some(1.0), false), (27.0, 27.0));
     assert_eq!(played(Some(0.0), false), (33.0, 33.0));
@@ -404,7 +403,7 @@ fn the_second_half_of_a_backward_takes_what_the_costs_say() {
     assert_eq!(played(None, true).1, played(Some(1.0), true).1);
 }
 
-/// Two replicas send to one device at the same time, and it answers both: a transfer takes twice as long while there are two.
+/// Two replicas send to one device at the same time and it answers both: concurrent transfers take twice as long.
 #[test]
 fn what_meets_at_a_port_shares_it() {
     let op = |id: u32| OpCost { id, fwd_us: 50.0, bwd_us: 100.0, out_bytes: 1_000_000, ..OpCost::default() };
@@ -427,9 +426,9 @@ fn what_meets_at_a_port_shares_it() {
         let track = timeline.links.iter().find(|track| track.name == name).unwrap();
         track.spans.iter().map(|span| (span.start, span.end)).collect::<Vec<_>>()
     };
-    // Both begin at 50 and take 1 ms alone; the one device then computes forwards and backwards one after the other.
+    // Both start at 50 and take 1 ms alone; then the device runs forwards and backwards in sequence.
     assert_eq!([spans("0.0 > 1.0"), spans("0.1 > 1.0")], [[(50.0, 2050.0)], [(50.0, 2050.0)]]);
-    // Backward of the first item ends at 2250 or 2300; of the second 100 later, and the two ways back overlap.
+    // The first backward ends at 2250 or 2300, the second 100 later; the two gradient transfers overlap.
     let (first, second) = (spans("1.0 > 0.0")[0], spans("1.0 > 0.1")[0]);
     assert_eq!((second.0 - first.0).abs(), 100.0);
     let ends = [first.1.min(second.1), first.1.max(second.1)];

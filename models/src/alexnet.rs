@@ -1,4 +1,4 @@
-//! AlexNet as torchvision has it: the single-column version of Krizhevsky ("One weird trick", 2014, section 5.1),
+//! AlexNet as in torchvision: the single-column version of Krizhevsky ("One weird trick", 2014, section 5.1),
 //! 61,100,840 parameters. PipeDream's evaluation trains it on ImageNet.
 
 use crate::builder::{Axis, Builder, Init};
@@ -8,7 +8,6 @@ use crate::layer::{dense, dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::Entry;
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "alexnet",
     about: "AlexNet for ImageNet, 61.1 M parameters [Krizhevsky 2014]",
@@ -29,7 +28,6 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Input `x`; modules numbered as in torchvision.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (first, size) = (given.number("width"), given.number("size"));
     let (hidden, classes, ratio) = (given.number("hidden"), given.number("classes"), given.fraction("dropout"));
@@ -40,7 +38,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         place += 1;
         format!("features.{}", place - 1)
     };
-    // Channels, kernel, and whether a pooling follows.
+    // Channels in units of the first, kernel size, pooling after it.
     for (wide, kernel, pooled) in [(1, 11, true), (3, 5, true), (6, 3, false), (4, 3, false), (4, 3, true)] {
         let wide = wide * first;
         let kernel = match kernel {

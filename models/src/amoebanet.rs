@@ -1,10 +1,9 @@
 //! AmoebaNet-D (Real et al., AAAI 2019), the image network that GPipe scales (Huang et al., NeurIPS 2019, table 1) and
 //! torchgpipe reproduces (Kim et al., 2020).
 //!
-//! Cells read the results of the two cells before them. A cell makes five sums; each adds two operations on earlier
-//! states, where states 0 and 1 are the reduced results and state 2 the first sum. Normal cells join states 0, 3, 4 and
-//! 6, as the reference in TensorFlow does; the paper's own figure says 4, 5 and 6, with which the published counts do
-//! not come out.
+//! Each cell reads the outputs of the two previous cells and makes five sums of two operations on earlier states.
+//! States 0 and 1 are the reduced inputs, state 2 is the first sum. Normal cells concatenate states 0, 3, 4 and 6, as
+//! the TensorFlow reference does. The paper's figure has 4, 5 and 6, which does not give the published counts.
 //!
 //! ```text
 //! x ─ conv 3×3 /2 ─ reduction ×2 ─ L/3 normal ─ reduction ─ L/3 normal ─ reduction ─ L/3 normal ─ mean ─ fc ─ logits
@@ -27,7 +26,6 @@ use crate::layer::{dense, joined, part};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "amoebanet",
     about: "AmoebaNet-D (18, 208), 81.5 M parameters [Real et al. 2019, Huang et al. 2019]",
@@ -70,7 +68,7 @@ enum Operation {
 
 use Operation::{Conv1x1, Conv1x7And7x1, Conv3x3, Max2x2, Max3x3, Mean3x3, Nothing};
 
-/// Sums of two operations, each on the state whose number it has, and which states are joined at the end.
+/// Five sums of two operations, each with the index of its input state, and the states that are concatenated.
 struct Genotype {
     sums: [[(usize, Operation); 2]; 5],
     joined: &'static [usize],
@@ -98,7 +96,7 @@ const REDUCTION: Genotype = Genotype {
     joined: &[4, 5, 6],
 };
 
-/// The results of the last two cells, the newer first, with their channels, and the channels of the next cell.
+/// Outputs of the last two cells, newest first, with their channels.
 struct Tower {
     states: [(Value, usize); 2],
     channels: usize,
@@ -158,7 +156,7 @@ impl Tower {
         for (sum, pair) in genotype.sums.iter().enumerate() {
             let [left, right] = [0, 1].map(|side| {
                 let (from, operation) = pair[side];
-                // What reads the cell's inputs halves the image.
+                // In a reduction cell, operations on the cell's inputs halve the image.
                 let stride = if reduction && from < 2 { 2 } else { 1 };
                 let path = format!("{path}.operations.{}", 2 * sum + side);
                 operation.build(net, &path, &states[from], channels, stride)
@@ -196,7 +194,7 @@ impl Operation {
     }
 }
 
-/// ReLU, convolution and normalisation, for each kernel.
+/// ReLU, convolution and batch normalisation, once per kernel.
 fn chain(net: &mut Builder, path: &str, x: &Value, kernels: &[Kernel]) -> Value {
     let mut y = x.clone();
     for (place, kernel) in kernels.iter().enumerate() {
@@ -208,12 +206,12 @@ fn chain(net: &mut Builder, path: &str, x: &Value, kernels: &[Kernel]) -> Value 
     y
 }
 
-/// As many channels as the cell works with.
+/// Changes the number of channels with a 1×1 convolution.
 fn reduced(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
     chain(net, path, x, &[Kernel::square(from, to, 1, 1)])
 }
 
-/// The same at half the height and width: one half of the channels from the even pixels, one from the odd.
+/// As `reduced`, at half height and width: half of the channels from even pixels, half from odd ones.
 fn halved(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let x = relu(net, &at("relu"), x);

@@ -1,31 +1,29 @@
-//! Attention over several heads: softmax(q·kᵀ / √d + mask)·v.
+//! Multi-head attention: softmax(q·kᵀ / √d + mask)·v.
 
 use crate::builder::{Builder, Value, attr};
 use crate::layer::{dropout, reshaped, turned};
 
-/// What a masked score becomes: softmax gives exactly 0 for it in f32, and no infinity ever meets an infinity.
+/// Value of a masked score: finite, so that infinities never cancel to NaN, and softmax still gives exactly 0 in f32.
 const MASKED: f32 = -1e9;
 
-/// The shape of an attention.
 #[derive(Debug, Clone)]
 pub struct Attention {
-    /// Tokens in a sequence.
     pub context: usize,
-    /// Width of queries, keys and values together over all heads.
+    /// Width of q, k and v over all heads.
     pub width: usize,
-    /// Heads; a divisor of the width.
+    /// Number of heads; must divide the width.
     pub heads: usize,
     /// Added to the scores; see [`causal_mask`].
     pub mask: Option<Value>,
-    /// How much of the attention is dropped.
+    /// Dropout ratio of the attention weights.
     pub dropout: f64,
 }
 
 impl Attention {
-    /// `[batch, context, width]` from queries, keys and values of that shape.
+    /// Maps q, k and v of `[batch, context, width]` to the same shape.
     pub fn build(&self, net: &mut Builder, path: &str, [q, k, v]: [&Value; 3]) -> Value {
         let (context, heads, size) = (self.context as i64, self.heads as i64, self.width / self.heads);
-        // 0 copies the batch from the input.
+        // A 0 copies the batch size from the input.
         let shape = net.constant_i64(path, &[0, context, heads, size as i64]);
         let mut by_head = |value: &Value, perm: &[i64]| {
             let value = net.node(path, "Reshape", &[value, &shape], vec![attr::int("allowzero", 0)]);
@@ -46,9 +44,9 @@ impl Attention {
     }
 }
 
-/// One table for all layers that hides from every token what comes after it.
+/// An additive causal mask, shared by all layers.
 ///
-/// It is worked out from its size instead of stored: for 2,048 tokens it would be 16 MB in the file.
+/// The graph computes it, because for 2,048 tokens it would take 16 MB in the file.
 pub fn causal_mask(net: &mut Builder, context: usize) -> Value {
     let shape = net.constant_i64("", &[1, 1, context as i64, context as i64]);
     let hidden = net.filled("", &shape, MASKED);

@@ -1,5 +1,5 @@
-//! AWD-LSTM (Merity, Keskar and Socher, ICLR 2018): a language model of LSTM layers whose recurrent weights are
-//! dropped, whose other dropouts keep one mask for all steps, and whose head is the embedding. PipeDream's evaluation
+//! AWD-LSTM (Merity, Keskar and Socher, ICLR 2018): an LSTM language model with dropout on the recurrent weights. Its
+//! other dropout masks are shared by all time steps, and its head is tied to the embedding. PipeDream's evaluation
 //! trains it with six layers.
 //!
 //! | size       | layers | vocabulary | parameters | published            |
@@ -8,7 +8,7 @@
 //! | awd-lm-wt2 | 3      | 33,278     | 33,556,078 | 33 M (WikiText-2)    |
 //! | awdlm6     | 6      | 33,278     | 65,323,678 | not published        |
 //!
-//! The first state of every sequence is zero; it is not carried from batch to batch.
+//! Every sequence starts from a zero state; states are not carried from batch to batch.
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
@@ -17,7 +17,6 @@ use crate::prediction::{Prediction, Target};
 use crate::recurrent::Lstm;
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "awd-lm",
     about: "AWD-LSTM for Penn Treebank: 3 layers, tied, 24 M parameters [Merity et al. 2018]",
@@ -67,7 +66,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     };
     let x = net.node("encoder", "Gather", &[&rows, &tokens], vec![]);
     let x = turned(net, "encoder", &x, &[1, 0, 2]);
-    // One mask for all steps.
+    // One dropout mask for all time steps.
     let locked = [1, 0, 0];
     let mut x = locked_dropout(net, "lockdrop", &x, &locked, outer);
     for layer in 0..layers {

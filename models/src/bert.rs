@@ -1,13 +1,12 @@
-//! BERT with its masked-language-model head (Devlin et al., NAACL 2019): blocks that normalise after each branch, and a
-//! head that shares the word embedding. Modules are named as in Hugging Face's `BertForMaskedLM`, whose counts these
-//! are.
+//! BERT with its masked-language-model head (Devlin et al., NAACL 2019): post-norm blocks, and a head tied to the word
+//! embedding. Module names and parameter counts are those of Hugging Face's `BertForMaskedLM`.
 //!
 //! | size       | layers | width | heads | parameters  | published |
 //! | ---        | ---    | ---   | ---   | ---         | ---       |
 //! | bert-base  | 12     | 768   | 12    | 109,514,298 | 110 M     |
 //! | bert-large | 24     | 1,024 | 16    | 335,174,458 | 340 M     |
 //!
-//! All sequences have full length: there is no mask of padding. Labels of tokens that are not masked are -100.
+//! Sequences have full length, without a padding mask. Labels of unmasked tokens are -100.
 
 use crate::attention::Attention;
 use crate::builder::{Axis, Builder, Init, Value, attr};
@@ -18,7 +17,6 @@ use crate::zoo::{Entry, Size};
 
 const EPSILON: f32 = 1e-12;
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "bert",
     about: "BERT-base with its masked-language-model head, 110 M parameters [Devlin et al. 2019]",
@@ -94,7 +92,7 @@ fn block(net: &mut Builder, path: &str, x: &Value, attention: &Attention, ratio:
     branch(net, &at("output"), &x, &y, [4 * width, width], ratio)
 }
 
-/// The end of a branch: a linear layer, dropout, the sum with what went around it, normalisation.
+/// End of a residual branch: linear, dropout, residual sum, normalisation.
 fn branch(net: &mut Builder, path: &str, x: &Value, y: &Value, [from, to]: [usize; 2], ratio: f64) -> Value {
     let y = linear(net, &format!("{path}.dense"), y, from, to);
     let y = dropout(net, &format!("{path}.dropout"), &y, ratio);

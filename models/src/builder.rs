@@ -1,4 +1,4 @@
-//! A small builder of ONNX models: inputs, parameters, constants and nodes, named as PyTorch's exporter names them.
+//! Builds ONNX models: inputs, parameters, constants and nodes, with the names of PyTorch's exporter.
 //!
 //! ```
 //! use models::builder::{Axis, Builder, Init, attr};
@@ -13,11 +13,11 @@
 //! ```
 //!
 //! A module path `blocks.0.fc` gives nodes `/blocks.0/fc/Gemm`: a number joins its list's name, as exporters write a
-//! `ModuleList`. The path is also told as metadata, as newer exporters do. Results are called `NODE_output_0`. Weights
-//! are uniform and follow from the seed and the parameter's name alone; see `random`.
+//! `ModuleList`. The path is also stored as metadata, as newer exporters do. Outputs are named `NODE_output_0`. Initial
+//! weights are uniform and depend only on the seed and the parameter's name; see `random`.
 //!
-//! [`Builder::structure`] builds the same graph without weights: every parameter is external data in a file that does
-//! not exist, at the place where it would be. Its size then follows from the number of nodes alone.
+//! [`Builder::structure`] builds the same graph without weights: every parameter is external data, at its offset in a
+//! file that does not exist. The size of the model then depends only on the number of nodes.
 
 use std::collections::HashMap;
 
@@ -30,100 +30,84 @@ use compiler::import::onnx::proto::{
 
 use crate::random::Stream;
 
-/// The version of the file format that is written.
 pub const IR_VERSION: i64 = 10;
-/// The version of the standard operators that is written.
 pub const OPSET: i64 = 20;
-/// Where the weights of a model without weights would be.
+/// File name of the external data of models without weights.
 pub const LEFT_OUT: &str = "weights-left-out.bin";
 
-/// A tensor in the graph being built, by its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Value(String);
 
-/// One dimension of an input or output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
-    /// A fixed number of elements.
     Size(usize),
-    /// A symbol, such as `batch`.
+    /// A symbolic dimension, such as `batch`.
     Named(&'static str),
 }
 
-/// How a parameter begins. The fan-in of a tensor is the product of all dimensions but the first, the fan-out the
-/// product of all but the second.
+/// Initialisation of a parameter. Fan-in is the product of all dimensions but the first, fan-out of all but the second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// All 0.
     Zeros,
-    /// All 1.
     Ones,
-    /// Uniform in ±√(6 / fan-in) (He et al., 2015), for layers with a ReLU behind them.
+    /// Uniform in ±√(6 / fan-in) (He et al., 2015), for layers with ReLU.
     Kaiming,
     /// Uniform in ±√(6 / (fan-in + fan-out)) (Glorot and Bengio, 2010).
     Xavier,
     /// Uniform with this standard deviation: ±√3 · deviation.
     Deviation(f64),
-    /// Uniform in ± this bound.
     Within(f64),
 }
 
-/// How much a model has.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Elements that are trained.
     pub parameters: u128,
     /// Elements of running statistics.
     pub statistics: u128,
 }
 
-/// An ONNX model under construction.
 #[derive(Debug)]
 pub struct Builder {
     graph: GraphProto,
-    /// Of the initial weights; `None` leaves them out.
+    /// Seed of the initial weights; `None` omits them.
     seed: Option<u64>,
     counts: Counts,
-    /// How many nodes have each stem, so that the second is `_1`.
+    /// Number of nodes per name stem; the second gets the suffix `_1`.
     names: HashMap<String, usize>,
 }
 
 impl Builder {
-    /// An empty graph called `name`, its parameters drawn from `seed`.
+    /// An empty graph whose parameters are drawn from `seed`.
     pub fn new(name: &str, seed: u64) -> Self {
         Self { seed: Some(seed), ..Self::structure(name) }
     }
 
-    /// An empty graph called `name`, its parameters left out.
+    /// An empty graph without parameter values.
     pub fn structure(name: &str) -> Self {
         let graph = GraphProto { name: Some(name.to_owned()), ..Default::default() };
         Self { graph, seed: None, counts: Counts::default(), names: HashMap::new() }
     }
 
-    /// How much there is so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// A graph input of f32.
     pub fn input_f32(&mut self, name: &str, shape: &[Axis]) -> Value {
         self.graph.input.push(value_info(name, DataType::Float, shape));
         Value(name.to_owned())
     }
 
-    /// A graph input of i64, such as token numbers.
     pub fn input_i64(&mut self, name: &str, shape: &[Axis]) -> Value {
         self.graph.input.push(value_info(name, DataType::Int64, shape));
         Value(name.to_owned())
     }
 
-    /// A parameter: an f32 initializer.
     pub fn parameter(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
         self.counts.parameters += elements(dims);
         self.initializer(name, dims, init)
     }
 
-    /// A running statistic: an f32 initializer that the forward pass replaces.
+    /// A running statistic: an f32 initializer that the forward pass updates.
     pub fn statistic(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
         self.counts.statistics += elements(dims);
         self.initializer(name, dims, init)
@@ -153,40 +137,36 @@ impl Builder {
         Value(name.to_owned())
     }
 
-    /// Constant numbers that nobody trains: a `Constant` node of f32 in the module at `path`.
+    /// An f32 `Constant` node in the module at `path`.
     pub fn constant_f32(&mut self, path: &str, dims: &[usize], values: &[f32]) -> Value {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_f32("", dims, values))])
     }
 
-    /// Constant integers, such as shapes and positions: a `Constant` node of i64 with one dimension.
     pub fn constant_i64(&mut self, path: &str, values: &[i64]) -> Value {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_i64("", &[values.len()], values))])
     }
 
-    /// One constant integer without a dimension.
     pub fn scalar_i64(&mut self, path: &str, value: i64) -> Value {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_i64("", &[], &[value]))])
     }
 
-    /// One constant truth without a dimension.
     pub fn scalar_bool(&mut self, path: &str, value: bool) -> Value {
         let value = tensor("", DataType::Bool, &[], vec![u8::from(value)]);
         self.node(path, "Constant", &[], vec![attr::tensor("value", value)])
     }
 
-    /// The number `value` everywhere in the shape that `shape` holds: a `ConstantOfShape` node.
+    /// A `ConstantOfShape` node filled with `value`.
     pub fn filled(&mut self, path: &str, shape: &Value, value: f32) -> Value {
         let value = attr::tensor("value", tensor_f32("", &[1], &[value]));
         self.node(path, "ConstantOfShape", &[shape], vec![value])
     }
 
-    /// A node with one result, of operator `op` in the module at `path` (`""` for the root).
+    /// A node with one output in the module at `path` (`""` for the root).
     pub fn node(&mut self, path: &str, op: &str, inputs: &[&Value], attributes: Vec<AttributeProto>) -> Value {
         let name = self.push(path, op, inputs, 1, attributes);
         Value(format!("{name}_output_0"))
     }
 
-    /// A node with `N` results.
     pub fn node_of<const N: usize>(
         &mut self,
         path: &str,
@@ -200,7 +180,7 @@ impl Builder {
 
     /// Makes `value` the graph output `name`.
     ///
-    /// As in exported models, the tensor takes the output's name instead of passing through an `Identity`.
+    /// The tensor is renamed, as in exported models, instead of passing through an `Identity`.
     pub fn output_f32(&mut self, name: &str, value: &Value, shape: &[Axis]) {
         for node in &mut self.graph.node {
             for tensor in node.input.iter_mut().chain(&mut node.output).filter(|tensor| **tensor == value.0) {
@@ -210,12 +190,10 @@ impl Builder {
         self.graph.output.push(value_info(name, DataType::Float, shape));
     }
 
-    /// Makes a value without dimensions the graph output `name`.
     pub fn output_scalar(&mut self, name: &str, value: &Value) {
         self.output_f32(name, value, &[]);
     }
 
-    /// The model.
     pub fn finish(self) -> ModelProto {
         ModelProto {
             ir_version: Some(IR_VERSION),
@@ -252,7 +230,7 @@ impl Builder {
     }
 }
 
-/// `blocks.0.attn` as exporters write it in names: `/blocks.0/attn`.
+/// Converts `blocks.0.attn` to the exporter's `/blocks.0/attn`.
 fn scope(path: &str) -> String {
     let mut text = String::new();
     for part in path.split('.').filter(|part| !part.is_empty()) {
@@ -263,8 +241,7 @@ fn scope(path: &str) -> String {
     text
 }
 
-/// The module path as `torch.onnx` tells it: the paths of all modules around a node, from the root on, then its own
-/// name.
+/// Metadata in the form of `torch.onnx`: the paths of all enclosing modules from the root, then the operator.
 fn scopes(path: &str, op: &str) -> StringStringEntryProto {
     let ends = path.match_indices('.').map(|(at, _)| at).chain((!path.is_empty()).then_some(path.len()));
     let mut list = "['', ".to_owned();
@@ -279,7 +256,7 @@ fn elements(dims: &[usize]) -> u128 {
     dims.iter().map(|dim| *dim as u128).product()
 }
 
-/// A tensor of f32 in a file that does not exist, `before` bytes from its begin.
+/// An f32 tensor at offset `before` of a file that does not exist.
 fn left_out(name: &str, dims: &[usize], before: u128) -> TensorProto {
     let entry = |key: &str, value: String| StringStringEntryProto { key: Some(key.to_owned()), value: Some(value) };
     TensorProto {
@@ -330,7 +307,6 @@ fn tensor(name: &str, kind: DataType, dims: &[usize], raw: Vec<u8>) -> TensorPro
     }
 }
 
-/// Attributes of nodes.
 pub mod attr {
     use compiler::import::onnx::proto::attribute_proto::AttributeType;
     use compiler::import::onnx::proto::{AttributeProto, TensorProto};
@@ -339,27 +315,22 @@ pub mod attr {
         AttributeProto { name: Some(name.to_owned()), r#type: Some(kind as i32), ..Default::default() }
     }
 
-    /// A whole number.
     pub fn int(name: &str, value: i64) -> AttributeProto {
         AttributeProto { i: Some(value), ..attribute(name, AttributeType::Int) }
     }
 
-    /// A list of whole numbers.
     pub fn ints(name: &str, values: &[i64]) -> AttributeProto {
         AttributeProto { ints: values.to_vec(), ..attribute(name, AttributeType::Ints) }
     }
 
-    /// A number.
     pub fn float(name: &str, value: f32) -> AttributeProto {
         AttributeProto { f: Some(value), ..attribute(name, AttributeType::Float) }
     }
 
-    /// A word.
     pub fn string(name: &str, value: &str) -> AttributeProto {
         AttributeProto { s: Some(value.to_owned().into()), ..attribute(name, AttributeType::String) }
     }
 
-    /// A tensor.
     pub fn tensor(name: &str, value: TensorProto) -> AttributeProto {
         AttributeProto { t: Some(value), ..attribute(name, AttributeType::Tensor) }
     }

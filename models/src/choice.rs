@@ -1,6 +1,6 @@
-//! What can be chosen of a model: named numbers, fractions and truths, each with its usual value and its bounds.
+//! Model options: named numbers, fractions and booleans, each with a default and a range.
 //!
-//! A model's file lists its choices beside the code that reads them, and the zoo gathers the lists:
+//! Each model's file lists its options next to the code that reads them; the zoo collects the lists:
 //!
 //! ```
 //! use models::choice::{Choice, Given, Setting};
@@ -16,14 +16,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// The value of a choice.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Setting {
-    /// A number of things.
     Number(usize),
-    /// A number from 0 to below 1.
+    /// In [0, 1).
     Fraction(f64),
-    /// Yes or no.
     Truth(bool),
 }
 
@@ -37,43 +34,37 @@ impl fmt::Display for Setting {
     }
 }
 
-/// One thing that can be chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
-    /// Its name.
     pub name: &'static str,
-    /// What it is where nobody says, and of which kind.
+    /// The default, which also determines the type.
     pub usual: Setting,
-    /// The smallest number; for numbers only.
+    /// Minimum; numbers only.
     pub least: usize,
-    /// The largest number. More than that is a slip of the keyboard, and every size can still be worked out.
+    /// Maximum; numbers only. It catches typing errors and keeps sizes computable.
     pub most: usize,
-    /// What it means, in one line.
     pub about: &'static str,
 }
 
 impl Choice {
-    /// A number from `least` to `most`.
     pub const fn number(name: &'static str, usual: usize, least: usize, most: usize, about: &'static str) -> Self {
         Self { name, usual: Setting::Number(usual), least, most, about }
     }
 
-    /// A number from 1 to a million: a width, a vocabulary.
+    /// A number from 1 to a million, for widths and vocabularies.
     pub const fn width(name: &'static str, usual: usize, about: &'static str) -> Self {
         Self::number(name, usual, 1, 1_000_000, about)
     }
 
-    /// A number from 0 to below 1.
+    /// A number in [0, 1).
     pub const fn fraction(name: &'static str, usual: f64, about: &'static str) -> Self {
         Self { name, usual: Setting::Fraction(usual), least: 0, most: 0, about }
     }
 
-    /// Yes or no.
     pub const fn truth(name: &'static str, usual: bool, about: &'static str) -> Self {
         Self { name, usual: Setting::Truth(usual), least: 0, most: 0, about }
     }
 
-    /// Reads a value of this choice's kind.
     pub fn read(&self, text: &str) -> Result<Setting, String> {
         match self.usual {
             Setting::Number(_) => text.parse().map(Setting::Number).map_err(|_| "write a whole number".to_string()),
@@ -101,38 +92,18 @@ impl Choice {
     }
 }
 
-/// Why a choice cannot be had.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ChoiceError {
-    /// The model does not have this option.
     #[error("`{model}` has no option `{}`; it has {}", option.escape_default(), list(choices))]
-    Unknown {
-        /// The model.
-        model: &'static str,
-        /// The option.
-        option: String,
-        /// What it has.
-        choices: &'static [Choice],
-    },
-    /// A value that makes no model.
+    Unknown { model: &'static str, option: String, choices: &'static [Choice] },
     #[error("`{option}` of `{model}` cannot be {value}: {why}")]
-    Value {
-        /// The model.
-        model: &'static str,
-        /// The option.
-        option: &'static str,
-        /// The value.
-        value: Setting,
-        /// Why not.
-        why: String,
-    },
+    Value { model: &'static str, option: &'static str, value: Setting, why: String },
 }
 
 fn list(choices: &[Choice]) -> String {
     choices.iter().map(|choice| format!("`{}`", choice.name)).collect::<Vec<_>>().join(", ")
 }
 
-/// The values of all choices of one model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Given {
     model: &'static str,
@@ -141,7 +112,7 @@ pub struct Given {
 }
 
 impl Given {
-    /// `settings` where they are, the usual values elsewhere.
+    /// Validates `settings`; other options have their defaults.
     pub fn new(
         model: &'static str,
         choices: &'static [Choice],
@@ -155,12 +126,12 @@ impl Given {
         Ok(Self { model, choices, settings: settings.clone() })
     }
 
-    /// Whether somebody chose.
+    /// True if the option was given explicitly.
     pub fn is_set(&self, name: &str) -> bool {
         self.settings.contains_key(name)
     }
 
-    /// A number. `name` is one of the model's own numbers.
+    /// The value of a number. `name` must be a number option of the model.
     pub fn number(&self, name: &str) -> usize {
         match self.setting(name) {
             Some(Setting::Number(value)) => value,
@@ -168,7 +139,7 @@ impl Given {
         }
     }
 
-    /// A fraction. `name` is one of the model's own fractions.
+    /// The value of a fraction. `name` must be a fraction option of the model.
     pub fn fraction(&self, name: &str) -> f64 {
         match self.setting(name) {
             Some(Setting::Fraction(value)) => value,
@@ -176,7 +147,7 @@ impl Given {
         }
     }
 
-    /// A truth. `name` is one of the model's own truths.
+    /// The value of a boolean. `name` must be a boolean option of the model.
     pub fn truth(&self, name: &str) -> bool {
         match self.setting(name) {
             Some(Setting::Truth(value)) => value,
@@ -184,13 +155,13 @@ impl Given {
         }
     }
 
-    /// The refusal of a number that does not go with the others.
+    /// An error for a number that is incompatible with other options.
     pub fn refuse(&self, option: &'static str, why: impl Into<String>) -> ChoiceError {
         let value = Setting::Number(self.number(option));
         ChoiceError::Value { model: self.model, option, value, why: why.into() }
     }
 
-    /// Fails unless `option` divides `whole`.
+    /// An error unless `option` divides `whole`.
     pub fn divides(&self, option: &'static str, whole: &'static str) -> Result<(), ChoiceError> {
         match self.number(whole).is_multiple_of(self.number(option)) {
             true => Ok(()),

@@ -1,4 +1,5 @@
-//! The shipped data set: 1,797 handwritten digits of 8×8 pixels (see `data/ATTRIBUTION.md`), split for training.
+//! The bundled dataset: 1,797 handwritten digits of 8×8 pixels (see `data/ATTRIBUTION.md`), split into training and
+//! test sets.
 
 use std::io::Cursor;
 
@@ -6,52 +7,39 @@ use npyz::npz::NpzArchive;
 
 use crate::random::Stream;
 
-/// The file as it is shipped: `x` uint8 (1797, 1, 8, 8) in 0..=16 and `y` uint8 (1797).
+/// The bundled file: `x` uint8 (1797, 1, 8, 8) in 0..=16 and `y` uint8 (1797).
 pub const NPZ: &[u8] = include_bytes!("../data/digits.npz");
 
-/// The dimensions of one image.
 pub const SAMPLE: [usize; 3] = [1, 8, 8];
 
-/// Number of images in the training part.
 const TRAIN_ROWS: usize = 1437;
 
-/// Images with their labels.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Split {
-    /// Number of images.
     pub rows: usize,
     /// Pixels in 0..=1, row-major, `rows` × 1 × 8 × 8.
     pub x: Vec<f32>,
-    /// Which digit each image is, `rows`.
     pub y: Vec<i64>,
 }
 
-/// The data set in two parts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Digits {
-    /// 1,437 images to train on.
+    /// 1,437 images.
     pub train: Split,
-    /// 360 images to test on.
+    /// 360 images.
     pub test: Split,
 }
 
-/// Why the data set cannot be read. It is compiled in, so this means a damaged build.
+/// A dataset that cannot be read. It is compiled in, so this means a damaged build.
 #[derive(Debug, thiserror::Error)]
 pub enum DigitsError {
-    /// The archive, or an array in it, does not decode.
     #[error("the shipped digits do not decode: {0}")]
     Decode(#[from] std::io::Error),
-    /// An array is missing or has the wrong shape.
     #[error("the shipped digits have no array `{name}` of {expected} bytes")]
-    Array {
-        /// The array.
-        name: &'static str,
-        /// Its size in bytes.
-        expected: usize,
-    },
+    Array { name: &'static str, expected: usize },
 }
 
-/// The data set, shuffled by `seed` and split into 1,437 images to train on and 360 to test on.
+/// Loads the dataset, shuffled by `seed`: 1,437 training and 360 test images.
 pub fn load(seed: u64) -> Result<Digits, DigitsError> {
     let pixels: usize = SAMPLE.iter().product();
     let y = array("y", 1797)?;
@@ -85,7 +73,7 @@ mod tests {
         assert_eq!((digits.train.x.len(), digits.test.y.len()), (1437 * 64, 360));
         let all = || digits.train.x.iter().chain(&digits.test.x);
         assert!(all().all(|pixel| (0.0..=1.0).contains(pixel)));
-        // Known totals of the data set: the sum of all pixels, and the images of each digit.
+        // Known sums of the dataset: all pixels, and images per digit.
         assert_eq!(all().map(|pixel| f64::from(*pixel) * 16.0).sum::<f64>(), 561_718.0);
         let count = |digit| digits.train.y.iter().chain(&digits.test.y).filter(|y| **y == digit).count();
         assert_eq!((0..10).map(count).collect::<Vec<_>>(), [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]);

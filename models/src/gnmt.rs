@@ -1,14 +1,14 @@
-//! GNMT, translation by an LSTM encoder and decoder with attention (Wu et al., 2016), in NVIDIA's and MLPerf's
-//! reference form, which PipeDream's evaluation trains as GNMT-8 and GNMT-16.
+//! GNMT, translation by an LSTM encoder and decoder with attention (Wu et al., 2016), in the reference form of NVIDIA
+//! and MLPerf. PipeDream's evaluation trains it as GNMT-8 and GNMT-16.
 //!
 //! ```text
-//! encoder: embedding ─ LSTM both ways ─ LSTM ─ LSTM + ─ LSTM + ─ …  ─┐
-//! decoder: embedding ─ LSTM ─ attention over what the encoder says ──┤ joined to the input of every later layer
-//!                      └────────────────────── LSTM ─ LSTM + ─ …  ─ linear ─ logits
+//! encoder: embedding ─ bidirectional LSTM ─ LSTM ─ LSTM + ─ LSTM + ─ …  ─┐
+//! decoder: embedding ─ LSTM ─ attention over the encoder output ─────────┤ concatenated to the input of every later layer
+//!                      └───────────────────── LSTM ─ LSTM + ─ …  ─ linear ─ logits
 //! ```
 //!
-//! Half of the layers are the encoder's. `+` adds the layer's input to its result. The attention is Bahdanau's,
-//! normalised: g·v/|v| · tanh(q + k + b) for every pair of steps.
+//! Half of the layers belong to the encoder. `+` is a residual connection. The attention is Bahdanau's in normalised
+//! form: g·v/|v| · tanh(q + k + b) for every pair of steps.
 //!
 //! | size        | layers | parameters  | published                                                          |
 //! | ---         | ---    | ---         | ---                                                                |
@@ -16,7 +16,7 @@
 //! | gnmt8       | 4 + 4  | 193,766,977 | 193,765,952 in PipeDream's profile, whose attention has no g and b |
 //! | gnmt16      | 8 + 8  | 277,718,593 | not published                                                      |
 //!
-//! All sentences have full length: there is no mask of padding. Inputs are batch first, recurrence is time-major.
+//! Sentences have full length, without a padding mask. Inputs are batch first, recurrence is time-major.
 
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
@@ -25,7 +25,6 @@ use crate::prediction::{Prediction, Target};
 use crate::recurrent::Lstm;
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "gnmt",
     about: "GNMT-8: 4 + 4 LSTM layers with attention, 194 M parameters [Wu et al. 2016]",
@@ -99,8 +98,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     Ok(Prediction { logits, shape: vec![batch, Axis::Size(said), Axis::Size(vocabulary)], target: Target::Token })
 }
 
-/// A layer that reads `x`, with what the attention `found`, and adds `x` to its result; the decoder's first adds
-/// nothing.
+/// An LSTM layer with a residual connection (except the decoder's first), whose input is `x` and, in the decoder, the
+/// attention context.
 fn residual(
     net: &mut Builder,
     side: &str,
@@ -119,7 +118,7 @@ fn residual(
     if layer == 0 { y } else { net.node(side, "Add", &[&y, x], vec![]) }
 }
 
-/// For every step of the decoder a mean of the encoder's states, weighted by how well they answer.
+/// For every decoder step, the mean of the encoder states weighted by attention.
 fn attention(net: &mut Builder, path: &str, asking: &Value, said: &Value, width: usize) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let bound = Init::Within(1.0 / (width as f64).sqrt());

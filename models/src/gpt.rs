@@ -1,7 +1,8 @@
-//! GPT (Radford et al., 2019, table 2): token and position embeddings, blocks of causal attention and a GELU layer with
-//! normalisation before each, and a linear head that may share the token embedding's weights.
+//! GPT (Radford et al., 2019, table 2): token and position embeddings, pre-norm blocks of causal attention and a GELU
+//! MLP. The linear head may be tied to the token embedding.
 //!
-//! With width w, l layers, vocabulary v and context c it has `(v + c + 2)·w + l·(12·w² + 13·w)` parameters when tied:
+//! With width w, l layers, vocabulary v and context c, the tied model has `(v + c + 2)·w + l·(12·w² + 13·w)`
+//! parameters:
 //!
 //! | size          | layers | width  | heads | parameters        | published |
 //! | ---           | ---    | ---    | ---   | ---               | ---       |
@@ -14,8 +15,8 @@
 //! | megatron-145b | 80     | 12,288 | 96    | 145,622,261,760   | 145.6 B   |
 //! | megatron-1t   | 128    | 25,600 | 160   | 1,008,038,758,400 | 1,008 B   |
 //!
-//! GPT-3 is from Brown et al. (2020, table 2.1), Megatron's two from Narayanan et al. (SC 2021, table 1); of a hundred billion parameters
-//! there is none, and `gpt-100b` is as wide as its neighbours. The usual one is small enough to train in a test.
+//! GPT-3 is from Brown et al. (2020, table 2.1), Megatron's two from Narayanan et al. (SC 2021, table 1). `gpt-100b` is
+//! not published; it uses the width of its neighbours. The default is small enough to train in a test.
 
 use crate::attention::{Attention, causal_mask};
 use crate::builder::{Axis, Builder, Init, Value, attr};
@@ -24,10 +25,8 @@ use crate::layer::{dropout, embedding, linear, normalisation, product};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// Of every normalisation.
 pub const EPSILON: f32 = 1e-5;
 
-/// The settings of a published size, which drops a tenth.
 const fn settings(layers: usize, [width, heads]: [usize; 2], vocabulary: usize, context: usize) -> Settings {
     [
         ("layers", Setting::Number(layers)),
@@ -41,7 +40,6 @@ const fn settings(layers: usize, [width, heads]: [usize; 2], vocabulary: usize, 
 
 type Settings = [(&'static str, Setting); 6];
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "gpt",
     about: "small GPT: 2 layers, 64 wide, 16 tokens, tied embedding; and all sizes up to 1 T [Radford et al. 2019]",
@@ -72,8 +70,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     decoder(net, given, batch, |net, block, layer, x| block.build(net, &format!("blocks.{layer}"), x))
 }
 
-/// A language model of the choices above: input `tokens` (i64, batch × context), logits batch × context × vocabulary. `build` makes each
-/// layer of its input, with the block that a GPT has there.
+/// A GPT language model: input `tokens` (i64, batch × context), logits batch × context × vocabulary. `build` builds
+/// each layer from the GPT block, the layer index and its input.
 pub fn decoder(
     net: &mut Builder,
     given: &Given,
@@ -108,21 +106,17 @@ pub fn decoder(
     Ok(Prediction { logits, shape: vec![batch, Axis::Size(context), Axis::Size(vocabulary)], target: Target::Token })
 }
 
-/// A block that normalises before it attends and before it thinks.
 #[derive(Debug, Clone)]
 pub struct Block {
-    /// Its attention.
     pub attention: Attention,
-    /// Width of the layer between.
+    /// Hidden width of the MLP.
     pub inner: usize,
-    /// Whether that one has a ReLU instead of a GELU.
     pub relu: bool,
-    /// How much of both branches is dropped.
+    /// Dropout ratio of both branches.
     pub dropout: f64,
 }
 
 impl Block {
-    /// `x` and what the block adds to it.
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let at = |name: &str| format!("{path}.{name}");
         let width = self.attention.width;
@@ -138,7 +132,7 @@ impl Block {
         net.node(path, "Add", &[&x, &y], vec![])
     }
 
-    /// `x` and what its attention adds to it.
+    /// The attention half of the block: `x` plus its attention branch.
     pub fn attend(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let at = |name: &str| format!("{path}.{name}");
         let width = self.attention.width;

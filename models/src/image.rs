@@ -1,36 +1,30 @@
-//! Layers over images: convolution, batch normalisation in training mode, pooling.
+//! Image layers: convolution, batch normalisation in training mode, pooling.
 
 use crate::builder::{Builder, Init, Value, attr};
 
-/// The kernel of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
-    /// Channels of the input.
     pub from: usize,
-    /// Channels of the result.
     pub to: usize,
-    /// Height and width.
     pub size: [usize; 2],
-    /// Steps between windows.
     pub stride: [usize; 2],
-    /// Zeros above and left, then below and right.
+    /// Padding at the top, left, bottom, right.
     pub pads: [usize; 4],
 }
 
 impl Kernel {
-    /// A square one, padded so that with stride 1 the image keeps its size.
+    /// A square kernel, padded to keep the image size at stride 1.
     pub fn square(from: usize, to: usize, size: usize, stride: usize) -> Self {
         Self { from, to, size: [size; 2], stride: [stride; 2], pads: [size / 2; 4] }
     }
 }
 
-/// A convolution without bias, as they stand before a normalisation.
+/// A convolution without bias, for use before a normalisation.
 pub fn convolution(net: &mut Builder, path: &str, x: &Value, kernel: Kernel) -> Value {
     let weight = weight(net, path, kernel);
     net.node(path, "Conv", &[x, &weight], attributes(kernel))
 }
 
-/// A convolution with bias.
 pub fn biased_convolution(net: &mut Builder, path: &str, x: &Value, kernel: Kernel) -> Value {
     let weight = weight(net, path, kernel);
     let bias = net.parameter(&format!("{path}.bias"), &[kernel.to], Init::Zeros);
@@ -52,7 +46,7 @@ fn attributes(kernel: Kernel) -> Vec<compiler::import::onnx::proto::AttributePro
     ]
 }
 
-/// Batch normalisation in training mode: the second and third result are the running statistics after the batch.
+/// Batch normalisation in training mode; outputs 2 and 3 are the updated running statistics.
 pub fn batch_norm(net: &mut Builder, path: &str, x: &Value, width: usize) -> Value {
     let scale = net.parameter(&format!("{path}.weight"), &[width], Init::Ones);
     let bias = net.parameter(&format!("{path}.bias"), &[width], Init::Zeros);
@@ -64,12 +58,11 @@ pub fn batch_norm(net: &mut Builder, path: &str, x: &Value, width: usize) -> Val
     y
 }
 
-/// The rectifier.
 pub fn relu(net: &mut Builder, path: &str, x: &Value) -> Value {
     net.node(path, "Relu", &[x], vec![])
 }
 
-/// The largest element of each square window.
+/// Max pooling over square windows.
 pub fn max_pool(net: &mut Builder, path: &str, x: &Value, size: i64, stride: i64, pad: i64) -> Value {
     let attributes = vec![
         attr::ints("kernel_shape", &[size, size]),
@@ -79,7 +72,7 @@ pub fn max_pool(net: &mut Builder, path: &str, x: &Value, size: i64, stride: i64
     net.node(path, "MaxPool", &[x], attributes)
 }
 
-/// The mean of each square window, the padding not counted.
+/// Average pooling over square windows, padding excluded.
 pub fn mean_pool(net: &mut Builder, path: &str, x: &Value, size: i64, stride: i64, pad: i64) -> Value {
     let attributes = vec![
         attr::int("count_include_pad", 0),
@@ -90,20 +83,20 @@ pub fn mean_pool(net: &mut Builder, path: &str, x: &Value, size: i64, stride: i6
     net.node(path, "AveragePool", &[x], attributes)
 }
 
-/// The mean of each channel: `[N, C, H, W]` becomes `[N, C]`.
+/// Global average pooling: `[N, C, H, W]` becomes `[N, C]`.
 pub fn mean_of_image(net: &mut Builder, path: &str, x: &Value) -> Value {
     let y = net.node(path, "GlobalAveragePool", &[x], vec![]);
     flat(net, "", &y)
 }
 
-/// All that is one sample as one axis.
+/// Flattens all dimensions but the first.
 pub fn flat(net: &mut Builder, path: &str, x: &Value) -> Value {
     net.node(path, "Flatten", &[x], vec![attr::int("axis", 1)])
 }
 
-/// Every pixel twice in both directions. `shape` is `[C, H, W]` of the input.
+/// Nearest-neighbour upsampling by 2. `shape` is `[C, H, W]` of the input.
 ///
-/// As reshape, expand and reshape, which every reader of ONNX agrees on; `Resize` has a dozen modes of rounding.
+/// It is written as reshape, expand and reshape, because the rounding modes of `Resize` differ between importers.
 pub fn doubled(net: &mut Builder, path: &str, x: &Value, [channels, height, width]: [usize; 3]) -> Value {
     let [c, h, w] = [channels, height, width].map(|n| n as i64);
     let apart = crate::layer::reshaped(net, path, x, &[0, c, h, 1, w, 1]);

@@ -1,10 +1,10 @@
-//! Layers that many models have: linear, embedding, normalisation over the last axis, dropout, moves of axes.
+//! Common layers: linear, embedding, layer normalisation, dropout, transpose, reshape.
 //!
-//! Each puts its nodes in the module at `path` and its parameters under `path.weight` and `path.bias`, as PyTorch does.
+//! Each puts its nodes in the module at `path` and its parameters at `path.weight` and `path.bias`, as PyTorch does.
 
 use crate::builder::{Builder, Init, Value, attr};
 
-/// `x·Wᵀ + b` over the last axis of an `x` of any rank.
+/// `x·Wᵀ + b` over the last axis; `x` may have any rank.
 pub fn linear(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize) -> Value {
     let weight = net.parameter(&format!("{path}.weight"), &[to, from], Init::Xavier);
     let bias = net.parameter(&format!("{path}.bias"), &[to], Init::Zeros);
@@ -12,7 +12,7 @@ pub fn linear(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize) 
     net.node(path, "Add", &[&bias, &y], vec![])
 }
 
-/// `x·Wᵀ` with a weight that is there already.
+/// `x·Wᵀ` with an existing weight.
 pub fn product(net: &mut Builder, path: &str, x: &Value, weight: &Value) -> Value {
     let weight = turned(net, path, weight, &[1, 0]);
     net.node(path, "MatMul", &[x, &weight], vec![])
@@ -32,14 +32,13 @@ pub fn dense(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize, i
     net.node(path, "Gemm", &[x, &weight, &bias], attributes)
 }
 
-/// A table of `count` rows and the rows that `tokens` say.
+/// An embedding table with `count` rows, and its rows at `tokens`.
 pub fn embedding(net: &mut Builder, path: &str, tokens: &Value, count: usize, width: usize) -> [Value; 2] {
     let table = net.parameter(&format!("{path}.weight"), &[count, width], Init::Deviation(0.02));
     let rows = net.node(path, "Gather", &[&table, tokens], vec![]);
     [table, rows]
 }
 
-/// Layer normalisation over the last axis.
 pub fn normalisation(net: &mut Builder, path: &str, x: &Value, width: usize, epsilon: f32) -> Value {
     let scale = net.parameter(&format!("{path}.weight"), &[width], Init::Ones);
     let bias = net.parameter(&format!("{path}.bias"), &[width], Init::Zeros);
@@ -47,7 +46,7 @@ pub fn normalisation(net: &mut Builder, path: &str, x: &Value, width: usize, eps
     net.node(path, "LayerNormalization", &[x, &scale, &bias], attributes)
 }
 
-/// Dropout in training mode; nothing where the ratio is 0.
+/// Dropout in training mode; omitted if the ratio is 0.
 pub fn dropout(net: &mut Builder, path: &str, x: &Value, ratio: f64) -> Value {
     if ratio == 0.0 {
         return x.clone();
@@ -57,10 +56,10 @@ pub fn dropout(net: &mut Builder, path: &str, x: &Value, ratio: f64) -> Value {
     net.node(path, "Dropout", &[x, &ratio, &training], vec![])
 }
 
-/// Dropout that is the same along the axes of size 1 in `mask`, a shape; 0 copies an axis of `x`.
+/// Dropout with a mask broadcast along the axes of size 1 in `mask`; a 0 takes the axis size of `x`.
 ///
-/// Time-major sequences with the mask `[1, 0, 0]` lose the same features at every step (Gal and Ghahramani, 2016),
-/// images with `[0, 0, 1, 1]` lose whole channels.
+/// The mask `[1, 0, 0]` drops the same features at every step of a time-major sequence (Gal and Ghahramani, 2016); `[0,
+/// 0, 1, 1]` drops whole channels of images.
 pub fn locked_dropout(net: &mut Builder, path: &str, x: &Value, mask: &[i64], ratio: f64) -> Value {
     if ratio == 0.0 {
         return x.clone();
@@ -76,23 +75,20 @@ pub fn locked_dropout(net: &mut Builder, path: &str, x: &Value, mask: &[i64], ra
     net.node(path, "Mul", &[x, &kept], vec![])
 }
 
-/// `x` with its axes in another order.
 pub fn turned(net: &mut Builder, path: &str, x: &Value, perm: &[i64]) -> Value {
     net.node(path, "Transpose", &[x], vec![attr::ints("perm", perm)])
 }
 
-/// `x` in another shape; 0 copies an axis, -1 follows from the rest.
+/// Reshapes `x`; a 0 copies an axis, a -1 is inferred.
 pub fn reshaped(net: &mut Builder, path: &str, x: &Value, shape: &[i64]) -> Value {
     let shape = net.constant_i64(path, shape);
     net.node(path, "Reshape", &[x, &shape], vec![attr::int("allowzero", 0)])
 }
 
-/// All parts one behind the other.
 pub fn joined(net: &mut Builder, path: &str, parts: &[&Value], axis: i64) -> Value {
     net.node(path, "Concat", parts, vec![attr::int("axis", axis)])
 }
 
-/// Parts `begin..end` along one axis.
 pub fn part(net: &mut Builder, path: &str, x: &Value, axis: i64, begin: i64, end: i64) -> Value {
     let [begin, end, axis] = [begin, end, axis].map(|number| net.constant_i64(path, &[number]));
     net.node(path, "Slice", &[x, &begin, &end, &axis], vec![])

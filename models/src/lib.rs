@@ -1,8 +1,8 @@
-//! A model zoo built in Rust and written as real ONNX, and a small data set to train on.
+//! A model zoo that writes ONNX, and a small dataset to train on.
 //!
-//! The graphs come out the way PyTorch's exporter writes them in training mode: parameters keep module names
-//! (`conv1.weight`), nodes tell their module (`/conv1/Conv`), BatchNormalization has its three training outputs, and
-//! the batch dimension is symbolic. So what reads them reads the models of users too.
+//! The graphs have the form of PyTorch's exporter in training mode. Parameters keep module names (`conv1.weight`),
+//! nodes name their module (`/conv1/Conv`), BatchNormalization has its three training outputs, and the batch dimension
+//! is symbolic. They exercise the same import path as user models.
 
 pub mod alexnet;
 pub mod amoebanet;

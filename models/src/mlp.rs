@@ -1,5 +1,4 @@
-//! Multilayer perceptrons: linear layers with ReLU between them. The usual one is for 8×8 digits, 64-128-64-10, 17,226
-//! parameters.
+//! Multilayer perceptrons: linear layers with ReLU. The default is for 8×8 digits: 64-128-64-10, 17,226 parameters.
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given};
@@ -9,7 +8,6 @@ use crate::layer::dense;
 use crate::prediction::{Prediction, Target};
 use crate::zoo::Entry;
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "mlp",
     about: "perceptron for 8x8 digits, 64-128-64-10",

@@ -1,18 +1,19 @@
-//! GPT with a mixture of experts in place of its feed-forward layers (Lepikhin et al., GShard, ICLR 2021; Fedus et al., Switch Transformers,
-//! JMLR 2022): a router chooses k of E experts for each token, an expert takes so many tokens of a sequence as it has room for, first
-//! choices first, and what finds no room passes by in the residual stream.
+//! GPT with mixture-of-experts layers (Lepikhin et al., GShard, ICLR 2021; Fedus et al., Switch Transformers, JMLR
+//! 2022). A router chooses k of E experts for each token. Each expert has a capacity per sequence, filled by first
+//! choices first; tokens beyond it use only the residual connection.
 //!
-//! Everything is written in operators of the standard: `TopK` chooses, `CumSum` counts the tokens in front of each, `ScatterElements` brings
-//! them to their slots, one batched `MatMul` for each layer runs all experts, and `GatherND` brings them back.
+//! It uses standard operators. `TopK` routes, `CumSum` computes each token's position in its expert, and
+//! `ScatterElements` writes tokens to their slots. One batched `MatMul` per layer runs all experts, and `GatherND`
+//! reads the results.
 //!
-//! With E experts in n of l blocks it has `n·(E − 1)·(8·w² + 5·w) + n·E·w` parameters more than a GPT:
+//! With E experts in n of l blocks it has `n·(E − 1)·(8·w² + 5·w) + n·E·w` more parameters than a GPT:
 //!
 //! | size    | layers | width | heads | experts | parameters     | published |
 //! | ---     | ---    | ---   | ---   | ---     | ---            | ---       |
 //! | moe-13b | 24     | 1,024 | 16    | 128     | 13,150,451,712 | 13 B      |
 //! | moe-52b | 24     | 2,048 | 16    | 128     | 52,473,360,384 | 52 B      |
 //!
-//! Both are from DeepSpeed-MoE (Rajbhandari et al., ICML 2022, table 1): experts in every other block, one for each token.
+//! Both are from DeepSpeed-MoE (Rajbhandari et al., ICML 2022, table 1): experts in every other block, one per token.
 
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
@@ -21,7 +22,6 @@ use crate::layer::{dropout, joined, normalisation, product, reshaped, turned};
 use crate::prediction::Prediction;
 use crate::zoo::{Entry, Size};
 
-/// The settings of a published size.
 const fn settings(width: usize) -> [(&'static str, Setting); 10] {
     [
         ("layers", Setting::Number(24)),
@@ -37,7 +37,6 @@ const fn settings(width: usize) -> [(&'static str, Setting); 10] {
     ]
 }
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "moe",
     about: "GPT whose tokens choose 2 of 4 experts; and sizes up to 52 B [Lepikhin et al. 2021, Rajbhandari et al. 2022]",
@@ -90,30 +89,25 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     })
 }
 
-/// A layer of experts and what chooses among them.
 #[derive(Debug, Clone)]
 pub struct Mixture {
-    /// How many experts.
     pub experts: usize,
-    /// How many of them a token chooses.
     pub chosen: usize,
-    /// How many tokens of a sequence an expert has room for.
+    /// Tokens per expert and sequence.
     pub capacity: usize,
-    /// Tokens in a sequence.
     pub context: usize,
-    /// Width of a token.
     pub width: usize,
-    /// Width of the layer between.
+    /// Hidden width of an expert.
     pub inner: usize,
 }
 
 impl Mixture {
-    /// `[batch, context, width]` from `[batch, context, width]`.
+    /// Maps `[batch, context, width]` to the same shape.
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let [experts, chosen, capacity, context, width] =
             [self.experts, self.chosen, self.capacity, self.context, self.width].map(|size| size as i64);
         let Route { slots, fits, gates } = self.route(net, &format!("{path}.router"), x);
-        // A token for each choice, at its slot; what finds no room is nothing there.
+        // One token per choice, added to its slot; tokens beyond the capacity are zeroed.
         let tokens = joined(net, path, &vec![x; self.chosen], 1);
         let tokens = net.node(path, "Mul", &[&tokens, &fits], vec![]);
         let shape = net.node(path, "Shape", &[x], vec![attr::int("start", 0), attr::int("end", 1)]);
@@ -124,7 +118,7 @@ impl Mixture {
         let index = net.node(path, "Expand", &[&slots, &shape], vec![]);
         let scatter = vec![attr::int("axis", 1), attr::string("reduction", "add")];
         let y = net.node(path, "ScatterElements", &[&empty, &index, &tokens], scatter);
-        // Each expert has the slots of all sequences: batch × experts × capacity to experts × (batch × capacity).
+        // Gathers each expert's slots of all sequences: batch × experts × capacity to experts × (batch × capacity).
         let y = reshaped(net, path, &y, &[0, experts, capacity, width]);
         let y = turned(net, path, &y, &[1, 0, 2, 3]);
         let y = reshaped(net, path, &y, &[experts, -1, width]);
@@ -141,7 +135,7 @@ impl Mixture {
         net.node(path, "ReduceSum", &[&y, &axis], vec![attr::int("keepdims", 0)])
     }
 
-    /// What the router says of each choice, first choices of all tokens first: `[batch, chosen × context, 1]`.
+    /// Routes every choice, first choices of all tokens first: `[batch, chosen × context, 1]`.
     fn route(&self, net: &mut Builder, path: &str, x: &Value) -> Route {
         let choices = (self.chosen * self.context) as i64;
         let weight = net.parameter(&format!("{path}.weight"), &[self.experts, self.width], Init::Deviation(0.02));
@@ -151,7 +145,7 @@ impl Mixture {
         let [gates, expert] = net.node_of(path, "TopK", &[&shares, &count], vec![attr::int("axis", -1)]);
         let last = net.constant_i64(path, &[-1]);
         let gates = match self.chosen {
-            // A single choice's share is all that trains the router.
+            // With one choice, the unnormalised gate keeps the router trainable.
             1 => gates,
             _ => {
                 let sum = net.node(path, "ReduceSum", &[&gates, &last], vec![attr::int("keepdims", 1)]);
@@ -163,7 +157,7 @@ impl Mixture {
             reshaped(net, path, &value, &[0, choices, 1])
         };
         let (gates, expert) = (in_order(&gates), in_order(&expert));
-        // How many choices of the same expert there are up to each, itself included.
+        // For each choice, the number of choices of the same expert up to and including it.
         let all = net.constant_i64(path, &(0..self.experts as i64).collect::<Vec<_>>());
         let is = net.node(path, "Equal", &[&expert, &all], vec![]);
         let is = net.node(path, "Cast", &[&is], vec![attr::int("to", INT64)]);
@@ -182,7 +176,6 @@ impl Mixture {
         Route { slots, fits, gates }
     }
 
-    /// A linear layer of each expert on its own rows.
     fn layer(&self, net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
         let bound = (6.0 / (from + to) as f64).sqrt();
         let weight = net.parameter(&format!("{path}.weight"), &[self.experts, from, to], Init::Within(bound));
@@ -192,16 +185,15 @@ impl Mixture {
     }
 }
 
-/// Element types as ONNX counts them.
 const FLOAT: i64 = 1;
 const INT64: i64 = 7;
 
-/// Where choices go.
+/// Routing of all choices.
 struct Route {
-    /// The slot of each; 0 where there is no room.
+    /// Slot; 0 beyond the capacity.
     slots: Value,
-    /// 1 for each that finds room, 0 for others.
+    /// 1 within the capacity, else 0.
     fits: Value,
-    /// How much of its expert's answer a token takes; 0 where there was no room.
+    /// Weight of the expert's output; 0 beyond the capacity.
     gates: Value,
 }

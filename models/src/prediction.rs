@@ -1,31 +1,27 @@
-//! How every model of the zoo ends: with its logits, or with a loss that is worked out in the graph.
+//! Model heads: logits as output, or a loss computed in the graph.
 
 use crate::builder::{Axis, Builder, Value, attr};
 use crate::layer::reshaped;
 
-/// What a model predicts.
 #[derive(Debug, Clone)]
 pub struct Prediction {
-    /// The scores.
     pub logits: Value,
-    /// Their shape.
     pub shape: Vec<Axis>,
-    /// How they are compared with labels.
     pub target: Target,
 }
 
-/// How predictions are compared with labels.
+/// The loss and label format of a prediction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// Cross-entropy; the classes are along axis 1.
+    /// Cross-entropy with the classes along axis 1.
     Class,
-    /// Cross-entropy for every token; the classes are along the last axis. A label of -100 counts for nothing.
+    /// Per-token cross-entropy with the classes along the last axis. Labels of -100 are ignored.
     Token,
-    /// Cross-entropy of yes and no for every score; labels are f32.
+    /// Binary cross-entropy per score; labels are f32.
     Truth,
 }
 
-/// Ends the graph with output `logits`; or, `with_loss`, with input `labels` and output `loss`.
+/// Adds the output `logits` or, `with_loss`, the input `labels` and the output `loss`.
 pub fn finish(net: &mut Builder, prediction: &Prediction, with_loss: bool) {
     let Prediction { logits, shape, target } = prediction;
     if !with_loss {

@@ -1,22 +1,20 @@
-//! Random numbers without state: the value at any place follows from a seed, a name and an index.
+//! Counter-based random numbers: each value is a function of seed, name and index.
 //!
 //!   key       = mix(seed + fnv1a(name))
 //!   bits(i)   = mix(key + (i + 1) · 0x9E3779B97F4A7C15)
 //!
-//! with `mix` the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) and all sums modulo 2^64. A parameter
-//! keeps its initial values when another one is added before it, and only additions, multiplications and shifts are
-//! used, so that every machine draws the same bits.
+//! Here `mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) and sums are modulo 2^64. Adding a
+//! parameter does not change the initial values of others. Only integer operations are used, so all machines draw the
+//! same bits.
 
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// One stream of random numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
     key: u64,
 }
 
 impl Stream {
-    /// The stream called `name` under `seed`.
     pub fn new(seed: u64, name: &str) -> Self {
         let hash = name
             .bytes()
@@ -24,19 +22,18 @@ impl Stream {
         Self { key: mix(seed.wrapping_add(hash)) }
     }
 
-    /// 64 random bits at place `index`.
     pub fn bits(self, index: u64) -> u64 {
         mix(self.key.wrapping_add(index.wrapping_add(1).wrapping_mul(GOLDEN)))
     }
 
-    /// A number in [-bound, bound), evenly spread.
+    /// A uniform number in [-bound, bound).
     pub fn uniform(self, index: u64, bound: f64) -> f32 {
-        // 53 bits fill a f64 exactly, so the only rounding is the last one.
+        // 53 bits fit an f64 exactly, so only the final conversion rounds.
         let unit = (self.bits(index) >> 11) as f64 / (1_u64 << 53) as f64;
         ((2.0 * unit - 1.0) * bound) as f32
     }
 
-    /// The numbers 0..count in random order (Fisher and Yates). The bias of the remainder is below count / 2^64.
+    /// A random permutation of 0..count (Fisher and Yates). The modulo bias is below count / 2^64.
     pub fn permutation(self, count: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..count).collect();
         for last in (1..count).rev() {

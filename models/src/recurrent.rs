@@ -1,32 +1,29 @@
-//! The LSTM layer, with its parameters as PyTorch keeps them.
+//! The LSTM layer, with PyTorch's parameters.
 //!
-//! PyTorch has the gates in the order i, f, g, o, one matrix for each direction; ONNX wants i, o, f, g, all directions
-//! in one tensor. As PyTorch's exporter does, the graph cuts the parameters up and puts them together again, so that
-//! they keep their own names and shapes; what imports the graph sees through it.
+//! PyTorch orders gates i, f, g, o and has one matrix per direction. ONNX orders them i, o, f, g and stacks all
+//! directions. As in PyTorch's exporter, the graph splits and concatenates the parameters, which keep their names and
+//! shapes. Importers fold these nodes away.
 
 use crate::builder::{Builder, Init, Value, attr};
 use crate::layer::{dropout, joined, reshaped, turned};
 
-/// The shape of a recurrent layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lstm {
-    /// Width of the input.
     pub from: usize,
-    /// Width of the state.
     pub to: usize,
-    /// Whether a second one reads the sequence from its end; the result is then twice as wide.
+    /// Adds a layer that reads the sequence in reverse; the output is then twice as wide.
     pub bidirectional: bool,
-    /// How much of the recurrent weights is dropped (DropConnect; Merity et al., 2018).
+    /// Dropout ratio of the recurrent weights (DropConnect; Merity et al., 2018).
     pub weight_drop: f64,
 }
 
 impl Lstm {
-    /// In one direction, with all weights.
+    /// Unidirectional, without weight dropout.
     pub fn plain(from: usize, to: usize) -> Self {
         Self { from, to, bidirectional: false, weight_drop: 0.0 }
     }
 
-    /// The states at all steps. Sequences are time-major, `[time, batch, width]`; the first state is zero.
+    /// The states at all steps. Sequences are time-major, `[time, batch, width]`; the initial state is zero.
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let directions: &[&str] = if self.bidirectional { &["", "_reverse"] } else { &[""] };
         let bound = Init::Within(1.0 / (self.to as f64).sqrt());
@@ -63,7 +60,7 @@ impl Lstm {
     }
 }
 
-/// i, f, g, o as i, o, f, g.
+/// Reorders gates from i, f, g, o to i, o, f, g.
 fn gates(net: &mut Builder, path: &str, weight: &Value) -> Value {
     let split = vec![attr::int("axis", 0), attr::int("num_outputs", 4)];
     let [i, f, g, o] = net.node_of(path, "Split", &[weight], split);

@@ -1,16 +1,16 @@
-//! Residual networks for ImageNet (He et al., CVPR 2016, table 1), with the stride of a bottleneck in its 3×3
-//! convolution, as torchvision and NVIDIA's reference have it.
+//! Residual networks for ImageNet (He et al., CVPR 2016, table 1). The stride of a bottleneck is in its 3×3
+//! convolution, as in torchvision and NVIDIA's reference.
 //!
 //! ```text
 //! x ─ conv 7×7 /2 ─ bn ─ relu ─ max 3×3 /2 ─ four groups of blocks ─ mean ─ fc ─ logits
 //!
 //! basic:    ┌ conv 3×3 ─ bn ─ relu ─ conv 3×3 ─ bn ┐                     bottleneck: 1×1, 3×3, 1×1 four times as wide
 //!         ──┤                                      + ─ relu ──
-//!           └ nothing, or conv 1×1 ─ bn ───────────┘
+//!           └ identity, or conv 1×1 ─ bn ─────────┘
 //! ```
 //!
-//! For small images, such as those of CIFAR (section 4.2 there; with the widths of ImageNet's networks), the stem is a 3×3 convolution
-//! without a stride and without pooling.
+//! For small images such as CIFAR (section 4.2, but with the ImageNet widths), the stem is a 3×3 convolution without
+//! stride and pooling.
 //!
 //! | depth | blocks         | parameters |
 //! | ---   | ---            | ---        |
@@ -27,7 +27,6 @@ use crate::layer::dense;
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "resnet",
     about: "residual network for ImageNet, ResNet-50 [He et al. 2016]",
@@ -49,7 +48,6 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Input `x`; modules named as in torchvision.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (blocks, deep) = match given.number("depth") {
         18 => ([2, 2, 2, 2], false),
@@ -87,7 +85,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     Ok(Prediction { logits: y, shape: vec![batch, Axis::Size(classes)], target: Target::Class })
 }
 
-/// Two convolutions of 3×3.
+/// The basic block: two 3×3 convolutions.
 pub fn basic(net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2], stride: usize) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let y = convolution(net, &at("conv1"), x, Kernel::square(from, to, 3, stride));
@@ -111,7 +109,7 @@ fn bottleneck(net: &mut Builder, path: &str, x: &Value, [from, inner, to]: [usiz
     rejoined(net, path, x, &y, [from, to], stride)
 }
 
-/// The block's result with its input, projected where their shapes differ.
+/// Adds the block's input, projected if the shapes differ.
 fn rejoined(net: &mut Builder, path: &str, x: &Value, y: &Value, [from, to]: [usize; 2], stride: usize) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let shortcut = if stride == 1 && from == to {

@@ -1,5 +1,5 @@
 //! S2VT, sequence to sequence: video to text (Venugopalan et al., ICCV 2015, section 3), which PipeDream's evaluation
-//! trains on MSVD. The features of frames come from an image network that is not trained with it.
+//! trains on MSVD. Frame features come from a separate image network.
 //!
 //! ```text
 //! time      1 … frames          frames + 1 … frames + words
@@ -7,8 +7,8 @@
 //! LSTM 2    its state, zeros    its state, the words so far    ─ linear ─ logits
 //! ```
 //!
-//! With the paper's sizes (features 4,096, embeddings 500, states 1,000, the 12,594 words of MSVD, 80 steps in all)
-//! there are 36,968,094 parameters; neither paper publishes a count.
+//! With the paper's sizes (features 4,096, embeddings 500, states 1,000, the 12,594 words of MSVD, 80 steps) it has
+//! 36,968,094 parameters; neither paper publishes a count.
 
 use crate::builder::{Axis, Builder, Init, Value};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
@@ -17,7 +17,6 @@ use crate::prediction::{Prediction, Target};
 use crate::recurrent::Lstm;
 use crate::zoo::Entry;
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "s2vt",
     about: "S2VT: two LSTM layers that caption a video, 37 M parameters [Venugopalan et al. 2015]",
@@ -65,7 +64,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     Ok(Prediction { logits, shape: vec![batch, Axis::Size(said), Axis::Size(vocabulary)], target: Target::Token })
 }
 
-/// A time-major sequence with steps of zeros before and after it.
+/// Pads a time-major sequence with zero steps.
 fn padded(net: &mut Builder, path: &str, x: &Value, [before, after]: [usize; 2]) -> Value {
     let pads = net.constant_i64(path, &[before as i64, 0, 0, after as i64, 0, 0]);
     net.node(path, "Pad", &[x, &pads], vec![])

@@ -1,10 +1,10 @@
-//! Transformer-L of GPipe (Huang et al., NeurIPS 2019, table 1): a language model of L blocks, 2,048 wide with 8,192
-//! between and 32 heads, on sequences of 1,024 tokens.
+//! Transformer-L of GPipe (Huang et al., NeurIPS 2019, table 1): a language model of L blocks. The width is 2,048, the
+//! feed-forward width 8,192, with 32 heads and 1,024 tokens.
 //!
-//! The paper gives sizes but neither the vocabulary's nor which weights are shared. A block with biases everywhere has
-//! `4·w² + 2·w·f + 9·w + f` = 50,358,272 parameters, and the published counts leave 131.1 M besides: exactly an
-//! embedding and a head of their own, with bias, over 32,000 tokens and a last normalisation. (A shared table over
-//! 64,000 fits too; `--vocabulary 64000 --tied true`.) Positions are sines, without parameters.
+//! The paper states neither the vocabulary nor the tied weights. A block with biases has `4·w² + 2·w·f + 9·w + f` =
+//! 50,358,272 parameters, and the published counts leave 131.1 M. That is exactly an untied embedding and head with
+//! bias over 32,000 tokens, plus a final normalisation. (A tied table over 64,000 tokens fits too: `--vocabulary 64000
+//! --tied true`.) Positions are sinusoidal, without parameters.
 //!
 //! | L   | parameters    | published |
 //! | --- | ---           | ---       |
@@ -21,7 +21,6 @@ use crate::layer::{dropout, embedding, joined, normalisation, product};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "transformer",
     about: "Transformer-3, 2048 wide, 282.2 M parameters [Huang et al. 2019]",
@@ -86,8 +85,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     Ok(Prediction { logits, shape: vec![batch, Axis::Size(context), Axis::Size(vocabulary)], target: Target::Token })
 }
 
-/// sin(p·r) and cos(p·r) for every place p and rates r from 1 down to 1/10,000 (Vaswani et al., 2017, section 3.5, with
-/// the sines in the first half, as tensor2tensor has them). Worked out in the graph from the rates alone.
+/// Sinusoidal positions: sin(p·r) and cos(p·r) for positions p and rates r from 1 down to 1/10,000 (Vaswani et al.,
+/// 2017, section 3.5). Sines are in the first half, as in tensor2tensor. The graph computes them from the rates.
 fn sines(net: &mut Builder, path: &str, context: usize, width: usize) -> Value {
     let half = width / 2;
     let rate = |at: usize| (-(10_000_f64.ln()) * at as f64 / half as f64).exp() as f32;

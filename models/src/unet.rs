@@ -1,11 +1,11 @@
-//! U-Net (B, C) of torchgpipe (Kim et al., 2020, section 4.2): a simplified U-Net (Ronneberger et al., 2015) with B
-//! convolutions in every cell and C channels in the first. Its long skip edges are what makes it a test of pipelines.
+//! U-Net (B, C) of torchgpipe (Kim et al., 2020, section 4.2): a simplified U-Net (Ronneberger et al., 2015). Cells
+//! have B convolutions; the first has C channels. Its long skip connections test pipelines.
 //!
 //! ```text
-//! [ cell ]───────────────────[ cell ]─ conv 1×1 ─ logits      a cell: B times conv 3×3 ─ dropout of channels ─
+//! [ cell ]───────────────────[ cell ]─ conv 1×1 ─ logits      cell: B times conv 3×3 ─ channel dropout ─
 //!     [ cell ]───────────[ cell ]                             instance normalisation ─ leaky ReLU
 //!          …                …
-//!             [ bottleneck ]                                  down: max 2×2; up: every pixel twice, joined to the skip
+//!             [ bottleneck ]                                  down: max 2×2; up: upsampling, concatenated with the skip
 //! ```
 //!
 //! | B, C    | parameters     | published |
@@ -23,7 +23,6 @@ use crate::layer::{joined, locked_dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "unet",
     about: "U-Net (6, 72), 362.2 M parameters [Ronneberger et al. 2015, Kim et al. 2020]",
@@ -55,7 +54,7 @@ const fn settings(convolutions: usize, channels: usize) -> [(&'static str, Setti
     [("convolutions", Setting::Number(convolutions)), ("channels", Setting::Number(channels))]
 }
 
-/// Channels before, between and after the convolutions of a cell.
+/// Input, hidden and output channels of a cell.
 type Widths = [usize; 3];
 
 /// Input `x`, logits batch × classes × height × width.
@@ -105,12 +104,12 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     Ok(Prediction { logits, shape, target })
 }
 
-/// Convolution, dropout of whole channels, normalisation of every channel of every image, leaky ReLU.
+/// Convolution, channel dropout, instance normalisation, leaky ReLU.
 fn step(net: &mut Builder, path: &str, x: &Value, kernel: Kernel, ratio: f64) -> Value {
     let at = |name: &str| format!("{path}.{name}");
     let y = convolution(net, &at("conv"), x, kernel);
     let y = locked_dropout(net, &at("dropout"), &y, &[0, 0, 1, 1], ratio);
-    // Without parameters of its own.
+    // The normalisation has no trainable scale and bias.
     let shape = net.constant_i64(&at("norm"), &[kernel.to as i64]);
     let [one, zero] = [1.0, 0.0].map(|value| net.filled(&at("norm"), &shape, value));
     let y = net.node(&at("norm"), "InstanceNormalization", &[&y, &one, &zero], vec![attr::float("epsilon", 1e-5)]);

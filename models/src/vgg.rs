@@ -1,8 +1,7 @@
-//! VGG (Simonyan and Zisserman, ICLR 2015, table 1: A, B, D and E), without normalisation or with a batch
-//! normalisation behind every convolution, as torchvision has both.
-//! PipeDream's evaluation trains VGG-16.
+//! VGG (Simonyan and Zisserman, ICLR 2015, table 1: A, B, D and E), optionally with batch normalisation after every
+//! convolution, as in torchvision. PipeDream's evaluation trains VGG-16.
 //!
-//! Five groups of 3×3 convolutions, each behind the last at half the height and width, then three linear layers.
+//! Five groups of 3×3 convolutions, each followed by pooling to half the height and width, then three linear layers.
 //!
 //! | depth | convolutions     | parameters  | paper | normalised  |
 //! | ---   | ---              | ---         | ---   | ---         |
@@ -18,7 +17,6 @@ use crate::layer::{dense, dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-/// In the zoo.
 pub const ENTRY: Entry = Entry {
     name: "vgg",
     about: "VGG-16 for ImageNet [Simonyan and Zisserman 2015]",

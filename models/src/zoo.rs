@@ -1,8 +1,7 @@
-//! The zoo: models by name, with options.
+//! The model zoo: models by name, with options.
 //!
-//! Every model's file has an [`Entry`]: its name, its choices with their usual values, its published sizes under names
-//! of their own, and what builds it. Here they are gathered, and what all models share is done: the batch, the loss,
-//! the limit of one file.
+//! Each model's file has an [`Entry`] with its options and published sizes. This module handles the parts that all
+//! models share: batch size, loss, file size limit.
 //!
 //! ```
 //! use models::zoo::{Options, build};
@@ -23,76 +22,63 @@ use crate::{
     alexnet, amoebanet, awd_lm, bert, gnmt, gpt, mlp, moe, residual_cnn, resnet, s2vt, transformer, unet, vgg,
 };
 
-/// The most bytes of weights that are built: protobuf allows a message 2 GiB, and nodes take room too.
+/// Maximum bytes of weights: protobuf limits a message to 2 GiB, nodes included.
 const MOST_BYTES: u128 = 2_000_000_000;
 
-/// The most parameters that a structure may have: more than anyone has trained, and their bytes fit an offset.
+/// Maximum parameters of a structure: larger than any trained model, and byte offsets still fit 64 bits.
 const MOST_PARAMETERS: u128 = 1_000_000_000_000_000;
 
-/// What can be asked of every model, and the settings of its own choices.
+/// Options of all models, and settings of the model's own options.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Options {
-    /// Seed of the initial weights.
     pub seed: u64,
     /// A fixed batch size instead of the symbol `batch`.
     pub batch: Option<usize>,
-    /// Whether the graph works out its loss from an input `labels`.
+    /// Adds an input `labels` and computes the loss in the graph.
     pub loss: bool,
-    /// Whether the weights are left out.
+    /// Omits the weights.
     pub structure: bool,
-    /// The model's own choices, by name; what is not here is usual.
+    /// Values of the model's own options by name; the others have their defaults.
     pub settings: BTreeMap<String, Setting>,
 }
 
 impl Options {
-    /// These options with one setting more.
     pub fn with(mut self, name: &str, setting: Setting) -> Self {
         self.settings.insert(name.to_owned(), setting);
         self
     }
 
-    /// These options with one number more.
     pub fn number(self, name: &str, value: usize) -> Self {
         self.with(name, Setting::Number(value))
     }
 }
 
-/// One model of the zoo.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
-    /// Its name.
     pub name: &'static str,
-    /// What it is, in one line, and who published it.
     pub about: &'static str,
-    /// What can be chosen, besides what every model takes.
     pub choices: &'static [Choice],
-    /// Published sizes.
     pub sizes: &'static [Size],
-    /// Settings with which it is small enough to train in a test.
+    /// Settings small enough to train in a test.
     pub small: &'static [(&'static str, Setting)],
-    /// Builds it; see [`build`].
+    /// Adds the model to the builder; see [`build`].
     pub build: fn(&mut Builder, &Given, Axis) -> Result<Prediction, ChoiceError>,
 }
 
 impl Entry {
-    /// Options that make it small.
     pub fn small(&self) -> Options {
         self.small.iter().fold(Options::default(), |options, (name, setting)| options.with(name, *setting))
     }
 }
 
-/// A published size of a model: a name for some settings.
+/// A published size of a model: a name for a set of settings.
 #[derive(Debug, Clone, Copy)]
 pub struct Size {
-    /// Its name, as unique as a model's.
     pub name: &'static str,
-    /// How large it is.
     pub about: &'static str,
-    /// What it sets.
     pub settings: &'static [(&'static str, Setting)],
 }
 
-/// All models, in the order in which they are listed.
 pub const ENTRIES: &[Entry] = &[
     mlp::ENTRY,
     residual_cnn::ENTRY,
@@ -110,61 +96,39 @@ pub const ENTRIES: &[Entry] = &[
     vgg::ENTRY,
 ];
 
-/// A model that was built.
 #[derive(Debug, Clone)]
 pub struct Built {
-    /// As ONNX.
     pub model: ModelProto,
-    /// How much it has.
     pub counts: Counts,
 }
 
-/// Why a model cannot be built.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ZooError {
-    /// No such model.
     #[error("the zoo has no model `{}`; it has {}{}", name.escape_default(), names(), meant(name))]
-    Unknown {
-        /// The name asked for.
-        name: String,
-    },
-    /// A choice that the model does not have, or a value that makes no model.
+    Unknown { name: String },
     #[error(transparent)]
     Choice(#[from] ChoiceError),
-    /// A batch of nothing.
     #[error("a batch must have at least 1 sample")]
     Batch,
-    /// Too many parameters for one file.
     #[error(
         "this `{model}` has {parameters} parameters, more than fit the 2 GiB of one ONNX file; `--structure` leaves \
          the weights out"
     )]
-    Large {
-        /// The model.
-        model: &'static str,
-        /// How many.
-        parameters: u128,
-    },
-    /// Too many parameters for any file.
+    Large { model: &'static str, parameters: u128 },
     #[error("this `{model}` would have {parameters} parameters")]
-    Vast {
-        /// The model.
-        model: &'static str,
-        /// How many.
-        parameters: u128,
-    },
+    Vast { model: &'static str, parameters: u128 },
 }
 
 fn names() -> String {
     ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ")
 }
 
-/// The model or size that was meant by a name that is none, as the end of a sentence.
+/// The suggestion for an unknown model or size, as a suffix of a message.
 pub fn meant(name: &str) -> String {
     hint(name, ENTRIES.iter().flat_map(|entry| entry.sizes.iter().map(|size| size.name).chain([entry.name])))
 }
 
-/// The model or published size called `name`, with what a size sets.
+/// Finds a model or published size, with the settings of the size.
 pub fn find(name: &str) -> Option<(&'static Entry, &'static [(&'static str, Setting)])> {
     ENTRIES.iter().find_map(|entry| {
         let size = entry.sizes.iter().find(|size| size.name == name).map(|size| size.settings);
@@ -172,7 +136,7 @@ pub fn find(name: &str) -> Option<(&'static Entry, &'static [(&'static str, Sett
     })
 }
 
-/// Builds the model or published size called `name`.
+/// Builds the model or published size called `name`. Fails on unknown options and too many parameters.
 pub fn build(name: &str, options: &Options) -> Result<Built, ZooError> {
     let (entry, sized) = find(name).ok_or_else(|| ZooError::Unknown { name: name.to_owned() })?;
     let mut settings: BTreeMap<String, Setting> = sized.iter().map(|(name, it)| ((*name).to_owned(), *it)).collect();
@@ -183,7 +147,7 @@ pub fn build(name: &str, options: &Options) -> Result<Built, ZooError> {
         Some(0) => return Err(ZooError::Batch),
         Some(size) => Axis::Size(size),
     };
-    // Without weights first: that costs next to nothing and tells how many there are.
+    // Build without weights first: this is cheap and gives the parameter count.
     let structure = assemble(Builder::structure(entry.name), entry, &given, batch, options.loss)?;
     let parameters = structure.counts.parameters;
     if parameters > MOST_PARAMETERS {
@@ -205,7 +169,7 @@ fn assemble(mut net: Builder, entry: &Entry, given: &Given, batch: Axis, loss: b
     Ok(Built { model: net.finish(), counts })
 }
 
-/// The bytes of `model` as an ONNX file.
+/// Encodes `model` as an ONNX file.
 pub fn to_bytes(model: &ModelProto) -> Vec<u8> {
     model.encode_to_vec()
 }
@@ -221,7 +185,7 @@ mod tests {
         parse(bytes.into(), None).unwrap()
     }
 
-    /// Elements of all initializers but the running statistics.
+    /// Elements of all initializers except running statistics.
     fn parameters(name: &str, options: &Options) -> i64 {
         let model = decoded(name, options);
         let trained = model.initializers.iter().filter(|tensor| !tensor.name.contains("running_"));

@@ -1,7 +1,7 @@
-//! Measured times in a folder, so that what was measured once is not measured again.
+//! An on-disk cache of measured times.
 //!
-//! One file for each key, named by the key's SHA-256 and holding the key. Files are written beside their place and then
-//! moved there, so a reader sees all of a file or none of it. What cannot be read, or is no figure, counts as absent.
+//! There is one file per key, named by the key's SHA-256 and containing the key. Files are written under a temporary
+//! name and renamed, so readers never see partial files. Unreadable or malformed files count as absent.
 
 use compiler::graph::hash::sha256;
 use serde_json::{Value as Json, json};
@@ -9,34 +9,32 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The name and version that every entry states.
 const SCHEMA: &str = "pipec.kernel-time/1";
 
-/// No entry is larger; what is, is not ours.
+/// Larger files are not cache entries.
 const LARGEST: u64 = 1 << 20;
 
-/// A measured time. Whole picoseconds, so that it is the same number when it is read back.
+/// A measured time in whole picoseconds, so that it is read back exactly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Time {
-    /// Half of the runs took less.
     pub median_ps: u64,
-    /// Between the first and the third quarter of the runs.
+    /// Interquartile range of the samples.
     pub spread_ps: u64,
 }
 
-/// A folder of measured times.
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
 }
 
 impl Cache {
-    /// A cache in this folder, which is made when the first time is kept.
+    /// A cache in `folder`, which is created on the first write.
     pub fn new(folder: &Path) -> Cache {
         Cache { folder: folder.to_path_buf() }
     }
 
-    /// The user's own: `$XDG_CACHE_HOME/pipec/profile`, else `~/.cache/pipec/profile`; `None` without a home.
+    /// The user's cache: `$XDG_CACHE_HOME/pipec/profile`, else `~/.cache/pipec/profile`; `None` without a home
+    /// directory.
     pub fn of_user() -> Option<Cache> {
         let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         // The XDG base directory specification: a relative path is invalid and is ignored.
@@ -45,12 +43,10 @@ impl Cache {
         Some(Cache { folder: base.join("pipec").join("profile") })
     }
 
-    /// The folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The times kept under `key`.
     pub fn get(&self, key: &str) -> Option<Vec<Time>> {
         let path = self.path(key);
         let size = std::fs::metadata(&path).ok()?.len();
@@ -65,7 +61,6 @@ impl Cache {
         entry["times"].as_array()?.iter().map(time).collect()
     }
 
-    /// Keeps times under `key`.
     pub fn put(&self, key: &str, times: &[Time]) -> io::Result<()> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         std::fs::create_dir_all(&self.folder)?;

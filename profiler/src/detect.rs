@@ -1,4 +1,4 @@
-//! The devices that this machine has, as a cluster: its GPUs where the driver knows any, else the cores of its CPU.
+//! Describes this machine's devices as a cluster: its GPUs if the driver reports any, else its CPU cores.
 
 use crate::machine;
 use compiler::cluster::device::{KINDS, Kind, find};
@@ -7,14 +7,13 @@ use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, Lev
 use runtime::device::cuda::card::{CardFault, Gpu, GpuInfo, count, is_joined};
 use thiserror::Error;
 
-/// One direction of a PCIe 4.0 slot of sixteen lanes, in bytes per second.
+/// One direction of a PCIe 4.0 x16 slot, in bytes per second.
 const PCIE: f64 = 32e9;
 
-/// What a message between two cards takes to start.
+/// Latency of a message between two GPUs, in seconds.
 const LATENCY: f64 = 5e-6;
 
-/// Words of a card's name, in the driver's spelling, and its kind. The first that is there counts; of kinds that differ in
-/// memory alone the one that is nearest.
+/// Driver names and device types. The first match counts; among types that differ only in memory, the nearest.
 const NAMES: &[(&str, &str)] = &[
     ("B200", "b200"),
     ("H200", "h200"),
@@ -29,7 +28,6 @@ const NAMES: &[(&str, &str)] = &[
     ("RTX 3090", "rtx3090"),
 ];
 
-/// Why the devices of this machine make no cluster.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum DetectError {
@@ -39,12 +37,12 @@ pub enum DetectError {
     Cluster(#[from] ClusterError),
 }
 
-/// The GPUs of this machine, in the driver's order, or why one cannot be opened.
+/// This machine's GPUs in driver order, or the error of opening each.
 pub fn gpus() -> Vec<Result<GpuInfo, CardFault>> {
     (0..count()).map(|ordinal| Ok(Gpu::open(ordinal)?.about().clone())).collect()
 }
 
-/// These GPUs as a cluster; where there are none, `workers` on the cores of this CPU.
+/// The GPUs as a cluster; without GPUs, `workers` workers on this CPU.
 pub fn cluster(gpus: &[GpuInfo], workers: u32) -> Result<Cluster, DetectError> {
     let Some(first) = gpus.first() else { return Ok(machine::cluster_of_this_cpu(workers)?) };
     let usual = kind(&first.name, first.memory as u64).map(Kind::link);
@@ -71,14 +69,14 @@ fn of_cards(gpus: &[GpuInfo], name: &str, bandwidth: BytesPerSecond) -> Result<C
     Ok(check(Cluster { device, classes, levels: vec![level], hosts: Vec::new() })?)
 }
 
-/// What is known of a card, with the memory that it tells itself.
+/// The device type of a GPU, with the memory that it reports.
 fn device(card: &GpuInfo) -> Result<Device, DetectError> {
     let unknown = || DetectError::Unknown { ordinal: card.ordinal, name: card.name.clone() };
     let kind = kind(&card.name, card.memory as u64).ok_or_else(unknown)?;
     Ok(Device { memory: Bytes(card.memory as u64), ..kind.device() })
 }
 
-/// The kind of a card of this name and so much memory.
+/// The device type with this name and memory.
 fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
     let words: Vec<&str> = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()).collect();
     let is_there = |wanted: &str| {
@@ -88,7 +86,7 @@ fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
             found.iter().zip(&wanted).all(same)
         })
     };
-    // Parts of cards, and those that are slower than their names.
+    // MIG partitions and mobile GPUs are slower than the type of the same name.
     if ["MIG", "Laptop", "Mobile"].into_iter().any(|word| words.contains(&word)) {
         return None;
     }
@@ -99,7 +97,7 @@ fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
     KINDS.iter().filter(own).min_by_key(|kind| distance(&kind)).or_else(|| find(family))
 }
 
-/// What may follow a kind in the same word: nothing, or the letter of a version, as in `A10G`.
+/// Checks the rest of a word after the device type: empty, or a version letter as in `A10G`.
 fn is_variant(rest: &str) -> bool {
     rest.len() <= 1 && rest.chars().all(|c| c == 'G')
 }

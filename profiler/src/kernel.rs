@@ -1,9 +1,8 @@
-//! The time of one kernel.
+//! Measures the time of one kernel.
 //!
-//! In a run of the model other kernels touch other tensors between two runs of one kernel, so that its own may have left
-//! the caches. Here a kernel goes round over copies of its tensors which together are as large as what the model
-//! touches, up to twice the last-level cache: a small model stays in the cache, as it does when it trains, and a large
-//! one does not.
+//! In training, other kernels touch other tensors between two runs of a kernel, so its own may have left the caches.
+//! Here a kernel cycles over copies of its tensors, which together are as large as the model's footprint, up to twice
+//! the last-level cache. Tensors of a small model then stay cached, as in training, and those of a large one do not.
 
 use crate::cache::Time;
 use compiler::graph::Graph;
@@ -16,77 +15,66 @@ use runtime::device::buffer::Buffer;
 use runtime::device::cpu::Kernel;
 use std::time::{Duration, Instant};
 
-/// A sample lasts at least this long, so that reading the clock, about 30 ns, is lost in it.
+/// Minimum length of a sample, so that reading the clock (about 30 ns) is negligible.
 const SAMPLE: Duration = Duration::from_micros(20);
 
-/// No sample is of more runs.
 const MOST_RUNS_A_SAMPLE: usize = 256;
 
-/// Different values that tensors are filled with; a prime, so that rows differ.
+/// Length of the value pattern of input tensors; a prime, so that rows differ.
 const PATTERN: usize = 65_521;
 
-/// How a kernel is measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Runs {
-    /// Runs before the first that counts; at least one is made.
+    /// Warm-up runs; at least one is made.
     pub warmup: u32,
-    /// Samples, as long as `budget` lasts; three are taken in any case, or one of a kernel that takes longer than it.
+    /// Samples, limited by `budget`. At least three are taken, or one if a run takes longer than the budget.
     pub samples: u32,
-    /// Seed of the values.
     pub seed: u64,
-    /// Bytes that the copies of the tensors have together, at most; one copy there is in any case.
+    /// Maximum bytes of all tensor copies; there is at least one copy.
     pub rotation_bytes: usize,
-    /// Time for one kernel.
     pub budget: Duration,
 }
 
-/// A kernel that can be measured: an op at fixed sizes.
+/// A kernel to measure: an op with static shapes.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// The op.
     pub op: Op,
-    /// Its inputs.
     pub inputs: Vec<Fact>,
-    /// Its outputs.
     pub outputs: Vec<Fact>,
 }
 
 impl Subject {
-    /// What a node of a graph of fixed sizes runs.
     pub fn of(graph: &Graph, id: NodeId) -> Subject {
         let inputs = graph.inputs(id).iter().map(|v| graph.fact(*v).clone()).collect();
         Subject { op: graph.node(id).op.clone(), inputs, outputs: graph.node(id).facts.clone() }
     }
 
-    /// Op, attributes and facts: equal texts are equal kernels.
+    /// Cache key: op, attributes, and tensor types and shapes. Equal keys mean equal kernels.
     pub fn key(&self) -> String {
         let facts = |facts: &[Fact]| facts.iter().map(Fact::to_string).collect::<Vec<_>>().join(" ");
         let attributes = serde_json::Value::Object(attributes(&self.op));
         format!("{} {attributes} {} -> {}", rule(&self.op).name(), facts(&self.inputs), facts(&self.outputs))
     }
 
-    /// The kernel.
     pub fn kernel(&self) -> Kernel {
         Kernel::new(&self.op, &self.inputs, &self.outputs)
     }
 
-    /// Bytes of all inputs and outputs.
     pub fn bytes(&self) -> u64 {
         let sizes = self.inputs.iter().chain(&self.outputs).map(|f| f.bytes().unwrap_or(u64::MAX));
         sizes.fold(0, u64::saturating_add)
     }
 }
 
-/// One copy of a kernel's tensors.
 struct Copy {
     inputs: Vec<Buffer>,
     outputs: Vec<Buffer>,
 }
 
-/// A copy as a kernel takes it: what it reads and what it writes.
+/// Inputs and outputs of one copy.
 type Sides<'a> = (Vec<&'a [u8]>, Vec<&'a mut [u8]>);
 
-/// Runs a kernel on values that its op admits, and takes the time. The tensors must fit the memory.
+/// Measures a kernel on valid random inputs. The tensors must fit in memory.
 pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, KernelError> {
     let size = (subject.bytes() as usize).max(1);
     let count = (runs.rotation_bytes / size).clamp(1, 1 << 16);
@@ -116,7 +104,7 @@ pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, Ker
     sampled(run, runs)
 }
 
-/// Takes the time of one of the runs that `run` makes so many of.
+/// Measures one run; `run(n)` makes n runs.
 pub fn sampled<E>(mut run: impl FnMut(usize) -> Result<(), E>, runs: &Runs) -> Result<Time, E> {
     let mut run = |times: usize| -> Result<Duration, E> {
         let start = Instant::now();
@@ -143,7 +131,6 @@ pub fn sampled<E>(mut run: impl FnMut(usize) -> Result<(), E>, runs: &Runs) -> R
     Ok(summary(samples))
 }
 
-/// Median and interquartile range.
 pub fn summary(mut picoseconds: Vec<u64>) -> Time {
     picoseconds.sort_unstable();
     let count = picoseconds.len();
@@ -168,7 +155,7 @@ fn filled(fact: &Fact, pattern: &Tensor) -> Buffer {
     buffer
 }
 
-/// Values for an input: floats are 0.25 to 1.25, where every op is defined; integers are indices of what they index.
+/// Input values: floats in 0.25 to 1.25, where every op is defined; integers are valid indices.
 fn pattern(subject: &Subject, slot: usize, seed: u64) -> Tensor {
     let fact = &subject.inputs[slot];
     let count = (size_of(fact) / fact.dtype.size()).min(PATTERN);
@@ -177,7 +164,7 @@ fn pattern(subject: &Subject, slot: usize, seed: u64) -> Tensor {
         let unit = |i| 0.25 + (draw(i) >> 11) as f64 / (1u64 << 53) as f64;
         return Tensor::from_f64(&[count], &(0..count).map(unit).collect::<Vec<_>>()).cast(fact.dtype);
     }
-    // Narrow integers hold no larger index.
+    // Narrow integer types hold no larger index.
     let widest = match fact.dtype.size() {
         1 => i64::from(i8::MAX),
         2 => i64::from(i16::MAX),
@@ -188,7 +175,7 @@ fn pattern(subject: &Subject, slot: usize, seed: u64) -> Tensor {
     Tensor::from_i64(&[count], &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>()).cast(fact.dtype)
 }
 
-/// One more than the largest integer that an input may hold.
+/// Exclusive upper limit of an integer input.
 fn limit(subject: &Subject, slot: usize) -> i64 {
     let size = |input: usize, axis: usize| subject.inputs[input].shape[axis].known().unwrap_or(1);
     match (&subject.op, slot) {

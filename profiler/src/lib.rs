@@ -1,4 +1,4 @@
-//! Measures what ops cost on the machine at hand, and describes that machine.
+//! Measures op costs on this machine, and describes it as a cluster.
 //!
 //! ```text
 //! Graph --attribute--> nodes by op --kernel, cache--> times --measure--> Profile

@@ -1,4 +1,4 @@
-//! This machine: its CPU, its memory, and the cluster that workers on its cores make.
+//! This machine: its CPU, its memory, and the cluster of workers on its cores.
 
 use compiler::cluster::device::find;
 use compiler::cluster::read::{ClusterError, check};
@@ -8,19 +8,17 @@ use std::hint::black_box;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-/// Bytes taken for the last-level cache where the system does not tell.
+/// Last-level cache size if the system does not report it, in bytes.
 const USUAL_CACHE: usize = 32 << 20;
 
-/// No cache is taken to be larger, so that a machine that adds up all its caches does not make buffers of gigabytes.
+/// Upper limit of the cache size, for machines that report the sum of all caches.
 const MOST_CACHE: usize = 128 << 20;
 
-/// Bytes that are copied to measure bandwidth.
 const COPIED: usize = 64 << 20;
 
-/// Messages that are sent to and fro to measure latency.
+/// Round trips to measure latency.
 const MESSAGES: u32 = 2000;
 
-/// The CPU's name, the instructions that kernels are made of, and the machine's memory.
 pub fn device() -> ProfiledDevice {
     ProfiledDevice {
         name: name(),
@@ -29,7 +27,6 @@ pub fn device() -> ProfiledDevice {
     }
 }
 
-/// The name of the CPU, `cpu` where the system does not tell.
 fn name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("model name"));
@@ -37,7 +34,7 @@ fn name() -> String {
     name.filter(|name| !name.is_empty()).unwrap_or_else(|| "cpu".to_string())
 }
 
-/// The widest vector instructions of this CPU that kernels use.
+/// The widest vector instruction set that kernels use on this CPU.
 fn vectors() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     {
@@ -55,12 +52,12 @@ fn vectors() -> &'static str {
     }
 }
 
-/// All memory of the machine, 0 where the system does not tell.
+/// Total memory in bytes; 0 if unknown.
 pub fn memory_bytes() -> u64 {
     meminfo("MemTotal:").unwrap_or(0)
 }
 
-/// Memory that can still be had; without a limit where the system does not tell.
+/// Available memory in bytes; `u64::MAX` if unknown.
 pub fn available_bytes() -> u64 {
     meminfo("MemAvailable:").unwrap_or(u64::MAX)
 }
@@ -72,7 +69,7 @@ fn meminfo(key: &str) -> Option<u64> {
     kibibytes.checked_mul(1024)
 }
 
-/// Bytes of the largest cache that this CPU's cores look through.
+/// Size of the largest cache of CPU 0, in bytes.
 pub fn cache_bytes() -> usize {
     let sizes = (0..8).filter_map(|i| {
         let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
@@ -88,11 +85,11 @@ pub fn cache_bytes() -> usize {
     sizes.max().filter(|size| *size > 0).unwrap_or(USUAL_CACHE).min(MOST_CACHE)
 }
 
-/// `workers` workers on this machine's cores, one thread each, sharing cores and memory.
+/// A cluster of `workers` workers with one thread each, sharing this machine's cores and memory.
 ///
-/// Links inside a process hand over references, so nothing is copied: a message takes the time to wake its receiver, and
-/// its bytes come through the memory when the receiver reads them. Figures are those of the device table but for cores
-/// and memory, equal on every run; [`measure_links`] puts in what this machine does.
+/// Messages within a process pass references: latency is the time to wake the receiver, and the bytes go through memory
+/// when the receiver reads them. Except for cores and memory, the values come from the device table and are equal on
+/// every run; [`measure_links`] replaces them by measurements.
 pub fn cluster_of_this_cpu(workers: u32) -> Result<Cluster, ClusterError> {
     let kind = find("cpu").ok_or_else(|| ClusterError::Kind { kind: "cpu".to_string() })?;
     let (name, bandwidth) = kind.link();
@@ -107,8 +104,8 @@ pub fn cluster_of_this_cpu(workers: u32) -> Result<Cluster, ClusterError> {
     check(Cluster { device, classes: Vec::new(), levels: vec![level], hosts: Vec::new() })
 }
 
-/// Puts in the bandwidth of a copy through memory, which is what reading another worker's tensor costs at most, and half
-/// the time of a message to another thread and back. Takes a fraction of a second.
+/// Measures memory copy bandwidth, an upper bound of the cost of reading another worker's tensor, and half of a thread
+/// round trip as latency. Takes a fraction of a second.
 pub fn measure_links(cluster: &mut Cluster) {
     let bandwidth = copy_bandwidth();
     let latency = message_latency();

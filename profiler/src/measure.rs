@@ -1,9 +1,9 @@
-//! From a graph to a measured profile.
+//! Measures the profile of a graph.
 //!
-//! Every kernel that runs for an op is measured by itself and their times are added: forward the op's own, backward those
-//! that its rule wrote. Kernels of equal ops, attributes and facts are measured once. Then the whole model is run as one stage, where
-//! the memory suffices, and what an op takes there counts instead: ops that run together take less than each by itself. Ops of equal
-//! kernels share their times, so that no plan follows from chance.
+//! Each kernel of an op is measured separately: its forward kernel, and the backward kernels of its gradient rule.
+//! Equal kernels are measured once. If memory suffices, the whole model then runs as one stage and its per-op times
+//! replace the sums, because fused ops take less. Ops with equal kernels get equal times, so that plans do not depend
+//! on noise.
 
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
@@ -24,16 +24,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};
 use thiserror::Error;
 
-/// How long and on what a measurement runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// Runs before the first that counts.
     pub warmup: u32,
-    /// Runs that count, fewer where a kernel is slow.
+    /// Measured runs; fewer for slow kernels.
     pub runs: u32,
-    /// Seed of the values.
     pub seed: u64,
-    /// Time for one kernel; the whole model has eight times as much.
+    /// Time limit per kernel; the whole model gets eight times as much.
     pub budget: Duration,
 }
 
@@ -43,47 +40,39 @@ impl Default for Settings {
     }
 }
 
-/// The model to measure.
 pub struct Model<'a> {
-    /// Its graph at fixed sizes, without a loss.
+    /// The graph with static shapes, without a loss.
     pub graph: &'a Graph,
-    /// What its backward run starts from.
     pub training: Training,
-    /// The loss that is, as profiles write it.
+    /// The loss, in profile notation.
     pub loss: Option<String>,
-    /// Its file and fingerprint; `ops` is filled in.
+    /// File and fingerprint; `ops` is filled in.
     pub model: ProfiledModel,
-    /// Samples in one micro-batch, the size that the graph was bound at.
+    /// Samples per micro-batch, to which the graph was bound.
     pub micro_batch: u64,
-    /// Initial weights by name. What is missing is made up: times do not depend on it.
+    /// Initial weights by name. Missing ones are generated: times do not depend on the values.
     pub weights: &'a BTreeMap<String, Tensor>,
 }
 
-/// How far a measurement is. It is told before something is measured, and never of what the cache had.
+/// Measurement progress, reported before each measurement; cached times are not reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress<'a> {
-    /// Measurements done.
     pub done: usize,
-    /// Measurements to be made.
     pub total: usize,
     /// The op whose kernel is next, or the whole model.
     pub name: &'a str,
 }
 
-/// A profile, and what there is to say of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
-    /// The profile.
     pub profile: Profile,
-    /// Different kernels in it.
     pub kernels: usize,
-    /// How many of them were measured now, and not taken from the cache.
+    /// Kernels that were measured and not taken from the cache.
     pub measured: usize,
-    /// Why times could not be kept for the next run.
+    /// The first error of writing the cache.
     pub cache_fault: Option<String>,
 }
 
-/// Why a model cannot be measured.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum MeasureError {
@@ -97,18 +86,16 @@ pub enum MeasureError {
     Kernel { name: String, fault: KernelError },
 }
 
-/// A kernel of the model.
 struct Job {
     subject: Subject,
     key: String,
-    /// The first op that has it.
     op: usize,
     time: Option<Time>,
     workspace: u64,
     is_reference: bool,
 }
 
-/// Measures every op of a model on this machine's CPU, on one thread.
+/// Measures every op of a model on this machine's CPU, with one thread.
 pub fn measure(
     model: &Model<'_>,
     settings: &Settings,
@@ -194,7 +181,7 @@ pub fn measure(
         if let Some(together) = &together {
             let [forward, backward] = together[i];
             let [_, apart, weights] = times;
-            // Which part of a backward run makes gradients of weights is only known of its kernels.
+            // The weight-gradient fraction of a backward is only known from its kernels.
             let weights = if apart > 0.0 { (1e3 * backward * weights / apart).round() / 1e3 } else { 0.0 };
             times = [forward, backward, weights];
         }
@@ -243,7 +230,7 @@ pub fn measure(
     Ok(Measured { profile, kernels: jobs.len() + updates.len(), measured, cache_fault: keeper.fault })
 }
 
-/// Where times are kept. The first fault is remembered; the measurement goes on.
+/// Writes the cache. The first error is kept; the measurement goes on.
 struct Keeper<'a> {
     cache: Option<&'a Cache>,
     fault: Option<String>,
@@ -259,7 +246,7 @@ impl Keeper<'_> {
     }
 }
 
-/// The jobs of each op, by place in the list of jobs; `weights` are those of `backward` that make gradients of weights.
+/// For each op, indices into the list of jobs; `weights` is the weight-gradient subset of `backward`.
 struct Uses {
     forward: Vec<Vec<usize>>,
     backward: Vec<Vec<usize>>,
@@ -294,7 +281,7 @@ fn jobs(attribution: &Attribution, head: &str) -> (Vec<Job>, Uses) {
     (list, uses)
 }
 
-/// Microseconds of each op in the run of the whole model, forward and backward: the mean of the ops that run the same kernels.
+/// Microseconds per op (forward, backward) in the run of the whole model, averaged over ops with equal kernels.
 fn shared(ops: &[[u64; 2]], uses: &Uses) -> Vec<[f64; 2]> {
     let kernels = |op: usize| (&uses.forward[op], &uses.backward[op]);
     let mut sums: HashMap<_, ([u64; 2], u64)> = HashMap::new();
@@ -319,14 +306,14 @@ fn run(job: &Job, name: &str, runs: &Runs) -> Result<Time, MeasureError> {
     kernel::time(&job.subject, &kernel, runs).map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
 }
 
-/// Bytes that a kernel goes round over: see [`kernel`]. A power of two, so that kernels of models of similar sizes are
-/// equal; twice the cache without a model to ask.
+/// Rotation size of a kernel's tensor copies, see [`kernel`]: the model's footprint up to twice the cache. A power of
+/// two, so that models of similar size share cache entries.
 fn rotation(whole: Option<&Whole>) -> usize {
     let beyond = 2 * cache_bytes();
     whole.map_or(beyond, |whole| whole.footprint().min(beyond).next_power_of_two().min(beyond))
 }
 
-/// What the times of all kernels depend on beside the kernel.
+/// The part of the cache key that all kernels share.
 fn key_head(device: &ProfiledDevice, runs: &Runs) -> String {
     let Runs { warmup, samples, seed, rotation_bytes, budget } = runs;
     format!(
@@ -338,7 +325,7 @@ fn key_head(device: &ProfiledDevice, runs: &Runs) -> String {
     )
 }
 
-/// Tells builds of one version apart: another compiler or other kernels make other times.
+/// Identifies the build: another compiler or other kernels give other times.
 fn build() -> String {
     let file = std::env::current_exe().and_then(std::fs::metadata);
     let told = file.ok().map(|file| {
@@ -353,14 +340,14 @@ fn microseconds(jobs: &[Job], uses: &[usize]) -> f64 {
     nanoseconds(sum) / 1e3
 }
 
-/// The steps over all of an op's parameters; absent where it has none, or nothing is trained.
+/// Optimizer step time of all parameters of an op; `None` without parameters or training.
 fn update_us(parameters: &[update::Size], updates: &BTreeMap<update::Size, Option<Time>>) -> Option<f64> {
     let times: Vec<u64> =
         parameters.iter().filter_map(|size| updates.get(size).copied().flatten()).map(|time| time.median_ps).collect();
     (!times.is_empty()).then(|| nanoseconds(times.iter().sum()) / 1e3)
 }
 
-/// Whole nanoseconds: more digits than a clock has, and few enough to be read back as they were.
+/// Rounds to whole nanoseconds: finer than the clock, and read back exactly.
 fn nanoseconds(picoseconds: u64) -> f64 {
     (picoseconds as f64 / 1e3).round()
 }

@@ -1,4 +1,5 @@
-//! The scratch memory of this CPU's kernels, and of chains of them, which needs no measuring: both know it when they are made.
+//! Scratch memory of this CPU's kernels and fused chains. Kernels know it when they are created, so nothing is
+//! measured.
 
 use compiler::graph::Graph;
 use compiler::op::NodeId;
@@ -8,7 +9,7 @@ use compiler::tensor::fact::Fact;
 use runtime::device::cpu::Kernel;
 use runtime::exec::sequence::{chain_workspace, joint};
 
-/// For every op the bytes of workspace of the kernel or chain that needs most, forward or backward.
+/// For each op, the largest workspace of its kernels and chains, forward or backward, in bytes.
 pub fn scratch(attribution: &Attribution) -> Vec<u64> {
     let of = |graph: &Graph, id: &NodeId| {
         let node = graph.node(*id);
@@ -26,7 +27,7 @@ pub fn scratch(attribution: &Attribution) -> Vec<u64> {
     kernels.zip(of_chains(attribution)).map(|(kernels, chains)| kernels.max(chains)).collect()
 }
 
-/// The same of chains alone.
+/// For each op, the largest workspace of its fused chains, in bytes.
 pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
     let mut most = vec![0; attribution.ops.len()];
     let graphs = [Some(&attribution.forward), attribution.backward.as_ref()];
@@ -42,8 +43,8 @@ pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
     most
 }
 
-/// What an op puts by and the scratch that it needs where gradients of several items are made at once: see
-/// [`joint`](compiler::pass::batched_weight_grad).
+/// For each op, buffer bytes and scratch bytes of batched weight gradients: see
+/// [`batched_weight_grad`](compiler::pass::batched_weight_grad).
 pub fn of_joint(attribution: &Attribution) -> Vec<[u64; 2]> {
     let of = |graph: &Graph, id: &NodeId| -> Option<[u64; 2]> {
         let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|value| graph.fact(*value).clone()).collect();

@@ -1,5 +1,5 @@
-//! The time of one optimizer step over a parameter: SGD with momentum, which reads weights, gradient and momentum and writes weights and
-//! momentum. What other optimizers take follows from how much they read and write.
+//! Measures one optimizer step over a parameter. SGD with momentum reads weight, gradient and momentum, and writes
+//! weight and momentum. Times of other optimizers are derived from the bytes that they read and write.
 
 use crate::cache::Time;
 use crate::kernel::{Runs, sampled};
@@ -12,13 +12,12 @@ use runtime::device::buffer::Buffer;
 use runtime::optim::optimizer::{Optimizer, Rule, Update};
 use std::collections::HashMap;
 
-/// Its factors are of no matter to the time, but values should stay ordinary ones.
+/// The factors do not affect the time, but values must stay in the normal range.
 const RULE: Rule = Rule::Sgd { learning_rate: 1e-6, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
 
-/// A parameter as a step sees it: its type, and its size in bytes.
 pub type Size = (DType, u64);
 
-/// The parameters of each op that is the first to read them.
+/// For each op, the parameters that it is the first to read.
 pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
     let number: HashMap<_, _> = attribution.ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
     let mut sizes = vec![Vec::new(); attribution.ops.len()];
@@ -28,7 +27,7 @@ pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
         let first = graph.consumers(value).iter().filter_map(|(node, _)| number.get(node)).min().copied();
         let fact = graph.fact(value);
         if let (Some(first), Some(bytes)) = (first, fact.bytes().filter(|_| fact.dtype.is_float())) {
-            // Weights of two bytes are stepped as their masters.
+            // Two-byte weights are stepped through their f32 master copies.
             let narrow = fact.dtype.size() == 2;
             sizes[first].push(if narrow { (DType::F32, bytes * 2) } else { (fact.dtype, bytes) });
         }
@@ -36,7 +35,6 @@ pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
     sizes
 }
 
-/// Takes the time of a step over a parameter of that size.
 pub fn time((dtype, bytes): Size, runs: &Runs) -> Time {
     let optimizer = Optimizer::from(RULE);
     let copies = (runs.rotation_bytes as u64 / (3 * bytes).max(1)).clamp(1, 1 << 16);

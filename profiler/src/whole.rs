@@ -1,7 +1,7 @@
-//! The whole model run as one stage: what it takes, and what each op takes of it.
+//! Measures the whole model as one stage, and the time of each op in it.
 //!
-//! In the run an op finds its tensors where the ops before it left them, in a cache or not, and runs together with its neighbours where
-//! both are elementwise. Such a chain's time is shared equally among its ops.
+//! Here an op finds its tensors as the ops before it left them, cached or not. Neighbouring elementwise ops are fused;
+//! a chain's time is divided equally among its ops.
 
 use crate::cache::Time;
 use crate::kernel::{Runs, summary};
@@ -21,26 +21,24 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What stands in place of the number of the op that answers for a node, where that is a loss which nobody asked for.
+/// Node tag of an added loss, instead of the index of its op.
 const STAND_IN: &str = "stands for a loss";
 
-/// What a run takes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Times {
-    /// Forward and backward.
     pub whole: [Time; 2],
-    /// The same for every op, in picoseconds.
+    /// Forward and backward of every op, in picoseconds.
     pub ops: Vec<[u64; 2]>,
 }
 
 impl Times {
-    /// As a list: the whole, then op by op.
+    /// Flattens to a list for the cache: the whole, then op by op.
     pub fn list(&self) -> Vec<Time> {
         let ops = self.ops.iter().flatten().map(|&median_ps| Time { median_ps, spread_ps: 0 });
         self.whole.into_iter().chain(ops).collect()
     }
 
-    /// Of a list for so many ops.
+    /// Parses a list for the given number of ops.
     pub fn of_list(list: &[Time], ops: usize) -> Option<Times> {
         let ([forward, backward], rest) = list.split_first_chunk()?;
         let ops_of_list = rest.chunks_exact(2).map(|pair| [pair[0].median_ps, pair[1].median_ps]).collect();
@@ -48,18 +46,15 @@ impl Times {
     }
 }
 
-/// A model compiled as one stage.
 pub struct Whole {
-    /// How many ops answer for what runs.
     ops: usize,
-    /// What it runs.
     pub code: StageCode,
-    /// The graph, with a loss where it is trained.
+    /// The graph, with a loss if it is trained.
     pub graph: Graph,
 }
 
-/// Compiles a graph of fixed sizes as one stage. Where a gradient arrives, the squared error of that output stands for
-/// what would send it; a scalar needs none. `None` when the graph cannot be given a loss.
+/// Compiles a graph with static shapes as one stage. If the model ends with an incoming gradient, the squared error of
+/// that output is used as loss; a scalar output needs none. `None` if no loss can be attached.
 pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Result<Option<Whole>, CompileError> {
     let given: HashSet<NodeId> = graph.ids().collect();
     let mut graph = graph.clone();
@@ -90,7 +85,7 @@ pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Re
     Ok(code.map(|code| Whole { ops: attribution.ops.len(), code, graph }))
 }
 
-/// Makes room for the loss's own input, whose name the model may have given to one of its inputs.
+/// Renames a model input with the name of the loss's target input.
 fn free_target(graph: &mut Graph) {
     let ids: Vec<NodeId> = graph.ids().collect();
     for id in ids {
@@ -103,7 +98,7 @@ fn free_target(graph: &mut Graph) {
 }
 
 impl Whole {
-    /// Bytes that a forward and a backward run touch.
+    /// Bytes that forward and backward touch.
     pub fn footprint(&self) -> usize {
         let code = &self.code;
         let named = code.feeds.iter().chain(&code.parameters).chain(&code.states).map(|n| n.bytes);
@@ -111,8 +106,8 @@ impl Whole {
         named.chain([code.arena_bytes, code.kept_bytes]).chain(code.own_bytes.iter().copied()).chain(sums).sum()
     }
 
-    /// What forward and backward take. Weights that are not in `weights` are made up. `None` when the
-    /// memory does not suffice, or a kernel refuses made-up data.
+    /// Measures forward and backward. Missing weights are generated. `None` if memory does not suffice or a kernel
+    /// rejects the synthetic data.
     pub fn time(&self, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<Times> {
         if self.footprint() as u64 > available_bytes() / 2 {
             return None;
@@ -137,7 +132,7 @@ impl Whole {
             item.feeds.push(Arc::new(Buffer::copy_of(tensor.bytes())));
         }
 
-        // The first run gives the item all its buffers.
+        // The first run allocates all buffers.
         executor.forward(&mut item).ok()?;
         item.sums = begun(&mut vec![None; code.gradient_terms.len()], &mut executor);
         executor.backward(&mut item).ok()?;
@@ -169,12 +164,12 @@ impl Whole {
     }
 }
 
-/// Picoseconds of the steps of one run.
+/// Picoseconds of each step of one run.
 #[derive(Default)]
 struct Clock(Vec<u64>);
 
 impl Clock {
-    /// Begins a run. What it gives is called after every step.
+    /// Starts a run; the returned function must be called after every step.
     fn begin(&mut self) -> impl FnMut() {
         let mut last = Instant::now();
         move || {
@@ -185,7 +180,7 @@ impl Clock {
     }
 }
 
-/// Picoseconds of many runs of one sequence.
+/// Times of many runs of one sequence, in picoseconds.
 struct Samples {
     whole: Vec<u64>,
     by_step: Vec<Vec<u64>>,
@@ -201,7 +196,7 @@ impl Samples {
         self.by_step.iter_mut().zip(steps).for_each(|(samples, step)| samples.push(step));
     }
 
-    /// Tells of every op how much of each step is its own.
+    /// Reports each op's part of every step's time.
     fn share_out(&self, steps: &[Step], mut tell: impl FnMut(usize, u64)) {
         let mut before = 0;
         for (step, samples) in steps.iter().zip(&self.by_step) {
@@ -210,7 +205,7 @@ impl Samples {
             }
             let mut owners: Vec<usize> = step.nodes.iter().filter_map(|node| node.parse().ok()).collect();
             if owners.is_empty() {
-                // A sum of gradients is no op's own: it is made behind the last that goes into it.
+                // A gradient sum belongs to no op: it is charged to the last one before it.
                 owners.push(before);
             }
             let time = summary(samples.clone()).median_ps;
@@ -220,7 +215,7 @@ impl Samples {
     }
 }
 
-/// Floats of the size that initial weights have, so that values neither vanish nor grow on their way.
+/// Floats with the scale of initial weights, so that activations neither vanish nor explode.
 fn spread(named: &NamedTensor, seed: u64) -> Buffer {
     let shape = named.fact.concrete().unwrap_or_default();
     let fan_in: usize = shape.iter().skip(1).product();
@@ -229,7 +224,7 @@ fn spread(named: &NamedTensor, seed: u64) -> Buffer {
     made_up(named, |i| scale * draw(i))
 }
 
-/// A value for each element; integers are zero, which every table has a row for.
+/// One value per element; integers are zero, which is a valid index.
 fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Buffer {
     if !named.fact.dtype.is_float() {
         return Buffer::new(named.bytes);

@@ -1,12 +1,12 @@
-//! Checkpoints from which a run goes on as if nothing had happened.
+//! Checkpoints from which a run resumes with bitwise identical results.
 //!
-//! A checkpoint is a cut after minibatch N at every stage: weights, optimizer state and running statistics as they are after the
-//! updates of the rounds up to N. Nobody stops for it. Each worker gives its [`StageSnapshot`] when it makes the last of those updates, the
-//! parts are written beside the run, and the checkpoint is there when all are.
+//! A checkpoint contains every stage after minibatch N: weights, optimizer state and running statistics after the
+//! updates of the rounds up to N. No worker stops for it. Each contributes a [`StageSnapshot`] at its last update
+//! before N; the snapshots are written in the background, and the checkpoint is complete when all are written.
 //!
-//! Without a flush, items behind the cut have begun by then with older weights. What their forwards computed with belongs to the part,
-//! predicted weights too. A resumed run has the instructions of items behind the cut and nothing else (`schedule::rest`); it runs
-//! those forwards again with the same weights, and so comes to the same bits.
+//! Without a flush, micro-batches after N have already started with older weights. The snapshot includes the weights of
+//! their forwards, also predicted ones. A resumed run executes only the instructions of micro-batches after N
+//! (`schedule::rest`). It repeats those forwards with the same weights.
 //!
 //! ```text
 //! step-00000012/                        the name is given last: what bears it is whole
@@ -34,32 +34,29 @@ use compiler::plan::StageId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What one worker gives of one of its stages to a checkpoint.
+/// A stage's contribution to a checkpoint from one worker.
 pub struct StageSnapshot {
-    /// The stage.
     pub stage: StageId,
-    /// Which of its replicas.
     pub replica: u32,
-    /// Minibatches in front of the cut.
+    /// Minibatches before the checkpoint.
     pub minibatches: u32,
-    /// Replicas whose parts tell together what moves the parameters: as many as have shares of that, 1 where each has all.
+    /// Number of replicas that share the optimizer state: the replica count under ZeRO, else 1.
     pub replicas: u32,
-    /// This one's share of what moves the parameters, where the first has another.
+    /// Optimizer-state shards of a replica other than the first.
     pub moves: Vec<ParameterState>,
-    /// What all replicas have alike, and the first one's share of what they have not: the first one's part has it.
+    /// State common to all replicas, and the first one's shards. Only set by the first replica.
     pub whole: Option<StageState>,
-    /// Older versions that items behind the cut see, without shared parameters that have versions of their own.
+    /// Older versions used by micro-batches after the checkpoint, without tied weights that have versions of their own.
     pub versions: BTreeMap<u32, Weights>,
-    /// What forwards of items behind the cut computed with, where that is no version.
+    /// Forward weights of micro-batches after the checkpoint that are not a version (predicted weights).
     pub forwards: BTreeMap<u32, Weights>,
-    /// Older versions of shared parameters that have versions of their own, by the parameter's place.
+    /// Older versions of tied weights that have versions of their own, by parameter index.
     pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
-    /// Counts what the part holds until it is written.
     pub counted: Option<CountedBytes>,
 }
 
 impl StageSnapshot {
-    /// All bytes that it holds, by reference or as copies.
+    /// Size of all its buffers, whether shared or copied.
     pub fn bytes(&self) -> usize {
         let moved =
             |of: &ParameterState| of.state.iter().chain(&of.master).chain(&of.drift).map(Buffer::len).sum::<usize>();
@@ -74,44 +71,37 @@ impl StageSnapshot {
     }
 }
 
-/// A stage after the last update in front of a cut.
+/// A stage after its last update before a checkpoint.
 pub struct StageState {
-    /// Parameters.
     pub weights: Weights,
-    /// How they move.
     pub moves: Vec<ParameterState>,
-    /// States.
     pub states: Vec<Buffer>,
-    /// The scale of the loss, and good steps since it last changed, where it is scaled.
+    /// Loss-scaling state: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
 }
 
-/// What the next update of a parameter needs beside its gradient.
+/// Optimizer state of a parameter.
 #[derive(Default)]
 pub struct ParameterState {
-    /// The weights in `f32`, where they are narrow.
+    /// `f32` master weights of a 16-bit parameter.
     pub master: Option<Buffer>,
-    /// The optimizer's tensors.
     pub state: Vec<Buffer>,
-    /// The moving average of its steps, where there is one.
+    /// PipeMare's moving average of updates.
     pub drift: Option<Buffer>,
-    /// Updates so far.
     pub updates: u32,
 }
 
-/// The state of a stage in the middle of a run, beside weights and running statistics.
+/// The state of a stage in a resumed run, besides weights and running statistics.
 #[derive(Default)]
 pub struct ResumeState {
-    /// Updates that the weights have seen.
     pub version: u32,
-    /// How parameters move; masters come with the weights.
+    /// Optimizer state by parameter; masters come with the weights.
     pub moves: Vec<ParameterState>,
-    /// Older versions.
     pub versions: BTreeMap<u32, Weights>,
-    /// Older versions for which this one stands in, where nobody knows them any more.
+    /// Older versions that are unknown; the checkpoint's version replaces them.
     pub alike: Vec<u32>,
-    /// Weights of forwards that are run again.
+    /// Weights of forwards to repeat, by micro-batch.
     pub forwards: BTreeMap<u32, Weights>,
-    /// Older versions of shared parameters, by the parameter's place.
+    /// Older versions of tied weights, by parameter index.
     pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
 }

@@ -1,5 +1,5 @@
-//! Communication between the workers of one process: channels from stage to stage, and communicators whose members exchange tensors in rank
-//! order.
+//! Communication between the workers of one process: channels between stages, and communicators whose members exchange
+//! tensors in rank order.
 
 pub mod channel;
 pub mod communicator;

@@ -1,4 +1,4 @@
-//! Training data: named arrays with equally many rows, handed out item by item in a seeded order.
+//! Training data: named arrays with equal row counts, read by micro-batch in a seeded order.
 
 pub mod npz;
 pub mod synthetic;
@@ -14,7 +14,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use thiserror::Error;
 
-/// Why data does not fit a model.
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum DataError {
@@ -42,8 +41,8 @@ pub enum DataError {
     NotFinite { name: String, row: usize, value: f64 },
 }
 
-/// Arrays by the names of the graph's inputs: most have rows, one for each sample; some, such as a table of positions,
-/// are the same for every sample.
+/// Arrays by graph input name. Most have one row per sample; some, such as a position table, are the same for every
+/// sample.
 #[derive(Debug)]
 pub struct Dataset {
     arrays: BTreeMap<String, Array>,
@@ -53,16 +52,16 @@ pub struct Dataset {
 #[derive(Debug)]
 struct Array {
     tensor: Tensor,
-    /// Bytes of one row; nothing for an array that is fed whole.
+    /// Bytes per row; `None` for an array that is fed whole.
     row_bytes: Option<usize>,
 }
 
 impl Dataset {
-    /// The arrays that the feeds read, cast to their element types. A feed called `target` is also found as `y`.
+    /// Selects the arrays for the feeds and casts them to their element types. A feed called `target` also matches `y`.
     ///
-    /// `feeds` have the shape of one item of `item_rows` samples. An array with as many values in a row as the feed has
-    /// for a sample is taken by rows; one that has the feed's own shape, and not as many rows as the others, is fed
-    /// whole to every item. What a run makes itself is no data and is passed over.
+    /// `feeds` have the shape of a micro-batch of `item_rows` samples. An array whose row size equals the feed's sample
+    /// size is read by rows. An array with the feed's own shape, and a row count unlike the others, is fed whole to
+    /// every micro-batch. Inputs that the run generates are skipped.
     pub fn new(
         mut arrays: BTreeMap<String, Tensor>,
         feeds: &[NamedTensor],
@@ -93,7 +92,7 @@ impl Dataset {
         }
         let fits: Vec<(&NamedTensor, Fit)> =
             feeds.iter().map(|&f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
-        // What can only be rows says how many there are; else whatever can.
+        // Arrays that can only be rows determine the row count; otherwise any that can be.
         let only = fits.iter().find(|(_, fit)| !fit.whole).or_else(|| fits.iter().find(|(_, fit)| fit.rows));
         let rows = only.map(|(feed, _)| (feed.name.clone(), picked[&feed.name].shape()[0]));
         let mut made = BTreeMap::new();
@@ -111,12 +110,11 @@ impl Dataset {
         Ok(Dataset { arrays: made, rows: rows.map_or(0, |(_, rows)| rows) })
     }
 
-    /// The number of rows.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The first rows, and those behind them.
+    /// Splits into the first `first` rows and the rest.
     pub fn split(self, first: usize) -> (Dataset, Dataset) {
         let first = first.min(self.rows);
         let part = |rows: Range<usize>| {
@@ -129,12 +127,12 @@ impl Dataset {
         (part(0..first), part(first..self.rows))
     }
 
-    /// Arrays with so many rows; what is the same for every sample is there as a whole.
+    /// The arrays restricted to a row range; arrays fed whole are returned whole.
     pub fn slice(&self, rows: Range<usize>) -> BTreeMap<String, Tensor> {
         self.arrays.iter().map(|(name, array)| (name.clone(), array.rows(&rows))).collect()
     }
 
-    /// Refuses indices that no reader of an input in `graph` has a place for, so that they are told before training.
+    /// Checks before training that indices are in range for every op of `graph` that reads them.
     pub fn check_indices(&self, graph: &Graph) -> Result<(), DataError> {
         for (name, array) in self.arrays.iter().filter(|(n, a)| *n != TARGET && !a.tensor.dtype().is_float()) {
             let Some(synthetic::Limit { below: size, ignored }) = synthetic::limit(graph, name) else { continue };
@@ -151,7 +149,7 @@ impl Dataset {
         Ok(())
     }
 
-    /// Rows all of whose labels count for nothing, of the first so many. Refuses labels of which none counts.
+    /// Counts, among the first `rows` rows, those whose labels are all ignored. Fails if all labels are ignored.
     pub fn check_counted(&self, name: &str, rows: usize) -> Result<usize, DataError> {
         let Some(labels) = self.arrays.get(name).map(|a| &a.tensor) else { return Ok(0) };
         let per_row = (labels.len() / self.rows.max(1)).max(1);
@@ -164,7 +162,7 @@ impl Dataset {
         }
     }
 
-    /// Refuses labels outside `0..classes`.
+    /// Rejects labels outside `0..classes`, except ignored ones.
     pub fn check_labels(&self, name: &str, classes: i64) -> Result<(), DataError> {
         let Some(labels) = self.arrays.get(name).map(|a| &a.tensor) else { return Ok(()) };
         let per_row = (labels.len() / self.rows.max(1)).max(1);
@@ -193,11 +191,10 @@ impl Array {
     }
 }
 
-/// How an array can be read for a feed.
 struct Fit {
-    /// Its first dim is rows.
+    /// Its first dimension is the sample.
     rows: bool,
-    /// It is the feed's value for every item.
+    /// The same value for every micro-batch.
     whole: bool,
 }
 
@@ -207,13 +204,13 @@ impl Fit {
         let (Some((first, rest)), Some((rows, row))) = (expected.split_first(), array.shape().split_first()) else {
             return Fit { rows: false, whole: expected == array.shape() };
         };
-        // A model may flatten its predictions, [batch·time, classes]; targets are still given sample by sample.
+        // A model may flatten its predictions to [batch·time, classes]; targets are still given per sample.
         let flattened = feed.name == TARGET && array.len() / rows * item_rows == expected.iter().product::<usize>();
         Fit { rows: (*first == item_rows && rest == row) || flattened, whole: expected == array.shape() }
     }
 }
 
-/// Refuses floats that are NaN or infinite.
+/// Rejects NaN and infinite values.
 pub fn refuse_not_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
     if !array.dtype().is_float() {
         return Ok(());
@@ -238,41 +235,34 @@ fn refuse_fractions(name: &str, array: &Tensor) -> Result<(), DataError> {
     }
 }
 
-/// Which rows each item holds.
+/// The rows of each micro-batch.
 #[derive(Debug)]
 pub struct Batches {
     data: Dataset,
-    /// Rows of one item.
     item_rows: usize,
-    /// Items of one minibatch.
     microbatches: usize,
-    /// The order of rows, an entry for each epoch; empty when rows are taken as they come.
+    /// Row permutation by epoch; empty for file order.
     orders: Vec<Vec<u32>>,
     per_epoch: usize,
-    /// What the counters of dropouts follow from.
     seed: u64,
 }
 
-/// The order in which rows are seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOrder {
-    /// As they stand in the file, from the start again when they run out.
+    /// File order, restarting at the end.
     InOrder,
     /// A new permutation every epoch.
-    Shuffled {
-        /// What the permutations follow from.
-        seed: u64,
-    },
+    Shuffled { seed: u64 },
 }
 
 impl Batches {
-    /// All rows that training may see, as bytes by name.
+    /// All training rows, as bytes by name.
     pub fn bytes(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.data.arrays.iter().map(|(name, array)| (name.as_str(), &array.tensor.bytes()[..]))
     }
 
-    /// Minibatches of `batch` rows, each cut in order into `microbatches` items, `steps` of them. Rows that do not fill
-    /// a last minibatch of an epoch are left out of that epoch.
+    /// `steps` minibatches of `batch` rows, each split in order into `microbatches` micro-batches. An incomplete last
+    /// minibatch of an epoch is dropped.
     pub fn new(
         data: Dataset,
         batch: usize,
@@ -293,17 +283,16 @@ impl Batches {
         Ok(Batches { data, item_rows: batch / microbatches.max(1), microbatches, orders, per_epoch, seed: 0 })
     }
 
-    /// The same with other dropout masks: a new counter for every item, the next micro-batch included, follows from it.
+    /// Sets the seed of the dropout masks. Every micro-batch gets its own counter.
     pub fn with_seed(self, seed: u64) -> Batches {
         Batches { seed, ..self }
     }
 
-    /// Minibatches of one epoch.
     pub fn per_epoch(&self) -> usize {
         self.per_epoch
     }
 
-    /// Copies the item's rows of an array into `out`, or its counter of dropouts.
+    /// Copies a micro-batch's rows of an array into `out`, or its dropout counter.
     pub fn fill(&self, name: &str, item: u32, out: &mut [u8]) {
         if name == COUNTER {
             return out.copy_from_slice(&mix(mix(self.seed) ^ u64::from(item)).to_le_bytes());
@@ -324,17 +313,17 @@ impl Batches {
     }
 }
 
-/// Whether a feed is made by the run: the counter of dropouts, and the scale of the loss.
+/// True for inputs that the run generates: the dropout counter and the loss scale.
 pub fn is_made(name: &str) -> bool {
     name == COUNTER || name == LOSS_SCALE
 }
 
-/// A permutation of `0..rows` (Fisher and Yates), drawn from the counter-based generator [`mix`].
+/// A permutation of `0..rows` (Fisher-Yates), with random numbers from the counter-based generator [`mix`].
 pub fn permutation(rows: usize, seed: u64, epoch: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..rows as u32).collect();
     for i in (1..rows).rev() {
         let draw = mix(mix(seed ^ mix(epoch)) ^ i as u64);
-        // The high product: unbiased enough for any number of rows that fits in memory.
+        // High half of the product: its bias is negligible for row counts that fit in memory.
         let j = ((u128::from(draw) * (i as u128 + 1)) >> 64) as usize;
         order.swap(i, j);
     }
@@ -365,7 +354,7 @@ mod tests {
             batches.fill("x", item, &mut out);
             f32::from_le_bytes(out[..4].try_into().unwrap())
         };
-        // Row 4 does not fill a minibatch.
+        // Row 4 would not fill a minibatch.
         assert_eq!([0, 1, 2, 3, 4].map(first_of), [0.0, 2.0, 4.0, 6.0, 0.0]);
     }
 

@@ -1,4 +1,4 @@
-//! Devices: where kernels run. The CPU is always there.
+//! Devices and their kernels. The CPU is always available.
 
 pub mod buffer;
 pub mod cpu;

@@ -1,4 +1,4 @@
-//! Stage code and its execution: from the graph of a stage to kernels and memory, and their runs, forward and backward.
+//! Compiles a stage graph into kernels with fixed memory offsets (stage code), and executes it forward and backward.
 
 pub mod compile;
 pub mod evaluate;

@@ -1,4 +1,4 @@
-//! The runtime: devices and their kernels, links between workers, the worker that runs a program, and training.
+//! The runtime: device kernels, communication between workers, the worker that runs a schedule's program, and training.
 //!
 //! ```text
 //! Graph + placement --compile--> StageCode (kernels and memory, forward and backward)

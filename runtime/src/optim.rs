@@ -1,4 +1,4 @@
-//! Optimizers: update rules, learning rates, gradient norms, and when a worker steps.
+//! Optimizers: update rules, learning-rate schedules, gradient norms and training policy.
 
 pub mod grad_norm;
 pub mod lr_schedule;

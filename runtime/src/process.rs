@@ -1,12 +1,12 @@
-//! The processes of a run and the connections between them, over TCP among hosts that trust each other, or over MPI.
+//! The processes of a run and their connections, over TCP between mutually trusted hosts, or over MPI.
 //!
 //! ```text
 //! worker ──▶ channel ──▶ worker of this process
 //!                   └──▶ connection ──frames──▶ router of another process ──▶ its worker
 //! ```
 //!
-//! [`handshake`] decides who may take part, [`process_group`] connects all processes, and [`exchange`] makes the local ends of
-//! channels and communicators that reach other processes. Every process learns of the first failure through [`run_status`].
+//! [`handshake`] authenticates peers, [`process_group`] connects all processes, and [`exchange`] creates the local ends
+//! of channels and communicators that span processes. Every process learns of the first failure through [`run_status`].
 
 pub mod connection;
 pub mod exchange;

@@ -1,4 +1,4 @@
-//! A worker and its stages: the loop over a program's instructions, and the state of each stage.
+//! The worker loop over a program's instructions, and the state of each stage on a worker.
 
 pub mod gradient_round;
 pub mod gradients;

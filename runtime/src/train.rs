@@ -1,4 +1,4 @@
-//! Training: from a graph and a plan to workers, their channels and their run.
+//! Training: builds workers and channels from a graph and a plan, and runs them.
 
 pub mod channels;
 pub mod losses;

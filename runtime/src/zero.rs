@@ -1,4 +1,4 @@
-//! ZeRO: what each replica of a stage holds of optimizer state, gradients and weights (Rajbhandari et al. 2020).
+//! ZeRO: sharding of optimizer state, gradients and weights over the replicas of a stage (Rajbhandari et al. 2020).
 
 pub mod gradient_shards;
 pub mod shard;

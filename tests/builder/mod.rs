@@ -1,5 +1,5 @@
-//! ONNX models written out in Rust, and their answers by the reference kernels.
-#![allow(dead_code)] // Every test file uses its own part.
+//! Builds ONNX models in Rust, and runs them with the reference kernels.
+#![allow(dead_code)] // Each test file uses a part.
 
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::evaluate::evaluate;
@@ -32,13 +32,13 @@ pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
     NodeProto { op_type: Some(op.into()), input: texts(inputs), output: texts(outputs), ..Default::default() }
 }
 
-/// The node with one more attribute.
+/// Adds an attribute.
 pub fn with(mut node: NodeProto, attribute: AttributeProto) -> NodeProto {
     node.attribute.push(attribute);
     node
 }
 
-/// The node as a call of a function of the domain `local`.
+/// Turns the node into a call of a function in domain `local`.
 pub fn local(mut node: NodeProto) -> NodeProto {
     node.domain = Some("local".into());
     node
@@ -68,7 +68,7 @@ pub fn subgraph(name: &str, graph: GraphProto) -> AttributeProto {
     AttributeProto { g: Some(graph), ..attribute(name, AttributeType::Graph) }
 }
 
-/// An attribute that a node of a function takes from the call.
+/// An attribute of a function node that refers to the call's attribute.
 pub fn taken(name: &str, outer: &str, kind: AttributeType) -> AttributeProto {
     AttributeProto { ref_attr_name: Some(outer.into()), ..attribute(name, kind) }
 }
@@ -81,7 +81,7 @@ pub fn typed(name: &str, elem_type: i32, dims: &[i64]) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
 }
 
-/// A tensor of which the file says nothing but the name.
+/// A value declared by name only.
 pub fn named(name: &str) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.into()), ..Default::default() }
 }
@@ -144,12 +144,12 @@ pub fn source(model: &ModelProto) -> Source {
     Source::Onnx { model: Box::new(model), file: "model.onnx".into() }
 }
 
-/// The import for any verb, without data; what is refused, as text.
+/// The error of importing the model without data.
 pub fn refused(model: &ModelProto) -> String {
     source(model).import(&Options::default()).map(|_| ()).unwrap_err().to_string()
 }
 
-/// The model's results for this data, and the inputs that were taken as constants.
+/// The model's results for this data, and the inputs that were treated as constants.
 pub fn answers(model: &ModelProto, data: &[(&str, Tensor)]) -> Result<(Vec<Tensor>, Vec<String>), String> {
     let data: BTreeMap<String, Tensor> = data.iter().map(|(name, t)| ((*name).to_owned(), t.clone())).collect();
     let imported = with_inputs::import(&source(model), &Options::default(), &data);
@@ -175,7 +175,7 @@ pub fn answers(model: &ModelProto, data: &[(&str, Tensor)]) -> Result<(Vec<Tenso
     Ok((results, options.known.values.into_keys().collect()))
 }
 
-/// The one result, as numbers.
+/// The values of the single result.
 pub fn answer(model: &ModelProto, data: &[(&str, Tensor)]) -> Vec<f64> {
     let (results, _) = answers(model, data).unwrap();
     assert_eq!(results.len(), 1);

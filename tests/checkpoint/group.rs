@@ -1,4 +1,4 @@
-//! Checkpoints of several processes, which are threads here with connections between them.
+//! Checkpoints of several processes, run as threads with connections between them.
 
 use crate::ready::{Ready, bits, mlp, momentum, plan, ready};
 use compiler::schedule::Schedule;
@@ -34,7 +34,7 @@ fn meet(ready: &Ready, own: usize, door: Door, first: &str) -> Group {
     join(training.program, &lines, part, door, Arc::new(RunStatus::default()), &|_| {}).unwrap()
 }
 
-/// A disk that is as slow as can be keeps its first part until it is told to go on.
+/// A very slow disk: blocks on its first snapshot until signalled.
 fn slow(ready: &Ready, group: Group, goes_on: Receiver<()>) -> Trained {
     let parts = AtomicUsize::new(0);
     let counted = &parts;
@@ -74,7 +74,7 @@ fn a_slow_disk_holds_up_processes_whose_parts_would_fill_the_memory() {
         }
         let workers = [began.recv().unwrap(), began.recv().unwrap()];
         let at = || workers.each_ref().map(|(worker, progress)| progress[*worker].load(Ordering::Relaxed));
-        // They come to a stand somewhere in the middle of the run.
+        // The workers come to a halt in the middle of the run.
         let (mut last, mut since) = (at(), Instant::now());
         while since.elapsed() < Duration::from_secs(1) || last.contains(&0) {
             thread::sleep(Duration::from_millis(20));

@@ -1,4 +1,4 @@
-//! Runs of small models under any schedule, ready to begin: at the beginning or from a checkpoint.
+//! Prepared runs of small models under any schedule, from the start or from a checkpoint.
 
 use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
@@ -62,7 +62,7 @@ pub fn gpt(tied: bool) -> Model {
     )
 }
 
-/// A run, ready to begin.
+/// A prepared run.
 pub struct Ready {
     pub prepared: Prepared,
     pub weights: BTreeMap<String, Tensor>,
@@ -72,7 +72,6 @@ pub struct Ready {
     pub every: u32,
 }
 
-/// How a run is cut.
 #[derive(Clone)]
 pub struct Plan {
     pub schedule: Schedule,
@@ -116,7 +115,7 @@ pub fn ready(model: &Model, plan: Plan, optimizer: Optimizer, policy: Policy) ->
     let settings = Settings { dims, loss: Loss::Output, class_axis: None, schedule, count };
     let prepared = prepare(&model.graph, &placed, pipeline, &settings).unwrap();
     let mut feeds = feeds(&prepared.codes);
-    // However the model is cut, every feed draws the same numbers.
+    // Feeds are sorted so that every partition draws the same numbers.
     feeds.sort_by(|a, b| a.name.cmp(&b.name));
     let arrays = synthetic(&prepared.graph, &feeds, item, 5 * BATCH, 1);
     let data = Dataset::new(arrays, &feeds, item).unwrap();
@@ -161,7 +160,7 @@ impl Ready {
         }
     }
 
-    /// Runs from a checkpoint or the beginning, with checkpoints into a folder.
+    /// Runs from a checkpoint or the start, and writes checkpoints to a folder.
     pub fn run(&self, from: Option<&Found>, folder: &Path, gate: Option<&Gate<'_>>) -> Trained {
         let mut weights = self.weights.clone();
         weights.extend(from.iter().flat_map(|found| found.weights.clone()));
@@ -186,7 +185,7 @@ impl Ready {
     }
 }
 
-/// The files of a checkpoint with their bytes.
+/// File contents of a checkpoint, by name.
 pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
     entries.map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap())).collect()

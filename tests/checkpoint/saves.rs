@@ -1,4 +1,4 @@
-//! Saves that end early, and checkpoints that are broken.
+//! Interrupted saves and corrupt checkpoints.
 
 use crate::ready::{bits, checkpoints, cnn, contents, mlp, momentum, plan, ready};
 use compiler::schedule::Schedule;
@@ -13,8 +13,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// A disk that ends with its operation number `left`: as a process that is killed there, whose write may be half done, or as a disk
-/// that is full from then on.
+/// File operations that fail from operation `left` on: either a killed process, whose last write may be partial, or a
+/// full disk.
 struct Ending {
     left: Cell<usize>,
     is_killed: bool,
@@ -35,7 +35,7 @@ impl Files for Ending {
 
     fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         let Some(fault) = self.ends() else { return Disk.write(path, bytes) };
-        // The first that does not fit is written in part, if there is a folder for it.
+        // The first failing write is partial, if its folder exists.
         let _ = fs::write(path, &bytes[..bytes.len() / 2]);
         Err(fault)
     }
@@ -49,7 +49,7 @@ impl Files for Ending {
     }
 
     fn remove_folder(&self, path: &Path) -> io::Result<()> {
-        // A full disk can still be emptied; who is killed does nothing more.
+        // A full disk can still delete files; a killed process does nothing more.
         match self.is_killed {
             true => self.ends().map_or_else(|| Disk.remove_folder(path), Err),
             false => Disk.remove_folder(path),
@@ -68,7 +68,7 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
             let files = Ending { left: Cell::new(left), is_killed };
             let mut keeper = Keeper::new(files, Kept { keep: Some(1), ..ready.kept(folder.path(), &ready.weights) });
             let mut seen: Vec<Saved> = Vec::new();
-            // What a kill ends is looked at as it is left; a full disk is looked at when the run is over.
+            // After a kill the state is inspected immediately; with a full disk, after the run.
             let mut best: Option<u32> = None;
             let mut parts = Vec::new();
             let course = RunOptions {
@@ -93,7 +93,7 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
             if let Some(told) = &told {
                 assert!(told.starts_with("cannot write"), "{told}");
             }
-            // Everything that is not complete is gone, but for what a kill leaves.
+            // Incomplete checkpoints are removed, except after a kill.
             let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
             assert!(is_killed || names.iter().all(|name| !name.to_str().unwrap().starts_with('.')), "{names:?}");
             let Some(best) = best else { continue };
@@ -102,7 +102,7 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
             let rest = ready.run(Some(&found), again.path(), None);
             assert_eq!(bits(&rest.losses), bits(&whole.losses[best as usize..]));
             assert!(rest.weights == whole.weights);
-            // The next run clears away what this one left.
+            // The next run cleans up.
             drop(Keeper::new(Disk, ready.kept(folder.path(), &ready.weights)));
             let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
             assert!(names.iter().all(|name| !name.to_str().unwrap().starts_with('.')), "{names:?}");
@@ -115,7 +115,7 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
     }
 }
 
-/// A run that goes on comes again to a checkpoint that is there.
+/// A resumed run reaches an existing checkpoint again.
 #[test]
 fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
     let ready = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), momentum(), Policy::default());
@@ -143,7 +143,7 @@ fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
         let (minibatches, path) = whole.unwrap_or_else(|| panic!("killed after {left}: nothing is left of {known:?}"));
         assert_eq!(*minibatches, ready.every);
         assert!(contents(path) == expected, "killed after {left}");
-        // The next run gives it its name again, and clears away the rest.
+        // The next run restores its name and cleans up.
         drop(Keeper::new(Disk, ready.kept(at, &ready.weights)));
         let names: Vec<_> = fs::read_dir(at).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(names, [find::name(ready.every).as_str()], "killed after {left}");
@@ -198,7 +198,7 @@ fn broken_checkpoints_are_named_and_not_read() {
         });
         assert!(link.contains("not a regular file"), "{link}");
     }
-    // A checkpoint whose files are whole and whose tensors are others is refused where a run would begin with it.
+    // A checkpoint with valid files but wrong tensors is rejected on resume.
     let mut found = find::read(good).unwrap();
     let name = found.start.optimizer.keys().find(|name| name.ends_with("momentum_buffer")).unwrap().clone();
     found.start.optimizer.insert(name.clone(), Tensor::zeros(DType::F32, &[1]));

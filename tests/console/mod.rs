@@ -1,11 +1,11 @@
-//! Pages of Markdown whose commands are run and whose answers are kept.
+//! Runs the commands of Markdown pages and compares their output.
 //!
-//! A block ```` ```LANGUAGE file=NAME ```` is written to a file. The `$ …` lines of a ```` ```console ```` block are run by the shell, page by
-//! page in a folder of its own, with `pipec` on the path. What follows a command is what it prints on standard output, and on standard
-//! error where it fails; `$?` is the exit code of the command before. `…` stands for any lines at all. Of a command that ends in
-//! `# measured`, every number is `#` and every bar is nothing: they differ by machine and run.
+//! A block ```` ```LANGUAGE file=NAME ```` is written to a file. A ```` ```console ```` block has commands and output.
+//! Each page has its own folder and `pipec` on the path. The output after a `$` command is standard output, and
+//! standard error if the command fails. `$?` is the previous exit code. `…` matches any lines. For a command ending in
+//! `# measured`, numbers compare as `#` and bars are ignored, since they differ by machine and run.
 //!
-//! With `PIPEC_BLESS` set, blocks without `…` are written anew.
+//! `PIPEC_BLESS` rewrites blocks without `…`.
 
 use assert_cmd::cargo::cargo_bin;
 use std::env;
@@ -13,7 +13,6 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// What a command prints, and its exit code.
 fn run(folder: &Path, line: &str, before: i32, variables: &[(&str, String)]) -> (String, i32) {
     let bin = cargo_bin("pipec").parent().unwrap().display().to_string();
     let path = format!("{bin}:{}", env::var("PATH").unwrap_or_default());
@@ -27,7 +26,7 @@ fn run(folder: &Path, line: &str, before: i32, variables: &[(&str, String)]) -> 
         told += &String::from_utf8_lossy(&output.stderr);
     }
     assert!(!told.contains("panicked at") && !told.contains("bug in pipec"), "{line}: {told}");
-    // Where something was built, and which port was free, is nobody's concern.
+    // Hide the build folder and free port numbers.
     let mut told = told.replace(&folder.display().to_string(), "FOLDER");
     for (name, value) in variables {
         told = told.replace(value, &format!("${name}"));
@@ -41,11 +40,11 @@ fn run(folder: &Path, line: &str, before: i32, variables: &[(&str, String)]) -> 
 
 const MEASURED: &str = "# measured";
 
-/// Units that numbers of different size have.
+/// Units of masked numbers.
 const UNITS: [&str; 15] =
     ["ns", "us", "ms", "s", "min", "B", "kB", "MB", "GB", "kB/s", "MB/s", "GB/s", "TB/s", "Gflop/s", "Tflop/s"];
 
-/// The text without what differs from run to run: numbers with their units, bars, and how wide columns are.
+/// Masks what differs from run to run: numbers with units, bars, column widths.
 fn masked(text: &str) -> String {
     let line = |line: &str| {
         let mut out = String::new();
@@ -70,7 +69,7 @@ fn masked(text: &str) -> String {
     text.lines().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// With every number in it as one `#`.
+/// Replaces every number in the word by one `#`.
 fn digits(word: &str) -> String {
     let mut out = String::new();
     let mut within = false;
@@ -83,11 +82,11 @@ fn digits(word: &str) -> String {
         }
         within = is_part;
     }
-    // A comma behind a number ends it.
+    // A comma after a number ends it.
     if within && word.ends_with(',') { out + "," } else { out }
 }
 
-/// Whether what is told is what is expected, in which `…` is any number of lines.
+/// True if the output matches `expected`, in which `…` matches any number of lines.
 fn matches(told: &[&str], expected: &[&str]) -> bool {
     match expected.split_first() {
         None => told.is_empty(),
@@ -96,7 +95,7 @@ fn matches(told: &[&str], expected: &[&str]) -> bool {
     }
 }
 
-/// The page with its blocks written anew, and how they differ from what stands there.
+/// The page with its blocks rewritten, and the differences from the original.
 fn played(page: &str, folder: &Path, variables: &[(&str, String)]) -> (String, Vec<String>) {
     let (mut out, mut wrong) = (String::new(), Vec::new());
     let mut lines = page.lines().peekable();
@@ -129,8 +128,7 @@ fn played(page: &str, folder: &Path, variables: &[(&str, String)]) -> (String, V
     (out, wrong)
 }
 
-/// Plays a page in `folder`: fails where an answer is another than the page says, or writes the page anew under `PIPEC_BLESS`. Gives
-/// the page.
+/// Runs a page in `folder` and fails on differences, or rewrites the page under `PIPEC_BLESS`. Returns the page.
 pub fn play(path: &Path, folder: &Path, variables: &[(&str, String)]) -> String {
     let page = fs::read_to_string(path).unwrap();
     let (blessed, wrong) = played(&page, folder, variables);
@@ -142,7 +140,7 @@ pub fn play(path: &Path, folder: &Path, variables: &[(&str, String)]) -> String 
     page
 }
 
-/// The pages of a folder of the project.
+/// The Markdown pages of a repository folder.
 pub fn pages(folder: &str) -> Vec<std::path::PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
     let all = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());

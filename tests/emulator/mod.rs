@@ -1,5 +1,5 @@
-//! Kernels' texts for GPUs compiled with the machine's C++ compiler and played on the CPU, launch by launch, with the geometry and
-//! the arguments that a GPU would get. Buffers end where memory ends, and threads of a block run in two orders.
+//! Runs CUDA kernel sources on the CPU: compiles them with the host C++ compiler and executes the launches with GPU
+//! geometry and arguments. Buffers end at a guard page, and threads of a block run in two orders.
 
 use runtime::device::cuda::card::fault;
 use runtime::device::cuda::prelude::PRELUDE;
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-/// A recipe with its values.
+/// A launch plan with its inputs.
 pub struct Case {
     pub recipe: LaunchPlan,
     pub inputs: Vec<Vec<u8>>,
@@ -19,20 +19,19 @@ pub struct Case {
     pub outputs: Vec<usize>,
 }
 
-/// What a case left.
 #[derive(Debug, PartialEq)]
 pub struct Played {
     pub outputs: Vec<Vec<u8>>,
     pub fault: Fault,
 }
 
-/// The name of a C++ compiler that is here.
+/// The name of an installed C++ compiler.
 pub fn compiler() -> Option<&'static str> {
     let works = |name: &&str| Command::new(name).arg("--version").output().is_ok_and(|o| o.status.success());
     ["c++", "g++", "clang++"].into_iter().find(works)
 }
 
-/// Plays all cases; outputs and scratch are filled with what is NaN in every float type before.
+/// Runs all cases; outputs and scratch are pre-filled with a pattern that is NaN in every float type.
 pub fn play(compiler: &str, cases: &[Case]) -> Vec<Played> {
     let folder = tempfile::tempdir().unwrap();
     let mut kernels: Vec<Arc<str>> = Vec::new();
@@ -76,7 +75,7 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     let (source, program) = (folder.join("kernels.cpp"), folder.join("kernels"));
     fs::write(&source, text).unwrap();
     let mut command = Command::new(compiler);
-    // No fast contraction: a GPU contracts, but what is asked here is whether the text is right.
+    // No FMA contraction: a GPU contracts, but this tests the source.
     command.args(["-std=c++17", "-O0", "-w", "-ffp-contract=off", "-o"]).arg(&program).arg(&source);
     let done = command.output().unwrap();
     let told = String::from_utf8_lossy(&done.stderr);
@@ -84,7 +83,6 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     program
 }
 
-/// Buffers of a case: inputs, outputs, scratch, fault.
 fn sizes(case: &Case) -> Vec<usize> {
     let inputs = case.inputs.iter().map(Vec::len);
     inputs.chain(case.outputs.iter().copied()).chain([case.recipe.scratch, size_of::<Fault>()]).collect()

@@ -1,12 +1,11 @@
-//! Problems that are made up: transformers of any length, long chains, and many chains side by side. Tests and benches plan them.
+//! Synthetic planning problems for tests and benches: transformers of any length, long chains, parallel chains.
 
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 
-/// A small generator of its own, so that a seed means the same graph for ever (splitmix64).
+/// SplitMix64, so that a seed means the same graph forever.
 pub struct Random(pub u64);
 
 impl Random {
-    /// The next number.
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -15,13 +14,12 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit
     }
 }
 
-/// Adds an op that reads these, with its times, its outputs and its weights.
+/// Adds an op with its inputs, time, output bytes and weight bytes.
 pub fn add(graph: &mut CostGraph, name: &str, reads: &[u32], forward_us: f64, out_bytes: u64, weights: u64) -> u32 {
     let id = graph.ops.len() as u32;
     graph.ops.push(OpCost {
@@ -48,8 +46,8 @@ pub fn add(graph: &mut CostGraph, name: &str, reads: &[u32], forward_us: f64, ou
     id
 }
 
-/// Up to so many ops, each of which reads up to two earlier ones.
-#[allow(dead_code)] // Not every test that shares these problems plans one.
+/// Up to `most` ops, each of which reads up to two earlier ones.
+#[allow(dead_code)] // Not used by all tests.
 pub fn random_graph(random: &mut Random, most: u64) -> CostGraph {
     let mut graph = CostGraph::default();
     for id in 0..2 + random.below(most - 1) {
@@ -65,8 +63,8 @@ pub fn random_graph(random: &mut Random, most: u64) -> CostGraph {
     graph
 }
 
-/// A transformer of at least so many ops in equal layers, with 16-bit activations of `tokens` tokens, on devices of 150 Tflop/s
-/// and 1.5 TB/s.
+/// A transformer of at least `ops` ops in equal layers, with 16-bit activations of `tokens` tokens, on devices of 150
+/// Tflop/s and 1.5 TB/s.
 #[allow(dead_code)] // Not every test that shares these problems plans one.
 pub fn transformer(ops: usize, hidden: u64, tokens: u64) -> CostGraph {
     let mut graph = CostGraph::default();
@@ -99,7 +97,6 @@ pub fn transformer(ops: usize, hidden: u64, tokens: u64) -> CostGraph {
     graph
 }
 
-/// A chain of so many ops.
 #[allow(dead_code)] // Not every test that shares these problems plans one.
 pub fn chain(ops: usize) -> CostGraph {
     let mut graph = CostGraph::default();
@@ -110,7 +107,7 @@ pub fn chain(ops: usize) -> CostGraph {
     graph
 }
 
-/// So many chains of so many ops each, between a first and a last op: (length + 1) to the power of chains closed sets.
+/// `chains` chains of `length` ops between a first and a last op: (length + 1)^chains closed sets.
 #[allow(dead_code)] // Not every test that shares these problems plans one.
 pub fn parallel(chains: usize, length: usize) -> CostGraph {
     let mut graph = CostGraph::default();

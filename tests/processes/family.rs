@@ -1,11 +1,11 @@
-//! The processes of a run, as the system sees them.
+//! The processes of a run, from the system's process table.
 
 use std::fs;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The children of a process, by their place in the run.
+/// The children of a process, by rank.
 pub fn children(parent: u32) -> Vec<u32> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
@@ -28,7 +28,7 @@ pub fn send(signal: &str, pid: u32) {
     assert!(Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap().success());
 }
 
-/// Whether a process is there, other than as a shadow that its new parent has not looked at yet.
+/// True if the process exists and is not a zombie.
 pub fn is_there(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))

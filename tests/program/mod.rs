@@ -1,5 +1,4 @@
-//! Programs of `torch.export` written out as JSON, packed as `torch.export.save` packs them, and run on the reference
-//! kernels.
+//! Builds `torch.export` programs as JSON, packs them like `torch.export.save`, and runs them on the reference kernels.
 
 #![allow(dead_code)]
 
@@ -10,12 +9,12 @@ use compiler::tensor::Tensor;
 use serde_json::{Value as Json, json};
 use std::collections::BTreeMap;
 
-/// The codes that the schema has for element types.
+/// Element type codes of the schema.
 pub const FLOAT: i64 = 7;
 pub const LONG: i64 = 5;
 pub const BOOL: i64 = 12;
 
-/// A program while it is written.
+/// A program under construction.
 #[derive(Default)]
 pub struct Program {
     inputs: Vec<Json>,
@@ -33,12 +32,10 @@ pub fn meta(dtype: i64, sizes: &[usize], requires_grad: bool) -> Json {
            "requires_grad": requires_grad})
 }
 
-/// An argument that is a tensor.
 pub fn tensor(name: &str) -> Json {
     json!({"as_tensor": {"name": name}})
 }
 
-/// An argument that is a list of tensors.
 pub fn tensors(names: &[&str]) -> Json {
     json!({"as_tensors": names.iter().map(|n| json!({"name": n})).collect::<Vec<_>>()})
 }
@@ -51,7 +48,7 @@ impl Program {
         self
     }
 
-    /// A parameter of the module whose placeholder is `p_NAME`; it is trained unless it is `frozen`.
+    /// A module parameter with placeholder `p_NAME`; trained unless `frozen`.
     pub fn parameter(mut self, name: &str, value: &Tensor, frozen: bool) -> Program {
         let placeholder = format!("p_{name}");
         let meta = meta(FLOAT, value.shape(), !frozen);
@@ -68,7 +65,7 @@ impl Program {
         self.called("", target, inputs, outputs)
     }
 
-    /// A node that a function of Python called.
+    /// A node with the Python function that called it.
     pub fn called(mut self, from: &str, target: &str, inputs: &[(&str, Json)], outputs: &[&str]) -> Program {
         let inputs: Vec<Json> = inputs.iter().map(|(name, arg)| json!({"name": name, "arg": arg, "kind": 1})).collect();
         let outputs: Vec<Json> = outputs.iter().map(|name| tensor(name)).collect();
@@ -82,7 +79,7 @@ impl Program {
         self
     }
 
-    /// The model that the program is, with these values as its results.
+    /// Imports the program with these values as results.
     pub fn load(self, results: &[(&str, Json)]) -> Result<Model, String> {
         let outputs: Vec<Json> = results.iter().map(|(name, _)| tensor(name)).collect();
         let specs: Vec<Json> = results.iter().map(|(_, spec)| spec.clone()).collect();
@@ -132,7 +129,7 @@ pub fn values(model: &Model, given: &[(&str, Tensor)]) -> Vec<Tensor> {
     graph.outputs.iter().map(|output| values[&output.value].clone()).collect()
 }
 
-/// An archive whose entries are stored as they are.
+/// A zip archive with stored entries.
 pub fn packed(entries: &[(String, Vec<u8>)]) -> Vec<u8> {
     let (mut file, mut directory) = (Vec::new(), Vec::new());
     for (name, content) in entries {
@@ -165,7 +162,7 @@ pub fn packed(entries: &[(String, Vec<u8>)]) -> Vec<u8> {
     file
 }
 
-/// CRC-32 as zip has it.
+/// The CRC-32 of zip.
 pub fn checksum(bytes: &[u8]) -> u32 {
     let step = |crc: u32, _| if crc & 1 == 1 { (crc >> 1) ^ 0xedb8_8320 } else { crc >> 1 };
     !bytes.iter().fold(!0u32, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))

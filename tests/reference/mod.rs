@@ -1,4 +1,4 @@
-//! What the reference rule of an op makes of tensors.
+//! Reference results of ops.
 
 use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
@@ -31,7 +31,7 @@ pub fn reference(op: &Op, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Ten
     Ok(tensors(outputs, &bytes.iter().map(Vec::as_slice).collect::<Vec<_>>()))
 }
 
-/// The same tensors with `f32` as another element type.
+/// The same tensors with `f32` replaced by another element type.
 pub fn in_type(inputs: &[Tensor], dtype: DType) -> Vec<Tensor> {
     inputs.iter().map(|t| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() }).collect()
 }

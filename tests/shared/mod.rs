@@ -1,5 +1,5 @@
-//! The data outside the project that tests compare with, where there is any, and the answers of models for it.
-#![allow(dead_code)] // Every test file uses its own part.
+//! External data for comparisons, if available, and model results for it.
+#![allow(dead_code)] // Each test file uses a part.
 
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::evaluate::evaluate;
@@ -10,7 +10,7 @@ use compiler::tensor::dim::Bindings;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// A file or folder of the shared data, or `None` with a line that says so.
+/// A file or folder of the shared data; prints a note and returns `None` if it does not exist.
 pub fn data(inside: &str) -> Option<PathBuf> {
     let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data");
     let path = std::env::var_os("PIPEC_DATA").map_or(beside, PathBuf::from).join(inside);
@@ -26,14 +26,14 @@ pub fn arrays(path: &Path) -> BTreeMap<String, Tensor> {
     runtime::data::weights::read(path).unwrap()
 }
 
-/// The values of the first step of an array `[steps, …]`.
+/// The first step of an array `[steps, …]`.
 pub fn first_step(t: &Tensor) -> Tensor {
     let shape = t.shape()[1..].to_vec();
     let bytes = shape.iter().product::<usize>() * t.dtype().size();
     Tensor::new(t.dtype(), shape, t.bytes().slice(..bytes)).unwrap()
 }
 
-/// All results of a model by the reference kernels, with the batch at `size`.
+/// All results of a model by the reference kernels, with batch size `size`.
 pub fn results(model: &Model, size: i64, given: &BTreeMap<String, Tensor>) -> Vec<Tensor> {
     let bindings: Bindings = symbols(&model.graph).into_iter().map(|s| (s, size)).collect();
     let graph = bind(&model.graph, &bindings).unwrap();

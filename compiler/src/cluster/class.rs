@@ -1,13 +1,12 @@
-//! Clusters of several classes of devices: what some devices, one after the other, do together.
+//! Speed and memory of device ranges in a cluster with several device classes.
 //!
-//! Classes stand in device order. All functions take no classes to mean that all devices are alike: of speed 1, and of the memory that
-//! the question itself limits. A stage whose replicas are of different speeds takes its minibatches round robin, so that it
-//! goes at the pace of the slowest; and what it holds must fit on the smallest.
+//! Classes are in device order. An empty list means homogeneous devices of speed 1 whose memory is limited by the
+//! problem only. Replicas take minibatches round-robin, so a stage is as fast as its slowest replica, and it must fit
+//! on the smallest.
 
 use crate::cluster::{Cluster, Device, DeviceClass, Peak};
 use std::ops::Range;
 
-/// The classes that some devices are of.
 fn among(classes: &[DeviceClass], devices: Range<u32>) -> impl Iterator<Item = &DeviceClass> {
     let mut end = 0u32;
     classes.iter().filter(move |class| {
@@ -17,22 +16,21 @@ fn among(classes: &[DeviceClass], devices: Range<u32>) -> impl Iterator<Item = &
     })
 }
 
-/// The speed of the slowest of some devices.
+/// Relative speed of the slowest device of a range.
 pub fn slowest(classes: &[DeviceClass], devices: Range<u32>) -> f64 {
     among(classes, devices).map(DeviceClass::pace).reduce(f64::min).unwrap_or(1.0)
 }
 
-/// The memory of the smallest of some devices, in bytes.
+/// Smallest device memory of a range, in bytes.
 pub fn smallest(classes: &[DeviceClass], devices: Range<u32>) -> Option<u64> {
     among(classes, devices).map(|class| class.device.memory.0).min()
 }
 
-/// The speed of the fastest of all devices.
 pub fn fastest(classes: &[DeviceClass]) -> f64 {
     classes.iter().map(DeviceClass::pace).reduce(f64::max).unwrap_or(1.0)
 }
 
-/// The speeds of all devices in sum.
+/// Sum of the relative speeds of all devices.
 pub fn together(cluster: &Cluster) -> f64 {
     match cluster.classes.is_empty() {
         true => f64::from(cluster.devices()),
@@ -40,7 +38,7 @@ pub fn together(cluster: &Cluster) -> f64 {
     }
 }
 
-/// Gives classes without a speed that of their peak arithmetic in such elements over that of the device whose costs are used.
+/// Sets missing speeds to the ratio of peak arithmetic throughput for `dtype` to that of the profiled device.
 pub fn relate(classes: &mut [DeviceClass], reference: &Device, dtype: &str) {
     for class in classes.iter_mut().filter(|class| class.speed.is_none()) {
         class.speed = Some(peak(&class.device.peak_flops, dtype) / peak(&reference.peak_flops, dtype));
@@ -57,7 +55,6 @@ fn peak(peak: &Peak, dtype: &str) -> f64 {
 }
 
 impl DeviceClass {
-    /// Its speed, where that is known.
     fn pace(&self) -> f64 {
         self.speed.unwrap_or(1.0)
     }

@@ -1,26 +1,26 @@
-//! What is known of each kind of device: peak arithmetic, memory, and the link it usually comes with.
+//! Table of known device types: peak arithmetic throughput, memory, and typical link.
 //!
-//! Figures are the vendors' data sheets, dense (without structured sparsity), for the server module where there are several.
-//! Where a type has no unit of its own on a device its rate is that of f32. CPU figures are one worker of one modern server
-//! core with AVX-512; a cluster file that knows better sets each by hand.
+//! Figures are from vendor data sheets, dense (no structured sparsity), for the server module if there are several
+//! variants. A dtype without hardware support has the f32 rate. The CPU row is one worker on one current server core
+//! with AVX-512. A cluster file can override every figure.
 
 use crate::cluster::{Bytes, BytesPerSecond, Device, Peak, Seconds};
 use crate::text::suggest;
 
-/// The kind that `--gpus` and `--levels` stand for when no kind is named.
+/// Device type of `--gpus` and `--levels`.
 pub const DEFAULT_KIND: &str = "h100";
 
-/// One row of the table.
+/// A row of the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
-    /// The name, lower case.
+    /// Lower case.
     pub name: &'static str,
     /// f64, f32, tf32, bf16, f16, in 10¹² operations per second.
     tera: [f64; 5],
     memory_gb: u64,
     memory_gb_per_s: f64,
     launch_us: f64,
-    /// Bandwidth of the usual link between two such devices in one server, GB/s in one direction, and its name.
+    /// Name and bandwidth (GB/s per direction) of the typical link between two such devices in one server.
     link: (&'static str, f64),
 }
 
@@ -35,7 +35,6 @@ const fn kind(
     Kind { name, tera, memory_gb, memory_gb_per_s, launch_us, link }
 }
 
-/// All known kinds.
 pub const KINDS: &[Kind] = &[
     kind("v100", [7.8, 15.7, 15.7, 15.7, 125.0], 16, 900.0, 5.0, ("nvlink", 150.0)),
     kind("v100-32", [7.8, 15.7, 15.7, 15.7, 125.0], 32, 900.0, 5.0, ("nvlink", 150.0)),
@@ -53,23 +52,23 @@ pub const KINDS: &[Kind] = &[
     kind("cpu", [0.06, 0.12, 0.12, 0.12, 0.12], 16, 15.0, 0.2, ("memory", 8.0)),
 ];
 
-/// The row called `name`, any case.
+/// Finds a device type by name, ignoring case.
 pub fn find(name: &str) -> Option<&'static Kind> {
     KINDS.iter().find(|kind| kind.name.eq_ignore_ascii_case(name))
 }
 
-/// The kind that was meant by a name that is none, as the end of a sentence, for messages.
+/// A "did you mean" suffix for messages about an unknown device type.
 pub fn hint(name: &str) -> String {
     suggest::hint(name, KINDS.iter().map(|kind| kind.name))
 }
 
-/// All names, for messages.
+/// All names, comma-separated, for messages.
 pub fn names() -> String {
     KINDS.iter().map(|kind| kind.name).collect::<Vec<_>>().join(", ")
 }
 
 impl Kind {
-    /// The device this row describes.
+    /// The device of this row.
     pub fn device(&self) -> Device {
         let [f64, f32, tf32, bf16, f16] = self.tera.map(|tera| tera * 1e12);
         let cpu = self.name == "cpu";
@@ -79,13 +78,13 @@ impl Kind {
             memory_bandwidth: BytesPerSecond(self.memory_gb_per_s * 1e9),
             peak_flops: Peak { f64, f32, tf32, bf16, f16 },
             launch: Seconds(self.launch_us * 1e-6),
-            // A row is of one core; how many a host has is nobody's to say here.
+            // The number of cores depends on the host.
             cores: None,
             threads_per_worker: cpu.then_some(1),
         }
     }
 
-    /// Name and one-direction bandwidth of the usual link between two such devices in one server.
+    /// Name and bandwidth per direction of the typical link between two such devices in one server.
     pub fn link(&self) -> (&'static str, BytesPerSecond) {
         (self.link.0, BytesPerSecond(self.link.1 * 1e9))
     }

@@ -1,7 +1,6 @@
-//! From a cluster file, or from the short forms of the command line, to a [`Cluster`].
+//! Parses cluster files and the short forms of the command line into a [`Cluster`].
 //!
-//! All three roads end in [`check`], so that a cluster in memory always has at least one level, at least one device, and a
-//! device count that is exact.
+//! All inputs pass [`check`]: a cluster has at least one level and one device, and an exact device count.
 
 use crate::cluster::device::{self, DEFAULT_KIND};
 use crate::cluster::unit::{self, UnitError};
@@ -11,106 +10,70 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 
-/// The slowest and the fastest that a device may be against the one whose costs are used.
+/// Range of `speed`, relative to the profiled device.
 const MIN_SPEED: f64 = 1e-6;
 const MAX_SPEED: f64 = 1e6;
 
-/// Why a cluster could not be read.
+/// Reasons why a cluster is rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ClusterError {
-    /// TOML that does not parse, a key that does not exist, or a value of the wrong kind; the message names the line.
+    /// Invalid TOML, unknown key or wrong type; the message gives the line.
     #[error("{0}")]
     Toml(String),
-    /// The file is of another schema.
+    /// Unsupported schema version.
     #[error("schema is `{found}`, expected `{SCHEMA}`")]
-    Schema {
-        /// What the file states.
-        found: String,
-    },
-    /// A quantity of a key could not be read.
+    Schema { found: String },
+    /// Invalid quantity.
     #[error("{key}: {error}")]
     Unit {
-        /// The key, "level `ib`: bandwidth" for example.
+        /// For example "level `ib`: bandwidth".
         key: String,
-        /// What is wrong with it.
         error: UnitError,
     },
-    /// A device kind that is in no row, with too few figures set by hand to do without.
+    /// Unknown device type without all the figures that it would need.
     #[error(
         "device kind `{kind}` is not known (known: {}){}; an own kind must set memory, memory_bandwidth and peak_flops",
         device::names(),
         device::hint(kind)
     )]
-    Kind {
-        /// The name found.
-        kind: String,
-    },
-    /// No level at all.
+    Kind { kind: String },
     #[error("a cluster needs at least one level, for example `4:10GB/s`")]
     NoLevel,
-    /// A level of no devices.
+    /// A level with a count of 0.
     #[error("level {level} has a count of 0; every level joins at least one device")]
     Empty {
-        /// Index of the level, innermost is 0.
+        /// Index, innermost first.
         level: usize,
     },
-    /// More devices than `MAX_DEVICES`.
+    /// More than `MAX_DEVICES` devices.
     #[error("the level counts multiply to more than {MAX_DEVICES} devices")]
     TooMany,
-    /// The hosts do not add up to the devices.
+    /// The host devices do not add up to the number of devices.
     #[error("the hosts hold {hosts} devices, the levels multiply to {levels}")]
-    Hosts {
-        /// Sum over the hosts.
-        hosts: u64,
-        /// Product of the levels.
-        levels: u32,
-    },
-    /// The device classes do not add up to the devices.
+    Hosts { hosts: u64, levels: u32 },
+    /// The device classes do not add up to the number of devices.
     #[error("the device classes hold {classes} devices, the levels multiply to {levels}")]
-    Classes {
-        /// Sum over the classes.
-        classes: u64,
-        /// Product of the levels.
-        levels: u32,
-    },
-    /// A device table that is none of several, or one of several without what it needs.
+    Classes { classes: u64, levels: u32 },
+    /// `count` or `speed` on a single device table, or several tables without a `count`.
     #[error("{place}: {what}")]
-    Class {
-        /// Which table.
-        place: String,
-        /// What is wrong.
-        what: &'static str,
-    },
-    /// A speed that no device has.
+    Class { place: String, what: &'static str },
+    /// Speed out of range.
     #[error(
         "{place}: speed is {value}; it must be from 1e-6 to 1e6, 1 being as fast as the device whose costs are used"
     )]
-    Speed {
-        /// Which table.
-        place: String,
-        /// The value.
-        value: f64,
-    },
+    Speed { place: String, value: f64 },
     /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
     #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
-    LevelText {
-        /// What was found.
-        text: String,
-    },
-    /// A figure that must be finite and above zero is not.
+    LevelText { text: String },
+    /// A figure that is not finite and positive.
     #[error("{key} must be finite and above zero, found {value}")]
-    Figure {
-        /// The key.
-        key: String,
-        /// The value.
-        value: f64,
-    },
+    Figure { key: String, value: f64 },
 }
 
-/// What a link is called of which nothing is known but its bandwidth.
+/// Name of a link that is only known by its bandwidth.
 pub const LINK: &str = "link";
 
-/// `count` devices of the default kind on one level, at `bandwidth` or the kind's usual link.
+/// `count` devices of the default type on one level, with the given bandwidth or that of the typical link.
 pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, ClusterError> {
     let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
     let (name, usual) = kind.link();
@@ -124,7 +87,7 @@ pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, Cl
     check(Cluster { device: kind.device(), classes: Vec::new(), levels: vec![level], hosts: Vec::new() })
 }
 
-/// Levels as `4:10GB/s,4:1.25GB/s`, innermost first, of the default device kind.
+/// Parses `4:10GB/s,4:1.25GB/s` (innermost first), with the default device type.
 pub fn levels(text: &str) -> Result<Cluster, ClusterError> {
     let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
     let mut levels = Vec::new();
@@ -139,7 +102,7 @@ pub fn levels(text: &str) -> Result<Cluster, ClusterError> {
     check(Cluster { device: kind.device(), classes: Vec::new(), levels, hosts: Vec::new() })
 }
 
-/// A cluster file in the `pipec.cluster/1` schema.
+/// Parses a cluster file with schema `pipec.cluster/1`.
 pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
     let file: File = toml::from_str(text)
         .map_err(|error| ClusterError::Toml(plainly(error.to_string().trim_end(), Format::Toml)))?;
@@ -162,19 +125,19 @@ pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
     }
     let hosts = file.host.into_iter().map(|host| Host { address: host.address, devices: host.devices }).collect();
     let mut cluster = check(Cluster { device, classes, levels, hosts })?;
-    // One class that is as fast as itself needs no class.
+    // A single class without a speed is a homogeneous cluster.
     if matches!(&cluster.classes[..], [only] if only.speed.is_none()) {
         cluster.classes.clear();
     }
     Ok(cluster)
 }
 
-/// The JSON Schema of the cluster file, for editors that check TOML by one.
+/// JSON Schema of the cluster file, for editors.
 pub fn schema() -> serde_json::Value {
     schemars::schema_for!(File).to_value()
 }
 
-/// What must hold of any cluster, wherever it came from.
+/// Validates a cluster from any source.
 pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
     if cluster.levels.is_empty() {
         return Err(ClusterError::NoLevel);
@@ -214,7 +177,6 @@ pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
     Ok(cluster)
 }
 
-/// What must hold of any device.
 fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
     positive(&format!("{place}.memory_bandwidth"), device.memory_bandwidth.0)?;
     let peak = &device.peak_flops;
@@ -226,7 +188,7 @@ fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
     Ok(())
 }
 
-/// The first device, and the classes where there are several or a speed is told.
+/// The first device, and the device classes if there are several.
 fn devices_of(devices: Devices) -> Result<(Device, Vec<DeviceClass>), ClusterError> {
     let wrong = |place: String, what| ClusterError::Class { place, what };
     let many = match devices {

@@ -1,51 +1,38 @@
-//! Quantities as people write them: `450GB/s`, `25Gbit/s`, `141GB`, `16GiB`, `3us`.
+//! Parses and prints quantities such as `450GB/s`, `25Gbit/s`, `141GB`, `16GiB` and `3us`.
 //!
-//! A number without a unit is refused everywhere, because a bandwidth that was meant in Gbit/s and read in GB/s gives a wrong
-//! plan without any other sign.
+//! A number without a unit is always rejected: a bandwidth in Gbit/s read as GB/s would silently give a wrong plan.
 
 use crate::cluster::{Bytes, BytesPerSecond, Seconds};
 use crate::text::suggest::hint;
 use std::fmt;
 
-/// Why a quantity could not be read.
+/// Reasons why a quantity is rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum UnitError {
-    /// The text holds no number at its start.
+    /// The text does not begin with a number.
     #[error("`{text}` is not a quantity; write {example}")]
-    NoNumber {
-        /// What was found.
-        text: String,
-        /// A correct example.
-        example: &'static str,
-    },
-    /// A number and nothing after it.
+    NoNumber { text: String, example: &'static str },
+    /// A number without a unit.
     #[error("`{text}` has no unit; write {example}")]
-    NoUnit {
-        /// What was found.
-        text: String,
-        /// A correct example.
-        example: &'static str,
-    },
-    /// A unit that this quantity does not have.
+    NoUnit { text: String, example: &'static str },
+    /// A unit of another quantity, or an unknown one.
     #[error("`{unit}` in `{text}` is no unit of {quantity}; known: {known}")]
     Unknown {
-        /// What was found.
         text: String,
-        /// The part after the number.
+        /// The text after the number.
         unit: String,
         /// "bandwidth", "memory" or "time".
         quantity: &'static str,
-        /// All units of that quantity.
+        /// All valid units.
         known: String,
     },
-    /// Negative, zero where that makes no sense, or too large to hold.
+    /// Out of range.
     #[error("`{text}` is out of range: {quantity} must be {range}")]
     Range {
-        /// What was found.
         text: String,
         /// "bandwidth", "memory" or "time".
         quantity: &'static str,
-        /// What is accepted.
+        /// The accepted range.
         range: &'static str,
     },
 }
@@ -83,7 +70,7 @@ const RATE: &[(&str, f64)] = &[
 
 const TIME: &[(&str, f64)] = &[("ns", 1e-9), ("us", 1e-6), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)];
 
-/// Reads a memory size such as `141GB` or `16GiB`; above zero.
+/// Parses a memory size such as `141GB` or `16GiB`; at least one byte.
 pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
     let value = quantity(text, "memory", "\"16GiB\" or \"141GB\"", MEMORY)?;
     if !(1.0..9.2e18).contains(&value) {
@@ -96,7 +83,7 @@ pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
     Ok(Bytes(value.round() as u64))
 }
 
-/// Reads a bandwidth such as `450GB/s` or `25Gbit/s`; above zero.
+/// Parses a bandwidth such as `450GB/s` or `25Gbit/s`; at least 1 B/s.
 pub fn bandwidth(text: &str) -> Result<BytesPerSecond, UnitError> {
     let value = quantity(text, "bandwidth", "\"450GB/s\" or \"25Gbit/s\"", RATE)?;
     if !(1.0..=1e18).contains(&value) {
@@ -105,7 +92,7 @@ pub fn bandwidth(text: &str) -> Result<BytesPerSecond, UnitError> {
     Ok(BytesPerSecond(value))
 }
 
-/// Reads a time such as `3us` or `1ms`; zero is allowed.
+/// Parses a time such as `3us` or `1ms`, from zero to one hour.
 pub fn seconds(text: &str) -> Result<Seconds, UnitError> {
     let value = quantity(text, "time", "\"3us\" or \"1ms\"", TIME)?;
     if !(0.0..=3600.0).contains(&value) {
@@ -114,7 +101,7 @@ pub fn seconds(text: &str) -> Result<Seconds, UnitError> {
     Ok(Seconds(value))
 }
 
-// The number is the longest prefix that reads as one, so that `1e9B/s` works and `3e` is no number with unit `e`.
+// Uses the longest prefix that parses as a number, so that `1e9B/s` works.
 fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&str, f64)]) -> Result<f64, UnitError> {
     let trimmed = text.trim();
     let digits = trimmed.find(|c: char| !(c.is_ascii_digit() || "+-.eE_".contains(c))).unwrap_or(trimmed.len());
@@ -132,7 +119,7 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         let rate =
             units.iter().find(|(name, _)| name.strip_suffix("/s") == Some(unit) || rate(unit).as_deref() == Some(name));
         let meant = match rate {
-            // How much it is, so that nobody takes bits for bytes.
+            // States the value in bytes, so that bits are not mistaken for bytes.
             Some((name, factor)) if name.ends_with("bit/s") => {
                 format!("; `{number}{name}` is {}", BytesPerSecond(number * factor))
             }
@@ -150,7 +137,7 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
     }
 }
 
-// The rate that is known by another name elsewhere: `gbps`, `Gb/s` and `Gbits` count bits, `GBps` bytes.
+// Maps common spellings to a unit: `gbps`, `Gb/s` and `Gbits` are bits, `GBps` is bytes.
 fn rate(unit: &str) -> Option<String> {
     let bytes = unit.strip_suffix("Bps").map(|prefix| (prefix, "B/s"));
     let small = unit.to_ascii_lowercase();
@@ -161,13 +148,13 @@ fn rate(unit: &str) -> Option<String> {
     Some(format!("{known}{name}"))
 }
 
-// Text from a file goes into messages without control characters and never at full length.
+// User text is truncated and stripped of control characters before it goes into a message.
 fn shown(text: &str) -> String {
     text.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 impl fmt::Display for Bytes {
-    /// Prints with a decimal unit and up to three digits after the point: `141GB`, `1.5MB`, `17B`.
+    /// Prints with a decimal unit and up to three decimals: `141GB`, `1.5MB`, `17B`.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         print(out, self.0 as f64, &[("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)])
     }

@@ -1,10 +1,10 @@
-//! From a [`Cluster`] to the text of its file, which reads back as the same cluster.
+//! Prints a [`Cluster`] as a cluster file that parses to the same cluster.
 
 use crate::cluster::unit::{bandwidth, bytes, seconds};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, SCHEMA, Seconds};
 use std::fmt::Write;
 
-/// The TOML text of a cluster.
+/// The cluster file as TOML.
 pub fn to_toml(cluster: &Cluster) -> String {
     let mut text = format!("schema = \"{SCHEMA}\"\n");
     if cluster.classes.is_empty() {
@@ -36,7 +36,7 @@ pub fn to_toml(cluster: &Cluster) -> String {
     text
 }
 
-/// The same file as JSON, of the shape that [`crate::cluster::read::schema`] describes.
+/// The cluster file as JSON, valid under [`crate::cluster::read::schema`].
 pub fn to_json(cluster: &Cluster) -> serde_json::Value {
     toml::from_str(&to_toml(cluster)).expect("what is written can be read")
 }
@@ -54,13 +54,12 @@ fn device(text: &mut String, device: &Device) {
             let _ = writeln!(text, "{key} = {value}");
         }
     }
-    // Exponents are shorter than sixteen digits, and TOML has them.
+    // Exponent notation is shorter, and valid in TOML.
     let [f64, f32, tf32, bf16, f16] =
         [peak.f64, peak.f32, peak.tf32, peak.bf16, peak.f16].map(|flops| format!("{flops:e}"));
     let _ = writeln!(text, "peak_flops = {{ f64 = {f64}, f32 = {f32}, tf32 = {tf32}, bf16 = {bf16}, f16 = {f16} }}");
 }
 
-/// A string as TOML writes it.
 fn quoted(text: &str) -> String {
     toml::Value::String(text.to_string()).to_string()
 }

@@ -1,31 +1,26 @@
-//! Axes: round numbers at even distances, with units.
+//! Plot axes with round tick values and units.
 
-/// What an axis counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// Microseconds, told as µs, ms or s.
+    /// Microseconds, printed as µs, ms or s.
     Time,
-    /// Bytes, told in powers of ten.
+    /// Printed with decimal prefixes.
     Bytes,
-    /// Things.
     Count,
-    /// Shares of one, told in percent.
+    /// A fraction, printed in percent.
     Share,
-    /// Numbers without a unit.
     Plain,
 }
 
-/// From 0 to the first round number that is not less than what is shown.
+/// An axis from 0 to `end`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Axis {
-    /// The value at its end.
     pub end: f64,
-    /// Values and what stands beside them.
     pub ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// An axis up to at least `most`, with about that many steps.
+    /// An axis that ends at a round value of at least `most`, with approximately `about` ticks.
     pub fn upto(most: f64, about: usize, unit: Unit) -> Axis {
         let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
         let step = step(most, about, unit);
@@ -34,19 +29,18 @@ impl Axis {
         Axis { end, ticks: ticks(end, step, unit) }
     }
 
-    /// An axis that ends at `most` itself, for time that ends when it ends.
+    /// An axis that ends exactly at `most`.
     pub fn of(most: f64, about: usize, unit: Unit) -> Axis {
         let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
         Axis { end: most, ticks: ticks(most, step(most, about, unit), unit) }
     }
 
-    /// Where a value is, from 0 to 1.
     pub fn share(&self, value: f64) -> f64 {
         (value / self.end).clamp(0.0, 1.0)
     }
 }
 
-/// The round step, 1, 2 or 5 times a power of ten, that makes about so many.
+/// The tick distance: 1, 2 or 5 times a power of ten, for approximately `about` ticks.
 fn step(most: f64, about: usize, unit: Unit) -> f64 {
     let raw = most / about.max(1) as f64;
     let power = 10f64.powf(raw.log10().floor());
@@ -66,7 +60,7 @@ fn ticks(end: f64, step: f64, unit: Unit) -> Vec<(f64, String)> {
     (0..=count.min(100)).map(|at| at as f64 * step).map(|value| (value, label(value))).collect()
 }
 
-/// What one of the unit that keeps numbers up to `end` short is worth, and its name.
+/// The scale factor and name of the unit prefix for values up to `end`.
 fn scale(end: f64, unit: Unit) -> (f64, &'static str) {
     let of = |units: &[(f64, &'static str)]| {
         units.iter().rev().find(|(worth, _)| end >= *worth).or(units.first()).copied().unwrap_or((1.0, ""))
@@ -74,7 +68,7 @@ fn scale(end: f64, unit: Unit) -> (f64, &'static str) {
     match unit {
         Unit::Time => of(&[(1.0, " µs"), (1e3, " ms"), (1e6, " s")]),
         Unit::Bytes => of(&[(1.0, " B"), (1e3, " kB"), (1e6, " MB"), (1e9, " GB"), (1e12, " TB"), (1e15, " PB")]),
-        // Ten thousand is told as 10 k, nine thousand in full.
+        // 9000 is printed in full, 10000 as 10 k.
         Unit::Count if end < 1e4 => (1.0, ""),
         Unit::Count => of(&[(1e3, " k"), (1e6, " M"), (1e9, " G"), (1e12, " T"), (1e15, " P")]),
         Unit::Share => (0.01, " %"),

@@ -1,10 +1,10 @@
-//! The colours of all pictures, and the style sheet that gives them to classes.
+//! Colours of all pictures, and the style sheet that assigns them to classes.
 //!
-//! The hues are those of Okabe and Ito, which people with any common colour blindness tell apart. In a page they are variables, so that
-//! the page can have a dark form; in a file for a paper every variable is replaced by its light value, since few programs
-//! that read SVG know variables.
+//! The hues are those of Okabe and Ito, which are distinguishable with any common colour blindness. In the HTML page
+//! they are CSS variables, to support a dark mode. In SVG files the variables are replaced by their light values, since
+//! few SVG programs support variables.
 
-/// Names of variables with their values on white and on black.
+/// Variable name, light value, dark value.
 pub const COLOURS: [(&str, &str, &str); 21] = [
     ("page", "#ffffff", "#14171a"),
     ("card", "#f6f7f9", "#1c2024"),
@@ -29,10 +29,10 @@ pub const COLOURS: [(&str, &str, &str); 21] = [
     ("bad", "#b3400a", "#f08a4b"),
 ];
 
-/// Variables of the colours of series and parts, in the order in which they are taken.
+/// Variables for the colours of data series, in order of use.
 pub const SERIES: [&str; 7] = ["forward", "activation", "backward", "purple", "step", "all-reduce", "grey"];
 
-/// The style of everything in pictures, with variables.
+/// Style sheet of all pictures, with variables.
 pub const PICTURE: &str = "\
 text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;fill:var(--ink)}\
 .quiet{fill:var(--quiet)}\
@@ -74,12 +74,11 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .l4{stroke:var(--step)}.l5{stroke:var(--all-reduce)}.l6{stroke:var(--grey)}\
 .hollow{fill:var(--page);stroke-width:1.8}";
 
-/// The style sheet with the light values in the place of variables.
 pub fn light(style: &str) -> String {
     COLOURS.iter().fold(style.to_string(), |style, (name, light, _)| style.replace(&format!("var(--{name})"), light))
 }
 
-/// The variables: light, and dark where the reader's system is.
+/// Declarations of the variables, with dark values where the system prefers dark mode.
 pub fn variables() -> String {
     let list = |value: fn(&(&str, &str, &str)) -> String| COLOURS.iter().map(value).collect::<String>();
     format!(

@@ -1,10 +1,10 @@
-//! Text from anywhere as it may stand in HTML and SVG.
+//! Escaping of untrusted text for HTML and SVG.
 
 use crate::import::onnx::name::{display_name, shown};
 use std::borrow::Cow;
 
-/// `text` without characters that act instead of standing in it, and with those of markup escaped. It can stand between tags and
-/// between double quotes.
+/// Removes control and formatting characters and escapes markup. The result is safe between tags and between double
+/// quotes.
 ///
 /// ```
 /// use compiler::export::escape::escape;
@@ -19,7 +19,7 @@ pub fn escape(text: &str) -> String {
             '>' => safe += "&gt;",
             '"' => safe += "&quot;",
             '\'' => safe += "&#39;",
-            // XML has no such characters, and a file with one does not open.
+            // Not allowed in XML; a file that contains one does not open.
             '\u{fffe}' | '\u{ffff}' => {}
             c => safe.push(c),
         }
@@ -27,7 +27,7 @@ pub fn escape(text: &str) -> String {
     safe
 }
 
-/// A name of any length, not escaped yet, cut in the middle to at most `most` characters.
+/// Shortens a name in the middle to at most `most` characters. The result is not escaped.
 pub fn short(name: &str, most: usize) -> Cow<'_, str> {
     let name = shown(name);
     let count = name.chars().count();

@@ -1,4 +1,4 @@
-//! What a verb that failed says under `--format json`: one object in one line, the last of standard error.
+//! The error object of a failed command under `--format json`: one line, the last of stderr.
 //!
 //! ```text
 //! {"message":"no data is given","causes":[],"help":"`--data train.npz` has …","exit_code":2}
@@ -21,7 +21,6 @@ pub struct Failure {
     pub exit_code: u8,
 }
 
-/// The JSON Schema of the object.
 pub fn schema() -> serde_json::Value {
     schemars::schema_for!(Failure).to_value()
 }

@@ -1,4 +1,4 @@
-//! How replicas sum their gradients, in a sentence.
+//! Describes the gradient all-reduce of a plan in a sentence.
 
 use crate::export::quantity;
 use crate::plan::Plan;
@@ -7,7 +7,8 @@ use crate::schedule::pipeline::{pipeline, schedule_of};
 use crate::simulate::overlap::hidden;
 use serde_json::Value;
 
-/// In what parts, and what share of that time work hides; nothing where nothing is summed, or playing the plan would take long.
+/// The number of buckets, and the fraction of the all-reduce time hidden behind computation. `None` without all-reduce,
+/// or if the simulation would take too long.
 pub fn gradients(plan: &Plan) -> Option<String> {
     let kind = schedule_of(plan.schedule.kind).ok()?;
     let pipeline = pipeline(plan).ok()?;

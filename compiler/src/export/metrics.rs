@@ -1,12 +1,12 @@
-//! The file of metrics: what a training run says of itself, one JSON object a line.
+//! The metrics file of a training run: one JSON object per line.
 //!
 //! ```text
 //! {"step":0,"loss":2.3026,"seconds":0.0132,"samples_per_s":2424.2}      for each minibatch, as it ends
 //! {"total":{"steps":100,…}}                                             at the end of a whole run
 //! ```
 //!
-//! `pipec train --metrics FILE` writes it, [`crate::export::report::measured`] reads it, and takes less for granted than is said here:
-//! other tools may write such lines, too.
+//! `pipec train --metrics FILE` writes it. [`crate::export::report::measured`] reads it and accepts more than this
+//! format, since other tools may write such files.
 
 use crate::export::report::{MeasuredOrder, MeasuredPlace};
 use schemars::JsonSchema;
@@ -115,12 +115,11 @@ pub struct HeldOut {
     pub accuracy: Option<f64>,
 }
 
-/// A number as JSON has it: none that is not finite.
+/// JSON has no non-finite numbers.
 pub fn finite(value: f64) -> Option<f64> {
     Some(value).filter(|value| value.is_finite())
 }
 
-/// The JSON Schema of a line.
 pub fn schema() -> serde_json::Value {
     schemars::schema_for!(Line).to_value()
 }

@@ -1,51 +1,43 @@
-//! Curves over a few values: speed over devices, bubbles over micro-batches, seconds over steps.
+//! Line plots: throughput over devices, bubbles over micro-batches, loss over time.
 //!
-//! Every curve has a colour, a dash and a mark of its own, so that it is told from the others without colour too. The legend stands above, in
-//! the order of the curves.
+//! Each curve has its own colour, dash pattern and marker, so that it is identifiable without colour. The legend is
+//! above the plot, in the order of the curves.
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::svg::{Anchor, Svg, width};
 
-/// Where points stand from left to right.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Across {
-    /// Each of these values has a place of its own, evenly apart.
+    /// Equidistant positions, one per value.
     Places(Vec<f64>),
-    /// From 0 to that many, in proportion.
+    /// Linear from 0 to this value.
     Upto(f64),
 }
 
-/// A curve.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Curve {
-    /// What the legend calls it.
+    /// The name in the legend.
     pub name: String,
-    /// Points from left to right.
+    /// Ordered from left to right.
     pub points: Vec<(f64, f64)>,
-    /// Whether it is a line to compare with and not a result: grey and dotted.
+    /// True for a reference line instead of a result: grey and dotted.
     pub is_reference: bool,
 }
 
-/// A picture of curves.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plot {
-    /// What it shows, for the top.
     pub title: String,
-    /// What goes from left to right.
+    /// Label of the horizontal axis.
     pub across_name: String,
-    /// Its values.
     pub across: Across,
-    /// What goes from bottom to top.
+    /// Label of the vertical axis.
     pub up_name: String,
-    /// Its unit.
     pub up: Unit,
-    /// The curves.
     pub curves: Vec<Curve>,
-    /// A line across with its name: a limit.
+    /// Name and value of a horizontal limit line.
     pub limit: Option<(String, f64)>,
-    /// Points of a curve that stand out, by their place in the list of curves, with a ring around them.
+    /// Highlighted points, as index of the curve and horizontal value, drawn with a ring.
     pub rings: Vec<(usize, f64)>,
-    /// What the rings say, for the legend.
     pub ring_name: String,
 }
 
@@ -53,11 +45,10 @@ const WIDE: f64 = 640.0;
 const LEFT: f64 = 72.0;
 const RIGHT: f64 = 24.0;
 const HEIGHT: f64 = 250.0;
-/// More points than this on one curve have no marks.
+/// Curves with more points have no markers.
 const MARKED: usize = 40;
 
 impl Plot {
-    /// The picture.
     pub fn draw(&self) -> Svg {
         let rows = self.legend();
         let top = 40.0 + 20.0 * rows.len() as f64;
@@ -126,7 +117,7 @@ impl Plot {
         }
     }
 
-    /// Keys and names in rows that are not too wide.
+    /// Legend entries, wrapped to the plot width.
     fn legend(&self) -> Vec<Vec<(f64, usize, String)>> {
         let mut rows: Vec<Vec<(f64, usize, String)>> = Vec::new();
         let mut x = WIDE;
@@ -157,7 +148,7 @@ impl Plot {
         }
     }
 
-    /// Results take colours in turn; what they are compared with is grey.
+    /// Results cycle through colours; reference lines are grey.
     fn colour(&self, index: usize) -> usize {
         let before = self.curves[..index].iter().filter(|curve| !curve.is_reference).count();
         if self.curves[index].is_reference { 6 } else { [0, 2, 4, 5, 3, 1][before % 6] }
@@ -173,7 +164,7 @@ impl Plot {
     }
 }
 
-/// The mark of a curve: a disc, a square, a triangle, a diamond, in turn.
+/// Markers cycle through disc, square, triangle, diamond.
 fn mark(picture: &mut Svg, colour: usize, index: usize, [x, y]: [f64; 2], hint: &str) {
     let class = format!("s{colour}");
     match index % 4 {
@@ -184,7 +175,7 @@ fn mark(picture: &mut Svg, colour: usize, index: usize, [x, y]: [f64; 2], hint: 
     }
 }
 
-/// A whole number without a point, another with two digits.
+/// Integers without decimals, other numbers with two.
 fn plain(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.2}") }
 }
@@ -224,7 +215,7 @@ mod tests {
         };
         let text = plot.draw().inline();
         assert!(text.contains(">&lt;a&gt;</text>") && text.contains(">enough</text>"), "{text}");
-        // Two discs and one in the legend, rings there and here, one square and its key.
+        // Two discs and one in the legend, one ring in the plot and one in the legend, one square and its legend entry.
         assert_eq!(text.matches("<circle class=\"s").count(), 3);
         assert_eq!(text.matches("<circle class=\"hollow").count(), 2);
         assert_eq!(text.matches("<rect").count(), 2);

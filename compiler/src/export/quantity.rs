@@ -1,6 +1,6 @@
-//! Numbers with units, as people read them: three or four digits, the unit that keeps them short.
+//! Formats quantities with units, using three or four significant digits.
 
-/// A time in microseconds.
+/// A time given in microseconds, in ASCII.
 pub fn time(microseconds: f64) -> String {
     let (value, unit) = match microseconds.abs() {
         t if t < 1e3 => (microseconds, "us"),
@@ -10,17 +10,17 @@ pub fn time(microseconds: f64) -> String {
     format!("{} {unit}", short(value))
 }
 
-/// A time in microseconds, with the sign that terminals may lack.
+/// A time given in microseconds, with `µs`.
 pub fn duration(microseconds: f64) -> String {
     time(microseconds).replace(" us", " µs")
 }
 
-/// A number of bytes, in powers of ten.
+/// A size in bytes, with decimal prefixes.
 pub fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
 
-/// A number of bytes as flags take it, rounded up.
+/// A size in bytes in the syntax of flags, rounded up.
 pub fn at_least(bytes: u64) -> String {
     let (unit, name) = match bytes {
         b if b >= 1_000_000_000 => (1_000_000, "GB"),
@@ -31,17 +31,15 @@ pub fn at_least(bytes: u64) -> String {
     format!("{}.{:03}{name}", parts / 1000, parts % 1000)
 }
 
-/// A rate in bytes per second.
 pub fn rate(bytes_per_second: f64) -> String {
     format!("{}/s", scaled(bytes_per_second, &["B", "kB", "MB", "GB", "TB", "PB"]))
 }
 
-/// A number of operations.
 pub fn flops(flops: f64) -> String {
     scaled(flops, &["flop", "kflop", "Mflop", "Gflop", "Tflop", "Pflop", "Eflop"])
 }
 
-/// A count with groups of three digits.
+/// A count with thousands separators.
 pub fn count(value: u64) -> String {
     let digits = value.to_string();
     let groups: Vec<&[u8]> = digits.as_bytes().rchunks(3).rev().collect();
@@ -53,12 +51,12 @@ pub fn plural(number: u64, one: &str, many: &str) -> String {
     format!("{} {}", count(number), if number == 1 { one } else { many })
 }
 
-/// A rate of samples.
+/// Samples per second, without the unit.
 pub fn samples(per_second: f64) -> String {
     if per_second >= 1000.0 { count(per_second.round() as u64) } else { short(per_second) }
 }
 
-/// Three or four digits that count.
+/// Three or four significant digits.
 pub fn short(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_string(),

@@ -1,9 +1,9 @@
-//! One page about one plan: what the stages are, what runs when, what is held, what else was possible.
+//! The HTML report about one plan: stages, schedule, memory and alternatives.
 //!
-//! [`Report`] is everything the page says, as data. `page` writes it as one HTML file that needs no network and no other file; the
-//! pictures, each with the table it was drawn from, have a file each: `graph` the stages, `gantt` the programs at work, `memory` what
-//! devices hold, `over_time` the same over time, `costs` the ops between the cuts, `measured` a training run beside the prediction.
-//! `play` and `moves` work out what the plan itself does not state.
+//! [`Report`] is the content as data. `page` renders it as one self-contained HTML file. Each picture, with the table
+//! of its data, has a file: `graph` for the stages, `gantt` for the simulated schedule, `memory` and `over_time` for
+//! device memory. `costs` lists ops and cuts, `measured` compares a training run with the prediction. `play` and
+//! `moves` compute what the plan does not contain.
 
 pub mod alternatives;
 pub mod costs;
@@ -27,127 +27,103 @@ use crate::simulate::Timeline;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// A simulated stretch of training under the plan.
+/// A simulated part of training under the plan.
 #[derive(Clone, Debug)]
 pub struct Played {
-    /// The programs.
     pub program: Program,
-    /// What they did.
     pub timeline: Timeline,
-    /// Minibatches that were run.
     pub minibatches: u32,
-    /// Cores that all workers shared, where they are fewer than the workers.
+    /// The number of cores shared by all workers, if smaller than the number of workers.
     pub shared_cores: Option<u32>,
 }
 
-/// What moving one op over a cut would come to.
+/// The effect of moving one op across a cut.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Move {
-    /// The ops that move: one, and those that cannot be apart from it.
+    /// The op and those fused with it.
     pub ops: Vec<u32>,
-    /// Time of a minibatch then, by the judge of plans.
+    /// The resulting minibatch time, by the plan checker.
     pub minibatch_us: f64,
-    /// Bytes on the fullest device then.
     pub peak_bytes: u64,
-    /// Whether that is within the limit.
     pub fits: bool,
 }
 
-/// A cut between two stages.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CutCost {
-    /// The stage before it.
     pub before: usize,
-    /// Bytes of all tensors over it for one micro-batch, in one direction, to whatever later stage.
+    /// Bytes of all tensors across the cut per micro-batch, in one direction, to any later stage.
     pub bytes: u64,
-    /// How many tensors.
     pub tensors: usize,
-    /// An op from the stage before it to the stage after it, if any can go.
+    /// The best move from the stage before to the stage after, if any is possible.
     pub earlier: Option<Move>,
-    /// An op from the stage after it to the stage before it, if any can go.
+    /// The best move from the stage after to the stage before, if any is possible.
     pub later: Option<Move>,
 }
 
-/// What is known where the model is at hand.
+/// Information that needs the model.
 #[derive(Clone, Debug)]
 pub struct Modelled {
-    /// The costs of its ops.
     pub graph: CostGraph,
-    /// The cuts, in order.
     pub cuts: Vec<CutCost>,
-    /// What does not follow from these costs as the plan says; empty where all does.
+    /// Inconsistencies between the plan and these costs; normally empty.
     pub faults: Vec<String>,
 }
 
-/// A plain alternative to the plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alternative {
-    /// What it is.
     pub name: String,
-    /// Time of one minibatch, in microseconds.
+    /// Minibatch time in microseconds.
     pub us: f64,
-    /// Whether it fits in memory.
     pub fits: bool,
 }
 
-/// The plan for other devices or another size of minibatch.
+/// The plan for another number of devices or another minibatch size.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WhatIf {
-    /// Devices.
     pub devices: u32,
-    /// Samples in a micro-batch.
+    /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// Micro-batches in a minibatch.
     pub microbatches: u32,
-    /// What came of it, or why there is no plan.
+    /// The plan, or the reason why there is none.
     pub answer: Result<Answer, String>,
 }
 
-/// A plan in few words.
+/// A summary of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
-    /// Replicas of each stage.
     pub replicas: Vec<u32>,
-    /// Samples per second.
     pub throughput_per_s: f64,
-    /// Bytes on the fullest device.
     pub peak_bytes: u64,
 }
 
-/// What one stage did in a training run, on its slowest replica.
+/// Measurements of one stage in a training run, for its slowest replica.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeasuredStage {
-    /// Which stage.
     pub stage: u32,
-    /// Microseconds of one item's forward.
+    /// Microseconds of the forward pass of one micro-batch.
     pub fwd_us: f64,
-    /// Microseconds of one item's backward.
+    /// Microseconds of the backward pass of one micro-batch.
     pub bwd_us: f64,
-    /// The most bytes held at once.
+    /// Peak memory.
     pub held_bytes: u64,
 }
 
-/// A training run, as its metrics tell it.
+/// A training run, from its metrics file. Optional fields may be missing in the file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
-    /// For each minibatch: its loss, and seconds from the start of the run to its end.
+    /// For each minibatch: its loss, and the seconds from the start of the run to its end.
     pub steps: Vec<(f64, f64)>,
-    /// What the stages did, where the file says so.
     pub stages: Vec<MeasuredStage>,
-    /// The plan that was trained, where the file says so.
     pub plan: Option<MeasuredPlan>,
-    /// How its minibatches were worked on, where the file says so.
     pub order: Option<MeasuredOrder>,
-    /// Workers, and the cores that they shared, where the file says so.
+    /// Number of workers and of the cores they share.
     pub shared: Option<(u64, u64)>,
 }
 
-/// By what a run tells which plan it was under.
+/// Identifies the plan of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MeasuredPlan {
-    /// Hash of the model's graph.
     pub graph: String,
-    /// Its stages, in order.
     pub stages: Vec<MeasuredPlace>,
 }
 
@@ -171,29 +147,25 @@ pub struct MeasuredPlace {
     pub devices: Vec<u32>,
 }
 
-/// Everything that the page says.
 #[derive(Clone, Debug)]
 pub struct Report<'a> {
-    /// The plan.
     pub plan: &'a Plan,
-    /// The model, devices and costs in one line each.
+    /// Model, devices and costs, one line each.
     pub heading: Vec<String>,
-    /// What to know before anything else, if there is anything.
+    /// A notice to show first.
     pub verdict: Option<String>,
-    /// How near the plan is to the best.
+    /// The distance to the lower bound, as text.
     pub bound: String,
-    /// The least time of a minibatch that is known, in microseconds; 0 where none is.
+    /// The lower bound of the minibatch time in microseconds; 0 if there is none.
     pub bound_us: f64,
     /// The plan itself, then the alternatives.
     pub alternatives: Vec<Alternative>,
-    /// The programs at work, or why they cannot be simulated.
+    /// The simulation, or the reason why there is none.
     pub played: Result<Played, String>,
-    /// What is known where the model is at hand, or why it is not.
+    /// Information from the model, or the reason why it is not available.
     pub modelled: Result<Modelled, String>,
-    /// Other devices and sizes; empty where none were tried.
+    /// Plans for other devices and sizes; empty if not computed.
     pub what_if: Vec<WhatIf>,
-    /// A training run under this plan.
     pub measured: Option<Measured>,
-    /// The SHA-256 of the plan's file.
     pub plan_sha256: String,
 }

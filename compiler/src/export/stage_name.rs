@@ -1,17 +1,17 @@
-//! What a stage holds, in few words: its layers, its replicas, its devices.
+//! Short descriptions of a stage: layers, replicas, devices.
 
 use crate::import::onnx::name::shown;
 use crate::plan::Stage;
 
-/// Characters that the layers of a stage may take where there is room.
+/// Default maximum length of a layer description, in characters.
 pub const LAYERS: usize = 44;
 
-/// The stage's layers in the user's module names, cut to the depth at which they fit.
+/// The stage's layers by module name, shortened to the path depth that fits.
 pub fn layers(stage: &Stage) -> String {
     layers_within(stage, LAYERS)
 }
 
-/// The same in at most so many characters, or a few where there are fewer.
+/// Like [`layers`], with at most `most` characters (at least 8).
 pub fn layers_within(stage: &Stage, most: usize) -> String {
     let most = most.max(8);
     let names: Vec<&str> = stage.modules.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
@@ -24,7 +24,7 @@ pub fn layers_within(stage: &Stage, most: usize) -> String {
         };
     }
     let depth = names.iter().map(|name| name.split('.').count()).max().unwrap_or(1);
-    // Whole layers are named before what holds all of them.
+    // Prefers depths that name individual layers over their containers.
     let at = |depth: usize, layers: bool| {
         let kept: Vec<String> = names.iter().map(|name| cut_path(name, depth, layers)).collect();
         runs(&leaves(kept)).join(", ")
@@ -40,7 +40,7 @@ pub fn layers_within(stage: &Stage, most: usize) -> String {
     span(names[0], names[names.len() - 1], most)
 }
 
-/// The first `depth` parts of a module's path; with `layers` at least as far as its first number.
+/// The first `depth` components of a module path; with `layers`, at least up to its first number.
 fn cut_path(name: &str, depth: usize, layers: bool) -> String {
     let parts: Vec<&str> = name.split('.').collect();
     let is_number = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
@@ -48,7 +48,7 @@ fn cut_path(name: &str, depth: usize, layers: bool) -> String {
     parts[..parts.len().min(depth.max(numbered.map_or(0, |at| at + 1)))].join(".")
 }
 
-/// Each name once, without those that hold another one: ops of a model beside its layers say nothing of where a stage is.
+/// Unique names without containers of other names: ops outside the layers do not describe a stage.
 fn leaves(names: Vec<String>) -> Vec<String> {
     let holds = |outer: &str, inner: &str| inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('.'));
     let mut kept: Vec<String> = Vec::new();
@@ -60,11 +60,11 @@ fn leaves(names: Vec<String>) -> Vec<String> {
     kept
 }
 
-/// Names with those that count on drawn together: `blocks.0, blocks.1, blocks.2` is `blocks.0-2`.
+/// Merges consecutive numbers: `blocks.0, blocks.1, blocks.2` becomes `blocks.0-2`.
 fn runs(names: &[String]) -> Vec<String> {
     let number = |name: &str| {
         let (module, number) = name.rsplit_once('.')?;
-        // A number with zeros ahead is a name.
+        // A number with leading zeros is a name.
         number.parse::<u32>().ok().filter(|n| n.to_string() == number).map(|number| (module.to_string(), number))
     };
     // The first name, and the module with the last number.
@@ -85,7 +85,7 @@ fn runs(names: &[String]) -> Vec<String> {
     runs.into_iter().map(told).collect()
 }
 
-/// The stage's replicas: `2`, or `2 of 8` where so many devices share each.
+/// The replicas of the stage: `2`, or `2 of 8` for tensor-parallel groups of 8 devices.
 pub fn replicas(stage: &Stage) -> String {
     match stage.degree() {
         1 => stage.replicas.to_string(),
@@ -105,7 +105,7 @@ fn cut(name: &str, most: usize) -> String {
     }
 }
 
-/// Device numbers with runs drawn together: `0-3, 8`.
+/// Merges consecutive device numbers: `0-3, 8`.
 pub fn ranges(devices: &[u32]) -> String {
     let mut parts: Vec<(u32, u32)> = Vec::new();
     for &device in devices {
@@ -118,7 +118,7 @@ pub fn ranges(devices: &[u32]) -> String {
     parts.iter().map(show).collect::<Vec<_>>().join(", ")
 }
 
-/// What a stage does to hold less, behind the bytes that it holds: `, recomputed, ZeRO 1`, or nothing.
+/// The memory-saving options of a stage: `, recomputed, ZeRO 1`, or nothing.
 pub fn sparing(stage: &Stage) -> String {
     let zero = if stage.zero > 0 { format!(", ZeRO {}", stage.zero) } else { String::new() };
     if stage.recompute { format!(", recomputed{zero}") } else { zero }

@@ -1,24 +1,19 @@
-//! A picture under construction: shapes by class, which a style sheet colours.
+//! SVG writer: shapes with CSS classes, coloured by a style sheet.
 //!
-//! Numbers are written with at most two digits behind the point, so that a picture has the same bytes everywhere. What is given as text
-//! is escaped here and nowhere else.
+//! Numbers have at most two decimals, so that pictures are byte-identical on all machines. All text is escaped here and
+//! nowhere else.
 
 use crate::export::colour::{PICTURE, light};
 use crate::export::escape::escape;
 use std::fmt::Write;
 
-/// Where a text stands with regard to its point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Anchor {
-    /// It begins there.
     Start,
-    /// Its middle is there.
     Middle,
-    /// It ends there.
     End,
 }
 
-/// A picture.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Svg {
     width: f64,
@@ -28,19 +23,18 @@ pub struct Svg {
 }
 
 impl Svg {
-    /// An empty picture of that many pixels. `title` says what it shows to those who cannot see it.
+    /// An empty picture with a size in pixels. `title` is its accessible description.
     pub fn new(width: f64, height: f64, title: &str) -> Svg {
         Svg { width, height, title: title.to_string(), body: String::new() }
     }
 
-    /// A rectangle, with what it says when it is pointed at.
+    /// A rectangle with an optional tooltip.
     pub fn rect(&mut self, class: &str, [x, y, width, height]: [f64; 4], hint: Option<&str>) {
         let (x, y, width, height) = (number(x), number(y), number(width.max(0.0)), number(height.max(0.0)));
         let _ = write!(self.body, "<rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\"");
         self.close("rect", hint);
     }
 
-    /// A rectangle with round corners.
     pub fn rounded(&mut self, class: &str, [x, y, width, height]: [f64; 4], radius: f64) {
         let (x, y, width, height) = (number(x), number(y), number(width.max(0.0)), number(height.max(0.0)));
         let radius = number(radius);
@@ -50,13 +44,11 @@ impl Svg {
         );
     }
 
-    /// A straight line.
     pub fn line(&mut self, class: &str, [x1, y1]: [f64; 2], [x2, y2]: [f64; 2]) {
         let (x1, y1, x2, y2) = (number(x1), number(y1), number(x2), number(y2));
         let _ = write!(self.body, "<line class=\"{class}\" x1=\"{x1}\" y1=\"{y1}\" x2=\"{x2}\" y2=\"{y2}\"/>");
     }
 
-    /// A path through points, closed or not.
     pub fn path(&mut self, class: &str, points: &[[f64; 2]], is_closed: bool) {
         if points.is_empty() {
             return;
@@ -68,12 +60,12 @@ impl Svg {
         self.body += if is_closed { "Z\"/>" } else { "\"/>" };
     }
 
-    /// Many rectangles of one class as one shape, which is shorter and quicker to draw.
+    /// Many rectangles of one class as a single path, which is smaller and faster to draw.
     pub fn blocks(&mut self, class: &str, blocks: &[[f64; 4]]) {
         if blocks.is_empty() {
             return;
         }
-        // It has nothing to say, and what lies under it may.
+        // It has no tooltip and must not hide those below it.
         let _ = write!(self.body, "<path class=\"{class}\" pointer-events=\"none\" d=\"");
         for [x, y, width, height] in blocks {
             let (x, y, width, height) = (number(*x), number(*y), number(width.max(0.0)), number(height.max(0.0)));
@@ -82,20 +74,18 @@ impl Svg {
         self.body += "\"/>";
     }
 
-    /// A curve from one point to another that bends towards two more.
+    /// A cubic Bézier curve.
     pub fn bow(&mut self, class: &str, points: [[f64; 2]; 4]) {
         let [a, b, c, d] = points.map(|[x, y]| format!("{} {}", number(x), number(y)));
         let _ = write!(self.body, "<path class=\"{class}\" d=\"M{a}C{b} {c} {d}\"/>");
     }
 
-    /// A circle, with what it says when it is pointed at.
     pub fn circle(&mut self, class: &str, [x, y]: [f64; 2], radius: f64, hint: Option<&str>) {
         let (x, y, radius) = (number(x), number(y), number(radius));
         let _ = write!(self.body, "<circle class=\"{class}\" cx=\"{x}\" cy=\"{y}\" r=\"{radius}\"");
         self.close("circle", hint);
     }
 
-    /// A line of text.
     pub fn text(&mut self, class: &str, anchor: Anchor, [x, y]: [f64; 2], text: &str) {
         let anchor = match anchor {
             Anchor::Start => "",
@@ -117,12 +107,12 @@ impl Svg {
         }
     }
 
-    /// As it stands in a page, whose style sheet colours it.
+    /// For embedding in a page that has the style sheet.
     pub fn inline(&self) -> String {
         format!("{}{}</svg>\n", self.open(""), self.body)
     }
 
-    /// As a file of its own, on white.
+    /// A standalone SVG file with a white background.
     pub fn file(&self) -> String {
         let (width, height) = (number(self.width), number(self.height));
         format!(
@@ -143,7 +133,7 @@ impl Svg {
     }
 }
 
-/// A number as text: at most two digits behind the point, none that say nothing.
+/// Formats a number with at most two decimals, without trailing zeros.
 fn number(value: f64) -> String {
     if !value.is_finite() {
         return "0".to_string();
@@ -153,7 +143,7 @@ fn number(value: f64) -> String {
     if text == "-0" { "0".to_string() } else { text.to_string() }
 }
 
-/// About how wide a text is, in pixels at that size: enough to place it, whatever font the reader has.
+/// Approximate width of a text in pixels, independent of the font; precise enough for layout.
 pub fn width(text: &str, size: f64) -> f64 {
     let letter = |c: char| match c {
         'i' | 'j' | 'l' | '.' | ',' | '\'' | '|' | ':' | ';' | 'I' => 0.28,

@@ -1,8 +1,8 @@
-//! Many plans side by side, as papers show them: speed against devices and depth, memory, traffic beside data parallelism, bubbles
-//! against micro-batches, and the largest model that fits.
+//! Plots of many plans: throughput over devices and depth, memory, communication against data parallelism, bubbles over
+//! micro-batches, and the largest model that fits.
 //!
-//! [`Sweep`] is the data, [`Sweep::pictures`] the plots that it has enough points for. A curve is of one question: rows of other schedules,
-//! micro-batches or depths have curves of their own, whose names say what tells them apart.
+//! [`Sweep`] is the data, [`Sweep::pictures`] are the plots for which it has enough points. Each combination of
+//! schedule, micro-batches and depth is a separate curve; names contain only the parameters that differ.
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
@@ -13,24 +13,21 @@ use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind};
 use std::collections::BTreeSet;
 
-/// What was asked in one row.
+/// The request and result of one plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Point {
-    /// Devices.
     pub devices: u32,
-    /// Stages, equally replicated; absent where the planner was free.
+    /// Number of stages, equally replicated; `None` if chosen by the planner.
     pub depth: Option<u32>,
-    /// Order of work.
     pub schedule: ScheduleKind,
-    /// Samples in a micro-batch.
     pub micro_batch: u64,
-    /// Micro-batches in a minibatch.
     pub microbatches: u32,
-    /// The plan in figures, or why there is none.
+    /// The plan's figures, or the reason why there is no plan.
     pub answer: Result<Figures, String>,
 }
 
-/// What one curve is about: a question without its devices. What is absent the curve goes over, or the planner was free in.
+/// The parameters of one curve, without the number of devices. `None` for the parameter on the horizontal axis, or one
+/// chosen by the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Line {
     depth: Option<u32>,
@@ -50,58 +47,50 @@ impl Line {
     }
 }
 
-/// A plan in figures.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figures {
-    /// Replicas of each stage.
     pub replicas: Vec<u32>,
-    /// Samples per second.
     pub throughput_per_s: f64,
-    /// Samples per second of one device, whether the model fits it or not.
+    /// Samples per second of a single device, regardless of its memory limit.
     pub single_per_s: f64,
-    /// Bytes on the fullest device.
     pub peak_bytes: u64,
-    /// Bytes that may be used there.
     pub limit_bytes: Option<u64>,
-    /// Share of a step in which the busiest stage waits for the pipeline to fill and drain.
+    /// Fraction of a step during which the busiest stage is idle because of pipeline fill and drain.
     pub bubble: f64,
-    /// Bytes that all devices together send for one sample.
+    /// Bytes sent by all devices per sample.
     pub bytes_per_sample: f64,
-    /// The same under data parallelism over as many devices.
+    /// The same for data parallelism over the same number of devices.
     pub data_parallel_bytes_per_sample: f64,
-    /// Whether some stage is recomputed.
     pub recompute: bool,
 }
 
-/// The largest model of a family that fits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Largest {
-    /// Devices, each with one stage.
+    /// Number of devices, one stage each.
     pub devices: u32,
-    /// Whether stages may be recomputed.
     pub recompute: bool,
-    /// Its layers and parameters; absent where not even the smallest fits.
+    /// Number of layers and of parameters; `None` if even the smallest model does not fit.
     pub found: Option<(u32, u64)>,
 }
 
-/// All of it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sweep {
-    /// Rows in the order in which they were asked.
+    /// In request order.
     pub points: Vec<Point>,
-    /// The family's name, and its largest members.
+    /// Name and largest models of a model family.
     pub family: Option<(String, Vec<Largest>)>,
 }
 
 impl Figures {
-    /// Of a plan for a model with so many bytes of parameters.
+    /// The figures of a plan for a model with `parameter_bytes` bytes of parameters.
     pub fn of(plan: &Plan, parameter_bytes: u64) -> Figures {
         let schedule = &plan.schedule;
         let trains = schedule.kind != ScheduleKind::Inference;
         let is_round_robin = schedule.kind.is_round_robin();
         let item = schedule.micro_batch.max(1) as f64;
         let minibatch = item * f64::from(schedule.microbatches.max(1));
-        // A ring of r replicas sends (r - 1) / r of the weights twice from each; under 1F1B-RR after every r items, else once a minibatch.
+        // In a ring all-reduce of r replicas each sends (r - 1) / r of the weights twice: under 1F1B-RR after every r
+        // micro-batches, else once per minibatch.
         let reduced = |replicas: u32, bytes: u64| {
             let samples = if is_round_robin { item * f64::from(replicas) } else { minibatch };
             if trains { 2.0 * f64::from(replicas.saturating_sub(1)) * bytes as f64 / samples } else { 0.0 }
@@ -109,7 +98,7 @@ impl Figures {
         let ways = if trains { 2.0 } else { 1.0 };
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
         let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.all_weights())).sum();
-        // The baseline is a time for all samples of a minibatch, or of an item where nothing is flushed.
+        // The baseline is the time of a minibatch, or of a micro-batch if there is no flush.
         let of_items = plan.cost != CostModel::Pipec || schedule.kind == ScheduleKind::Inference;
         let samples = if of_items { item } else { minibatch };
         let single = plan.baselines.single;
@@ -127,12 +116,11 @@ impl Figures {
     }
 }
 
-/// The names that [`Sweep::pictures`] has at most.
+/// All file names that [`Sweep::pictures`] may return.
 pub const PICTURES: [&str; 6] =
     ["throughput.svg", "memory.svg", "communication.svg", "throughput-by-depth.svg", "bubble.svg", "largest.svg"];
 
 impl Sweep {
-    /// The plots by the names of their files.
     pub fn pictures(&self) -> Vec<(&'static str, Svg)> {
         let mut all = Vec::new();
         let devices = self.values(|point| u64::from(point.devices));
@@ -160,20 +148,20 @@ impl Sweep {
         self.points.iter().map(of).collect::<BTreeSet<u64>>().into_iter().map(|value| value as f64).collect()
     }
 
-    /// The curves of all plans, told apart by what `of` leaves of a question. What has no plan would only stand in the legends.
+    /// The distinct curves of all successful plans; `of` clears parameters that do not distinguish curves. Requests
+    /// without a plan would only appear in legends.
     fn lines(&self, of: impl Fn(Line) -> Line) -> Vec<Line> {
         let planned = self.points.iter().filter(|point| point.answer.is_ok());
         planned.map(|point| of(Line::of(point))).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// The figures of a line's plan for so many devices.
     fn at(&self, devices: f64, line: &Line) -> Option<&Figures> {
         let mut points =
             self.points.iter().filter(|point| f64::from(point.devices) == devices && Line::of(point) == *line);
         points.find_map(|point| point.answer.as_ref().ok())
     }
 
-    /// What tells a line from the others, after its name.
+    /// Appends the parameters that distinguish a curve from the others.
     fn named(&self, name: String, line: &Line) -> String {
         let differs = |of: &dyn Fn(&Point) -> Line| self.points.iter().any(|point| of(point) != of(&self.points[0]));
         let mut name = name;
@@ -193,7 +181,7 @@ impl Sweep {
         name
     }
 
-    /// A curve over devices for each line.
+    /// One curve over devices for each combination of parameters.
     fn over_devices(&self, devices: &[f64], of: impl Fn(&Figures) -> f64) -> Vec<Curve> {
         let curve = |line: &Line| {
             let points = devices.iter().filter_map(|&n| Some((n, of(self.at(n, line)?))));
@@ -202,8 +190,8 @@ impl Sweep {
         self.lines(|line| line).iter().map(curve).collect()
     }
 
-    /// A curve over devices for what plans are compared with, which knows no depth.
-    /// `anywhere` says that what plans of other devices say does as well.
+    /// Reference curves over devices, which do not depend on depth. `anywhere` allows values from plans for other
+    /// numbers of devices.
     fn references(&self, what: &str, devices: &[f64], anywhere: bool, of: impl Fn(f64, &Figures) -> f64) -> Vec<Curve> {
         let curve = |line: &Line| {
             let point = |&n: &f64| {
@@ -259,7 +247,8 @@ impl Sweep {
         plot("Samples per second by depth", "stages", &places, Unit::Count, curves)
     }
 
-    /// Bubbles at the most devices for which each line has a plan; rings where there are four micro-batches for each stage.
+    /// Bubbles at the largest number of devices for which each curve has a plan. Rings mark four micro-batches per
+    /// stage.
     fn bubble(&self) -> Plot {
         let flushed: Vec<&Point> = self.points.iter().filter(|point| !point.schedule.is_continuous()).collect();
         let counts: BTreeSet<u32> = flushed.iter().map(|point| point.microbatches).collect();
@@ -316,7 +305,6 @@ fn plot(title: &str, across_name: &str, places: &[f64], up: Unit, curves: Vec<Cu
     }
 }
 
-/// What a depth is called.
 pub fn name(depth: Option<u32>) -> String {
     match depth {
         None => "free".to_string(),

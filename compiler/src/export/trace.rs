@@ -1,7 +1,7 @@
-//! A run as a trace: a row of spans for each worker and each link, and a curve for what each worker holds.
+//! A run as a trace: one row of spans per worker and link, and one memory counter per worker.
 //!
-//! Simulation and training write rows of the same names, so the two files can be laid above each other. `chrome` and `perfetto` are
-//! the two ways to write it, `encode` chooses by the name of the file.
+//! Simulation and training use the same row names, so that their traces can be compared. `chrome` and `perfetto` are
+//! the file formats; `encode` selects one by file name.
 
 pub mod chrome;
 pub mod encode;
@@ -9,37 +9,32 @@ pub mod perfetto;
 
 use crate::simulate::{Timeline, Track};
 
-/// Something that changes its value at moments.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Counter {
-    /// `memory 1.0` for what worker 1.0 holds.
+    /// `memory 1.0` for the memory of worker 1.0.
     pub name: String,
-    /// From each moment on, in microseconds, so many bytes.
+    /// Time in microseconds, and the bytes from then on.
     pub points: Vec<(f64, u64)>,
 }
 
-/// What a trace shows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trace<'a> {
-    /// Which run it is: `simulation` or `training`.
+    /// `simulation` or `training`.
     pub run: &'static str,
-    /// Rows in their order: workers first, then links.
+    /// Workers first, then links.
     pub rows: Vec<&'a Track>,
-    /// Curves below the rows.
     pub counters: Vec<Counter>,
 }
 
-/// The forms of a trace file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// JSON as chrome://tracing and Perfetto read it.
+    /// JSON for chrome://tracing and Perfetto.
     Chrome,
-    /// Perfetto's own protobuf.
     Perfetto,
 }
 
 impl Form {
-    /// The form of a file of that name: Perfetto's for `.pftrace` and `.perfetto-trace`, else JSON.
+    /// Perfetto for `.pftrace` and `.perfetto-trace`, else JSON.
     pub fn of(name: &str) -> Form {
         let is_perfetto = name.ends_with(".pftrace") || name.ends_with(".perfetto-trace");
         if is_perfetto { Form::Perfetto } else { Form::Chrome }
@@ -47,7 +42,7 @@ impl Form {
 }
 
 impl<'a> Trace<'a> {
-    /// A simulation, with what its workers hold.
+    /// The trace of a simulation, with worker memory.
     pub fn simulation(timeline: &'a Timeline) -> Trace<'a> {
         let held = timeline.workers.iter().zip(&timeline.memory).filter(|(_, points)| !points.is_empty());
         let counter = |(worker, points): (&Track, &Vec<(f64, u64)>)| Counter {
@@ -58,7 +53,6 @@ impl<'a> Trace<'a> {
         Trace { run: "simulation", rows: timeline.workers.iter().chain(&timeline.links).collect(), counters }
     }
 
-    /// A training run.
     pub fn training(tracks: &'a [Track]) -> Trace<'a> {
         Trace { run: "training", rows: tracks.iter().collect(), counters: Vec::new() }
     }

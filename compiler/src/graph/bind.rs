@@ -1,4 +1,4 @@
-//! Gives symbolic dims their values.
+//! Binds symbolic dims to numbers.
 
 use super::{AddError, Graph, order};
 use crate::op::NodeId;
@@ -7,28 +7,15 @@ use crate::tensor::dim::{Bindings, DimError};
 use crate::tensor::fact::Fact;
 use thiserror::Error;
 
-/// Why a binding does not fit the graph.
 #[derive(Debug, Error, PartialEq)]
 pub enum BindError {
-    /// Shape arithmetic fails in an op's attributes.
     #[error("node `{node}`: {fault}")]
-    Dim {
-        /// Source name of the node.
-        node: String,
-        /// What fails.
-        fault: DimError,
-    },
-    /// An op does not fit its inputs at these sizes.
+    Dim { node: String, fault: DimError },
     #[error("node `{node}`: {fault}")]
-    Fact {
-        /// Source name of the node.
-        node: String,
-        /// What does not fit.
-        fault: Box<AddError>,
-    },
+    Fact { node: String, fault: Box<AddError> },
 }
 
-/// The graph with symbols replaced in all ops and facts. Ids stay.
+/// Substitutes symbols in all ops and facts. Node ids are unchanged.
 pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
     let mut bound = graph.clone();
     for id in order::canonical(graph) {
@@ -48,7 +35,7 @@ pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
     Ok(bound)
 }
 
-/// All symbols that some fact still carries, sorted.
+/// The symbols that remain in facts, sorted.
 pub fn symbols(graph: &Graph) -> Vec<String> {
     let mut found: Vec<String> = graph
         .ids()

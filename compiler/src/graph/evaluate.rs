@@ -1,4 +1,4 @@
-//! Runs a graph with the reference kernels: slow, exact in `f64`, the oracle of tests and the folder of constants.
+//! Evaluates a graph with the reference kernels: slow, exact in `f64`; the test oracle, also used for constant folding.
 
 use super::{Graph, order};
 use crate::op::table::rule;
@@ -8,44 +8,19 @@ use crate::tensor::{Tensor, element_count};
 use std::collections::{BTreeMap, HashMap};
 use thiserror::Error;
 
-/// Why a graph cannot be run.
 #[derive(Debug, Error, PartialEq)]
 pub enum EvaluateError {
-    /// No value was given for an input, a parameter or a state.
     #[error("no value was given for `{name}`")]
-    Missing {
-        /// Its name.
-        name: String,
-    },
-    /// A value was given that does not fit.
+    Missing { name: String },
     #[error("`{name}` is {expected}, the value given is {got}")]
-    Given {
-        /// Its name.
-        name: String,
-        /// The fact in the graph.
-        expected: String,
-        /// The value's element type and shape.
-        got: String,
-    },
-    /// A shape has a symbol left, or is too large.
+    Given { name: String, expected: String, got: String },
     #[error("the shape of `{name}` is not known or too large: {fact}")]
-    Shape {
-        /// The node.
-        name: String,
-        /// Its fact.
-        fact: String,
-    },
-    /// A kernel refused its values.
+    Shape { name: String, fact: String },
     #[error("`{name}`: {fault}")]
-    Kernel {
-        /// The node.
-        name: String,
-        /// What was refused.
-        fault: KernelError,
-    },
+    Kernel { name: String, fault: KernelError },
 }
 
-/// Every value of the graph, from the inputs, parameters and states `given` by name.
+/// Computes every value of the graph from the inputs, parameters and states `given` by name.
 pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashMap<Value, Tensor>, EvaluateError> {
     let mut values: HashMap<Value, Tensor> = HashMap::new();
     for id in order::canonical(graph) {
@@ -62,7 +37,7 @@ pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashM
     Ok(values)
 }
 
-/// The value that is given for an input, a parameter or a state; nothing for other nodes.
+/// The given value of an input, parameter or state; `None` for other nodes.
 pub(super) fn given_value(
     graph: &Graph,
     id: NodeId,
@@ -85,7 +60,7 @@ pub(super) fn given_value(
     Ok(Some(tensor.clone()))
 }
 
-/// Runs one node on its inputs.
+/// Runs one node on its inputs with its reference kernel.
 pub fn run(graph: &Graph, id: NodeId, inputs: &[Tensor]) -> Result<Vec<Tensor>, EvaluateError> {
     let node = graph.node(id);
     let mut shapes = Vec::new();

@@ -1,5 +1,5 @@
-//! Runs a graph that the devices of a group share, op by op on all of them, with the reference kernels: the oracle of what the devices
-//! do each on its own, and meet.
+//! Evaluates an SPMD graph on all devices of a tensor-parallel group with the reference kernels: the oracle for sharded
+//! execution.
 
 use crate::graph::evaluate::{EvaluateError, given_value, run};
 use crate::graph::{Graph, order};
@@ -8,7 +8,7 @@ use crate::op::collective::meet;
 use crate::tensor::Tensor;
 use std::collections::{BTreeMap, HashMap};
 
-/// Every value of the graph on every device, from what each is given by name: its parts of the inputs, parameters and states.
+/// Computes every value on every device from each device's shards of the inputs, parameters and states, by name.
 pub fn evaluate(
     graph: &Graph,
     given: &[BTreeMap<String, Tensor>],

@@ -1,4 +1,4 @@
-//! A hash of what a graph says: ops, attributes, facts and wiring in canonical order, without the names of nodes.
+//! Hash of a graph: ops, attributes, facts and edges in canonical order, without node names.
 
 use super::{Graph, order};
 use crate::op::table::{attributes, rule};
@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fmt::Write;
 
-/// SHA-256 in hexadecimal. Equal graphs have equal hashes; source names and modules do not matter.
+/// SHA-256 in hexadecimal. Equal graphs have equal hashes; origins do not matter.
 pub fn hash(graph: &Graph) -> String {
     let order = order::canonical(graph);
     let place: HashMap<_, _> = order.iter().enumerate().map(|(i, id)| (*id, i)).collect();
@@ -39,7 +39,6 @@ pub fn hash(graph: &Graph) -> String {
     digits(&sha.finalize())
 }
 
-/// SHA-256 of bytes in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
     digits(&Sha256::digest(bytes))
 }

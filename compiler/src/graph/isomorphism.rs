@@ -1,11 +1,11 @@
-//! Whether two graphs say the same, whatever their nodes are called.
+//! Graph isomorphism, ignoring node names.
 
 use super::Graph;
 use crate::op::{NodeId, Value};
 use std::collections::HashMap;
 
-/// Where two graphs differ; `None` when they are isomorphic: a one-to-one map of nodes keeps ops, facts, inputs in
-/// order, results and averages. Nodes from which no result or average can be reached are compared by number only.
+/// The first difference of two graphs; `None` if they are isomorphic: a bijection of nodes preserves ops, facts, input
+/// order, outputs and averages. Nodes that no output or average depends on are only counted.
 pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
     if a.outputs.len() != b.outputs.len() || a.averages.len() != b.averages.len() {
         return Some(format!(

@@ -1,14 +1,13 @@
-//! The canonical topological order: among nodes whose inputs are all placed, the smallest id comes first.
+//! The canonical topological order: of all nodes whose inputs are placed, the smallest id comes first.
 //!
-//! It depends on ids and edges only, so equal graphs have equal orders. Plans name ops by their place in it.
+//! It depends on ids and edges only, so equal graphs have equal orders. Plans identify ops by their position in it.
 
 use super::Graph;
 use crate::op::{NodeId, Op};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
-/// All nodes in canonical topological order. On a cycle, which [`super::verify`] reports, the nodes on it and behind
-/// it are missing.
+/// All nodes in canonical topological order. Nodes on or after a cycle are missing; [`super::verify`] reports cycles.
 pub fn canonical(graph: &Graph) -> Vec<NodeId> {
     let mut waiting: HashMap<NodeId, usize> = graph.ids().map(|id| (id, distinct_producers(graph, id))).collect();
     let mut ready: BinaryHeap<Reverse<NodeId>> =
@@ -34,9 +33,8 @@ fn distinct_producers(graph: &Graph, id: NodeId) -> usize {
     producers.len()
 }
 
-/// The ops that plans speak of: op number `i` is the `i`th node of the canonical order that depends on an input, a
-/// parameter or a state. Those sources themselves, and what follows from constants alone, have no number: every stage
-/// that needs them has its own.
+/// The numbered ops of plans: op `i` is the `i`th node of the canonical order that depends on an input, parameter or
+/// state. These sources and constant expressions are not numbered; every stage has copies of those it needs.
 pub fn numbered(graph: &Graph) -> Vec<NodeId> {
     let mut moving: HashSet<NodeId> = HashSet::new();
     let mut ops = Vec::new();

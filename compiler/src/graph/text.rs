@@ -1,4 +1,4 @@
-//! The text form, which prints and reads back to the same graph.
+//! The text form of a graph, which parses back to the same graph.
 //!
 //! ```text
 //! graph "mlp" {
@@ -10,8 +10,8 @@
 //! }
 //! ```
 //!
-//! A line is a node: name, op, inputs (`#k` for an output other than the first), attributes as JSON, facts of the
-//! outputs, origin. Strings are JSON strings, so a name may hold anything.
+//! Each line is a node: name, op, inputs (`#k` for an output other than the first), attributes as JSON, output facts,
+//! origin. Names are JSON strings and may contain any character.
 
 use super::{Graph, MovingAverage, Origin, Output, order};
 use crate::op::table::{attributes, parse as parse_op, rule};
@@ -22,17 +22,16 @@ use std::collections::HashMap;
 use std::fmt::Write;
 use thiserror::Error;
 
-/// Where text is no graph.
+/// A syntax or semantic error in the text form.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("line {line}: {fault}")]
 pub struct ParseError {
     /// Counted from 1.
     pub line: usize,
-    /// What is wrong.
     pub fault: String,
 }
 
-/// The graph as text, in canonical order.
+/// Prints the graph in canonical order.
 pub fn print(graph: &Graph) -> String {
     let mut text = format!("graph {} {{\n", quote(&graph.name));
     let told = |v: Value| match v.output {
@@ -74,7 +73,7 @@ fn quote(text: &str) -> String {
     Json::String(text.to_string()).to_string()
 }
 
-/// Reads what [`print()`] wrote. Facts are inferred anew and must be those written.
+/// Parses the output of [`print()`]. Facts are inferred again and must equal those in the text.
 pub fn parse(text: &str) -> Result<Graph, ParseError> {
     let mut graph = Graph::default();
     let mut names: HashMap<String, NodeId> = HashMap::new();
@@ -185,7 +184,6 @@ struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    /// The next word, up to a space.
     fn word(&mut self) -> &'a str {
         let rest = self.rest.trim_start();
         let end = rest.find(' ').unwrap_or(rest.len());
@@ -193,7 +191,6 @@ impl<'a> Words<'a> {
         &rest[..end]
     }
 
-    /// The next JSON value.
     fn json(&mut self) -> Result<Json, String> {
         let mut stream = serde_json::Deserializer::from_str(self.rest).into_iter::<Json>();
         let value = stream.next().ok_or("expected a value")?.map_err(|e| e.to_string())?;
@@ -204,13 +201,13 @@ impl<'a> Words<'a> {
     /// `: fact, fact` up to the origin or the end of the line.
     fn facts(&mut self) -> String {
         let rest = self.rest[1..].trim_start();
-        // Facts hold no quotes, so the first keyword with a string behind it ends them.
+        // Facts contain no quotes, so the first keyword followed by a string ends them.
         let end = [" from \"", " in \""].iter().filter_map(|k| rest.find(k)).min().unwrap_or(rest.len());
         self.rest = rest[end..].trim_start();
         rest[..end].trim_end().to_string()
     }
 
-    /// The string behind a keyword, or nothing when the keyword is not there.
+    /// The string after a keyword; empty if the keyword is missing.
     fn after(&mut self, keyword: &str) -> Result<String, String> {
         match self.rest.strip_prefix(keyword) {
             Some(rest) => {

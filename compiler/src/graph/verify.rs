@@ -1,7 +1,7 @@
-//! What must hold of every graph: it has no cycle, every input exists, facts follow from the ops, names are unique, and
-//! results and averages point at values.
+//! Checks graph invariants: no cycle, every input exists, facts match the ops, names are unique, and outputs and
+//! averages refer to existing values.
 //!
-//! It runs after import and between passes. After a pass, a failure is our bug, and the message says so.
+//! It runs after import and between passes. A failure after a pass is a bug of pipec.
 
 use super::{Graph, order};
 use crate::op::table::rule;
@@ -10,7 +10,6 @@ use crate::tensor::fact::Fact;
 use std::collections::HashSet;
 use thiserror::Error;
 
-/// What does not hold.
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum VerifyError {
@@ -32,7 +31,7 @@ pub enum VerifyError {
     Average { node: String },
 }
 
-/// Checks all that must hold.
+/// Checks all invariants.
 pub fn verify(graph: &Graph) -> Result<(), VerifyError> {
     let order = order::canonical(graph);
     if order.len() != graph.len() {

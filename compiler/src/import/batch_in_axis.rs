@@ -1,21 +1,21 @@
-//! Where the batch lies within an axis that holds more than it: `batch*24` is 24 rows of every sample where `[batch, 24]` became one axis, and
-//! a batch in each of 24 steps where `[24, batch]` did. The size does not tell the two apart; what made the axis does.
+//! Finds the stride of the batch within an axis of merged dims. In `batch*24` the batch is the outer part if
+//! `[batch, 24]` was merged, and the inner part if `[24, batch]` was. Only the producer of the axis distinguishes them.
 
 use crate::graph::Graph;
 use crate::op::{Op, Value};
 use crate::tensor::dim::{Dim, volume};
 use std::collections::HashSet;
 
-/// How many axes are looked at on the way back.
+/// Maximum number of axes visited.
 const MOST: usize = 1024;
 
-/// How many entries of the axis lie between one sample and the next; nothing where that is not known. 1 for an axis that is the batch alone.
+/// The number of entries of the axis between consecutive samples, if known; 1 for an axis that is only the batch.
 pub fn within(graph: &Graph, value: Value, axis: usize) -> Option<i64> {
     follow(graph, value, axis, &mut HashSet::new())
 }
 
-/// The one axis of a shape that holds the steps of a factor from `first` on, and the step that it has within the axis; nothing where none does,
-/// or not evenly.
+/// The axis of shape `to` that contains a factor whose stride is `first`, and the stride within that axis. `None` if
+/// there is none, or if it does not divide evenly.
 pub fn place(first: i64, factor: i64, to: &[i64]) -> Option<(usize, i64)> {
     let last = first.checked_mul(factor)?;
     let mut stride = 1i64;
@@ -30,7 +30,7 @@ pub fn place(first: i64, factor: i64, to: &[i64]) -> Option<(usize, i64)> {
     None
 }
 
-/// `seen` are the axes of which nothing is known, and those on the way.
+/// `seen` contains the axes in progress and those with unknown result.
 fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, usize)>) -> Option<i64> {
     let shape = &graph.fact(value).shape;
     let symbols = shape.get(axis)?.symbols();
@@ -43,7 +43,7 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
     }
     let inputs = graph.inputs(value.node);
     let of = |slot: usize| graph.fact(inputs[slot]).shape.as_slice();
-    // The same axis of an operand, counted from the end, that has the size.
+    // The corresponding axis of a broadcast operand, if it has the full size.
     let aligned = |slot: usize| {
         let at = (axis + of(slot).len()).checked_sub(shape.len())?;
         (of(slot)[at] == shape[axis]).then_some((slot, at))
@@ -56,7 +56,7 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
             let behind = volume(&shape[axis + 1..]).ok()?.known().filter(|behind| *behind > 0)?;
             return (steps % behind == 0).then_some(steps / behind);
         }
-        // One batch behind the other.
+        // Concatenation of batches.
         Op::Concat(op) if op.axis == axis => {
             let is_batch = |slot: usize| of(slot)[axis] == Dim::symbol(name);
             return (0..inputs.len()).all(is_batch).then_some(1);
@@ -69,7 +69,7 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
             return (0..inputs.len()).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
         }
         Op::Broadcast(_) => aligned(0)?,
-        // What is written at the places of a sorted axis lies as that axis did.
+        // Scattering to the indices of a sort restores the order of the sorted axis.
         Op::Scatter(op) if op.axis == axis => {
             return follow(graph, inputs[0], axis, seen).or_else(|| {
                 let (sorted, along) = places_of(graph, inputs[1])?;
@@ -98,7 +98,7 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
     follow(graph, inputs[slot], at, seen)
 }
 
-/// The tensor, and its axis, whose places a value lists in the order of its elements.
+/// The tensor and axis whose sort indices (from TopK) the value contains.
 fn places_of(graph: &Graph, mut value: Value) -> Option<(Value, usize)> {
     loop {
         match &graph.node(value.node).op {
@@ -141,9 +141,9 @@ mod tests {
 
     #[test]
     fn a_factor_is_where_its_steps_are() {
-        // 24 steps of a batch of 8, 32 wide.
+        // 24 steps of a batch of 8, width 32.
         assert_eq!(place(32, 8, &[24, 8, 32]), Some((1, 1)));
-        // The other way round.
+        // Batch-major instead.
         assert_eq!(place(24 * 32, 8, &[8, 24, 32]), Some((0, 1)));
         assert_eq!(place(24 * 32, 8, &[192, 32]), Some((0, 24)));
         assert_eq!(place(32, 8, &[4, 12, 4, 32]), None);

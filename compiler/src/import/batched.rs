@@ -1,7 +1,7 @@
-//! Indices that are stretched over whole slices: an index of elements that is the same for all elements of a slice names slices, and
-//! what it gathers or adds up is read and written a slice at a time.
+//! Element indices that are broadcast over whole slices: the gather or scatter then operates on slices, not on
+//! elements.
 //!
-//! Exporters write tokens that go to experts, and rows that go back, as such an index: `slot.unsqueeze(-1).expand(-1, -1, width)`.
+//! Exporters write such indices for mixture-of-experts token routing: `slot.unsqueeze(-1).expand(-1, -1, width)`.
 
 use crate::graph::Graph;
 use crate::import::build::Build;
@@ -9,8 +9,8 @@ use crate::import::lower_error::LowerReason;
 use crate::op::{BatchGather, BatchScatterAdd, Binary, Gather, Op, ScatterAdd, Value};
 use crate::tensor::dim::Dim;
 
-/// The indices of slices that `index` stands for, if it does: it is of the shape of what it indexes but for axis `along`, and behind that
-/// axis all its elements are one. They are stretched values as an `Expand` makes them; of other indices nothing is known here.
+/// The slice indices of an element index, or `None`. `index` must be the result of a broadcast, constant after axis
+/// `along`, and have the shape `dims` except for that axis.
 pub fn slices(
     scope: &mut (impl Build + ?Sized),
     dims: &[Dim],
@@ -35,7 +35,7 @@ pub fn slices(
     scope.reshape(source, shape).map(Some)
 }
 
-/// Slices of `x` along the axis behind `batch` others, with indices of their own for each element of those.
+/// Gathers slices of `x` along axis `batch`, with separate indices for each element of the `batch` leading axes.
 pub fn gather(scope: &mut (impl Build + ?Sized), x: Value, indices: Value, batch: usize) -> Result<Value, LowerReason> {
     match batch {
         0 => scope.add(Op::Gather(Gather { axis: 0 }), &[x, indices]),
@@ -43,7 +43,7 @@ pub fn gather(scope: &mut (impl Build + ?Sized), x: Value, indices: Value, batch
     }
 }
 
-/// `x` with slices added to it.
+/// Adds slices to `x` at the given indices.
 pub fn scatter_add(
     scope: &mut (impl Build + ?Sized),
     x: Value,
@@ -63,7 +63,6 @@ pub fn scatter_add(
     }
 }
 
-/// Whether all elements are known to be 0.
 fn is_zero(graph: &Graph, value: Value) -> bool {
     match &graph.node(value.node).op {
         Op::Broadcast(_) | Op::Reshape(_) => is_zero(graph, graph.inputs(value.node)[0]),

@@ -1,4 +1,4 @@
-//! Writing core ops: what every importer adds to a graph, one method for each op that source operators share.
+//! Graph builder used by all importers: one method per core op that several source operators need.
 
 use crate::graph::{Graph, Origin};
 use crate::import::lower_error::LowerReason;
@@ -10,37 +10,35 @@ use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// The most bytes a value may have, known or assumed: a quarter of what 48-bit addresses reach. What is larger is a
-/// slip or a trap, and no machine holds it.
+/// Maximum size in bytes of a value: a quarter of a 48-bit address space. A larger size is an error in the file or an
+/// attack.
 const LARGEST: u64 = 1 << 46;
 
-/// A source node while it is lowered: where its core ops go.
+/// Adds the core ops of one source node to a graph.
 pub trait Build {
-    /// The graph that is written.
     fn graph(&self) -> &Graph;
 
-    /// The same, to write.
     fn graph_mut(&mut self) -> &mut Graph;
 
-    /// What the ops that are written come from.
+    /// The origin recorded for new ops.
     fn origin(&self) -> Origin;
 
-    /// What the batch symbol stands for in the file, where the file is a static export whose batch is being opened.
+    /// The static value of the batch symbol, if a static export is being converted to a symbolic batch.
     fn frozen(&self) -> Option<&Bindings> {
         None
     }
 
-    /// The values that were made again with an open batch.
+    /// Values rebuilt with a symbolic batch.
     fn opened(&mut self) -> Option<&mut Opened> {
         None
     }
 
-    /// Adds a core op and gives its first output.
+    /// Adds a core op and returns its first output.
     fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, LowerReason> {
         Ok(self.add_all(op, inputs)?[0])
     }
 
-    /// Adds a core op and gives all its outputs.
+    /// Adds a core op and returns all its outputs.
     fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, LowerReason> {
         let origin = self.origin();
         let inputs = symbolic_batch::agree(self, &op, inputs)?;
@@ -57,22 +55,19 @@ pub trait Build {
         Ok(self.graph().values(node))
     }
 
-    /// What is known of a value.
     fn fact(&self, value: Value) -> Fact {
         self.graph().fact(value).clone()
     }
 
-    /// Adds a constant.
     fn constant(&mut self, tensor: Tensor) -> Result<Value, LowerReason> {
         self.add(Op::Constant(Constant { tensor }), &[])
     }
 
-    /// Adds a number of rank 0.
     fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, LowerReason> {
         self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
     }
 
-    /// The counter of dropouts: an input that the source model does not have, one for the whole graph.
+    /// The dropout counter: an extra graph input, shared by all random ops.
     fn counter(&mut self) -> Result<Value, LowerReason> {
         let known =
             self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
@@ -85,56 +80,51 @@ pub trait Build {
         }
     }
 
-    /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.
+    /// A size as a scalar `i64` value, computed as the sum of that many ones.
     fn size(&mut self, dim: &Dim) -> Result<Value, LowerReason> {
         let one = self.constant(Tensor::from_i64(&[], &[1]))?;
         let ones = self.add(Op::Broadcast(Broadcast { shape: vec![dim.clone()] }), &[one])?;
         self.add(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0], keep: false }), &[ones])
     }
 
-    /// `f(x)`.
     fn unary(&mut self, op: Unary, x: Value) -> Result<Value, LowerReason> {
         self.add(Op::Unary(op), &[x])
     }
 
-    /// `f(a, b)`.
     fn binary(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, LowerReason> {
         self.add(Op::Binary(op), &[a, b])
     }
 
-    /// `f(x, number)`.
     fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(x).dtype;
         let number = self.scalar(dtype, number)?;
         self.binary(op, x, number)
     }
 
-    /// `a ? b`.
     fn compare(&mut self, op: Compare, a: Value, b: Value) -> Result<Value, LowerReason> {
         self.add(Op::Compare(op), &[a, b])
     }
 
-    /// `condition ? a : b`.
     fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Value, LowerReason> {
         self.add(Op::Select(Select {}), &[condition, a, b])
     }
 
-    /// `x` as another element type; `x` itself when it has it already.
+    /// `x` cast to an element type; `x` itself if it already has it.
     fn cast(&mut self, x: Value, to: DType) -> Result<Value, LowerReason> {
         if self.graph().fact(x).dtype == to { Ok(x) } else { self.add(Op::Cast(crate::op::Cast { to }), &[x]) }
     }
 
-    /// `x` under another shape; `x` itself when it has it already.
+    /// `x` reshaped; `x` itself if it already has the shape.
     fn reshape(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, LowerReason> {
         if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Reshape(Reshape { shape }), &[x]) }
     }
 
-    /// `x` stretched to a shape; `x` itself when it has it already.
+    /// `x` broadcast to a shape; `x` itself if it already has it.
     fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, LowerReason> {
         if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
     }
 
-    /// What log-sum-exp takes off before it raises: the largest element, 0 where that is infinite, since ∞ - ∞ is no number.
+    /// The offset for a stable log-sum-exp: the maximum, or 0 if it is infinite, since ∞ - ∞ is NaN.
     fn finite_largest(&mut self, largest: Value) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(largest).dtype;
         let size = self.unary(Unary::Abs, largest)?;
@@ -143,8 +133,8 @@ pub trait Build {
         self.select(endless, zero, largest)
     }
 
-    /// The `p`-th root of a sum of powers, whose gradient at 0 is 0: the power itself has no slope there, and a
-    /// gradient of 0 times its infinity would be no number.
+    /// The `p`-th root of a sum of powers, with gradient 0 at 0. There the root has an infinite gradient, and its
+    /// product with the zero gradient of the power would be NaN.
     fn root(&mut self, sum: Value, p: f64) -> Result<Value, LowerReason> {
         let dtype = self.graph().fact(sum).dtype;
         let (zero, one) = (self.scalar(dtype, 0.0)?, self.scalar(dtype, 1.0)?);
@@ -157,7 +147,6 @@ pub trait Build {
         self.select(none, zero, root)
     }
 
-    /// `x` joined along `axes`.
     fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {
         self.add(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[x])
     }

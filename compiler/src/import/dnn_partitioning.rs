@@ -1,12 +1,13 @@
-//! Instances of "Efficient Algorithms for Device Placement of DNN Graph Operators": JSON with nodes, edges and devices.
+//! Reads instances of "Efficient Algorithms for Device Placement of DNN Graph Operators": JSON with nodes, edges and
+//! devices.
 //!
 //! ```text
 //! {"maxFPGAs": 6, "maxSizePerFPGA": 1.7e10, "nodes": [{"id": 1, "name": "node1", "fpgaLatency": 0.7, "size": 5e7,
 //!   "isBackwardNode": 0, "colorClass": 1}, …], "edges": [{"sourceId": 1, "destId": 3, "cost": 0.002}, …]}
 //! ```
 //!
-//! Devices are the file's accelerators (`maxFPGAs`); its CPUs stay unused, so `cpuLatency` is read and left. An output has one cost; where
-//! its edges name several, the largest counts.
+//! Devices are the file's accelerators (`maxFPGAs`); CPUs are not used, so `cpuLatency` is ignored. An output has one
+//! cost; if its edges have different costs, the maximum counts.
 
 use crate::profile::json::{self, JsonError};
 use crate::profile::placement::{MAX_NODES, Node, Placement};
@@ -14,71 +15,49 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// The longest file that is read, in bytes.
+/// Maximum file size in bytes.
 pub const MAX_BYTES: usize = 256 << 20;
 
-/// The most devices of an instance.
 const MAX_DEVICES: u64 = 4096;
 
-/// Why an instance was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PlacementError {
-    /// Not JSON, or without a field.
     #[error("{0}")]
     Json(#[from] JsonError),
-    /// Nothing to place.
     #[error("`nodes` is empty")]
     Empty,
-    /// Too much.
     #[error("`{what}` has {found} entries, at most {limit} are read")]
     TooMany {
         /// `nodes` or `edges`.
         what: &'static str,
-        /// How many.
         found: usize,
-        /// How many are read.
         limit: usize,
     },
-    /// A count of devices that cannot be.
     #[error("`maxFPGAs` is {found}, it must be from 1 to {MAX_DEVICES}")]
-    Devices {
-        /// What the file says.
-        found: u64,
-    },
-    /// A quantity that cannot be.
+    Devices { found: u64 },
     #[error("{place}: `{field}` is {found:?}; it must be from 0 to 1e15")]
     Number {
-        /// Which node or edge, or the file.
+        /// The node or edge, or the file.
         place: String,
-        /// Which field.
         field: &'static str,
-        /// What it says.
         found: f64,
     },
-    /// Two nodes of one id.
     #[error("`nodes[{at}]` has the id {id} of `nodes[{first}]`")]
     Duplicate {
-        /// Place in the list.
+        /// Index in `nodes`.
         at: usize,
-        /// The place before.
+        /// Index of the earlier node.
         first: usize,
-        /// The id.
         id: i64,
     },
-    /// An edge to nowhere.
     #[error("`edges[{at}]` names node {id}, which `nodes` does not have")]
     UnknownNode {
-        /// Place in the list.
+        /// Index in `edges`.
         at: usize,
-        /// The id.
         id: i64,
     },
-    /// A node that only a CPU can run.
     #[error("node {id} is not supported on an accelerator (`supportedOnFpga`), and CPUs are not planned for")]
-    Unsupported {
-        /// Its id.
-        id: i64,
-    },
+    Unsupported { id: i64 },
 }
 
 #[derive(Deserialize)]
@@ -117,7 +96,7 @@ struct FileEdge {
     cost: f64,
 }
 
-/// Reads an instance.
+/// Parses an instance.
 pub fn read(text: &str) -> Result<Placement, PlacementError> {
     let file: File = json::read(text)?;
     for (what, found) in [("nodes", file.nodes.len()), ("edges", file.edges.len())] {

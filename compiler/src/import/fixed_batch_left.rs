@@ -1,4 +1,4 @@
-//! Numbers that are left of a file's batch in a graph whose batch is open.
+//! Detects static batch sizes that remain in a graph with a symbolic batch.
 
 use crate::graph::{Graph, Output};
 use crate::import::onnx::lower::input::Inputs;
@@ -6,13 +6,13 @@ use crate::import::onnx::name::shown;
 use crate::op::{Binary, Op, ReduceKind, Value};
 use crate::tensor::dim::Dim;
 
-/// How many ops a sum is followed back over.
+/// Maximum number of ops followed back from a division.
 const FOLLOWED: usize = 16;
 
-/// An output that has as many rows as the batch in the file, however many come in: somewhere the batch was taken for another size.
+/// Warns of an output whose leading dimension is the static batch size: somewhere the batch was not recognised.
 pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let number = inputs.frozen.values().next().copied()?;
-    // Gradients of parameters have their shapes, which are states where they are not trained.
+    // Gradients of parameters have parameter shapes. Parameters that are not trained are states.
     let is_parameter = |shape: &[Dim]| {
         let is_one =
             |id| matches!(graph.node(id).op, Op::Parameter(_) | Op::State(_)) && graph.node(id).facts[0].shape == shape;
@@ -31,7 +31,8 @@ pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
     ))
 }
 
-/// A sum over the batch that is divided by the batch of the file, or by a multiple of it: right for that one alone.
+/// Warns of a sum over the batch that is divided by a multiple of the static batch size, which is wrong for any other
+/// batch.
 pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let size = inputs.frozen.values().next().copied()? as f64;
     let is_multiple = |number: f64| {
@@ -58,7 +59,7 @@ pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
     ))
 }
 
-/// The number that a value is for every element.
+/// The value of all elements, if constant and equal.
 fn scalar(graph: &Graph, mut value: Value) -> Option<f64> {
     for _ in 0..FOLLOWED {
         match &graph.node(value.node).op {
@@ -70,7 +71,7 @@ fn scalar(graph: &Graph, mut value: Value) -> Option<f64> {
     None
 }
 
-/// Whether a value is a sum over the batch, perhaps scaled, shifted or added up since.
+/// True if the value is a sum over the batch, possibly scaled, shifted or added to others.
 fn is_batch_sum(graph: &Graph, mut value: Value) -> bool {
     for _ in 0..FOLLOWED {
         let from = graph.inputs(value.node);

@@ -1,4 +1,4 @@
-//! Torch FX graphs: from the bytes of an archive that `torch.export.save` wrote (`.pt2`) to a graph of core ops.
+//! Torch FX graphs: reads the archive that `torch.export.save` writes (`.pt2`) into a graph of core ops.
 //!
 //! ```text
 //! file --map--> bytes --archive--> entries --schema--> ExportedProgram --program, weight--> Program --lower--> Graph
@@ -9,8 +9,8 @@
 //! torch.export.save(program, "model.pt2")
 //! ```
 //!
-//! Entries are read by name from the mapped file; nothing is extracted, run, loaded as code or evaluated. Weights
-//! that lie in row-major order stay views into the file.
+//! Entries are read by name from the mapped file; nothing is extracted, executed, loaded as code or evaluated.
+//! Row-major weights stay views of the file.
 
 pub mod archive;
 pub mod entries;

@@ -1,4 +1,4 @@
-//! The entry: from a file to a model, whatever format the file has.
+//! Entry point of the importers: reads a model file of any supported format.
 //!
 //! ```no_run
 //! use compiler::import::import::{Options, load};
@@ -37,124 +37,98 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use thiserror::Error;
 
-/// What the user says about a model beyond its file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
-    /// Sizes of open dimensions by name. That of the batch is a default; the batch stays open.
+    /// Sizes of open dimensions by name. The batch stays symbolic; its size here is the default.
     pub dims: Bindings,
-    /// The batch axis of inputs by name; axis 0 where nothing is said.
+    /// The batch axis of inputs by name; the default is axis 0.
     pub batch_axes: BTreeMap<String, usize>,
-    /// What is known of the inputs beyond the file.
+    /// Information about the inputs that is not in the file.
     pub known: Known,
-    /// Whether what was exported for inference is turned back into training mode.
+    /// Restores training mode in a file exported for inference.
     pub train_mode: bool,
 }
 
-/// A model, ready to be planned.
+/// An imported model, ready for planning.
 #[derive(Clone, Debug)]
 pub struct Model {
-    /// The graph, with the batch as a symbol where it can be one. Ids are dense and in canonical order.
+    /// With a symbolic batch where possible. Node ids are dense and in canonical order.
     pub graph: Graph,
-    /// The initial value of every parameter and state of the graph, by name.
+    /// The initial value of each parameter and state of the graph, by name.
     pub weights: BTreeMap<String, Weight>,
-    /// How the batch is known.
     pub batch: Batch,
-    /// What the user should hear about though it stops nothing.
     pub warnings: Vec<String>,
-    /// In what the file is not the model that its framework trains.
+    /// Findings that make the file unsuitable for training.
     pub doubts: Vec<TrainingWarning>,
-    /// The fingerprint of the source model, which does not depend on its weights: 64 hexadecimal characters.
+    /// The fingerprint of the source model, which does not depend on its weights: 64 hexadecimal digits.
     pub sha256: String,
-    /// The file.
     pub file: String,
-    /// The tool that wrote it; may be empty.
+    /// The exporting tool; may be empty.
     pub producer: String,
 }
 
-/// An initial value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Weight {
-    /// The value, a view of the file.
+    /// A view of the file.
     Given(Tensor),
-    /// The file with the value does not exist. Planning goes on from shapes.
+    /// The external file does not exist. Planning needs only the shape.
     Missing {
-        /// The path that the model gives, relative to the model's folder.
+        /// As given in the model, relative to the model's folder.
         path: String,
     },
 }
 
-/// How the batch is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Batch {
-    /// A symbol of the graph.
     Symbol {
-        /// Its name.
         name: String,
-        /// Its size unless the user says otherwise: in a static export, the size in the file.
+        /// The default size; for a static export, the size in the file.
         default: Option<i64>,
     },
-    /// The size in the file, which cannot be changed.
+    /// The batch size cannot be changed.
     Fixed {
-        /// It, when the model has an input with a batch axis.
+        /// `None` if no input has a batch axis.
         size: Option<i64>,
-        /// Why it cannot.
+        /// The reason why the batch could not be made symbolic.
         why: String,
     },
 }
 
-/// Why a file cannot be imported.
 #[derive(Debug, Error)]
 pub enum ImportError {
-    /// The file is no ONNX model, or what it says cannot be.
     #[error(transparent)]
     Decode(#[from] DecodeError),
-    /// An archive that holds no program of `torch.export.save`, or one that cannot be.
     #[error(transparent)]
     Archive(#[from] FxError),
-    /// A file that is called an archive and is none.
+    /// The file has the extension of an archive, but is not one.
     #[error("called .pt2, but {found}: it is not the zip archive that torch.export.save writes; {EXPORT}")]
     NoArchive {
-        /// What it is.
+        /// Description of the detected format.
         found: String,
     },
-    /// The inputs do not say what to start from.
     #[error(transparent)]
     Input(#[from] InputError),
-    /// Nodes or operators that cannot be lowered.
     #[error(transparent)]
     Lower(#[from] LowerError),
-    /// What was exported for inference cannot be turned back.
     #[error(transparent)]
     TrainMode(#[from] TrainModeError),
-    /// The importer built a graph that does not hold together.
+    /// The imported graph failed verification: a bug in pipec.
     #[error("this is a bug in pipec: the imported graph does not hold together: {0}")]
     Verify(Box<VerifyError>),
-    /// A pass broke the graph.
+    /// A pass broke the graph: a bug in pipec.
     #[error(transparent)]
     Pass(#[from] PassBug),
 }
 
-/// A file that was read and is not lowered yet.
+/// A decoded file before lowering.
 #[derive(Debug)]
 pub enum Source {
-    /// An ONNX model.
-    Onnx {
-        /// It.
-        model: Box<OnnxModel>,
-        /// What it is called.
-        file: String,
-    },
-    /// A program of `torch.export.save`.
-    Program {
-        /// It.
-        program: Box<Program>,
-        /// What it is called.
-        file: String,
-    },
+    Onnx { model: Box<OnnxModel>, file: String },
+    Program { program: Box<Program>, file: String },
 }
 
 impl Source {
-    /// Reads a file. What it is shows in its first bytes; the extension only decides how a wrong one is told.
+    /// Reads a file. The format is detected from the first bytes; the extension only affects error messages.
     pub fn read(path: &Path) -> Result<Source, ImportError> {
         let archive = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("pt2"));
         let file = path.display().to_string();
@@ -176,7 +150,7 @@ impl Source {
         }
     }
 
-    /// Lowers what was read; may be done several times.
+    /// Lowers the decoded file. Can be called repeatedly.
     pub fn import(&self, options: &Options) -> Result<Model, ImportError> {
         match self {
             Source::Onnx { model, file } => from_onnx(model, file, options),
@@ -185,12 +159,11 @@ impl Source {
     }
 }
 
-/// Imports a file.
 pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
     Source::read(path)?.import(options)
 }
 
-/// Imports a decoded ONNX model, named after `file`.
+/// Imports a decoded ONNX model; `file` is its name.
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
     walk::check(source)?;
     let doubts = training_warnings::doubts(source);
@@ -216,13 +189,13 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     finish(found, about)
 }
 
-/// Imports a decoded program of `torch.export`, named after `file`.
+/// Imports a decoded `torch.export` program; `file` is its name.
 pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<Model, ImportError> {
     fx::check(program)?;
     if options.train_mode {
         return Err(TrainModeError::Program.into());
     }
-    // Every result is compared with what the file says while it is lowered.
+    // Lowering itself compares each result with the shape in the file.
     let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
         (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new()),
         _ => fx::lower(program, &inputs.facts, &inputs.frozen),
@@ -240,7 +213,6 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
     finish(found, about)
 }
 
-/// What a file says beside its graph.
 struct About {
     warnings: Vec<String>,
     doubts: Vec<TrainingWarning>,
@@ -249,13 +221,13 @@ struct About {
     producer: String,
 }
 
-/// The last steps, the same for every format: verify, bring into canonical form, keep the weights that are read.
+/// Final steps for all formats: verification, canonical form, selection of the weights that are read.
 fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     let Found { lowered, batch, inputs, remarks } = found;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
     row_dropout::row_dropout(&mut graph);
-    // Before equal ops are merged: two dropouts of one value are not equal.
+    // Must precede the merging of equal ops, because two dropouts of one value are different.
     number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
@@ -271,7 +243,7 @@ fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
 }
 
-/// Gives everything that draws random numbers a stream of its own: its place among all that do.
+/// Assigns each random op its own RNG stream.
 fn number_streams(graph: &mut Graph) {
     let mut streams = 0..;
     for id in canonical(graph) {
@@ -284,16 +256,14 @@ fn number_streams(graph: &mut Graph) {
     }
 }
 
-/// A lowered model, with how its batch is known.
 struct Found {
     lowered: Lowered,
     batch: Batch,
     inputs: Inputs,
-    /// What to tell of the batch.
+    /// Warnings about the batch.
     remarks: Vec<String>,
 }
 
-/// What wrote a file.
 #[derive(Clone, Copy)]
 enum Exporter {
     Onnx,
@@ -301,7 +271,7 @@ enum Exporter {
 }
 
 impl Exporter {
-    /// The line that exports a model with an open batch.
+    /// The export command for a dynamic batch.
     fn open_batch(self, input: &str) -> String {
         let input = shown(input);
         match self {
@@ -315,10 +285,10 @@ impl Exporter {
     }
 }
 
-/// Lowers with an open batch if that works and does not differ from the file, else with the batch in the file.
+/// Lowers with a symbolic batch if that succeeds and agrees with the file, else with the static batch.
 ///
-/// Where an op shows that another input has the batch too, it starts again with that one open; where the first axis
-/// turns out to be the time of a recurrent layer, with the second one.
+/// If an op shows that another input also has the batch axis, lowering restarts with that input's axis symbolic. If
+/// axis 0 turns out to be the time axis of a recurrent layer, it restarts with axis 1 as the batch.
 fn lower(
     infos: &[ValueInfo],
     options: &Options,
@@ -353,7 +323,7 @@ fn lower(
                 }
             }
             Err(LowerError::Nodes(faults)) => match faults.0.first().map(|fault| (fault, &fault.reason)) {
-                // Each time round, one more of finitely many inputs is open.
+                // Terminates: each iteration makes one more input symbolic.
                 Some((_, LowerReason::Batch { input, axis })) if !inputs.opened.contains_key(input) => {
                     axes = inputs.opened.clone();
                     axes.insert(input.clone(), *axis);
@@ -377,7 +347,7 @@ fn lower(
         let lowered = with(&inputs, false)?;
         let size = inputs.frozen.get(&name).copied();
         let first = infos.first().map(|info| info.name.as_str()).unwrap_or_default();
-        // Where sizes are equal, another batch tells them apart.
+        // Equal sizes are ambiguous; another exported batch size resolves that.
         let apart = if why.contains("7 or 11") {
             ""
         } else {
@@ -393,7 +363,7 @@ fn lower(
     }
 }
 
-/// Where the batch may be beside axis 0 of the first input, or instead: along an axis of another one.
+/// Suggests flags for a batch axis of another input.
 fn elsewhere(infos: &[ValueInfo], inputs: &Inputs) -> String {
     let number = inputs.frozen.values().next().copied().unwrap_or_default();
     let others = || infos.iter().zip(&inputs.facts).filter(|(info, _)| !inputs.opened.contains_key(&info.name));
@@ -412,13 +382,13 @@ fn elsewhere(infos: &[ValueInfo], inputs: &Inputs) -> String {
     }
 }
 
-/// The flags that open this axis of an input beside those that are open.
+/// The flags that declare this batch axis in addition to the known ones.
 fn opening(inputs: &Inputs, name: &str, axis: usize) -> String {
     let all = inputs.opened.iter().map(|(name, axis)| (name.as_str(), *axis)).chain([(name, axis)]);
     all.map(|(name, axis)| format!("--batch-dim {}={axis}", shown(name))).collect::<Vec<_>>().join(" ")
 }
 
-/// Inputs that could have the batch too, though nothing shows it.
+/// Reports an input that may also have the batch axis, without evidence.
 fn untied(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let number = inputs.frozen.values().next().copied()?;
     let alike = |id| match &graph.node(id).op {
@@ -436,7 +406,7 @@ fn untied(graph: &Graph, inputs: &Inputs) -> Option<String> {
     ))
 }
 
-/// Whether the open graph, at the size in the file, gives other shapes than the file says.
+/// Reports an output shape that differs from the file when the symbol has its static value.
 fn differs(source: &OnnxModel, graph: &Graph, inputs: &Inputs) -> Option<String> {
     let bound = match bind(graph, &inputs.frozen) {
         Ok(bound) => bound,

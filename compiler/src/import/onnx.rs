@@ -1,11 +1,11 @@
-//! ONNX: from the bytes of a model file to a decoded model in which every later step can trust.
+//! ONNX: from a model file to a decoded and checked model.
 //!
 //! ```text
 //! file --map--> bytes --protobuf--> ModelProto --structure, payloads--> OnnxModel --lower--> Graph
 //! ```
 //!
-//! `file` opens and maps, `decode` walks the road and gathers every fault it can see, `model` holds what comes out.
-//! A tensor's values stay views into the mapped file: a model of two gigabytes is read in milliseconds.
+//! `file` opens and maps the file, `decode` decodes it and collects all faults, `model` has the result. Tensor values
+//! stay views into the mapped file: a 2 GB model is read in milliseconds.
 
 pub mod check_graph;
 pub mod decode;

@@ -1,26 +1,27 @@
-//! Profiles of PipeDream (`graph.txt`): ops with times and sizes, without what they compute.
+//! Reads PipeDream profiles (`graph.txt`): ops with times and sizes, without operators.
 //!
 //! ```text
 //! node2 -- ReLU(inplace) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=100.0, parameter_size=0.0
 //! <TAB>node1 -- node2
 //! ```
 //!
-//! Times are milliseconds for one minibatch, sizes are bytes, an activation size may be a list `[a; b]` which is summed, and a
-//! node may end in ` -- stage_id=K`, which is read and left. As PipeDream's optimizer does, nodes whose description starts with
-//! "Input" are removed, and then, in one pass, nodes without readers whose description starts with `__getitem__`.
+//! Times are milliseconds per minibatch, sizes are bytes. An activation size may be a list `[a; b]`, which is summed. A
+//! node may end in ` -- stage_id=K`, which is ignored. As in PipeDream's optimizer, nodes whose description starts with
+//! "Input" are removed. After that, a single pass removes nodes without readers whose description starts with
+//! `__getitem__`.
 //!
-//! The order of the result is topological. Op 0 is the first node of the file that nothing precedes, because PipeDream's search
-//! grows its states from that node; after it the node with the smallest number goes first.
+//! The result is in topological order. Op 0 is the first node of the file without predecessors, because PipeDream's
+//! search starts from it. Among the others, the ready node with the smallest number comes first.
 
 use crate::profile::cost_graph::{CostGraph, CostGraphError, OpCost, OpId, ParamCost, TensorCost};
 use std::collections::{BTreeSet, HashMap};
 
-/// The longest file that is read, in bytes. The largest published profile has less than one megabyte.
+/// Maximum file size in bytes. The largest published profile is smaller than 1 MB.
 pub const MAX_BYTES: usize = 256 << 20;
 
 const MAX_NODES: usize = 1_000_000;
 
-/// Why a `graph.txt` was refused. Lines are counted from 1.
+/// Errors in a `graph.txt`. Lines are counted from 1.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PipedreamError {
     /// Larger than `MAX_BYTES`, or more than a million nodes.
@@ -28,69 +29,36 @@ pub enum PipedreamError {
     TooLarge {
         /// "bytes" or "nodes".
         what: &'static str,
-        /// How many.
         found: usize,
-        /// How many are read.
         limit: usize,
     },
-    /// A line that is neither a node nor an edge.
     #[error(
         "line {line}: expected `ID -- DESCRIPTION -- forward_compute_time=F, backward_compute_time=B, activation_size=A, \
          parameter_size=P`, or a tab and `ID -- ID`; found `{found}`"
     )]
     Syntax {
-        /// Line number.
         line: usize,
         /// Start of the line.
         found: String,
     },
-    /// A field that does not read as a number.
     #[error("line {line}: node `{node}`: {field} is `{found}`; it is in {}, from 0 to below 1e18", unit(field))]
-    Number {
-        /// Line number.
-        line: usize,
-        /// The node.
-        node: String,
-        /// The field.
-        field: &'static str,
-        /// What was found.
-        found: String,
-    },
-    /// A node without one of the four fields.
+    Number { line: usize, node: String, field: &'static str, found: String },
     #[error("line {line}: node `{node}` has no {field}")]
-    Missing {
-        /// Line number.
-        line: usize,
-        /// The node.
-        node: String,
-        /// The field.
-        field: &'static str,
-    },
-    /// The same node twice.
+    Missing { line: usize, node: String, field: &'static str },
     #[error("line {line}: duplicate node `{node}`, first on line {first}")]
     Duplicate {
-        /// Line number.
         line: usize,
-        /// The node.
         node: String,
-        /// Where it stood before.
+        /// The first line that defines it.
         first: usize,
     },
-    /// An edge from or to a node that the file does not have.
     #[error("line {line}: edge names the unknown node `{node}`")]
-    UnknownNode {
-        /// Line number.
-        line: usize,
-        /// The node.
-        node: String,
-    },
-    /// Edges that go round.
+    UnknownNode { line: usize, node: String },
     #[error("the graph has a cycle: `{nodes}`")]
     Cycle {
-        /// Up to eight nodes of the cycle, in the direction of the edges.
+        /// Up to eight nodes of the cycle, in edge direction.
         nodes: String,
     },
-    /// The costs as a whole cannot be planned.
     #[error(transparent)]
     Costs(#[from] CostGraphError),
 }
@@ -105,7 +73,7 @@ struct Node<'a> {
     parameter: f64,
 }
 
-/// Reads the text of a `graph.txt`. Times become microseconds.
+/// Parses a `graph.txt`. Times are converted to microseconds.
 pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     if text.len() > MAX_BYTES {
         return Err(PipedreamError::TooLarge { what: "bytes", found: text.len(), limit: MAX_BYTES });
@@ -143,13 +111,12 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     build(&nodes, &edges, &kept)
 }
 
-/// What a field counts.
 fn unit(field: &str) -> &'static str {
     if field.ends_with("_time") { "milliseconds" } else { "bytes" }
 }
 
 fn node(line: usize, text: &str) -> Result<Node<'_>, PipedreamError> {
-    // The description may hold anything, ` -- ` included, so the ends are cut off first.
+    // The description may contain anything, including ` -- `, so the fields are located from the end.
     let (id, rest) = text.split_once(" -- ").ok_or_else(|| syntax(line, text))?;
     let fields_at = rest.rfind(" -- forward_compute_time=").ok_or_else(|| syntax(line, text))?;
     let description = &rest[..fields_at];
@@ -263,7 +230,7 @@ fn order(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<
     if order.len() == kept.iter().filter(|kept| **kept).count() { Ok(order) } else { Err(cycle(nodes, edges, &waits)) }
 }
 
-// Every node that still waits has a predecessor that waits, so walking back must come round.
+// Each unsorted node has an unsorted predecessor, so walking back must revisit a node.
 fn cycle(nodes: &[Node<'_>], edges: &[(usize, usize)], waits: &[usize]) -> PipedreamError {
     let mut before = vec![None; nodes.len()];
     for &(from, to) in edges {
@@ -287,7 +254,7 @@ fn cycle(nodes: &[Node<'_>], edges: &[(usize, usize)], waits: &[usize]) -> Piped
     PipedreamError::Cycle { nodes: ring.join("` -> `") }
 }
 
-// `node9` before `node10`: the digits at the end count as a number.
+// Numeric order of trailing digits: `node9` before `node10`.
 fn natural(id: &str) -> (String, u64) {
     let stem = id.trim_end_matches(|c: char| c.is_ascii_digit());
     (stem.to_string(), id[stem.len()..].parse().unwrap_or(u64::MAX))

@@ -1,4 +1,5 @@
-//! Instances of "Piper: Multidimensional Planner for DNN Parallelization": JSON with nodes, their choices, edges and devices.
+//! Reads instances of "Piper: Multidimensional Planner for DNN Parallelization": JSON with nodes, their configurations,
+//! edges and devices.
 //!
 //! ```text
 //! {"maxDevices": 10, "maxMemoryPerDevice": 8e10, "bandwidth": 2.5e10, "mbsInBatch": 256,
@@ -7,9 +8,9 @@
 //!  "edges": [{"sourceId": 1, "destId": 3, "communicationCost": 13107200}, …]}
 //! ```
 //!
-//! `TMPCs` maps a degree of tensor parallelism to the choices at that degree, `syncTimeFw` the ids of nodes that are read and
-//! `syncTimeBw` those of nodes that read. The number of micro-batches is also found as `maxBatchSize`. A choice whose id
-//! speaks of recomputation (`activation recomp`) is taken for one.
+//! `TMPCs` maps a tensor-parallel degree to the choices at that degree. The keys of `syncTimeFw` are ids of
+//! predecessors, those of `syncTimeBw` ids of successors. `maxBatchSize` is an alias for the number of micro-batches. A
+//! choice uses recomputation if its id says so (`activation recomp`).
 
 use crate::profile::hybrid::{Choice, Hybrid, Layer, Link, MAX_CHOICES, MAX_LAYERS};
 use crate::profile::json::{self, JsonError};
@@ -19,81 +20,55 @@ use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// The longest file that is read, in bytes.
+/// Maximum file size in bytes.
 pub const MAX_BYTES: usize = 256 << 20;
 
-/// The most devices, and the most micro-batches of a batch.
 pub const MAX_COUNT: u64 = 4096;
 
-/// Why an instance was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PiperError {
-    /// Not JSON, or without a field.
     #[error("{0}")]
     Json(#[from] JsonError),
-    /// Nothing to plan.
     #[error("`nodes` is empty")]
     Empty,
-    /// Too much.
     #[error("{what} has {found} entries, at most {limit} are read")]
     TooMany {
         /// `nodes`, `edges` or the choices of a node.
         what: String,
-        /// How many.
         found: usize,
-        /// How many are read.
         limit: usize,
     },
-    /// A count that cannot be.
     #[error("`{field}` is {found}, it must be from 1 to {MAX_COUNT}")]
-    Count {
-        /// Which.
-        field: &'static str,
-        /// What the file says.
-        found: u64,
-    },
-    /// A quantity that cannot be.
+    Count { field: &'static str, found: u64 },
     #[error("{place}: `{field}` is {found:?}; it must be {range}")]
     Number {
-        /// Which node or edge, or the file.
+        /// The node or edge, or the file.
         place: String,
-        /// Which field.
         field: &'static str,
-        /// What it says.
         found: f64,
-        /// What it may be.
         range: &'static str,
     },
-    /// Two nodes of one id.
     #[error("`nodes[{at}]` has the id {id} of `nodes[{first}]`")]
     Duplicate {
-        /// Place in the list.
+        /// Index in `nodes`.
         at: usize,
-        /// The place before.
+        /// Index of the earlier node.
         first: usize,
-        /// The id.
         id: i64,
     },
-    /// Choices that cannot be told apart, or none.
+    /// Missing or duplicate choices.
     #[error("node {id}: {what}")]
-    Choices {
-        /// The node.
-        id: i64,
-        /// What is wrong.
-        what: String,
-    },
-    /// An edge to nowhere, or one that is there twice.
+    Choices { id: i64, what: String },
+    /// An edge to an unknown node, or a duplicate edge.
     #[error("`edges[{at}]`: {what}")]
     Edge {
-        /// Place in the list.
+        /// Index in `edges`.
         at: usize,
-        /// What is wrong.
         what: String,
     },
-    /// Edges in a ring.
     #[error("the edges make a ring, with node {id} on it or behind it")]
     Ring {
-        /// A node that can never come first.
+        /// A node on the cycle or after it.
         id: String,
     },
 }
@@ -139,7 +114,7 @@ struct FileEdge {
     communication_cost: f64,
 }
 
-/// An object whose keys are numbers, each there once, in the order of the file.
+/// A JSON object with numeric keys, without duplicates, in file order.
 struct Entries<K, V>(Vec<(K, V)>);
 
 impl<'de, K, V> Deserialize<'de> for Entries<K, V>
@@ -172,7 +147,7 @@ where
     }
 }
 
-/// Reads an instance.
+/// Parses an instance.
 pub fn read(text: &str) -> Result<Hybrid, PiperError> {
     let file: File = json::read(text)?;
     for (what, found, limit) in
@@ -261,7 +236,6 @@ fn links(edges: &[FileEdge], index: &HashMap<i64, u32>) -> Result<Vec<Link>, Pip
     Ok(links)
 }
 
-/// The links of one layer, for its choices.
 struct Neighbours<'a> {
     at: u32,
     links: &'a [Link],
@@ -311,7 +285,7 @@ fn choices(
     Ok(by_degree)
 }
 
-/// For each link of a layer the bytes that a choice moves besides.
+/// For each edge of a layer, the extra bytes that a choice transfers.
 fn sync(id: i64, choice: &FileChoice, neighbours: &Neighbours<'_>) -> Result<Vec<f64>, PiperError> {
     let wrong = |what: String| PiperError::Choices { id, what };
     let name = choice.id.escape_debug();

@@ -1,13 +1,14 @@
-//! Drops what no result needs, and numbers the rest densely in topological order.
+//! Removes dead nodes and renumbers the rest densely in topological order.
 //!
-//! Inputs stay even if nobody reads them: the caller gives them. An average stays while the value it follows does.
+//! Inputs stay even if they are unused, because the caller provides them. A moving average stays while the value it
+//! tracks does.
 
 use crate::graph::order::canonical;
 use crate::graph::{AddError, Graph, MovingAverage, Output};
 use crate::op::{NodeId, Op, Value};
 use std::collections::{HashMap, HashSet};
 
-/// The same graph without idle nodes.
+/// A copy of the graph without dead nodes.
 pub fn prune(graph: &Graph) -> Result<Graph, AddError> {
     let mut alive: HashSet<NodeId> = HashSet::new();
     let mut waiting: Vec<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();

@@ -1,5 +1,5 @@
-//! Random numbers, as every importer lowers them: uniform numbers from the generator of dropout
-//! ([`Uniform`](crate::op::Uniform)), and what other distributions make of them.
+//! Random numbers, shared by all importers: uniform numbers from the dropout generator
+//! ([`Uniform`](crate::op::Uniform)), and distributions derived from them.
 
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
@@ -8,15 +8,15 @@ use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 
-/// Uniform numbers from 0 to 1, 1 left out.
+/// Uniform numbers in [0, 1).
 pub fn uniform(scope: &mut (impl Build + ?Sized), dtype: DType, shape: &[Dim]) -> Result<Value, LowerReason> {
     let counter = scope.counter()?;
-    // Streams are numbered when it is known which ops are left.
+    // RNG streams are numbered after dead ops are removed.
     let fact = Fact::new(dtype, shape.to_vec());
     scope.add(Op::Uniform(Uniform { fact, stream: 0 }), &[counter])
 }
 
-/// Uniform numbers from `low` to `high`, which is left out.
+/// Uniform numbers in [low, high).
 pub fn between(
     scope: &mut (impl Build + ?Sized),
     dtype: DType,
@@ -28,7 +28,7 @@ pub fn between(
     if low == 0.0 { Ok(scaled) } else { scope.with_number(Binary::Add, scaled, low) }
 }
 
-/// Numbers of the normal distribution: `√(-2 ln(1 - u)) cos(2πv)` of two uniform numbers (Box and Muller 1958).
+/// Normally distributed numbers: `√(-2 ln(1 - u)) cos(2πv)` of two uniform numbers (Box and Muller 1958).
 pub fn normal(
     scope: &mut (impl Build + ?Sized),
     dtype: DType,
@@ -36,7 +36,7 @@ pub fn normal(
     mean: f64,
     deviation: f64,
 ) -> Result<Value, LowerReason> {
-    // Half types have too few bits for the tails.
+    // Half precision has too few bits for the tails.
     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
     let (u, v) = (uniform(scope, wide, shape)?, uniform(scope, wide, shape)?);
     let one = scope.scalar(wide, 1.0)?;
@@ -56,7 +56,7 @@ pub fn normal(
     scope.cast(y, dtype)
 }
 
-/// 1 with the probability that `probability` gives for each element, which may be stretched, else 0.
+/// 1 with the given probability per element (broadcast to the shape), else 0.
 pub fn bernoulli(
     scope: &mut (impl Build + ?Sized),
     probability: Value,
@@ -70,7 +70,7 @@ pub fn bernoulli(
     scope.cast(hit, dtype)
 }
 
-/// The same with one probability for all.
+/// Bernoulli with the same probability for all elements.
 pub fn coin(
     scope: &mut (impl Build + ?Sized),
     probability: f64,

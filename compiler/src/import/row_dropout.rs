@@ -1,20 +1,18 @@
-//! Stochastic depth, recognised: a mask that is drawn for whole rows and divided by the share of rows that it keeps is a
-//! dropout of ones.
+//! Recognises stochastic depth: a random mask over whole rows, divided by its keep probability, is a dropout of ones.
 //!
-//! Frameworks write it in two ways: `x · (bernoulli(keep) / keep)`, and `(x / keep) · ⌊keep + uniform⌋`. As a
-//! [`Dropout`] it is known for what it is: when the model only answers, every row is kept.
+//! Frameworks write it as `x · (bernoulli(keep) / keep)` or as `(x / keep) · ⌊keep + uniform⌋`. As a [`Dropout`] it is
+//! disabled in evaluation.
 
 use crate::graph::{Graph, Writer, order};
 use crate::op::{Binary, Broadcast, Compare, Constant, Dropout, Emit, NodeId, Op, Unary, Value};
 use crate::tensor::{DType, Tensor};
 
-/// The most elements of a constant that are looked at: one for each row of a batch.
+/// Maximum number of elements of a constant that are compared; one per row of a batch.
 const MOST: usize = 1 << 16;
 
-/// Replaces the masks of stochastic depth by dropouts.
 pub fn row_dropout(graph: &mut Graph) {
     for id in order::canonical(graph) {
-        // An earlier replacement may have left it without readers; it is still in the graph.
+        // An earlier replacement may have made the node dead, but not removed it.
         match graph.node(id).op {
             Op::Binary(Binary::Div) => divided(graph, id),
             Op::Binary(Binary::Mul) => multiplied(graph, id),
@@ -51,7 +49,7 @@ fn multiplied(graph: &mut Graph, id: NodeId) {
     }
 }
 
-/// Zeros and ones that nothing else reads: one where a uniform number is below `keep`.
+/// A mask without other readers: 1 where a uniform number is below `keep`, else 0.
 struct Mask {
     value: Value,
     counter: Value,
@@ -90,14 +88,14 @@ impl Mask {
         (keep > 0.0 && keep <= 1.0).then_some(Mask { value, counter, keep })
     }
 
-    /// Whether a value is the share that is kept, as far as its element type tells.
+    /// True if the value equals the keep probability within the precision of its element type.
     fn is_kept_share(&self, graph: &Graph, value: Value) -> bool {
         let exact = matches!(graph.fact(value).dtype, DType::F32 | DType::F64);
         let close = if exact { 1e-6 } else { 1e-2 };
         number(graph, value).is_some_and(|share| (share / self.keep - 1.0).abs() < close)
     }
 
-    /// The dropout of ones in the mask's place.
+    /// Adds the dropout of ones that replaces the mask.
     fn write(&self, graph: &mut Graph, at: NodeId) -> Value {
         let fact = graph.fact(self.value).clone();
         let origin = graph.node(at).origin.clone();
@@ -108,19 +106,19 @@ impl Mask {
             0 => one,
             _ => out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[one]),
         };
-        // The share in the file may be an f32; what was 0.1 in the source is 0.1 here.
+        // The probability may be stored as an F32; 0.1 in the source stays 0.1.
         let ratio = shortest(1.0 - shortest(self.keep));
         out.emit(Op::Dropout(Dropout { ratio, stream: 0 }), &[ones, self.counter])
     }
 }
 
-/// The shortest decimal that is the same number in `f32`.
+/// The number with the shortest decimal that rounds to the same `f32`.
 fn shortest(number: f64) -> f64 {
     let short = number as f32;
     short.to_string().parse().unwrap_or(number)
 }
 
-/// The number that all elements of a value are, where that is known.
+/// The value of all elements, if constant and equal.
 fn number(graph: &Graph, mut value: Value) -> Option<f64> {
     loop {
         match &graph.node(value.node).op {

@@ -1,14 +1,14 @@
-//! What can be decided of sizes that carry symbols. A symbol stands for at least 1: an empty batch is no batch.
+//! Decidable comparisons of symbolic sizes. A symbol is at least 1.
 
 use crate::tensor::dim::{Bindings, Dim, DimError};
 use std::cmp::Ordering;
 
-/// The least value of a dim, when it grows with all its symbols.
+/// The minimum of a dim, if it is increasing in all its symbols.
 pub fn least(dim: &Dim) -> Option<i64> {
     if let Some(value) = dim.known() {
         return Some(value);
     }
-    // Every negative coefficient prints a minus, and no symbol holds one.
+    // Each negative coefficient prints a minus sign, and symbol names contain none.
     let text = dim.to_string();
     let negative_constant_only = text.rfind('-').is_none_or(|at| text[at + 1..].bytes().all(|b| b.is_ascii_digit()));
     if !negative_constant_only || text.matches('-').count() > 1 {
@@ -18,7 +18,7 @@ pub fn least(dim: &Dim) -> Option<i64> {
     dim.bind(&ones).ok()
 }
 
-/// How two sizes compare, whatever the symbols stand for; `None` where that depends on them.
+/// Compares two sizes; `None` if the result depends on the symbols.
 pub fn compare(a: &Dim, b: &Dim) -> Option<Ordering> {
     let (ahead, behind) = (a.sub(b).ok()?, b.sub(a).ok()?);
     if ahead.is(0) {
@@ -33,12 +33,12 @@ pub fn compare(a: &Dim, b: &Dim) -> Option<Ordering> {
     None
 }
 
-/// Whether `a ≤ b` whatever the symbols stand for.
+/// True if `a ≤ b` for all values of the symbols.
 pub fn at_most(a: &Dim, b: &Dim) -> bool {
     b.sub(a).ok().and_then(|rest| least(&rest)).is_some_and(|v| v >= 0)
 }
 
-/// The smaller of two sizes, when it can be decided.
+/// The smaller of two sizes, if decidable.
 pub fn smaller(a: &Dim, b: &Dim) -> Option<Dim> {
     if at_most(a, b) {
         Some(a.clone())
@@ -49,12 +49,11 @@ pub fn smaller(a: &Dim, b: &Dim) -> Option<Dim> {
     }
 }
 
-/// The larger of two sizes, when it can be decided.
+/// The larger of two sizes, if decidable.
 pub fn larger(a: &Dim, b: &Dim) -> Option<Dim> {
     smaller(a, b).map(|less| if less == *a { b.clone() } else { a.clone() })
 }
 
-/// All dims with the symbols of `values` replaced.
 pub fn substitute(dims: &[Dim], values: &Bindings) -> Result<Vec<Dim>, DimError> {
     dims.iter().map(|d| d.substitute(values)).collect()
 }

@@ -1,13 +1,12 @@
-//! Opening the batch of a static export: where an op needs two sizes to agree and one of them is the open batch, the
-//! other one is the batch too, and what made it is made again with the open size.
+//! Makes the batch of a static export symbolic. If an op requires two sizes to agree and one of them is the batch
+//! symbol, the other is the batch too. Its producers are then rebuilt with the symbolic size.
 //!
-//! A static export says 4 in many places, and equal numbers tell nothing: a batch of 4, 4 heads. What tells is use. If
-//! `[batch, 64, 768]` is added to `[4, 64, 768]`, then for any other batch the model only makes sense if that 4 is the
-//! batch. So [`agree`] looks at the inputs of every op before it is added, and `Carry` follows the size back to where
-//! it comes from: through elementwise ops, movements and lookups, to a broadcast or a count whose size is a number, to a
-//! constant that says the same for every sample, or to another input of the model, which then has the batch as well.
-//! Where it ends at a parameter, or at values that differ from sample to sample, the batch cannot be open, and the
-//! reason says which node that is.
+//! In a static export, a 4 may be the batch or the number of heads. Equal numbers are no evidence; use is. If
+//! `[batch, 64, 768]` is added to `[4, 64, 768]`, that 4 must be the batch. [`agree`] checks the inputs of each op
+//! before it is added. `carry` follows the size back through elementwise ops, data movement and lookups. It ends at a
+//! broadcast or iota of constant size, or at a constant with equal values for all samples. It may also end at another
+//! model input, which then has the batch axis as well. If it ends at a parameter, or at values that differ between
+//! samples, the batch cannot be symbolic, and the error names that node.
 
 use crate::graph::Graph;
 use crate::import::batch_in_axis::{place, within};
@@ -18,7 +17,7 @@ use crate::tensor::Tensor;
 use crate::tensor::dim::{Bindings, Dim, volume};
 use std::collections::HashMap;
 
-/// A size that has the batch, and how many entries lie between one sample and the next, where that is known.
+/// A size that contains the batch, with the stride between samples within the axis, if known.
 #[derive(Clone)]
 struct BatchDim {
     size: Dim,
@@ -26,19 +25,18 @@ struct BatchDim {
 }
 
 impl BatchDim {
-    /// A size of which nothing else is known.
     fn new(size: &Dim) -> BatchDim {
         BatchDim { size: size.clone(), step: (*size == symbol_of(size)).then_some(1) }
     }
 }
 
-/// How far a size is followed back.
+/// Maximum number of ops a size is followed back through.
 const DEPTH: usize = 256;
 
-/// Values that were made again, by value and axis.
+/// Rebuilt values, by original value and axis.
 pub type Opened = HashMap<(Value, usize), Value>;
 
-/// The inputs of an op with their sizes in agreement.
+/// The inputs of an op after their batch sizes have been made to agree.
 pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Result<Vec<Value>, LowerReason> {
     let mut inputs = inputs.to_vec();
     if build.frozen().is_none_or(Bindings::is_empty) {
@@ -61,7 +59,8 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
     Ok(inputs)
 }
 
-/// Refuses to pick, or to write, as many samples as the batch in the file has: numbers that were written down for that batch alone.
+/// Refuses to gather or scatter as many samples as the static batch has: the indices were computed for that batch size
+/// only.
 fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result<(), LowerReason> {
     let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
     for have in &at.shape {
@@ -72,7 +71,7 @@ fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result
     Ok(())
 }
 
-/// A value with the sizes of a shape, where that has the batch and the value the number it stands for.
+/// Rebuilds a value whose static batch size must become the symbolic one in `shape`.
 pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim]) -> Result<Value, LowerReason> {
     if build.graph().fact(value).rank() == shape.len() {
         for (axis, want) in shape.iter().enumerate() {
@@ -84,7 +83,7 @@ pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim])
     Ok(value)
 }
 
-/// A shape with the batch where another one has it and this one the number that it stands for.
+/// `have` with the symbolic batch wherever `want` has it and `have` the static size.
 pub fn open_as<B: Build + ?Sized>(build: &B, have: &[Dim], want: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
     let mut shape = have.to_vec();
     if have.len() == want.len() {
@@ -97,7 +96,7 @@ pub fn open_as<B: Build + ?Sized>(build: &B, have: &[Dim], want: &[Dim]) -> Resu
     Ok(shape)
 }
 
-/// The first entry along an axis, with a size of 1, if all entries are equal.
+/// The first slice along an axis, with size 1, if all slices are equal.
 pub fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
     let mut shape = tensor.shape().to_vec();
     let size = std::mem::replace(&mut shape[axis], 1);
@@ -115,18 +114,18 @@ pub fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
     Tensor::new(tensor.dtype(), shape, bytes.into()).ok()
 }
 
-/// Whether `have` is the number, other than 1, that the symbols of `want` stand for in the file.
+/// True if `have` is the static value, other than 1, of the symbolic size `want`.
 fn is_frozen<B: Build + ?Sized>(build: &B, have: &Dim, want: &Dim) -> Result<bool, LowerReason> {
     let (Some(number), None, Some(frozen)) = (have.known(), want.known(), build.frozen()) else { return Ok(false) };
     Ok(number != 1 && want.symbols().iter().any(|s| frozen.contains_key(s)) && want.substitute(frozen)?.is(number))
 }
 
-/// Which axis of which input must be which size.
+/// Input slot, axis, and the size it must have.
 type Demand = (usize, usize, BatchDim);
 
 fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Vec<Demand>, LowerReason> {
     let shapes: Vec<&[Dim]> = inputs.iter().map(|value| build.graph().fact(*value).shape.as_slice()).collect();
-    // Groups of (slot, axis) whose sizes are one size.
+    // Groups of (slot, axis) whose sizes must be equal.
     let mut groups: Vec<Vec<(usize, usize)>> = Vec::new();
     let aligned = |slots: &[usize], skipped: usize| -> Vec<Vec<(usize, usize)>> {
         let rank = slots.iter().map(|s| shapes[*s].len()).max().unwrap_or(0);
@@ -191,7 +190,7 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
     Ok(list)
 }
 
-/// Which axis of the input of a reshape must carry the batch that the new shape has and the input lacks.
+/// The input axis of a reshape that must become symbolic, because the new shape has the batch and the input does not.
 fn reshaped<B: Build + ?Sized>(
     build: &B,
     value: Value,
@@ -213,7 +212,7 @@ fn reshaped<B: Build + ?Sized>(
     among(build, &new, at, have, &BatchDim::new(&shape[at]))
 }
 
-/// The one axis of `other`, a reshape of `shape`, that can carry the batch of axis `at`, and its open size.
+/// The only axis of `other`, a reshape of `shape`, that can contain the batch of axis `at`, and its symbolic size.
 fn among<B: Build + ?Sized>(
     build: &B,
     shape: &[Dim],
@@ -238,22 +237,22 @@ fn among<B: Build + ?Sized>(
     Ok(Some((axis, BatchDim { step: step.or(BatchDim::new(&size).step), size })))
 }
 
-/// Where a factor of an axis goes when it is the outermost part of that axis: the one axis of `to` that holds its steps; `None` where none does.
+/// The axis of `to` that contains a factor which is the outermost part of axis `at`; `None` if there is none.
 fn owner(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
     let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
     let first = behind.checked_mul(from[at])?.checked_div(factor)?;
     place(first, factor, to).map(|(axis, _)| axis)
 }
 
-/// Where a factor of an axis goes when a shape becomes another one: the one axis, among those that take the place of axis
-/// `at`, whose size is a multiple of the factor; `None` where there are several.
+/// The axis of `to` that contains a factor of axis `at` after a reshape. It must be the only corresponding axis whose
+/// size is a multiple of the factor, else `None`.
 pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
     let (mut read, mut written) = (0, 0);
     if factor < 2 {
         return None;
     }
     while read < from.len() {
-        // The fewest axes on both sides with one product.
+        // The smallest groups of axes on both sides with equal products.
         let (first, start) = (read, written);
         let (mut left, mut right) = (1i64, 1i64);
         while left != right || (read, written) == (first, start) {
@@ -277,7 +276,7 @@ fn open<B: Build + ?Sized>(build: &mut B, value: Value, axis: usize, want: &Batc
     carry(build, value, axis, want, DEPTH)
 }
 
-/// `value` made again with the size `want` along `axis`, where it has the number that this stands for.
+/// Rebuilds `value` with the size `want` along `axis`, where it has the static size.
 fn carry<B: Build + ?Sized>(
     build: &mut B,
     value: Value,
@@ -302,13 +301,13 @@ fn carry<B: Build + ?Sized>(
     let op = node.op.clone();
     let inputs = graph.inputs(value.node);
     let facts: Vec<Vec<Dim>> = inputs.iter().map(|input| graph.fact(*input).shape.clone()).collect();
-    // The same axis of an operand of lower rank, counted from the end; none where the operand is stretched.
+    // The corresponding axis of an operand of lower rank; `None` if the operand is broadcast there.
     let aligned = |slot: usize| -> Option<usize> {
         let at = (axis + facts[slot].len()).checked_sub(shape.len())?;
         (facts[slot][at] == shape[axis]).then_some(at)
     };
     let whole = |slot: usize, at: usize| facts[slot].get(at) == Some(&shape[axis]);
-    // For each input, along which axis it carries the size.
+    // For each input, the axis that must get the size.
     let mut along: Vec<Option<usize>> = vec![None; inputs.len()];
     let (mut op, mut inner) = (op, whole_want.clone());
     match &mut op {
@@ -404,7 +403,7 @@ fn carry<B: Build + ?Sized>(
         Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => {
             along[0] = Some(0);
         }
-        // y [T, N, H], and h and c after the last step [N, H].
+        // y [T, N, H], and the final h and c [N, H].
         Op::Lstm(_) if (value.output, axis) == (0, 1) || (matches!(value.output, 1 | 2) && axis == 0) => {
             (along[0], along[5], along[6]) = (Some(1), Some(0), Some(0));
         }
@@ -416,13 +415,12 @@ fn carry<B: Build + ?Sized>(
             carried[slot] = carry(build, inputs[slot], at, &inner, depth - 1)?;
         }
     }
-    // Every way through the ops above that changes a value ends at one whose size is written down.
+    // Each recursion path that changes a value ends at an op with an explicit static size.
     let made = keep(build, (value, axis), op, &carried)?;
     let fact = build.graph().fact(made);
     if fact.shape.get(axis) == Some(want) { Ok(made) } else { Err(stuck_at(build.graph(), value, axis)) }
 }
 
-/// Adds the op that stands for a value with its size open, and remembers that it does.
 fn keep<B: Build + ?Sized>(build: &mut B, at: (Value, usize), op: Op, inputs: &[Value]) -> Result<Value, LowerReason> {
     let origin = build.graph().node(at.0.node).origin.clone();
     let node = build.graph_mut().add(op, inputs, &origin)?;
@@ -458,7 +456,7 @@ mod tests {
 
     #[test]
     fn a_factor_goes_where_alone_it_can() {
-        // 394 as 197 and 2: only one of them is even.
+        // 394 becomes 197 and 2; only one of them is even.
         assert_eq!(alone(&[394, 768], 0, &[197, 2, 768], 2), Some(1));
         assert_eq!(alone(&[64], 0, &[4, 15], 4), None, "no reshape");
         assert_eq!(alone(&[60], 0, &[4, 15], 4), Some(0));

@@ -1,66 +1,59 @@
-//! Doubts: ways in which a file is not the model that its framework trains, found when it is imported.
+//! Findings at import that make a file unsuitable for training.
 //!
-//! A file can be a perfect model for inference and still be worth little for training: an exporter folds normalisations
-//! away, leaves dropout out, or makes one tensor of two that merely start equal. Nothing in the graph is wrong then, only
-//! what training makes of it. So a doubt says what was found and where, what it means, and which line exports the model so
-//! that it can be trained.
+//! A file can be correct for inference and still train differently from its source model. Exporters fold
+//! normalisations, remove dropout, or merge tensors that have equal initial values. Each warning states the finding,
+//! its location and effect, and how to export the model for training.
 
 use crate::import::onnx::name::shown;
 use std::fmt;
 
-/// The line that exports a model of PyTorch as ONNX so that nothing is lost.
+/// Command that exports a PyTorch model as ONNX for training.
 const EXPORT: &str = "torch.onnx.export(model.train(), args, \"model.onnx\", dynamo=False, \
     training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False)";
 
-/// The line that keeps all parameters where normalisation is no concern, which the newer exporter can do too.
+/// Command for the dynamo exporter that keeps all parameters, but does not preserve BatchNorm training mode.
 const UNTOUCHED: &str = "torch.onnx.export(model.train(), args, \"model.onnx\", dynamo=True, optimize=False)";
 
-/// The line that saves a model of PyTorch whole.
 const SAVE: &str = "torch.export.save(torch.export.export(model.train(), args), \"model.pt2\")";
 
-/// What was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// Batch normalisations that were folded into the weights of the nodes before them.
+    /// BatchNorm was folded into preceding layers.
     FoldedBatchNorm,
-    /// Batch normalisations by stored statistics.
+    /// BatchNorm normalises with running statistics.
     InferenceBatchNorm,
-    /// Dropouts that drop nothing.
     InferenceDropout,
-    /// Biases that were left out because they merely started at zero.
+    /// Biases were removed because they were initially zero.
     RemovedBias,
-    /// Parameters that are one tensor because they merely started equal.
+    /// Parameters were merged because they were initially equal.
     Merged,
-    /// Two tensors with the same values that were one parameter.
+    /// Tied weights became two tensors.
     Untied,
 }
 
-/// One way in which the file is not the model that its framework trains.
+/// One finding and its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrainingWarning {
-    /// What was found.
     pub finding: Finding,
-    /// How often.
     pub count: usize,
-    /// The first node, or the first tensor.
     pub first: String,
-    /// What else names the first place: a second tensor, or who reads it.
+    /// Further description of the location: a second tensor, or the readers.
     pub beside: String,
 }
 
 impl TrainingWarning {
-    /// Whether training goes another way than the framework's would: not only less regularised.
+    /// False if the finding only reduces regularisation.
     pub fn is_wrong(&self) -> bool {
         self.finding != Finding::InferenceDropout
     }
 
-    /// Whether it is about some dropouts of a file that trains the others. The older exporter of PyTorch writes those of its fused
-    /// attention so, whatever it is told.
+    /// True if only some dropouts of the file are inactive. PyTorch's older exporter does this for its fused attention,
+    /// regardless of its options.
     pub fn is_partial(&self) -> bool {
         self.finding == Finding::InferenceDropout && !self.beside.is_empty()
     }
 
-    /// One word for programs.
+    /// Machine-readable name.
     pub fn name(&self) -> &'static str {
         match self.finding {
             Finding::FoldedBatchNorm => "folded-batch-norm",
@@ -72,7 +65,7 @@ impl TrainingWarning {
         }
     }
 
-    /// What mends it: a flag of ours, or lines of Python.
+    /// The suggested fix: a pipec flag or Python commands.
     pub fn remedy(&self) -> String {
         match self.finding {
             Finding::FoldedBatchNorm => format!("export again with `{EXPORT}`, or save with `{SAVE}`"),
@@ -87,7 +80,7 @@ impl TrainingWarning {
     }
 }
 
-/// What was found and what it means; the remedy is told apart.
+/// The finding and its effect, without the remedy.
 impl fmt::Display for TrainingWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let TrainingWarning { finding, count, first, beside } = self;

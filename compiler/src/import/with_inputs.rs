@@ -1,10 +1,9 @@
-//! Importing for the evaluation of given data.
+//! Imports a model for evaluation on given data.
 //!
-//! Axes, shapes, counts and conditions that a model takes as graph inputs decide what its graph is, so a graph for any
-//! value of them cannot be written. Who has the data at hand can have the graph for this data: [`load`] imports as for
-//! any other verb, and where that is refused because something follows from graph inputs, it gives the importer the
-//! values of just these inputs and tries again. Then they are constants, and folding does the rest. A refusal that
-//! follows from no input's value is tried once more with all shapes fixed to those of the data.
+//! Axes, shapes, counts and conditions that are graph inputs determine the structure of the graph, so no graph covers
+//! all their values. With the data at hand, a graph for this data can be built. [`load`] first imports normally. If
+//! that fails because something depends on graph inputs, the values of these inputs become constants and the import is
+//! repeated. If the failure does not depend on input values, the import is repeated once with the shapes of the data.
 
 use crate::import::import::{ImportError, Model, Options, Source};
 use crate::import::known_inputs::Known;
@@ -15,13 +14,13 @@ use crate::tensor::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Imports a file for the evaluation of `data`, arrays by the names of inputs. The inputs that had to become constants
-/// stand in the options that are given back.
+/// Imports a file for evaluation of `data`, arrays by input name. The returned options contain the inputs that became
+/// constants.
 pub fn load(path: &Path, options: &Options, data: &BTreeMap<String, Tensor>) -> Result<(Model, Options), ImportError> {
     import(&Source::read(path)?, options, data)
 }
 
-/// The same for a file that was read.
+/// Like [`load`], for a file that is already decoded.
 pub fn import(
     source: &Source,
     options: &Options,
@@ -31,10 +30,10 @@ pub fn import(
     options.known.empty = true;
     options.known.given = Some(data.keys().cloned().collect());
     if data.values().any(Tensor::is_empty) {
-        // What holds for every size that a symbol may have does not hold for none.
+        // Symbols are at least 1, so empty data needs static shapes.
         options.known.take_shapes(data);
     }
-    // Every round learns the value of an input or the shapes of all, so the rounds end.
+    // Terminates: each iteration adds the value of an input or the shapes of all inputs.
     loop {
         match source.import(&options) {
             Ok(model) => return Ok((model, options)),
@@ -44,7 +43,7 @@ pub fn import(
     }
 }
 
-/// Takes from the data what `error` asks for. False when there is nothing that could help.
+/// Adds the data that `error` asks for. Returns false if nothing helps.
 fn learn(known: &mut Known, error: &ImportError, data: &BTreeMap<String, Tensor>) -> bool {
     let before = known.values.len();
     for name in followed(error) {
@@ -63,7 +62,7 @@ fn learn(known: &mut Known, error: &ImportError, data: &BTreeMap<String, Tensor>
     !known.shapes.is_empty()
 }
 
-/// The graph inputs whose values would have to be known for the import to go on.
+/// The graph inputs whose values the import needs.
 pub fn followed(error: &ImportError) -> BTreeSet<String> {
     let of = |reason: &LowerReason| match reason {
         LowerReason::Follows { inputs, .. } => inputs.clone(),

@@ -1,10 +1,8 @@
-//! Slices by index with indices of its own for each example of a batch, and their gradient: how tokens come to the experts that were
-//! chosen for them, and back.
+//! Gather with separate indices per example, and its gradient: the token dispatch of mixture-of-experts layers.
 
 use super::gather::{add_up, check_indices, or_zero, own_indices, resolve, take};
 use super::*;
 
-/// The axes that slices and indices share, checked.
 fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [Dim], FactError> {
     check_indices(indices)?;
     for (what, fact, least) in [("the tensor of slices", slices, batch), ("the tensor of indices", indices, batch)] {
@@ -38,12 +36,12 @@ impl OpRule for BatchGather {
         Ok(vec![Fact::new(x.dtype, shape)])
     }
 
-    // Only what is taken is read.
+    // Only the selected slices are read.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) + moved(&inputs[1..], &[]) }
     }
 
-    // dx = Σ dy by index, for each example
+    // dx = Σ dy per index, for each example
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() || !at.wanted[0] {
@@ -53,8 +51,8 @@ impl OpRule for BatchGather {
         vec![Some(out.emit(Op::BatchScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
     }
 
-    // Examples, axes of the slices, or axes of the indices. Along the indexed axis every device takes the slices that it has, and zeros
-    // for all others.
+    // Batch axes, axes of the slices, or axes of the indices. Along the indexed axis every device gathers from its
+    // shard, with zeros for slices of other devices.
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x, indices] = inputs else { return Vec::new() };
         let (batch, rank) = (self.batch, indices.rank());
@@ -114,7 +112,7 @@ impl OpRule for BatchScatterAdd {
         Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    // d(dy) = the slices of the output's gradient by index, for each example
+    // d(dy) = the slices of the output's gradient at the indices, for each example
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
             return vec![None, None];
@@ -123,7 +121,7 @@ impl OpRule for BatchScatterAdd {
         vec![Some(out.emit(gather, &[at.dy(), at.inputs[1]])), None]
     }
 
-    // As for the slices that are taken; along the indexed axis every device adds up what is for the slices that it has.
+    // Mirrors the gather; along the indexed axis every device sums the gradients of its own slices.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let ([_, indices], [dx]) = (inputs, outputs) else { return Vec::new() };
         let (batch, rank) = (self.batch, indices.rank());
@@ -154,7 +152,6 @@ impl OpRule for BatchScatterAdd {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, op, x: Tensor, indices: Tensor| Sample {
         title,

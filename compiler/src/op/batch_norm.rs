@@ -1,8 +1,7 @@
-//! Batch normalisation with the statistics of the batch at hand, and its gradient.
+//! Batch normalisation with batch statistics, and its gradient.
 //!
-//! The formulas are those of [`super::layer_norm`], with the means over all elements of a channel (batch and spatial
-//! dims) and one scale and bias a channel. The statistics carry no gradient: what arrives there is ignored. An empty
-//! batch has statistics NaN.
+//! The formulas are those of [`super::layer_norm`], with means over all elements of a channel (batch and spatial axes)
+//! and one scale and bias per channel. Gradients of the statistics are ignored. An empty batch has NaN statistics.
 
 use super::layer_norm::same;
 use super::sample::{ramp, run};
@@ -21,7 +20,7 @@ impl OpRule for BatchNorm {
         Ok(vec![(*x).clone(), channels.clone(), channels.clone(), channels])
     }
 
-    // An addition for the mean; a difference, a product and a sum for the variance; a product, a product and a sum for y.
+    // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
@@ -38,7 +37,7 @@ impl OpRule for BatchNorm {
         output == 0
     }
 
-    // Channels: the statistics of one are no other's business.
+    // Channels: their statistics are independent.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let channel = Some(0);
         vec![Strategy::along(&[Some(1), channel, channel], &[Some(1), channel, channel, channel])]
@@ -80,14 +79,14 @@ impl OpRule for BatchNormGrad {
         Ok(vec![(*x).clone(), channels.clone(), channels])
     }
 
-    // Two for x̂, three for dscale and dbias, which are the two sums that dx needs as well, and five for dx.
+    // Per element: 2 flops for x̂, 3 for dscale and dbias, which are also the sums in dx, and 5 for dx.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 10.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    // No second order, as for the layer norm.
+    // No second-order gradient, as for the layer norm.
 
-    // The scale is one number a channel, so that mean(g) = scale dbias / n and mean(g x̂) = scale dscale / n.
+    // The scale is constant per channel, so mean(g) = scale dbias / n and mean(g x̂) = scale dscale / n.
     fn takes_gradient(&self, _: usize) -> bool {
         false
     }
@@ -117,7 +116,6 @@ impl OpRule for BatchNormGrad {
     }
 }
 
-/// The fact of scale, bias and statistics.
 fn per_channel(x: &Fact) -> Result<Fact, FactError> {
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
@@ -136,7 +134,6 @@ fn channels(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + use<> {
     (0..count).map(move |c| (0..batch * inner).map(|i| (i / inner * count + c) * inner + i % inner).collect())
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let cases: [(&'static str, &[usize], f64); 4] = [
         ("no spatial dims", &[5, 3], 1e-5),

@@ -1,4 +1,4 @@
-//! Elementwise functions of two inputs, broadcasting.
+//! Elementwise functions of two inputs.
 
 use super::broadcast::{broadcast_shapes, stretched, sum_to};
 use super::unary::scalar;
@@ -42,7 +42,7 @@ impl OpRule for Binary {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        // As for the unary functions: what a vector library spends. A power is a logarithm and an exponential.
+        // Estimated cost in a vector library, as for unary functions. A power is a logarithm and an exponential.
         let flops = match self {
             Binary::Div => 2.0,
             Binary::Mod => 4.0,
@@ -62,7 +62,7 @@ impl OpRule for Binary {
         let binary = |out: &mut dyn Emit, op, a, b| out.emit(Op::Binary(op), &[a, b]);
         let neg = |out: &mut dyn Emit, x| out.emit(Op::Unary(Unary::Neg), &[x]);
         let select = |out: &mut dyn Emit, c, a, b| out.emit(Op::Select(Select {}), &[c, a, b]);
-        // Before the sums over stretched axes.
+        // Gradients before the sums over broadcast axes.
         let da = at.wanted[0].then(|| match self {
             Binary::Add | Binary::Sub => dy,
             // da = dy b
@@ -159,13 +159,12 @@ impl OpRule for Binary {
     }
 }
 
-/// Where `a` is what [`Binary::Max`] or [`Binary::Min`] chose; a tie is its.
+/// True where [`Binary::Max`] or [`Binary::Min`] chooses `a`, ties included.
 fn first_wins(op: Binary, a: Value, b: Value, out: &mut dyn Emit) -> Value {
     let order = if op == Binary::Max { [b, a] } else { [a, b] };
     out.emit(Op::Compare(Compare::LessEqual), &order)
 }
 
-/// The function on two floats.
 pub fn apply(op: Binary, a: f64, b: f64) -> f64 {
     match op {
         Binary::Add => a + b,
@@ -173,7 +172,7 @@ pub fn apply(op: Binary, a: f64, b: f64) -> f64 {
         Binary::Mul => a * b,
         Binary::Div => a / b,
         Binary::Pow => a.powf(b),
-        // Not `f64::max`: NaN must stay NaN, so that a broken run shows itself.
+        // Unlike `f64::max`, NaN must propagate, so that a diverged run is visible.
         Binary::Max if a.is_nan() || a >= b => a,
         Binary::Min if a.is_nan() || a <= b => a,
         Binary::Max | Binary::Min => b,
@@ -182,13 +181,13 @@ pub fn apply(op: Binary, a: f64, b: f64) -> f64 {
             rest if (rest < 0.0) != (b < 0.0) => rest + b,
             rest => rest,
         },
-        // Floats have no bits to speak of.
+        // Bitwise operators are undefined on floats.
         Binary::And | Binary::Or | Binary::Xor => logic(op, a != 0.0, b != 0.0) as u8 as f64,
         Binary::ShiftLeft | Binary::ShiftRight => f64::NAN,
     }
 }
 
-/// The function on two whole numbers. Overflow wraps; the rest of a division by zero is 0, as the quotient is.
+/// The function on integers. Overflow wraps; quotient and remainder of a division by zero are 0.
 pub fn apply_i64(op: Binary, a: i64, b: i64) -> i64 {
     match op {
         Binary::Add => a.wrapping_add(b),
@@ -217,7 +216,7 @@ pub fn apply_i64(op: Binary, a: i64, b: i64) -> i64 {
     }
 }
 
-/// `a`, a number of `dtype` in 64 bits, with its bits moved `b` places.
+/// Shifts `a`, a number of `dtype` extended to 64 bits, by `b` bits.
 fn shift(op: Binary, dtype: DType, a: i64, b: i64) -> i64 {
     let places = u32::try_from(b).ok().filter(|&b| (b as usize) < 8 * dtype.size());
     match (op, places) {
@@ -230,7 +229,7 @@ fn shift(op: Binary, dtype: DType, a: i64, b: i64) -> i64 {
     }
 }
 
-/// [`apply_i64`] for numbers that use the 64th bit.
+/// [`apply_i64`] for `u64`.
 pub fn apply_u64(op: Binary, a: u64, b: u64) -> u64 {
     match op {
         Binary::Div => a.checked_div(b).unwrap_or(0),
@@ -239,7 +238,7 @@ pub fn apply_u64(op: Binary, a: u64, b: u64) -> u64 {
         Binary::Max => a.max(b),
         Binary::Min => a.min(b),
         Binary::ShiftLeft | Binary::ShiftRight => shift(op, DType::U64, a as i64, b as i64) as u64,
-        // The same bits, signed or not.
+        // These operators do not depend on the sign.
         _ => apply_i64(op, a as i64, b as i64) as u64,
     }
 }
@@ -252,7 +251,7 @@ fn logic(op: Binary, a: bool, b: bool) -> bool {
     }
 }
 
-/// `base^exponent` modulo 2⁶⁴, which serves two's complement as well.
+/// `base^exponent` modulo 2⁶⁴, also valid for two's complement.
 fn power(mut base: u64, mut exponent: u64) -> u64 {
     let mut product = 1u64;
     while exponent > 0 {
@@ -265,7 +264,6 @@ fn power(mut base: u64, mut exponent: u64) -> u64 {
     product
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     use Binary::*;
     let sample = |title, op, a: &Tensor, b: &Tensor| Sample {
@@ -308,7 +306,7 @@ pub fn samples() -> Vec<Sample> {
     all.push(sample("double precision", Div, &a.cast(DType::F64), &b.cast(DType::F64)));
     all.push(sample("positive bases", Pow, &bases, &b));
     all.push(sample("a base of its own", Pow, &number, &b));
-    // An exponent that is whole, so that a negative base has a power; only the base has a slope then.
+    // An integer exponent, so that a negative base has a power; only the base is differentiable then.
     let square = Sample { differentiate: vec![0], ..sample("a square", Pow, &a, &Tensor::from_f32(&[], &[2.0])) };
     all.push(square);
     all.push(sample(
@@ -338,7 +336,7 @@ mod tests {
 
     #[test]
     fn the_rest_has_the_sign_of_the_divisor() {
-        // What Python prints for `a % b`.
+        // Results of Python's `a % b`.
         for (a, b, rest) in [(7, 3, 1), (-7, 3, 2), (7, -3, -2), (-7, -3, -1), (6, -3, 0)] {
             assert_eq!(apply_i64(Binary::Mod, a, b), rest);
             assert_eq!(apply(Binary::Mod, a as f64, b as f64), rest as f64);

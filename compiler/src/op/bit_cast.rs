@@ -1,4 +1,4 @@
-//! The same bits read as another element type.
+//! Reinterprets the bits as another element type.
 
 use super::*;
 use crate::op::sharding::elementwise;
@@ -14,7 +14,7 @@ impl OpRule for BitCast {
             let expected = format!("a type of {} bytes, as {}", self.to.size(), self.to);
             return Err(FactError::DType { what: "the input", expected, got: x.dtype });
         }
-        // Truth is 0 or 1; other bytes would be a third value.
+        // A `bool` must be 0 or 1, so other bytes would be invalid.
         if self.to == DType::Bool && x.dtype != DType::Bool {
             return Err(FactError::DType { what: "the input", expected: "bool, as the result".into(), got: x.dtype });
         }
@@ -35,7 +35,6 @@ impl OpRule for BitCast {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, to| Sample {
         title,

@@ -1,4 +1,4 @@
-//! Broadcasting: the rule that every elementwise op shares, its reverse for gradients, and the op that only stretches.
+//! Broadcasting: the shape rule of elementwise ops, its gradient, and the broadcast op.
 
 use super::*;
 use crate::tensor::view::strides;
@@ -26,7 +26,7 @@ impl OpRule for Broadcast {
         Cost { flops: 0.0, bytes: moved(inputs, outputs) }
     }
 
-    // dx = Σ dy over the stretched axes
+    // dx = Σ dy over the broadcast axes
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
@@ -49,7 +49,7 @@ impl OpRule for Broadcast {
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
-        // Importers fold large tensors of one value.
+        // Fast path: importers fold large constant-filled tensors.
         if x.bytes().len() == x.dtype.size() {
             fill(y.bytes_mut(), x.bytes());
             return Ok(());
@@ -60,14 +60,13 @@ impl OpRule for Broadcast {
     }
 }
 
-/// The shape of an elementwise op over two operands, as NumPy has it: shapes are aligned at the right, and a dim of 1
-/// stretches. Symbolic dims agree when they are the same polynomial.
+/// The broadcast shape of two operands, as in NumPy. Symbolic dims agree if they are the same polynomial.
 pub fn broadcast_shapes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, FactError> {
     let rank = a.len().max(b.len());
     let one = Dim::Known(1);
     (0..rank)
         .map(|axis| {
-            // Axes to the left of a shape count as 1.
+            // Missing leading axes have size 1.
             let da = (axis + a.len()).checked_sub(rank).map_or(&one, |i| &a[i]);
             let db = (axis + b.len()).checked_sub(rank).map_or(&one, |i| &b[i]);
             match (da == db || db.is(1), da.is(1)) {
@@ -84,8 +83,8 @@ pub fn broadcast_shapes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, FactError> {
         .collect()
 }
 
-/// The gradient of an operand from the gradient `value` of what it was broadcast to: the sum over the stretched axes,
-/// with the shape of `like`. Where nothing was stretched, `value` itself.
+/// Reduces the gradient `value` to the shape of `like`, summing over the broadcast axes. Returns `value` if the shapes
+/// are equal.
 pub fn sum_to(out: &mut dyn Emit, value: Value, like: &Fact) -> Value {
     let from = out.fact(value);
     if from.shape == like.shape {
@@ -105,13 +104,13 @@ pub fn sum_to(out: &mut dyn Emit, value: Value, like: &Fact) -> Value {
     sum
 }
 
-/// `[batch, 3]`, as shapes stand in messages.
+/// Formats a shape for messages: `[batch, 3]`.
 pub fn shape_text(shape: &[Dim]) -> String {
     let dims: Vec<String> = shape.iter().map(Dim::to_string).collect();
     format!("[{}]", dims.join(", "))
 }
 
-/// Refuses a shape attribute with a size below zero.
+/// Refuses a shape attribute with a negative size.
 pub fn check_sizes(op: &str, shape: &[Dim]) -> Result<(), FactError> {
     if shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
         return Err(FactError::Attribute(format!("{op} to {}, which has a negative size", shape_text(shape))));
@@ -119,7 +118,7 @@ pub fn check_sizes(op: &str, shape: &[Dim]) -> Result<(), FactError> {
     Ok(())
 }
 
-/// For every element of `out`, in order, the element of an operand of this `shape` that is stretched to it.
+/// For every element of `out`, in order, the index of the operand's element that is broadcast to it.
 pub fn stretched(shape: &[usize], out: &[usize]) -> impl Iterator<Item = usize> + use<> {
     let added = out.len() - shape.len();
     let own = strides(shape);
@@ -129,8 +128,8 @@ pub fn stretched(shape: &[usize], out: &[usize]) -> impl Iterator<Item = usize> 
     walk(0, &steps, out)
 }
 
-/// The offset `base + Σ index·step` of every index of `shape`, in row-major order. All that moves elements is such a
-/// walk: a transpose permutes the steps, a broadcast has steps of 0, a flip has negative ones.
+/// The offset `base + Σ index·step` of every index of `shape`, in row-major order. Data movement ops differ only in the
+/// steps: a transpose permutes them, a broadcast has zeros, a flip has negative ones.
 pub fn walk(base: usize, steps: &[isize], shape: &[usize]) -> impl Iterator<Item = usize> + use<> {
     let count: usize = shape.iter().product();
     let axes: Vec<(usize, usize, isize)> =
@@ -141,8 +140,8 @@ pub fn walk(base: usize, steps: &[isize], shape: &[usize]) -> impl Iterator<Item
     })
 }
 
-/// Writes `y`, element after element, from the elements of `x` at these offsets. Both have one element type; the bytes
-/// are moved as they are.
+/// Copies the elements of `x` at these offsets to `y`, in order. Both have one element type; bytes are copied
+/// unchanged.
 pub fn copy_elements(x: &View<'_>, y: &mut ViewMut<'_>, offsets: impl Iterator<Item = usize>) {
     let size = x.dtype.size();
     for (to, from) in y.bytes_mut().chunks_exact_mut(size).zip(offsets) {
@@ -150,7 +149,7 @@ pub fn copy_elements(x: &View<'_>, y: &mut ViewMut<'_>, offsets: impl Iterator<I
     }
 }
 
-/// Repeats `element` over `bytes`, which hold a whole number of it, by copying what is filled already.
+/// Fills `bytes` with repetitions of `element` by doubling the filled prefix.
 fn fill(bytes: &mut [u8], element: &[u8]) {
     let mut filled = element.len().min(bytes.len());
     bytes[..filled].copy_from_slice(&element[..filled]);
@@ -161,7 +160,6 @@ fn fill(bytes: &mut [u8], element: &[u8]) {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, shape: &[i64], x: Tensor| Sample {
         title,

@@ -13,7 +13,7 @@ impl OpRule for Cast {
         Ok(vec![Fact::new(self.to, x.shape.clone())])
     }
 
-    // dx = dy as the element type of x; whole numbers have no slope
+    // dx = dy cast to the element type of x; integers have no gradient
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let to = out.fact(at.inputs[0]).dtype;
         if !to.is_float() || !self.to.is_float() {
@@ -22,7 +22,7 @@ impl OpRule for Cast {
         vec![Some(out.emit(Op::Cast(Cast { to }), &[at.dy()]))]
     }
 
-    // Terms may be widened; narrower ones would be rounded before they are added.
+    // Partial sums may be widened; narrowing would round each term before the sum.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let mut ways = elementwise(inputs, &outputs[0]);
         let (from, to) = (inputs[0].dtype, self.to);
@@ -41,14 +41,13 @@ impl OpRule for Cast {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let floats = || Tensor::from_f32(&[2, 3], &[0.0, 1.5, -2.7, 100.25, -0.1, 3.0]);
     let integers = || Tensor::from_i64(&[4], &[0, -1, 300, 7]);
     let sample = |title, x: Tensor, to| Sample {
         title,
         op: Op::Cast(Cast { to }),
-        // Narrower results round, which a finite difference would see.
+        // Narrower results round, which disturbs a finite difference.
         differentiate: if x.dtype().is_float() && to == DType::F64 { vec![0] } else { vec![] },
         inputs: vec![x],
     };

@@ -1,8 +1,8 @@
-//! What the devices of a group do together, and the one op that tells them apart.
+//! Collectives of a tensor-parallel group, and [`Shard`], the only op whose result depends on the rank.
 //!
-//! No importer writes these and no gradient is taken of them: they are put into graphs that are shared among devices, after the
-//! gradients. What each device gets follows from the parts of all, in the order of the devices ([`meet`]); a sum of terms is taken in
-//! that order, so that all devices have the same bits, run after run. Alone, a device can only be a group of one.
+//! Importers never emit these ops, and they have no gradient: they are inserted into sharded graphs after
+//! differentiation. [`meet`] computes the results from all inputs in rank order. Sums use that order, so all devices
+//! get the same bits in every run. A single device can only run a group of one.
 
 use super::reduce::{join, join_integers};
 use super::*;
@@ -15,7 +15,7 @@ fn one<'a>(inputs: &[&'a Fact]) -> Result<&'a Fact, FactError> {
     }
 }
 
-/// The fact of one part, after a check that there are devices and that the axis divides.
+/// The fact of a shard; an empty group or an indivisible axis is an error.
 fn part(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
     if cut.axis >= x.rank() {
@@ -25,7 +25,6 @@ fn part(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     Sharding::Split(cut).part(x, devices).ok_or_else(uneven)
 }
 
-/// The fact of the whole, from one part.
 fn whole(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
     if cut.axis >= x.rank() {
@@ -64,7 +63,7 @@ macro_rules! collective {
                 Ok(vec![infer(self, one(inputs)?)?])
             }
 
-            // What the device itself gets; what goes between devices is no cost of one of them.
+            // Local memory traffic only; communication is costed separately.
             fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
                 Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
             }
@@ -97,12 +96,11 @@ collective!(AllGather, "all_gather", |op, x| whole(x, op.cut, op.devices));
 collective!(AllToAll, "all_to_all", |op, x| part(&whole(x, op.from, op.devices)?, op.to, op.devices));
 collective!(Shard, "shard", |op, x| part(x, op.cut, op.devices));
 
-/// What every device gets from the parts of all, in the order of the devices; nothing for an op that is none of these.
+/// The results of a collective on every device, from all inputs in rank order; `None` for other ops.
 pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
     (0..parts.len()).map(|device| met(op, parts, device)).collect()
 }
 
-/// What one of the devices gets.
 pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
     Some(match op {
         Op::AllReduce(o) => joined(o.kind, parts),
@@ -117,12 +115,12 @@ pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
     })
 }
 
-/// Whether devices wait for each other at this op.
+/// Tests for ops that synchronise the devices.
 pub fn is_meeting(op: &Op) -> bool {
     matches!(op, Op::AllReduce(_) | Op::ReduceScatter(_) | Op::AllGather(_) | Op::AllToAll(_))
 }
 
-/// The terms joined one after the other; floats in `f64`, rounded once.
+/// Reduces the terms in order; floats in `f64`, rounded once.
 fn joined(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
     let views: Vec<View<'_>> = parts.iter().map(Tensor::view).collect();
     let (dtype, shape) = (parts[0].dtype(), parts[0].shape());
@@ -139,14 +137,14 @@ fn joined(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
     Tensor::new(dtype, shape.to_vec(), bytes.into()).expect("as many bytes as each term has")
 }
 
-/// Which device of the group this is, as an `i64` scalar.
+/// This device's rank in the group, as an `i64` scalar.
 pub(in crate::op) fn device(out: &mut dyn Emit, devices: usize) -> Value {
     let all = out.emit(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }), &[]);
     let own = out.emit(Op::Shard(Shard { cut: SplitDim { axis: 0, blocks: 1 }, devices }), &[all]);
     out.emit(Op::Reshape(Reshape { shape: vec![] }), &[own])
 }
 
-/// Small cases, of groups of one: more devices are asked in tests of whole groups.
+/// Test cases for a group of one; larger groups have separate tests.
 pub fn samples() -> Vec<Sample> {
     let sample = |op| Sample { title: "alone", op, inputs: vec![sample::ramp(&[4, 6], 1)], differentiate: vec![] };
     let (cut, devices) = (SplitDim { axis: 1, blocks: 2 }, 1);

@@ -48,7 +48,6 @@ fn holds<T: PartialOrd>(op: Compare, a: &T, b: &T) -> bool {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, op, a: Tensor, b: Tensor| Sample {
         title,
@@ -56,7 +55,7 @@ pub fn samples() -> Vec<Sample> {
         inputs: vec![a, b],
         differentiate: vec![],
     };
-    // The 64th bit: a signed comparison would have these in the wrong order.
+    // The 64th bit is set: a signed comparison would order these wrongly.
     let large = || {
         let bytes = [u64::MAX, 3].map(u64::to_le_bytes).concat();
         Tensor::new(DType::U64, vec![2], bytes.into()).expect("two numbers of eight bytes")
@@ -67,7 +66,7 @@ pub fn samples() -> Vec<Sample> {
         all.push(sample("floats", op, a(), Tensor::from_f32(&[2, 3], &[1.0, 3.0, 2.0, -2.0, f32::NAN, f32::INFINITY])));
         all.push(sample("a row", op, a(), Tensor::from_f32(&[3], &[1.0, 1.5, 4.0])));
         all.push(sample("a scalar on the left", op, Tensor::from_f32(&[], &[1.0]), a()));
-        // Neighbours that are one number as f64.
+        // Neighbours that are equal as f64.
         let (near, next) = (i64::MAX - 1, i64::MAX);
         all.push(sample("integers", op, Tensor::from_i64(&[2], &[near, -3]), Tensor::from_i64(&[2], &[next, -3])));
         all.push(sample("unsigned", op, large(), Tensor::from_i64(&[2], &[1, 3]).cast(DType::U64)));

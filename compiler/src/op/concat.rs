@@ -1,4 +1,4 @@
-//! Tensors one behind the other.
+//! Concatenation.
 
 use super::broadcast::shape_text;
 use super::*;
@@ -37,7 +37,7 @@ impl OpRule for Concat {
         Cost { flops: 0.0, bytes: moved(inputs, outputs) }
     }
 
-    // dx_i = its part of dy
+    // dx_i = its slice of dy
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let dy = at.dy();
         let y = out.fact(dy);
@@ -61,7 +61,7 @@ impl OpRule for Concat {
         gradients
     }
 
-    // Any other axis; and along its own, inputs of one size each of which becomes a block.
+    // Any other axis; along the concatenated axis, inputs of equal size, each of which becomes a block.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
         let count = inputs.len();
         let mut ways: Vec<Strategy> = (0..outputs[0].rank())
@@ -89,7 +89,7 @@ impl OpRule for Concat {
         let mut at = 0;
         for row in 0..outer {
             for x in inputs {
-                // The elements of one input below one index of the outer axes lie together.
+                // For a fixed outer index, the elements of one input are contiguous.
                 let run = x.bytes().len() / outer;
                 y[at..at + run].copy_from_slice(&x.bytes()[row * run..(row + 1) * run]);
                 at += run;
@@ -99,7 +99,6 @@ impl OpRule for Concat {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, axis, inputs: Vec<Tensor>| Sample {
         title,

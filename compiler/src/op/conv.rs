@@ -1,8 +1,8 @@
-//! Convolution over one to three spatial dims, and what it shares with its gradients.
+//! Convolution over one to three spatial axes, and code common with its gradients.
 //!
-//! The three ops are one trilinear form: with `x`, `w`, `y` the operands and `t` the taps of the window,
-//! `Σ y[n, o, e] · x[n, c, e s + t d - b] · w[o, c mod (C/groups), t]`, read off for one of its operands. So each is the
-//! gradient of the others, and the kernels share one loop.
+//! With operands `x`, `w`, `y` and window taps `t`, the three ops are derivatives of one trilinear form: `Σ y[n, o, e]
+//! · x[n, c, e s + t d - b] · w[o, c mod (C/groups), t]`. Each op is therefore a gradient of the others, and the
+//! kernels share one loop.
 
 pub mod grad;
 
@@ -64,7 +64,7 @@ impl OpRule for Conv {
     }
 }
 
-/// Emits the gradient for an input that has the shape of `like`.
+/// Emits the gradient for an input with the shape of `like`.
 pub(in crate::op) fn input_grad(
     out: &mut dyn Emit,
     window: &Window,
@@ -77,7 +77,7 @@ pub(in crate::op) fn input_grad(
     out.emit(Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }), &[dy, w])
 }
 
-/// Emits the gradient for a weight that has the shape of `like`.
+/// Emits the gradient for a weight with the shape of `like`.
 pub(in crate::op) fn weight_grad(
     out: &mut dyn Emit,
     window: &Window,
@@ -94,7 +94,7 @@ pub(in crate::op) fn weight_grad(
     out.emit(Op::ConvWeightGrad(ConvWeightGrad { window: window.clone(), groups, kernel }), &[dy, x])
 }
 
-/// Both inputs, checked for what all three ops ask: floats of one type, one rank, one to three spatial dims.
+/// Checks both inputs: floats of one type, one rank, one to three spatial axes.
 pub(in crate::op) fn two<'a>(inputs: &[&'a Fact], names: [&'static str; 2]) -> Result<[&'a Fact; 2], FactError> {
     let &[a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
     for (fact, what) in [a, b].into_iter().zip(names) {
@@ -123,7 +123,7 @@ pub(in crate::op) fn two<'a>(inputs: &[&'a Fact], names: [&'static str; 2]) -> R
     Ok([a, b])
 }
 
-/// The spatial dims of a weight, which a window needs as numbers.
+/// The spatial sizes of a weight, which must be numbers.
 pub(in crate::op) fn known_kernel(w: &Fact) -> Result<&[Dim], FactError> {
     match w.shape[2..].iter().find(|k| k.known().is_none()) {
         Some(open) => Err(FactError::Attribute(format!("the kernel size must be a number, it is `{open}`"))),
@@ -131,7 +131,7 @@ pub(in crate::op) fn known_kernel(w: &Fact) -> Result<&[Dim], FactError> {
     }
 }
 
-/// Whether the groups can share out the channels.
+/// Checks that the groups divide the channels.
 pub(in crate::op) fn check_groups(groups: usize, which: &str, channels: &Dim) -> Result<(), FactError> {
     let count = number("group count", groups)?;
     if groups == 0 || channels.div_exact(&count).is_err() {
@@ -142,13 +142,13 @@ pub(in crate::op) fn check_groups(groups: usize, which: &str, channels: &Dim) ->
     Ok(())
 }
 
-/// Every element of `y` takes one multiply-add a weight of its output channel, those that meet padding included.
+/// One multiply-add per element of `y` and weight of its output channel, including those on padding.
 pub(in crate::op) fn flops(y: &Fact, w: &Fact) -> f64 {
     let taps: f64 = w.shape[1..].iter().map(|d| d.known().unwrap_or(0) as f64).product();
     2.0 * elements(y) * taps
 }
 
-/// Calls `visit` with the flat indices into x, w and y of every product that the convolution adds up.
+/// Calls `visit` with the flat indices into x, w and y of every product of the convolution.
 pub(in crate::op) fn each_product(
     window: &Window,
     x: &[usize],
@@ -180,14 +180,13 @@ pub(in crate::op) fn each_product(
     }
 }
 
-/// Rounds sums once.
 pub(in crate::op) fn write(to: &mut ViewMut<'_>, values: &[f64]) {
     for (i, &v) in values.iter().enumerate() {
         to.set_f64(i, v);
     }
 }
 
-/// A window over one spatial dim or several, the same along each.
+/// A window that is the same along each of `rank` axes.
 pub(in crate::op) fn even(rank: usize, stride: usize, pad: usize, dilation: usize) -> Window {
     Window {
         strides: vec![stride; rank],
@@ -197,10 +196,9 @@ pub(in crate::op) fn even(rank: usize, stride: usize, pad: usize, dilation: usiz
     }
 }
 
-/// What is special about a case, its window, groups, and the shapes of x and w.
+/// Title, window, groups, and the shapes of x and w.
 pub(in crate::op) type Case = (&'static str, Window, usize, &'static [usize], &'static [usize]);
 
-/// The cases that convolution and its gradients are asked.
 pub(in crate::op) fn cases() -> Vec<Case> {
     let lopsided = Window { strides: vec![2, 1], pads_begin: vec![0, 2], pads_end: vec![1, 0], dilations: vec![1, 2] };
     vec![
@@ -219,20 +217,20 @@ pub(in crate::op) fn cases() -> Vec<Case> {
     ]
 }
 
-/// The three tensors of a convolution, of which it and its gradients read two and make the third.
+/// The three tensors of a convolution; each of the three ops computes one from the other two.
 pub(super) const DATA: usize = 0;
 pub(super) const FILTERS: usize = 1;
 pub(super) const RESULT: usize = 2;
 
-/// How devices share a convolution or a gradient of one: the batch, output channels, input channels, or whole groups, where each runs
-/// `divided` for its own.
+/// Sharding strategies of a convolution or one of its gradients: batch, output channels, input channels, or whole
+/// groups. For the latter each device runs the op `divided`.
 pub(super) fn ways(
     [left, right]: [usize; 2],
     made: usize,
     (groups, group): (usize, &Group),
     divided: impl FnOnce(usize) -> Op,
 ) -> Vec<Strategy> {
-    // Along which axis of data, filters and result.
+    // The axes of data, filters and result.
     let batch = [Some(0), None, Some(0)];
     let (outs, ins) = ([None, Some(0), Some(1)], [Some(1), Some(1), None]);
     let whole_groups = [Some(1), Some(0), Some(1)];
@@ -240,7 +238,7 @@ pub(super) fn ways(
     let mut ways = vec![along(batch)];
     match (groups, groups % group.devices) {
         (1, _) => {
-            // Where devices make terms comes last.
+            // Strategies with partial sums come last.
             let mut channels = [outs, ins];
             channels.sort_by_key(|axes| axes[made].is_none());
             ways.extend(channels.map(along));
@@ -255,7 +253,6 @@ pub(super) fn ways(
     ways
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |(title, window, groups, x, w): Case| Sample {
         title,

@@ -1,16 +1,17 @@
 //! Cross-entropy of logits against class indices, and its gradient for the logits.
 //!
-//! With `lse = m + log Σ e^(logit - m)`, `m` the largest logit of a row, and `n` the targets that count:
+//! With `lse = m + log Σ e^(logit - m)`, `m` the largest logit of a row, and `n` the number of targets not ignored:
 //!
 //! ```text
 //! loss    = Σ (lse - logit[target]) / n
 //! dlogits = dloss (e^(logit - lse) - [class = target]) / n,  0 where the target is ignored
 //! ```
 //!
-//! Where no target counts, the loss is 0: a micro-batch without labels adds nothing to its minibatch, neither loss nor gradient.
+//! If all targets are ignored, the loss is 0: a micro-batch without labels adds neither loss nor gradient to its
+//! minibatch.
 //!
-//! A logit of `-inf` (a masked class) has weight zero; a row of nothing else is NaN, as in PyTorch. The log-sum-exp is
-//! an output so that the gradient need not compute it again; it carries no gradient itself: what arrives there is ignored.
+//! A logit of `-inf` (a masked class) has weight zero; a row of only these gives NaN, as in PyTorch. The log-sum-exp is
+//! an output so that the backward need not recompute it; its gradient is ignored.
 
 mod parts;
 
@@ -30,7 +31,7 @@ impl OpRule for CrossEntropy {
         Ok(vec![Fact::new(logits.dtype, vec![]), lse])
     }
 
-    // A comparison, a difference, an exponential (sixteen, as in `unary`) and an addition a logit.
+    // Per logit: a comparison, a difference, an exponential (16 flops, as in `unary`) and an addition.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 19.0 * elements(inputs[0]), bytes: moved(inputs, outputs) }
     }
@@ -46,8 +47,8 @@ impl OpRule for CrossEntropy {
         output == 0
     }
 
-    // Rows: every device has the mean over its own, and counts them. Classes: every device knows its own log-sum-exp, and the logits of
-    // the targets among its classes.
+    // Split rows: every device has the mean over its rows and their count. Split classes: every device has its local
+    // log-sum-exp and the target logits among its classes.
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let [logits, _] = inputs else { return Vec::new() };
         let rows = |axis: usize| {
@@ -97,12 +98,12 @@ impl OpRule for CrossEntropyGrad {
         Ok(vec![(*logits).clone()])
     }
 
-    // A difference, an exponential (sixteen, as in `unary`), a difference and a product a logit.
+    // Per logit: a difference, an exponential (16 flops, as in `unary`), a difference and a product.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 19.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    // No second order, as for the norms.
+    // No second-order gradient, as for the normalisations.
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
@@ -146,7 +147,6 @@ impl OpRule for CrossEntropyGrad {
     }
 }
 
-/// The fact of the log-sum-exp.
 fn check(logits: &Fact, target: &Fact, axis: usize) -> Result<Fact, FactError> {
     if !logits.dtype.is_float() {
         return Err(FactError::DType { what: "logits", expected: "a float".into(), got: logits.dtype });
@@ -164,7 +164,7 @@ fn check(logits: &Fact, target: &Fact, axis: usize) -> Result<Fact, FactError> {
     Ok(Fact::new(logits.dtype, shape))
 }
 
-/// The class that target `i` names, or `None` when it is ignored.
+/// The class of target `i`, or `None` if it is ignored.
 fn class(target: &View<'_>, i: usize, classes: usize, ignore: Option<i64>) -> Result<Option<usize>, KernelError> {
     let label = target.i64(i);
     if ignore == Some(label) {
@@ -176,7 +176,6 @@ fn class(target: &View<'_>, i: usize, classes: usize, ignore: Option<i64>) -> Re
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let labels = |shape: &[usize], values: &[i64]| Tensor::from_i64(shape, values);
     let large = Tensor::from_f32(&[2, 3], &[1000.0, 1001.0, 999.0, -1000.0, -1000.5, -2000.0]);
@@ -195,7 +194,7 @@ pub fn samples() -> Vec<Sample> {
         let inputs = vec![logits.clone(), target.clone()];
         let lse = run(&forward, &inputs).remove(1);
         let dloss = Tensor::from_f32(&[], &[0.75]);
-        // At a large logit the width of a difference would blur the slope.
+        // At a large logit, the step of a finite difference is too coarse.
         let differentiate = if title == "large logits" { vec![] } else { vec![0] };
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis, ignore });
         [

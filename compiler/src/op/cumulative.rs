@@ -1,4 +1,4 @@
-//! Running sums and products along one axis.
+//! Cumulative sums and products along one axis.
 
 use super::sample::ramp;
 use super::softmax::rows;
@@ -20,7 +20,7 @@ impl OpRule for Cumulative {
         Ok(vec![(*x).clone()])
     }
 
-    // dx_i = Σ dy_j over the places j that x_i went into: a sum the other way
+    // dx is the cumulative sum of dy in the other direction.
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() || self.kind == CumulativeKind::Prod {
             return vec![None];
@@ -41,7 +41,7 @@ impl OpRule for Cumulative {
         ways
     }
 
-    // Floats are joined in f64 and rounded as they are written, whole numbers wrap.
+    // Floats accumulate in f64 and round on each write; integers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let op = match self.kind {
@@ -72,7 +72,6 @@ impl OpRule for Cumulative {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, kind, axis, exclusive, reverse, x: Tensor| Sample {
         title,

@@ -1,18 +1,18 @@
-//! Dropout without a state: which elements stay follows from numbers alone.
+//! Stateless dropout: the mask is a pure function of stream, counter and element index.
 //!
-//! Element `i` stays when the upper 53 bits of `mix(mix(mix(stream) ^ counter) ^ i)` are at least `ratio · 2⁵³`, and is
-//! then divided by `1 - ratio`; [`mix`] is the finaliser of SplitMix64. The stream tells the dropouts of a model apart.
-//! The counter tells runs apart: whoever runs the graph gives it, another one for every item (a micro-batch, or the
-//! minibatch where there are none), as the input [`COUNTER`]. So the gradient, a second forward run and every cut into
-//! stages see one mask, and nothing is kept for it.
+//! Element `i` is kept if the upper 53 bits of `mix(mix(mix(stream) ^ counter) ^ i)` are at least `ratio · 2⁵³`, and is
+//! then divided by `1 - ratio`. [`mix`] is the finaliser of SplitMix64. The stream distinguishes the dropouts of a
+//! model. The counter distinguishes runs: the executor passes another one for every micro-batch (or minibatch without
+//! micro-batches) as the input [`COUNTER`]. The backward, a recomputed forward and every cut into stages see the same
+//! mask, and no mask is stored.
 
 use super::sample::ramp;
 use super::*;
 
-/// The name of the graph input `i64[]` that holds the counter: no data file gives it.
+/// Name of the graph input `i64[]` for the counter, which data files never provide.
 pub const COUNTER: &str = "pipec.counter";
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit numbers that looks random.
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a pseudo-random bijection of 64-bit numbers.
 #[inline(always)]
 pub fn mix(counter: u64) -> u64 {
     let mut z = counter.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -21,7 +21,7 @@ pub fn mix(counter: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Which elements of one run stay.
+/// The mask of one run.
 #[derive(Clone, Copy, Debug)]
 pub struct Mask {
     key: u64,
@@ -29,7 +29,7 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// Whether element `i`, in row-major order, stays.
+    /// Tests whether element `i`, in row-major order, is kept.
     #[inline(always)]
     pub fn keeps(self, i: usize) -> bool {
         mix(self.key ^ i as u64) >> 11 >= self.least
@@ -37,13 +37,13 @@ impl Mask {
 }
 
 impl Dropout {
-    /// The mask of the run with this counter.
+    /// The mask for a counter.
     pub fn mask(&self, counter: i64) -> Mask {
         let least = (self.ratio * (1u64 << 53) as f64) as u64;
         Mask { key: mix(mix(self.stream) ^ counter as u64), least }
     }
 
-    /// What elements that stay are multiplied by; 0 where none does.
+    /// The scale of kept elements; 0 if none is kept.
     pub fn scale(&self) -> f64 {
         if self.ratio < 1.0 { 1.0 / (1.0 - self.ratio) } else { 0.0 }
     }
@@ -71,7 +71,7 @@ impl OpRule for Dropout {
         vec![at.wanted[0].then(|| out.emit(Op::Dropout(*self), &[at.dy(), at.inputs[1]])), None]
     }
 
-    // Any axis: each device finds the mask of its own part.
+    // Any axis: each device computes the mask of its shard.
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let along = |axis| Strategy::along(&[Some(axis), None], &[Some(axis)]).written();
         (0..inputs[0].rank()).map(along).chain([Strategy::linear(&[true, false], 1)]).collect()
@@ -95,7 +95,7 @@ impl OpRule for Dropout {
 }
 
 impl DropoutPart {
-    /// The place in the whole of element `i` of the part that device `device` has.
+    /// Index in the full tensor of element `i` of a device's shard.
     #[inline(always)]
     pub fn place(&self, i: usize, device: usize) -> usize {
         (i / self.run * self.devices + device) * self.run + i % self.run
@@ -116,7 +116,7 @@ impl OpRule for DropoutPart {
         self.whole.infer(&[*x, *counter])
     }
 
-    // As for the whole.
+    // As for the full tensor.
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let dx = |out: &mut dyn Emit| out.emit(Op::DropoutPart(*self), &[at.dy(), at.inputs[1], at.inputs[2]]);
         vec![at.wanted[0].then(|| dx(out)), None, None]
@@ -135,7 +135,6 @@ impl OpRule for DropoutPart {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let counter = |value| Tensor::from_i64(&[], &[value]);
     let sample = |title, op, inputs| Sample { title, op, inputs, differentiate: vec![0] };
@@ -167,7 +166,7 @@ mod tests {
     fn masks_have_their_share_and_do_not_agree_by_chance() {
         let share = |mask: &[bool]| mask.iter().filter(|kept| **kept).count() as f64 / mask.len() as f64;
         let one = kept(0.3, 0, 5);
-        // Five deviations of a binomial of 10 000 draws are 0.023.
+        // Five standard deviations of a binomial of 10 000 draws are 0.023.
         assert!((share(&one) - 0.7).abs() < 0.023);
         for (stream, counter) in [(1, 5), (0, 6), (5, 0)] {
             let other = kept(0.3, stream, counter);

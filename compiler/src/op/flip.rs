@@ -1,4 +1,4 @@
-//! Axes that run backward.
+//! Flip: reverses axes.
 
 use super::broadcast::{copy_elements, walk};
 use super::reduce::check_axes;
@@ -39,7 +39,7 @@ impl OpRule for Flip {
         let mut base = 0;
         let mut steps: Vec<isize> = strides(x.shape).into_iter().map(|s| s as isize).collect();
         for &axis in &self.axes {
-            // From the last index down; an axis without elements is never walked.
+            // From the last index down; an empty axis is never walked.
             base += x.shape[axis].saturating_sub(1) * steps[axis] as usize;
             steps[axis] = -steps[axis];
         }
@@ -49,7 +49,6 @@ impl OpRule for Flip {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, axes: &[usize]| Sample {
         title,

@@ -1,4 +1,4 @@
-//! Slices by index, and their gradient.
+//! Gather along one axis, and its gradient.
 
 use super::*;
 
@@ -17,7 +17,7 @@ impl OpRule for Gather {
         Ok(vec![Fact::new(x.dtype, shape)])
     }
 
-    // Only what is taken is read.
+    // Only the selected slices are read.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) + moved(&inputs[1..], &[]) }
     }
@@ -32,7 +32,8 @@ impl OpRule for Gather {
         vec![Some(out.emit(Op::ScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
     }
 
-    // Other axes of x, or axes of the indices. Along the indexed axis every device takes the slices that it has, and zeros for all others.
+    // Other axes of x, or axes of the indices. Along the indexed axis every device gathers from its shard, with zeros
+    // for slices of other devices.
     fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x, indices] = inputs else { return Vec::new() };
         let after = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
@@ -103,7 +104,7 @@ impl OpRule for ScatterAdd {
         vec![Some(out.emit(Op::Gather(Gather { axis: self.axis }), &[at.dy(), at.inputs[1]])), None]
     }
 
-    // As for the slices that are taken; along the indexed axis every device adds up what is for the slices that it has.
+    // Mirrors the gather; along the indexed axis every device sums the gradients of its own slices.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let ([_, indices], [dx]) = (inputs, outputs) else { return Vec::new() };
         let before = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
@@ -134,7 +135,7 @@ impl OpRule for ScatterAdd {
     }
 }
 
-/// Slices of `x` along an axis: for each block of the axes before it, those that `rows` names.
+/// Copies slices of `x` along an axis; `rows` gives the indices for each block of the leading axes.
 pub(in crate::op) fn take<'r>(x: &View<'_>, axis: usize, rows: impl Fn(usize) -> &'r [usize], y: &mut ViewMut<'_>) {
     let (outer, size): (usize, usize) = (x.shape[..axis].iter().product(), x.shape[axis]);
     // Bytes of one slice.
@@ -150,11 +151,12 @@ pub(in crate::op) fn take<'r>(x: &View<'_>, axis: usize, rows: impl Fn(usize) ->
     }
 }
 
-/// Slices of `dy` added to those of `y` that `rows` names for each block. Floats are summed in f64 and rounded once, whole numbers wrap.
+/// Adds slices of `dy` to the slices of `y` that `rows` gives for each block. Floats accumulate in f64 and round once;
+/// integers wrap.
 pub(in crate::op) fn add_up<'r>(dy: &View<'_>, axis: usize, rows: impl Fn(usize) -> &'r [usize], y: &mut ViewMut<'_>) {
     let (outer, size): (usize, usize) = (y.shape[..axis].iter().product(), y.shape[axis]);
     let run: usize = y.shape[axis + 1..].iter().product();
-    // Where element i of dy goes.
+    // Destination of element i of dy.
     let targets = (0..outer)
         .flat_map(|block| rows(block).iter().map(move |row| (block * size + row) * run))
         .flat_map(|start| start..start + run)
@@ -177,7 +179,7 @@ pub(in crate::op) fn check_indices(indices: &Fact) -> Result<(), FactError> {
     Err(FactError::DType { what: "the tensor of indices", expected: "an integer".into(), got: indices.dtype })
 }
 
-/// The indices as they lie in an axis of this size.
+/// Resolves negative indices and checks the range.
 pub(in crate::op) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, KernelError> {
     let signed = indices.dtype != DType::U64;
     (0..indices.len())
@@ -193,18 +195,17 @@ pub(in crate::op) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usiz
         .collect()
 }
 
-/// The indices of an axis of which each device has a part, as one device sees them.
+/// Indices into a sharded axis, localised to one device.
 pub(in crate::op) struct OwnIndices {
-    /// Which indices are in its part.
+    /// Mask of indices in this device's shard.
     pub has: Value,
-    /// Where they are there; 0 for those that are not.
+    /// Local indices; 0 outside the shard.
     pub places: Value,
-    /// The size of its part.
     pub size: Dim,
 }
 
-/// Tells indices of an axis of `size` elements that this device has from those that others have. An index that does not exist is an
-/// error on every device, as it is where nothing is split.
+/// Localises indices into a sharded axis of `size` elements. An index out of range is an error on every device, as
+/// without sharding.
 pub(in crate::op) fn own_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> OwnIndices {
     let all = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
     let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[all, indices]);
@@ -223,7 +224,7 @@ pub(in crate::op) fn own_indices(out: &mut dyn Emit, indices: Value, size: Dim, 
     OwnIndices { has, places, size: part }
 }
 
-/// Slices that a device has, and zeros for the others. The axes that tell slices apart begin `from_end` axes before the end.
+/// Zeroes the slices outside this device's shard. The index axes begin `from_end` axes before the end.
 pub(in crate::op) fn or_zero(out: &mut dyn Emit, has: Value, slices: Value, from_end: usize) -> Value {
     let fact = out.fact(slices);
     let mut shape = out.fact(has).shape;
@@ -233,7 +234,6 @@ pub(in crate::op) fn or_zero(out: &mut dyn Emit, has: Value, slices: Value, from
     out.emit(Op::Select(Select {}), &[has, slices, zero])
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, op, x: Tensor, indices: Tensor| Sample {
         title,

@@ -1,13 +1,12 @@
-//! Products of rows that are sorted by group with the matrix of each group: the experts of a mixture of experts, no row
-//! dropped and none padded.
+//! Grouped matrix product, as in a mixture of experts: rows sorted by group times the matrix of their group, without
+//! dropping or padding.
 //!
-//! `ends[g]` counts the rows of groups 0 to `g`, so group `g` has the rows from `ends[g - 1]` to `ends[g]`. Ends below
-//! an earlier one or beyond the rows count as that; rows behind the last end belong to no group and give 0.
+//! Group `g` has rows `ends[g - 1]..ends[g]`. Each end is clamped to be at least the previous one and at most the row
+//! count. Rows after the last end belong to no group and give 0.
 
 use super::sample::ramp;
 use super::*;
 
-/// The rows of each group: from, to.
 pub fn groups(ends: impl Iterator<Item = i64>, rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     ends.scan(0usize, move |begin, end| {
         let end = usize::try_from(end).unwrap_or(0).clamp(*begin, rows);
@@ -56,7 +55,7 @@ impl OpRule for GroupedMatMul {
         Ok(vec![Fact::new(x.dtype, vec![x.shape[0].clone(), n.clone()])])
     }
 
-    // S N K multiply-adds, however rows are spread over groups.
+    // S N K multiply-adds, independent of the group sizes.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let inner = inputs.first().map_or(0, |x| x.shape[1].known().unwrap_or(0));
         Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved(inputs, outputs) }
@@ -72,7 +71,7 @@ impl OpRule for GroupedMatMul {
         vec![dx, dw, None]
     }
 
-    // Columns of the matrices, or a term of every product for each device.
+    // Columns of the matrices, or the inner axis with partial sums.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let (k, n) = if self.transpose { (2, 1) } else { (1, 2) };
         let mut ways = vec![
@@ -148,7 +147,6 @@ impl OpRule for GroupedMatMulGrad {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let ends = |list: &[i64]| Tensor::from_i64(&[list.len()], list);
     let product = |title, transpose, w: &[usize], list: &[i64]| Sample {

@@ -1,15 +1,15 @@
-//! A gated recurrent unit over a whole sequence, and its gradient.
+//! GRU over a sequence, and its gradient.
 //!
-//! Cho and others 2014, with the gates in PyTorch's order, r, z, n. With h the state of the step before (`h0` at the
-//! first one), σ the logistic function, and U_r, U_z, U_n the three parts of W_hh:
+//! Cho et al. 2014, with the gates in PyTorch's order, r, z, n. With h the previous state (`h0` at the first step), σ
+//! the logistic function, and U_r, U_z, U_n the three parts of W_hh:
 //!
 //!   r, z = σ(x_t W_ihᵀ + b_ih + h Uᵀ + b_hh), the parts of r and z
 //!   n = tanh(x_t W_inᵀ + b_in + m),  h_t = (1 - z) n + z h
 //!
-//! The reset gate works on the product, m = r (h U_nᵀ + b_hn), as in PyTorch (`reset_after`), or on the state,
-//! m = (r h) U_nᵀ + b_hn, as in the paper. The gates are an output so that the gradient need not compute them again, and
-//! as a fourth what the reset gate met: s = h U_nᵀ + b_hn, or s = r h. They take no
-//! gradient. Backward in time, with dh from the step after:
+//! With `reset_after`, as in PyTorch, the reset gate applies to the product: m = r (h U_nᵀ + b_hn). Otherwise, as in
+//! the paper, it applies to the state: m = (r h) U_nᵀ + b_hn. To avoid recomputation in the backward, the gates are an
+//! output, with a fourth part s: h U_nᵀ + b_hn, or r h. They take no gradient. Backward in time, with dh from the next
+//! step:
 //!
 //!   dh += dy_t;  da_z = dh (h - n) z (1 - z),  da_n = dh (1 - z)(1 - n²)
 //!   reset after:   e = da_n r,        da_r = da_n s r (1 - r),  dh = dh z + (da_r, da_z, e) W_hh,  dU_n = Σ eᵀ h
@@ -22,7 +22,6 @@ use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
 use super::sample::{ramp, run};
 use super::*;
 
-/// The width of the gates that are kept: r, z, n and what the reset gate met.
 fn kept(sizes: &Sizes) -> Result<Fact, FactError> {
     Ok(sizes.sequence(&sizes.hidden.mul(&Dim::from(4usize))?))
 }
@@ -44,7 +43,7 @@ impl OpRule for Gru {
         Ok(vec![sizes.sequence(&sizes.hidden), sizes.state(), kept(&sizes)?])
     }
 
-    // The products; for each unit three sums at three gates, three functions, and five operations for n and h.
+    // The matrix products; per unit 3 additions at three gates, 3 activations, and 5 flops for n and h.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = products(inputs[0], inputs[2]) + 17.0 * elements(&outputs[0]);
         Cost { flops, bytes: moved(inputs, outputs) }
@@ -70,7 +69,7 @@ impl OpRule for Gru {
         output < 2
     }
 
-    // Rows of the batch.
+    // The batch axis.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let inputs = [Some(1), None, None, None, None, Some(0)];
         let outputs = [Some(1), Some(0), Some(1)];
@@ -138,19 +137,19 @@ impl OpRule for GruGrad {
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), sizes.bias(), state])
     }
 
-    // Each product of the forward run has two here; for each unit about twenty operations between them.
+    // Two products per forward product; about 20 further flops per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = 2.0 * products(inputs[2], inputs[4]) + 20.0 * elements(inputs[0]);
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    // No second order, as for the LSTM.
+    // No second-order gradient, as for the LSTM.
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
     }
 
-    // Rows of the batch.
+    // The batch axis.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let inputs = [Some(1), Some(0), Some(1), None, None, Some(0), Some(1), Some(1)];
         let outputs = [Some(1), None, None, None, None, Some(0)];
@@ -171,7 +170,7 @@ impl OpRule for GruGrad {
                 let before = before(t, steps, self.reverse).map(|t| (t * batch + n) * hidden);
                 let h = |j: usize| before.map_or(h0.f64(n * hidden + j), |at| y.f64(at + j));
                 let gate = |k: usize, j: usize| gates.f64((row * 4 + k) * hidden + j);
-                // What arrives at the sums from x and, for n, at those from h.
+                // Gradients of the gate sums from x and, for n, from h.
                 let (mut da, mut e) = (vec![0.0; three], vec![0.0; hidden]);
                 for j in 0..hidden {
                     let (r, z, candidate) = (gate(0, j), gate(1, j), gate(2, j));
@@ -215,14 +214,13 @@ impl OpRule for GruGrad {
     }
 }
 
-/// What the gradient reads: what arrives, the inputs and what the forward run kept.
+/// The gradient's inputs: output gradients, forward inputs and saved outputs.
 fn grad_inputs(forward: &Gru, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
     let made = run(forward, inputs);
     let known = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
     arrived.into_iter().chain(known).chain([made[0].clone(), made[2].clone()]).collect()
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let cases = [
         ("reset after, forward", [3, 2, 3, 2], false, true),
@@ -251,7 +249,7 @@ mod tests {
     use super::super::sample::assert_slopes;
     use super::*;
 
-    // The samples ask for the gradient of y alone; here both results count.
+    // The samples only check the gradient of y; this test covers both outputs.
     #[test]
     fn gradients_of_the_last_state_are_slopes() {
         for (reverse, reset_after) in [(false, false), (false, true), (true, false), (true, true)] {

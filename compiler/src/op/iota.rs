@@ -1,4 +1,4 @@
-//! Counting along an axis.
+//! Iota: counts along an axis.
 
 use super::broadcast::check_sizes;
 use super::*;
@@ -33,7 +33,6 @@ impl OpRule for Iota {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, dtype, shape: &[usize], axis| Sample {
         title,

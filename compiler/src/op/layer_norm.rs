@@ -1,4 +1,4 @@
-//! Layer normalisation over the last dims, and its gradient.
+//! Layer normalisation over the last axes, and its gradient.
 //!
 //! With `x̂ = (x - mean) rstd` and means over the `n` normalised elements of a row:
 //!
@@ -6,8 +6,7 @@
 //!   dx     = rstd (g - mean(g) - x̂ mean(g x̂)),  g = dy scale
 //!   dscale = Σ dy x̂ over the rows,  dbias = Σ dy over the rows
 //!
-//! `mean` and `rstd` are outputs so that the gradient need not compute them again. They carry no gradient themselves:
-//! what arrives there is ignored.
+//! `mean` and `rstd` are outputs so that the backward need not recompute them; their gradients are ignored.
 
 use super::sample::{ramp, run};
 use super::*;
@@ -25,7 +24,7 @@ impl OpRule for LayerNorm {
         Ok(vec![(*x).clone(), statistic.clone(), statistic])
     }
 
-    // An addition for the mean; a difference, a product and a sum for the variance; a product, a product and a sum for y.
+    // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
@@ -84,12 +83,12 @@ impl OpRule for LayerNormGrad {
         Ok(vec![(*x).clone(), (*scale).clone(), (*scale).clone()])
     }
 
-    // Two for x̂, one for g, three for the two means, four for dx, three for dscale and dbias.
+    // Per element: 2 flops for x̂, 1 for g, 3 for the two means, 4 for dx, 3 for dscale and dbias.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 13.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    // No second order: a loss that needs it is not in the dictionary's reach.
+    // No second-order gradient: no core op expresses it.
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
@@ -128,7 +127,6 @@ impl OpRule for LayerNormGrad {
     }
 }
 
-/// The fact of `mean` and `rstd`.
 fn statistic(x: &Fact, axis: usize) -> Result<Fact, FactError> {
     if !x.dtype.is_float() {
         return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
@@ -141,7 +139,6 @@ fn statistic(x: &Fact, axis: usize) -> Result<Fact, FactError> {
     Ok(Fact::new(x.dtype, shape))
 }
 
-/// Whether two facts agree.
 pub(in crate::op) fn same(
     left_name: &'static str,
     left: &Fact,
@@ -154,7 +151,6 @@ pub(in crate::op) fn same(
     Err(FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() })
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let cases: [(&'static str, &[usize], usize, f64); 4] = [
         ("last dim", &[3, 8], 1, 1e-5),

@@ -1,14 +1,14 @@
-//! A long short-term memory over a whole sequence, and its gradient.
+//! LSTM over a sequence, and its gradient.
 //!
-//! Hochreiter and Schmidhuber 1997, with the forget gate of Gers and others 2000 and the gates in PyTorch's order, i,
-//! f, g, o. With h and c of the step before (`h0` and `c0` at the first one), σ the logistic function:
+//! Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000 and the gates in PyTorch's order, i, f, g,
+//! o. With h and c of the previous step (`h0` and `c0` at the first one) and σ the logistic function:
 //!
 //!   a = x_t W_ihᵀ + b_ih + h W_hhᵀ + b_hh
 //!   i, f, o = σ(a_i), σ(a_f), σ(a_o);  g = tanh(a_g)
 //!   c_t = f c + i g,  h_t = o tanh(c_t)
 //!
-//! The gates after their functions and the cells are outputs so that the gradient need not compute them again. They
-//! take no gradient themselves. Backward in time, with dh and dc from the step after:
+//! The activated gates and the cells are outputs so that the backward need not recompute them; they take no gradient.
+//! Backward in time, with dh and dc from the next step:
 //!
 //!   dh += dy_t;  dc += dh o (1 - tanh²(c_t));  da_i = dc g i (1 - i),  da_f = dc c f (1 - f)
 //!   da_g = dc i (1 - g²),  da_o = dh tanh(c_t) o (1 - o);  dc = dc f,  dh = da W_hh
@@ -19,17 +19,15 @@ use super::sample::{ramp, run};
 use super::unary::scalar;
 use super::*;
 
-/// The facts that follow from the sizes of a recurrent layer: time, batch, input, hidden.
+/// The sizes of a recurrent layer, and the facts derived from them.
 pub(super) struct Sizes {
     x: Fact,
-    /// The number of units.
     pub hidden: Dim,
-    /// The rows of the weights: a gate of every unit, for each gate.
+    /// Rows of the weights: gates × units.
     pub wide: Dim,
 }
 
 impl Sizes {
-    /// A layer with this many gates.
     pub fn of(x: &Fact, w_hh: &Fact, gates: usize) -> Result<Sizes, FactError> {
         if !x.dtype.is_float() {
             return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
@@ -47,7 +45,7 @@ impl Sizes {
         Fact::new(self.x.dtype, shape)
     }
 
-    /// One value a row of the weights.
+    /// `[gates·H]`
     pub fn bias(&self) -> Fact {
         self.fact(vec![self.wide.clone()])
     }
@@ -57,12 +55,12 @@ impl Sizes {
         self.fact(vec![self.x.shape[1].clone(), self.hidden.clone()])
     }
 
-    /// `[T, N, H]`, or of another width.
+    /// `[T, N, width]`
     pub fn sequence(&self, width: &Dim) -> Fact {
         self.fact(vec![self.x.shape[0].clone(), self.x.shape[1].clone(), width.clone()])
     }
 
-    /// Whether the weights are `[gates·H, I]` and `[gates·H, H]`.
+    /// Checks that the weights are `[gates·H, I]` and `[gates·H, H]`.
     pub fn weights(&self, w_ih: &Fact, w_hh: &Fact) -> Result<(), FactError> {
         let input = self.fact(vec![self.wide.clone(), self.x.shape[2].clone()]);
         same("the input weight", w_ih, "every gate of the input", &input)?;
@@ -71,7 +69,7 @@ impl Sizes {
     }
 }
 
-/// Multiplications of both products, forward; a fused multiply-add counts two flops.
+/// Flops of both forward products; a fused multiply-add counts as two.
 pub(super) fn products(x: &Fact, w_hh: &Fact) -> f64 {
     let rows = elements(x) / x.shape[2].known().unwrap_or(1).max(1) as f64;
     let width = w_hh.shape[1].known().unwrap_or(0) as f64 + x.shape[2].known().unwrap_or(0) as f64;
@@ -99,7 +97,7 @@ impl OpRule for Lstm {
         Ok(vec![y.clone(), state.clone(), state, sizes.sequence(&sizes.wide), y])
     }
 
-    // The products; for each unit three sums at four gates, five functions, and four operations for c and h.
+    // The matrix products; per unit 3 additions at four gates, 5 activations, and 4 flops for c and h.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = products(inputs[0], inputs[2]) + 21.0 * elements(&outputs[0]);
         Cost { flops, bytes: moved(inputs, outputs) }
@@ -126,7 +124,7 @@ impl OpRule for Lstm {
         output < 3
     }
 
-    // Rows of the batch.
+    // The batch axis.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let inputs = [Some(1), None, None, None, None, Some(0), Some(0)];
         let outputs = [Some(1), Some(0), Some(0), Some(1), Some(1)];
@@ -198,15 +196,15 @@ impl OpRule for LstmGrad {
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), bias, state.clone(), state])
     }
 
-    // Each product of the forward run has two here; for each unit about thirty operations between them.
+    // Two products per forward product; about 30 further flops per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = 2.0 * products(inputs[3], inputs[5]) + 30.0 * elements(inputs[0]);
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    // No second order, as for the norms.
+    // No second-order gradient, as for the normalisations.
 
-    // Rows of the batch.
+    // The batch axis.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let inputs = [Some(1), Some(0), Some(0), Some(1), None, None, Some(0), Some(0), Some(1), Some(1), Some(1)];
         let outputs = [Some(1), None, None, None, Some(0), Some(0)];
@@ -267,29 +265,28 @@ impl OpRule for LstmGrad {
     }
 }
 
-/// The steps in the order in which they run.
+/// The steps in execution order.
 pub fn order(steps: usize, reverse: bool) -> impl Iterator<Item = usize> {
     (0..steps).map(move |s| if reverse { steps - 1 - s } else { s })
 }
 
-/// The step that runs before `t`, if `t` is not the first one.
+/// The step executed before `t`, if any.
 pub fn before(t: usize, steps: usize, reverse: bool) -> Option<usize> {
     if reverse { Some(t + 1).filter(|b| *b < steps) } else { t.checked_sub(1) }
 }
 
-/// `1/(1 + e^-x)`
 pub(super) fn logistic(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Zeros like a value, for a gradient that does not arrive.
+/// Zeros in place of a missing output gradient.
 pub(super) fn zeros(out: &mut dyn Emit, like: Value) -> Value {
     let fact = out.fact(like);
     let zero = out.emit(scalar(fact.dtype, 0.0), &[]);
     out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[zero])
 }
 
-/// Values for a small recurrence of `gates` gates: x, both weights, both biases, and the states before the first step.
+/// Sample inputs of a layer with `gates` gates: x, both weights, both biases, and the initial states.
 pub(super) fn inputs_of(gates: usize, [steps, batch, width, hidden]: [usize; 4], states: usize) -> Vec<Tensor> {
     let wide = gates * hidden;
     let layer: [&[usize]; 5] = [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide]];
@@ -297,14 +294,13 @@ pub(super) fn inputs_of(gates: usize, [steps, batch, width, hidden]: [usize; 4],
     layer.into_iter().chain(vec![state; states]).zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
 }
 
-/// What the gradient reads: what arrives, the inputs and what the forward run kept.
+/// The gradient's inputs: output gradients, forward inputs and saved outputs.
 fn grad_inputs(forward: &Lstm, inputs: &[Tensor], arrived: [Tensor; 3]) -> Vec<Tensor> {
     let made = run(forward, inputs);
     let known = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
     arrived.into_iter().chain(known).chain([0, 3, 4].map(|i: usize| made[i].clone())).collect()
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let cases = [
         ("forward", [3, 2, 3, 2], false),
@@ -332,7 +328,7 @@ mod tests {
     use super::super::sample::assert_slopes;
     use super::*;
 
-    // The samples ask for the gradient of y alone; here all three results count.
+    // The samples only check the gradient of y; this test covers all three outputs.
     #[test]
     fn gradients_of_the_last_state_and_cell_are_slopes() {
         for reverse in [false, true] {

@@ -1,4 +1,4 @@
-//! Matrix product over the last two dims, with leading dims that broadcast.
+//! Batched matrix product over the last two axes.
 
 use super::broadcast::{broadcast_shapes, sum_to};
 use super::sample::ramp;
@@ -40,16 +40,16 @@ impl OpRule for MatMul {
         Ok(vec![Fact::new(a.dtype, shape)])
     }
 
-    // M N K multiply-adds for each pair of matrices.
+    // M N K multiply-adds per pair of matrices.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let inner = inputs.first().map_or(0, |a| split(a, self.transpose_a).2.known().unwrap_or(0));
         Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved(inputs, outputs) }
     }
 
-    // With C = A' B', where A' and B' are the operands after their transposition:
-    //   dA' = dC B'ᵀ, and dA is that or, where A is stored transposed, its transpose B' dCᵀ
-    //   dB' = A'ᵀ dC, and dB is that or, where B is stored transposed, its transpose dCᵀ A'
-    // A transposition is only a flag of the product. Leading dims that were stretched are summed back.
+    // With C = A' B', where A' and B' are the operands after transposition:
+    //   dA' = dC B'ᵀ; dA is dA', or its transpose B' dCᵀ if A is stored transposed
+    //   dB' = A'ᵀ dC; dB is dB', or its transpose dCᵀ A' if B is stored transposed
+    // Transposition is only a flag of the product. Broadcast leading axes are summed.
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (a, b, dc) = (at.inputs[0], at.inputs[1], at.dy());
         let (ta, tb) = (self.transpose_a, self.transpose_b);
@@ -59,9 +59,9 @@ impl OpRule for MatMul {
             sum_to(out, da, &a_fact)
         });
         let db = at.wanted[1].then(|| {
-            // A matrix that multiplies a whole batch: all rows of the batch form one long matrix, so that its gradient
-            // is one product instead of a sum of many. Rows that are stored as columns do not lie that way.
-            // Nor can more elements than 64 bits count be renamed.
+            // A weight shared by a whole batch: flattening the batch into rows makes its gradient one product instead
+            // of a sum over the batch. This requires an untransposed first operand and an element count that fits 64
+            // bits.
             let countable = a_fact.volume().is_ok() && out.fact(dc).volume().is_ok();
             let flatten = b_fact.rank() == 2 && a_fact.rank() > 2 && !ta && countable;
             let (a, dc) = if flatten { (rows(out, a), rows(out, dc)) } else { (a, dc) };
@@ -71,7 +71,8 @@ impl OpRule for MatMul {
         vec![da, db]
     }
 
-    // Leading dims, rows of the first operand and columns of the second as they are in the result; of the inner dim every device makes a term.
+    // Leading axes, rows of the first operand, and columns of the second; along the inner axis the results are partial
+    // sums.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let ([a, b], [c]) = (inputs, outputs) else { return Vec::new() };
         let lead = c.rank() - 2;
@@ -79,7 +80,7 @@ impl OpRule for MatMul {
             let own = (axis + x.rank()).checked_sub(c.rank())?;
             (!x.shape[own].is(1)).then_some(own)
         };
-        // The axis of the outer and that of the inner dim.
+        // The outer and the inner axis.
         let ends = |x: &Fact, outer_last: bool| {
             let [first, last] = [x.rank() - 2, x.rank() - 1];
             if outer_last { (last, first) } else { (first, last) }
@@ -99,7 +100,7 @@ impl OpRule for MatMul {
         let lead = c.shape.len() - 2;
         let (m, n) = (c.shape[lead], c.shape[lead + 1]);
         let k = a.shape[a.shape.len() - if self.transpose_a { 2 } else { 1 }];
-        // Steps of an operand along (row, column) of its matrix after the transposition.
+        // Strides of an operand along (row, column) of its transposed matrix.
         let (a_row, a_col) = if self.transpose_a { (1, m) } else { (k, 1) };
         let (b_row, b_col) = if self.transpose_b { (1, k) } else { (n, 1) };
         for (batch, index) in indices(&c.shape[..lead]).enumerate() {
@@ -118,7 +119,7 @@ impl OpRule for MatMul {
     }
 }
 
-/// The leading dims, the outer dim and the inner dim of an operand whose last dim is the outer one, or is not.
+/// Leading, outer and inner dims of an operand; `outer_last` tells whether the outer one is stored last.
 fn split(fact: &Fact, outer_last: bool) -> (&[Dim], &Dim, &Dim) {
     let (lead, matrix) = fact.shape.split_at(fact.rank() - 2);
     if outer_last { (lead, &matrix[1], &matrix[0]) } else { (lead, &matrix[0], &matrix[1]) }
@@ -128,7 +129,6 @@ fn product(out: &mut dyn Emit, a: Value, b: Value, transpose_a: bool, transpose_
     out.emit(Op::MatMul(MatMul { transpose_a, transpose_b }), &[a, b])
 }
 
-/// All but the last dim as one.
 fn rows(out: &mut dyn Emit, x: Value) -> Value {
     let shape = out.fact(x).shape;
     let (last, rest) = shape.split_last().expect("an operand has at least two dims");
@@ -136,14 +136,13 @@ fn rows(out: &mut dyn Emit, x: Value) -> Value {
     out.emit(Op::Reshape(Reshape { shape: vec![count, last.clone()] }), &[x])
 }
 
-/// Which matrix of an operand meets the matrix at `index` of the broadcast leading dims.
+/// Index of the operand's matrix that is broadcast to `index` of the leading axes.
 fn matrix_of(shape: &[usize], index: &[usize]) -> usize {
     let lead = &shape[..shape.len() - 2];
     let own = &index[index.len() - lead.len()..];
     lead.iter().zip(strides(lead)).zip(own).map(|((&size, stride), &i)| if size == 1 { 0 } else { i * stride }).sum()
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, transpose_a, transpose_b, a: &[usize], b: &[usize]| Sample {
         title,
@@ -213,7 +212,7 @@ mod tests {
         assert!(infer(plain, "4", "4 5").contains("a vector is reshaped to a matrix first"));
     }
 
-    /// Names the ops that a rule writes, and knows one fact for every value.
+    /// Records the emitted ops; all values have one fact.
     struct Listing(Vec<Fact>, Vec<Op>);
 
     impl Emit for Listing {
@@ -247,9 +246,9 @@ mod tests {
         let reshape = |rows: i64, columns: i64| Op::Reshape(Reshape { shape: vec![rows.into(), columns.into()] });
         let product = Op::MatMul(MatMul { transpose_a: true, transpose_b: false });
         assert_eq!(ops, [reshape(6, 4), reshape(6, 5), product]);
-        // The gradient of the batch is one product as it is.
+        // The gradient of the batched operand is a single product.
         assert_eq!(written(&[2, 3, 4], &[5, 4], [true, false]).len(), 1);
-        // Shapes that overflow when they are flattened still have a gradient: a product, a sum and a reshape.
+        // If flattening would overflow, the gradient is a product, a sum and a reshape.
         assert_eq!(written(&[1 << 40, 1 << 40, 4], &[5, 4], [false, true]).len(), 3);
     }
 

@@ -1,4 +1,4 @@
-//! A value around the elements and between them.
+//! Padding around and between elements.
 
 use super::broadcast::walk;
 use super::slice::{origin, spread};
@@ -34,7 +34,7 @@ impl OpRule for Pad {
         Cost { flops: 0.0, bytes: moved(inputs, outputs) }
     }
 
-    // dx = the elements of dy that come from x: from `low` on, `interior + 1` apart
+    // dx = the elements of dy at the positions of x: from `low` on, `interior + 1` apart
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
@@ -48,7 +48,7 @@ impl OpRule for Pad {
         vec![Some(out.emit(Op::Slice(Slice { begin: self.low.clone(), end, step }), &[at.dy()]))]
     }
 
-    // Axes that stay as they are.
+    // Unpadded axes.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x] = inputs else { return Vec::new() };
         let as_it_is = |axis: &usize| self.low[*axis].is(0) && self.high[*axis].is(0) && self.interior[*axis] == 0;
@@ -70,7 +70,7 @@ impl OpRule for Pad {
         }
         let own = strides(y.shape);
         let base = origin(&self.low, y.shape)?;
-        // Between neighbours there is room for the step; a lone element has none, and its step may be huge.
+        // A single element has no neighbour: its step is unused, and may be huge.
         let step = |axis: usize| if x.shape[axis] > 1 { self.interior[axis] + 1 } else { 0 };
         let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
         let size = x.dtype.size();
@@ -81,8 +81,7 @@ impl OpRule for Pad {
     }
 }
 
-/// How the value is written: JSON has no number for the infinities (which a maximum is padded with) and NaN, so these
-/// are text.
+/// Serializes the pad value. JSON has no infinities (used to pad a maximum) or NaN, so these are text.
 pub mod any_float {
     use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -93,13 +92,12 @@ pub mod any_float {
         Name(String),
     }
 
-    /// Writes a number, or the name of what is none: `inf`, `-inf`, `NaN`.
+    /// Writes a finite number, or `inf`, `-inf`, `NaN`.
     pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
         let written = if value.is_finite() { Written::Number(*value) } else { Written::Name(value.to_string()) };
         written.serialize(serializer)
     }
 
-    /// Reads what [`serialize`] writes.
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
         match Written::deserialize(deserializer)? {
             Written::Number(value) => Ok(value),
@@ -108,7 +106,6 @@ pub mod any_float {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, low: &[i64], high: &[i64], interior: &[usize], value| Sample {
         title,

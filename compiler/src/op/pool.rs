@@ -1,7 +1,7 @@
-//! The largest element and the mean of each window over the spatial dims, and their gradients.
+//! Max and average pooling over the spatial axes, and their gradients.
 //!
-//! [`super::window`] says how many windows there are. A window that sees nothing but padding is `-inf` in a max pool and
-//! 0 in an average pool, and passes no gradient on.
+//! [`super::window`] defines the number of windows. A window of padding only gives `-inf` in a max pool and 0 in an
+//! average pool, and passes no gradient.
 
 use super::sample::{ramp, run};
 use super::window::number;
@@ -18,7 +18,7 @@ impl OpRule for MaxPool {
         Ok(vec![pooled(x, &self.window, &self.kernel, self.ceil)?])
     }
 
-    // One comparison an element of a window.
+    // One comparison per window element.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: elements(&outputs[0]) * volume(&self.kernel), bytes: moved(inputs, outputs) }
     }
@@ -55,12 +55,12 @@ impl OpRule for MaxPoolGrad {
         Ok(vec![(*x).clone()])
     }
 
-    // The comparisons of the forward op again, and one addition a window.
+    // The forward comparisons again, and one addition per window.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: elements(inputs[1]) * (volume(&self.forward.kernel) + 1.0), bytes: moved(inputs, outputs) }
     }
 
-    // No second order: which element wins is a choice, and no core op picks elements by it.
+    // No second-order gradient: no core op selects elements by the argmax.
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
@@ -94,7 +94,7 @@ impl OpRule for AvgPool {
         Ok(vec![pooled(x, &self.window, &self.kernel, self.ceil)?])
     }
 
-    // One addition an element of a window, and one division.
+    // One addition per window element, and one division.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: elements(&outputs[0]) * (volume(&self.kernel) + 1.0), bytes: moved(inputs, outputs) }
     }
@@ -123,7 +123,7 @@ impl OpRule for AvgPool {
 }
 
 impl AvgPool {
-    /// What the sum of the window at `at` is divided by, when the window sees `seen` elements.
+    /// The divisor of the window at `at`, which overlaps `seen` data elements.
     fn divisor(&self, at: &[usize], seen: usize, spatial: &[usize]) -> f64 {
         if !self.count_padding {
             return seen as f64;
@@ -151,12 +151,12 @@ impl OpRule for AvgPoolGrad {
         Ok(vec![x])
     }
 
-    // One addition an element of a window, and one division.
+    // One addition per window element, and one division.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: elements(inputs[0]) * (volume(&self.forward.kernel) + 1.0), bytes: moved(inputs, outputs) }
     }
 
-    // The op is linear in dy and the adjoint of the pool: d(dy) = AvgPool(g)
+    // The op is the adjoint of the linear pool: d(dy) = AvgPool(g)
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let g = at.dy();
         vec![Some(out.emit(Op::AvgPool(self.forward.clone()), &[g]))]
@@ -191,7 +191,6 @@ fn check(x: &Fact, what: &'static str) -> Result<(), FactError> {
     Ok(())
 }
 
-/// The fact of a pool's output.
 fn pooled(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Result<Fact, FactError> {
     check(x, "the input")?;
     let kernel = kernel.iter().map(|&k| number("kernel size", k)).collect::<Result<Vec<_>, _>>()?;
@@ -212,7 +211,7 @@ fn volume(kernel: &[usize]) -> f64 {
     kernel.iter().map(|&k| k as f64).product()
 }
 
-/// The first largest element; a NaN beats everything, so that a broken run shows itself.
+/// The first largest element; NaN wins, so that a diverged run is visible.
 fn winner(x: &View<'_>, seen: &[usize]) -> Option<usize> {
     seen.iter().copied().reduce(|best, i| {
         let (largest, v) = (x.f64(best), x.f64(i));
@@ -220,8 +219,8 @@ fn winner(x: &View<'_>, seen: &[usize]) -> Option<usize> {
     })
 }
 
-/// Calls `visit` for every element of `y` with its flat index, the place of its window, and the flat indices of the
-/// elements of `x` that the window sees.
+/// Calls `visit` for every element of `y`: with its flat index, its window's index, and the flat indices into `x` of
+/// that window.
 fn each_window(
     window: &Window,
     kernel: &[usize],
@@ -239,10 +238,9 @@ fn each_window(
     }
 }
 
-/// What is special about a case, the shape of x, the kernel, its window, and whether the number of windows is rounded up.
+/// Title, shape of x, kernel, window, and `ceil`.
 type Case = (&'static str, &'static [usize], &'static [usize], Window, bool);
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let window = |strides: &[usize], begin: &[usize], end: &[usize], dilations: &[usize]| Window {
         strides: strides.to_vec(),

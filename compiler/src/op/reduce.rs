@@ -1,4 +1,4 @@
-//! Many elements become one: sums and their kin, and the place of the largest.
+//! Reductions, and argmax and argmin.
 
 use super::broadcast::walk;
 use super::unary::scalar;
@@ -35,7 +35,7 @@ impl OpRule for Reduce {
         if !x.dtype.is_float() {
             return vec![None];
         }
-        // Gradient and result with the reduced axes as dims of 1, so that they broadcast over x.
+        // Gradient and result with the reduced axes at size 1, so that they broadcast over x.
         let narrow = kept(&x.shape, &self.axes);
         let with_axes = |out: &mut dyn Emit, value| {
             let stays = out.fact(value).shape == narrow;
@@ -60,7 +60,7 @@ impl OpRule for Reduce {
                 let part = out.emit(Op::Binary(Binary::Div), &[dy, ties]);
                 out.emit(Op::Binary(Binary::Mul), &[hits, part])
             }
-            // dx = dy · the product of the others
+            // dx = dy · the product of the other elements
             ReduceKind::Prod => {
                 let others = others(at.inputs[0], &self.axes, out);
                 out.emit(Op::Binary(Binary::Mul), &[dy, others])
@@ -72,7 +72,7 @@ impl OpRule for Reduce {
         vec![Some(out.emit(Op::Broadcast(Broadcast { shape: x.shape }), &[dx]))]
     }
 
-    // Along an axis that goes away every device joins its own, and the results are joined: as terms of a sum, or by all devices at once.
+    // Along a reduced axis, every device reduces its shard; the results are partial sums or are all-reduced.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
         let [x] = inputs else { return Vec::new() };
         let after = |axis: usize| if self.keep { axis } else { axis - self.axes.iter().filter(|a| **a < axis).count() };
@@ -105,11 +105,11 @@ impl OpRule for Reduce {
         vec![out.emit(Op::Binary(Binary::Mul), &[own, share])]
     }
 
-    // Floats are joined in f64 and rounded once, whole numbers wrap. Over no elements: 0 for a sum, 1 for a product, and
-    // for the largest (smallest) the smallest (largest) value of the type.
+    // Floats accumulate in f64 and round once; integers wrap. Over no elements, a sum is 0, a product is 1, and a
+    // maximum (minimum) is the least (greatest) value of the type.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
-        // Dropping dims of 1 leaves the order of the elements as it is, so the walk may always keep them.
+        // Axes of size 1 do not affect the element order, so the walk always keeps them.
         let narrow: Vec<usize> =
             (0..x.shape.len()).map(|axis| if self.axes.contains(&axis) { 1 } else { x.shape[axis] }).collect();
         let mut steps: Vec<isize> = strides(&narrow).into_iter().map(|s| s as isize).collect();
@@ -182,7 +182,7 @@ impl OpRule for ArgReduce {
 }
 
 impl ArgReduce {
-    /// Whether element `i` takes the place of the earlier element `j`. NaN beats every number, as it does in `max`.
+    /// Tests whether element `i` replaces the earlier element `j`. NaN beats every number, as in `max`.
     fn beats(&self, x: &View<'_>, i: usize, j: usize) -> bool {
         if x.dtype.is_float() {
             let (a, b) = (x.f64(i), x.f64(j));
@@ -193,7 +193,7 @@ impl ArgReduce {
     }
 }
 
-/// Refuses axes that are not sorted, repeat or lie beyond the rank.
+/// Refuses axes that are unsorted, repeated or out of range.
 pub fn check_axes(axes: &[usize], rank: usize) -> Result<(), FactError> {
     if let Some(&axis) = axes.iter().find(|axis| **axis >= rank) {
         return Err(FactError::Axis { axis, rank });
@@ -204,18 +204,16 @@ pub fn check_axes(axes: &[usize], rank: usize) -> Result<(), FactError> {
     Ok(())
 }
 
-/// The shape with these axes as dims of 1.
 fn kept(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
     shape.iter().enumerate().map(|(i, d)| if axes.contains(&i) { Dim::Known(1) } else { d.clone() }).collect()
 }
 
-/// The shape without these axes.
 fn dropped(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
     shape.iter().enumerate().filter(|(i, _)| !axes.contains(i)).map(|(_, d)| d.clone()).collect()
 }
 
-/// `1/count`, count being the number of elements along `axes`, as a scalar. A symbolic count is the sum over as many
-/// ones, which folds to the very same constant once the symbols have their values.
+/// `1/count` of the elements along `axes`, as a scalar. A symbolic count is emitted as a sum of ones, which folds to
+/// the same constant once the symbols are bound.
 fn share(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
     let sizes: Vec<Dim> = axes.iter().map(|&axis| x.shape[axis].clone()).collect();
     if let Some(known) = sizes.iter().map(Dim::known).collect::<Option<Vec<i64>>>() {
@@ -230,8 +228,8 @@ fn share(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
     out.emit(Op::Cast(Cast { to: x.dtype }), &[share])
 }
 
-/// For each element the product of the others along `axes`. With p the product of all that are not zero: p/x where
-/// nothing is zero; where one element is, p there and 0 elsewhere; where more are, 0.
+/// For each element the product of the others along `axes`. Let p be the product of all non-zero elements. Without
+/// zeros it is p/x; with one zero, p at that element and 0 elsewhere; with more, 0.
 fn others(x: Value, axes: &[usize], out: &mut dyn Emit) -> Value {
     let dtype = out.fact(x).dtype;
     let (zero, one) = (out.emit(scalar(dtype, 0.0), &[]), out.emit(scalar(dtype, 1.0), &[]));
@@ -267,12 +265,12 @@ pub(in crate::op) fn join_integers(kind: ReduceKind, dtype: DType, so_far: i64, 
     }
 }
 
-/// A whole number whose order is that of the values; `u64` arrives as bits.
+/// Converts to an integer that preserves the order; `u64` arrives as bits.
 pub(in crate::op) fn ordered(dtype: DType, bits: i64) -> i128 {
     if dtype == DType::U64 { bits as u64 as i128 } else { bits as i128 }
 }
 
-/// The least and the greatest value of a type that is no float; `u64` as bits.
+/// The least and greatest value of a non-float type; `u64` as bits.
 fn range(dtype: DType) -> (i64, i64) {
     match dtype {
         DType::I64 => (i64::MIN, i64::MAX),
@@ -287,7 +285,6 @@ fn range(dtype: DType) -> (i64, i64) {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     use ReduceKind::*;
     let sample = |title, kind, axes: &[usize], keep, x: Tensor| Sample {
@@ -331,7 +328,7 @@ pub fn samples() -> Vec<Sample> {
     for kind in [Max, Min] {
         let truth = Tensor::from_bool(&[2, 2], &[true, false, false, false]);
         all.push(sample("truth", kind, &[1], false, truth));
-        // Equal elements share the gradient; a finite difference has no answer there.
+        // Ties split the gradient; a finite difference is undefined there.
         let ties = sample("ties", kind, &[0], false, Tensor::from_f32(&[3], &[2.0, 2.0, 2.0]));
         all.push(Sample { differentiate: vec![], ..ties });
     }

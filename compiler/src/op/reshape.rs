@@ -1,4 +1,4 @@
-//! The same elements under another shape.
+//! Reshape.
 
 use super::broadcast::{check_sizes, shape_text};
 use super::*;
@@ -29,7 +29,7 @@ impl OpRule for Reshape {
         Cost::default()
     }
 
-    // dx = dy under the shape of x
+    // dx = dy in the shape of x
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
@@ -38,8 +38,8 @@ impl OpRule for Reshape {
         vec![Some(out.emit(Op::Reshape(Reshape { shape: x.shape }), &[at.dy()]))]
     }
 
-    // Numbered in row-major order, the elements of a part are those with one digit where numbers are written as (outer, device, inner).
-    // The result has the same parts where one of its axes has that digit as well.
+    // Write the row-major element number as digits (outer, device, inner). A shard is the set of elements with one
+    // device digit. The result has the same shards if one of its axes is split at the same digit.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
         let ([x], [y]) = (inputs, outputs) else { return Vec::new() };
         let (Some(from), Some(to)) = (x.concrete(), y.concrete()) else { return Vec::new() };
@@ -70,7 +70,7 @@ impl OpRule for Reshape {
     }
 }
 
-/// The cut of a tensor whose parts change after every `1/(outer · devices)` of its elements.
+/// The split dim of a tensor whose shards alternate every `1/(outer · devices)` of its elements.
 fn place(shape: &[usize], outer: usize, devices: usize) -> Option<SplitDim> {
     let mut before = 1usize;
     for (axis, &size) in shape.iter().enumerate() {
@@ -84,7 +84,6 @@ fn place(shape: &[usize], outer: usize, devices: usize) -> Option<SplitDim> {
     None
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, shape: &[i64]| Sample {
         title,

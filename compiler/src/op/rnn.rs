@@ -1,10 +1,11 @@
-//! A plain recurrent layer over a whole sequence, and its gradient.
+//! Plain recurrent layer over a sequence, and its gradient.
 //!
-//! Elman 1990. With h the state of the step before (`h0` at the first one) and φ the activation:
+//! Elman 1990. With h the previous state (`h0` at the first step) and φ the activation:
 //!
 //!   h_t = φ(x_t W_ihᵀ + b_ih + h W_hhᵀ + b_hh)
 //!
-//! The slope of each φ follows from its value, so that only y is kept. Backward in time, with dh from the step after:
+//! The derivative of each φ is a function of its value, so only y is saved. Backward in time, with dh from the next
+//! step:
 //!
 //!   da = (dh + dy_t) φ'(h_t);  dh = da W_hh
 //!   dx_t = da W_ih,  dW_ih = Σ daᵀ x_t,  dW_hh = Σ daᵀ h,  db = Σ da
@@ -51,7 +52,7 @@ impl OpRule for Rnn {
         Ok(vec![sizes.sequence(&sizes.hidden), sizes.state()])
     }
 
-    // The products; for each unit three sums and a function.
+    // The matrix products; 3 additions and an activation per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = products(inputs[0], inputs[2]) + 4.0 * elements(&outputs[0]);
         Cost { flops, bytes: moved(inputs, outputs) }
@@ -72,7 +73,7 @@ impl OpRule for Rnn {
         gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
-    // Rows of the batch.
+    // The batch axis.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let inputs = [Some(1), None, None, None, None, Some(0)];
         let outputs = [Some(1), Some(0)];
@@ -120,19 +121,19 @@ impl OpRule for RnnGrad {
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), state])
     }
 
-    // Each product of the forward run has two here; for each unit four operations between them.
+    // Two products per forward product; 4 further flops per unit.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let flops = 2.0 * products(inputs[2], inputs[4]) + 4.0 * elements(inputs[0]);
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    // No second order, as for the LSTM.
+    // No second-order gradient, as for the LSTM.
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
     }
 
-    // Rows of the batch.
+    // The batch axis.
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
         let inputs = [Some(1), Some(0), Some(1), None, None, Some(0), Some(1)];
         let outputs = [Some(1), None, None, None, Some(0)];
@@ -177,13 +178,12 @@ impl OpRule for RnnGrad {
     }
 }
 
-/// What the gradient reads: what arrives, the inputs and what the forward run made.
+/// The gradient's inputs: output gradients, forward inputs and saved outputs.
 fn grad_inputs(forward: &Rnn, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
     let known = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
     arrived.into_iter().chain(known).chain([run(forward, inputs)[0].clone()]).collect()
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let cases = [
         ("tanh, forward", [3, 2, 3, 2], false, Activation::Tanh),
@@ -212,7 +212,7 @@ mod tests {
     use super::super::sample::assert_slopes;
     use super::*;
 
-    // The samples ask for the gradient of y alone; here both results count.
+    // The samples only check the gradient of y; this test covers both outputs.
     #[test]
     fn gradients_of_the_last_state_are_slopes() {
         for (reverse, activation) in [(false, Activation::Tanh), (true, Activation::Tanh), (true, Activation::Sigmoid)]

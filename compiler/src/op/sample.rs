@@ -1,11 +1,11 @@
-//! Values for the small cases of ops, and the reference kernel as a plain function.
+//! Sample values for the test cases of ops, and the reference kernel as a plain function.
 
 use super::*;
 use crate::tensor::element_count;
 
 /// A tensor of distinct, evenly spaced `f32` values in [-1, 1), shuffled by `seed`.
 ///
-/// Neighbours are `2 / elements` apart, so that a finite difference does not change which one is the largest.
+/// Values are `2 / elements` apart, so that a finite difference does not change the argmax.
 pub fn ramp(shape: &[usize], seed: u64) -> Tensor {
     let count = element_count(shape).expect("a sample is small");
     let mut values: Vec<f32> = (0..count).map(|i| (2.0 * i as f64 / count as f64 - 1.0) as f32).collect();
@@ -18,18 +18,18 @@ pub fn ramp(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_f32(shape, &values)
 }
 
-/// The outputs of an op's reference kernel. Panics when the inputs do not fit or the kernel fails: for samples and tests.
+/// Runs an op's reference kernel. Panics on unsuitable inputs or a kernel error: for samples and tests.
 pub fn run(rule: &dyn OpRule, inputs: &[Tensor]) -> Vec<Tensor> {
     try_run(rule, inputs).expect("the kernel of a sample succeeds")
 }
 
-/// The outputs of an op's reference kernel, or its error. Panics when the inputs do not fit the op.
+/// Runs an op's reference kernel. Panics if the inputs do not fit the op.
 pub fn try_run(rule: &dyn OpRule, inputs: &[Tensor]) -> Result<Vec<Tensor>, KernelError> {
     let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
     let outputs = rule.infer(&facts.iter().collect::<Vec<_>>()).expect("the inputs of a sample fit its op");
     let shapes: Vec<Vec<usize>> =
         outputs.iter().map(|f| f.concrete().expect("the shapes of a sample are numbers")).collect();
-    // Bytes that a kernel forgets to write stay NaN in every float type.
+    // Bytes that a kernel does not write stay NaN in every float type.
     let mut bytes: Vec<Vec<u8>> = outputs
         .iter()
         .zip(&shapes)
@@ -49,8 +49,8 @@ pub fn try_run(rule: &dyn OpRule, inputs: &[Tensor]) -> Result<Vec<Tensor>, Kern
     Ok(tensors.collect())
 }
 
-/// Asserts that a gradient rule gives the slopes of the sum of all outputs, each weighted by one of `weights`. Input
-/// `slot` has its gradient at place `places[slot]`. All tensors are `f64`.
+/// Asserts that a gradient op gives the derivatives of the `weights`-weighted sum of all outputs. The gradient of input
+/// `slot` is `gradients[places[slot]]`. All tensors are `f64`.
 #[cfg(test)]
 pub fn assert_slopes(rule: &dyn OpRule, inputs: &[Tensor], weights: &[Tensor], gradients: &[Tensor], places: &[usize]) {
     let loss = |inputs: &[Tensor]| -> f64 {

@@ -1,4 +1,4 @@
-//! Slices written at places that indices say, alone or joined with what is there: the reverse of a gather.
+//! Scatter along one axis, replacing or combining slices.
 
 use super::broadcast::shape_text;
 use super::gather::{check_indices, resolve};
@@ -34,7 +34,7 @@ impl OpRule for Scatter {
                 right: shape_text(&expected),
             });
         }
-        // The gradient counts the indices.
+        // The backward counts the indices.
         volume(&indices.shape)?;
         Ok(vec![(*x).clone()])
     }
@@ -49,7 +49,7 @@ impl OpRule for Scatter {
         }
         let [dx, du] = match self.kind {
             ScatterKind::Replace => self.replaced(&at, out),
-            // dx = dy, du = dy by index
+            // dx = dy, du = dy gathered at the indices
             ScatterKind::Add => [Some(at.dy()), Some(self.taken(out, at.dy(), at.inputs[1]))],
             ScatterKind::Mul => [None, None],
             ScatterKind::Max | ScatterKind::Min => self.shared(&at, out),
@@ -69,14 +69,14 @@ impl OpRule for Scatter {
         axes.map(|axis| Strategy::along(&[Some(axis), None, Some(after(axis))], &[Some(axis)])).collect()
     }
 
-    // Floats are joined in f64 and rounded once, whole numbers wrap.
+    // Floats are combined in f64 and rounded once; integers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, updates, y) = (&inputs[0], &inputs[2], &mut outputs[0]);
         let size = x.shape[self.axis];
         let places = resolve(&inputs[1], size)?;
         let outer: usize = x.shape[..self.axis].iter().product();
         let run: usize = x.shape[self.axis + 1..].iter().product();
-        // Where element i of the updates goes.
+        // Destination of element i of the updates.
         let targets = (0..outer)
             .flat_map(|block| places.iter().map(move |place| (block * size + place) * run))
             .flat_map(|start| start..start + run)
@@ -110,13 +110,13 @@ impl OpRule for Scatter {
 }
 
 impl Scatter {
-    /// The slices of `value` at the indices.
+    /// Gathers slices of `value` at the indices.
     fn taken(&self, out: &mut dyn Emit, value: Value, indices: Value) -> Value {
         out.emit(Op::Gather(Gather { axis: self.axis }), &[value, indices])
     }
 
-    // dx = dy, 0 where something was written; du = dy by index, 0 for an update that a later one wrote over. Which one
-    // was last is found by writing their numbers as they were written.
+    // dx = dy, 0 at written slices. du = dy gathered at the indices, 0 for an update that a later one overwrote. The
+    // last writer is found by scattering the update numbers.
     fn replaced(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
         let (dy, indices) = (at.dy(), at.inputs[1]);
         let (x, updates) = (out.fact(at.inputs[0]), out.fact(at.inputs[2]));
@@ -145,8 +145,8 @@ impl Scatter {
         [dx, du]
     }
 
-    // With hits = (x == y), (u == y by index) and ties = the number of hits of each place: dx = hits dy / ties, and du
-    // the same by index.
+    // Let hits = (x == y) and (u == y at the indices), and ties = the number of hits per slice. Then dx = hits dy /
+    // ties, and du likewise at the indices.
     fn shared(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
         let (x, indices, updates) = (at.inputs[0], at.inputs[1], at.inputs[2]);
         let dtype = out.fact(x).dtype;
@@ -164,7 +164,6 @@ impl Scatter {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, kind, axis, x: Tensor, indices: Tensor, updates: Tensor| Sample {
         title,

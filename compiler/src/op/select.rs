@@ -1,4 +1,4 @@
-//! A choice between two values for each element, broadcasting.
+//! Elementwise select, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched, sum_to};
 use super::unary::scalar;
@@ -23,7 +23,7 @@ impl OpRule for Select {
         Ok(vec![Fact::new(a.dtype, broadcast_shapes(&condition.shape, &choices)?)])
     }
 
-    // da = condition ? dy : 0, db = condition ? 0 : dy, summed over stretched axes
+    // da = condition ? dy : 0, db = condition ? 0 : dy, summed over broadcast axes
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (condition, dy) = (at.inputs[0], at.dy());
         let dtype = out.fact(at.inputs[1]).dtype;
@@ -57,7 +57,6 @@ impl OpRule for Select {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, condition: Tensor, a: Tensor, b: Tensor| Sample {
         title,
@@ -71,7 +70,7 @@ pub fn samples() -> Vec<Sample> {
     let number = |v| Tensor::from_f32(&[], &[v]);
     let no_number = Tensor::from_f32(&[1], &[f32::NAN]);
     let left = sample("not a number is left", Tensor::from_bool(&[], &[true]), number(1.0), no_number);
-    // A finite difference around NaN has no answer.
+    // A finite difference around NaN is undefined.
     let left = Sample { differentiate: vec![1], ..left };
     vec![
         sample("equal shapes", mask(), a(), Tensor::from_f32(&[2, 3], &[0.5; 6])),

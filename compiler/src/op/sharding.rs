@@ -1,11 +1,12 @@
-//! How a tensor lies on the devices of a group that shares every op of a stage, and the ways of sharing one op.
+//! Tensor shardings over a tensor-parallel group, and the sharding strategies of ops.
 //!
-//! A tensor is whole on every device, or in equal parts along an axis, or each device has a term of a sum. A [`Strategy`] of an op
-//! says how its inputs must lie and how its outputs lie then; what each device runs is the op itself on its parts, or with its sizes
-//! divided, or a few ops that its rule writes. All devices run the same ops: only what a [`Shard`] makes tells them apart.
+//! A tensor is replicated, split into equal shards along an axis, or partial (each device has a term of a sum). A
+//! [`Strategy`] gives the required input shardings and the resulting output shardings of an op. Each device runs the op
+//! itself on its shards, the op with divided sizes, or a few ops emitted by the op's rule. All devices run the same ops
+//! (SPMD): only the results of [`Shard`] depend on the rank.
 //!
-//! A part may be made of several runs. A fused projection to queries, keys and values has three blocks along its axis; in
-//! `blocks: 3` every device has its share of each, so that a slice takes its block without asking another device.
+//! A shard may consist of several blocks. A fused QKV projection has three blocks along its axis; with `blocks: 3`
+//! every device owns a share of each, so that slicing out one block needs no communication.
 //!
 //! ```text
 //! eight elements, two devices       blocks 1: 0 0 0 0 1 1 1 1        blocks 2: 0 0 1 1 0 0 1 1
@@ -17,27 +18,25 @@ use crate::tensor::element_count;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Where an axis is divided: in `blocks` equal blocks, of each of which device d of the group holds the part number d.
+/// A split axis, divided into `blocks` equal blocks; each block is split evenly over the devices of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SplitDim {
-    /// The axis.
     pub axis: usize,
-    /// The blocks.
     pub blocks: usize,
 }
 
-/// How a tensor lies on the devices of a group.
+/// Distribution of a tensor over the devices of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sharding {
-    /// Every device holds all of it.
+    /// Every device has the full tensor.
     Replicated,
-    /// Every device holds an equal part.
+    /// Every device has an equal shard.
     Split(SplitDim),
-    /// Every device holds a term of the shape of the whole, which is the sum of all terms.
+    /// Every device has a term of full shape; their sum is the tensor.
     Partial,
 }
 
-/// `R`, `S1`, `S1/3` (in three blocks) or `P`.
+/// `R`, `S1`, `S1/3` (three blocks) or `P`.
 impl fmt::Display for Sharding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -50,12 +49,11 @@ impl fmt::Display for Sharding {
 }
 
 impl Sharding {
-    /// In parts along an axis, each of one run.
     pub fn split(axis: usize) -> Sharding {
         Sharding::Split(SplitDim { axis, blocks: 1 })
     }
 
-    /// What one device holds of a tensor; nothing where its axis is not divided into equal parts, or truths would be added up.
+    /// The local fact of a sharded tensor; `None` if the axis is not divisible, or for a partial sum of booleans.
     pub fn part(self, whole: &Fact, devices: usize) -> Option<Fact> {
         if self == Sharding::Partial && whole.dtype == DType::Bool {
             return None;
@@ -73,56 +71,50 @@ impl Sharding {
     }
 }
 
-/// The devices that share a stage.
+/// A tensor-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// How many.
     pub devices: usize,
-    /// By size of an axis, in how many blocks it may be worth dividing it besides one.
+    /// By axis size, the block counts besides 1 to consider for splitting it.
     pub blocks: BTreeMap<usize, Vec<usize>>,
 }
 
 impl Group {
-    /// A group that divides no axis into blocks.
+    /// A group without block splits.
     pub fn of(devices: usize) -> Group {
         Group { devices, blocks: BTreeMap::new() }
     }
 }
 
-/// What each device runs.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Local {
-    /// The op as it is.
     Same,
-    /// The op with its sizes divided.
     Sized(Op),
-    /// What [`OpRule::write_part`] writes.
+    /// The ops emitted by [`OpRule::write_part`].
     Written,
 }
 
-/// One way of sharing an op.
+/// A sharding strategy of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Strategy {
-    /// How each input must lie.
+    /// Required input shardings.
     pub inputs: Vec<Sharding>,
-    /// How each output lies then.
+    /// Resulting output shardings.
     pub outputs: Vec<Sharding>,
-    /// What each device runs.
     pub local: Local,
-    /// Whether the elements along the split axes may come in any order that is the same in all tensors, so that they may as well be
-    /// split in blocks.
+    /// The op is invariant to a permutation of the split axes that is common to all tensors, so that block splits are
+    /// valid too.
     pub any_order: bool,
 }
 
 impl Strategy {
-    /// Every device does everything.
     pub fn replicated(inputs: usize, outputs: usize) -> Strategy {
         let (inputs, outputs) = (vec![Sharding::Replicated; inputs], vec![Sharding::Replicated; outputs]);
         Strategy { inputs, outputs, local: Local::Same, any_order: false }
     }
 
-    /// Each device has its part along one axis of each tensor. An input without it is whole, an output without it the sum of
-    /// what the devices make.
+    /// Splits each tensor along the given axis. Inputs without an axis are replicated, outputs without one are partial
+    /// sums.
     pub fn along(inputs: &[Option<usize>], outputs: &[Option<usize>]) -> Strategy {
         let layouts = |axes: &[Option<usize>], without: Sharding| -> Vec<Sharding> {
             axes.iter().map(|axis| axis.map_or(without, Sharding::split)).collect()
@@ -131,24 +123,22 @@ impl Strategy {
         Strategy { inputs, outputs, local: Local::Same, any_order: true }
     }
 
-    /// The op is linear in the inputs that are marked, taken together: from terms of those come terms of every output.
+    /// For an op that is linear in the marked inputs together: partial inputs give partial outputs.
     pub fn linear(terms: &[bool], outputs: usize) -> Strategy {
         let layout = |term: &bool| if *term { Sharding::Partial } else { Sharding::Replicated };
         let (inputs, outputs) = (terms.iter().map(layout).collect(), vec![Sharding::Partial; outputs]);
         Strategy { inputs, outputs, local: Local::Same, any_order: false }
     }
 
-    /// The same with this op on each device.
     pub fn sized(self, op: Op) -> Strategy {
         Strategy { local: Local::Sized(op), ..self }
     }
 
-    /// The same with what the rule writes on each device, which depends on the place of each element.
+    /// The same strategy with local ops from the rule, which depend on the element index.
     pub fn written(self) -> Strategy {
         Strategy { local: Local::Written, any_order: false, ..self }
     }
 
-    /// The same with every axis that is split in so many blocks.
     fn in_blocks(&self, blocks: usize) -> Strategy {
         let cut = |layout: &Sharding| match layout {
             Sharding::Split(cut) => Sharding::Split(SplitDim { blocks, ..*cut }),
@@ -164,7 +154,7 @@ impl Strategy {
     }
 }
 
-/// All ways of sharing an op at fixed sizes, the one in which every device does everything first.
+/// All strategies of an op at fixed sizes, full replication first.
 pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
     let mut all = vec![Strategy::replicated(inputs.len(), outputs.len())];
     for strategy in rule(op).strategies(inputs, outputs, group) {
@@ -187,22 +177,20 @@ pub fn strategies(op: &Op, inputs: &[&Fact], outputs: &[Fact], group: &Group) ->
     all
 }
 
-/// The size of an axis, where it is known.
 pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
     usize::try_from(fact.shape.get(axis)?.known()?).ok()
 }
 
-/// What the rule of an op sees where it writes what one device runs.
+/// The context in which a rule emits the local ops of a device.
 pub struct PartSite<'a> {
-    /// What the device holds of each input.
+    /// The local inputs.
     pub inputs: &'a [Value],
-    /// The facts of the whole inputs.
+    /// Facts of the full inputs.
     pub whole: &'a [&'a Fact],
-    /// The devices.
     pub devices: usize,
 }
 
-/// Writes what each device runs under a strategy.
+/// Emits the local ops of a strategy.
 pub fn write(op: &Op, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
     match &strategy.local {
         Local::Same => out.emit_all(op.clone(), at.inputs),
@@ -211,7 +199,7 @@ pub fn write(op: &Op, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit
     }
 }
 
-/// One device's part of a tensor that is divided like this. The caller knows that the axis divides.
+/// One device's shard of a tensor. The axis must be divisible.
 pub fn part_of(whole: &Tensor, cut: SplitDim, devices: usize, device: usize) -> Tensor {
     let mut shape = whole.shape().to_vec();
     shape[cut.axis] /= devices;
@@ -221,7 +209,7 @@ pub fn part_of(whole: &Tensor, cut: SplitDim, devices: usize, device: usize) -> 
     Tensor::new(whole.dtype(), shape, bytes.into()).expect("the axis is divided into equal parts")
 }
 
-/// The tensor whose parts, in the order of the devices, these are.
+/// Concatenates shards, in device order, to the full tensor.
 pub fn whole_of(parts: &[Tensor], cut: SplitDim) -> Tensor {
     let (outer, run) = runs(parts[0].shape(), cut, parts[0].dtype());
     let mut bytes = Vec::with_capacity(outer * run * parts.len());
@@ -233,14 +221,14 @@ pub fn whole_of(parts: &[Tensor], cut: SplitDim) -> Tensor {
     Tensor::new(parts[0].dtype(), shape, bytes.into()).expect("parts of one shape")
 }
 
-/// How many runs of neighbours a part has, and the bytes of each.
+/// Number of contiguous runs in a shard, and the bytes of each.
 fn runs(part: &[usize], cut: SplitDim, dtype: DType) -> (usize, usize) {
     let outer = part[..cut.axis].iter().product::<usize>() * cut.blocks;
     let elements = element_count(part).expect("the part of a tensor is smaller than the tensor");
     (outer, elements.checked_div(outer).unwrap_or(0) * dtype.size())
 }
 
-/// The strategies of an op that computes every element of its output from those at the same place of its inputs, which broadcast.
+/// Strategies of an elementwise op with broadcasting.
 pub(crate) fn elementwise(inputs: &[&Fact], output: &Fact) -> Vec<Strategy> {
     let aligned = |input: &Fact, axis: usize| {
         let own = (axis + input.rank()).checked_sub(output.rank())?;
@@ -254,7 +242,8 @@ pub(crate) fn elementwise(inputs: &[&Fact], output: &Fact) -> Vec<Strategy> {
     .collect()
 }
 
-/// The strategies of an op that treats all axes but some alike: its first input and all outputs are split along any other axis.
+/// Strategies of an op that is independent along all axes except `used`: its first input and all outputs split along
+/// any other axis.
 pub(crate) fn all_but(fact: &Fact, used: &[usize], outputs: usize) -> Vec<Strategy> {
     let axes = (0..fact.rank()).filter(|axis| !used.contains(axis));
     axes.map(|axis| Strategy::along(&[Some(axis)], &vec![Some(axis); outputs])).collect()

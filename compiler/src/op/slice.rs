@@ -1,4 +1,4 @@
-//! A box of elements, with steps.
+//! Slicing with steps.
 
 use super::broadcast::{copy_elements, walk};
 use super::*;
@@ -23,13 +23,13 @@ impl OpRule for Slice {
         Ok(vec![Fact::new(x.dtype, shape)])
     }
 
-    // Only what is taken is read.
+    // Only the selected elements are read.
     fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
     }
 
-    // dx = dy with its elements `step` apart, from `begin` on, in zeros:
-    // high = size - (begin + (count - 1) step + 1)
+    // dx = dy spread `step` apart from `begin` on, in zeros:
+    //   high = size - (begin + (count - 1) step + 1)
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (x, y) = (out.fact(at.inputs[0]), out.fact(at.outputs[0]));
         if !x.dtype.is_float() {
@@ -47,7 +47,7 @@ impl OpRule for Slice {
         vec![Some(out.emit(Op::Pad(pad), &[at.dy()]))]
     }
 
-    // Axes of which all is taken; and whole blocks of an axis that is split in blocks.
+    // Axes that are not sliced, and whole blocks of a block-split axis.
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
         let [x] = inputs else { return Vec::new() };
         let mut ways = vec![Strategy::linear(&[true], outputs.len())];
@@ -92,7 +92,7 @@ impl OpRule for Slice {
         }
         let own = strides(x.shape);
         let base = origin(&self.begin, x.shape)?;
-        // Where one element is taken its step does not matter, and may be too large to multiply.
+        // With a single element the step is irrelevant, and may be too large to multiply.
         let step = |axis: usize| if y.shape[axis] > 1 { self.step[axis] } else { 0 };
         let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
         let from = walk(base, &steps, y.shape);
@@ -101,7 +101,7 @@ impl OpRule for Slice {
     }
 }
 
-/// The number of elements `begin, begin+step, … < end` of an axis, after a check that they exist.
+/// The number of elements `begin, begin+step, … < end` of an axis, after a range check.
 fn count(size: &Dim, begin: &Dim, end: &Dim, step: usize) -> Result<Dim, FactError> {
     let span = end.sub(begin)?;
     let negative = |d: &Dim| d.known().is_some_and(|v| v < 0);
@@ -110,16 +110,16 @@ fn count(size: &Dim, begin: &Dim, end: &Dim, step: usize) -> Result<Dim, FactErr
     }
     let step = i64::try_from(step).ok().filter(|step| *step >= 1);
     let step = step.ok_or_else(|| FactError::Attribute("a slice steps by at least 1".into()))?;
-    // Rounded up to a multiple of the step. What is missing follows from the constant term alone wherever the quotient
-    // is exact, and that is the span with all symbols zero.
+    // Rounds up to a multiple of the step. If the quotient is exact, the amount depends only on the constant term,
+    // which is the span with all symbols zero.
     let zeros: Bindings = span.symbols().into_iter().map(|symbol| (symbol, 0)).collect();
     let over = span.bind(&zeros)?.rem_euclid(step);
     let missing = if over == 0 { 0 } else { step - over };
     Ok(span.add(&Dim::Known(missing))?.div_exact(&Dim::Known(step))?)
 }
 
-/// The extent of `count` elements with `interior` others between neighbours: `count + (count - 1) interior`, and 0 for
-/// none. A symbolic count is taken as at least one where it matters.
+/// The extent of `count` elements with `interior` others between neighbours: `count + (count - 1) interior`, or 0 for
+/// none. A symbolic count is assumed to be at least 1.
 pub fn spread(count: &Dim, interior: usize) -> Result<Dim, DimError> {
     if count.is(0) || interior == 0 {
         return Ok(count.clone());
@@ -132,8 +132,8 @@ pub fn spread(count: &Dim, interior: usize) -> Result<Dim, DimError> {
     count.add(&count.sub(&Dim::Known(1))?.mul(&interior)?)
 }
 
-/// The element of a row-major tensor at these index attributes. The shapes that a kernel sees may be plain numbers where
-/// the attributes are not yet, as in `seq..seq+1` of a table.
+/// The flat index of these index attributes in a row-major tensor. Attributes may still be symbolic where the shape is
+/// already concrete, as in `seq..seq+1` of a table.
 pub fn origin(index: &[Dim], shape: &[usize]) -> Result<usize, KernelError> {
     strides(shape).iter().zip(index).zip(shape).try_fold(0, |sum, ((stride, dim), &size)| {
         let index = dim.bind(&Bindings::new())?;
@@ -142,7 +142,6 @@ pub fn origin(index: &[Dim], shape: &[usize]) -> Result<usize, KernelError> {
     })
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, begin: &[i64], end: &[i64], step: &[usize]| Sample {
         title,

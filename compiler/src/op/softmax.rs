@@ -1,12 +1,12 @@
-//! Softmax and its logarithm along one axis, stable for large inputs.
+//! Softmax and log-softmax along one axis, stable for large inputs.
 //!
-//! The largest element is subtracted first. A `-inf` (a masked element) has weight zero; a row of nothing else is NaN,
-//! as in PyTorch.
+//! The maximum is subtracted first. A `-inf` (a masked element) has weight zero; a row of only these gives NaN, as in
+//! PyTorch.
 
 use super::sample::ramp;
 use super::*;
 
-/// An element is compared, shifted, exponentiated (sixteen, as in [`super::unary`]), added and scaled.
+/// Per element: a comparison, a subtraction, an exponential (16, as in [`super::unary`]), an addition and a product.
 const FLOPS: f64 = 20.0;
 
 impl OpRule for Softmax {
@@ -100,7 +100,7 @@ fn sum_along(out: &mut dyn Emit, x: Value, axis: usize) -> Value {
     out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![axis], keep: true }), &[x])
 }
 
-/// The flat indices of each row along `axis`; rows in the row-major order of the other axes.
+/// The flat indices of each row along `axis`; rows in row-major order of the other axes.
 pub(in crate::op) fn rows(shape: &[usize], axis: usize) -> impl Iterator<Item = Vec<usize>> + use<> {
     let (size, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
     let outer: usize = shape[..axis].iter().product();
@@ -110,13 +110,12 @@ pub(in crate::op) fn rows(shape: &[usize], axis: usize) -> impl Iterator<Item = 
     })
 }
 
-/// The largest element `m` of a row, and `Σ e^(x - m)`.
+/// The maximum `m` of a row, and `Σ e^(x - m)`.
 pub(in crate::op) fn max_and_sum(x: &View<'_>, row: &[usize]) -> (f64, f64) {
     let max = row.iter().map(|&i| x.f64(i)).fold(f64::NEG_INFINITY, f64::max);
     (max, row.iter().map(|&i| (x.f64(i) - max).exp()).sum())
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let soft = |axis| Op::Softmax(Softmax { axis });
     let log = |axis| Op::LogSoftmax(LogSoftmax { axis });
@@ -124,7 +123,7 @@ pub fn samples() -> Vec<Sample> {
     let large = || Tensor::from_f32(&[2, 3], &[1000.0, 1001.0, 999.0, -1000.0, -1000.5, -2000.0]);
     let masked = Tensor::from_f32(&[2, 3], &[0.5, f32::NEG_INFINITY, -0.25, 1.0, 2.0, f32::NEG_INFINITY]);
     let undefined = Tensor::from_f32(&[1, 2], &[f32::NEG_INFINITY; 2]);
-    // Undefined at a mask, and blurred by the width of a difference at a large number.
+    // Not differentiated: undefined at a mask, and too imprecise at large numbers.
     let plain = |title, op, x| Sample { title, op, inputs: vec![x], differentiate: vec![] };
     vec![
         sample("last axis", soft(1), ramp(&[3, 5], 1)),

@@ -1,4 +1,4 @@
-//! Where values come from: inputs, parameters, state and constants.
+//! Sources: inputs, parameters, states and constants.
 
 use super::*;
 use serde::de::Error as _;
@@ -23,7 +23,7 @@ macro_rules! given_from_outside {
                 Cost::default()
             }
 
-            // The value is bound by whoever runs the graph; alone, it is zero.
+            // The executor binds the value; unbound, it is zero.
             fn reference(&self, _: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
                 outputs[0].bytes_mut().fill(0);
                 Ok(())
@@ -55,7 +55,7 @@ impl OpRule for Constant {
     }
 }
 
-/// How a constant is written: a short one as numbers, a long or non-finite one as the hexadecimal bytes.
+/// Serialized constant: short ones as numbers, long or non-finite ones as hexadecimal bytes.
 #[derive(Serialize, Deserialize)]
 struct Written {
     dtype: DType,
@@ -74,7 +74,7 @@ enum Values {
 impl Serialize for Constant {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let t = &self.tensor;
-        // Minus zero does not survive as an integer, and a JSON number is no NaN.
+        // An integer loses the sign of -0, and JSON has no NaN.
         let plain = t.len() <= 16 && t.to_f64().iter().all(|v| v.is_finite());
         let value = match (plain, t.dtype().is_float()) {
             (true, true) => Values::Floats(t.to_f64()),
@@ -102,7 +102,7 @@ impl<'de> Deserialize<'de> for Constant {
     }
 }
 
-// Constants may be megabytes, and every hash of a graph writes them: no formatter byte by byte.
+// Constants may be megabytes, and every graph hash prints them: a formatter per byte would be slow.
 fn to_hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut text = String::with_capacity(bytes.len() * 2);
@@ -128,7 +128,6 @@ fn hex(text: &str) -> Option<Vec<u8>> {
         .collect()
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let fact = Fact::of(DType::F32, &[2, 3]);
     let source = |title, op| Sample { title, op, inputs: vec![], differentiate: vec![] };

@@ -1,7 +1,7 @@
-//! The input as it is, where a model says that no gradient passes: PyTorch's `detach` and `no_grad`.
+//! Stop-gradient: PyTorch's `detach` and `no_grad`.
 //!
-//! It is a view, so no device copies anything. That a gradient which arrives goes no further is its whole meaning, not a
-//! gap: a straight-through estimator or a moving target is trained as the model says.
+//! It is a view, so devices copy nothing. The missing gradient is its definition, so training accepts it:
+//! straight-through estimators and moving targets train as the model specifies.
 
 use super::*;
 use crate::op::sharding::elementwise;
@@ -34,7 +34,7 @@ impl OpRule for StopGradient {
     }
 }
 
-/// Small cases. None is differentiated: the gradient is not the slope.
+/// None is differentiated: the gradient is zero by definition.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor| Sample {
         title,

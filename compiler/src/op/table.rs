@@ -1,9 +1,9 @@
-//! All core ops in one list: from an op to its meaning, and from a name in the text form back to the op.
+//! All core ops in one list: from an op to its rule, and from a name in the text form to the op.
 
 use super::*;
 use serde_json::{Map, Value as Json, json};
 
-/// The meaning of an op.
+/// The rule of an op.
 pub fn rule(op: &Op) -> &dyn OpRule {
     match op {
         Op::Input(o) => o,
@@ -69,7 +69,7 @@ pub fn rule(op: &Op) -> &dyn OpRule {
     }
 }
 
-/// The small cases of all ops.
+/// The test cases of all ops, which every device must pass.
 pub fn samples() -> Vec<Sample> {
     [
         batch_gather::samples(),
@@ -113,7 +113,7 @@ pub fn samples() -> Vec<Sample> {
     .concat()
 }
 
-/// The attributes of an op as JSON, by field name. Ops that are a bare choice (`relu`, `add`) have none.
+/// The attributes of an op as JSON, by field name. Ops without fields (`relu`, `add`) have none.
 pub fn attributes(op: &Op) -> Map<String, Json> {
     match serde_json::to_value(op) {
         Ok(Json::Object(outer)) => match outer.into_iter().next() {
@@ -124,7 +124,7 @@ pub fn attributes(op: &Op) -> Map<String, Json> {
     }
 }
 
-/// The op with this [`OpRule::name`] and these [`attributes`], or what is wrong with them.
+/// Parses an op from its [`OpRule::name`] and [`attributes`].
 pub fn parse(name: &str, attributes: Map<String, Json>) -> Result<Op, String> {
     if attributes.is_empty() {
         for family in ["unary", "binary", "compare"] {
@@ -136,7 +136,7 @@ pub fn parse(name: &str, attributes: Map<String, Json>) -> Result<Op, String> {
     serde_json::from_value(json!({ name: attributes })).map_err(|e| e.to_string())
 }
 
-/// The dims among the attributes of an op, to be replaced when symbols get their values.
+/// The dims among an op's attributes, for binding symbols.
 pub fn dims_mut(op: &mut Op) -> Vec<&mut Dim> {
     match op {
         Op::Input(o) => o.fact.shape.iter_mut().collect(),

@@ -1,4 +1,4 @@
-//! The largest elements along one axis, in order, and where they stand.
+//! The k largest or smallest elements along one axis, sorted, with their indices.
 
 use super::reduce::ordered;
 use super::sample::ramp;
@@ -23,21 +23,20 @@ impl OpRule for TopK {
         {
             return Err(FactError::Attribute(format!("an axis of size {size} has not {count} elements to choose")));
         }
-        // The gradient counts all elements.
+        // The backward needs the element count.
         volume(&x.shape)?;
         let mut shape = x.shape.clone();
         shape[self.axis] = self.count.clone();
         Ok(vec![Fact::new(x.dtype, shape.clone()), Fact::new(DType::I64, shape)])
     }
 
-    // Every comparison of a sort.
+    // Comparisons of a full sort.
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         let size = inputs[0].shape[self.axis].known().unwrap_or(1) as f64;
         Cost { flops: elements(inputs[0]) * size.log2().max(1.0), bytes: moved(inputs, outputs) }
     }
 
-    // dx = dy at the indices, 0 elsewhere. Rows are laid one behind the other, so an index counts from where its row
-    // starts: with the axis last, dx[row·n + index] = dy.
+    // dx = dy at the indices, 0 elsewhere. With the axis moved last, dx[row·n + index] = dy.
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         let Some(dy) = at.d_outputs[0].filter(|_| x.dtype.is_float()) else { return vec![None] };
@@ -46,7 +45,7 @@ impl OpRule for TopK {
         perm.swap(self.axis, last);
         let turned = |out: &mut dyn Emit, value| match self.axis == last {
             true => value,
-            // An exchange of two axes is its own reverse.
+            // Swapping two axes is its own inverse.
             false => out.emit(Op::Transpose(Transpose { perm: perm.clone() }), &[value]),
         };
         let shape: Vec<Dim> = perm.iter().map(|&axis| x.shape[axis].clone()).collect();
@@ -77,7 +76,7 @@ impl OpRule for TopK {
         let [values, indices] = outputs else { unreachable!("infer gives two outputs") };
         for (from, to) in rows(x.shape, self.axis).zip(rows(values.shape, self.axis)) {
             let mut order: Vec<usize> = (0..from.len()).collect();
-            // The sort is stable, so the earlier of equal elements stays in front.
+            // The sort is stable, so ties keep their order.
             order.sort_by(|&i, &j| match self.largest {
                 true => compared(x, from[j], from[i]),
                 false => compared(x, from[i], from[j]),
@@ -91,7 +90,7 @@ impl OpRule for TopK {
     }
 }
 
-/// How two elements compare; NaN is above every number.
+/// Compares two elements; NaN is larger than every number.
 fn compared(x: &View<'_>, i: usize, j: usize) -> Ordering {
     if !x.dtype.is_float() {
         return ordered(x.dtype, x.i64(i)).cmp(&ordered(x.dtype, x.i64(j)));
@@ -100,7 +99,7 @@ fn compared(x: &View<'_>, i: usize, j: usize) -> Ordering {
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
 }
 
-/// Where each of `rows` rows of `size` elements starts, `[rows, 1]`.
+/// The flat index of each row's first element, `[rows, 1]`.
 fn starts(out: &mut dyn Emit, rows: &Dim, size: &Dim, all: &Dim) -> Value {
     let fact = Fact::new(DType::I64, vec![all.clone()]);
     let count = out.emit(Op::Iota(Iota { fact, axis: 0 }), &[]);
@@ -110,7 +109,6 @@ fn starts(out: &mut dyn Emit, rows: &Dim, size: &Dim, all: &Dim) -> Value {
     out.emit(Op::Slice(first), &[table])
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, axis, count: usize, largest, x: Tensor| Sample {
         title,
@@ -128,7 +126,7 @@ pub fn samples() -> Vec<Sample> {
         all.push(sample("the first axis, all of it", 0, 4, largest, ramp(&[4, 2], 3)));
         all.push(sample("ties", 0, 3, largest, Tensor::from_i64(&[5], &[2, 3, 2, 3, 3])));
         all.push(sample("unsigned", 0, 2, largest, large.clone()));
-        // A finite difference around NaN has no answer.
+        // A finite difference around NaN is undefined.
         all.push(Sample { differentiate: vec![], ..sample("not a number", 0, 3, largest, odd.clone()) });
         all.push(sample("none", 1, 0, largest, Tensor::from_i64(&[2, 3], &[1, 2, 3, 4, 5, 6])));
     }

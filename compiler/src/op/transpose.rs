@@ -24,7 +24,7 @@ impl OpRule for Transpose {
         Cost { flops: 0.0, bytes: moved(inputs, outputs) }
     }
 
-    // dx = dy with the permutation undone
+    // dx = dy with the inverse permutation
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() {
             return vec![None];
@@ -53,7 +53,6 @@ impl OpRule for Transpose {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, perm: &[usize]| Sample {
         title,

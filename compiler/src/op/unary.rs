@@ -53,7 +53,7 @@ impl OpRule for Unary {
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        // Transcendental functions are counted as the handful of multiply-adds that a vector library spends on them.
+        // Transcendental functions count as the multiply-adds that a vector library needs.
         let flops = match self {
             Unary::Neg | Unary::Abs | Unary::Sign | Unary::Relu | Unary::Not => 1.0,
             Unary::Floor | Unary::Ceil | Unary::Round | Unary::Sqrt | Unary::Rsqrt | Unary::Reciprocal => 2.0,
@@ -106,7 +106,7 @@ impl OpRule for Unary {
                 let slope = out.emit(Op::Unary(Unary::Neg), &[sin]);
                 mul(out, dy, slope)
             }
-            // dx = dy / √(1 - x²), for the cosine with a minus
+            // dx = dy / √(1 - x²), negated for arccos
             Unary::Asin | Unary::Acos => {
                 let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
                 let rest = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
@@ -128,7 +128,7 @@ impl OpRule for Unary {
                 let sinh = out.emit(Op::Unary(Unary::Sinh), &[x]);
                 mul(out, dy, sinh)
             }
-            // dx = dy / √(x² + 1), for the cosine dy / √(x² - 1)
+            // dx = dy / √(x² + 1); dy / √(x² - 1) for arcosh
             Unary::Asinh | Unary::Acosh => {
                 let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
                 let op = if *self == Unary::Asinh { Binary::Add } else { Binary::Sub };
@@ -155,7 +155,7 @@ impl OpRule for Unary {
                 let slope = mul(out, y, rest);
                 mul(out, dy, slope)
             }
-            // dx = y > 0 ? dy : 0, from y so that x need not be kept
+            // dx = y > 0 ? dy : 0; using y means that x need not be saved
             Unary::Relu => {
                 let zero = scalar(out, 0.0);
                 let on = out.emit(Op::Compare(Compare::Less), &[zero, y]);
@@ -257,7 +257,6 @@ impl OpRule for Unary {
 const GELU_K: f64 = 0.797_884_560_802_865_4; // √(2/π)
 const GELU_C: f64 = 0.044715;
 
-/// The function on one number.
 pub fn apply(op: Unary, x: f64) -> f64 {
     match op {
         Unary::Neg => -x,
@@ -281,14 +280,14 @@ pub fn apply(op: Unary, x: f64) -> f64 {
         Unary::Acosh => x.acosh(),
         Unary::Atanh => x.atanh(),
         Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        // Not `max`: NaN must stay NaN, so that a broken run shows itself.
+        // Unlike `max`, NaN must propagate, so that a diverged run is visible.
         Unary::Relu if x < 0.0 => 0.0,
         Unary::Relu => x,
         Unary::Erf => erf(x),
         Unary::Gelu => 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2)),
         Unary::GeluTanh => 0.5 * x * (1.0 + (GELU_K * (x + GELU_C * x * x * x)).tanh()),
         Unary::Silu => x / (1.0 + (-x).exp()),
-        // For large x, log(1+e^x) is x to the last bit and e^x would overflow.
+        // For large x, log(1+e^x) equals x to the last bit, and e^x would overflow.
         Unary::Softplus => x.max(0.0) + (-x.abs()).exp().ln_1p(),
         Unary::Floor => x.floor(),
         Unary::Ceil => x.ceil(),
@@ -297,8 +296,8 @@ pub fn apply(op: Unary, x: f64) -> f64 {
     }
 }
 
-/// The error function to double precision: its Taylor series near zero, the continued fraction of `erfc` beyond
-/// (Abramowitz and Stegun, 7.1.5 and 7.1.14).
+/// The error function to double precision: Taylor series near zero, continued fraction of `erfc` beyond (Abramowitz and
+/// Stegun, 7.1.5 and 7.1.14).
 pub fn erf(x: f64) -> f64 {
     let a = x.abs();
     if x.is_nan() || a > 6.0 {
@@ -324,12 +323,10 @@ pub fn erf(x: f64) -> f64 {
     x.signum() * (1.0 - erfc)
 }
 
-/// A constant of one number, shape `[]`.
 pub fn scalar(dtype: DType, value: f64) -> Op {
     Op::Constant(Constant { tensor: Tensor::from_f64(&[], &[value]).cast(dtype) })
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     use Unary::*;
     let smooth =

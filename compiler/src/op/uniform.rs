@@ -1,14 +1,13 @@
-//! Random numbers without a state: element `i` follows from numbers alone, as the masks of [`dropout`] do.
+//! Stateless uniform random numbers, like the masks of [`dropout`].
 //!
-//! Element `i` is the upper bits of `mix(mix(mix(stream) ^ counter) ^ i)` divided by their range, with as many bits as
-//! the element type holds exactly (53 for `f64`, 24 for `f32`, 11 for `f16`, 8 for `bf16`): rounding never gives 1. So
-//! a second forward pass and every cut into stages draw the same numbers.
+//! Element `i` is the upper bits of `mix(mix(mix(stream) ^ counter) ^ i)` divided by their range. It uses as many bits
+//! as the element type represents exactly: 53 for `f64`, 24 for `f32`, 11 for `f16`, 8 for `bf16`. Rounding therefore
+//! never gives 1. A recomputed forward and every cut into stages draw the same numbers.
 
 use super::dropout::mix;
 use super::*;
 
 impl Uniform {
-    /// How many bits an element has.
     pub fn bits(&self) -> u32 {
         match self.fact.dtype {
             DType::F64 => 53,
@@ -18,7 +17,7 @@ impl Uniform {
         }
     }
 
-    /// What all elements of the run with this counter start from.
+    /// The hash of stream and counter, common to all elements.
     pub fn key(&self, counter: i64) -> u64 {
         mix(mix(self.stream) ^ counter as u64)
     }
@@ -49,7 +48,6 @@ impl OpRule for Uniform {
     }
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, dtype, shape: &[usize], stream, counter| Sample {
         title,
@@ -83,7 +81,8 @@ mod tests {
             assert!(numbers.iter().all(|u| (0.0..1.0).contains(u)), "{dtype:?}");
             let mean = numbers.iter().sum::<f64>() / 1e4;
             let variance = numbers.iter().map(|u| (u - mean).powi(2)).sum::<f64>() / 1e4;
-            // Five deviations of the mean of 10 000 draws are 0.0145; brain floats lie half of 2^-8 below.
+            // Five standard deviations of the mean of 10 000 draws are 0.0145; the mean of `bf16` is half of 2^-8
+            // lower.
             assert!((mean - 0.5).abs() < 0.0165, "{dtype:?}: mean {mean}");
             assert!((variance - 1.0 / 12.0).abs() < 0.004, "{dtype:?}: variance {variance}");
         }

@@ -1,24 +1,24 @@
-//! How many windows fit over the spatial dims, and which elements each one sees.
+//! The number of windows over the spatial axes, and the elements of each.
 //!
 //! Along one axis, a kernel of `k` elements with dilation `d` spans `d (k - 1) + 1` elements. Over a size `n` with
 //! padding `b` before and `e` after it, with stride `s`, there are
 //!
 //!   floor((n + b + e - d (k - 1) - 1) / s) + 1
 //!
-//! windows; with `ceil` the quotient is rounded up, unless the last window would then start beyond `n + b` (PyTorch's
-//! and ONNX's rule). Window `o` sees at its tap `t` the element `o s + t d - b`.
+//! windows. With `ceil` the quotient is rounded up, unless the last window would start beyond `n + b` (the rule of
+//! PyTorch and ONNX). Tap `t` of window `o` reads element `o s + t d - b`.
 //!
-//! Attributes come from files that nobody has checked, so every step is checked arithmetic.
+//! Attributes come from untrusted files, so all arithmetic is checked.
 
 use super::*;
 
 impl Window {
-    /// The window that moves one step at a time over `rank` spatial dims, without padding or dilation.
+    /// A window with stride 1 over `rank` spatial axes, without padding or dilation.
     pub fn plain(rank: usize) -> Window {
         Window { strides: vec![1; rank], pads_begin: vec![0; rank], pads_end: vec![0; rank], dilations: vec![1; rank] }
     }
 
-    /// The number of windows along each spatial dim.
+    /// The number of windows along each spatial axis.
     pub fn output(&self, spatial: &[Dim], kernel: &[Dim], ceil: bool) -> Result<Vec<Dim>, FactError> {
         let rank = spatial.len();
         let lists = [
@@ -63,7 +63,7 @@ impl Window {
             return Ok(floor.add(&one)?);
         }
         let last = if rest == 0 { floor } else { floor.add(&one)? };
-        // How far beyond the data and the padding before it the last window starts.
+        // Distance of the last window's start from the end of the data.
         let beyond = last.mul(&stride)?.sub(&size.add(&begin)?)?;
         match beyond.known() {
             Some(b) if b >= 0 => Ok(last),
@@ -72,20 +72,20 @@ impl Window {
         }
     }
 
-    /// The element of a spatial axis of `size` that window `at` sees at `tap`, or `None` in the padding.
+    /// The element of an axis of `size` that window `at` reads at `tap`, or `None` in the padding.
     pub fn element(&self, axis: usize, at: usize, tap: usize, size: usize) -> Option<usize> {
         let position = self.padded_position(axis, at, tap).checked_sub(self.pads_begin[axis])?;
         (position < size).then_some(position)
     }
 
-    /// The same position counted from the first element of the padding before the data.
+    /// The same position, counted from the start of the padding.
     pub fn padded_position(&self, axis: usize, at: usize, tap: usize) -> usize {
-        // What does not fit is beyond any data, and so is the largest number.
+        // Saturates: an overflow lies beyond any data.
         let start = at.saturating_mul(self.strides[axis]);
         start.saturating_add(tap.saturating_mul(self.dilations[axis]))
     }
 
-    /// The elements that the window at `at` sees: flat index of the tap in the kernel, flat index in the spatial dims.
+    /// The elements of the window at `at`: pairs of flat tap index and flat spatial index.
     pub fn taps(&self, at: &[usize], kernel: &[usize], spatial: &[usize]) -> Vec<(usize, usize)> {
         let mut taps = vec![(0, 0)];
         for axis in 0..spatial.len() {
@@ -107,14 +107,14 @@ pub(super) fn number(what: &str, value: usize) -> Result<Dim, FactError> {
     Ok(Dim::from(value))
 }
 
-/// `floor(a / b)` for a positive `b`, and the rest. A symbolic `a` is divided when its rest is the same for all values
-/// of its symbols: `2*h-1` by 2 is `h-1`, rest 1.
+/// `floor(a / b)` for a positive `b`, and the remainder. A symbolic `a` is divisible if its remainder is the same for
+/// all symbol values: `2*h-1` by 2 is `h-1`, remainder 1.
 fn divide(a: &Dim, b: &Dim) -> Result<(Dim, i64), FactError> {
     if let (Some(a), Some(b)) = (a.known(), b.known()) {
         return Ok((Dim::from(a.div_euclid(b)), a.rem_euclid(b)));
     }
     let exact = a.div_exact(b);
-    // A real stride is small; a large one is not worth the search.
+    // Real strides are small; larger ones are not worth the search.
     for rest in 1..b.known().filter(|_| exact.is_err()).unwrap_or(1).min(64) {
         if let Ok(quotient) = a.sub(&Dim::from(rest)).and_then(|a| a.div_exact(b)) {
             return Ok((quotient, rest));
@@ -153,7 +153,7 @@ mod tests {
         assert_eq!(along(10i64, 3, 1, [0, 0], 2, false), "6");
         assert_eq!(along(5i64, 2, 2, [0, 0], 1, false), "2");
         assert_eq!(along(5i64, 2, 2, [0, 0], 1, true), "3");
-        // Rounded up, the last window would start in the padding at the end.
+        // With `ceil`, the last window would start in the padding at the end.
         assert_eq!(along(4i64, 1, 3, [0, 1], 1, true), "2");
         assert_eq!(along(3i64, 2, 2, [1, 1], 1, true), "2");
         assert_eq!(along(2i64, 2, 2, [1, 1], 1, true), "2");

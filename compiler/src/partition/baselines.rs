@@ -1,4 +1,4 @@
-//! Baselines: plain alternatives, and exhaustive search for small graphs.
+//! Baseline plans, and exhaustive enumeration for small graphs.
 
 pub mod data_parallel;
 pub mod enumerate;

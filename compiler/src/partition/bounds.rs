@@ -1,4 +1,4 @@
-//! Lower bounds on the time and memory of every plan.
+//! Lower bounds on the time and memory of all plans.
 
 pub mod bisect;
 pub mod cut_space;

@@ -1,7 +1,7 @@
-//! Searches for placements: devices that neither replicate nor overlap (`profile/placement.rs` defines their load).
+//! Placement without replication: each device holds its own set of nodes (`profile/placement.rs` defines the load).
 //!
-//! `units` joins what must stand together, `contiguous` is the dynamic program over the closed sets of `partition/lattice.rs`,
-//! `anywhere` the local search without the rule of contiguity, `solve` the door that makes a plan.
+//! `units` merges nodes that must share a device. `contiguous` is the dynamic program over down-sets, `anywhere` the
+//! local search for non-contiguous placements. `solve` is the entry point that returns a plan.
 
 pub mod anywhere;
 pub mod contiguous;

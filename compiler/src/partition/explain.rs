@@ -1,3 +1,3 @@
-//! Explanations: why no plan is feasible.
+//! Infeasibility reports.
 
 pub mod infeasible;

@@ -1,4 +1,4 @@
-//! Plans over unequal devices: which kinds of devices run which stages.
+//! Planning for heterogeneous devices: which device classes run which stages.
 
 pub mod class_dp;
 pub mod device_orders;

@@ -1,7 +1,7 @@
-//! Searches for stages with replicas, tensor parallelism and choices (`profile/hybrid.rs` defines what they spend and hold).
+//! Plans with replicas, tensor parallelism and per-layer choices (`profile/hybrid.rs` defines their time and memory).
 //!
-//! `layers` is the instance as the search walks it, `choose` picks the choices of one stage, `search` asks whether a pipeline
-//! under a time per sample exists, `solve` is the door that halves that time and makes a plan.
+//! `layers` prepares the instance, `choose` picks the choices of one stage, and `search` decides whether a pipeline
+//! within a given time per sample exists. `solve` is the entry point: it bisects that time and returns a plan.
 
 pub mod choose;
 pub mod layers;

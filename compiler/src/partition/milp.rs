@@ -1,8 +1,8 @@
-//! Mixed-integer programs: a second way to a plan on one level, which shares nothing with the searches over closed sets.
+//! Mixed-integer programs for one interconnect level, independent of the down-set searches.
 //!
-//! It starts from a plan that is known, asks for a faster one, and its answer is never worse. `solve` is the door. `choices` lists
-//! who may run how many replicas; for each such choice all costs are linear in which op stands before which cut, and `formulation`
-//! writes that down, with its rows in `times` and `memory`; `solver` hands it to good_lp.
+//! The solver starts from a known plan and looks for a faster one, so the result is never worse. `solve` is the entry
+//! point. `replica_choices` enumerates replica counts; with these fixed, all costs are linear in the variables "op v is
+//! before cut c". `formulation` writes the program, with rows from `times` and `memory`; `solver` passes it to good_lp.
 
 pub mod formulation;
 pub mod memory;

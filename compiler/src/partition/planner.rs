@@ -1,9 +1,9 @@
-//! The door of planning: calls a partitioner by name and makes its answer a plan.
+//! Entry point of planning: runs the requested partitioner and turns its answer into a plan.
 //!
-//! Every plan that leaves here fits in memory, carries a lower bound, stands beside data parallelism, a uniform pipeline and one
-//! device, and has passed `plan::check`. Where nothing fits, the answer says which stage is too large, by how many bytes, and the
-//! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
-//! order or in groups of ops, and the plan says so.
+//! Every returned plan fits in memory, carries a lower bound and three baselines (data parallelism, uniform pipeline,
+//! single device), and has passed `plan::check`. If nothing fits, the error names the stage that is too large, the
+//! missing bytes and the smallest limit that would be enough. If a graph has too many down-sets, or a linear order too
+//! many cuts, planning falls back to linear orders or groups of ops. The plan then has a warning.
 
 use crate::partition::baselines::enumerate;
 use crate::partition::bounds::lower_bound::Bounds;
@@ -30,31 +30,27 @@ use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
 
-/// The partitioners.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Partitioner {
-    /// The best of what is known: every closed set, any number of devices, whole groups or not.
+    /// The best of all searches: all down-sets, any number of devices, stages that need not fill whole groups.
     #[default]
     Pipec,
-    /// PipeDream's, with all devices.
+    /// PipeDream's hierarchical partitioner; always uses all devices.
     Pipedream,
-    /// Integer programs, which improve or prove what `Pipec` finds on one level.
+    /// Integer programs that improve the plan of `Pipec` or prove it optimal; one interconnect level only.
     Milp,
-    /// Everything, for small models.
+    /// Exhaustive enumeration, for small models.
     Exhaustive,
-    /// The whole model on every device.
+    /// One stage, replicated on every device.
     DataParallel,
-    /// A straight pipeline of equal compute.
+    /// A straight pipeline with stages of about equal compute.
     Uniform,
-    /// Everything on one device.
     Single,
 }
 
 impl Partitioner {
-    /// Every partitioner.
     pub const ALL: [Partitioner; 7] = [
         Partitioner::Pipec,
         Partitioner::Pipedream,
@@ -65,7 +61,6 @@ impl Partitioner {
         Partitioner::Single,
     ];
 
-    /// The name on the command line and in plans.
     pub fn name(self) -> &'static str {
         match self {
             Partitioner::Pipec => "pipec",
@@ -78,94 +73,73 @@ impl Partitioner {
         }
     }
 
-    /// The partitioner of that name.
     pub fn from_name(name: &str) -> Option<Partitioner> {
         Partitioner::ALL.into_iter().find(|partitioner| partitioner.name() == name)
     }
 }
 
-/// How to plan.
 #[derive(Clone, Copy, Default)]
 pub struct PlannerOptions<'a> {
-    /// Which partitioner.
     pub partitioner: Partitioner,
-    /// Closed sets to look at before falling back; absent means `search::DEFAULT_BUDGET` and a few seconds of work.
+    /// Down-sets to explore before falling back. Default: `DEFAULT_BUDGET`, and a few seconds of work.
     pub budget: Option<u64>,
-    /// When to end a search that can be ended by the clock: `Milp` alone. Its answer may then differ from run to run, and says so.
+    /// Wall-clock limit; only for `Milp`. A run stopped by it is not reproducible, and its plan says so.
     pub time_limit: Option<Duration>,
-    /// Seed, for the plan; no partitioner here is random.
+    /// Recorded in the plan; no partitioner here is random.
     pub seed: u64,
-    /// How stages run under caps, for automatic caps. Absent means the published rule, and that times are those of the cost model's
-    /// equations: no program is played.
+    /// Simulates how stages run under in-flight caps, to choose the caps automatically. `None` uses the published rule
+    /// and the cost model's closed-form times; nothing is simulated.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 
-/// One of the plans that were looked at.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ComparedPlan {
-    /// Who made it.
     pub name: &'static str,
-    /// Its time in microseconds for one minibatch.
     pub minibatch_us: f64,
-    /// Replicas of each stage.
     pub replicas: Vec<u32>,
-    /// Devices that its stages stand on: fewer than their replicas where a device has several.
+    /// Distinct devices; fewer than the replicas if a device runs several stages.
     pub devices: u32,
-    /// Devices that share each replica.
     pub tensor: u32,
-    /// Bytes of its fullest device.
     pub peak_bytes: u64,
-    /// Whether it fits.
     pub fits: bool,
 }
 
-/// A plan, and what it was chosen from.
 #[derive(Clone, Debug)]
 pub struct Planned {
-    /// The plan.
     pub plan: Plan,
     /// All candidates, the chosen one first.
     pub compared: Vec<ComparedPlan>,
 }
 
-/// Why there is no plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
-    /// The question makes no sense: bad input.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// An answer: nothing fits. The figures are those of the partition that needs the least.
+    /// Infeasible: no plan fits. The figures describe the partition that needs the least memory.
     #[error(
         "no plan fits in {limit} bytes per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas} replicas) \
          lacks {missing} bytes; a limit of {smallest_limit} bytes would do"
     )]
     Infeasible {
-        /// The limit that was given.
         limit: u64,
-        /// The fullest stage.
         stage: usize,
-        /// Stages of that partition.
         stages: usize,
-        /// Replicas of that stage.
         replicas: u32,
-        /// Its first op by name.
         first_op: String,
-        /// Its last op by name.
         last_op: String,
-        /// Bytes it has too much.
+        /// Bytes by which that stage exceeds the limit.
         missing: u64,
-        /// The least limit under which a partition was found.
+        /// Smallest limit for which a partition was found.
         smallest_limit: u64,
     },
-    /// An answer: devices of a class hold too little themselves, whatever the limit is.
+    /// Infeasible at every limit: the memory of some device class is too small.
     #[error(transparent)]
     TooSmall(Box<Infeasible>),
-    /// A partitioner made a plan that the judge refuses: a fault of ours, never of the input.
+    /// The plan checker rejected the plan. This is a bug in a partitioner, never an input error.
     #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
 }
 
-/// Makes a plan for `problem`.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let mut planned = found(problem, options)?;
     let busy: BTreeSet<u32> = planned.plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
@@ -190,7 +164,7 @@ fn found(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, Pla
     conclude(problem, &question, options, answer)
 }
 
-/// Refuses what no partitioner takes, and settings beside a partitioner that would not know them.
+/// Rejects problems that no partitioner supports, and options that the chosen partitioner does not support.
 fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemError> {
     let devices = problem.cluster.devices();
     if devices > MAX_DEVICES {
@@ -211,21 +185,18 @@ fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemE
     Ok(())
 }
 
-/// What a partitioner found, before it is written down as a plan.
+/// The result of a partitioner, before it becomes a plan.
 pub struct Answer {
-    /// The candidates that were not chosen, and how complete the search was.
+    /// The other candidates, and how complete the search was.
     pub found: SearchResult,
-    /// The best that fits.
     pub chosen: PlanCandidate,
-    /// One device, data parallelism, the uniform pipeline.
+    /// Single device, data parallelism, uniform pipeline.
     pub baselines: [PlanCandidate; 3],
 }
 
-/// Why a partitioner has no answer.
 pub struct Refused {
-    /// The reason.
     pub error: PlanError,
-    /// A time that no plan beats, where something faster than what is known was asked for; else 0.
+    /// Lower bound on the time of every plan when the search was limited to plans faster than a known one; otherwise 0.
     pub bound_us: f64,
 }
 
@@ -235,7 +206,6 @@ impl From<ProblemError> for Refused {
     }
 }
 
-/// Whether the user left a partitioner less than everything to choose.
 fn is_pinned(problem: &Problem) -> bool {
     problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
@@ -243,7 +213,7 @@ fn is_pinned(problem: &Problem) -> bool {
         || matches!(problem.in_flight, InFlight::Given(_))
 }
 
-/// Asks a partitioner for stages that follow each other along the devices as they stand.
+/// Runs a partitioner with the devices in the order of the problem's cluster.
 pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
     let problem = question.problem;
     let baselines = question.baselines();
@@ -255,7 +225,6 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
         (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
     };
     let mut found = match options.partitioner {
-        // What memory alone rules out is not walked through.
         Partitioner::Milp | Partitioner::Exhaustive
             if !problem.cluster.is_mixed() && min_memory::proves_none(problem) =>
         {
@@ -290,7 +259,7 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
     };
     let chosen = found.candidates.remove(at);
     if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
-        // That search knows no classes, so what it proves is of other devices.
+        // PipeDream's search ignores device classes, so its bounds do not hold here.
         (found.bound_us, found.proven_us) = (0.0, None);
     }
     if found.bound_us == 0.0 && Bounds::speak_of(problem) {
@@ -299,7 +268,7 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
     Ok(Answer { found, chosen, baselines })
 }
 
-/// Adds what the question finds without replication: a search that is not through everything may miss it among all plans.
+/// Adds the candidates found without replication: an incomplete search over all plans may miss them.
 fn without_replication(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3], found: &mut SearchResult) {
     let mut narrower = question.problem.clone();
     narrower.constraints.no_replication = true;
@@ -311,13 +280,13 @@ fn without_replication(question: &SearchContext<'_>, baselines: &[PlanCandidate;
     let Ok(more) = more else { return };
     let fitting = more.candidates.iter().filter(|candidate| candidate.fits);
     let best_us = fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
-    // What was proven is proven of all plans, unless one is faster.
+    // The proof covers all plans, unless one of the new ones is faster.
     found.proven_us = found.proven_us.filter(|proven_us| *proven_us <= best_us);
     found.states += more.states;
     found.candidates.extend(more.candidates.into_iter().filter(|candidate| candidate.name == "pipec"));
 }
 
-/// Writes an answer to `question`, which is `problem` over joined ops, down as a plan, and has it checked.
+/// Turns an answer into a plan and verifies it; `question` holds `problem` over fused ops.
 pub fn conclude(
     problem: &Problem,
     question: &SearchContext<'_>,
@@ -365,7 +334,7 @@ impl ComparedPlan {
     }
 }
 
-/// Better candidates first: by the objective, then by stages, then by devices.
+/// Orders candidates: by the objective, then fewer stages, then fewer devices.
 pub fn order(objective: Objective, left: &PlanCandidate, right: &PlanCandidate) -> Ordering {
     let stages = |candidate: &PlanCandidate| candidate.memory.len();
     let devices = |candidate: &PlanCandidate| candidate.shape.replicas().iter().sum::<u32>();
@@ -382,7 +351,7 @@ pub fn order(objective: Objective, left: &PlanCandidate, right: &PlanCandidate) 
     first.then(stages(left).cmp(&stages(right))).then(devices(left).cmp(&devices(right)))
 }
 
-/// The explained no: of all that can be found, what needs the least memory.
+/// The infeasibility report, based on the candidate that needs the least memory.
 fn infeasible(
     question: &SearchContext<'_>,
     found: &SearchResult,
@@ -391,7 +360,7 @@ fn infeasible(
 ) -> PlanError {
     let problem = question.problem;
     let mut candidates = found.candidates.clone();
-    // The searches have looked for the least memory already; the walk through everything stops at what fits.
+    // The other searches already looked for the least memory; the enumeration only keeps what fits.
     if partitioner == Partitioner::Exhaustive && !is_pinned && problem.cost != CostModel::Pipec {
         let shapes = question.fitting(&stage_cost::levels(&problem.cluster), FitObjective::Memory);
         candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));

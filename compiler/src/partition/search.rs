@@ -1,4 +1,5 @@
-//! The search for the fastest plan: down-sets and linear orders of the graph, costs of ranges, and branch and bound.
+//! Search for the fastest plan: down-sets and linear orders of the graph, stage costs, dynamic programs, branch and
+//! bound.
 
 pub mod branch_and_bound;
 pub mod bucket_size;

@@ -1,10 +1,9 @@
-//! Times from a formula, for devices that are not at hand.
+//! Analytic kernel times for devices that cannot be measured.
 //!
-//! The roofline (Williams, Waterman and Patterson, CACM 52(4), 2009): a kernel takes as long as the slower of its
-//! arithmetic and its memory traffic at the device's peak, less what real kernels reach of a peak, and the time to start
-//! it. Every kernel that runs counts, those of the backward run included; views take no time. The part of a backward that makes
-//! gradients of weights is that of its kernels which no other op waits for. What the formula leaves
-//! out: caches, fusion, tiles that do not fill the device. It orders ops well and their sum roughly.
+//! The roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009) takes the longer of arithmetic and memory
+//! traffic at a fraction of the device's peak. A launch overhead is added per kernel. All forward and backward kernels
+//! count; views are free. The weight-gradient part of a backward consists of the kernels that no other op waits for.
+//! The model ignores caches, fusion and partially filled devices. It ranks ops well; their sum is approximate.
 
 use super::attribution::Attribution;
 use super::costs::{cost_graph, dtype};
@@ -17,30 +16,27 @@ use crate::profile::{Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, 
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 
-/// The share of peak arithmetic that large matrix products and convolutions reach. Vendors' libraries reach 0.6 to 0.8 of
-/// the data sheet on shapes that fill the device, less on others; Megatron-LM reports 0.45 to 0.55 for whole models
-/// (Narayanan et al., SC 2021).
+/// Fraction of peak arithmetic of large matrix products and convolutions. Vendor libraries reach 0.6 to 0.8 of the data
+/// sheet on shapes that fill the device. Megatron-LM reports 0.45 to 0.55 for whole models (Narayanan et al., SC 2021).
 const CONTRACTION: f64 = 0.6;
 
-/// The share of peak arithmetic that elementwise code reaches.
+/// Fraction of peak arithmetic of elementwise kernels.
 const ELEMENTWISE: f64 = 0.5;
 
-/// The share of peak memory bandwidth that streaming kernels reach.
+/// Fraction of peak memory bandwidth of streaming kernels.
 const STREAMING: f64 = 0.8;
 
-/// What the formula is applied to, for the head of the profile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Subject {
     /// The model's file and fingerprint; `ops` is filled in.
     pub model: ProfiledModel,
-    /// Samples in one micro-batch, the size that the graph was bound at.
+    /// Samples per micro-batch, the batch size that the graph was bound to.
     pub micro_batch: u64,
-    /// The loss that the attribution has on the output, by name.
+    /// Name of the loss that the attribution adds.
     pub loss: Option<String>,
 }
 
-/// The profile of a graph of fixed sizes on a device of which only the data sheet is known. Equal arguments give equal
-/// profiles.
+/// The profile of a graph of fixed sizes, from the device's data sheet. Deterministic.
 pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subject: &Subject) -> Profile {
     let costs = cost_graph(graph, attribution);
     let sum = |graph: Option<&Graph>, nodes: &[NodeId]| -> (f64, f64) {
@@ -95,17 +91,16 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
     }
 }
 
-/// A step of SGD with momentum, in one kernel.
+/// Time of an SGD step with momentum, as one kernel.
 fn update_us(device: &Device, bytes: u64) -> f64 {
     (MOMENTUM_PASSES * bytes as f64 / (STREAMING * device.memory_bandwidth.0) + device.launch.0) * 1e6
 }
 
-/// Microseconds to whole picoseconds: few enough digits to be read back from a file as they were.
+/// Rounds microseconds to whole picoseconds, so that the decimal form in a file is exact.
 fn picoseconds(us: f64) -> f64 {
     (us * 1e6).round() / 1e6
 }
 
-/// What one run of a node costs on any machine.
 pub fn node_cost(graph: &Graph, id: NodeId) -> Cost {
     let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
     let node = graph.node(id);
@@ -118,14 +113,14 @@ fn node_us(device: &Device, graph: &Graph, id: NodeId, cost: Cost) -> f64 {
     kernel_us(device, &node.op, &inputs, &node.facts, cost)
 }
 
-/// How long the kernel of an op takes, which costs this much on any machine.
+/// Kernel time in microseconds of an op with the given cost.
 pub fn kernel_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], cost: Cost) -> f64 {
     let facts = inputs.iter().copied().chain(outputs);
     let dtype = facts.map(|fact| fact.dtype).find(|d| d.is_float()).unwrap_or(DType::F32);
     let contracts = matches!(op, Op::MatMul(_) | Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_));
     let rate = match contracts {
         true => CONTRACTION * contraction_peak(&device.peak_flops, dtype),
-        // Matrix units do nothing else; other arithmetic runs in f32 where the type is narrower.
+        // Matrix units only do contractions; other arithmetic on narrower types runs in f32.
         false if dtype == DType::F64 => ELEMENTWISE * device.peak_flops.f64,
         false => ELEMENTWISE * device.peak_flops.f32,
     };
@@ -134,7 +129,7 @@ pub fn kernel_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], c
     (arithmetic.max(memory) + device.launch.0) * 1e6
 }
 
-/// f32 stays f32: no framework rounds its inputs to TF32 for matrix products unless it is told to.
+/// f32 uses the f32 peak: frameworks do not use TF32 for matrix products by default.
 fn contraction_peak(peak: &Peak, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => peak.f64,

@@ -1,10 +1,9 @@
-//! Which op of a plan answers for which node that runs.
+//! Attributes every executed node to one op of the plan.
 //!
-//! Plans and profiles speak of the numbered ops of a graph. What runs for them is more: the nodes of the backward run,
-//! the loss, tensors made from constants that were too large to fold. Here the whole graph is compiled as one stage,
-//! exactly as a stage is, and every node of it that runs is given to one op: a backward node to the op whose rule wrote
-//! it, a loss to the op that makes the predictions, what follows from constants to the first op that reads it. So times
-//! and kept bytes that are summed over ops are those of the run.
+//! Plans and profiles refer to the numbered ops of a graph, but a run also executes backward nodes, the loss, and large
+//! constant expressions. Here the whole graph is compiled as a single stage and every executed node is assigned to one
+//! op. A backward node belongs to the op whose rule emitted it. A loss belongs to the op that computes the predictions,
+//! a constant expression to its first reader. Sums of times and saved bytes over ops then equal those of the run.
 
 use super::backward::BackwardError;
 use super::backward::{Arriving, Backward, Made, Read, backward};
@@ -24,19 +23,18 @@ use thiserror::Error;
 
 mod halves;
 
-/// What a backward run starts from.
+/// The gradient that starts the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Training {
-    /// There is none: the graph only answers.
+    /// Inference: no backward.
     No,
-    /// A gradient that arrives for the first float output which depends on a parameter. A graph without such an output
-    /// has no backward run, which is no error.
+    /// The gradient of the first float output that depends on a parameter. A graph without such an output has no
+    /// backward, which is not an error.
     Gradient,
-    /// This loss of the first output, with its axis of classes.
+    /// This loss of the first output, with its class axis.
     Loss(Loss, Option<i64>),
 }
 
-/// Why a graph has no costs.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum AttributionError {
@@ -54,59 +52,54 @@ pub enum AttributionError {
     Backward(Box<BackwardError>),
 }
 
-/// The nodes that run, by the op that answers for them. Ids of nodes are those of the graphs here, not of the graph
-/// that was attributed, but for `ops`.
+/// The executed nodes per op. Node ids refer to the graphs stored here, except in `ops`.
 #[derive(Clone, Debug)]
 pub struct Attribution {
-    /// The numbered ops, as nodes of the graph that was given.
+    /// The numbered ops, as nodes of the original graph.
     pub ops: Vec<NodeId>,
-    /// The value of the given graph that a gradient arrives for under [`Training::Gradient`].
+    /// The value of the original graph that receives a gradient under [`Training::Gradient`].
     pub seeded: Option<Value>,
-    /// What the forward run of the whole graph runs.
     pub forward: Graph,
-    /// What its backward run runs, if there is one.
     pub backward: Option<Graph>,
-    /// For every op the nodes of `forward` that need a kernel, in order.
+    /// Per op, the nodes of `forward` with a kernel, in order.
     pub forward_nodes: Vec<Vec<NodeId>>,
-    /// For every op the nodes of `backward` that need a kernel, in order.
+    /// Per op, the nodes of `backward` with a kernel, in order.
     pub backward_nodes: Vec<Vec<NodeId>>,
-    /// The nodes of `backward` that no earlier op waits for: they make gradients of weights, and where a backward is split they are
-    /// its second half.
+    /// The weight-gradient nodes of `backward`, which no earlier op waits for: the second part of a split backward.
     pub second: HashSet<NodeId>,
-    /// The ops of `forward` and of `backward` that run together though one op answers for them, so that no cut parts them.
+    /// Fused chains of `forward` and `backward`. Each is within one op, so no cut divides it.
     pub chains: [Chains; 2],
-    /// For every op the bytes of the targets that its loss reads, which the given graph does not know.
+    /// Per op, the bytes of the targets that its loss reads; the original graph has no targets.
     pub target_bytes: Vec<u64>,
-    /// For every op the bytes of its results that are kept from forward to backward.
+    /// Per op, the bytes of its outputs saved for the backward.
     pub saved_bytes: Vec<u64>,
-    /// For every op what is alive while its nodes run, forward or backward, beside what is kept, parameters and the
-    /// sums of their gradients; a gradient is alive until it has been added to its sum.
+    /// Per op, the peak of transient bytes during its forward or backward nodes. Saved tensors, parameters and gradient
+    /// sums are excluded; a gradient is alive until it has been accumulated.
     pub live: Vec<Live>,
-    /// For every op the bytes that the first half of a split backward makes for the op's own second half.
+    /// Per op, the bytes that the input-gradient part of a split backward keeps for the op's weight-gradient part.
     pub between_bytes: Vec<u64>,
-    /// For every op the bytes of the gradients of its outputs that the second half of a split backward reads.
+    /// Per op, the bytes of output gradients that the weight-gradient part of a split backward reads.
     pub arriving_bytes: Vec<u64>,
-    /// Ops of whose backward a node reads parameters and makes gradients of some.
+    /// Ops with a backward node that both reads parameters and computes parameter gradients.
     pub read_as_made: HashSet<usize>,
 }
 
-/// Whether a node of a compiled graph is run: sources are there, and views are their first input.
+/// Tests whether a node has a kernel: sources exist already, and views alias their input.
 pub fn runs(op: &Op) -> bool {
     !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
 }
 
-/// A graph with what training adds to it, every node tagged with the op that answers for it.
+/// A graph with its training ops; every node is tagged with the op it is attributed to.
 #[derive(Clone, Debug)]
 pub struct Tagged {
-    /// The graph; [`owner`] reads the tags.
+    /// The tagged graph; [`owner`] reads a tag.
     pub graph: Graph,
-    /// The numbered ops of the graph that was given.
     pub ops: Vec<NodeId>,
-    /// The value that a gradient arrives for, and the node behind the last stage that stands for its reader.
+    /// The value that receives a gradient, and the node after the last stage that represents its reader.
     pub seeded: Option<(Value, NodeId)>,
 }
 
-/// Adds to a graph what training does, and tags every node.
+/// Adds the training ops to a graph, and tags every node.
 pub fn tagged(graph: &Graph, training: Training) -> Result<Tagged, AttributionError> {
     check_sizes(graph)?;
     let ops = order::numbered(graph);
@@ -121,7 +114,7 @@ pub fn tagged(graph: &Graph, training: Training) -> Result<Tagged, AttributionEr
             attach(&mut whole, loss, axis)?;
         }
         Training::Gradient => {
-            // A reader in a stage behind this one sends the gradient, whatever the loss will be.
+            // A reader in a later stage sends the gradient, whatever the loss will be.
             seeded = seeded_output(graph, &ops).map(|value| {
                 let reader = whole.add(Op::Unary(Unary::Neg), &[value], &Origin::default());
                 (value, reader.expect("every float can be negated"))
@@ -132,7 +125,7 @@ pub fn tagged(graph: &Graph, training: Training) -> Result<Tagged, AttributionEr
     Ok(Tagged { graph: whole, ops, seeded })
 }
 
-/// Attributes a graph of fixed sizes, which has no loss yet.
+/// Attributes a graph of fixed sizes that has no loss yet.
 pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, AttributionError> {
     let Tagged { graph: whole, ops, seeded } = tagged(graph, training)?;
     let mut place: HashMap<NodeId, usize> = HashMap::new();
@@ -160,19 +153,19 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     let leaders = leaders(graph, &ops);
     let mut attribution = of_stage(fragment, made, ops, seeded.map(|(value, _)| value), &leaders, [None, None]);
     if !matches!(training, Training::Loss(..)) {
-        // An input that happens to have the name is the model's own.
+        // In this case the input with the reserved name belongs to the model.
         attribution.target_bytes.fill(0);
     }
     Ok(attribution)
 }
 
-/// The loss of a fragment that has it.
+/// The loss of the fragment that computes it.
 pub fn loss_of(fragment: &Fragment) -> Option<Value> {
     fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value)
 }
 
-/// Attributes the runs of one stage, whose nodes are tagged with the numbers of `ops`. What other ops answer for costs nothing here, but for
-/// what is there while these run, where the two runs are parts of longer ones.
+/// Attributes the forward and backward of one stage, whose nodes are tagged with the numbers of `ops`. Nodes of other
+/// ops cost nothing. With `passages`, both runs are parts of longer ones, and tensors alive across the boundary count.
 pub fn of_stage(
     fragment: Fragment,
     made: Option<Backward>,
@@ -234,7 +227,7 @@ pub fn of_stage(
     }
 }
 
-/// Ops of whose nodes one reads parameters and makes gradients of some.
+/// Ops with a node that reads parameters and computes parameter gradients.
 fn read_as_made(made: &Backward, owners: &HashMap<NodeId, usize>) -> HashSet<usize> {
     let graph = &made.graph;
     let of = |made: &Made| matches!(made, Made::Parameter(_));
@@ -257,8 +250,8 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
     Ok(())
 }
 
-/// The nodes that depend on an input. Parameters or random numbers alone are none; what is made of both is taken for one, as
-/// the layers of a model that is fed with noise.
+/// The nodes that depend on input data. Nodes of parameters or random numbers alone do not count; nodes of both do, as
+/// in a model fed with noise.
 pub fn of_data(graph: &Graph) -> HashSet<NodeId> {
     let [mut data, mut random, mut learned] = [(); 3].map(|()| HashSet::new());
     for id in order::canonical(graph) {
@@ -279,8 +272,8 @@ pub fn of_data(graph: &Graph) -> HashSet<NodeId> {
     data
 }
 
-/// For every op the first that it leads to and that depends on an input: itself, or for what follows from parameters or from
-/// random numbers alone a reader. So a mask is drawn in the stage that reads it.
+/// Per op, the first data-dependent op that it leads to: itself, or for parameter-only and random-only ops a reader. A
+/// dropout mask is thus generated in the stage that uses it.
 pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     let data = of_data(graph);
     let number: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
@@ -293,7 +286,6 @@ pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     leaders
 }
 
-/// The output that a gradient arrives for.
 fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
     let numbered: HashSet<NodeId> = ops.iter().copied().collect();
     let mut learned: HashSet<NodeId> = HashSet::new();
@@ -307,20 +299,20 @@ fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
     graph.outputs.iter().map(|o| o.value).find(fits)
 }
 
-/// Writes the number of the op that answers for a node in place of its source name, which every pass carries along; the ops are those of
-/// the graph before a loss was attached.
+/// Tags each node with the number of its op. The tag replaces the source name, which every pass preserves. `ops` are
+/// those of the graph before a loss was attached.
 pub fn tag(graph: &mut Graph, ops: &[NodeId]) {
     let mut owner: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(i, id)| (*id, i)).collect();
     let order = order::canonical(graph);
     let source = |op: &Op| matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
-    // What follows from the ops: the loss.
+    // Nodes after the ops: the loss.
     for &id in &order {
         let last = graph.inputs(id).iter().filter_map(|v| owner.get(&v.node).copied()).max();
         if let (None, Some(last)) = (owner.get(&id), last) {
             owner.insert(id, last);
         }
     }
-    // What ops read that follows from constants.
+    // Constant expressions that ops read.
     for &id in order.iter().rev().filter(|id| !source(&graph.node(**id).op)) {
         let first = graph.successors(id).iter().filter_map(|n| owner.get(n).copied()).min();
         if let (None, Some(first)) = (owner.get(&id), first) {
@@ -333,13 +325,13 @@ pub fn tag(graph: &mut Graph, ops: &[NodeId]) {
     }
 }
 
-/// The op whose number a node is tagged with.
+/// The op number in a node's tag.
 pub fn owner(node: &Node) -> Option<usize> {
     node.origin.source.parse().ok()
 }
 
-/// The op that answers for each node of a compiled graph. Sums of a parameter's gradient are written by no rule: they
-/// belong to the latest op that adds to them.
+/// The op of each node of a compiled graph. Sums of parameter gradients come from no rule; they belong to the latest op
+/// that contributes.
 fn owners(graph: &Graph, order: &[NodeId]) -> HashMap<NodeId, usize> {
     let mut owners = HashMap::new();
     for &id in order {
@@ -362,7 +354,7 @@ fn by_owner(graph: &Graph, order: &[NodeId], owners: &HashMap<NodeId, usize>, op
     nodes
 }
 
-/// Bytes of the targets, with the op that stands for the loss that reads them.
+/// Per op, the bytes of the targets that its loss reads.
 fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) -> Vec<u64> {
     let mut bytes = vec![0; ops];
     for id in graph.ids().filter(|id| matches!(&graph.node(*id).op, Op::Input(input) if input.name == TARGET)) {
@@ -375,35 +367,33 @@ fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) 
     bytes
 }
 
-/// A run whose nodes have owners.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     graph: &'a Graph,
     order: &'a [NodeId],
     owners: &'a HashMap<NodeId, usize>,
-    /// For each op the one that stands for all that share its stage, wherever that is cut.
+    /// Per op, the representative of the ops that always share its stage.
     groups: &'a [usize],
     passage: Option<&'a Passage>,
     is_forward: bool,
 }
 
-/// What is alive while the nodes of each op run.
 struct Alive(Vec<Live>);
 
 impl Alive {
-    /// Raises each op's figures, of whole backwards or of split ones, to what is alive while one of its nodes runs. Gives those that run
-    /// together.
+    /// Raises each op's peaks, for whole or split backwards, to the bytes alive while its nodes run. Returns the fused
+    /// chains.
     fn look(&mut self, run: &Run<'_>, [kept, added]: [&HashSet<Value>; 2], is_split: &[bool]) -> Chains {
         let Run { graph, order, owners, passage, is_forward, .. } = *run;
         let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
         let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart, passage };
-        // What one op answers for is never cut.
+        // Nodes of one op are never separated.
         let (together, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
         let crossing = self.crossing(run, &Needs { chains: &together, ..needs });
         for ((id, alive), [made, read]) in order.iter().zip(alive).zip(crossing) {
             if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
                 let live = &mut self.0[owner];
-                // What an op reads in a forward run comes from where it gives gradients to.
+                // In the forward, an op reads from the ops it sends gradients to.
                 let sides = if is_forward { [read, made] } else { [made, read] };
                 for is_split in is_split {
                     let figures = if *is_split { &mut live.split } else { &mut live.whole };
@@ -414,11 +404,11 @@ impl Alive {
         together
     }
 
-    /// For every node the bytes of what is alive while it runs that its group makes for others, and that others make for its group.
+    /// Per node, the live bytes that its group makes for other groups, and that other groups make for it.
     fn crossing(&self, run: &Run<'_>, needs: &Needs<'_>) -> Vec<[u64; 2]> {
         let Run { graph, order, owners, groups, passage, .. } = *run;
         let group = |id: &NodeId| owners.get(id).map(|owner| groups[*owner]);
-        // Of the nodes of each group, where they stand and where they run.
+        // Per group, the positions of its nodes and the positions at which they run.
         let mut nodes: BTreeMap<usize, Vec<[usize; 2]>> = BTreeMap::new();
         for (at, (id, runs_at)) in order.iter().zip(needs.chains.places(order)).enumerate() {
             if let Some(group) = group(id) {
@@ -453,7 +443,7 @@ fn saved_value(read: &Read) -> Option<Value> {
     }
 }
 
-/// Bytes that are kept for each op. A view is kept as the tensor that it is a view of; sources are there anyway.
+/// Saved bytes per op. A saved view counts as its base; sources need no saving.
 fn saved_by_owner(fragment: &Fragment, owners: &HashMap<NodeId, usize>, saved: &[Value], ops: usize) -> Vec<u64> {
     let graph = &fragment.graph;
     let mut roots: BTreeSet<Value> = BTreeSet::new();
@@ -466,7 +456,7 @@ fn saved_by_owner(fragment: &Fragment, owners: &HashMap<NodeId, usize>, saved: &
     let mut bytes = vec![0u64; ops];
     for root in roots {
         if let Some(&owner) = owners.get(&root.node) {
-            // As it is laid out.
+            // Size in the memory layout.
             let size = graph.fact(root).bytes().and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT as u64));
             bytes[owner] = bytes[owner].saturating_add(size.unwrap_or(u64::MAX));
         }

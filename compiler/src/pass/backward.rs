@@ -1,9 +1,9 @@
-//! From a stage's forward fragment to its backward fragment, and the list of what must be kept in between.
+//! Builds the backward fragment of a stage from its forward fragment, with the list of values to save.
 //!
-//! Reverse-mode differentiation by source transformation: the rule of every op, last op first, writes ops that turn
-//! the gradient of its outputs into those of its inputs. Terms of a sum are added in the order that
-//! [`fragment`](super::fragment) fixed. What the backward ops read of the forward run is saved; constants are copied,
-//! parameters are read again at the same version.
+//! Reverse-mode differentiation by source transformation: in reverse order, each op's rule emits ops from its output
+//! gradients to its input gradients. Terms of a gradient are summed in the order fixed by
+//! [`fragment`](super::fragment). Forward values that the backward reads are saved, except that constants are copied
+//! and parameters are read again at the same weight version.
 
 use super::fragment::{Fragment, Term, Use};
 use super::loss::seed;
@@ -14,32 +14,30 @@ use crate::op::{Binary, Emit, Input, NodeId, Op, Site, Value};
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
 
-/// Where an input of the backward graph comes from.
+/// The source of a backward input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// A value of the forward fragment that is kept until now.
     Saved(Value),
-    /// A term of the gradient of a sent value, from the stage that read it.
+    /// A gradient term of a sent value, from a stage that reads it.
     Gradient {
         /// Index in [`Fragment::sent`].
         sent: usize,
-        /// The stage it comes from.
         stage: usize,
-        /// Which of that stage's groups.
+        /// Index of that stage's reader group.
         group: usize,
     },
 }
 
-/// A result of the backward graph.
+/// The role of a backward output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Made {
-    /// A term of a parameter's gradient: index in [`Fragment::parameter_terms`].
+    /// A parameter gradient term: index in [`Fragment::parameter_terms`].
     Parameter(usize),
-    /// A term of the gradient of a received value, to be sent to its producer.
+    /// A gradient term of a received value, sent to its producer.
     Gradient {
         /// Index in [`Fragment::received`].
         received: usize,
-        /// Which of its groups.
+        /// Index of the reader group.
         group: usize,
     },
 }
@@ -47,37 +45,27 @@ pub enum Made {
 /// The backward fragment of a stage.
 #[derive(Clone, Debug)]
 pub struct Backward {
-    /// Ops from saved values, parameters and arriving gradients to leaving gradients.
+    /// Ops from saved values, parameters and received gradients to parameter gradients and sent gradients.
     pub graph: Graph,
-    /// What each [`Input`] of the graph is.
+    /// The source of each [`Input`] of the graph.
     pub reads: Vec<(NodeId, Read)>,
-    /// What each output of the graph is, in order.
+    /// The role of each output of the graph, in order.
     pub makes: Vec<Made>,
 }
 
-/// Why a fragment has no backward.
 #[derive(Debug, Error)]
 pub enum BackwardError {
-    /// A gradient arrives where an op has no rule for it.
     #[error("node `{node}` ({op}) has no gradient for its output {output}, which the loss depends on")]
-    NoRule {
-        /// The node, in the words of the source model.
-        node: String,
-        /// Its op.
-        op: String,
-        /// The output that a gradient arrives at, counted from 0.
-        output: usize,
-    },
-    /// A pass broke the graph.
+    NoRule { node: String, op: String, output: usize },
     #[error(transparent)]
     Bug(#[from] PassBug),
 }
 
-/// A term that the backward of a later stage sends: the whole graph's value, the stage, and its group.
+/// Gradient terms that later stages send: the value in the whole graph, the stage, and its reader group.
 pub type Arriving = HashSet<(Value, usize, usize)>;
 
-/// The backward fragment at fixed sizes. `loss` is the fragment's scalar that is made small, where it has it; `arriving`
-/// says which gradient terms the later stages really send (a reader may have no gradient).
+/// Builds the backward fragment at fixed sizes. `loss` is the scalar to minimise, if it is in this fragment; `arriving`
+/// lists the gradient terms that later stages send (a reader may have none).
 pub fn backward(fragment: &Fragment, loss: Option<Value>, arriving: &Arriving) -> Result<Backward, BackwardError> {
     let mut joint = Joint::new(fragment);
     let forward_order = order::canonical(&fragment.graph);
@@ -91,15 +79,15 @@ pub fn backward(fragment: &Fragment, loss: Option<Value>, arriving: &Arriving) -
 
 struct Joint<'a> {
     fragment: &'a Fragment,
-    /// The forward graph, with the backward ops behind it.
+    /// The forward graph followed by the backward ops.
     graph: Graph,
-    /// The nodes that were there before; all others are backward ops.
+    /// The forward nodes; all others are backward ops.
     forward: HashSet<NodeId>,
-    /// Values that a gradient is wanted for.
+    /// Nodes that need a gradient.
     active: HashSet<NodeId>,
-    /// The gradient that each use of a value contributes.
+    /// The gradient contributed by each use of a value.
     contributions: HashMap<Use, Value>,
-    /// The inputs that stand for arriving gradients.
+    /// The inputs for received gradients.
     arrived: HashMap<NodeId, Read>,
 }
 
@@ -122,7 +110,6 @@ impl<'a> Joint<'a> {
         self.active.contains(&value.node) && self.graph.fact(value).dtype.is_float()
     }
 
-    /// Writes the backward ops of one forward node.
     fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &Arriving) -> Result<(), BackwardError> {
         let node = self.graph.node(id).clone();
         if !self.active.contains(&id) || matches!(node.op, Op::Parameter(_) | Op::Input(_)) {
@@ -197,7 +184,7 @@ impl<'a> Joint<'a> {
         Some(Value { node: input, output: 0 })
     }
 
-    /// What the backward graph makes, with the values in the joint graph.
+    /// The outputs of the backward graph, as values of the joint graph.
     fn results(&mut self) -> Vec<(Made, Value)> {
         let mut results = Vec::new();
         let sum_of = |joint: &mut Joint<'_>, uses: &[Use]| {
@@ -219,7 +206,6 @@ impl<'a> Joint<'a> {
         results
     }
 
-    /// The backward ops as a graph of their own.
     fn extract(&self, results: &[(Made, Value)]) -> (Graph, Vec<(NodeId, Read)>) {
         let mut needed: HashSet<NodeId> = HashSet::new();
         let is_new = |id: &NodeId| !self.forward.contains(id);
@@ -251,8 +237,8 @@ impl<'a> Joint<'a> {
         (graph, reads)
     }
 
-    /// A value of the joint graph in the backward graph: a forward value comes in as a constant, a parameter or a
-    /// saved tensor.
+    /// Maps a value of the joint graph to the backward graph: a forward value becomes a constant, a parameter or a
+    /// saved input.
     fn bring(
         &self,
         value: Value,

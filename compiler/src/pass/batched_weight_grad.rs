@@ -1,24 +1,26 @@
-//! Which gradients of weights are made of several items of a round at once.
+//! Selects the weight gradients that are computed for several micro-batches at once.
 //!
-//! A gradient of a large weight of few rows takes as long as its sum is read and written. Where what it reads is small beside that, it is put by
-//! until there are [`ITEMS`] of it, and one kernel makes and adds the gradient of all: the same op on so many times the rows. Items are put by
-//! in the order of their round, by eights from its first; the rest of a round goes one by one. So sums are formed alike whatever the schedule and
-//! wherever stages are cut. A round of fewer items puts nothing by, nor do replicas whose gradients leave as they are made (ZeRO 2).
+//! The gradient of a large weight over few rows is bound by reading and writing its sum. If its operands are small in
+//! comparison, they are buffered for [`ITEMS`] micro-batches, and one kernel on the concatenated rows computes and
+//! accumulates the gradient. Micro-batches are grouped in order from the start of a round; the remainder is processed
+//! one by one. Sums therefore do not depend on schedule or cuts. Rounds with fewer micro-batches do not buffer, nor do
+//! replicas that reduce-scatter gradients immediately (ZeRO 2).
 
 use crate::op::Op;
 use crate::pass::memory::aligned;
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 
-/// How many items go together.
+/// Micro-batches per group.
 pub const ITEMS: u32 = 8;
 
-/// Whether a worker that has so many items of a round puts any by, as one of so many replicas at this level of ZeRO.
+/// Tests whether a worker with `items` micro-batches per round buffers operands, given its replica count and ZeRO
+/// stage.
 pub fn joins(items: u32, replicas: u32, zero: u32) -> bool {
     items >= ITEMS && (replicas < 2 || zero < 2)
 }
 
-/// Where an op makes gradients of several items at once: what it reads then. `made` is the gradient.
+/// The concatenated operands if the op computes batched gradients, else `None`. `made` is the gradient.
 pub fn joined(op: &Op, inputs: &[Fact], made: &Fact) -> Option<Vec<Fact>> {
     let suits = match op {
         Op::ConvWeightGrad(_) => true,
@@ -31,13 +33,13 @@ pub fn joined(op: &Op, inputs: &[Fact], made: &Fact) -> Option<Vec<Fact>> {
     inputs.iter().map(times).collect()
 }
 
-/// Bytes of what is put by of so many items.
+/// Bytes of the buffered operands of [`ITEMS`] micro-batches.
 pub fn put_by(inputs: &[Fact]) -> Option<u64> {
     let one = |input: &Fact| u64::try_from(aligned(usize::try_from(times(input)?.bytes()?).ok()?)).ok();
     inputs.iter().map(one).try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
 }
 
-/// So many of these, one behind the other along the first axis.
+/// The concatenation of [`ITEMS`] tensors along the first axis.
 fn times(input: &Fact) -> Option<Fact> {
     let mut shape = input.concrete()?;
     let first = shape.first_mut()?;

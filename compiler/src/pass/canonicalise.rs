@@ -1,14 +1,14 @@
-//! Brings different ways to say the same into one form, so that later passes, profiles and plans see one.
+//! Rewrites equivalent forms into a canonical one for later passes, profiles and plans.
 //!
-//! - A transposition of the last two dims that feeds a matrix product becomes the product's flag: exporters write
-//!   `x · Wᵀ` that way, and a transposed copy of every weight would be work and memory for nothing.
-//! - A transposition, reshape or broadcast that changes nothing goes away, and so does a cast to the same type.
+//! - A transpose of the last two axes that feeds a matrix product becomes the product's flag. Exporters write `x · Wᵀ`
+//!   with a transpose, which would copy every weight.
+//! - A transpose, reshape, broadcast or cast without effect is removed.
 
 use super::Changed;
 use crate::graph::{Graph, order};
 use crate::op::{MatMul, NodeId, Op, Value};
 
-/// Rewrites until the whole graph is in the one form.
+/// Applies the rewrites to the whole graph in one pass.
 pub fn canonicalise(graph: &mut Graph) -> Changed {
     let mut changed = false;
     for id in order::canonical(graph) {
@@ -47,7 +47,7 @@ fn absorb_transposes(graph: &mut Graph, id: NodeId, mut product: MatMul) -> bool
     changed
 }
 
-/// What `value` is the transposed matrix of, if it is one: the last two dims swapped, all others in place.
+/// The operand of a transpose that swaps exactly the last two axes, if `value` is one.
 fn transposed_matrix(graph: &Graph, value: Value) -> Option<Value> {
     let Op::Transpose(t) = &graph.node(value.node).op else { return None };
     let rank = t.perm.len();

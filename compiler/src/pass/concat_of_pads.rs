@@ -1,7 +1,7 @@
-//! The sum of the parts of a tensor, each with zeros where the others are, is those parts one behind the other.
+//! Rewrites a sum of zero-padded parts of a tensor as a concatenation of the parts.
 //!
-//! That is what the gradient of a tensor is that was split: without this pass every part is written out at the size of the whole, and all
-//! of them are added up.
+//! The gradient of a split tensor is such a sum. Without this pass every part is written at full size, and all are
+//! added.
 //!
 //! ```text
 //! %a = pad %dq low=[0, 0] high=[0, 8] ..          %j = concat %dq %dk axis=1
@@ -9,27 +9,27 @@
 //! %s = add %a %b
 //! ```
 //!
-//! The zero stays a summand, because it makes a negative zero positive.
+//! The addition of zero stays because it turns -0 into 0.
 
 use crate::graph::{Graph, order};
 use crate::op::unary::scalar;
 use crate::op::{Binary, Concat, NodeId, Op, Pad, Value};
 use crate::pass::Changed;
 
-/// More parts than a tensor is ever split into.
+/// Above the number of parts of any real split.
 const MOST_PARTS: usize = 64;
 
-/// A part of the whole: what it is, where it begins and how long it is.
+/// A part with its offset and size along the axis.
 struct Part {
     value: Value,
     first: i64,
     size: i64,
 }
 
-/// Joins parts instead of adding them up.
+/// Replaces sums of padded parts by concatenations.
 pub fn join(graph: &mut Graph) -> Changed {
     let mut changed = false;
-    // Sums of more parts come later, and those of fewer are gone then.
+    // In reverse order, so that a sum is rewritten before the partial sums it contains.
     for id in order::canonical(graph).into_iter().rev() {
         if !graph.contains(id) || !matches!(graph.node(id).op, Op::Binary(Binary::Add)) {
             continue;
@@ -50,8 +50,7 @@ pub fn join(graph: &mut Graph) -> Changed {
     Changed::from(changed)
 }
 
-/// The parts that are added up at a node, in the order in which they lie, and the axis along which; nothing where they are not all of the
-/// whole, each once.
+/// The parts added at a node, sorted by offset, and their axis; `None` unless they cover the whole axis exactly once.
 fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<Part>)> {
     let mut pads: Vec<NodeId> = Vec::new();
     let mut open = vec![sum];
@@ -88,7 +87,7 @@ fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<Part>)> {
     (whole.shape[axis].known() == Some(end)).then_some((axis, parts))
 }
 
-/// Whether it fills in zeros before and after, along this axis alone.
+/// Tests for a zero padding along only this axis.
 fn is_along(op: &Pad, axis: usize) -> bool {
     let others = (0..op.low.len()).filter(|other| *other != axis);
     op.value.to_bits() == 0.0f64.to_bits()
@@ -106,7 +105,7 @@ mod tests {
     use crate::tensor::fact::Fact;
     use crate::tensor::{DType, Tensor};
 
-    /// The sum of parts, each of so many columns from a column on, of two rows of six.
+    /// The sum of parts given as (first column, columns), of two rows by six columns.
     fn summed(parts: &[(i64, i64)]) -> Graph {
         let mut graph = Graph::new("sum");
         let origin = Origin::default();

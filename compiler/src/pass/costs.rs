@@ -1,7 +1,7 @@
-//! From a graph to the costs that planning works on, and from a profile to the times in it.
+//! The planner's cost graph of a model graph, and its times from a profile.
 //!
-//! An op's id is its place in [`numbered`](crate::graph::order::numbered). Sizes come from the graph; times, which are
-//! zero at first, from a profile of the same graph.
+//! An op's id is its position in [`numbered`](crate::graph::order::numbered). Sizes come from the graph; times are zero
+//! until [`fill`] takes them from a profile of the same graph.
 
 use super::attribution::{Attribution, of_data};
 use crate::graph::Graph;
@@ -13,7 +13,7 @@ use crate::tensor::DType;
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
 
-/// Why a profile does not belong to a model.
+/// A profile that does not belong to the model.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum FillError {
@@ -32,9 +32,9 @@ pub enum FillError {
 
 /// The costs of a graph of fixed sizes, without times.
 ///
-/// What is fed to the model stands with the first op that reads it. A parameter's bytes stand with the first op that reads it, so that they add up to those of the model; `params` names
-/// all its readers. Values that follow from constants alone are no tensors: every stage makes its own. An op that depends on
-/// no input of the graph joins its first reader that does, or the last op that does where none reads it.
+/// Model inputs and the bytes of a parameter count for the first op that reads them, so that bytes sum to those of the
+/// model; `params` names all readers. Constant expressions are no tensors: every stage recomputes them. An op that
+/// depends on no input joins its first data-dependent reader, or the last data-dependent op if there is none.
 pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     let number: HashMap<NodeId, OpId> =
         attribution.ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
@@ -67,7 +67,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             arriving_bytes: attribution.arriving_bytes[i],
             reads_as_it_makes: attribution.read_as_made.contains(&i),
             is_view: rule(&node.op).is_view(),
-            // The statistics beside a large output may be saved where it is not.
+            // The saved bytes may be statistics of an output that is not saved itself.
             unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).max().unwrap_or(0),
             ..OpCost::default()
         });
@@ -98,16 +98,16 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
         let op = &mut costs.ops[first.index()];
         op.param_bytes = op.param_bytes.saturating_add(size(value));
         let (bytes, dtype) = (size(value), graph.fact(value).dtype);
-        // Sums of narrow gradients are f32.
+        // Gradients of two-byte types accumulate in f32.
         let sum_bytes = if dtype.is_float() && dtype.size() == 2 { bytes.saturating_mul(2) } else { bytes };
         costs.params.push(ParamCost { name: parameter.name.clone(), bytes, sum_bytes, users });
     }
     costs
 }
 
-/// For each op that depends on parameters, random numbers and constants alone, the op it joins: the first reader that depends on data, through
-/// any others of its kind. So everything it leads to comes after what it joins. A graph without inputs has no such reader
-/// anywhere, and its ops stand for themselves.
+/// For each op of parameters, random numbers and constants alone, the op it joins: the first data-dependent reader,
+/// also through other such ops. All its consumers then come after that op. In a graph without inputs no op joins
+/// another.
 fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Vec<OpId>) -> Vec<Option<OpId>> {
     let data = of_data(graph);
     let depends = |op: usize| data.contains(&attribution.ops[op]);
@@ -125,7 +125,7 @@ fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Ve
     joins
 }
 
-/// The element type that a model computes in: that of its first float parameter, else of its first float value.
+/// The model's element type: that of its first float parameter, or else of its first float value.
 pub fn dtype(graph: &Graph) -> DType {
     let floats = |parameters: bool| {
         let of = graph.ids().filter(move |id| !parameters || matches!(graph.node(*id).op, Op::Parameter(_)));
@@ -134,8 +134,8 @@ pub fn dtype(graph: &Graph) -> DType {
     floats(true).or_else(|| floats(false)).unwrap_or(DType::F32)
 }
 
-/// Takes times and workspaces from a profile, once it is certain that it was made of this model at these sizes. Without
-/// `sha256`, the fingerprint of the model's file, that one is not compared.
+/// Copies times and workspaces from a profile, after checking that it belongs to this model at these sizes. Without
+/// `sha256`, the model file's fingerprint is not compared.
 pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> Result<(), FillError> {
     if profile.ops.len() != costs.ops.len() {
         let model = shown(&profile.model.file);
@@ -174,7 +174,7 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
     Ok(())
 }
 
-/// A name from a file, fit for one line of a message.
+/// Sanitises a name from a file for a one-line message.
 fn shown(name: &str) -> String {
     name.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
 }

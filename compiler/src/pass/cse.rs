@@ -1,4 +1,4 @@
-//! Common subexpression elimination: equal ops on equal inputs become one. Sources with a name are never merged.
+//! Common subexpression elimination: merges equal ops on equal inputs. Named sources are never merged.
 
 use super::Changed;
 use crate::graph::{Graph, order};
@@ -7,7 +7,7 @@ use crate::op::{Constant, Op, Value};
 use bytes::Bytes;
 use std::collections::HashMap;
 
-/// Merges every node into the first one that says the same.
+/// Merges every node into the first equal one, in canonical order.
 pub fn cse(graph: &mut Graph) -> Changed {
     let mut seen = HashMap::new();
     let mut changed = false;
@@ -16,8 +16,8 @@ pub fn cse(graph: &mut Graph) -> Changed {
         if matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_)) {
             continue;
         }
-        // The attributes as text are the key: ops hold floats, which have no hash of their own. A constant, which may be
-        // megabytes, is its bytes.
+        // Attributes are compared as text: ops contain floats, which have no hash. A constant, possibly megabytes, is
+        // compared by its bytes.
         let (text, bytes) = match op {
             Op::Constant(Constant { tensor }) => {
                 (format!("{} {:?}", tensor.dtype(), tensor.shape()), tensor.bytes().clone())

@@ -1,11 +1,11 @@
-//! Dead code elimination: what no result and no average needs goes away. Inputs stay, they are the graph's signature.
+//! Dead code elimination: removes nodes that no output or average depends on. Inputs stay as the graph's signature.
 
 use super::Changed;
 use crate::graph::Graph;
 use crate::op::{NodeId, Op};
 use std::collections::HashSet;
 
-/// Removes every node that nothing needs.
+/// Removes all nodes that no output or average depends on.
 pub fn dce(graph: &mut Graph) -> Changed {
     let mut needed: HashSet<NodeId> = HashSet::new();
     let mut queue: Vec<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();

@@ -1,4 +1,4 @@
-//! Constant folding: an op whose inputs are all constants is run once, with its reference kernel, and becomes one.
+//! Constant folding: evaluates ops of constants with their reference kernels.
 
 use super::Changed;
 use crate::graph::{Graph, evaluate, order};
@@ -6,11 +6,11 @@ use crate::op::{Constant, Iota, NodeId, Op, Value};
 use crate::tensor::Tensor;
 use std::collections::HashMap;
 
-/// No constant larger than this is made, so that a small file cannot fill the memory.
+/// Size limit of a folded constant, so that a small file cannot exhaust memory.
 pub const LIMIT_BYTES: u64 = 1 << 20;
 
-/// Replaces every op that only depends on constants, where all its outputs stay within [`LIMIT_BYTES`]. Shapes with
-/// symbols wait until they are bound. An op whose kernel refuses its values is left for the run to report.
+/// Folds every op of constants whose outputs fit [`LIMIT_BYTES`]. Symbolic shapes are folded after binding. If a kernel
+/// fails, the op stays and the run reports the error.
 pub fn fold(graph: &mut Graph) -> Changed {
     let mut known: HashMap<Value, Tensor> = HashMap::new();
     let mut changed = false;
@@ -42,7 +42,7 @@ fn replace(graph: &mut Graph, id: NodeId, outputs: Vec<Tensor>, known: &mut Hash
         let constant = graph
             .add(Op::Constant(Constant { tensor: tensor.clone() }), &[], &origin)
             .expect("a constant takes no inputs");
-        // The name that the graph would give may be one that a copied node brought along; that of the op is free now.
+        // The generated name may be taken by a copied node; the op's own name is free now.
         graph.node_mut(constant).name = if several { format!("{name}#{output}") } else { name.clone() };
         let value = Value { node: constant, output: 0 };
         known.insert(value, tensor);
@@ -62,7 +62,7 @@ mod tests {
     fn names_that_were_brought_along_stay_unique() {
         let mut graph = Graph::new("named");
         let one = graph.add(crate::op::unary::scalar(crate::tensor::DType::F32, 1.0), &[], &Origin::default()).unwrap();
-        // The name that the graph would give to the third node.
+        // The name that the graph would generate for the third node.
         graph.node_mut(one).name = "constant2".into();
         let value = |node| Value { node, output: 0 };
         let minus = graph.add(Op::Unary(Unary::Neg), &[value(one)], &Origin::default()).unwrap();

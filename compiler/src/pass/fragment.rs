@@ -1,92 +1,84 @@
-//! Cuts a graph into the fragments that stages run.
+//! Cuts a graph into one fragment per stage.
 //!
-//! A fragment holds the ops of one stage and its own copy of every parameter, state and constant they read. A value
-//! made in one stage and read in another goes straight from its producer to each consumer, over any number of stages.
+//! A fragment has the ops of its stage and copies of every parameter, state and constant they read. Values are sent
+//! directly from the producing stage to each consuming stage, across any number of stages.
 //!
-//! The gradient of a value is the sum of one term for each place that reads it, added from the last reader (by op
-//! number) to the first. So that the sum has the same bits wherever the cuts are, a stage adds up only the terms that
-//! stand at the head of that order, and sends every other term by itself: see [`Term`].
+//! The gradient of a value is a sum with one term per use, added from the last user (by op number) to the first. The
+//! sum must be bitwise independent of the cuts. A stage therefore adds only terms at the head of this order and sends
+//! all others separately: see [`Term`].
 
 use crate::graph::{Graph, MovingAverage, Output, order};
 use crate::op::{Input, NodeId, Op, Value};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
-/// One place that reads a value: a node of the fragment and which of its inputs.
+/// A use of a value: a node of the fragment and its input index.
 pub type Use = (NodeId, u32);
 
-/// One summand of the gradient of a value, in the order of the sum.
+/// A term of a value's gradient, in summation order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Term {
-    /// A reader in the same fragment.
     Local(Use),
-    /// A group of readers in another stage, which sends their sum.
+    /// A group of uses in another stage, which sends their sum.
     Remote {
-        /// That stage.
         stage: usize,
-        /// Which of its groups for this value.
+        /// Index of that stage's group for this value.
         group: usize,
     },
 }
 
-/// A value that comes from an earlier stage.
+/// A value received from an earlier stage.
 #[derive(Clone, Debug)]
 pub struct Received {
     /// The value in the whole graph.
     pub value: Value,
-    /// The stage that makes it.
     pub from: usize,
     /// Its [`Input`] node in the fragment.
     pub local: NodeId,
-    /// Whether its producer wants gradients.
+    /// The producer needs its gradient.
     pub wanted: bool,
-    /// The readers whose terms are summed and sent back together, from the last to the first.
+    /// Groups of uses whose terms are summed and sent back together, from the last to the first.
     pub groups: Vec<Vec<Use>>,
 }
 
-/// A value that goes to later stages.
+/// A value sent to later stages.
 #[derive(Clone, Debug)]
 pub struct Sent {
-    /// The value in the whole graph.
     pub value: Value,
-    /// The value in the fragment.
     pub local: Value,
-    /// The stages that read it.
+    /// The receiving stages.
     pub to: Vec<usize>,
 }
 
-/// How the uses of a parameter that is read more than once are told apart: see [`Fragment::parameter_terms`].
+/// Limit on the uses of a parameter with separate terms: see [`Fragment::parameter_terms`].
 const SEPARATE_USES: usize = 8;
 
-/// A place in the sum that makes a parameter's gradient, and the uses that are added there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterTerm {
-    /// The parameter's node in the fragment.
     pub parameter: NodeId,
-    /// Its place in the sum over all stages, counted from 0.
+    /// Position in the sum over all stages, from 0.
     pub rank: usize,
-    /// The uses, from the last to the first.
+    /// From the last to the first.
     pub uses: Vec<Use>,
 }
 
 /// The part of a graph that one stage runs.
 #[derive(Clone, Debug)]
 pub struct Fragment {
-    /// The ops, with an [`Input`] for every received value. Ids grow in the order of the whole graph.
+    /// The ops, with an [`Input`] for every received value. Ids increase in the order of the whole graph.
     pub graph: Graph,
-    /// What comes in, by producer stage and value.
+    /// By producer stage and value.
     pub received: Vec<Received>,
-    /// What goes out.
     pub sent: Vec<Sent>,
-    /// The terms of the gradient of every float value that has one, in the order of the sum.
+    /// The gradient terms of every float value that needs a gradient, in summation order.
     pub terms: BTreeMap<Value, Vec<Term>>,
-    /// The terms of the parameters' gradients. Terms are kept apart until the step when a parameter is read in several
-    /// places (a tied embedding), so that stages which share it add them in one order; a parameter read in more
-    /// than eight places has one term for each stage instead.
+    /// The gradient terms of the parameters. For a parameter with several uses (a tied embedding), terms stay separate
+    /// until the optimizer step, so that all stages sum them in one order. Above eight uses, each stage has one term
+    /// instead.
     pub parameter_terms: Vec<ParameterTerm>,
 }
 
-/// Why a placement cannot be cut.
+/// A placement that cannot be cut.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum FragmentError {
@@ -98,14 +90,14 @@ pub enum FragmentError {
     Empty { stage: usize, stages: usize },
 }
 
-/// The fragments of `stages` stages, with `place` giving the stage of every node that depends on a source.
+/// The fragments of all stages; `place` gives the stage of every node that depends on a source.
 pub fn fragments(graph: &Graph, place: &HashMap<NodeId, usize>, stages: usize) -> Result<Vec<Fragment>, FragmentError> {
     let order = order::canonical(graph);
     let learned = depends_on_parameters(graph, &order);
     (0..stages).map(|stage| Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()).collect()
 }
 
-/// The fragment of one of the stages by itself.
+/// The fragment of a single stage.
 pub fn fragment(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
@@ -117,7 +109,7 @@ pub fn fragment(
     Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()
 }
 
-/// The nodes from which a parameter is reachable backward, parameters included.
+/// The nodes that depend on a parameter, parameters included.
 fn depends_on_parameters(graph: &Graph, order: &[NodeId]) -> HashSet<NodeId> {
     let mut found = HashSet::new();
     for &id in order {
@@ -153,7 +145,7 @@ impl Cut<'_> {
                     let fact = self.graph.fact(value).clone();
                     let input = Op::Input(Input { name: name.clone(), fact });
                     let input = local.add(input, &[], &node.origin).expect("an input takes no inputs");
-                    // Copies keep their names, so one that is made up here could be taken.
+                    // Copied nodes keep their names, so a generated one could collide.
                     local.node_mut(input).name = name;
                     map.insert(value, Value { node: input, output: 0 });
                     let from = self.place[&id];
@@ -221,7 +213,7 @@ impl Cut<'_> {
         Ok(Fragment { graph: local, received, sent, terms, parameter_terms })
     }
 
-    /// The nodes that stand in the fragment: the stage's own, and every source and constant op that they read.
+    /// The nodes of the fragment: the stage's ops, and every source and constant expression they read.
     fn needed(&self) -> Result<HashSet<NodeId>, FragmentError> {
         let name = |id: NodeId| self.graph.node(id).told().to_string();
         let own: Vec<NodeId> =
@@ -234,7 +226,7 @@ impl Cut<'_> {
         queue.extend(
             self.graph.averages.iter().filter(|a| self.place.get(&a.sample.node) == Some(&self.stage)).map(|a| a.state),
         );
-        // Results that follow from constants alone come out of the last stage.
+        // Outputs that are constant expressions belong to the last stage.
         if self.stage + 1 == self.stages {
             queue.extend(self.graph.outputs.iter().map(|o| o.value.node).filter(|id| !self.place.contains_key(id)));
         }
@@ -255,7 +247,7 @@ impl Cut<'_> {
         Ok(needed)
     }
 
-    /// Whether an unplaced node should have had a place: it depends on something that is given at run time.
+    /// Tests whether an unplaced node should have a stage, because it depends on run-time data.
     fn is_numbered(&self, id: NodeId) -> bool {
         !matches!(self.graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_))
             && self.graph.inputs(id).iter().any(|v| {
@@ -277,8 +269,8 @@ impl Cut<'_> {
         uses
     }
 
-    /// The uses of a value in other stages than its own, in groups that are summed before they are sent: those at the
-    /// head of the order together, every other one alone.
+    /// The uses of a value in groups that are summed before sending: those at the head of the order together, every
+    /// other one alone.
     fn groups(&self, value: Value) -> Vec<(usize, Vec<Use>)> {
         let uses = self.uses(value);
         let Some(head) = uses.first().map(|u| self.place[&u.0]) else { return Vec::new() };

@@ -1,11 +1,11 @@
-//! Which elementwise ops run together: as one loop over pieces that stay in the first-level cache, so that what lies between them is
+//! Fuses elementwise ops into chains. A chain runs as one loop over blocks in the L1 cache, so its intermediates are
 //! never written to memory.
 //!
-//! A chain is a set of ops whose results have one shape. It runs where its last op stands, so an op may only be in it if nobody outside
-//! reads its result before that. Every op of a chain rounds as it does alone: the same numbers come out, bit by bit.
+//! The results of a chain have one shape. A chain runs at the position of its last op, so an op may join only if no
+//! other op reads its result earlier. Every op rounds as it does alone: results are bitwise equal.
 //!
 //! ```text
-//! %u = mul %x %root          apart: six tensors are written and read        together: one piece of each at a time,
+//! %u = mul %x %root          unfused: six tensors are written and read      fused: one block of each at a time,
 //! %e = erf %u                                                               and only %c is written whole
 //! %g = add %e %one
 //! %c = mul %g %half
@@ -18,24 +18,22 @@ use crate::op::{Binary, NodeId, Op, Unary, Value};
 use crate::tensor::DType;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// A longer chain would gain nothing more.
+/// Longer chains gain nothing.
 const MOST_OPS: usize = 24;
-/// Tensors that a chain reads, at most.
 pub const MOST_READ: usize = 12;
-/// Tensors that a chain writes, at most.
 pub const MOST_WRITTEN: usize = 4;
 
-/// The chains of a graph.
+/// The fused chains of a graph.
 #[derive(Clone, Debug, Default)]
 pub struct Chains {
-    /// The ops of each chain in their order, by the last of them.
+    /// The ops of each chain in order, keyed by the last.
     pub by_last: BTreeMap<NodeId, Vec<NodeId>>,
-    /// What is only read inside the chain that makes it.
+    /// Values that are read only within their chain.
     pub inner: HashSet<Value>,
 }
 
 impl Chains {
-    /// For every node of `order` the place in it where it runs.
+    /// For every node of `order`, the position at which it runs.
     pub fn places(&self, order: &[NodeId]) -> Vec<usize> {
         let mut places: Vec<usize> = (0..order.len()).collect();
         let mut last_of: HashMap<NodeId, NodeId> = HashMap::new();
@@ -45,14 +43,13 @@ impl Chains {
         let mut at_last: HashMap<NodeId, usize> = HashMap::new();
         for (at, id) in order.iter().enumerate().rev().filter(|_| !last_of.is_empty()) {
             if let Some(last) = last_of.get(id) {
-                // The last of a chain comes first, backward.
+                // Iterating backward, the last op of a chain comes first.
                 places[at] = *at_last.entry(*last).or_insert(at);
             }
         }
         places
     }
 
-    /// Takes a chain apart again.
     pub fn dissolve(&mut self, last: NodeId) {
         for op in self.by_last.remove(&last).unwrap_or_default() {
             self.inner.remove(&Value { node: op, output: 0 });
@@ -72,8 +69,8 @@ pub fn ends(graph: &Graph, ops: &[NodeId], inner: &HashSet<Value>) -> (Vec<Value
     (read, made.filter(|value| !inner.contains(value)).collect())
 }
 
-/// The chains of a graph of fixed sizes that is run in `order`, where ops of which `together` is false are kept apart. There are none
-/// while which more memory would be taken than the ops alone take at the most. Also what is [`live`] with them.
+/// Finds the chains of a graph of fixed sizes executed in `order`; ops for which `together` is false are not fused.
+/// Chains that would raise the memory peak are dissolved. Also returns [`live`] bytes with these chains.
 pub fn chains(
     graph: &Graph,
     order: &[NodeId],
@@ -107,9 +104,8 @@ struct Search<'a> {
     needs: &'a Needs<'a>,
     position: HashMap<NodeId, usize>,
     results: HashSet<Value>,
-    /// The chain that an op is in.
     chain_of: HashMap<NodeId, usize>,
-    /// Chains of one op and more; those that went into another are empty.
+    /// Chains of one or more ops; merged ones are empty.
     chains: Vec<Vec<NodeId>>,
 }
 
@@ -120,7 +116,7 @@ impl<'a> Search<'a> {
         Search { graph, needs, position, results, chain_of: HashMap::new(), chains: Vec::new() }
     }
 
-    /// Puts an op into the chains of what it reads, where it may be, else into one of its own.
+    /// Merges an op into the chains of its inputs where legal, or starts a new one.
     fn place(&mut self, id: NodeId, together: &dyn Fn(NodeId, NodeId) -> bool) {
         if !is_elementwise(self.graph, id) {
             return;
@@ -143,7 +139,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether a chain may run where `id` stands, with the chain that `id` is in.
+    /// Tests whether a chain may merge with `id`'s chain and run at `id`.
     fn may_join(&self, other: usize, own: usize, id: NodeId, together: &dyn Fn(NodeId, NodeId) -> bool) -> bool {
         let (others, owns) = (&self.chains[other], &self.chains[own]);
         let shape = |id: NodeId| &self.graph.node(id).facts[0].shape;
@@ -162,7 +158,8 @@ impl<'a> Search<'a> {
         read.len() <= MOST_READ && written.len() <= MOST_WRITTEN
     }
 
-    /// The first place where a value is read outside these chains, or through a view, of which a chain would see what is not yet there.
+    /// The first position at which a value is read outside these chains or through a view, which would see data not yet
+    /// computed.
     fn first_read(&self, made: Value, chains: [usize; 2]) -> usize {
         let mut first = usize::MAX;
         let mut values = vec![made];
@@ -170,7 +167,7 @@ impl<'a> Search<'a> {
             for (reader, _) in self.graph.consumers(value) {
                 match self.chain_of.get(&reader) {
                     Some(chain) if chains.contains(chain) && value == made => {}
-                    // Where the last op of its chain stands.
+                    // The position of the last op of its chain.
                     Some(&chain) => first = first.min(self.chains[chain].last().map_or(0, |op| self.position[op])),
                     None if rule(&self.graph.node(reader).op).is_view() => {
                         values.push(Value { node: reader, output: 0 });
@@ -182,7 +179,7 @@ impl<'a> Search<'a> {
         first
     }
 
-    /// What of these ops is read by them alone.
+    /// The results that are read only within these ops.
     fn inner(&self, ops: &[NodeId]) -> HashSet<Value> {
         let needs = self.needs;
         let is_inner = |value: &Value| {
@@ -205,7 +202,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Whether an op makes each element of its result from the elements of its inputs that stand there, and cannot fail.
+/// Tests for an elementwise op that cannot fail.
 fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
     let node = graph.node(id);
     let suits = match node.op {
@@ -244,7 +241,7 @@ mod tests {
             self.op(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a, b])
         }
 
-        /// The chains where `result` is the result and `kept` is kept.
+        /// The chains if `result` is the output and `kept` is saved.
         fn chains(mut self, result: Value, kept: &[Value]) -> Chains {
             self.0.outputs.push(Output { name: "y".to_string(), value: result });
             let graph = self.0;
@@ -261,7 +258,7 @@ mod tests {
                 passage: None,
             };
             let (chains, _) = chains(&graph, &order, &needs, &|_, _| true);
-            // What is inside has no home, all else has one.
+            // Inner values have no location, all others have one.
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
             for value in graph.ids().flat_map(|id| graph.values(id)) {
                 assert_eq!(layout.homes.contains_key(&value), !chains.inner.contains(&value));

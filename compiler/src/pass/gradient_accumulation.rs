@@ -1,8 +1,8 @@
-//! Which gradients of parameters a backward run adds to their sums as it makes them.
+//! Selects the parameter gradients that the backward accumulates directly into their sums.
 //!
-//! A parameter's gradient is a sum over items of terms, one term for each op that uses the parameter. A term need not lie anywhere else
-//! than in its sum: products and scatters add to what is there, and what other ops make is added when they have run. So terms take no
-//! room beside their sums, but for those of one op at a time.
+//! A parameter's gradient is a sum over micro-batches and uses. Matrix products and scatters accumulate into the sum;
+//! results of other ops are added after they run. Terms therefore need no memory besides their sums, except for one op
+//! at a time.
 
 use crate::graph::Graph;
 use crate::op::table::rule;
@@ -11,8 +11,8 @@ use crate::pass::attribution::runs;
 use crate::pass::backward::{Backward, Made};
 use std::collections::{BTreeMap, HashSet};
 
-/// The gradients of parameters that nodes of the graph make, but for `before` them, and that nobody sends; with the terms that each of
-/// these tensors is. Terms are counted in the order of what the graph makes.
+/// The parameter gradients made by nodes of the graph, excluding nodes for which `before` is true and values that are
+/// also sent. Maps each tensor to its terms, as indices of the backward's outputs.
 pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<Value, Vec<usize>> {
     let graph = &backward.graph;
     let made = |wanted: fn(&Made) -> bool| {
@@ -29,22 +29,22 @@ pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<
     summed
 }
 
-/// Those of them that lie nowhere but in sums: their makers add, and no op reads them. A product rounds otherwise where it adds than
-/// where it is made first, so what else is read is never added, wherever the stages are cut and the backward is split: it is on the way of a
-/// gradient to earlier ops, and would be sent or made in the first part somewhere.
+/// The gradients that exist only in their sums: their producers accumulate, and no op reads them. An accumulating
+/// product rounds differently from a separate one. So a gradient with other readers is never accumulated, wherever the
+/// cuts are: it is on the path of a gradient to earlier ops.
 pub fn only_in_sums(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> HashSet<Value> {
     let readers = graph.ids().filter(|id| runs(&graph.node(*id).op));
     let read: HashSet<Value> = readers.flat_map(|id| graph.inputs(id)).map(|value| root(graph, value)).collect();
     summed.keys().copied().filter(|value| is_added(graph, *value) && !read.contains(value)).collect()
 }
 
-/// Whether the op that makes a value can add it to what is there. Sums of narrow terms are wide.
+/// Tests whether the producing op can accumulate. Two-byte types cannot: their sums are f32.
 fn is_added(graph: &Graph, value: Value) -> bool {
     let adds = matches!(graph.node(value.node).op, Op::MatMul(_) | Op::ConvWeightGrad(_) | Op::ScatterAdd(_));
     adds && graph.fact(value).dtype.size() >= 4
 }
 
-/// What a value is a view of, or itself.
+/// The base of a view, or the value itself.
 pub fn root(graph: &Graph, mut value: Value) -> Value {
     while value.output == 0 && rule(&graph.node(value.node).op).is_view() {
         value = graph.inputs(value.node)[0];

@@ -1,5 +1,4 @@
-//! From the graph that trains to the graph that answers: batch statistics become the running ones, and nothing is
-//! dropped.
+//! Converts a training graph to an inference graph: running instead of batch statistics, and no dropout.
 
 use super::Changed;
 use crate::graph::{Graph, Origin, Writer, order};
@@ -8,9 +7,8 @@ use crate::op::unary::scalar;
 use crate::op::{BatchNorm, Binary, Emit, NodeId, Op, Reshape, Unary, Value};
 use crate::tensor::dim::Dim;
 
-/// Replaces every [`BatchNorm`] whose mean and variance are followed by running averages with the formula over those
-/// averages. One without averages keeps the statistics of the batch: it has no others. A [`Dropout`](crate::op::Dropout)
-/// becomes its input, and the counter that it read goes away.
+/// Replaces every [`BatchNorm`] with running averages by the formula over those averages. One without averages keeps
+/// batch statistics. Every [`Dropout`](crate::op::Dropout) becomes its input, and the counter input is removed.
 pub fn inference(graph: &mut Graph) -> Changed {
     let mut changed = keep_all(graph);
     let mut replaced = false;
@@ -18,7 +16,7 @@ pub fn inference(graph: &mut Graph) -> Changed {
         let Op::BatchNorm(norm) = graph.node(id).op else { continue };
         let followed = |output: u32| {
             let sample = Value { node: id, output };
-            // The variance may pass through a correction on its way to its average.
+            // The variance may be scaled (Bessel's correction) before its average.
             graph.averages.iter().find(|a| reaches(graph, sample, a.sample)).map(|a| a.state)
         };
         if let (Some(mean), Some(variance)) = (followed(1), followed(2)) {
@@ -34,7 +32,6 @@ pub fn inference(graph: &mut Graph) -> Changed {
     Changed::from(changed)
 }
 
-/// Takes out every dropout, and the counter.
 fn keep_all(graph: &mut Graph) -> bool {
     let (mut dropouts, mut counters) = (Vec::new(), Vec::new());
     for id in order::canonical(graph) {
@@ -54,7 +51,7 @@ fn keep_all(graph: &mut Graph) -> bool {
     !dropouts.is_empty() || !counters.is_empty()
 }
 
-/// Whether `to` is `from`, or an elementwise scaling of it.
+/// Tests whether `to` is `from` or an elementwise scaling of it.
 fn reaches(graph: &Graph, from: Value, to: Value) -> bool {
     to == from || (matches!(graph.node(to.node).op, Op::Binary(Binary::Mul)) && graph.inputs(to.node).contains(&from))
 }

@@ -1,7 +1,7 @@
 //! Attaches a loss to a graph that ends in predictions.
 //!
-//! The loss belongs to whoever trains, not to the model, so its ops come after all others and are not numbered in
-//! plans: they run in the stage that makes the predictions.
+//! The loss comes from the training command, not the model. Its ops therefore follow all others, are not numbered in
+//! plans, and run in the stage that computes the predictions.
 
 use crate::graph::{Graph, Origin, Output, Writer};
 use crate::op::unary::scalar;
@@ -12,21 +12,18 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
 use thiserror::Error;
 
-/// What training makes small.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loss {
-    /// Mean cross-entropy of logits against class indices; [`IGNORED`] counts for nothing.
+    /// Mean cross-entropy of logits against class indices; [`IGNORED`] labels are ignored.
     CrossEntropy,
-    /// Mean squared error.
     Mse,
     /// Mean binary cross-entropy of logits against targets in 0…1.
     Bce,
-    /// The scalar among the graph's outputs: the first, or the only one.
+    /// A scalar output of the graph: the first output, or the only scalar.
     Output,
 }
 
-/// Why a loss does not fit a graph.
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum LossError {
@@ -42,32 +39,32 @@ pub enum LossError {
     Taken { name: String },
 }
 
-/// The name under which data files give the targets.
+/// Name of the targets in data files.
 pub const TARGET: &str = "target";
 
-/// A class index that counts for nothing, as PyTorch's `ignore_index` has it.
+/// The ignored class index, PyTorch's default `ignore_index`.
 pub const IGNORED: i64 = -100;
 
-/// The name of the scalar that is trained; a model's own results have other names.
+/// Reserved output name of the loss.
 pub const LOSS: &str = "pipec.loss";
 
-/// The name of the input that the loss is multiplied by before it is made small, where its gradients would be too small for `f16`.
+/// Reserved input name of the loss scale, used when gradients would underflow in `f16`.
 pub const LOSS_SCALE: &str = "pipec.loss-scale";
 
-/// The name of the loss times its scale.
+/// Reserved output name of the scaled loss.
 pub const SCALED_LOSS: &str = "pipec.scaled-loss";
 
-/// The axis of classes where nobody names one.
+/// The default class axis.
 const LAST: i64 = -1;
 
-/// The axis of classes of predictions, from the front, if they have it; a negative one counts from the end.
+/// The class axis of predictions, non-negative; `None` if out of range.
 pub fn class_axis(predictions: &Fact, axis: Option<i64>) -> Option<usize> {
     let axis = axis.unwrap_or(LAST);
     let from_front = if axis < 0 { axis + predictions.rank() as i64 } else { axis };
     usize::try_from(from_front).ok().filter(|axis| *axis < predictions.rank())
 }
 
-/// Adds the loss times the input [`LOSS_SCALE`] as the last result [`SCALED_LOSS`].
+/// Adds the loss times the input [`LOSS_SCALE`] as the last output [`SCALED_LOSS`].
 pub fn scaled(graph: &mut Graph, loss: Value) {
     let fact = graph.fact(loss).clone();
     let mut out = Writer { graph, origin: Origin { source: LOSS.into(), module: String::new() } };
@@ -76,7 +73,7 @@ pub fn scaled(graph: &mut Graph, loss: Value) {
     graph.outputs.push(Output { name: SCALED_LOSS.into(), value });
 }
 
-/// The output that can be the model's own loss: the first where it is a scalar, else the only scalar there is.
+/// The output that can be the model's own loss: the first if it is a scalar, else the only scalar.
 pub fn own(graph: &Graph) -> Option<usize> {
     let is_scalar = |output: &Output| {
         let fact = graph.fact(output.value);
@@ -87,7 +84,7 @@ pub fn own(graph: &Graph) -> Option<usize> {
     (first == 0 || scalars.next().is_none()).then_some(first)
 }
 
-/// Whether an output follows from an input that the first output does not follow from, as a loss does from labels.
+/// Tests whether an output depends on an input that the first output does not depend on, as a loss depends on labels.
 pub fn reads_more(graph: &Graph, output: usize) -> bool {
     let inputs = |value: Value| {
         let (mut seen, mut stack, mut inputs) = (HashSet::new(), vec![value.node], BTreeSet::new());
@@ -104,9 +101,9 @@ pub fn reads_more(graph: &Graph, output: usize) -> bool {
     !inputs(graph.outputs[output].value).is_subset(&inputs(graph.outputs[0].value))
 }
 
-/// Adds the loss ops for the first output, or for the one that is the loss, and returns the scalar loss, which becomes the graph's last result [`LOSS`].
-/// `class_axis` counts from the end when negative; the default is the last axis. Of an output in a type of two bytes the loss is
-/// taken in `f32`.
+/// Adds the loss of the first output (or the output that is the loss) as the graph's last output [`LOSS`], and returns
+/// it. `class_axis` may be negative and defaults to the last axis. The loss of an output of a two-byte type is computed
+/// in `f32`.
 pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<Value, LossError> {
     let at = if loss == Loss::Output { own(graph).unwrap_or(0) } else { 0 };
     let Some(Output { name, value: mut y }) = graph.outputs.get(at).cloned() else { return Err(LossError::NoOutput) };
@@ -147,7 +144,7 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
             let square = out.emit(Op::Binary(Binary::Mul), &[error, error]);
             mean(&mut out, square)
         }
-        // max(y, 0) - y·t + log(1 + e^-|y|), which does not overflow: softplus(y) - y·t
+        // max(y, 0) - y·t + log(1 + e^-|y|), computed without overflow as softplus(y) - y·t
         Loss::Bce => {
             let wanted = target(&mut out, fact.clone());
             let grown = out.emit(Op::Unary(Unary::Softplus), &[y]);
@@ -166,7 +163,7 @@ fn mean(out: &mut Writer<'_>, value: Value) -> Value {
     out.emit(Op::Reduce(Reduce { kind: ReduceKind::Mean, axes, keep: false }), &[value])
 }
 
-/// A constant one of the loss's element type: the gradient of the loss for itself.
+/// The constant 1 in the loss's element type: the gradient of the loss by itself.
 pub fn seed(dtype: DType) -> Op {
     scalar(dtype, 1.0)
 }

@@ -1,19 +1,19 @@
-//! Where every tensor of a stage lies: lifetimes become offsets in one arena, known to the byte before anything runs.
+//! Memory planning: assigns every tensor of a stage a location from its lifetime. The size of the arena is known
+//! exactly before a run.
 //!
-//! A tensor that is only a view of another (a reshape) lies where that one lies. The rest have one of four homes, by
-//! who needs them:
+//! A view (a reshape) shares the location of its base. Every other tensor has one of four locations:
 //!
-//! | home | for | lives |
+//! | location | for | lifetime |
 //! | --- | --- | --- |
-//! | [`Home::Source`] | inputs, parameters, states, constants and views of them | as long as their owner keeps them |
-//! | [`Home::Own`] | what is sent to other stages | in a buffer of its own, shared with the receiver |
-//! | [`Home::Kept`] | what the backward run of the same minibatch reads | from forward to backward |
-//! | [`Home::Arena`] | everything else, and the kernels' workspace | within the run |
+//! | [`Home::Source`] | inputs, parameters, states, constants and views of them | decided by their owner |
+//! | [`Home::Own`] | values sent to other stages | in a separate buffer, shared with the receiver |
+//! | [`Home::Kept`] | values that the backward of the same minibatch reads | from forward to backward |
+//! | [`Home::Arena`] | everything else, and kernel workspaces | within the run |
 //!
-//! What is only read within the chain of ops that makes it ([`fuse`](super::fuse)) has no home, nor has what its maker adds to a sum.
+//! Inner values of a fused chain ([`fuse`](super::fuse)) and gradients accumulated by their producer have no location.
 //!
-//! Arena offsets are assigned largest tensor first, each at the lowest place where no tensor alive at the same time
-//! lies ("greedy by size", Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
+//! Arena offsets are assigned by decreasing size, each at the lowest offset that is free during the tensor's lifetime.
+//! This is "greedy by size" (Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
 
 use super::fuse::Chains;
 use crate::graph::Graph;
@@ -21,62 +21,57 @@ use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use std::collections::{HashMap, HashSet};
 
-/// Every offset and size is a multiple of this many bytes: a cache line and an AVX-512 register.
+/// Alignment in bytes of every offset and size: a cache line and an AVX-512 register.
 pub const ALIGNMENT: usize = 64;
 
-/// Where a tensor lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Home {
-    /// In the buffer of this source node.
     Source(NodeId),
-    /// In a buffer of its own: index in [`Layout::own`].
+    /// In a separate buffer: index in [`Layout::own`].
     Own(usize),
-    /// At this byte offset of the block that is kept until the backward run.
+    /// Byte offset in the block saved for the backward.
     Kept(usize),
-    /// At this byte offset of the arena.
     Arena(usize),
 }
 
-/// The homes of all values of a graph.
+/// The locations of all values of a graph, and the sizes of its buffers.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
-    /// By value.
     pub homes: HashMap<Value, Home>,
-    /// The values that have a buffer of their own, with its size in bytes: what is sent, one entry a buffer.
+    /// The values with separate buffers, and the buffer sizes in bytes.
     pub own: Vec<(Value, usize)>,
-    /// Bytes of the block that is kept from forward to backward, for each minibatch in flight.
+    /// Bytes of the block saved for the backward, per minibatch in flight.
     pub kept_bytes: usize,
-    /// Bytes of the arena: the exact peak of what lives within the run.
+    /// Bytes of the arena: the exact peak of transient memory.
     pub arena_bytes: usize,
-    /// Where the workspace of each node that needs one lies in the arena.
+    /// Arena offset of each node's workspace.
     pub workspace: HashMap<NodeId, usize>,
 }
 
-/// What a run within a longer one shares with what is run before it and after it: it lies in the arena of both.
+/// Tensors that a run within a longer one shares with the runs before and after it, in a common arena.
 #[derive(Clone, Debug, Default)]
 pub struct Passage {
-    /// Sources that are made before it.
+    /// Sources made before the run.
     pub comes: HashSet<Value>,
-    /// Values that are read after it.
+    /// Values read after the run.
     pub goes: HashSet<Value>,
 }
 
-/// What must outlive the run, what kernels need beside their tensors, and which ops run together.
+/// Constraints of the layout: values that outlive the run, kernel workspaces and fused chains.
 #[derive(Clone, Copy)]
 pub struct Needs<'a> {
-    /// Values that are sent to other stages, or handed out.
+    /// Values sent to other stages or returned.
     pub own: &'a HashSet<Value>,
-    /// Values that the backward run reads.
+    /// Values that the backward reads.
     pub kept: &'a HashSet<Value>,
-    /// Values that are read when the run is over, before the next one.
+    /// Values read after the run, before the next one.
     pub held: &'a HashSet<Value>,
-    /// Values that their makers add to sums.
+    /// Gradients that their producers accumulate.
     pub added: &'a HashSet<Value>,
-    /// Bytes of workspace by node, of a chain by its last.
+    /// Workspace bytes per node; of a chain, keyed by its last op.
     pub workspace: &'a HashMap<NodeId, usize>,
-    /// Ops that run together.
     pub chains: &'a Chains,
-    /// What it shares with other runs, if it is a part of a longer one.
+    /// Tensors shared with other runs, if this is part of a longer one.
     pub passage: Option<&'a Passage>,
 }
 
@@ -85,7 +80,7 @@ pub fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// Lays out a graph of fixed sizes that is run in `order`.
+/// Lays out a graph of fixed sizes that is executed in `order`.
 pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     let mut classes = classes(graph, order, needs);
     let mut layout = Layout::default();
@@ -127,8 +122,8 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     layout
 }
 
-/// For every node of `order` the bytes of all tensors alive while it, or its chain, runs that would lie in the arena, but for those that
-/// are held to the end of the run.
+/// For every node of `order`, the arena bytes alive while it or its chain runs, except tensors held to the end of the
+/// run.
 pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
     let mut change = vec![0isize; order.len() + 1];
     for tensor in tensors(graph, order, needs) {
@@ -144,22 +139,20 @@ pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
     needs.chains.places(order).into_iter().map(|at| alive[at]).collect()
 }
 
-/// A tensor that would lie in the arena.
 #[derive(Clone, Debug)]
 pub struct Transient {
-    /// What it is, other than a view.
+    /// The base value, not a view.
     pub root: Value,
-    /// As it is laid out.
+    /// With alignment.
     pub bytes: usize,
-    /// Where in the order it is alive first.
+    /// First position in the order at which it is alive.
     pub first: usize,
-    /// Where it is alive last.
+    /// Last position at which it is alive.
     pub last: usize,
-    /// What reads it or a view of it.
     pub readers: Vec<NodeId>,
 }
 
-/// All tensors that would lie in the arena, but for those that are held to the end of the run.
+/// All tensors with an arena location, except those held to the end of the run.
 pub fn tensors(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<Transient> {
     let mut classes = classes(graph, order, needs);
     let goes = needs.passage.into_iter().flat_map(|passage| &passage.goes);
@@ -195,7 +188,7 @@ struct Class {
     own: bool,
     kept: bool,
     held: bool,
-    /// Whether it exists only within a chain, or in a sum.
+    /// Exists only within a chain or a gradient sum.
     inner: bool,
 }
 
@@ -246,7 +239,7 @@ struct Block {
     last: usize,
 }
 
-/// An offset for every block, and the bytes they take together.
+/// Assigns an offset to every block; also returns the total size.
 fn pack(blocks: &[Block]) -> (Vec<usize>, usize) {
     let mut by_size: Vec<usize> = (0..blocks.len()).collect();
     by_size.sort_by_key(|&i| (std::cmp::Reverse(blocks[i].size), blocks[i].first, i));

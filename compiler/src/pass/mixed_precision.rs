@@ -1,13 +1,12 @@
-//! Mixed precision: values, weights and messages in a type of two bytes, statistics and the loss in `f32`.
+//! Mixed precision: values, weights and messages in a two-byte type, statistics and the loss in `f32`.
 //!
-//! Every float becomes one of the narrow type, but for
-//! - normalisations that keep statistics beside their result: they read and write `f32`, and what they make is rounded at once,
-//!   so that what crosses a cut is narrow wherever the cut lies;
-//! - the scales and biases that only those read;
-//! - states that follow a value, and that value.
+//! Every float becomes the narrow type, except
+//! - normalisations with saved statistics, which read and write `f32` but round their results at once;
+//! - scales and biases that only those read;
+//! - running averages and their samples.
 //!
-//! All other ops compute in `f32` within a kernel and round what they write (`runtime::device::cpu::half`), so that sums and means
-//! are those of `f32` rounded once. Whoever trains keeps the weights in `f32` beside the narrow ones that the stages read.
+//! All other ops compute in `f32` within a kernel and round their results (`runtime::device::cpu::half`), so sums and
+//! means are rounded once. The optimizer keeps `f32` master weights besides the narrow ones of the stages.
 
 use crate::graph::{Graph, Writer, order};
 use crate::op::table::rule;
@@ -16,15 +15,13 @@ use crate::pass::precision::{PrecisionError, precision};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 
-/// A graph in mixed precision.
 pub struct Mixed {
-    /// The graph.
     pub graph: Graph,
-    /// The casts that were added, each with the op beside which it must run.
+    /// The added casts, each with the op whose stage it must share.
     pub added: Vec<(NodeId, NodeId)>,
 }
 
-/// The graph with floats of type `to`, which has two bytes. Ids stay.
+/// Converts floats to the two-byte type `to`. Node ids are unchanged.
 pub fn mixed(graph: &Graph, to: DType) -> Result<Mixed, PrecisionError> {
     let mut pass = Pass { graph: precision(graph, to)?, added: Vec::new(), to };
     pass.states();
@@ -34,7 +31,7 @@ pub fn mixed(graph: &Graph, to: DType) -> Result<Mixed, PrecisionError> {
     Ok(Mixed { graph: pass.graph, added: pass.added })
 }
 
-/// Whether an op keeps statistics for its backward beside its result.
+/// Tests for normalisations, which save statistics for the backward.
 fn is_whole(op: &Op) -> bool {
     matches!(op, Op::LayerNorm(_) | Op::BatchNorm(_))
 }
@@ -46,7 +43,7 @@ struct Pass {
 }
 
 impl Pass {
-    /// A cast of a value that runs beside an op.
+    /// Adds a cast of a value, in the stage of `beside`.
     fn cast(&mut self, value: Value, to: DType, beside: NodeId) -> Value {
         let origin = self.graph.node(beside).origin.clone();
         let cast = Writer { graph: &mut self.graph, origin }.emit(Op::Cast(Cast { to }), &[value]);
@@ -54,7 +51,6 @@ impl Pass {
         cast
     }
 
-    /// Makes a source one of `f32`.
     fn widen_source(&mut self, id: NodeId) {
         let node = self.graph.node_mut(id);
         match &mut node.op {
@@ -65,7 +61,7 @@ impl Pass {
         node.facts[0].dtype = DType::F32;
     }
 
-    /// States that follow a value stay as precise as they were, and so do their samples.
+    /// Running averages and their samples keep their precision.
     fn states(&mut self) {
         for at in 0..self.graph.averages.len() {
             let average = self.graph.averages[at].clone();
@@ -87,7 +83,7 @@ impl Pass {
         }
     }
 
-    /// Makes an op read and write `f32`, and its readers what it wrote, rounded.
+    /// Makes an op compute in `f32`; its readers get the rounded result.
     fn widen(&mut self, id: NodeId) -> Result<(), PrecisionError> {
         for (slot, value) in self.graph.inputs(id).into_iter().enumerate() {
             if self.graph.fact(value).dtype != self.to {

@@ -1,4 +1,4 @@
-//! The order of the passes, with the verifier between them.
+//! The order of the passes; the verifier runs after each.
 
 use super::fragment::Fragment;
 use super::{Changed, canonicalise, cse, dce, fold};
@@ -7,30 +7,28 @@ use crate::graph::{Graph, Output};
 use crate::pass::concat_of_pads;
 use thiserror::Error;
 
-/// A pass broke the graph: our bug.
+/// A pass broke the graph, which is a bug of pipec.
 #[derive(Debug, Error)]
 #[error("bug in pipec: after the pass `{pass}` the graph does not hold: {fault}")]
 pub struct PassBug {
-    /// The pass.
     pub pass: &'static str,
-    /// What does not hold.
     pub fault: VerifyError,
 }
 
 type Pass = (&'static str, fn(&mut Graph) -> Changed);
 
-/// What an importer runs last, before ops get their numbers.
+/// Passes after import, before ops are numbered.
 const CANONICAL: [Pass; 3] = [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
 
-/// What a stage's fragment goes through once its sizes are fixed.
+/// Passes for a backward graph at fixed sizes.
 const CONCRETE: [Pass; 4] =
     [("fold", fold::fold), ("cse", cse::cse), ("join", concat_of_pads::join), ("dce", dce::dce)];
 
-/// What a forward fragment goes through: no `cse`, because merging ops that only meet when two stages are one would
-/// make the order of gradient sums depend on the cut.
+/// Passes for a forward fragment. Not `cse`: merging ops that only share a stage under some cuts would make the order
+/// of gradient sums depend on the cut.
 const FORWARD: [Pass; 2] = [("fold", fold::fold), ("dce", dce::dce)];
 
-/// Brings an imported graph into canonical form.
+/// Canonicalises an imported graph.
 pub fn canonical(graph: &mut Graph) -> Result<(), PassBug> {
     run(graph, &CANONICAL)
 }
@@ -40,7 +38,7 @@ pub fn concrete(graph: &mut Graph) -> Result<(), PassBug> {
     run(graph, &CONCRETE)
 }
 
-/// Simplifies a forward fragment at fixed sizes. What it sends is needed, as its results are.
+/// Simplifies a forward fragment at fixed sizes. Sent values are live, like outputs.
 pub fn forward(fragment: &mut Fragment) -> Result<(), PassBug> {
     let graph = &mut fragment.graph;
     let results = graph.outputs.len();

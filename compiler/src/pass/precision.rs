@@ -1,4 +1,4 @@
-//! The same graph in another precision: every float becomes one of another type.
+//! Converts every float of a graph to another precision.
 
 use crate::graph::{AddError, Graph, Node, order};
 use crate::op::table::rule;
@@ -8,38 +8,22 @@ use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
 use thiserror::Error;
 
-/// Why a graph has no other precision.
 #[derive(Debug, Error, PartialEq)]
 pub enum PrecisionError {
-    /// An op reads the bits of a float.
     #[error("node `{node}` reads the bits of its input, which are others in {to}")]
-    Bits {
-        /// Source name of the node.
-        node: String,
-        /// The type asked for.
-        to: DType,
-    },
-    /// An op does not take the type.
+    Bits { node: String, to: DType },
     #[error("node `{node}` cannot work in {to}: {fault}")]
-    Fact {
-        /// Source name of the node.
-        node: String,
-        /// The type asked for.
-        to: DType,
-        /// What does not fit.
-        fault: Box<AddError>,
-    },
+    Fact { node: String, to: DType, fault: Box<AddError> },
 }
 
 impl PrecisionError {
-    /// A node that does not take the type.
     pub fn of(node: &Node, to: DType, fault: FactError) -> PrecisionError {
         let fault = Box::new(AddError { op: rule(&node.op).name().to_string(), fault });
         PrecisionError::Fact { node: node.told().to_string(), to, fault }
     }
 }
 
-/// Makes every float of the graph one of type `to`: sources, constants, casts and all that follows from them. Ids stay.
+/// Converts every float to type `to`: sources, constants, casts and all that depends on them. Node ids are unchanged.
 pub fn precision(graph: &Graph, to: DType) -> Result<Graph, PrecisionError> {
     let mut made = graph.clone();
     for id in order::canonical(graph) {
@@ -75,8 +59,8 @@ fn retype(op: &mut Op, to: DType) {
     }
 }
 
-/// The constant in another type. In a narrow one, what is finite stays finite and what is not zero stays so: a mask's lowest number
-/// must not become an infinity, nor an epsilon nothing.
+/// Converts a constant. In a narrow type, finite values stay finite and non-zero values stay non-zero: a mask's lowest
+/// number must not become infinite, nor an epsilon zero.
 fn narrowed(tensor: &Tensor, to: DType) -> Tensor {
     let (largest, smallest) = match to {
         DType::F16 => (f16::MAX.to_f64(), f16::MIN_POSITIVE_SUBNORMAL.to_f64()),

@@ -1,27 +1,26 @@
-//! The two parts of a backward fragment: what makes the gradients that other stages wait for, and the rest, which makes gradients
-//! of parameters and can run later.
+//! Splits a backward fragment into an input-gradient part, which other stages wait for, and a weight-gradient part,
+//! which can run later (zero bubble).
 //!
-//! The parts are the same ops on the same values, so that they give the same bits as the whole. An op from which any leaving
-//! gradient is reachable belongs to the first part, also where it makes gradients of parameters besides (as a recurrent layer
-//! does). A stage that sends no gradients has an empty first part.
+//! Both parts run the same ops on the same values, so results are bitwise equal to the whole backward. Ops that a sent
+//! gradient depends on belong to the first part, even if they also compute parameter gradients (as recurrent layers
+//! do). A stage that sends no gradients has an empty first part.
 
 use crate::graph::order;
 use crate::op::{NodeId, Op, Value};
 use crate::pass::backward::{Backward, Made};
 use std::collections::HashSet;
 
-/// The parts of a backward fragment.
+/// The two parts of a backward fragment.
 #[derive(Clone, Debug)]
 pub struct Parts {
     /// Every node: sources, the first part, the second part.
     pub order: Vec<NodeId>,
-    /// The nodes of the second part.
     pub second: HashSet<NodeId>,
-    /// Values that the first part makes and that are needed in the second or at its end.
+    /// Values of the first part that the second part or its outputs need.
     pub crossing: HashSet<Value>,
 }
 
-/// Tells the parts apart.
+/// Splits a backward fragment by the gradients that it sends.
 pub fn parts(backward: &Backward) -> Parts {
     let graph = &backward.graph;
     let leaves = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));

@@ -1,13 +1,13 @@
-//! Running variances by PyTorch's rule: of the unbiased batch variance, n / (n − 1) times that of the batch.
+//! Running variances as in PyTorch: they average the unbiased batch variance, n / (n − 1) times the biased one.
 //!
-//! ONNX follows the biased variance, which is what [`BatchNorm`](crate::op::BatchNorm) makes.
+//! ONNX averages the biased variance, which [`BatchNorm`](crate::op::BatchNorm) returns.
 
 use crate::graph::{Graph, Writer};
 use crate::op::unary::scalar;
 use crate::op::{Binary, Emit, NodeId, Op, Value};
 
-/// Lets every average that follows a batch variance follow the unbiased one, in a graph of fixed sizes. Gives the ops that were
-/// added, each with the op whose variance it corrects, beside which it must run.
+/// Makes every running variance average the unbiased batch variance, in a graph of fixed sizes. Returns the added ops,
+/// each with the normalisation whose stage it must share.
 pub fn unbiased(graph: &mut Graph) -> Vec<(NodeId, NodeId)> {
     let mut added = Vec::new();
     for at in 0..graph.averages.len() {
@@ -19,7 +19,7 @@ pub fn unbiased(graph: &mut Graph) -> Vec<(NodeId, NodeId)> {
         let x = graph.fact(graph.inputs(norm)[0]).clone();
         let Some(shape) = x.concrete() else { continue };
         let n: usize = shape.iter().enumerate().filter(|(axis, _)| *axis != 1).map(|(_, size)| size).product();
-        // One value has no unbiased variance.
+        // A single value has no unbiased variance.
         if n < 2 {
             continue;
         }

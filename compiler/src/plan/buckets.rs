@@ -1,25 +1,26 @@
-//! Parts in which the replicas of a stage sum their gradients.
+//! Gradient buckets of a replicated stage.
 //!
-//! A backward goes from the stage's last op to its first, and the gradient of a parameter is whole when the backward of the first op
-//! that reads it is done. Parameters are taken in the order in which that happens. A bucket that has reached the size asked for is
-//! closed: its all-reduce travels while the backward makes the rest (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3).
+//! The backward runs from the stage's last op to its first. A parameter's gradient is complete after the backward of
+//! its first reader, which gives the bucket order. A bucket is closed at the requested size. Its all-reduce then
+//! overlaps with the rest of the backward (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3).
 
 use crate::plan::{GradientBucket, Stage};
 use crate::profile::cost_graph::CostGraph;
 
-/// The usual size of a bucket in bytes, as torch's DistributedDataParallel has it.
+/// Default bucket size, that of torch's DistributedDataParallel.
 pub const USUAL_BYTES: u64 = 25 << 20;
 
-/// The buckets of a stage of these ops, ascending; none where one would hold everything. A size of 0 closes after every parameter.
+/// Buckets of a stage with the given ops (ascending). Empty if one bucket would hold everything. Size 0 closes a bucket
+/// after every parameter.
 pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket> {
     let mut made: Vec<(u32, usize)> = Vec::new();
     for (number, parameter) in graph.params.iter().enumerate() {
         let first = parameter.users.iter().find(|user| ops.binary_search(&user.0).is_ok());
         made.extend(first.map(|first| (first.0, number)));
     }
-    // Parameters of one op come in the order of the file.
+    // Parameters with the same first reader keep their order in the file.
     made.sort_by_key(|&(first, number)| (std::cmp::Reverse(first), number));
-    // In the order in which parts of it are summed below, so that the last is all of it to the bit.
+    // Summed in the same order as `spent` below, so that the last bucket's fraction is exactly 1.
     let whole: f64 = ops.iter().rev().map(|&op| graph.ops[op as usize].bwd_us).sum();
     let mut spent = 0.0;
     let mut rest = ops.iter().rev().peekable();
@@ -41,7 +42,7 @@ pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket>
     if buckets.len() > 1 { buckets } else { Vec::new() }
 }
 
-/// What keeps the stated buckets of a stage from being parts of its gradients, if anything does.
+/// Checks that the stated buckets partition the stage's gradients; returns the contradiction if they do not.
 pub fn contradiction(stage: &Stage) -> Option<String> {
     let buckets = &stage.buckets;
     if buckets.is_empty() {
@@ -87,7 +88,7 @@ mod tests {
         let op = |id| OpCost { id, bwd_us: f64::from(id + 1), ..OpCost::default() };
         let param =
             |name: &str, bytes, users: &[u32]| ParamCost::new(name, bytes, users.iter().copied().map(OpId).collect());
-        // Read by ops 0, 1 and 3, 2 and 3, and 3.
+        // Readers: op 0; ops 1 and 3; ops 2 and 3; op 3.
         let params = vec![param("a", 10, &[0]), param("b", 20, &[1, 3]), param("c", 30, &[2, 3]), param("d", 5, &[3])];
         CostGraph { ops: (0..4).map(op).collect(), tensors: vec![], params }
     }
@@ -101,7 +102,7 @@ mod tests {
         let all = buckets(&graph(), &[0, 1, 2, 3], 0);
         let expected = [("d", 5, 0.4), ("c", 30, 0.7), ("b", 20, 0.9), ("a", 10, 1.0)];
         assert_eq!(told(&all), expected.map(|(name, bytes, ready)| (name.to_string(), bytes, ready)));
-        // A stage knows its own readers only.
+        // Only readers inside the stage count.
         let late = buckets(&graph(), &[2, 3], 0);
         assert_eq!(told(&late)[0], ("b".to_string(), 20, 4.0 / 7.0));
     }

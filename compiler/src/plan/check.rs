@@ -1,4 +1,4 @@
-//! Independent checks of a plan: its costs, memory, constraints and figures are computed again from the graph.
+//! Independent checks of a plan: costs, memory, constraints and derived values are recomputed from the graph.
 
 pub mod consistency;
 pub mod cost;

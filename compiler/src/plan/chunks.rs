@@ -1,8 +1,8 @@
-//! What a pipeline costs whose ranks hold several stages each, under cost `pipec`.
+//! Cost model `pipec` for pipelines with several stages (chunks) per rank.
 //!
-//! p ranks of r replicas hold v stages each, their chunks. The stages go round the ranks (a loop: interleaved, bfs), stage s on rank
-//! s mod p; or down and up again (a V: zbv, dualpipev), stages s and 2p - 1 - s on rank s. With C, i, R as in `outlook`, F the forward
-//! time, and t(e) the messages that leave a rank:
+//! p ranks of r replicas hold v chunks each. In a loop (interleaved, bfs), stage s is on rank s mod p. In a V (zbv,
+//! dualpipev), stages s and 2p - 1 - s are on rank s. C, i, R are as in `cost_estimate`, F is the forward time, and
+//! t(e) are the messages of a rank:
 //!
 //! ```text
 //! P     = Σ over the chunks c of max C_s over the ranks: stages c p to c p + p - 1
@@ -12,10 +12,11 @@
 //! T = max( ⌈m / r⌉ max(P, L_k) + fill,  m U_u + fill,  Σ (C_s + 2 i_s) over all stages ) + max Σ R_s of a rank
 //! ```
 //!
-//! The order of work is fixed: at every moment all ranks work on the same chunk, a few items apart, and the slowest sets the pace P,
-//! which for equal chunks is what each rank computes. The last rank begins when an item has come through the first chunks of all others, and after its last backward that item goes
-//! back through them: (p - 1)(F + B) of a chunk for equal chunks, which is 1/v of what one stage a rank leaves idle (Narayanan et
-//! al., SC 2021, section 2.2). On a V the backward is split, and weight gradients fill the way back (Qi et al., ICLR 2024, section 6).
+//! All ranks work on the same chunk at any time, a few micro-batches apart, so the slowest rank sets the time P per
+//! micro-batch. The last rank starts once a micro-batch has passed the first chunks of all other ranks. After its last
+//! backward that micro-batch passes back through them. For equal chunks the bubble is (p - 1)(F + B) of one chunk. This
+//! is 1/v of the bubble with one stage per rank (Narayanan et al., SC 2021, section 2.2). In a V the backward is split,
+//! and weight-gradient passes fill the drain (Qi et al., ICLR 2024, section 6).
 
 use crate::cluster::Level;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage, messages, shared};
@@ -23,7 +24,6 @@ use crate::plan::links;
 use crate::plan::{Edge, ScheduleKind};
 use std::collections::BTreeMap;
 
-/// The rank of stage `stage` where `ranks` ranks hold all stages.
 pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
     match schedule.is_on_a_v() {
         true => stage.min((2 * ranks).saturating_sub(1).saturating_sub(stage)),
@@ -31,7 +31,7 @@ pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
     }
 }
 
-/// Puts stages, several of which stand on the same devices, and the edges between them together.
+/// The estimate for schedules with chunks: several stages share their devices.
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -94,7 +94,7 @@ mod tests {
             let stages: Vec<PlacedStage> = (0..4 * chunks).map(stage).collect();
             outlook(&FlowQuery { schedule, microbatches: 8, latency: false }, &cluster, &stages, &[]).minibatch_us
         };
-        // Eight micro-batches of 3 on each rank, and bubbles of 9 / v.
+        // Eight micro-batches of 3 us on each rank, and a bubble of 9 / v.
         assert_eq!(time(ScheduleKind::Interleaved, 1), 24.0 + 9.0);
         assert_eq!(time(ScheduleKind::Interleaved, 2), 24.0 + 4.5);
         assert_eq!(time(ScheduleKind::Zbv, 2), 24.0 + 1.5);

@@ -1,12 +1,13 @@
-//! A model in fewer pieces, for questions that need an answer soon: runs of ops that share a stage.
+//! Coarsened cost graphs: runs of ops are fused so that a search is fast.
 //!
-//! Ops that join each other share a stage in every plan, so whatever is found for the coarser model is a plan of the whole one, with
-//! exact times and bytes; only some cuts are not looked at. What joined an op before joins its whole run.
+//! Fused ops share a stage in every plan. A plan of the coarse graph is therefore a plan of the full graph, with exact
+//! times and bytes; only the set of possible cuts is smaller. Ops already fused with an op stay fused with its run.
 
 use crate::plan::Plan;
 use crate::profile::cost_graph::{CostGraph, OpId};
 
-/// Runs of ops that follow each other, about so many, of equal shares of the time and of the memory together.
+/// Fuses consecutive ops into about `parts` runs of equal load. Load is the op's fraction of total time plus its
+/// fraction of total memory.
 pub fn runs(graph: &CostGraph, parts: usize) -> CostGraph {
     let free: Vec<usize> = (0..graph.ops.len()).filter(|&op| graph.ops[op].joins.is_none()).collect();
     if free.len() <= parts.max(1) {
@@ -30,7 +31,7 @@ pub fn runs(graph: &CostGraph, parts: usize) -> CostGraph {
     with_heads(graph, &head)
 }
 
-/// One piece for each stage of a plan; none where the stages do not follow each other in the order of their first ops.
+/// Fuses the ops of each stage of a plan. `None` if the stages are not in the order of their first ops.
 pub fn stages(graph: &CostGraph, plan: &Plan) -> Option<CostGraph> {
     let mut head: Vec<usize> = (0..graph.ops.len()).collect();
     for stage in &plan.stages {
@@ -42,7 +43,7 @@ pub fn stages(graph: &CostGraph, plan: &Plan) -> Option<CostGraph> {
     coarser.check().is_ok().then_some(coarser)
 }
 
-/// Every op that joins none joins its head, if that is another op.
+/// Fuses every op that is not yet fused with its head, unless it is the head.
 fn with_heads(graph: &CostGraph, head: &[usize]) -> CostGraph {
     let mut coarser = graph.clone();
     for (at, op) in coarser.ops.iter_mut().enumerate() {
@@ -60,7 +61,7 @@ mod tests {
     #[test]
     fn runs_are_even_and_keep_what_joined() {
         let op = |id: u32, joins: Option<u32>| OpCost { id, fwd_us: 1.0, joins: joins.map(OpId), ..OpCost::default() };
-        // Op 2 is a weight that op 3 turns over for itself.
+        // Op 2 is a weight transform used only by op 3.
         let ops = (0..8).map(|id| op(id, (id == 2).then_some(3))).collect();
         let tensor = |from: u32, to: u32| TensorCost {
             name: String::new(),

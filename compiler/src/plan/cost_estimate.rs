@@ -1,12 +1,12 @@
-//! What stages on devices cost under cost model `pipec`.
+//! Cost model `pipec` for stages placed on devices.
 //!
-//! An item is what the costs are for: a whole minibatch under 1F1B-RR and for inference, a micro-batch under the other schedules. T is
-//! the time of a whole minibatch, and of one item for inference.
+//! Costs are per item: a whole minibatch under 1F1B-RR and inference, a micro-batch under the other schedules. T is the
+//! time of a minibatch; for inference, of one item.
 //!
 //! ```text
 //! C_s    = forward + backward (+ forward again where it is recomputed)       inference: forward
 //! L_s,k  = Σ t(e) over the edges of s that go over level k + q_s ρ_s,k
-//! U_u    = Σ over stages on unit u of a shared level: the same, by the share of the stage's devices that are on u
+//! U_u    = Σ over stages on unit u of a shared level: the same, weighted by the fraction of the stage's devices on u
 //!
 //! never flushed    T = max( C_s / r_s,  q_s R_s / r_s,  L_s,k / r_s,  U_u )
 //! 2BW              T = max( ⌈m / r_s⌉ C_s,  R_s,  ⌈m / r_s⌉ L_s,k,  m U_u )
@@ -18,15 +18,15 @@
 //! | --- | --- |
 //! | t, ρ, R | message and all-reduce, see `links` |
 //! | r_s, m | replicas of stage s, micro-batches of a minibatch |
-//! | q_s | all-reduces for each item of a replica: 1 under 1F1B-RR, whose replicas step once a round; 1 / ⌈m / r_s⌉ under 2BW; 0 else |
-//! | i_s | Σ t(e) over the edges that come into s |
+//! | q_s | all-reduces per item of a replica: 1 under 1F1B-RR, whose replicas step once a round; 1 / ⌈m / r_s⌉ under 2BW; else 0 |
+//! | i_s | Σ t(e) over the incoming edges of s |
 //!
-//! Overlap is what the runtime does. Under 1F1B-RR the all-reduce of a round is posted after the round's last backward and waited
-//! for before the step; later items run meanwhile, as far as the in-flight caps let them. Rounds of one stage reduce one after the
-//! other, hence R_s is a resource of its own. Messages are posted and waited for apart, so they run beside compute; activations
-//! forward and gradients back make each edge cost its stages one message out and one in for each item. Under a flush the
-//! all-reduce comes after the last backward, and what fills and drains is one item's way there and back. For straight
-//! pipelines of equal stages that is (m - 1) T + Σ T + R exactly.
+//! The model assumes the runtime's overlap. Under 1F1B-RR the all-reduce of a round starts after the round's last
+//! backward and must end before the step. Later items run meanwhile, up to the in-flight caps. All-reduces of one stage
+//! run one after the other, so R_s is a separate resource. Messages are asynchronous and overlap with compute. Each
+//! edge costs both its stages one message out and one in per item (activations and gradients). With a flush, the
+//! all-reduce follows the last backward, and fill and drain take one item's forward and backward latency. For straight
+//! pipelines of equal stages that is exactly (m - 1) T + Σ T + R.
 
 use crate::cluster::Level;
 use crate::plan::in_flight::ScheduleFlow;
@@ -34,67 +34,57 @@ use crate::plan::links::{self, Ring, Wire};
 use crate::plan::{Edge, ScheduleKind};
 use std::collections::BTreeMap;
 
-/// A stage in its place.
+/// A stage with its devices: `first`, `first + 1`, one per replica.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacedStage {
-    /// Forward microseconds of one item.
+    /// Microseconds per item.
     pub forward_us: f64,
-    /// Backward microseconds of one item, recomputation included.
+    /// Microseconds per item, recomputation included.
     pub backward_us: f64,
-    /// Bytes of its weights, each parameter once.
+    /// Each parameter counts once.
     pub weight_bytes: f64,
-    /// One device for each replica, the first being `first`.
     pub first: u32,
-    /// Replicas.
     pub replicas: u32,
 }
 
-/// What the stages do together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CostEstimate {
-    /// The objective: microseconds for one minibatch, or one item's way through.
+    /// The objective: microseconds per minibatch, or the latency of one item.
     pub minibatch_us: f64,
-    /// The part of it that is the busiest stage's or link's.
+    /// The part of `minibatch_us` due to the busiest stage or link.
     pub busiest_us: f64,
-    /// Microseconds from one update to the next.
     pub step_us: f64,
-    /// Share of the step in which the busiest stage waits for the pipeline to fill and drain.
+    /// Fraction of the step in which the busiest stage waits for the pipeline to fill and drain.
     pub bubble: f64,
 }
 
-/// How items flow: the schedule, and what is asked of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlowQuery {
-    /// Order of work.
     pub schedule: ScheduleKind,
-    /// Micro-batches in one minibatch.
     pub microbatches: u32,
-    /// Whether one item's way through is what counts.
+    /// True if the objective is the latency of one item.
     pub latency: bool,
 }
 
 impl FlowQuery {
-    /// What a flow asks.
     pub fn of(flow: &ScheduleFlow, latency: bool) -> FlowQuery {
         FlowQuery { schedule: flow.schedule, microbatches: flow.microbatches, latency }
     }
 
-    /// Whether weights are updated.
     pub fn trains(&self) -> bool {
         self.schedule != ScheduleKind::Inference
     }
 
-    /// q_s: all-reduces for each item of a replica.
+    /// q_s: all-reduces per item of a replica.
     pub fn reduces(&self, replicas: u32) -> f64 {
         match self.schedule {
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0,
-            // The replica that has most items of the minibatch is the one that counts.
             ScheduleKind::TwoBw => 1.0 / self.dealt(replicas),
             _ => 0.0,
         }
     }
 
-    /// All-reduces for each item of all replicas.
+    /// All-reduces per item over all replicas.
     fn reduces_an_item(&self, replicas: u32) -> f64 {
         match self.schedule {
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0 / f64::from(replicas.max(1)),
@@ -103,12 +93,12 @@ impl FlowQuery {
         }
     }
 
-    /// ⌈m / r⌉: the items of a minibatch that the busiest replica has.
+    /// ⌈m / r⌉: items of a minibatch on the busiest replica.
     fn dealt(&self, replicas: u32) -> f64 {
         f64::from(self.microbatches.div_ceil(replicas.max(1)).max(1))
     }
 
-    /// How often the busiest replica's item counts in the objective.
+    /// Weight of the busiest replica's time per item in the objective.
     pub fn weight(&self, replicas: u32) -> f64 {
         match self.schedule {
             _ if self.latency => 0.0,
@@ -118,7 +108,7 @@ impl FlowQuery {
         }
     }
 
-    /// How often the busiest shared link's item counts.
+    /// Weight of the busiest shared link's time per item.
     pub fn link_weight(&self) -> f64 {
         match self.schedule {
             _ if self.latency => 0.0,
@@ -128,37 +118,35 @@ impl FlowQuery {
         }
     }
 
-    /// Whether one item's way through is added.
+    /// True if the latency of one item is added to the objective.
     pub fn adds(&self) -> bool {
         self.latency || !self.schedule.is_continuous()
     }
 }
 
-/// What one stage contributes by itself.
+/// One stage's contribution to the objective.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageLoad {
-    /// To the maximum.
+    /// Contribution to the maximum over stages and links.
     pub busiest_us: f64,
-    /// To the sum.
+    /// Contribution to the sum: fill and drain, or latency.
     pub way_us: f64,
-    /// To the longest all-reduce after the last backward.
+    /// The all-reduce after the last backward; the longest one counts.
     pub reduce_us: f64,
 }
 
-/// One message of an item, and the level it goes over.
+/// One message per item.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Message {
-    /// The level.
+    /// The outermost level it crosses.
     pub level: usize,
-    /// Microseconds.
     pub us: f64,
-    /// Whether its activations come into the stage.
     pub comes_in: bool,
 }
 
 impl StageLoad {
-    /// What a stage contributes with these messages; what goes over shared levels is left to [`outlook`] where it is the sum
-    /// over several stages.
+    /// Load of a stage with the given messages. Traffic over shared levels is added in [`outlook`], because several
+    /// stages contribute to it.
     pub fn of(asked: &FlowQuery, levels: &[Level], stage: &PlacedStage, messages: &[Message]) -> StageLoad {
         let rings = match asked.trains() && stage.replicas > 1 {
             true => links::rings_of_range(levels, stage.first, stage.replicas, stage.weight_bytes),
@@ -181,8 +169,8 @@ impl StageLoad {
     }
 }
 
-/// What goes out over one level for each item of a replica; as much comes in. Without gradients the two differ, and the greater
-/// counts.
+/// Outgoing traffic over one level per item of a replica. In training, incoming traffic is equal; in inference the
+/// larger of the two counts.
 fn carried(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize, q: f64) -> f64 {
     let reduce: f64 = rings.iter().filter(|ring| ring.level == level).map(|ring| ring.us).sum();
     let sum = |wanted: &dyn Fn(&Message) -> bool| -> f64 {
@@ -194,7 +182,7 @@ fn carried(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize
     sum(&|message| message.comes_in).max(sum(&|message| !message.comes_in))
 }
 
-/// Puts stages and the edges between them together.
+/// Estimates time per minibatch and bubble of placed stages with these edges (forward bytes per item).
 pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> CostEstimate {
     let messages = messages(levels, stages, edges);
     let (mut busiest, mut way, mut reduce) = (0.0f64, 0.0, 0.0f64);
@@ -215,16 +203,15 @@ pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edge
     CostEstimate { minibatch_us, busiest_us: busiest, step_us, bubble }
 }
 
-/// The messages of every stage for one item.
+/// Messages per item, by stage.
 pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec<Vec<Message>> {
     let mut messages = vec![Vec::new(); stages.len()];
     for edge in edges {
         let (from, to) = (&stages[edge.from.index()], &stages[edge.to.index()]);
-        // Between chunks of one rank nothing is sent.
         if (from.first, from.replicas) == (to.first, to.replicas) {
             continue;
         }
-        // Devices of a stage follow each other, so the farthest two are at the ends.
+        // A stage's devices are consecutive, so the farthest two are at the ends.
         let ends = |stage: &PlacedStage| [stage.first, stage.first + stage.replicas.max(1) - 1];
         let all = ends(from).into_iter().chain(ends(to));
         let Some(wire) = Wire::between(levels, all) else { continue };
@@ -235,7 +222,7 @@ pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec
     messages
 }
 
-/// U_u: microseconds for each item over the one port of each unit, by level and unit.
+/// U_u: microseconds per item over the port of each unit, by level and unit.
 pub fn shared(
     asked: &FlowQuery,
     levels: &[Level],
@@ -300,13 +287,13 @@ mod tests {
         let us = |stages: &[PlacedStage], bytes| {
             outlook(&asked(ScheduleKind::RoundRobin, 1), &cluster, stages, &[edge(0, 1, bytes)]).minibatch_us
         };
-        // Stage 0 computes 90 us on 3 replicas; its all-reduce takes 2 · 2/3 · 30 = 40 us a round of 3.
+        // Stage 0 computes 90 us on 3 replicas; its all-reduce takes 2 · 2/3 · 30 = 40 us per round of 3.
         assert_eq!(us(&[stage(0, 3, 30.0, 30.0), stage(3, 1, 10.0, 0.0)], 0), 30.0);
         let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-9, "{found}, not {expected}");
         near(us(&[stage(0, 3, 30.0, 150.0), stage(3, 1, 10.0, 0.0)], 0), 200.0 / 3.0);
-        // A message of 50 us: one of three senders has it every third item, the receiver always.
+        // A message of 50 us: each of three senders sends every third item, the receiver receives all.
         assert_eq!(us(&[stage(0, 3, 30.0, 30.0), stage(3, 1, 10.0, 0.0)], 50), 50.0);
-        // One port carries the all-reduce and the messages.
+        // One port carries both the all-reduce and the messages.
         near(us(&[stage(0, 3, 10.0, 150.0), stage(3, 1, 10.0, 0.0)], 20), 220.0 / 3.0);
     }
 
@@ -328,7 +315,7 @@ mod tests {
         let us = |microbatches, stages: &[PlacedStage]| {
             outlook(&asked(ScheduleKind::TwoBw, microbatches), &cluster, stages, &[]).minibatch_us
         };
-        // Four items on three replicas: one of them has two of 90 us.
+        // Four items on three replicas: one replica has two of 90 us.
         assert_eq!(us(4, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
         assert_eq!(us(6, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
         // One all-reduce of 200 us for all of them.

@@ -1,21 +1,21 @@
-//! How many bytes a cost model charges at a cut.
+//! Bytes that a cost model charges for a cut.
 //!
-//! A cut follows a set of ops that is closed under predecessors. Its frontier are the ops of the set that no op of the set reads.
+//! A cut follows a down-set of ops. Its frontier is the set of ops in the down-set that have no reader in it.
 //!
-//! - `paper`: every tensor that is read on the other side, once.
-//! - `pipedream`: all outputs of the frontier, so a model output is charged at every cut after it; and all outputs of each op that
-//!   precedes a frontier op and has a reader that does not. Such a reader lies beyond the cut (a skip is charged at every cut
-//!   it crosses), or on another branch inside it. The second kind sends nothing in truth. The released optimizer charges it, and
-//!   its objectives come out only so.
+//! - `paper`: each tensor that crosses the cut, once.
+//! - `pipedream`: all outputs of the frontier ops, so a model output is charged at every later cut. Also all outputs of
+//!   each predecessor of a frontier op that has a reader which does not precede that op. The reader is either beyond
+//!   the cut (a skip connection, charged at every cut it crosses) or on another branch inside the down-set. In the
+//!   second case nothing is sent; it is charged because PipeDream's released optimizer does so, and its objectives are
+//!   reproduced only this way.
 
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
-/// Ops times frontier ops up to which `pipedream` follows branches inside a set. The released optimizer handles far
-/// fewer; beyond it, time and memory would grow with the square of the graph.
+/// Limit on ops times frontier ops for the exact `pipedream` charge. The released optimizer handles far fewer; time and
+/// memory grow with the square of the graph.
 const MOST_PAIRS: usize = 1 << 26;
 
-/// The rule of one cost model over one graph.
 #[derive(Clone, Debug)]
 pub struct CutBytes<'a> {
     model: CostModel,
@@ -26,7 +26,6 @@ pub struct CutBytes<'a> {
 }
 
 impl<'a> CutBytes<'a> {
-    /// Prepares the rule of `model` for `graph`.
     pub fn new(model: CostModel, graph: &'a CostGraph) -> CutBytes<'a> {
         let edges = graph.edges();
         let mut first = vec![0; graph.ops.len() + 1];
@@ -37,7 +36,7 @@ impl<'a> CutBytes<'a> {
         CutBytes { model, graph, readers: edges.into_iter().map(|(_, to)| to.0).collect(), first }
     }
 
-    /// Bytes at the cut after the ops of which `inside` is true.
+    /// Bytes at the cut after the ops for which `inside` is true.
     pub fn at(&self, inside: impl Fn(usize) -> bool) -> f64 {
         match self.model {
             CostModel::Paper | CostModel::Pipec | CostModel::Load | CostModel::Hybrid => {
@@ -60,7 +59,8 @@ impl<'a> CutBytes<'a> {
         if ops.saturating_mul(frontier) > MOST_PAIRS {
             return self.open(inside);
         }
-        // For each op the frontier ops that it leads to, as bits; ops are in topological order, so readers come first.
+        // For each op, a bit set of the frontier ops that it precedes. Ops are in topological order, so the reverse
+        // order visits readers first.
         let words = frontier.div_ceil(64);
         let mut leads = vec![0u64; ops * words];
         let (mut next, mut bytes) = (0, 0.0);
@@ -85,13 +85,14 @@ impl<'a> CutBytes<'a> {
         bytes
     }
 
-    /// The same where the frontier is no wider than a word, as almost all are: searches ask for very many cuts.
+    /// [`CutBytes::charged`] for frontiers of up to 64 ops, the common case; searches evaluate very many cuts.
     fn charged_narrow(&self, inside: impl Fn(usize) -> bool) -> Option<f64> {
         let ops = self.graph.ops.len();
         let mut leads = vec![0u64; ops];
         let (mut next, mut bytes) = (0, 0.0);
         for op in (0..ops).rev().filter(|&op| inside(op)) {
-            // Which frontier ops the readers inside lead to, together and in common; none leads to nothing.
+            // Union and intersection of the frontier ops that the inside readers precede. A frontier op has an empty
+            // union.
             let (mut together, mut common, mut is_read_beyond) = (0u64, u64::MAX, false);
             for &to in &self.readers[self.first[op]..self.first[op + 1]] {
                 if inside(to as usize) {
@@ -117,7 +118,7 @@ impl<'a> CutBytes<'a> {
         Some(bytes)
     }
 
-    /// What is charged but for branches that meet inside: all outputs of every op without a reader inside, or with one
+    /// The `pipedream` charge without branches that rejoin inside: all outputs of ops with no reader inside or with one
     /// beyond.
     fn open(&self, inside: impl Fn(usize) -> bool) -> f64 {
         let mut bytes = 0.0;
@@ -130,12 +131,12 @@ impl<'a> CutBytes<'a> {
         bytes
     }
 
-    /// About what [`CutBytes::at`] gives for every prefix of `order`, which is topological, in one pass: entry i is the cut after
-    /// i ops. Branches that meet inside are not charged. Good enough to choose between cuts, not to price them.
+    /// Approximates [`CutBytes::at`] for every prefix of `order` (topological) in one pass: entry i is the cut after i
+    /// ops. Branches that rejoin inside are not charged. Use it to choose between cuts, not to cost them.
     pub fn estimates(&self, order: &[u32]) -> Vec<f64> {
         let mut place = vec![0usize; order.len()];
         order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
-        // Each op is charged from its own place until its last reader is inside, as differences.
+        // Difference array: each op is charged from its position until its last reader is inside.
         let mut change = vec![0.0; order.len() + 1];
         for (op, costs) in self.graph.ops.iter().enumerate() {
             let last = self.readers[self.first[op]..self.first[op + 1]].iter().map(|&to| place[to as usize]).max();
@@ -166,7 +167,7 @@ mod tests {
             bytes: 10 << producer,
             consumers: readers.iter().map(|&to| OpId(to)).collect(),
         };
-        // 0 goes to 1 and 2, which meet in 3; 4 follows.
+        // A diamond: 0 feeds 1 and 2, both feed 3; 4 follows.
         let tensors = vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3]), tensor(3, &[4]), tensor(4, &[])];
         CostGraph { ops: (0..5).map(op).collect(), tensors, params: vec![] }
     }

@@ -1,17 +1,15 @@
-//! What devices hold: a device that has several stages holds all of theirs.
+//! Memory per device: a device with several stages holds the memory of all of them.
 
 use crate::plan::{Plan, StageMemory};
 
-/// Stages on the same devices, and what each of these devices holds at its fullest.
+/// Stages that are on the same devices, and the peak memory of each of these devices.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceMemory {
-    /// Places of the stages in the plan.
     pub stages: Vec<usize>,
-    /// The sum of what they hold.
     pub memory: StageMemory,
 }
 
-/// What devices hold, in the order of the first stages on them.
+/// Memory of all devices, in the order of their first stages.
 pub fn held(plan: &Plan) -> Vec<DeviceMemory> {
     let mut all: Vec<DeviceMemory> = Vec::new();
     for (at, stage) in plan.stages.iter().enumerate() {
@@ -30,7 +28,7 @@ pub fn held(plan: &Plan) -> Vec<DeviceMemory> {
     all
 }
 
-/// Bytes on the fullest device.
+/// Peak memory over all devices, in bytes.
 pub fn fullest(plan: &Plan) -> u64 {
     held(plan).iter().map(|one| one.memory.total).max().unwrap_or(0)
 }

@@ -1,5 +1,5 @@
-//! The judge of placements: works out from the definition in `profile/placement.rs` what a plan for such devices holds and how
-//! loaded they are. It shares no code with the searches.
+//! Checker of placement plans: computes memory and load from the definition in `profile/placement.rs`. It shares no
+//! code with the searches.
 
 use crate::plan::Plan;
 use crate::plan::check::error::PlanFault;
@@ -7,7 +7,8 @@ use crate::plan::check::verify;
 use crate::profile::placement::{NOMINAL, Placement};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Judges a plan: every node on one device, colours together, memory, and the load that the plan states.
+/// Checks that every node is on one device and colour classes stay together, and checks memory and the stated load.
+/// Returns the load.
 pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let mut device_of: Vec<Option<usize>> = vec![None; placement.nodes.len()];
@@ -94,7 +95,7 @@ fn times(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, fau
     }
 }
 
-/// What goes from device to device, each tensor once to every device that reads it, in bytes at the nominal bandwidth.
+/// Checks the edges: each tensor counts once for every device that reads it, in bytes at the nominal bandwidth.
 fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<PlanFault>) {
     let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for (op, node) in placement.nodes.iter().enumerate() {

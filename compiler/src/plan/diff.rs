@@ -1,45 +1,35 @@
-//! What is different between two plans: which ops changed their stage, and what became of stages and settings.
+//! Differences between two plans: ops that change stage, and changes of stages and settings.
 //!
-//! Ranges of ops are walked side by side, so that the work is bounded by what the files list and not by the ops they speak of.
+//! Op ranges are compared as ranges, so the work depends on the size of the files and not on the number of ops.
 
 use crate::plan::{Plan, Stage};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// What became of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StageChange {
-    /// Its place in both plans.
     pub stage: usize,
-    /// Ops that it has in the second plan only.
     pub came: u64,
-    /// Ops that it has in the first plan only.
     pub went: u64,
 }
 
-/// Ops that follow each other and stand in another stage, or in one of the plans only.
+/// A half-open range of ops that change stage, or that only one plan has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Moved {
-    /// The first op, and the one after the last.
     pub ops: (u32, u32),
-    /// Their stage in the first plan.
     pub from: Option<usize>,
-    /// Their stage in the second.
     pub to: Option<usize>,
 }
 
-/// All of it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Diff {
-    /// Every stage of either plan.
     pub stages: Vec<StageChange>,
-    /// Ops in other stages, ascending.
     pub moved: Vec<Moved>,
-    /// The parts of the files that differ, by their names: `schedule.kind`, `stages`.
+    /// Names of the fields that differ: `schedule.kind`, `stages`.
     pub fields: Vec<String>,
 }
 
-/// Compares two plans. Both are sound.
+/// Compares two plans. Both must pass the consistency check.
 pub fn diff(before: &Plan, after: &Plan) -> Diff {
     let moved = moved(&ranges(before), &ranges(after));
     let count = before.stages.len().max(after.stages.len());
@@ -54,19 +44,17 @@ pub fn diff(before: &Plan, after: &Plan) -> Diff {
 }
 
 impl Diff {
-    /// Whether both say the same in every field.
     pub fn is_empty(&self) -> bool {
         self.fields.is_empty()
     }
 }
 
-/// Whether a stage is another one in the second plan, times and ops aside.
+/// True if a stage differs in anything except times and ops.
 pub fn is_rearranged(before: &Stage, after: &Stage) -> bool {
     (before.replicas, &before.devices, before.recompute, before.zero, before.degree(), &before.choices)
         != (after.replicas, &after.devices, after.recompute, after.zero, after.degree(), &after.choices)
 }
 
-/// The ranges of all stages, ascending.
 fn ranges(plan: &Plan) -> Vec<((u32, u32), usize)> {
     let of = |(at, stage): (usize, &Stage)| stage.ops.iter().map(move |&range| (range, at)).collect::<Vec<_>>();
     let mut ranges: Vec<((u32, u32), usize)> = plan.stages.iter().enumerate().flat_map(of).collect();
@@ -74,7 +62,6 @@ fn ranges(plan: &Plan) -> Vec<((u32, u32), usize)> {
     ranges
 }
 
-/// Walks both lists from end to end of a range.
 fn moved(before: &[((u32, u32), usize)], after: &[((u32, u32), usize)]) -> Vec<Moved> {
     let ends = before.iter().chain(after).flat_map(|((from, to), _)| [*from, *to]).collect::<BTreeSet<u32>>();
     let ends: Vec<u32> = ends.into_iter().collect();
@@ -94,7 +81,7 @@ fn moved(before: &[((u32, u32), usize)], after: &[((u32, u32), usize)]) -> Vec<M
     moved
 }
 
-/// The stage of an op; ops are asked for in ascending order.
+/// The stage of an op. Queries must be in ascending order.
 fn stage_at<'a>(
     ranges: &mut std::iter::Peekable<impl Iterator<Item = &'a ((u32, u32), usize)>>,
     op: u32,
@@ -103,7 +90,7 @@ fn stage_at<'a>(
     ranges.peek().filter(|((start, _), _)| *start <= op).map(|(_, stage)| *stage)
 }
 
-/// Fields that differ, those of objects one level down by themselves.
+/// Names of the fields that differ; objects are compared one level down.
 fn fields(before: &Plan, after: &Plan) -> Vec<String> {
     let read = |plan: &Plan| match serde_json::to_value(plan) {
         Ok(Value::Object(object)) => object,

@@ -1,34 +1,32 @@
-//! Gradients on their way back: how many items' a stage has room for of those that it gives to stages before it.
+//! Buffers for the gradients that a stage sends to earlier stages.
 //!
-//! A stage makes the next gradients where the last ones lay, as soon as those have gone. Where they take longer than the forward that it
-//! runs in between, it would wait for that, and so they lie in two places in turn. Programs take the second place by the link that an edge
-//! goes over (`schedule/lower.rs`). Plans count it where they do on the slowest link of the cluster, after the forward of the fastest of
-//! its devices: that is known of ops before it is known where they will stand.
+//! A stage reuses one buffer if the transfer ends before the next backward needs it, and double-buffers otherwise. The
+//! time between is one forward. Schedules decide per edge, by its link (`schedule/lower.rs`). Plans decide with the
+//! slowest link of the cluster and the forward time on the fastest device, because placement is not known yet.
 
 use crate::cluster::{Cluster, class};
 use crate::plan::links::Wire;
 
-/// Times are sums in different orders: what differs by less takes equally long.
+/// Relative tolerance for times that were summed in different orders.
 const ALIKE: f64 = 1e-9;
 
-/// What decides the places of gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientBuffers {
-    /// The slowest way; none where there is no level.
+    /// The slowest link; `None` without interconnect levels.
     pub wire: Option<Wire>,
-    /// How many times as fast as the costs the fastest device is.
+    /// Speed of the fastest device relative to the profiled one.
     pub pace: f64,
 }
 
 impl GradientBuffers {
-    /// Between the devices of a cluster, as one device of each group sees them.
+    /// For a cluster, as seen by one device of each tensor-parallel group.
     pub fn of(cluster: &Cluster) -> GradientBuffers {
         let outermost = cluster.levels.len().checked_sub(1);
         let wire = outermost.map(|level| Wire::of(&cluster.levels, level));
         GradientBuffers { wire, pace: class::fastest(&cluster.classes) }
     }
 
-    /// Bytes of the places of a stage that gives gradients of so many for each item, and whose forward takes so many microseconds.
+    /// Buffer bytes of a stage with gradients of `one` bytes per micro-batch and a forward of `forward_us`.
     pub fn bytes(&self, one: u64, forward_us: f64) -> u64 {
         let takes_longer = |wire: &Wire| wire.time(one as f64) > forward_us / self.pace * (1.0 + ALIKE);
         if self.wire.as_ref().is_some_and(takes_longer) { one.saturating_mul(2) } else { one }

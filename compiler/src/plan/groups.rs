@@ -1,29 +1,28 @@
-//! Stages whose replicas are groups of devices that share every op: tensor parallelism in a plan.
+//! Tensor-parallel groups in a plan: replicas that consist of several devices.
 //!
-//! The devices of a group stand side by side within one unit of the fastest level. All do the same at the same time, each with its part, and
-//! what goes to another stage goes from each device of a group to the one in its place of the other. So one device of each group stands for
-//! all: it takes the times and bytes of a stage, its gradients meet those of its likes, and of a link that a unit's devices share it
-//! has what is left to each of a group.
+//! The devices of a group are consecutive and within one unit of the innermost level. Each sends to the device of the
+//! same tensor rank in another stage's group. All do the same work, so one device per group represents it. Times and
+//! bytes are per device, gradients are all-reduced per tensor rank, and bandwidth of shared links is divided by the
+//! degree.
 
 use crate::cluster::{BytesPerSecond, Level};
 use crate::plan::{Plan, Stage};
 
-/// The most devices of a group.
 pub const MOST: u32 = 64;
 
-/// The first device of each group of a stage; all devices where nothing is shared.
+/// The first device of each group of a stage; all devices at degree 1.
 pub fn leads(stage: &Stage) -> Vec<u32> {
     stage.devices.iter().copied().step_by(stage.degree() as usize).collect()
 }
 
-/// Stages of which one device stands for each group, and levels as that one sees them; nothing where no stage is shared.
+/// Reduces a tensor-parallel plan to one device per group, with the levels that it sees. `None` at degree 1.
 pub fn led(levels: &[Level], stages: &[Stage]) -> Option<(Vec<Level>, Vec<Stage>)> {
     let most = stages.iter().map(Stage::degree).max().filter(|degree| *degree > 1)?;
     let one = |stage: &Stage| Stage { devices: leads(stage), tensor_degree: None, ..stage.clone() };
     Some((seen(levels, most), stages.iter().map(one).collect()))
 }
 
-/// Levels as one device of a group of so many sees them.
+/// Levels as seen by one device of a tensor-parallel group: shared levels have 1 / `degree` of the bandwidth.
 pub fn seen(levels: &[Level], degree: u32) -> Vec<Level> {
     let mut levels = levels.to_vec();
     for level in levels.iter_mut().skip(1).filter(|level| level.shared) {
@@ -32,7 +31,8 @@ pub fn seen(levels: &[Level], degree: u32) -> Vec<Level> {
     levels
 }
 
-/// What is wrong with the groups of a plan, by stage: all stages have groups of one size, each side by side in one unit of the fastest level.
+/// Errors of a plan's tensor-parallel groups, with the stage. All stages need the same degree, and each group
+/// consecutive devices in one unit of the innermost level.
 pub fn wrong(plan: &Plan) -> Vec<(usize, String)> {
     let first = plan.stages.first().map_or(1, Stage::degree);
     let unit = plan.cluster.levels.first().map_or(1, |level| level.count.max(1));

@@ -1,5 +1,5 @@
-//! The judge of plans for layers with choices: works out from the definition in `profile/hybrid.rs` what every stage of such a
-//! plan spends and holds. It shares no code with the search.
+//! Checker of hybrid plans (layers with parallelization choices): computes time and memory of every stage from the
+//! definition in `profile/hybrid.rs`. It shares no code with the search.
 
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
@@ -8,8 +8,7 @@ use crate::plan::{Plan, Stage};
 use crate::profile::hybrid::{Choice, Hybrid, Layer};
 use std::collections::BTreeMap;
 
-/// Judges a plan: every layer in one stage and by a choice that it has there, links forward, replicas and devices within
-/// what there is, memory, and the time per sample that the plan states.
+/// Checks layers, links, replicas, devices, memory and the stated time per sample. Returns the time.
 pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let held = coverage(hybrid, plan, &mut faults);
@@ -69,7 +68,6 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
 }
 
-/// What goes from stage to stage, every link by itself.
 fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut Vec<PlanFault>) {
     let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for link in &hybrid.links {
@@ -82,7 +80,6 @@ fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut 
     verify::edge_bytes(plan, &found, faults);
 }
 
-/// The layers of each stage, ascending.
 fn coverage(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) -> Vec<Vec<u32>> {
     let mut count = vec![0u32; hybrid.layers.len()];
     if plan.stages.is_empty() {
@@ -135,7 +132,6 @@ fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// What a stage spends on each micro-batch, term by term.
 fn time(hybrid: &Hybrid, stage: &Stage, at: usize, taken: &BTreeMap<u32, (usize, &Choice)>) -> f64 {
     let d = f64::from(stage.replicas);
     let mut compute = 0.0;

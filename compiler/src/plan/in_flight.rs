@@ -1,93 +1,83 @@
-//! How many micro-batches one replica of a stage may have in flight, and how many weight versions it holds for them.
+//! In-flight micro-batches per replica of a stage, and the weight versions they need.
 //!
-//! For 1F1B-RR the published rule is ceil(n_s / r_s), n_s being the workers from stage s to the end and r_s its replicas. It
-//! starves plans such as 1-3-1, so a plan may state larger caps; each costs stash memory and staleness. For inference an item is in
-//! flight until all who listen have begun with it: with two, a stage works on one while the other is sent; where stages are skipped,
-//! a plan states more.
+//! For 1F1B-RR the published rule is ceil(n_s / r_s), with n_s the workers from stage s to the end and r_s its
+//! replicas. This starves plans such as 1-3-1, so a plan may state larger caps; each costs stash memory and staleness.
+//! In inference, a micro-batch is in flight until all receivers have started on it. Two are enough to overlap compute
+//! with sending; skip connections may need more.
 //!
-//! For schedules with a flush the figures are what the schedule can reach at its peak, in whole micro-batches of a stage:
+//! With a flush, these are the peaks of each schedule, in whole micro-batches of a stage:
 //!
-//! | schedule | in flight, at most the micro-batches of the minibatch |
+//! | schedule | in flight (at most the micro-batches of the minibatch) |
 //! | --- | --- |
 //! | gpipe, bfs, csv | all |
 //! | 1f1b, 2bw | workers from the stage to the end |
-//! | interleaved | that, and (p - 1) / v more for v chunks on p workers |
+//! | interleaved | as 1f1b, plus (p - 1) / v for v chunks on p workers |
 //! | zb-h1, zbv | p |
 //! | dualpipev | p + 1 |
 //! | zb-h2 | 2 p - 1 |
-
-//! Where backwards are split, some of the items in flight are between the halves of theirs. Under zb-h1 and zb-h2 the stage at place s
-//! of its pipeline leaves d s second halves for later, d being 1 and 2, so that d s + 1 are at the most; replicas share the
-//! workers before them. What a V leaves is read off its table, and no more than is in flight.
 //!
-//! With vertical sync a minibatch uses in every stage the version that has seen what the first stage's has. A stage of r_s replicas
-//! makes a version every r_s minibatches, the first, of r_0 replicas and with c_0 in flight on each, one every r_0; where these do not
-//! come together a stage is up to r_0 - g minibatches ahead, g being their greatest common divisor, and its newest version is not yet one
-//! that any minibatch uses. So at the most it holds
+//! With a split backward, some micro-batches in flight have pending weight gradients. Under zb-h1 and zb-h2 stage s of
+//! the pipeline defers d s weight-gradient passes (d = 1, 2), so at most d s + 1 are pending. Replicas divide the
+//! number of workers before them. For a V the peak comes from its compute table and is bounded by the number in flight.
+//!
+//! With vertical sync, a minibatch uses the same weight version in every stage: that of the first stage. A stage of r_s
+//! replicas makes a version every r_s minibatches; the first stage (r_0 replicas, c_0 in flight on each) every r_0. If
+//! the two do not coincide, a stage is up to r_0 - g minibatches ahead, with g their greatest common divisor. Its
+//! newest version is then not yet used by any minibatch. So it holds at most
 //!
 //! ```text
 //! min( ceil((c_0 r_0 - g) / r_s),  c_0 ) + 1
 //! ```
 //!
-//! of those that minibatches in flight or to come use, and the newest: c_0 where replicas are equal.
+//! versions, the newest included. This is c_0 if the replica counts are equal.
 //!
-//! Of a parameter that several stages have an item sees the oldest version that any of them would give it, which is the first one's. So where
-//! nothing is flushed a later stage, c_s in flight on each replica, steps it c_0 - c_s rounds behind its own: as many sums wait.
+//! For a tied weight, every micro-batch must see the oldest version that any of its stages would use, which is the
+//! first stage's. Without a flush, a later stage with c_s in flight on each replica steps it c_0 - c_s rounds late and
+//! holds as many gradient sums.
 
 use crate::plan::ScheduleKind;
 
-/// What of a schedule decides how much is in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduleFlow {
-    /// Order of work.
     pub schedule: ScheduleKind,
-    /// Micro-batches in one minibatch.
     pub microbatches: u32,
-    /// Chunks per worker.
     pub chunks: u32,
-    /// Workers of the whole pipeline, or a bound on them where the pipeline is not known yet.
+    /// Workers of the whole pipeline, or an upper bound if the pipeline is not known yet.
     pub workers: u32,
-    /// What is in flight beyond the rule where nothing is flushed.
+    /// Micro-batches beyond the schedule's rule, for schedules without a flush.
     pub room: u32,
 }
 
-/// Where a stage stands in its pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
-    /// Replicas of the stage.
     pub replicas: u32,
     /// Workers of all later stages.
     pub workers_after: u32,
 }
 
-/// What a stage has in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lanes {
-    /// Replicas of the stage.
     pub replicas: u32,
-    /// Micro-batches in flight on each.
     pub in_flight: u32,
 }
 
-/// What is known of the first stage, where all follow its versions.
+/// Known limits of the first stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum First {
-    /// Everything.
     Known(Lanes),
-    /// Its cap, and not its replicas.
+    /// The replica count is unknown.
     Capped(u32),
-    /// No more than how many workers there may be.
     Unknown,
 }
 
 impl ScheduleFlow {
-    /// Micro-batches in flight on one replica of a stage at `position`, by the schedule's own rule; at least 1.
+    /// In-flight micro-batches per replica of a stage by the schedule's rule; at least 1.
     pub fn in_flight(&self, position: Position) -> u32 {
         let replicas = position.replicas.max(1);
         let to_the_end = position.workers_after.saturating_add(replicas);
         let workers = self.workers.max(to_the_end);
         let wanted = match self.schedule {
-            // One that is worked on, while the one before is on its way to those who listen.
+            // One in compute while the previous one is being sent.
             ScheduleKind::Inference => return if position.workers_after > 0 { 2 + self.room } else { 1 },
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => {
                 return to_the_end.div_ceil(replicas).saturating_add(self.room);
@@ -103,7 +93,7 @@ impl ScheduleFlow {
         wanted.min(self.microbatches).div_ceil(replicas).max(1).saturating_add(room)
     }
 
-    /// Micro-batches that one replica of a stage has between the halves of their backward, of so many in flight; 0 where it is whole.
+    /// Micro-batches with pending weight gradients per replica, at most `in_flight`; 0 if the backward is not split.
     pub fn apart(&self, position: Position, in_flight: u32) -> u32 {
         let replicas = position.replicas.max(1);
         let before = self.workers.saturating_sub(position.workers_after).saturating_sub(replicas);
@@ -116,31 +106,32 @@ impl ScheduleFlow {
         before.div_ceil(replicas).saturating_mul(depth).saturating_add(1).min(in_flight)
     }
 
-    /// Weight versions that one replica of a stage holds. No fewer, where not everything is known of the first stage.
+    /// Weight versions per replica of a stage; an upper bound if the first stage is not fully known.
     pub fn versions(&self, own: Lanes, first: First) -> u32 {
         match (self.schedule, first) {
             (ScheduleKind::RoundRobin, _) => own.in_flight,
             (ScheduleKind::RoundRobinVsync, First::Known(first)) => synced(own.replicas, first),
             (ScheduleKind::RoundRobinVsync, First::Capped(cap)) => cap.saturating_add(1),
-            // A first stage of one replica has as many in flight as there are workers; one of more has fewer by one at least.
+            // A first stage of one replica has as many in flight as there are workers; with more replicas, at least one
+            // fewer.
             (ScheduleKind::RoundRobinVsync, First::Unknown) => self.workers.saturating_add(self.room),
             (ScheduleKind::TwoBw, _) => 2,
             _ => 1,
         }
     }
 
-    /// Rounds of which a replica's sums for parameters that it shares with other stages wait for their step, beside the one that is added to. No
-    /// fewer, where not everything is known of the first stage.
+    /// Rounds of tied-weight gradient sums that wait for their step, besides the current round; an upper bound if the
+    /// first stage is not fully known.
     pub fn late(&self, own: Lanes, first: First) -> u32 {
         match (self.schedule, first) {
             (ScheduleKind::RoundRobin, First::Known(first)) => ahead(own, first),
-            // As many replicas as leave this stage its own.
+            // The most replicas the first stage can have.
             (ScheduleKind::RoundRobin, First::Capped(in_flight)) => {
                 let replicas = self.workers.saturating_sub(own.replicas).max(1);
                 ahead(own, Lanes { replicas, in_flight })
             }
-            // By the rule a first stage of r replicas has ceil(workers / r) in flight on each and what is beyond it: r - 1 more than that
-            // many workers' at the most.
+            // By the rule, a first stage of r replicas has ceil(workers / r) in flight on each, plus `room`. In total
+            // that is at most r - 1 more than `workers`, plus r times `room`.
             (ScheduleKind::RoundRobin, First::Unknown) => {
                 let replicas = u64::from(self.workers.saturating_sub(own.replicas).max(1));
                 let items = u64::from(self.workers) + replicas - 1 + replicas * u64::from(self.room);
@@ -151,20 +142,20 @@ impl ScheduleFlow {
     }
 }
 
-/// Rounds by which a stage gets ahead of the first before it steps a parameter that both have: an item sees the version of it that the first
-/// stage's item sees, so that the stage's own sums of these rounds wait.
+/// Rounds by which a stage is ahead of the first stage when it steps a tied weight. Each micro-batch must see the
+/// version that the first stage sees, so the sums of these rounds wait.
 fn ahead(own: Lanes, first: Lanes) -> u32 {
     rounds(own, u64::from(first.in_flight) * u64::from(first.replicas.max(1)))
 }
 
-/// The same, of so many items in flight at the first.
+/// [`ahead`] for `items` in flight at the first stage.
 fn rounds(own: Lanes, items: u64) -> u32 {
     let replicas = u64::from(own.replicas.max(1));
     let rounds = items.saturating_sub(u64::from(own.in_flight) * replicas).div_ceil(replicas);
     u32::try_from(rounds).unwrap_or(u32::MAX)
 }
 
-/// Weight versions that a stage of so many replicas holds at the most under vertical sync.
+/// Upper bound of the weight versions of a stage under vertical sync.
 pub fn synced(replicas: u32, first: Lanes) -> u32 {
     let [own, of_first] = [replicas, first.replicas].map(|replicas| u64::from(replicas.max(1)));
     let cap = u64::from(first.in_flight.max(1));
@@ -172,7 +163,7 @@ pub fn synced(replicas: u32, first: Lanes) -> u32 {
     u32::try_from(used + 1).unwrap_or(u32::MAX)
 }
 
-/// The greatest common divisor, with 1 for 0.
+/// Greatest common divisor; 0 counts as 1.
 pub fn common_divisor(a: u64, b: u64) -> u64 {
     let (mut x, mut y) = (a.max(1), b.max(1));
     while y != 0 {
@@ -181,7 +172,7 @@ pub fn common_divisor(a: u64, b: u64) -> u64 {
     x
 }
 
-/// The published caps of a whole pipeline of `replicas` under `flow`, first stage first.
+/// The published caps of a whole pipeline, first stage first.
 pub fn published(flow: &ScheduleFlow, replicas: &[u32]) -> Vec<u32> {
     let workers = replicas.iter().fold(0u32, |sum, &r| sum.saturating_add(r));
     let flow = ScheduleFlow { workers, ..*flow };
@@ -194,7 +185,7 @@ pub fn published(flow: &ScheduleFlow, replicas: &[u32]) -> Vec<u32> {
     caps
 }
 
-/// For each stage of a whole pipeline the items between the halves of their backward, under such caps; empty where it is whole.
+/// Micro-batches with pending weight gradients per stage of a whole pipeline; empty if the backward is not split.
 pub fn apart(flow: &ScheduleFlow, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
     if !flow.schedule.splits_backward() {
         return Vec::new();
@@ -287,7 +278,7 @@ mod tests {
         assert_eq!(synced(u32::MAX, (u32::MAX, u32::MAX)), u32::MAX);
     }
 
-    /// Nor does it make sums of shared parameters wait for longer.
+    /// Nor do sums of tied weights wait longer than the bound.
     #[test]
     fn sums_wait_no_longer_than_is_said_of_an_unknown_first_stage() {
         for (room, in_flight) in (0..9).map(|n| (n % 3, 1 + n / 3)) {
@@ -310,7 +301,7 @@ mod tests {
         }
     }
 
-    /// No first stage that the published rule allows makes a stage hold more than is said where nothing is known of it.
+    /// No first stage that the published rule allows exceeds the bound for an unknown first stage.
     #[test]
     fn what_is_said_of_an_unknown_first_stage_is_enough() {
         for room in 0..3 {

@@ -1,11 +1,11 @@
-//! What the links of a cluster carry, as time for bytes: transfers between stages and the all-reduce of one stage.
+//! Transfer times between stages and ring all-reduce times within a stage.
 //!
-//! A unit of level k is what that level joins: a device at level 0, a group of the level below further out. Each device has a port
-//! of its own at every level; at a shared level all devices of a unit have one port together. A message between two devices takes
-//! the level that joins them, at the slowest bandwidth and the longest latency up to there.
+//! A unit of level k is a device at level 0, else a group of the level below. Each device has its own port at every
+//! level; at a shared level the devices of a unit share one port. A message between two devices uses the level that
+//! joins them, at the lowest bandwidth and the highest latency up to there.
 //!
-//! An all-reduce is a ring at each level in turn, innermost first (reduce-scatter inwards to outwards, all-gather back): what is
-//! summed within a unit lies in as many shards as it has members, and the members' shards travel further out at the same time.
+//! An all-reduce is one ring per level: reduce-scatter from the innermost level outwards, all-gather back. A sum within
+//! a unit is sharded over its members, and the shards use the next level at the same time.
 //!
 //! ```text
 //! t(e)  = l_k + e / B_k
@@ -16,25 +16,23 @@
 //! | symbol | here | |
 //! | --- | --- | --- |
 //! | e, w | `bytes` | bytes of a message, of the weights |
-//! | l_k, B_k | [`Wire`] | up to level k |
-//! | m_k | `Ring::units` | the most units of level k that one unit above joins |
-//! | q_k | `shards` | in how many shards the sum lies below level k |
+//! | l_k, B_k | [`Wire`] | latency and bandwidth up to level k |
+//! | m_k | `Ring::units` | the largest number of units of level k in one unit above |
+//! | q_k | `shards` | number of shards of the sum below level k |
 
 use crate::cluster::Level;
 
-/// The way between devices: the level that joins them, and what it takes to get there.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Wire {
-    /// The level, innermost 0.
+    /// The outermost level it crosses; 0 is the innermost.
     pub level: usize,
-    /// Microseconds before the first byte arrives.
+    /// Latency until the first byte arrives.
     pub latency_us: f64,
-    /// Bytes per microsecond.
     pub bytes_per_us: f64,
 }
 
 impl Wire {
-    /// The way over one level of a cluster.
+    /// The path over one level of a cluster.
     pub fn of(levels: &[Level], level: usize) -> Wire {
         let up_to = &levels[..=level];
         Wire {
@@ -44,7 +42,7 @@ impl Wire {
         }
     }
 
-    /// The slowest way between any two of these devices; `None` if they are one device or none.
+    /// The slowest path between any two of these devices; `None` for fewer than two distinct devices.
     pub fn between(levels: &[Level], devices: impl Iterator<Item = u32> + Clone) -> Option<Wire> {
         let mut slowest = None;
         let mut unit = 1u64;
@@ -60,24 +58,20 @@ impl Wire {
         slowest
     }
 
-    /// Microseconds of one message.
     pub fn time(&self, bytes: f64) -> f64 {
         self.latency_us + bytes / self.bytes_per_us
     }
 }
 
-/// One level's part of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ring {
-    /// The level.
     pub level: usize,
-    /// Units that take part in the largest ring.
+    /// Members of the largest ring.
     pub units: u32,
-    /// Microseconds.
     pub us: f64,
 }
 
-/// The rings of an all-reduce of so many bytes among the devices, innermost first; none for one device.
+/// The rings of an all-reduce among the devices, innermost first; empty for one device.
 pub fn rings(levels: &[Level], devices: &[u32], bytes: f64) -> Vec<Ring> {
     let mut units: Vec<u64> = devices.iter().map(|&device| u64::from(device)).collect();
     let members = |count: u64, units: &mut Vec<u64>| {
@@ -93,7 +87,7 @@ pub fn rings(levels: &[Level], devices: &[u32], bytes: f64) -> Vec<Ring> {
     rings_of(levels, sizes.into_iter(), bytes)
 }
 
-/// The same for the devices `first`, `first + 1` … `first + count - 1`.
+/// [`rings`] for the devices `first`, `first + 1` … `first + count - 1`.
 pub fn rings_of_range(levels: &[Level], first: u32, count: u32, bytes: f64) -> Vec<Ring> {
     let (mut low, mut high) = (u64::from(first), u64::from(first) + u64::from(count.max(1)) - 1);
     let each = levels.iter().map(|level| {
@@ -113,7 +107,7 @@ pub fn rings_of_range(levels: &[Level], first: u32, count: u32, bytes: f64) -> V
     rings_of(levels, sizes.into_iter(), bytes)
 }
 
-/// For each level the most and the least units that one unit above joins.
+/// `sizes`: for each level, the most and the least units in one unit above.
 fn rings_of(levels: &[Level], sizes: impl Iterator<Item = (u32, u32)>, bytes: f64) -> Vec<Ring> {
     let mut rings = Vec::new();
     let mut shards = 1.0;
@@ -130,7 +124,6 @@ fn rings_of(levels: &[Level], sizes: impl Iterator<Item = (u32, u32)>, bytes: f6
     rings
 }
 
-/// Microseconds of the whole all-reduce.
 pub fn all_reduce_us(rings: &[Ring]) -> f64 {
     rings.iter().map(|ring| ring.us).sum()
 }
@@ -155,7 +148,7 @@ mod tests {
         let us = |levels: &[Level], devices: &[u32]| all_reduce_us(&rings(levels, devices, 16e6));
         assert_eq!(us(&levels, &[3]), 0.0);
         assert_eq!(us(&levels, &[0, 1, 2, 3]), 2.0 * 0.75 * 16e6 / 40e3);
-        // 15 devices: rings of 8 and 7 inside, then 7 shards at least between the two.
+        // 15 devices: inner rings of 8 and 7, then at least 7 shards between the two.
         let all: Vec<u32> = (0..15).collect();
         assert_eq!(us(&levels, &all), 2.0 * 7.0 / 8.0 * 16e6 / 40e3 + 16e6 / 7.0 / 4e3);
         levels[1].shared = true;

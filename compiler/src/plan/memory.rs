@@ -1,25 +1,33 @@
-//! What one replica of a stage holds at its fullest moment, as the runtime allocates it.
+//! Peak memory of one replica of a stage, as the runtime allocates it.
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = terms, twice where replicas add theirs up, + (1 + late) · shared        where replicas have shares, also of weights: see `zero`
-//! optimizer   = state · summed + masters                                   the same
+//! gradients   = terms, twice with replicas (all-reduce), + (1 + late) · shared           ZeRO: see `zero`
+//! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
 //! messages    = passed + outputs                             inference: inputs
 //! ```
 //!
-//! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
-//! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
-//! where that is most ([`arena`](crate::profile::arena): without what crosses a cut, and where backwards are split without their halves), and what is put by where gradients of several items are made at once ([`joint`](crate::pass::batched_weight_grad)). The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
-//! and those that are `shared` with other stages are added up with theirs, `late` rounds of them after the stage's own (`caps`). The messages are the gradients
-//! that one item gets and gives: `passed` is `inputs`, or twice that where those of the item before may still be on their way (`passing`). A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
-//! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
-//! it. Parameters of two bytes a number have sums of four, `summed` each once, and the optimizer moves `masters` of four beside them. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
-//! what the second reads of the first, and the gradients that came for it. A stage that gets nothing from others has no first half.
-//! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
-//! and the next may be under way.
+//! - `saved`: tensors that forward saves for backward, model inputs included.
+//! - `inputs`: tensors from other stages. `outputs`: tensors that other stages read. `sent`: the outputs that are not
+//!   also saved.
+//! - `terms`: one gradient sum per use of a parameter by an op. `shared`: the sums of weights tied with other stages,
+//!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
+//! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
+//! - `passed`: buffers for the gradients sent to earlier stages: `inputs`, or twice that if transfers are slow (`gradient_buffers`).
+//! - `apart`: upper bound of micro-batches with pending weight gradients. Each holds `halves` (tensors that the
+//!   weight-gradient pass reads from the input-gradient pass) and its output gradients. A stage without inputs has no
+//!   input-gradient pass.
+//! - `workspace`: the arena, that is the peak of live tensors and scratch within a run
+//!   ([`arena`](crate::profile::arena)), without tensors that cross a cut and without `halves`. Plus the buffers of
+//!   batched weight gradients ([`batched_weight_grad`](crate::pass::batched_weight_grad)).
+//!
+//! Recomputation keeps inputs and outputs and reruns forward into separate buffers before backward. Weight versions are
+//! held by pointer, so V versions take V copies of the weights. A tied weight counts once in each stage that uses it.
+//! Inference has no gradients or optimizer state. One micro-batch is computed at a time, earlier ones hold only their
+//! outputs, and the inputs of the next may arrive.
 
 use crate::pass::batched_weight_grad::joins;
 use crate::plan::gradient_buffers::GradientBuffers;
@@ -27,78 +35,72 @@ use crate::plan::{ScheduleKind, StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 
-/// The sizes of a set of ops, in bytes, before anything is multiplied.
+/// Unmultiplied memory sizes of a set of ops, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryTerms {
-    /// Parameters, each once.
+    /// Each parameter counts once.
     pub weights: u64,
-    /// Sums of their gradients, each once.
+    /// Gradient sums, one per parameter.
     pub summed: u64,
-    /// What is moved in the place of those that are narrower than their sums.
+    /// Master copies of the parameters narrower than their sums.
     pub masters: u64,
-    /// Sums of gradients, one for every op that uses a parameter.
+    /// Gradient sums, one per op that uses a parameter.
     pub terms: u64,
-    /// Sums of parameters that ops outside the set use as well.
+    /// Gradient sums of weights tied with ops outside the set.
     pub shared: u64,
-    /// The most bytes of sums of the parameters that one op uses, and of those with what it reads of them in the same run of a kernel.
+    /// Largest gradient sum of the parameters of one op.
     pub largest: u64,
-    /// The latter.
+    /// As `largest`, plus the weights that the same kernel reads.
     pub needed: u64,
-    /// Saved for backward, of one micro-batch.
+    /// Saved for backward, per micro-batch.
     pub saved: u64,
-    /// Tensors from outside the set, of one micro-batch.
+    /// Tensors from outside the set, per micro-batch.
     pub inputs: u64,
-    /// The places of their gradients.
+    /// Buffers for their gradients.
     pub passed: u64,
-    /// Tensors that are read outside the set, of one micro-batch, each once.
+    /// Tensors read outside the set, per micro-batch; each counts once.
     pub outputs: u64,
-    /// Those of them that are kept only because they are sent.
+    /// The outputs that are kept only for sending.
     pub sent: u64,
-    /// The arena of the op that needs most.
     pub arena: Arena,
-    /// What is put by where gradients of several items are made at once.
+    /// Buffers of batched weight gradients.
     pub put_by: u64,
-    /// What the second half of a split backward reads of the first, of one micro-batch.
+    /// Tensors that the weight-gradient pass reads from the input-gradient pass, per micro-batch.
     pub halves: u64,
 }
 
-/// How often each of them is held.
+/// Multipliers of the memory terms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryMultipliers {
-    /// Micro-batches in flight.
     pub in_flight: u32,
-    /// Those of them that may be between the halves of their backward; 0 where it is whole.
+    /// Micro-batches with pending weight gradients; 0 if the backward is not split.
     pub apart: u32,
-    /// Weight versions.
     pub versions: u32,
-    /// Rounds of which the sums of shared parameters wait.
+    /// Rounds for which sums of tied weights wait.
     pub late: u32,
-    /// Replicas of the stage.
     pub replicas: u32,
-    /// Whether forward runs again before backward.
     pub recompute: bool,
-    /// The level of ZeRO, where the stage has replicas.
+    /// ZeRO stage, used if the stage has replicas.
     pub zero: u32,
-    /// Bytes of optimizer state for each byte of weights.
+    /// Bytes of optimizer state per byte of gradient sum.
     pub optimizer_state: f64,
-    /// Order of work.
     pub schedule: ScheduleKind,
-    /// Micro-batches of a minibatch.
     pub microbatches: u32,
 }
 
 impl MemoryMultipliers {
-    /// The level of ZeRO: none for one replica.
+    /// The effective ZeRO stage: 0 with one replica.
     pub fn level(&self) -> u32 {
         if self.replicas > 1 { self.zero } else { 0 }
     }
 
-    /// How the backwards of a stage run that gets so many bytes from others: without any it has no first half.
+    /// Backward mode of a stage that receives `inputs` bytes from other stages. Without any it has no input-gradient
+    /// pass.
     pub fn way(&self, inputs: u64) -> Way {
         Way { is_joint: self.joins(), is_split: self.apart > 0 && inputs > 0 }
     }
 
-    /// Whether gradients of several items of a round are made at once.
+    /// True if weight gradients of several micro-batches are batched.
     fn joins(&self) -> bool {
         use ScheduleKind::{Inference, RoundRobin, RoundRobinVsync};
         let of_round = self.microbatches.div_ceil(self.replicas.max(1));
@@ -107,7 +109,7 @@ impl MemoryMultipliers {
 }
 
 impl MemoryTerms {
-    /// The sizes of the ops of which `inside` is true; `flows` are those of the graph.
+    /// Sums the terms of the ops for which `inside` is true. `flows` must belong to the graph.
     pub fn of(graph: &CostGraph, flows: &Flows, inside: &[bool], passing: &GradientBuffers) -> MemoryTerms {
         let mut holdings = MemoryTerms::default();
         for param in &graph.params {
@@ -163,7 +165,7 @@ impl MemoryTerms {
         holdings
     }
 
-    /// What a stage of these sizes holds. Sums stop at the largest `u64`, which no device has.
+    /// Memory of a stage. Saturates at `u64::MAX`.
     pub fn held(&self, multiples: &MemoryMultipliers) -> StageMemory {
         let trains = multiples.schedule != ScheduleKind::Inference;
         let weights = if trains { zero::kept(self, multiples) } else { self.weights };
@@ -237,7 +239,7 @@ mod tests {
                 ..rest
             }
         );
-        // In two bytes a number its sums have four, and so has what the optimizer moves and keeps.
+        // Two-byte parameters have four-byte sums, optimizer state and master copies.
         let mut narrow = graph.clone();
         narrow.params[0].bytes = 500;
         let half = MemoryTerms { weights: 500, masters: 1000, ..tail };
@@ -260,7 +262,7 @@ mod tests {
         assert_eq!(tail.held(&MemoryMultipliers { late: 2, ..multiples }).total, held.total + 2 * 1000);
         let replicated = tail.held(&MemoryMultipliers { replicas: 2, ..multiples });
         assert_eq!(replicated.gradients, 5000);
-        // Shared out, three replicas have a third of each sum and of its state, but for what other stages hold too.
+        // Sharded over three replicas, except for tied weights.
         let tied = tail.held(&MemoryMultipliers { replicas: 3, zero: 1, ..multiples });
         assert_eq!((tied.gradients, tied.optimizer), (2000 + 1000 + 334 + 1000, 2000));
         let whole = MemoryTerms { shared: 0, ..tail }.held(&MemoryMultipliers { replicas: 3, zero: 1, ..multiples });
@@ -271,14 +273,14 @@ mod tests {
             zero: 2,
             ..multiples
         });
-        // Of three versions an older one serves while others are still at the round before.
+        // With three versions, sums are double-buffered: others may still be in the previous round.
         assert_eq!((made.gradients, made.optimizer), (600 + 2 * 667, 668));
-        // What other stages hold too is there twice while it is added up, and nothing is made then.
+        // Tied-weight sums are doubled during their all-reduce, while no op makes gradients.
         let summed = MemoryMultipliers { replicas: 3, zero: 2, versions: 1, ..multiples };
         assert_eq!(tail.held(&summed).gradients, 1000 + 1000 + 334);
         let two_rounds = MemoryMultipliers { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
-        // Eight items of a round are put by, where gradients stay.
+        // Batched weight gradients need 8 micro-batches per worker, and unsharded gradients if replicated.
         let joint = MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), put_by: 50, ..tail };
         let of_round = |microbatches, replicas, zero| {
             let schedule = ScheduleKind::OneFOneB;
@@ -293,10 +295,10 @@ mod tests {
         });
         assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));
         assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
-        // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
+        // With recomputation, inputs are held for all three and saved tensors for one.
         let recomputed = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);
-        // Two items between the halves of their backward keep what the second reads; recomputed, what is saved as well.
+        // Two micro-batches with pending weight gradients; with recomputation their saved tensors count as well.
         let split = tail.held(&MemoryMultipliers { apart: 2, ..multiples });
         assert_eq!((split.between, split.total), (22, held.total + 22));
         let both = tail.held(&MemoryMultipliers { apart: 2, recompute: true, ..multiples });

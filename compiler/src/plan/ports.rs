@@ -1,41 +1,38 @@
-//! Where the transfers of a pipeline leave and enter its devices.
+//! Ports that the transfers of a pipeline use.
 //!
-//! A device has a port at each level of the cluster, which sends and receives at the same time; at a shared level all devices of a unit
-//! have one port together. A message takes the port of its sender and that of its reader at the level that joins their stages, a part of
-//! an all-reduce those of all replicas at its level. What goes over one port at a time shares it. These are the ports that
-//! cost model `pipec` sums up, see `plan::links`.
+//! A device has a full-duplex port at each level of the cluster; at a shared level the devices of a unit share one. A
+//! message uses the ports of sender and receiver at the level that joins their stages. An all-reduce uses the ports of
+//! all replicas at each of its levels. Concurrent transfers share a port's bandwidth. Cost model `pipec` sums over the
+//! same ports, see `plan::links`.
 
 use crate::cluster::Level;
 use crate::plan::Stage;
 use crate::plan::links::Ring;
 use std::collections::BTreeMap;
 
-/// One direction of one port.
+/// One direction of one port: even numbers send, odd numbers receive.
 pub type Port = u32;
 
-/// The ports of a pipeline's workers; of a pipeline without a cluster nothing is known, and all its transfers go apart.
+/// The ports of a pipeline's workers. Without a cluster it is empty, and transfers do not contend.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ports {
-    /// For each level, the number of each worker's port.
+    /// For each level, the port of each worker.
     of: Vec<Vec<u32>>,
-    /// The level that joins the stages of each edge; none where they are on the same workers.
+    /// The level that joins the stages of each edge; `None` if they are on the same workers.
     edges: Vec<Option<usize>>,
-    /// The parts of each stage's all-reduce.
     reductions: Vec<Vec<AllReducePart>>,
 }
 
-/// What an all-reduce does at one level.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AllReducePart {
-    /// Of the time of the whole.
+    /// Fraction of the all-reduce's time.
     pub share: f64,
-    /// Over which ports.
     pub ports: Vec<Port>,
 }
 
 impl Ports {
-    /// The ports of stages on ranks, whose workers are numbered in the order of the ranks, given for each edge the level that it takes and for
-    /// each stage its rings.
+    /// Assigns ports to the workers of all ranks, numbered in rank order. `edges` gives the level of each edge, `rings`
+    /// the all-reduce of each stage.
     pub fn new(
         levels: &[Level],
         stages: &[Stage],
@@ -81,14 +78,13 @@ impl Ports {
         Ports { of, edges, reductions }
     }
 
-    /// The ports of a message over the edge with this number, from one worker to another.
     pub fn message(&self, edge: usize, from: usize, to: usize) -> Vec<Port> {
         let of = self.edges.get(edge).copied().flatten().and_then(|level| self.of.get(level));
         let ends = of.and_then(|of| Some((of.get(from)?, of.get(to)?)));
         ends.map_or(Vec::new(), |(&from, &to)| vec![out_of(from), into(to)])
     }
 
-    /// The parts of a stage's all-reduce, one after the other; none where nothing is known.
+    /// The parts of a stage's all-reduce, run one after the other; empty without a cluster.
     pub fn reduction(&self, stage: usize) -> &[AllReducePart] {
         self.reductions.get(stage).map_or(&[], Vec::as_slice)
     }

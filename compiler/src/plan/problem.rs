@@ -1,4 +1,4 @@
-//! What a partitioner is asked: a model as costs, a cluster, and limits.
+//! The partitioning problem: cost graph, cluster, objective and limits.
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, Cluster, class};
@@ -42,24 +42,18 @@ pub enum Objective {
     Latency,
 }
 
-/// For which framework a plan is, beside our own runtime: what it can carry limits the plan.
+/// External framework that must be able to run the plan; its limits constrain the search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Target {
-    /// torchtitan.
     Torchtitan,
-    /// Megatron-LM.
     Megatron,
-    /// DeepSpeed.
     Deepspeed,
-    /// torch.distributed.pipelining.
     Torch,
 }
 
 impl Target {
-    /// Every target.
     pub const ALL: [Target; 4] = [Target::Torchtitan, Target::Megatron, Target::Deepspeed, Target::Torch];
 
-    /// The name on the command line and in plans.
     pub fn name(self) -> &'static str {
         match self {
             Target::Torchtitan => "torchtitan",
@@ -69,18 +63,16 @@ impl Target {
         }
     }
 
-    /// The target of that name.
     pub fn from_name(name: &str) -> Option<Target> {
         Target::ALL.into_iter().find(|target| target.name() == name)
     }
 
-    /// Whether stages must end where modules end: torch cuts between any two ops.
+    /// True if stages must end at module boundaries. torch can cut between any two ops.
     pub fn keeps_modules(self) -> bool {
         self != Target::Torch
     }
 }
 
-/// How many minibatches a stage may have in flight.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum InFlight {
     /// Raised by the planner until the workers are busy.
@@ -88,87 +80,68 @@ pub enum InFlight {
     Auto,
     /// The published rule: workers from the stage to the end over its replicas, rounded up.
     Pipedream,
-    /// One number for each stage.
     Given(Vec<u32>),
 }
 
-/// What the user fixed in advance.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Constraints {
-    /// Replicas of each stage; the cuts are free.
+    /// Replicas of each stage; cuts are free.
     pub replicas: Option<Vec<u32>>,
-    /// A stage ends after each of these: source node names, module paths, or op ids in text.
+    /// A stage ends after each of these: source node names, module paths, or op ids as text.
     pub cut_after: Option<Vec<String>>,
-    /// Nodes, modules or op ids, and the stages that they stand in.
     pub pins: Vec<(String, u32)>,
-    /// The most stages.
     pub most_stages: Option<u32>,
-    /// Whether every stage has one replica.
     pub no_replication: bool,
-    /// Whether the ops of every stage are shared by a group of devices.
+    /// True if the plan must be tensor parallel.
     pub tensor: bool,
-    /// For which framework.
     pub target: Option<Target>,
 }
 
 impl Constraints {
-    /// Whether there is any that only cost `pipec` can obey.
+    /// True if a constraint requires cost `pipec`.
     pub fn are_placed(&self) -> bool {
         !self.pins.is_empty() || self.most_stages.is_some() || self.no_replication || self.target.is_some()
     }
 }
 
-/// A question to a partitioner.
+/// Input of a partitioner: costs, cluster, schedule and limits.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// The model as costs.
+    /// Costs per micro-batch.
     pub graph: CostGraph,
-    /// The model as costs on groups of devices that share its ops, by the size of groups, ascending; none where no stage is to be shared.
+    /// Costs under tensor parallelism, by degree, ascending; empty if it is not considered.
     pub shared: Vec<SharedCosts>,
-    /// The devices.
     pub cluster: Cluster,
-    /// Cost model.
     pub cost: CostModel,
-    /// What is minimised.
     pub objective: Objective,
-    /// PipeDream's activation compression ratio; absent means that transfers between stages are free under cost `pipedream`.
+    /// PipeDream's activation compression ratio. `None` makes transfers between stages free under cost `pipedream`.
     pub activation_compression: Option<f64>,
-    /// Bytes that may be used on each device; absent means no limit.
+    /// Usable bytes per device; `None` means no limit.
     pub memory_limit: Option<Bytes>,
-    /// Bytes of optimizer state for each byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
+    /// Bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
     pub optimizer_state: f64,
-    /// Order of work.
     pub schedule: ScheduleKind,
-    /// Samples in one micro-batch; the costs of `graph` are for that many.
     pub micro_batch: u64,
-    /// Micro-batches in one minibatch.
     pub microbatches: u32,
-    /// Chunks per worker, for schedules that have them.
     pub chunks: u32,
-    /// Caps of minibatches in flight.
     pub in_flight: InFlight,
-    /// So many more than the rule's must have room in every stage: how the planner asks for plans whose caps memory lets rise.
+    /// In-flight micro-batches beyond the rule that must fit in every stage. The planner uses it to find plans whose
+    /// caps can be raised.
     pub room: u32,
-    /// Gradients of a stage with replicas are all-reduced in parts of about so many bytes.
+    /// Target size of a gradient bucket.
     pub bucket: Bytes,
-    /// The level of ZeRO by which replicas of a stage share what they would hold alike.
     pub zero: u32,
-    /// Whether a stage that does not fit otherwise may be recomputed; cost `pipec` only.
     pub recompute: bool,
-    /// What the user fixed.
     pub constraints: Constraints,
-    /// The model, for the plan.
     pub model: PlannedModel,
-    /// The profile, for the plan.
     pub profile: PlannedProfile,
-    /// Element type, for the plan.
     pub dtype: String,
-    /// Optimizer name, for the plan.
     pub optimizer: String,
 }
 
 impl Problem {
-    /// Counts the optimizer's steps, once schedule, micro-batches and optimizer are known. The formulas of the literature leave them out.
+    /// Adds the optimizer step to the op costs. Call it once schedule, micro-batches and optimizer are known. The
+    /// published cost models leave it out.
     pub fn count_updates(&mut self) {
         if self.cost == CostModel::Pipec && self.schedule != ScheduleKind::Inference {
             let items = if self.schedule.is_round_robin() { 1 } else { self.microbatches };
@@ -179,127 +152,51 @@ impl Problem {
     }
 }
 
-/// A question that makes no sense.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProblemError {
-    /// The costs are broken.
     #[error(transparent)]
     Graph(#[from] CostGraphError),
-    /// The cluster is broken.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// A setting out of range.
     #[error("{what} is {value}; it must be {range}")]
-    Setting {
-        /// Which setting.
-        what: &'static str,
-        /// Its value.
-        value: String,
-        /// What is accepted.
-        range: &'static str,
-    },
-    /// A cut at something the model does not have.
+    Setting { what: &'static str, value: String, range: &'static str },
     #[error("`{flag} {name}`: no op, node or module of that name{hint}")]
     UnknownName {
-        /// The option.
         flag: &'static str,
-        /// The name given.
         name: String,
-        /// The nearest name, as "; did you mean …?", or nothing.
+        /// The nearest name, as "; did you mean …?", or empty.
         hint: String,
     },
-    /// A cut after which nothing new stands in the stage, or nothing is left for the next.
     #[error("`--cut-after {name}`: {why}")]
     EmptyCut {
-        /// The name given.
         name: String,
-        /// "everything up to it is before an earlier cut" for example.
+        /// For example "everything up to it is before an earlier cut".
         why: &'static str,
     },
-    /// Replicas that the cluster does not hold.
     #[error("the stages take {wanted} devices, the cluster has {devices}")]
-    TooManyReplicas {
-        /// Sum of the replicas.
-        wanted: u64,
-        /// Devices of the cluster.
-        devices: u32,
-    },
-    /// More stages than there are places to cut.
+    TooManyReplicas { wanted: u64, devices: u32 },
     #[error("{stages} stages are wanted, the model has {ops} ops to cut between")]
-    TooManyStages {
-        /// Stages wanted.
-        stages: usize,
-        /// Ops of the model.
-        ops: usize,
-    },
-    /// Two constraints that do not agree.
+    TooManyStages { stages: usize, ops: usize },
     #[error("{cuts} cuts make {stages} stages, {replicas} replica counts are given")]
-    Disagree {
-        /// Number of cuts.
-        cuts: usize,
-        /// Stages they make.
-        stages: usize,
-        /// Replica counts given.
-        replicas: usize,
-    },
-    /// A plan that does not have as many stages as caps were given.
+    Disagree { cuts: usize, stages: usize, replicas: usize },
     #[error("{caps} in-flight caps are given, the plan has {stages} stages")]
-    Caps {
-        /// Caps given.
-        caps: usize,
-        /// Stages of the plan.
-        stages: usize,
-    },
-    /// A pin to a stage that there cannot be.
+    Caps { caps: usize, stages: usize },
     #[error("`--pin` names stage {stage}, there are at most {most} stages")]
-    NoStage {
-        /// The stage, counted from 0.
-        stage: usize,
-        /// Stages.
-        most: usize,
-    },
-    /// Constraints that no partition obeys.
+    NoStage { stage: usize, most: usize },
     #[error("{what}")]
-    Unmet {
-        /// Which, and why.
-        what: String,
-    },
-    /// A setting that goes with cost `pipec` only.
+    Unmet { what: String },
     #[error("{what} goes with cost `pipec` only")]
-    OtherCost {
-        /// Which setting.
-        what: &'static str,
-    },
-    /// A setting that speaks of devices that are all alike.
+    OtherCost { what: &'static str },
     #[error("{what} does not go with a cluster of several device classes")]
-    Mixed {
-        /// Which setting.
-        what: &'static str,
-    },
-    /// A class whose devices are of no known speed.
+    Mixed { what: &'static str },
     #[error("the speed of device class {class} (`{kind}`) is not known: neither the cluster nor the costs tell")]
-    NoSpeed {
-        /// Its place in the cluster.
-        class: usize,
-        /// Its kind.
-        kind: String,
-    },
-    /// A search that is only for small problems.
+    NoSpeed { class: usize, kind: String },
     #[error("{method} takes at most {limit} {what}, the problem has {found}")]
-    TooLarge {
-        /// The partitioner.
-        method: &'static str,
-        /// What is counted.
-        what: &'static str,
-        /// The most it takes.
-        limit: u64,
-        /// What the problem has.
-        found: u64,
-    },
+    TooLarge { method: &'static str, what: &'static str, limit: u64, found: u64 },
 }
 
 impl Problem {
-    /// A question with the usual settings: throughput, 1F1B-RR, plain SGD, one micro-batch of one sample, no memory limit.
+    /// A problem with default settings: throughput, 1F1B-RR, plain SGD, one micro-batch of one sample, no memory limit.
     pub fn new(graph: CostGraph, cluster: Cluster, cost: CostModel) -> Problem {
         let model = PlannedModel { ops: graph.ops.len() as u64, ..PlannedModel::default() };
         Problem {
@@ -328,13 +225,12 @@ impl Problem {
         }
     }
 
-    /// The bytes that may be used on each of some devices; absent means no limit.
+    /// Memory limit of the given devices; `None` means no limit.
     pub fn limit_of(&self, devices: Range<u32>) -> Option<u64> {
         let own = class::smallest(&self.cluster.classes, devices);
         own.into_iter().chain(self.memory_limit.map(|limit| limit.0)).min()
     }
 
-    /// What must hold where devices differ.
     fn mixed(&self) -> Result<(), ProblemError> {
         if !self.cluster.is_mixed() {
             return Ok(());
@@ -355,7 +251,7 @@ impl Problem {
         })
     }
 
-    /// What must hold before a partitioner starts.
+    /// Validates costs, cluster and settings; every search starts with it.
     pub fn check(&self) -> Result<(), ProblemError> {
         self.graph.check()?;
         self.shared.iter().try_for_each(|costs| costs.graph.check())?;
@@ -411,7 +307,6 @@ impl Problem {
         if let Some(replicas) = &self.constraints.replicas {
             let empty = replicas.is_empty() || replicas.contains(&0);
             setting(!empty, "replicas of a stage", format!("{replicas:?}"), "at least 1, for at least one stage")?;
-            // Chunks of one rank stand on the same devices.
             let wanted = replicas.iter().map(|&r| u64::from(r)).sum::<u64>() / u64::from(self.chunks);
             if wanted > u64::from(self.cluster.devices()) {
                 return Err(ProblemError::TooManyReplicas { wanted, devices: self.cluster.devices() });

@@ -4,58 +4,35 @@ use crate::plan::{Plan, SCHEMA};
 use crate::profile::json::{self, JsonError};
 use serde_json::Value;
 
-/// Why a plan file was refused. What a plan says is judged by `plan/check`, not here.
+/// The content of a plan file is validated by `plan/check`, not here.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanFileError {
-    /// Not JSON of the right shape.
     #[error(transparent)]
     Json(#[from] JsonError),
-    /// Another schema.
     #[error("schema is `{found}`, expected `{SCHEMA}`")]
-    Schema {
-        /// What the file states.
-        found: String,
-    },
-    /// A top-level field that does not exist.
+    Schema { found: String },
     #[error("unknown field `{field}`; fields of other tools start with `x-`")]
-    Unknown {
-        /// Its name.
-        field: String,
-    },
-    /// A part of a backward that is longer than the backward.
+    Unknown { field: String },
     #[error("`stages[{stage}].weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
-    Part {
-        /// Index of the stage.
-        stage: usize,
-        /// The part.
-        weight_us: f64,
-        /// The whole.
-        bwd_us: f64,
-    },
-    /// A number that JSON cannot hold.
+    Part { stage: usize, weight_us: f64, bwd_us: f64 },
     #[error("`{field}` is {value}; it must be finite and not negative")]
-    Figure {
-        /// Path of the number.
-        field: String,
-        /// Its value.
-        value: f64,
-    },
+    Figure { field: String, value: f64 },
 }
 
-/// Reads a plan. Unknown top-level fields are errors unless they start with `x-`; so are keys that stand twice.
+/// Parses a plan. Duplicate keys are errors; so are unknown top-level fields unless they start with `x-`.
 pub fn from_json(text: &str) -> Result<Plan, PlanFileError> {
     let plan: Plan = json::read(text)?;
     check(&plan)?;
     Ok(plan)
 }
 
-/// Prints a plan: equal plans give equal bytes, and the text ends with a line break.
+/// Prints a plan: equal plans give equal bytes, and the text ends with a newline.
 pub fn to_json(plan: &Plan) -> Result<String, PlanFileError> {
     check(plan)?;
     Ok(json::print(plan)?)
 }
 
-/// The JSON Schema of the file.
+/// The JSON Schema of `plan.json`.
 pub fn schema() -> Value {
     let mut schema = schemars::schema_for!(Plan).to_value();
     if let Value::Object(object) = &mut schema {

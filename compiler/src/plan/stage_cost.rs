@@ -1,7 +1,7 @@
-//! What a stage costs, by the name of a cost model. This file is all that the searches over levels know of cost.
+//! Cost of one stage under each cost model. The level-by-level searches know no other cost.
 //!
-//! A cluster is searched level by level. At level k a [`StageRange`] is a run of ops on `replicas` units, a unit being all devices of
-//! the level below; what one unit needs for it is `inner_us`. Times are microseconds for one minibatch.
+//! At level k a [`StageRange`] is a range of ops on `replicas` units, a unit being all devices of the level below. One
+//! unit takes `inner_us`. Times are microseconds per minibatch.
 //!
 //! ```text
 //! paper       T_k(i..j, m) = max( A_{k-1}(i..j), 2 (m-1) |w| / B_k ) / m             and 2 a_s / B_k at the cut before
@@ -9,8 +9,9 @@
 //!             with a compression ratio r, later parts also 2 out(s) / (B_k m r) and, unless last, 2 out(j) / (B_k m r)
 //! ```
 //!
-//! Cost `pipec` is not made of parts: what a stage costs depends on its place, and `outlook` gives the equations. Here it stands as it is
-//! on one level under 1F1B-RR, for code that asks every model for a part: max( A, 2 (m-1)/m |w| / B + (a_in + a_out) / B ) / m.
+//! Under cost `pipec` a stage's cost depends on its devices, and `cost_estimate` has the equations. For code that
+//! treats all models alike, this module has the one-level 1F1B-RR form: max( A, 2 (m-1)/m |w| / B + (a_in + a_out) / B
+//! ) / m.
 //!
 //! | equation | here                    | unit         |
 //! | ---      | ---                     | ---          |
@@ -21,60 +22,49 @@
 //! | B_k      | `LevelCost::bytes_per_us` | bytes/µs   |
 //! | n_{k-1}  | `LevelCost::previous_count` |          |
 //!
-//! What crosses a cut is told by `cut_bytes`.
+//! `cut_bytes` computes the bytes that cross a cut.
 //!
-//! `pipedream` is Narayanan et al.'s released optimizer, to the letter: the weights of a first part travel n_{k-1} times faster
-//! than those of a later one, because that is what it computes. The paper (SOSP 2019, section 3.1) has no such factor.
+//! `pipedream` reproduces Narayanan et al.'s released optimizer: the weights of a first range travel n_{k-1} times
+//! faster than those of later ones. The paper (SOSP 2019, section 3.1) has no such factor.
 
 use crate::cluster::Cluster;
 use crate::plan::problem::{CostModel, Problem};
 
-/// What a cost model needs of one level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LevelCost {
-    /// Units at this level.
     pub count: u32,
-    /// Bandwidth in bytes per microsecond.
     pub bytes_per_us: f64,
-    /// Units of the level below, 1 at the innermost.
+    /// Units of the level below; 1 at the innermost.
     pub previous_count: u32,
 }
 
-/// A run of ops on some units of one level.
+/// A range of ops on some units of one level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StageRange {
-    /// Whether it starts where the level's whole span starts.
+    /// True if it starts where the level's whole span starts.
     pub is_first: bool,
-    /// Whether it ends with the model.
+    /// True if it ends with the model.
     pub is_last: bool,
-    /// Units that share the minibatches.
     pub replicas: u32,
     /// Time on one unit, in microseconds.
     pub inner_us: f64,
-    /// Bytes of its parameters.
     pub weight_bytes: f64,
-    /// Bytes that cross the cut before it.
     pub in_bytes: f64,
-    /// Bytes that cross the cut after it.
     pub out_bytes: f64,
 }
 
-/// A cost model with its settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StageCost {
-    /// Which equations.
     pub model: CostModel,
-    /// PipeDream's activation compression ratio.
     pub activation_compression: Option<f64>,
 }
 
 impl StageCost {
-    /// The cost model of a problem.
     pub fn of(problem: &Problem) -> StageCost {
         StageCost { model: problem.cost, activation_compression: problem.activation_compression }
     }
 
-    /// Time that `part` needs for one minibatch at `level`, links included, in microseconds.
+    /// Time of `part` per minibatch at `level`, links included, in microseconds.
     pub fn part_us(&self, level: &LevelCost, part: &StageRange) -> f64 {
         let m = f64::from(part.replicas);
         let bandwidth = level.bytes_per_us;
@@ -85,7 +75,7 @@ impl StageCost {
                 let boundary = if part.is_first { 0.0 } else { 2.0 * part.in_bytes / bandwidth };
                 stage.max(boundary)
             }
-            // One device that waits for its transfers; such devices do not replicate.
+            // The device waits for its transfers; these models do not replicate.
             CostModel::Load | CostModel::Hybrid if part.replicas > 1 => f64::INFINITY,
             CostModel::Load | CostModel::Hybrid => part.inner_us + (part.in_bytes + part.out_bytes) / bandwidth,
             CostModel::Pipedream => {
@@ -110,8 +100,8 @@ impl StageCost {
 }
 
 impl StageCost {
-    /// What the link before a part takes at `level` at least, in microseconds, if so many bytes cross the cut before it: no part
-    /// of up to `most` replicas that begins there, and is not the first of its span, is faster.
+    /// Lower bound in microseconds for a range that receives `in_bytes`, is not the first of its span and has up to
+    /// `most` replicas.
     pub fn entry_us(&self, level: &LevelCost, in_bytes: f64, most: u32) -> f64 {
         match (self.model, self.activation_compression) {
             (CostModel::Load | CostModel::Hybrid, _) => in_bytes / level.bytes_per_us,
@@ -123,7 +113,6 @@ impl StageCost {
     }
 }
 
-/// The levels of a cluster as a cost model sees them, innermost first.
 pub fn levels(cluster: &Cluster) -> Vec<LevelCost> {
     let mut previous_count = 1;
     let mut levels = Vec::with_capacity(cluster.levels.len());

@@ -1,52 +1,54 @@
-//! ZeRO over the replicas of a stage (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020):
-//! what all replicas would hold alike, each holds a share of.
+//! ZeRO over the replicas of a stage (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+//! parameter models", SC 2020).
 //!
 //! ```text
-//! level   optimizer   gradients   weights
-//! 0       O           G + G       W            those of the replica's items, and their sum over replicas; under 2BW that lies where an older version
-//!                                              lay, of which no item is left then
-//! 1       O / r       G + G / r   W            of the sum its share; under 2BW G + G / r lie beside two versions
-//! 2       O / r       v G / r + g W            of the sum its share, and the gradients that an op is making
-//! 3       O / r       v G / r + g W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
-//!                                              where a kernel does both, as those of recurrent layers do
+//! level   optimizer   gradients        weights
+//! 0       O           G + G            W       sums of the replica and of all replicas; 2BW reuses the buffer of an unused older
+//!                                              version for the latter
+//! 1       O / r       G + G / r        W       the all-replica sum is sharded; under 2BW G + G / r beside two versions
+//! 2       O / r       v G / r + g      W       sharded sums, and the gradients of the op that is running
+//! 3       O / r       v G / r + g      W / r   each version is sharded; g holds the op's gathered weights or its gradients, both for
+//!                                              kernels that need both (recurrent layers)
 //! ```
 //!
-//! O is the optimizer's state, and masters where parameters have two bytes a number. r are the replicas, g the parameters of the op that uses most, v is 2
-//! where a stage has several versions of its weights, else 1: others may add to a replica's share of a round before it has stepped the one before. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
-//! numbers, and weights come to the same bits as without shares. At level 2 a gradient goes to its owners as soon as it is made, item by
-//! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
-//! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
-//! all-gather: together they carry what an all-reduce carries. At level 3 no version is gathered as a whole: a forward and a backward gather
-//! what each of their ops reads in front of it, and drop it behind it, so that weights travel twice for every item. A parameter that stages share is stepped whole by all who hold it.
+//! O is the optimizer state, with master copies for two-byte parameters. r is the number of replicas and g the
+//! parameter bytes of the op that uses most. v is 2 with several weight versions, else 1: other replicas may add to a
+//! shard before its owner has stepped the previous round.
+//!
+//! A shard is a range of elements of each parameter. The step is elementwise, so the weights are bitwise those without
+//! ZeRO at level 1. From level 2, each gradient is reduce-scattered as soon as it is made, per micro-batch. The result
+//! is bitwise the same if a replica has one micro-batch per round; else the order of summation differs. Reduce-scatter
+//! and all-gather together carry the bytes of an all-reduce. At level 3, forward and backward each gather the weights
+//! of an op before it and release them after it, so weights travel twice per micro-batch. Tied weights are not sharded:
+//! every stage that has them steps all of them.
 
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::{ScheduleKind, Stage};
 
-/// The highest level.
 pub const MOST: u32 = 3;
-/// The levels in words.
 pub const LEVELS: &str = "from 0 to 3";
 
-/// Bytes of a share of these.
 fn share(bytes: u64, replicas: u32) -> u64 {
     bytes.div_ceil(u64::from(replicas.max(1)))
 }
 
-/// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
+/// Bytes of gradients and optimizer state per replica of a training stage.
 pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64) {
     let MemoryTerms { weights, summed, masters, terms, shared, largest, needed, .. } = *holdings;
     let MemoryMultipliers { replicas, optimizer_state, .. } = *multiples;
-    // `as` saturates; state is a small factor checked with the problem.
+    // `as` saturates; `optimizer_state` was validated with the problem (0 to 64).
     let state = |summed: u64, masters: u64| ((summed as f64 * optimizer_state).ceil() as u64).saturating_add(masters);
-    // What stages share is whole at each of them, and each adds up with what the others have of it.
+    // Tied weights are not sharded, and each stage adds the gradient sums of the others.
     let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), replicas).saturating_add(shared);
     let own = terms.saturating_add(shared);
     let sums = alone(terms, shared);
-    // Where an older version does, a replica adds to the sums of a round before the others are done with the one before.
+    // With an older weight version, a replica starts on the next round's sums before the others finish the previous
+    // one.
     let open = if multiples.versions > 1 { sums.saturating_mul(2) } else { sums };
-    // Under 2BW it does so before it has its share of that, and while its own sums of that wait for the others'.
+    // Under 2BW this happens before its shard of the previous round arrived, so all its sums wait.
     let waiting = if multiples.schedule == ScheduleKind::TwoBw { terms } else { shared };
-    // Under 2BW a round is added up when no item sees the older version any more: the sum lies where that lay.
+    // Under 2BW the all-replica sum is made when no micro-batch needs the older version any more, and reuses its
+    // buffer.
     let reused = if multiples.schedule == ScheduleKind::TwoBw && masters == 0 { weights.min(terms) } else { 0 };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
@@ -55,7 +57,7 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
             .saturating_add(share(terms.saturating_sub(shared), replicas))
             .saturating_add(waiting)
             .saturating_sub(reused),
-        // It is added up when no op makes gradients: what the largest would take has room for that.
+        // The all-reduce of tied weights runs when no op makes gradients, so the two share the space.
         2 => largest.max(shared).saturating_add(open),
         _ => needed.max(shared).saturating_add(open),
     };
@@ -66,17 +68,17 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
     (gradients, stepped)
 }
 
-/// Bytes of one version of the weights that a replica of a stage holds between its ops.
+/// Bytes of one weight version that a replica holds between ops.
 pub fn kept(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> u64 {
     let MemoryTerms { weights, shared, .. } = *holdings;
     match multiples.level() {
-        // Sums are no narrower than weights: of what stages share no less than all is counted.
+        // `shared` counts sums, which may be wider than weights, hence the `min`.
         3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared).min(weights),
         _ => weights,
     }
 }
 
-/// Why a stage cannot be shared as it says, if so.
+/// Checks the ZeRO fields of a stage; returns the contradiction if there is one.
 pub fn contradiction(stage: &Stage, trains: bool) -> Option<String> {
     let (all, held) = (stage.parameter_bytes, stage.memory.weights);
     match stage.zero {

@@ -1,22 +1,21 @@
-//! What a worker's arena holds while an op runs: scratch of its kernels, and the tensors that are alive within the run.
+//! Arena memory of a worker while an op runs: kernel scratch plus the tensors alive at that time.
 //!
-//! A tensor that crosses a cut lies among messages and not in the arena, and so does its gradient. So an op that reads from outside its
-//! stage alone has less in the arena, and one that is read outside it alone. Where a backward is split, what its second half reads of the
-//! first is kept for it and lies there neither.
+//! Tensors that cross a cut, and their gradients, are in message buffers instead of the arena. So an op with inputs
+//! only from other stages needs less arena memory, and so does one whose outputs are only read by other stages. With
+//! split backwards, tensors kept for the weight-gradient pass are outside the arena too.
 
-/// Where an op stands in its stage, together with those that join it. What a tensor of several readers is told of is a sum, whose terms
-/// and result lie in the arena wherever its readers are: so only an op that alone reads what it reads can be first, and only one that
-/// a single op reads can be last ([`Flows::ends`](crate::profile::cost_graph::Flows::ends)).
+/// Position of a (fused) op in its stage. The gradient of a tensor with several readers is a sum, whose terms and
+/// result are in the arena regardless of the readers' stages. So `first` requires that the op is the only reader of its
+/// inputs, and `last` that its outputs have a single reader ([`Flows::ends`](crate::profile::cost_graph::Flows::ends)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ArenaPosition {
-    /// It reads tensors, none of them of its own stage.
+    /// All its inputs come from other stages, and there is at least one.
     pub first: bool,
-    /// It is read, by no op of its own stage.
+    /// All its readers are in other stages, and there is at least one.
     pub last: bool,
 }
 
 impl ArenaPosition {
-    /// Every place.
     pub const ALL: [ArenaPosition; 4] = [
         ArenaPosition { first: false, last: false },
         ArenaPosition { first: true, last: false },
@@ -29,18 +28,19 @@ impl ArenaPosition {
     }
 }
 
-/// Bytes of the tensors that are alive while an op runs, forward or backward, and that are neither saved nor parameters nor their
-/// gradients; 0 where that is not known.
+/// Bytes alive while an op runs forward or backward, excluding saved tensors, parameters and their gradients; 0 if
+/// unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Live {
-    /// By place, where the backward is whole.
+    /// For a whole backward, by position.
     pub whole: [u64; 4],
-    /// By place, where it is split.
+    /// For a split backward, by position.
     pub split: [u64; 4],
 }
 
 impl Live {
-    /// What is alive at moments of a whole and of a split backward, each with what of it comes from outside and goes there (see [`raise`]).
+    /// Combines a moment of a whole and one of a split backward; each with the bytes that come from and go to other ops
+    /// (see [`raise`]).
     pub fn of(whole: (u64, [u64; 2]), split: (u64, [u64; 2])) -> Live {
         let mut live = Live::default();
         raise(&mut live.whole, whole.0, whole.1);
@@ -48,14 +48,13 @@ impl Live {
         live
     }
 
-    /// What is alive at a place, where the backward is split or not.
     pub fn at(&self, place: ArenaPosition, is_split: bool) -> u64 {
         if is_split { self.split[place.index()] } else { self.whole[place.index()] }
     }
 }
 
-/// Raises figures by place to what is alive at one moment: `bytes` in all, of which so many come from outside if the op is the first of
-/// its stage, and so many go outside if it is the last.
+/// Raises the figures of each position to the bytes alive at one moment: `bytes` in total, less `comes` if the op is
+/// first in its stage, less `goes` if it is last.
 pub fn raise(figures: &mut [u64; 4], bytes: u64, [comes, goes]: [u64; 2]) {
     for place in ArenaPosition::ALL {
         let elsewhere = if place.first { comes } else { 0 } + if place.last { goes } else { 0 };
@@ -64,17 +63,17 @@ pub fn raise(figures: &mut [u64; 4], bytes: u64, [comes, goes]: [u64; 2]) {
     }
 }
 
-/// How backwards run.
+/// Variant of the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Way {
-    /// Gradients of several items are made at once: see [`joint`](crate::pass::batched_weight_grad).
+    /// Weight gradients of several microbatches are computed together, see
+    /// [`batched_weight_grad`](crate::pass::batched_weight_grad).
     pub is_joint: bool,
-    /// They are split in halves.
+    /// Input gradients and weight gradients are separate passes.
     pub is_split: bool,
 }
 
 impl Way {
-    /// Every way.
     pub const ALL: [Way; 4] = [
         Way { is_joint: false, is_split: false },
         Way { is_joint: true, is_split: false },
@@ -82,51 +81,47 @@ impl Way {
         Way { is_joint: true, is_split: true },
     ];
 
-    /// Its place among them.
     pub fn index(self) -> usize {
         usize::from(self.is_joint) + 2 * usize::from(self.is_split)
     }
 }
 
-/// Bytes of an arena in each way.
+/// Arena bytes by backward variant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Arena([u64; 4]);
 
 impl Arena {
-    /// Figures by way.
     pub fn by(bytes: impl Fn(Way) -> u64) -> Arena {
         Arena(Way::ALL.map(bytes))
     }
 
-    /// So many in every way.
+    /// The same size in every variant.
     pub fn always(bytes: u64) -> Arena {
         Arena([bytes; 4])
     }
 
-    /// The bytes in one.
     pub fn of(self, way: Way) -> u64 {
         self.0[way.index()]
     }
 
-    /// What holds either.
+    /// Element-wise maximum.
     pub fn max(self, other: Arena) -> Arena {
         Arena::by(|way| self.of(way).max(other.of(way)))
     }
 }
 
-/// The arena that an op needs, by its place.
+/// Arena needs of an op by position.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     by_place: [Arena; 4],
 }
 
 impl Needs {
-    /// Figures by place.
     pub fn by(arena: impl Fn(ArenaPosition) -> Arena) -> Needs {
         Needs { by_place: ArenaPosition::ALL.map(arena) }
     }
 
-    /// Whether gradients of several items at once make a difference anywhere.
+    /// Returns whether batched weight gradients change any figure.
     pub fn differ_where_joint(&self) -> bool {
         let differs = |arena: &Arena| {
             [false, true].into_iter().any(|is_split| {
@@ -137,7 +132,6 @@ impl Needs {
         self.by_place.iter().any(differs)
     }
 
-    /// What is needed at a place.
     pub fn at(&self, place: ArenaPosition) -> Arena {
         self.by_place[place.index()]
     }

@@ -1,12 +1,12 @@
-//! The form of a model that planning works on: ops with times and sizes, the tensors between them, and their parameters.
+//! Cost graph used for planning: ops with times and sizes, tensors between them, and parameters.
 //!
-//! It knows nothing of what an op computes, so that it can be built from a graph and its profile, and as well from the
-//! published profiles of other tools. Ops stand in topological order and an op's id is its index.
+//! It is independent of the operators' semantics, so it can be built from a graph and its profile or from published
+//! profiles of other tools. Ops are in topological order, and an op's id is its index.
 
 use crate::profile::arena::{Arena, ArenaPosition, Live, Needs, Way};
 use serde::{Deserialize, Serialize};
 
-/// The most ops, tensors and parameters a cost graph may have, each.
+/// Largest number of ops, of tensors and of parameters.
 pub const MAX_ENTRIES: usize = 4_000_000;
 
 /// Index of an op in the canonical topological order.
@@ -15,129 +15,116 @@ pub const MAX_ENTRIES: usize = 4_000_000;
 pub struct OpId(pub u32);
 
 impl OpId {
-    /// As an index into the ops.
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// One op: times in microseconds and sizes in bytes, all for one micro-batch.
+/// Costs of one op per microbatch: times in microseconds, sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct OpCost {
-    /// Place in the list of ops.
+    /// Index in the list of ops.
     pub id: u32,
-    /// Name of the source node.
     pub name: String,
-    /// Module path of the source node, empty where there is none.
+    /// Empty if there is none.
     pub module: String,
-    /// Kind of op.
     pub op: String,
-    /// Forward time.
     pub fwd_us: f64,
-    /// Backward time.
+    /// Input and weight gradients.
     pub bwd_us: f64,
-    /// The part of it that makes gradients of weights, where that is known: see [`OpCost::weight_part_us`].
+    /// Part of `bwd_us` for weight gradients, if known; see [`OpCost::weight_part_us`].
     pub weight_us: Option<f64>,
-    /// Time of one step of SGD with momentum over the parameters this op is the first to use; 0 where it is not known.
+    /// Time of one SGD step with momentum for the parameters in `param_bytes`; 0 if unknown.
     pub update_us: f64,
-    /// Bytes of the parameters this op is the first to use: a tied parameter is counted once, [`CostGraph::params`] names all
-    /// its users.
+    /// Parameters whose first user is this op, so that tied weights count once; [`CostGraph::params`] lists all users.
     pub param_bytes: u64,
-    /// Bytes kept from forward for backward.
+    /// Saved from forward for backward.
     pub saved_bytes: u64,
-    /// Bytes of what is fed to the model that this op is the first to read; they wait for backward too.
+    /// Model inputs whose first reader is this op; they are kept for backward.
     pub fed_bytes: u64,
-    /// Scratch bytes while the op runs, forward or backward.
+    /// Scratch of the forward or backward kernels.
     pub workspace_bytes: u64,
-    /// Bytes put by where gradients of several items are made at once, and the scratch that this needs: see
-    /// [`joint`](crate::pass::batched_weight_grad).
+    /// Buffered for batched weight gradients; see [`batched_weight_grad`](crate::pass::batched_weight_grad).
     pub joint_bytes: u64,
-    /// The latter.
+    /// Scratch of the kernels that compute batched weight gradients.
     pub joint_workspace_bytes: u64,
-    /// Bytes of all tensors that are alive while the op runs.
+    /// Tensors alive while the op runs.
     pub live: Live,
-    /// What its ops need one by one, where it stands for several.
+    /// Needs of the individual ops, if this op is fused.
     pub joined: Option<Box<Members>>,
-    /// Bytes that the first half of a split backward makes of the op for its own second half.
+    /// Made by the input-gradient pass for the weight-gradient pass of the op itself.
     pub between_bytes: u64,
-    /// Bytes of the gradients of its outputs that the second half of a split backward reads: they are kept between the halves, unless
-    /// they come from another stage as they are.
+    /// Output gradients that the weight-gradient pass reads; kept between the passes, unless they arrive unchanged from
+    /// another stage.
     pub arriving_bytes: u64,
-    /// Whether its backward makes gradients of parameters in the run of a kernel that reads them, as that of a recurrent layer does.
+    /// The backward kernel reads parameters while it makes their gradients, as in recurrent layers.
     pub reads_as_it_makes: bool,
-    /// Whether its output is its first input in another shape.
+    /// The output is a view of the first input.
     pub is_view: bool,
-    /// Whether its outputs are not saved, so that one which goes to another stage is kept for that alone.
+    /// Outputs are not saved, so an output sent to another stage is kept only for that.
     pub unsaved: bool,
-    /// Bytes of all outputs.
+    /// All outputs.
     pub out_bytes: u64,
-    /// The op whose stage it shares, where it has no choice of its own: a transposed weight stands with the op that uses it.
-    /// Absent for ops that others join.
+    /// The op it is fused with because it has no placement of its own, such as a weight transpose; `None` for leaders.
     pub joins: Option<OpId>,
 }
 
-/// What each of several ops needs that stand in a graph as one: they run one after the other, so that the most of any counts.
+/// Needs of the ops in a fused op; they run one after the other, so the maximum counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Members {
-    /// Of an arena.
     pub needs: Needs,
-    /// Of parameters at once, as their sums: see [`CostGraph::largest_bytes`].
+    /// See [`CostGraph::largest_bytes`].
     pub largest: u64,
-    /// Of parameters and gradients at once: see [`CostGraph::needed_bytes`].
+    /// See [`CostGraph::needed_bytes`].
     pub needed: u64,
 }
 
-/// One tensor: made by one op, read by others. A tensor without readers is an output of the model.
+/// A tensor between ops; without consumers it is a model output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorCost {
-    /// Name in the source file.
     pub name: String,
-    /// The op that makes it.
     pub producer: OpId,
-    /// Its size for one micro-batch.
+    /// Per microbatch.
     pub bytes: u64,
-    /// The ops that read it, ascending, each once.
+    /// Ascending, without duplicates.
     pub consumers: Vec<OpId>,
 }
 
-/// One parameter and the ops that use it; more than one user means that the parameter is tied.
+/// A parameter and its users; with several users it is tied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamCost {
-    /// Name in the source file.
     pub name: String,
-    /// Its size.
     pub bytes: u64,
-    /// The size of a sum of its gradients, and of each number that the optimizer keeps for each of its own: those of a parameter of
-    /// two bytes a number have four.
+    /// Size of its gradient sum, and of each optimizer-state tensor. Two-byte parameters have four-byte sums.
     pub sum_bytes: u64,
-    /// The ops that use it, ascending; once for each op that has been joined into one.
+    /// Ascending; in a fused graph, an op occurs once per use.
     pub users: Vec<OpId>,
 }
 
 impl ParamCost {
-    /// A parameter whose sums are as large as it is.
+    /// A parameter whose gradient sum has the same size.
     pub fn new(name: impl Into<String>, bytes: u64, users: Vec<OpId>) -> ParamCost {
         ParamCost { name: name.into(), bytes, sum_bytes: bytes, users }
     }
 
-    /// The bytes of what the optimizer moves in the place of a parameter that is narrower than its sums; 0 for all others.
+    /// Bytes of the master weights of a parameter that is narrower than its gradient sum; otherwise 0.
     pub fn master_bytes(&self) -> u64 {
         if self.sum_bytes > self.bytes { self.sum_bytes } else { 0 }
     }
 }
 
-/// What flows between ops that do something.
+/// Producers and readers of each op, past views.
 #[derive(Clone, Debug)]
 pub struct Flows {
-    /// For each op those that make what it reads, ascending.
+    /// Producers of its inputs, ascending.
     pub before: Vec<Vec<u32>>,
-    /// For each op those that read what it makes, ascending.
+    /// Readers of its outputs, ascending.
     pub after: Vec<Vec<u32>>,
 }
 
 impl Flows {
-    /// Where an op can stand: first only if it alone reads what it reads, and last only if one op reads what it makes. Else gradients
-    /// come from several ops and stages, and their terms and their sum lie in the arena.
+    /// Position that an op can have at best: first if it is the only reader of its inputs, last if its outputs have a
+    /// single reader. Otherwise gradients from several ops are summed in the arena.
     pub fn ends(&self, op: usize) -> ArenaPosition {
         let is_read_here = |made: &u32| self.after[*made as usize].len() == 1;
         ArenaPosition {
@@ -146,7 +133,7 @@ impl Flows {
         }
     }
 
-    /// Where an op stands among those of which `inside` is true.
+    /// Position of an op in the set of ops for which `inside` is true.
     pub fn place(&self, op: usize, inside: impl Fn(usize) -> bool) -> ArenaPosition {
         let is_apart = |ops: &[u32]| !ops.iter().any(|&op| inside(op as usize));
         let ends = self.ends(op);
@@ -154,123 +141,79 @@ impl Flows {
     }
 }
 
-/// A model as costs. See [`CostGraph::check`] for what must hold.
+/// A model as costs; see [`CostGraph::check`] for the invariants.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct CostGraph {
-    /// Ops in topological order.
     pub ops: Vec<OpCost>,
-    /// Tensors between ops.
     pub tensors: Vec<TensorCost>,
-    /// Parameters.
     pub params: Vec<ParamCost>,
 }
 
-/// What is wrong with a cost graph.
+/// Violations of the invariants.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CostGraphError {
-    /// There is nothing to plan.
     #[error("the model has no ops")]
     Empty,
-    /// More entries than `MAX_ENTRIES`.
     #[error("{what}: {count} are more than the {MAX_ENTRIES} that can be planned")]
     TooMany {
         /// "ops", "tensors" or "parameters".
         what: &'static str,
-        /// How many.
         count: usize,
     },
-    /// An op whose id is not its place.
+    /// The id of an op is not its index.
     #[error("op `{name}` stands at {index} and has id {id}")]
-    Id {
-        /// Name of the op.
-        name: String,
-        /// Place in the list.
-        index: usize,
-        /// Its id.
-        id: u32,
-    },
-    /// A time that is negative or not finite.
+    Id { name: String, index: usize, id: u32 },
+    /// A time is negative or not finite.
     #[error("op `{name}`: `{field}` is {value}; it must be finite and not negative")]
     Time {
-        /// Name of the op.
         name: String,
         /// `fwd_us`, `bwd_us`, `weight_us` or `update_us`.
         field: &'static str,
-        /// The value.
         value: f64,
     },
-    /// A part of a backward that is longer than the backward.
+    /// `weight_us` exceeds `bwd_us`.
     #[error("op `{name}`: `weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
-    Part {
-        /// Name of the op.
-        name: String,
-        /// The part.
-        weight_us: f64,
-        /// The whole.
-        bwd_us: f64,
-    },
-    /// A reference to an op that does not exist.
+    Part { name: String, weight_us: f64, bwd_us: f64 },
+    /// A tensor or parameter refers to an op that does not exist.
     #[error("`{name}` refers to op {op}, the model has {ops} ops")]
-    UnknownOp {
-        /// Name of the tensor or parameter.
-        name: String,
-        /// The reference.
-        op: u32,
-        /// Number of ops.
-        ops: usize,
-    },
-    /// A tensor that is read no later than it is made.
+    UnknownOp { name: String, op: u32, ops: usize },
+    /// A tensor is read before it is made.
     #[error("ops are not in topological order: tensor `{name}` is made by op {producer} and read by op {consumer}")]
-    Order {
-        /// Name of the tensor.
-        name: String,
-        /// Its producer.
-        producer: u32,
-        /// The reader that comes too early.
-        consumer: u32,
-    },
-    /// An op that joins another which it cannot join.
+    Order { name: String, producer: u32, consumer: u32 },
+    /// An op is fused with an op that does not allow it.
     #[error("op `{name}` joins op {to}, which {why}")]
     Joins {
-        /// Name of the op.
         name: String,
-        /// The op that it joins.
         to: u32,
-        /// "joins another op itself" for example.
+        /// For example "joins another op itself".
         why: &'static str,
     },
-    /// Readers or users that are not ascending.
+    /// Consumers or users are not ascending.
     #[error("the ops of `{name}` are not in ascending order, each once")]
-    Unsorted {
-        /// Name of the tensor or parameter.
-        name: String,
-    },
-    /// Sizes that cannot be added up.
+    Unsorted { name: String },
+    /// A sum of sizes exceeds 2^62.
     #[error("the sizes of all {what} add up to more than 2^62 bytes")]
-    Overflow {
-        /// What was added.
-        what: &'static str,
-    },
+    Overflow { what: &'static str },
 }
 
 impl OpCost {
-    /// The part of the backward that makes gradients of weights, which a split backward may run later. Where that is not known it is
-    /// half, as matrix products have it.
+    /// Microseconds of the weight-gradient pass, which a split backward can delay. Half of the backward if unknown, as
+    /// for matrix products.
     pub fn weight_part_us(&self) -> f64 {
         self.weight_us.unwrap_or(self.bwd_us / 2.0)
     }
 
-    /// What an item in flight keeps of the op.
+    /// Bytes kept per microbatch in flight.
     pub fn kept_bytes(&self) -> u64 {
         self.saved_bytes.saturating_add(self.fed_bytes)
     }
 
-    /// What lies between the halves of its split backward at the most.
+    /// Upper bound on the bytes kept between the two passes of a split backward.
     pub fn apart_bytes(&self) -> u64 {
         self.between_bytes.saturating_add(self.arriving_bytes)
     }
 
-    /// What a worker's arena must hold while the op runs.
+    /// Arena bytes while the op runs.
     pub fn arena(&self, place: ArenaPosition) -> Arena {
         let own = Arena::by(|way| {
             let joint = if way.is_joint { self.joint_workspace_bytes } else { 0 };
@@ -279,19 +222,19 @@ impl OpCost {
         self.joined.as_ref().map_or(own, |joined| joined.needs.at(place).max(own))
     }
 
-    /// The same wherever it stands and however backwards run.
+    /// Largest arena bytes over all backward variants, without boundary savings.
     pub fn most_scratch(&self) -> u64 {
         let arena = self.arena(ArenaPosition::default());
         Way::ALL.into_iter().map(|way| arena.of(way)).max().unwrap_or(0)
     }
 }
 
-/// Passes over memory of one step of SGD with momentum: weights, gradient and momentum are read, weights and momentum written.
+/// Memory passes of one SGD step with momentum: reads weights, gradient and momentum; writes weights and momentum.
 pub const MOMENTUM_PASSES: f64 = 5.0;
 
 impl CostGraph {
-    /// Adds the optimizer's steps to the backwards, as part of what makes gradients of weights: a step for so many items, by an optimizer
-    /// that keeps `state` times the weights. Steps are bound by memory, of which each pass over the weights takes as long.
+    /// Adds the optimizer step to the weight-gradient time, once per `items` microbatches, for an optimizer with
+    /// `state` times the weight bytes. Steps are memory-bound, and every pass over the weights takes the same time.
     pub fn charge_updates(&mut self, state: f64, items: u32) {
         let passes = 3.0 + 2.0 * state;
         for op in self.ops.iter_mut().filter(|op| op.update_us > 0.0) {
@@ -302,7 +245,7 @@ impl CostGraph {
         }
     }
 
-    /// For each op the bytes of the sums of gradients of the parameters that it uses, also where others use them.
+    /// For each op: bytes of the gradient sums of all parameters it uses.
     pub fn summed_bytes(&self) -> Vec<u64> {
         let mut used = vec![0u64; self.ops.len()];
         for param in &self.params {
@@ -311,13 +254,14 @@ impl CostGraph {
         used
     }
 
-    /// For each op the bytes of the parameters that it needs at once, each counted as its sum.
+    /// For each op: parameter bytes needed at the same time, counted at the size of their sums.
     pub fn largest_bytes(&self) -> Vec<u64> {
         let own = |(used, op): (u64, &OpCost)| op.joined.as_ref().map_or(used, |members| members.largest);
         self.summed_bytes().into_iter().zip(&self.ops).map(own).collect()
     }
 
-    /// For each op the bytes of the parameters and of the sums of their gradients that it needs at once; a parameter counts as its sum.
+    /// For each op: bytes of parameters and gradient sums needed at the same time; parameters are counted at the size
+    /// of their sums.
     pub fn needed_bytes(&self) -> Vec<u64> {
         let both = |(used, op): (u64, &OpCost)| match &op.joined {
             Some(members) => members.needed,
@@ -327,8 +271,7 @@ impl CostGraph {
         self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
     }
 
-    /// For each op those that make what it, or any op that is joined with it, reads of others, and those that read what they make: past
-    /// views, which are what they are views of. Of ops that join another it is told with that.
+    /// Producers and readers of each op, past views. For fused ops the entry of the leader is filled.
     pub fn flows(&self) -> Flows {
         let mut before: Vec<Vec<u32>> = vec![Vec::new(); self.ops.len()];
         let mut pairs: Vec<(OpId, OpId)> = Vec::new();
@@ -340,7 +283,7 @@ impl CostGraph {
         for op in &self.ops {
             is_view[self.leader(OpId(op.id)).index()] &= op.is_view;
         }
-        // By readers, so that of what is a view everything is known before it is read.
+        // Sorted by reader, so that the producers behind a view are complete before they are used.
         pairs.sort_unstable();
         pairs.dedup();
         for reader in pairs.chunk_by(|(op, _), (other, _)| op == other) {
@@ -362,14 +305,13 @@ impl CostGraph {
         Flows { before, after }
     }
 
-    /// Whether a tensor would not be kept if it were not sent.
+    /// Returns whether a tensor is kept only because it is sent to another stage.
     pub fn is_only_sent(&self, tensor: usize) -> bool {
         self.ops[self.tensors[tensor].producer.index()].unsaved
     }
 
-    /// What must hold before anything is planned: ids are places, times are finite and not negative, every reference exists,
-    /// every tensor is made before it is read, also once the ops that join another stand with it, and sums of sizes do not
-    /// overflow.
+    /// Checks the invariants: ids are indices, times are finite and non-negative, references exist, and sums of sizes
+    /// do not overflow. Tensors are made before they are read, also after fusion.
     pub fn check(&self) -> Result<(), CostGraphError> {
         if self.ops.is_empty() {
             return Err(CostGraphError::Empty);
@@ -446,7 +388,7 @@ impl CostGraph {
         total("gradients", self.params.iter().map(|param| param.sum_bytes.saturating_mul(uses(param))))
     }
 
-    /// All pairs of an op and a later op that reads one of its tensors, sorted, each pair once.
+    /// All pairs of an op and a reader of one of its tensors, sorted, without duplicates.
     pub fn edges(&self) -> Vec<(OpId, OpId)> {
         let pairs = self.tensors.iter().flat_map(|tensor| tensor.consumers.iter().map(|to| (tensor.producer, *to)));
         let mut edges: Vec<_> = pairs.collect();
@@ -455,12 +397,12 @@ impl CostGraph {
         edges
     }
 
-    /// The op that `op` joins, or itself.
+    /// The op that `op` is fused with, or itself.
     pub fn leader(&self, op: OpId) -> OpId {
         self.ops[op.index()].joins.unwrap_or(op)
     }
 
-    /// Forward plus backward time of all ops, in microseconds.
+    /// Forward plus backward microseconds of all ops.
     pub fn total_us(&self) -> f64 {
         self.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum()
     }

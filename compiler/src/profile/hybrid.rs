@@ -1,9 +1,9 @@
-//! Layers with choices: the problem of Tarnawski, Narayanan and Phanishayee, "Piper: Multidimensional Planner for DNN
-//! Parallelization" (NeurIPS 2021, section 3).
+//! Layers with choices: the planning problem of Piper (Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional
+//! Planner for DNN Parallelization", NeurIPS 2021, section 3).
 //!
-//! A pipeline of contiguous stages trains on batches of N micro-batches under 1F1B. Stage S has d replicas of t devices each: replicas
-//! split the micro-batches, the devices of a replica split every layer. A layer offers for each t some choices, such as with
-//! and without recomputation, and takes one of those for the t of its stage. A stage spends on each micro-batch
+//! A pipeline of contiguous stages trains with 1F1B on batches of N microbatches. Stage S has d replicas of t devices
+//! each (data and tensor parallelism). For each t a layer offers some choices, for example with and without
+//! recomputation, and one is selected. The time of a stage per microbatch and its memory per device are:
 //!
 //! ```text
 //! time(S) = sum of p(v) / d  over v in S
@@ -21,81 +21,75 @@
 //! | N               | `Hybrid::microbatches`   |                                    |
 //! | k               | `Hybrid::devices`        |                                    |
 //!
-//! The largest time(S) is minimised: time per sample, in the unit of the file. At most k devices are used, each d divides N, and the d of
-//! all stages sum up to N at most, since no more micro-batches than a batch has can be in flight.
+//! The objective is to minimise the largest time(S), which is the time per sample in the unit of the file. Constraints:
+//! at most k devices in total, and each d divides N. The sum of d over all stages is at most N, because at most N
+//! microbatches are in flight.
 //!
-//! Where the paper leaves room, its released planner was read: a transfer is charged to both of its ends, and twice, for the
-//! activation and its gradient; the factor 4 of data parallelism is that of PipeDream's planner; and a file's bandwidth is
-//! taken against its times as it stands, whatever their unit.
+//! Details that the paper leaves open follow its released planner. A transfer is charged to both ends, and twice
+//! (activation and gradient). The factor 4 for data parallelism is that of PipeDream's planner. The bandwidth of a file
+//! is per unit of its times.
 
-/// The most layers of an instance.
+/// Largest number of layers.
 pub const MAX_LAYERS: usize = 10_000;
 
-/// The most degrees of tensor parallelism in an instance, and the most choices that a layer has for one of them.
+/// Largest number of tensor-parallel degrees, and of choices of a layer per degree.
 pub const MAX_CHOICES: usize = 32;
 
-/// One way of running a layer.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Choice {
-    /// What the file calls it.
     pub name: String,
-    /// Forward and backward time of one micro-batch.
+    /// Forward plus backward time of one microbatch.
     pub time: f64,
-    /// Weights that replicas average, on one device.
+    /// Weights per device, all-reduced between replicas.
     pub weight_bytes: f64,
-    /// Bytes held for each micro-batch in flight.
+    /// Bytes per microbatch in flight.
     pub bytes_in_flight: f64,
-    /// Bytes held whatever is in flight.
+    /// Bytes independent of the microbatches in flight.
     pub bytes_standing: f64,
-    /// For each of the layer's links, bytes that tensor parallelism moves besides where the link leaves the stage.
+    /// For each link of the layer: additional bytes moved by tensor parallelism if the link leaves the stage.
     pub sync: Vec<f64>,
-    /// Whether forward runs again before backward.
+    /// Recomputes forward before backward.
     pub recomputes: bool,
 }
 
-/// One layer.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Layer {
-    /// Its id in the file.
+    /// Id in the file.
     pub name: String,
-    /// What the file calls it.
+    /// Display name in the file.
     pub title: String,
-    /// Choices by degree of tensor parallelism, ascending; none is empty.
+    /// By tensor-parallel degree, ascending; no list is empty.
     pub choices: Vec<(u32, Vec<Choice>)>,
-    /// The links that end or begin here, ascending.
+    /// Indices of incident links, ascending.
     pub links: Vec<u32>,
 }
 
-/// A tensor from layer to layer.
+/// A tensor between two layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Who makes it.
     pub from: u32,
-    /// Who reads it.
     pub to: u32,
-    /// Its size for one micro-batch.
+    /// Per microbatch.
     pub bytes: f64,
 }
 
-/// An instance. Its links make no ring.
+/// An instance. Its links are acyclic.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Hybrid {
-    /// Layers, in the order of the file.
+    /// In file order.
     pub layers: Vec<Layer>,
-    /// Links, in the order of the file.
+    /// In file order.
     pub links: Vec<Link>,
-    /// How many devices there are.
     pub devices: u32,
-    /// Bytes that one device holds.
     pub bytes_per_device: f64,
-    /// What one device sends or receives in a unit of time.
+    /// Bytes per unit of time that a device sends or receives.
     pub bandwidth: f64,
-    /// Micro-batches of a batch.
+    /// Microbatches per batch.
     pub microbatches: u32,
 }
 
 impl Layer {
-    /// The choices at a degree of tensor parallelism.
+    /// The choices at a tensor-parallel degree; empty if it is not offered.
     pub fn at(&self, degree: u32) -> &[Choice] {
         let found = self.choices.iter().find(|(known, _)| *known == degree);
         found.map_or(&[], |(_, choices)| choices)
@@ -103,21 +97,21 @@ impl Layer {
 }
 
 impl Hybrid {
-    /// The most replicas of all stages together.
+    /// Largest sum of replicas over all stages.
     pub fn most_replicas(&self) -> u32 {
         self.devices.min(self.microbatches)
     }
 
-    /// The replica counts that a stage may have, ascending.
+    /// Valid replica counts of a stage, ascending.
     pub fn replica_counts(&self) -> Vec<u32> {
         (1..=self.most_replicas()).filter(|&count| self.microbatches.is_multiple_of(count)).collect()
     }
 
-    /// The layers in an order that all links follow; fewer than all where links make a ring.
+    /// The layers in topological order; incomplete if the links have a cycle.
     pub fn order(&self) -> Vec<u32> {
         let mut missing = vec![0usize; self.layers.len()];
         self.links.iter().for_each(|link| missing[link.to as usize] += 1);
-        // The smallest id of those that may come next, so that an order in the file is kept.
+        // Smallest id first, so that the file order is kept if possible.
         let mut ready: std::collections::BTreeSet<u32> =
             (0..self.layers.len() as u32).filter(|&layer| missing[layer as usize] == 0).collect();
         let mut order = Vec::with_capacity(self.layers.len());
@@ -136,8 +130,8 @@ impl Hybrid {
         order
     }
 
-    /// What no plan can beat: the work spread over all replicas, over all devices, and the slowest layer in a stage of its own
-    /// without transfers.
+    /// Lower bound on every plan: work spread over all replicas, work spread over all devices, and the slowest layer as
+    /// a stage of its own without transfers.
     pub fn lower_bound(&self) -> f64 {
         let counts = self.replica_counts();
         let (mut time, mut device_time, mut worst) = (0.0f64, 0.0f64, 0.0f64);

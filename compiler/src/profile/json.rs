@@ -1,7 +1,7 @@
-//! Reading JSON strictly: no key twice at any depth, and errors that name the place.
+//! Strict JSON: no duplicate keys at any depth, and errors with the path of the value.
 //!
-//! Two readers of one file must not see two different values, so a repeated key is an error and not a choice. NaN and infinite
-//! numbers are no JSON and fail in the parser; nesting is bounded by the parser's own limit of 128.
+//! Duplicate keys are rejected, because different parsers would use different values. The parser itself rejects NaN and
+//! infinity and limits nesting to 128.
 
 use crate::text::{Format, plainly};
 use serde::Deserialize;
@@ -9,23 +9,22 @@ use serde::de::{self, DeserializeOwned, DeserializeSeed, Deserializer, MapAccess
 use std::collections::HashSet;
 use std::fmt;
 
-/// Why a JSON file could not be read.
+/// Reasons why a JSON file is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JsonError {
-    /// Not JSON, a duplicate key, or a number out of range; line and column are in the message.
+    /// Invalid JSON, duplicate key or number out of range; the message gives line and column.
     #[error("{0}")]
     Syntax(String),
-    /// JSON of another shape than expected.
+    /// Valid JSON of the wrong shape.
     #[error("at `{path}`: {message}")]
     Shape {
-        /// Path of the value, `stages[2].replicas` for example.
+        /// For example `stages[2].replicas`.
         path: String,
-        /// What was found and what was expected.
         message: String,
     },
 }
 
-/// Reads `text` as a `T`.
+/// Parses `text` as a `T`.
 pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, JsonError> {
     let syntax = |error: serde_json::Error| JsonError::Syntax(plainly(&error.to_string(), Format::Json));
     let mut strict = serde_json::Deserializer::from_str(text);
@@ -34,21 +33,20 @@ pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, JsonError> {
     let mut typed = serde_json::Deserializer::from_str(text);
     serde_path_to_error::deserialize(&mut typed).map_err(|error| {
         let (path, message) = (error.path().to_string(), plainly(&error.inner().to_string(), Format::Json));
-        // The path of the whole file is a mere dot.
+        // serde_path_to_error gives "." for the root.
         if path == "." { JsonError::Syntax(message) } else { JsonError::Shape { path, message } }
     })
 }
 
-/// Prints `value` indented by two spaces, fields in the order of the type, with a final line break.
-///
-/// Equal values give equal bytes. Fails only where a map has keys that are no text, or a value refuses to be written.
+/// Prints `value` with two-space indentation, fields in declaration order, and a final newline. Deterministic. Fails
+/// only if a map key is not a string or serialization fails.
 pub fn print<T: serde::Serialize>(value: &T) -> Result<String, JsonError> {
     let mut text = serde_json::to_string_pretty(value).map_err(|error| JsonError::Syntax(error.to_string()))?;
     text.push('\n');
     Ok(text)
 }
 
-/// Walks a value, builds nothing, and fails at the first key that stands twice in one object.
+/// Visits a value without building it, and fails at the first duplicate key of an object.
 struct NoDuplicates;
 
 impl<'de> DeserializeSeed<'de> for NoDuplicates {

@@ -1,77 +1,59 @@
-//! Reading, checking and printing `profile.json`.
+//! Parses, validates and prints `profile.json`.
 
 use crate::profile::json::{self, JsonError};
 use crate::profile::{Profile, SCHEMA};
 
-/// Why a profile was refused.
+/// Reasons why a profile is rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProfileError {
-    /// Not JSON of the right shape.
     #[error(transparent)]
     Json(#[from] JsonError),
-    /// Another schema.
+    /// Unsupported schema version.
     #[error("schema is `{found}`, expected `{SCHEMA}`")]
-    Schema {
-        /// What the file states.
-        found: String,
-    },
-    /// The ops are not numbered 0, 1, 2 ….
+    Schema { found: String },
+    /// The ids are not 0, 1, 2 ….
     #[error("ops[{index}] has id {found}; ids must be 0, 1, 2 … in order")]
-    Id {
-        /// Place in the list.
-        index: usize,
-        /// Id found there.
-        found: u32,
-    },
-    /// `model.ops` and the list disagree.
+    Id { index: usize, found: u32 },
+    /// `model.ops` differs from the number of ops.
     #[error("model.ops is {stated}, the file lists {listed} ops")]
-    Count {
-        /// What `model.ops` says.
-        stated: u64,
-        /// Length of `ops`.
-        listed: usize,
-    },
-    /// A part of a backward that is longer than the backward.
+    Count { stated: u64, listed: usize },
+    /// `weight_us` exceeds `bwd_us`.
     #[error("{place}: `weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
     Part {
-        /// `ops[3] (conv1)`.
+        /// For example `ops[3] (conv1)`.
         place: String,
-        /// The part.
         weight_us: f64,
-        /// The whole.
         bwd_us: f64,
     },
-    /// A time or fraction that is negative or not finite.
+    /// A time or fraction is negative or not finite.
     #[error("{place}: `{field}` is {value}; it must be finite and not negative")]
     Figure {
         /// `ops[3] (conv1)` or `whole`.
         place: String,
-        /// Field name.
         field: &'static str,
-        /// The value.
         value: f64,
     },
 }
 
-/// Reads and checks a profile.
+/// Parses and validates a profile.
 pub fn from_json(text: &str) -> Result<Profile, ProfileError> {
     let profile: Profile = json::read(text)?;
     check(&profile)?;
     Ok(profile)
 }
 
-/// Prints a profile; refuses one that [`from_json`] would refuse, so that nothing unreadable is ever written.
+/// Prints a profile; fails if it is invalid, so that every written file can be read.
 pub fn to_json(profile: &Profile) -> Result<String, ProfileError> {
     check(profile)?;
     Ok(json::print(profile)?)
 }
 
-/// The JSON Schema of the file.
+/// JSON Schema of the file.
 pub fn schema() -> serde_json::Value {
     schemars::schema_for!(Profile).to_value()
 }
 
-/// What must hold of any profile.
+/// Validates a profile.
 pub fn check(profile: &Profile) -> Result<(), ProfileError> {
     if profile.schema != SCHEMA {
         let found = profile.schema.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect();

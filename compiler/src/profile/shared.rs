@@ -1,17 +1,17 @@
-//! What a model costs where groups of devices share every op: tensor parallelism as planning knows it.
+//! Costs of a model under tensor parallelism.
 //!
-//! Ops, tensors and parameters are those of the model, at the times and sizes of one device of a group. Stages end only where
-//! everything is whole on every device, which is where the ops that join one another end.
+//! Ops, tensors and parameters are those of the model, with the times and sizes of one device of a tensor-parallel
+//! group. Stages can only end where all tensors are replicated on every device; the ops between such points are fused.
 
 use super::cost_graph::CostGraph;
 
-/// The costs of a model on groups of so many devices.
+/// Costs of a model at one tensor-parallel degree.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SharedCosts {
-    /// Devices of a group: 2 or more.
+    /// Tensor-parallel degree, at least 2.
     pub devices: u32,
-    /// Times and bytes on each of them. What crosses stages is whole.
+    /// Times and bytes per device; tensors between stages are not sharded.
     pub graph: CostGraph,
-    /// By op, what of its forward and backward the devices spend on each other, in microseconds.
+    /// For each op: microseconds of collectives in forward and in backward.
     pub meetings: Vec<[f64; 2]>,
 }

@@ -1,28 +1,25 @@
-//! One piece of computation of a worker, apart from how it is lowered: `2F3`, `2B3`, `2I3`, `2W3`.
+//! One compute action of a worker: `2F3`, `2B3`, `2I3`, `2W3` (stage, phase, item).
 
 use std::fmt;
 
 use crate::plan::StageId;
 use crate::schedule::{Instruction, MicrobatchId, Program, Slot, Version};
 
-/// What is computed of an item at a stage.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub enum Phase {
-    /// The forward, `F`.
+    /// `F`.
     Forward,
-    /// The whole backward, `B`.
+    /// `B`, the unsplit backward.
     Backward,
-    /// The part of the backward that other stages wait for, `I`.
+    /// `I`, the input-gradient pass.
     BackwardInput,
-    /// The part of the backward that makes gradients of weights, `W`.
+    /// `W`, the weight-gradient pass.
     BackwardWeight,
 }
 
 impl Phase {
-    /// Every part.
     pub const ALL: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::BackwardInput, Phase::BackwardWeight];
 
-    /// The letter in programs, charts and tables.
     pub fn letter(self) -> char {
         match self {
             Phase::Forward => 'F',
@@ -32,30 +29,25 @@ impl Phase {
         }
     }
 
-    /// Whether it makes the gradients that go to other stages.
+    /// True if it makes the gradients that go to other stages.
     pub fn makes_gradients(self) -> bool {
         matches!(self, Phase::Backward | Phase::BackwardInput)
     }
 
-    /// Whether the item has left the stage after it, and its gradients of weights are made.
+    /// True if it is the item's last action at the stage.
     pub fn ends(self) -> bool {
         matches!(self, Phase::Backward | Phase::BackwardWeight)
     }
 }
 
-/// One piece of computation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct Work {
-    /// The stage.
     pub stage: StageId,
-    /// The item.
     pub item: MicrobatchId,
-    /// What is computed.
     pub part: Phase,
 }
 
 impl Work {
-    /// The instruction that does it.
     pub fn instruction(self, version: Version, slot: Slot) -> Instruction {
         let Work { stage, item, part } = self;
         match part {
@@ -67,7 +59,7 @@ impl Work {
     }
 }
 
-/// For each stage of a program the most items that a worker has between the halves of their backward, the one under way among them.
+/// Per stage, the most items with pending weight gradients on any worker, the running one included.
 pub fn apart(program: &Program) -> Vec<u32> {
     let mut most = vec![0u32; program.stages.len()];
     for worker in &program.workers {
@@ -91,7 +83,7 @@ impl fmt::Display for Work {
 }
 
 impl Instruction {
-    /// The computation that it does, with its weights and its slot, if it computes an item.
+    /// The compute action with its weight version and slot; `None` for other instructions.
     pub fn work(&self) -> Option<(Work, Version, Slot)> {
         let (part, stage, item, version, slot) = match *self {
             Instruction::Forward { stage, item, version, slot } => (Phase::Forward, stage, item, version, slot),

@@ -1,37 +1,32 @@
-//! The channels of a program, numbered as its workers come to them.
+//! Numbers the channels of a program in the order in which its workers first use them.
 
 use std::collections::BTreeMap;
 
 use crate::schedule::{EdgeId, Payload, WorkerId};
 
-/// One way for one kind of tensors between two workers, first in, first out.
+/// A FIFO for one payload kind on one edge between two workers.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Channel {
-    /// Who sends.
     pub from: WorkerId,
-    /// Who receives.
     pub to: WorkerId,
-    /// The edge.
     pub edge: EdgeId,
-    /// The direction on it.
     pub kind: Payload,
 }
 
-/// Numbers for channels. A worker has few of them, so it finds one of its own again without asking among all.
+/// Assigns channel numbers. Each worker has few channels, so its own list is searched before the global map.
 pub struct Channels {
-    /// For each worker, those that it has come to, in order.
+    /// Per worker, its channels in ascending order.
     own: Vec<Vec<(Channel, u32)>>,
     numbers: BTreeMap<Channel, u32>,
     list: Vec<Channel>,
 }
 
 impl Channels {
-    /// None yet, of so many workers.
     pub fn new(workers: usize) -> Self {
         Self { own: vec![Vec::new(); workers], numbers: BTreeMap::new(), list: Vec::new() }
     }
 
-    /// The number of a channel, one of whose ends is this worker: those before have lower ones.
+    /// The number of a channel of this worker; new channels get the next number.
     pub fn number(&mut self, worker: WorkerId, channel: Channel) -> u32 {
         let own = &mut self.own[worker.index()];
         match own.binary_search_by(|(known, _)| known.cmp(&channel)) {
@@ -48,12 +43,10 @@ impl Channels {
         }
     }
 
-    /// The channel with this number, which was given here.
     pub fn channel(&self, number: u32) -> Channel {
         self.list[number as usize]
     }
 
-    /// All channels in order, with their numbers.
     pub fn all(&self) -> impl Iterator<Item = (Channel, u32)> + '_ {
         self.numbers.iter().map(|(&channel, &number)| (channel, number))
     }

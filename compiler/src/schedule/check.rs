@@ -1,4 +1,4 @@
-//! Checks of a program: every operand exists, messages match, and memory stays within its bounds.
+//! Checks of a program: operands exist, messages match, memory stays within its limits.
 
 pub mod error;
 pub mod state;

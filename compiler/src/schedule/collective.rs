@@ -1,7 +1,7 @@
-//! What the replicas of a stage do together: each posts it, and it ends for all when the last has.
+//! Collectives among the replicas of a stage. Each replica posts it; it completes for all when the last one has posted.
 //!
-//! Where a stage has many parameters, its gradients are all-reduced in buckets: a backward makes them from the last op to the first, and
-//! what it has made travels while it makes the rest. The buckets of a round are posted before the round's last backward.
+//! Large stages all-reduce their gradients in buckets, which overlap with the rest of the backward. All buckets of a
+//! round are posted before the round's last backward.
 //!
 //! ```text
 //! all-reduce 0 round 0 #4
@@ -32,32 +32,23 @@
 use crate::plan::StageId;
 use crate::schedule::{Instruction, Token};
 
-/// The kinds of collectives.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub enum Collective {
-    /// The sum of a round's gradients, for every replica.
     AllReduce,
-    /// The same, of which every replica gets its share.
     ReduceScatter,
-    /// The shares of a version of the weights, for every replica.
     AllGather,
 }
 
-/// One collective of one stage.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct Meeting {
-    /// Its kind.
     pub kind: Collective,
-    /// The stage whose replicas meet.
     pub stage: StageId,
-    /// The round, or the version that is gathered.
     pub number: u32,
-    /// Which part of the gradients is summed, or of the parameters gathered.
     pub bucket: u32,
 }
 
 impl Instruction {
-    /// The collective that it posts, and the token to wait for, if it posts one.
+    /// The collective that it posts and its token; `None` for other instructions.
     pub fn meeting(&self) -> Option<(Meeting, Token)> {
         let (kind, stage, number, bucket, token) = match *self {
             Instruction::AllReduce { stage, round, bucket, token } => {

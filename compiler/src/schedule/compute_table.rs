@@ -1,10 +1,9 @@
-//! From a table of work to programs: a row for each rank says what it computes of one minibatch, in which order.
+//! Turns compute tables into programs: one row per rank lists its compute actions for one minibatch, in order.
 //!
-//! Rows speak of stages and of items counted from 0 within the minibatch. Every replica of a rank follows the row for as many items
-//! as it is dealt: since all ranks have equally many replicas, the k-th replicas of all ranks are a pipeline of their own,
-//! which shares with the others nothing but the all-reduce. Minibatches follow each other in the same order.
-//!
-//! A table fixes how many items are in flight, so the program's caps are those of the table and not the pipeline's.
+//! Rows use items counted from 0 within the minibatch. All ranks have equally many replicas, so the k-th replicas of
+//! all ranks form an independent pipeline apart from the all-reduce. Each replica follows its rank's row for its number
+//! of items. Minibatches run one after the other in the same order. The program's caps are the peaks of the table, not
+//! the pipeline's caps.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,8 +14,8 @@ use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount, dealt};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// The program in which every replica follows its rank's row; `row(rank, items)` is the row for so many items of a minibatch, at
-/// least one. Fails where replicas are unequal, or where a row is not whole or waits for another for ever.
+/// Builds the program; `row(rank, items)` is called with `items` at least 1. Fails if replica counts differ, if a row
+/// is incomplete, or if rows deadlock.
 pub fn follow(
     schedule: Schedule,
     pipeline: &Pipeline,
@@ -26,7 +25,7 @@ pub fn follow(
     let mut rule = Rule::new(schedule, pipeline, count)?;
     let replicas = equal_replicas(schedule, pipeline)?;
     let layout = Layout::new(&rule.stages);
-    // Replicas are dealt as many items, or one fewer.
+    // Replicas have equally many items, or one fewer.
     let dealt = |replica: u32| dealt(rule.microbatches, replicas, replica) as u32;
     let mut rows: BTreeMap<(RankId, u32), Vec<Work>> = BTreeMap::new();
     for rank in layout.ranks() {
@@ -54,7 +53,7 @@ pub fn follow(
     Ok(lower(pipeline, &rule, &order))
 }
 
-/// The replicas that every rank has; fails where they differ.
+/// The replica count of all ranks; an error if they differ.
 pub fn equal_replicas(schedule: Schedule, pipeline: &Pipeline) -> Result<u32, ScheduleError> {
     let replicas = pipeline.stages[0].replicas;
     if pipeline.stages.iter().all(|stage| stage.replicas == replicas) {
@@ -64,7 +63,7 @@ pub fn equal_replicas(schedule: Schedule, pipeline: &Pipeline) -> Result<u32, Sc
     Err(ScheduleError::UnequalReplicas { schedule, replicas: all.join("-") })
 }
 
-/// The most items that are at a stage at once in a row: from the forward to the end of the backward.
+/// Peak number of items in flight at a stage in a row.
 fn peak(stage: StageId, row: &[Work]) -> u32 {
     let (mut now, mut most) = (0u32, 1);
     for work in row.iter().filter(|work| work.stage == stage) {
@@ -75,7 +74,7 @@ fn peak(stage: StageId, row: &[Work]) -> u32 {
     most
 }
 
-/// Refuses a row that does not run every item forward once and backward once at each stage of its rank, in this order.
+/// Checks that a row runs each item once forward and once backward at each stage of its rank, in a valid order.
 fn whole(pipeline: &Pipeline, rank: RankId, items: u32, row: &[Work]) -> Result<(), ScheduleError> {
     let wrong = |what: String| Err(ScheduleError::Table { what: format!("rank {}: {what}", rank.0) });
     let mut done: BTreeSet<Work> = BTreeSet::new();

@@ -1,8 +1,9 @@
-//! An order of work of one's own: what each rank computes of a minibatch, in which order.
+//! Custom schedules: the compute order of each rank within one minibatch.
 //!
-//! Whoever implements [`OrderOfWork`] says that and nothing more. Which weights an item sees, what is sent when, and when gradients are
-//! summed and applied follow as under every schedule that flushes, and the checker proves the programs before they run. A table in a
-//! file, [`Table`](crate::schedule::formats::csv::Table), is one order; `examples/my_schedule.rs` of this package is another.
+//! An implementation of [`OrderOfWork`] gives only this order. Weight versions, transfers, all-reduces and steps follow
+//! as in every schedule with a flush, and the checker verifies the program before it runs.
+//! [`ComputeTable`](crate::schedule::formats::csv::ComputeTable) implements it for a file, `examples/my_schedule.rs` of
+//! this package in Rust.
 //!
 //! ```
 //! use compiler::plan::StageId;
@@ -32,12 +33,12 @@ use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// What ranks compute in which order.
+/// A custom schedule: the compute order of every rank.
 pub trait OrderOfWork {
-    /// What the rank computes of one minibatch of `items` items, which are counted from 0: at each of its stages every item once forward and
-    /// then once backward, whole or in two parts.
+    /// The actions of a rank for one minibatch of `items` items, counted from 0. Each of its stages runs every item
+    /// once forward and then once backward, whole or split.
     ///
-    /// Where ranks have replicas, every replica is asked for the items that it is dealt, so there may be fewer than the minibatch has.
+    /// It is called per replica, so `items` may be less than the micro-batches of the minibatch.
     fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work>;
 }
 

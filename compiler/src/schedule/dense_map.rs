@@ -1,14 +1,12 @@
-//! A map from numbers of which most are dense and short-lived: tokens, items, slots.
+//! A map for mostly dense and short-lived integer keys: tokens, items, slots.
 //!
-//! What is held stands in a window that begins at the lowest number held and grows to the highest, so a lookup is an index. A number
-//! that would stretch the window beyond its limit, or that comes back after the window has passed it, is hashed: a
-//! hostile number costs no more than its own entry.
+//! Values are in a window that starts at the lowest key and grows with the highest, so a lookup is an index. Keys
+//! outside the window are hashed, so an adversarial key costs only its own entry.
 
 use std::collections::{HashMap, VecDeque};
 
-/// A map from numbers.
 pub struct DenseMap<T> {
-    /// The number of the window's first place.
+    /// Key of the first window slot.
     base: u32,
     window: VecDeque<Option<T>>,
     limit: usize,
@@ -17,12 +15,11 @@ pub struct DenseMap<T> {
 }
 
 impl<T> DenseMap<T> {
-    /// Holds nothing. The window never has more than `limit` places: take what a list that is in memory already has.
+    /// An empty map. The window has at most `limit` slots; use the length of an existing list.
     pub fn new(limit: usize) -> Self {
         Self { base: 0, window: VecDeque::new(), limit, beyond: HashMap::new(), len: 0 }
     }
 
-    /// What the number has.
     pub fn get(&self, number: u32) -> Option<&T> {
         match self.place(number).and_then(|place| self.window.get(place)) {
             Some(Some(held)) => Some(held),
@@ -31,7 +28,6 @@ impl<T> DenseMap<T> {
         }
     }
 
-    /// What the number has, to change.
     pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
         let place = self.place(number);
         match place.and_then(|place| self.window.get_mut(place)) {
@@ -40,7 +36,6 @@ impl<T> DenseMap<T> {
         }
     }
 
-    /// Gives the number something; what it had before comes back.
     pub fn insert(&mut self, number: u32, held: T) -> Option<T> {
         let before = match self.place(number) {
             Some(place) if place < self.limit && !self.beyond.contains_key(&number) => {
@@ -55,7 +50,7 @@ impl<T> DenseMap<T> {
         before
     }
 
-    /// What the number has, which is the default if it had nothing.
+    /// The value of the key, inserted as the default if absent.
     pub fn entry(&mut self, number: u32) -> &mut T
     where
         T: Default,
@@ -66,14 +61,13 @@ impl<T> DenseMap<T> {
         self.get_mut(number).expect("it was there, or was put there")
     }
 
-    /// Takes what the number has.
     pub fn remove(&mut self, number: u32) -> Option<T> {
         let place = self.place(number);
         let held = match place.and_then(|place| self.window.get_mut(place)).and_then(Option::take) {
             Some(held) => {
                 while let Some(None) = self.window.front() {
                     self.window.pop_front();
-                    // No number is beyond the largest, so the window that passes it is empty.
+                    // No key is above `u32::MAX`, so a window that passes it is empty.
                     self.base = self.base.saturating_add(1);
                 }
                 Some(held)
@@ -84,12 +78,10 @@ impl<T> DenseMap<T> {
         held
     }
 
-    /// Numbers that have something.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no number has anything.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -1,8 +1,7 @@
-//! Why there is no program.
+//! Errors of schedule generation.
 
 use crate::schedule::Schedule;
 
-/// Which schedules run what this one does not.
 fn instead(schedule: Schedule) -> &'static str {
     match schedule {
         Schedule::Interleaved | Schedule::Bfs => ". zbv and dualpipev run a V of two stages on each rank",
@@ -17,7 +16,6 @@ fn known() -> String {
     Schedule::ALL.map(Schedule::name).join(", ")
 }
 
-/// Why there is no program.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ScheduleError {

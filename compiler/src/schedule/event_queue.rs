@@ -1,54 +1,46 @@
-//! What is to happen, by time: a radix heap (Ahuja, Mehlhorn, Orlin and Tarjan, JACM 1990).
+//! An event queue by time: a radix heap (Ahuja, Mehlhorn, Orlin and Tarjan, JACM 1990).
 //!
-//! Nothing is posted for a time before the last one taken, so an entry lies in the bucket of the highest bit in which its time
-//! differs from that one; bucket 0 holds what happens at that very moment. When bucket 0 is empty, the first bucket that is not
-//! is spread over those below it. An entry only ever moves down: at most 64 times, most often two or three, and each
-//! move goes to the end of a list, where a heap would touch a path of far places.
+//! Times never decrease. An entry is in the bucket of the highest bit in which its time differs from the last time
+//! taken. Bucket 0 has the entries of exactly that time. When bucket 0 is empty, the first non-empty bucket is
+//! redistributed over the lower ones. An entry moves at most 64 times, usually two or three. Each move appends to a
+//! list, which is more cache-friendly than a binary heap.
 //!
-//! Entries of one time come out in the order of posting: equal times lie in one bucket, and spreading keeps their order.
+//! Entries with equal times come out in insertion order: they are in the same bucket, and redistribution is stable.
 
-/// A queue of entries by time.
 pub struct EventQueue<E> {
-    /// The time of the last entry taken.
     last: u64,
     buckets: [Vec<(u64, E)>; 65],
-    /// The least time in each bucket that holds anything, and which do.
+    /// The smallest time in each non-empty bucket, and a bit set of these buckets.
     least: [u64; 65],
     filled: u128,
-    /// Entries of bucket 0 that are taken already.
     taken: usize,
     len: usize,
 }
 
 impl<E: Copy> EventQueue<E> {
-    /// Nothing yet, at time 0.
     pub fn new() -> Self {
         let buckets = std::array::from_fn(|_| Vec::new());
         Self { last: 0, buckets, least: [0; 65], filled: 0, taken: 0, len: 0 }
     }
 
-    /// Entries that are to be taken.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing is to happen.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Posts an entry; what is too late happens now.
+    /// Adds an entry; times in the past count as now.
     pub fn post(&mut self, time: u64, entry: E) {
         self.place(time.max(self.last), entry);
         self.len += 1;
     }
 
-    /// The time of the next entry.
     pub fn next_time(&self) -> Option<u64> {
         self.first().map(|bucket| self.least[bucket])
     }
 
-    /// Takes the next entry.
     pub fn take(&mut self) -> Option<(u64, E)> {
         let bucket = self.first()?;
         if bucket > 0 {
@@ -58,7 +50,6 @@ impl<E: Copy> EventQueue<E> {
             for (time, entry) in entries.drain(..) {
                 self.place(time, entry);
             }
-            // The bucket keeps its room.
             self.buckets[bucket] = entries;
         }
         let next = *self.buckets[0].get(self.taken)?;
@@ -97,7 +88,7 @@ mod tests {
     use std::cmp::Reverse;
     use std::collections::BinaryHeap;
 
-    /// Against a binary heap with the number of posting beside the time: random posts and takes, many at equal times.
+    /// Compares with a binary heap that breaks ties by insertion number: random operations, many equal times.
     #[test]
     fn takes_what_a_binary_heap_takes() {
         let mut state = 1u64;

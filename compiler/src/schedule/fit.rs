@@ -1,7 +1,6 @@
-//! A program that was made elsewhere, on the pipeline that it is to run on.
+//! Maps a program from a file onto a pipeline. Only edge ids change: the program numbers edges by its own list.
 //!
-//! Such a program names its edges by their place in its own list, which need not be the pipeline's order. Nothing else of it is changed:
-//! it says itself how many minibatches it is for. Whether it is sound is for the checker to say.
+//! The program states its number of minibatches. The checker validates it afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,10 +8,9 @@ use crate::plan::StageId;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::{EdgeId, Instruction, Pipeline, Program, RankId, ScheduleError};
 
-/// Stages that a refusal lists at most.
 const SHOWN: usize = 32;
 
-/// The program with the pipeline's edges. Fails where it is for other stages, other edges, or for more than a program may be for.
+/// The program with the pipeline's edge ids. Fails if stages or edges differ, or if the run is too long.
 pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleError> {
     let wrong = |what: String| Err(ScheduleError::Foreign { what });
     let Program { schedule, items, microbatches, .. } = *program;
@@ -55,7 +53,7 @@ pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleEr
     Ok(fitted)
 }
 
-/// `2, 1, 1`: replicas of each stage, with the rank where it is not the stage's own place.
+/// `2, 1, 1`: replicas of each stage, with the rank if it differs from the stage index.
 fn told(list: &[(RankId, u32)]) -> String {
     let is_straight = list.iter().enumerate().all(|(at, (rank, _))| rank.index() == at);
     let one = |(rank, replicas): &(RankId, u32)| match is_straight {

@@ -1,4 +1,4 @@
-//! Formats of programs: text, JSON, tables as torch writes them, and charts.
+//! Program formats: text, JSON, torch's compute tables, and charts.
 
 pub mod chart;
 pub mod csv;

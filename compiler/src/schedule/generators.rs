@@ -1,4 +1,4 @@
-//! Generators: one file per schedule, which orders the work of every worker.
+//! Generators: one file per schedule, which orders the compute actions of every worker.
 
 pub mod bfs;
 pub mod dualpipev;

@@ -1,29 +1,24 @@
-//! What carries tensors between workers, as time for bytes.
+//! Transfer and all-reduce times of a link.
 //!
-//! A transfer takes latency + bytes / bandwidth. An all-reduce over r replicas is a ring: each sends 2 (r − 1) times an r-th of
-//! the bytes to the next,
+//! A transfer takes latency + bytes / bandwidth. A ring all-reduce over r replicas takes
 //!
 //!   T = 2 (r − 1) · latency + 2 (r − 1) / r · bytes / bandwidth
 
-/// One link.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Link {
-    /// Microseconds before the first byte arrives.
+    /// Microseconds until the first byte arrives.
     pub latency: f64,
-    /// Bytes per microsecond (which is MB/s); infinite if bytes take no time.
+    /// Bytes per microsecond (MB/s); may be infinite.
     pub bandwidth: f64,
 }
 
 impl Link {
-    /// A link that takes no time.
     pub const INSTANT: Link = Link { latency: 0.0, bandwidth: f64::INFINITY };
 
-    /// Microseconds for so many bytes.
     pub fn time(self, bytes: u64) -> f64 {
         self.latency + bytes as f64 / self.bandwidth
     }
 
-    /// Microseconds of a ring all-reduce of so many bytes.
     pub fn all_reduce(self, replicas: u32, bytes: u64) -> f64 {
         let r = f64::from(replicas.max(1));
         2.0 * (r - 1.0) * self.latency + 2.0 * (r - 1.0) / r * bytes as f64 / self.bandwidth

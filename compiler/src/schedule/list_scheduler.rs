@@ -1,22 +1,23 @@
-//! The order of forwards and backwards on each worker, found by playing the pipeline on a simulated clock.
+//! List scheduler: orders the forwards and backwards of each worker by simulating the pipeline.
 //!
-//! A worker that is free takes work at once if there is any that may start: [`Choice::Greedy`] prefers a backward, then a
-//! forward under the in-flight cap, then, where the backward is split, the weights' part of one; [`Choice::Fixed`] takes the next
-//! of a given list and waits for it. Under a greedy choice a worker has one stage, whose forwards and backwards each go in item
-//! order. A forward may start when
-//! - every incoming edge has brought its activations,
-//! - the version that the [`Rule`] gives it exists: the round before has been reduced over all replicas and applied,
+//! A free worker starts a ready action at once. [`Choice::Greedy`] prefers a backward, then a forward within the
+//! in-flight cap, then (if split) a weight-gradient pass. [`Choice::Fixed`] takes the next action of a given list and
+//! waits for it. Under a greedy choice a worker has one stage, and each phase goes in item order.
+//!
+//! A forward is ready when
+//! - all incoming edges have delivered its activations,
+//! - the weight version that the [`Rule`] gives it exists: the round before has been all-reduced and applied,
 //! - fewer than cap items are in flight on the worker.
 //!
-//! A backward may start when its forward is done and every outgoing edge has brought its gradients, the weights' part of one
-//! when the other part is done; where a round is a whole
-//! minibatch, or weights are not stashed, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
-//! more than a plan allows for. Where replicas sum gradients as they are made (ZeRO 2), the items of a round begin with that in their
-//! order. The clock chooses order only; versions come from the rule, so times
-//! that are wrong make a program slow, never another program's weights.
+//! A backward is ready when its forward is done and all outgoing edges have delivered its gradients; a weight-gradient
+//! pass when the input-gradient pass is done. If a round is a whole minibatch or weights are not stashed, it also waits
+//! until the previous round is applied. Otherwise gradients of two minibatches would exist beside two versions, more
+//! than plans account for. Under ZeRO 2 the items of a round accumulate their gradients in item order. The simulated
+//! clock only chooses the order; versions come from the rule. Wrong times therefore make a program slow but never
+//! change its weights.
 //!
-//! The result carries, for each piece of work, its place in the order in which all work was started. That sequence is the
-//! witness with which `lower` places Recvs and Waits so that no program of ours can wait for ever.
+//! The result has the global start order of all actions. `lower` uses this sequence to place Recvs and Waits such that
+//! no program deadlocks.
 
 use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
@@ -24,42 +25,36 @@ use crate::schedule::event_queue::EventQueue;
 use crate::schedule::semantics::Rule;
 use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, ScheduleError, WorkerId};
 
-/// How a free worker chooses.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
-    /// Work-conserving: a backward if one may start, else a forward.
+    /// A backward if one is ready, else a forward.
     Greedy,
-    /// The same with the backward in two parts; that of the weights fills what would be idle, and comes first where so many of a
-    /// stage wait for it.
+    /// As `Greedy` with a split backward. Weight-gradient passes fill bubbles, and come first once the given number per
+    /// stage is pending.
     GreedySplit(&'a [u32]),
-    /// The next of its list, by [`WorkerId`]; caps are not looked at.
+    /// The next action of the worker's list, by [`WorkerId`]; caps are ignored.
     Fixed(&'a [Vec<Work>]),
 }
 
-/// What every worker computes, in order.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WorkOrder {
-    /// The work of each worker.
     pub work: Vec<Vec<Work>>,
-    /// For each piece of work, how many others were started before it, over all workers.
+    /// For each action, its position in the global start order.
     pub started: Vec<Vec<u32>>,
 }
 
-/// The ids of workers, from stage and replica.
+/// Maps stage and replica to worker ids.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// The first worker of each rank, and the number of workers.
     first: Vec<u32>,
-    /// The rank of each stage.
     ranks: Vec<RankId>,
 }
 
 impl Layout {
-    /// Ranks in order, replica minor.
     pub fn new(stages: &[ProgramStage]) -> Self {
         let mut first = vec![0];
         for stage in stages {
-            // Ranks come in the order of their first stages.
+            // Ranks are numbered in the order of their first stages.
             if stage.rank.index() + 1 == first.len() {
                 first.push(first[first.len() - 1] + stage.replicas);
             }
@@ -67,44 +62,38 @@ impl Layout {
         Self { first, ranks: stages.iter().map(|stage| stage.rank).collect() }
     }
 
-    /// Workers in all.
     pub fn workers(&self) -> usize {
         self.first[self.first.len() - 1] as usize
     }
 
-    /// Ranks in all.
     pub fn ranks(&self) -> impl Iterator<Item = RankId> + use<> {
         (0..self.first.len() as u32 - 1).map(RankId)
     }
 
-    /// The worker with this place.
     pub fn worker(&self, stage: StageId, replica: u32) -> WorkerId {
         WorkerId(self.first[self.ranks[stage.index()].index()] + replica)
     }
 
-    /// The workers of a rank.
     pub fn replicas(&self, rank: RankId) -> impl Iterator<Item = WorkerId> + use<> {
         (self.first[rank.index()]..self.first[rank.index() + 1]).map(WorkerId)
     }
 
-    /// The workers that hold a stage.
     pub fn holders(&self, stage: StageId) -> impl Iterator<Item = WorkerId> + use<> {
         self.replicas(self.ranks[stage.index()])
     }
 
-    /// The rank of a worker.
     pub fn rank(&self, worker: WorkerId) -> RankId {
         RankId(self.first.partition_point(|&first| first <= worker.0) as u32 - 1)
     }
 }
 
-/// Plays the pipeline and says who computed what when. Fails if some work never may start, which no rule does to a
-/// greedy choice: the first unfinished item always finds all earlier ones done.
+/// Simulates the pipeline and returns the order. Fails on a deadlock, which only fixed lists can cause: under a greedy
+/// choice the first unfinished item is never blocked.
 pub fn play(pipeline: &Pipeline, rule: &Rule, choice: Choice<'_>) -> Result<WorkOrder, ScheduleError> {
     Player::new(pipeline, rule, choice).run()
 }
 
-/// A clock in millionths of a microsecond: equal sums of times compare equal.
+/// Millionths of a microsecond, so that equal sums of times compare equal.
 fn ticks(microseconds: f64) -> u64 {
     (microseconds * 1e6).round() as u64
 }
@@ -117,9 +106,9 @@ enum Event {
 }
 
 struct Hands {
-    /// Its stage, or the first of them; only a greedy choice asks.
+    /// Its first stage; used by greedy choices only.
     stage: StageId,
-    /// The items of that stage.
+    /// The worker's items of that stage.
     forwards: Vec<MicrobatchId>,
     next_forward: usize,
     next_backward: usize,
@@ -127,7 +116,7 @@ struct Hands {
     next_fixed: usize,
     in_flight: u32,
     running: Option<Work>,
-    /// Whether something has happened that it may have waited for.
+    /// True if an event may have made one of its actions ready.
     is_touched: bool,
     work: Vec<Work>,
     started: Vec<u32>,
@@ -141,21 +130,21 @@ struct Player<'a> {
     incoming: Vec<Vec<usize>>,
     outgoing: Vec<Vec<usize>>,
     hands: Vec<Hands>,
-    /// For each stage and item, what its forward and its backward still wait for.
+    /// By stage and item: dependencies left before the forward and the backward.
     forward_needs: Vec<u32>,
     backward_needs: Vec<u32>,
-    /// Whether the part of the backward before the weights' is done.
+    /// True if the input-gradient pass is done.
     weight_ready: Vec<bool>,
-    /// For each stage, items whose backward is missing in each round, rounds being reduced or done, and the newest version.
+    /// By stage: backwards left in each round. `reduced` counts all-reduced rounds, `newest` is the newest version.
     missing: Vec<Vec<u32>>,
-    /// For each stage, items of each round whose gradients of weights have begun to be made.
+    /// By stage and round: items that have started their weight gradients.
     begun: Vec<Vec<u32>>,
     reduced: Vec<u32>,
     newest: Vec<u32>,
     events: EventQueue<Event>,
     now: u64,
     count: u32,
-    /// Workers that are touched, each once.
+    /// Touched workers, each once.
     touched: Vec<WorkerId>,
 }
 
@@ -196,7 +185,7 @@ impl<'a> Player<'a> {
         for index in 0..stages {
             let stage = StageId(index as u32);
             forward_needs.extend(std::iter::repeat_n(incoming[index].len() as u32, items));
-            // One more for its own forward.
+            // One more for the item's own forward.
             backward_needs.extend(std::iter::repeat_n(outgoing[index].len() as u32 + 1, items));
             missing.push((0..rule.rounds(stage)).map(|round| rule.count(stage, round)).collect());
         }
@@ -225,13 +214,13 @@ impl<'a> Player<'a> {
     fn run(mut self) -> Result<WorkOrder, ScheduleError> {
         let mut touched = Vec::new();
         loop {
-            // Everything that happens at this moment is known before anyone chooses.
+            // Process all events of this time before any worker chooses.
             while self.events.next_time() == Some(self.now)
                 && let Some((_, event)) = self.events.take()
             {
                 self.happen(event);
             }
-            // Who chooses first does not depend on what happened first.
+            // Workers choose in id order, independent of event order.
             std::mem::swap(&mut self.touched, &mut touched);
             touched.sort_unstable();
             touched.iter().for_each(|worker| self.hands[worker.index()].is_touched = false);
@@ -267,7 +256,7 @@ impl<'a> Player<'a> {
         Ok(())
     }
 
-    /// What takes no time happens at once, but the end of work: it is not done before everyone has begun.
+    /// Zero-delay events happen at once, except the end of an action: all workers start first.
     fn post(&mut self, after: u64, event: Event) {
         match event {
             Event::Arrived(..) | Event::Updated(..) if after == 0 => self.happen(event),
@@ -347,10 +336,10 @@ impl<'a> Player<'a> {
         let round = self.rule.round(stage, item);
         self.missing[stage.index()][round as usize] -= 1;
         let shape = &self.pipeline.stages[stage.index()];
-        // As if all of it began here: a forward that is put before other work for an update that is then late on shared links would keep
-        // that work waiting.
+        // Buckets are ignored here: the whole all-reduce starts at the end of the round. With link contention an
+        // optimistic update time would put a forward first that then blocks other work.
         let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
-        // A short last round may be complete before the one before it; updates go in order.
+        // A short last round may complete before the previous one; updates go in order.
         while let Some(0) = self.missing[stage.index()].get(self.reduced[stage.index()] as usize) {
             self.post(reduce, Event::Updated(stage, self.reduced[stage.index()]));
             self.reduced[stage.index()] += 1;
@@ -371,7 +360,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Whether all items before this one in its round have begun to make what this one adds to.
+    /// True if all earlier items of the round have started to accumulate their gradients.
     fn is_turn(&self, stage: StageId, item: MicrobatchId) -> bool {
         let round = self.rule.round(stage, item) as usize;
         self.begun[stage.index()].get(round) == Some(&self.rule.place(stage, item))
@@ -418,7 +407,7 @@ impl<'a> Player<'a> {
         let time = match part {
             Phase::Forward => {
                 hands.next_forward += 1;
-                // A stage that nobody listens to keeps nothing in inference.
+                // In inference, a stage without readers keeps nothing.
                 if self.rule.schedule.trains() || !self.outgoing[stage.index()].is_empty() {
                     hands.in_flight += 1;
                 }
@@ -441,7 +430,7 @@ impl<'a> Player<'a> {
         self.post(ticks(time), Event::Done(worker));
     }
 
-    /// In inference an item is in flight on a worker until all who listen have begun with it.
+    /// In inference an item is in flight until all receivers have started on it.
     fn take_inputs(&mut self, stage: StageId, item: MicrobatchId) {
         for place in 0..self.incoming[stage.index()].len() {
             let from = self.pipeline.edges[self.incoming[stage.index()][place]].from;

@@ -1,34 +1,35 @@
-//! From an order of work to programs: adds transfers, waits, all-reduces, steps, drops and slots.
+//! Lowers a compute order to programs: adds transfers, waits, all-reduces, steps, drops and slots.
 //!
-//! Around one piece of work a worker's list reads
+//! Instructions around one compute action:
 //!
 //! ```text
-//! recv …            posted ahead of the work that needs it, so that transfers run beside computation
-//! recompute 2F3     before 2B3 or 2I3, where stage 2 is recomputed: it needs none of what is waited for then
-//! wait …            for Sends whose buffer is needed again, for the all-reduce (then step), for Recvs of this work, for weights
+//! recv …            posted ahead of the action that needs it, so that transfers overlap with compute
+//! recompute 2F3     before 2B3 or 2I3 if stage 2 is recomputed; needs none of the waits below
+//! wait …            Sends whose buffer is reused, the all-reduce (then step), Recvs of this action, gathered weights
 //! load, 2F3         or 2B3, or 2I3 and later 2W3
 //! send …, all-reduce
 //! ```
 //!
-//! Why this cannot wait for ever. Let the witness be the sequence in which `order` started all work, and let everything
-//! before a piece of work on its worker happen at that work's moment.
-//! - A Wait for a Recv stands before the work that needs the data: the sender's work was started and done before.
-//! - A Wait for an activation's Send stands after the item's own backward, which needed the receiver's backward.
-//! - In inference it stands before the forward that is as many later as items may be in flight, which `order` let start only when the
-//!   receiver had begun with the item.
-//! - A Wait for a gradient's Send stands before the sender's next backward at the stage: there is one outgoing gradient buffer;
-//!   two, and the backward after the next, where the transfer takes longer than the forward beside which it runs. The receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
-//!   item is one such, so there always is one.
-//! - A Wait for an all-reduce stands before the first work that needs the update, which `order` let start only after the round
+//! Freedom from deadlock: let the witness be the sequence in which `order` started all actions. Everything before an
+//! action on its worker happens at that action's moment.
+//! - A Wait for a Recv is before the action that needs the data; the sender's action started and ended earlier.
+//! - A Wait for an activation's Send is after the item's own backward, which needed the receiver's backward.
+//! - In inference it is before the forward that comes cap items later. `order` started that forward only after the
+//!   receiver started on the item.
+//! - A Wait for a gradient's Send is before the sender's next backward at the stage, because there is one outgoing
+//!   gradient buffer. With double buffering (transfers slower than one forward) it is before the backward after that.
+//!   The receiver posts its Recv at the latest at its last action before that moment. Its own forward of the item is
+//!   such an action, so one exists.
+//! - A Wait for an all-reduce is before the first action that needs the update, which `order` started after the round
 //!   was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
-//! - Where replicas have shares, each steps, and gives its share of the version, before its first work after the round is complete: see
-//!   `shares`.
-//! - A worker with several stages runs all its work of a minibatch before that of the next. Its all-reduces are posted from the last
-//!   stage to the first, on every replica alike, and its Steps come together when all of them are done, so that stages that share
-//!   a parameter meet with nothing left to do for each other.
+//! - Under ZeRO, each replica steps and contributes its shard before its first action after the round is complete: see
+//!   `zero`.
+//! - A worker with several stages finishes a minibatch before it starts the next. It posts all-reduces from the last
+//!   stage to the first, in the same order on every replica, and steps all stages together. Stages with tied weights
+//!   then need not wait for each other.
 //!
-//! So every Wait has what it waits for at an earlier moment, posts never block, and running the work in the witness's
-//! order is one way through; since a Wait names what it waits for, every way gets through if one does.
+//! So every Wait is satisfied at an earlier moment and posts never block: the witness order is one valid interleaving.
+//! A Wait names its operation, so if one interleaving terminates, all do.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
@@ -43,14 +44,14 @@ use crate::schedule::{
     EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Slot, Token, Version, WorkerId, WorkerProgram,
 };
 
-/// How many pieces of work ahead a Recv is posted: a forward and a backward, the time in which one item passes in a
-/// steady pipeline, so that a transfer may take as long as that without holding up anyone.
+/// Recvs are posted this many actions ahead: one forward and one backward, the time per item in steady state. A
+/// transfer may take as long without delaying anyone.
 const AHEAD: u32 = 2;
 
-/// The same in inference, where there are forwards only.
+/// `AHEAD` for inference, which has only forwards.
 pub const NEXT: u32 = 1;
 
-/// Turns the order into a program. The order must come from [`play`](crate::schedule::list_scheduler::play) of the same rule.
+/// Lowers `order`, which must come from [`play`](crate::schedule::list_scheduler::play) with the same rule.
 pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &WorkOrder) -> Program {
     let layout = Layout::new(&rule.stages);
     let lists = Lists::new(pipeline, rule, order, &layout);
@@ -67,36 +68,35 @@ pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &WorkOrder) -> Program {
     Program { schedule, items, microbatches, stages: stages.clone(), edges, workers }
 }
 
-/// One transfer as its two ends see it: places in the two workers' lists of work.
+/// One end of a transfer. `post` and `wait` are indices into the worker's actions.
 #[derive(Clone, Copy)]
 struct Transfer {
     edge: EdgeId,
     item: MicrobatchId,
     kind: Payload,
     peer: WorkerId,
-    /// The place at which it is posted: before the receiver's work, after the sender's.
+    /// Posted before this action by the receiver, after it by the sender.
     post: u32,
-    /// The place before which it is waited for.
+    /// Waited for before this action.
     wait: u32,
-    /// When its Send is posted, in the witness: both ends of a channel post in this order.
+    /// Start order of the sender's action; both ends of a channel post in this order.
     made: u32,
 }
 
-/// The order with all transfers placed.
 struct Lists<'a> {
     rule: &'a Rule,
     order: &'a WorkOrder,
-    /// By worker: Recvs to post before a place in its work, Sends to post after it, in order.
+    /// By worker: Recvs to post before an action, Sends to post after it, in order.
     recvs: Vec<Vec<Transfer>>,
     sends: Vec<Vec<Transfer>>,
-    /// By rank and round, where replicas have shares: see `shares`.
+    /// By rank and round under ZeRO: see `zero::complete`.
     complete: Vec<Vec<u32>>,
 }
 
 impl<'a> Lists<'a> {
     fn new(pipeline: &'a Pipeline, rule: &'a Rule, order: &'a WorkOrder, layout: &Layout) -> Self {
         let items = rule.items as usize;
-        // Where each item's forward stands at each stage, and what makes its gradients.
+        // Index of each item's forward and of its gradient-producing action, by stage.
         let mut place_of = vec![[0u32; 2]; pipeline.stages.len() * items];
         for work in &order.work {
             for (place, &Work { stage, item, part }) in (0u32..).zip(work) {
@@ -123,7 +123,7 @@ impl<'a> Lists<'a> {
                 } else {
                     let posted = to_started[post as usize];
                     let after = from_started.partition_point(|&started| started <= posted) as u32;
-                    // By then `order` saw all who listen begin with the item.
+                    // By then all receivers have started on the item.
                     let next = place.saturating_add(rule.stages[edge.from.index()].cap.max(1));
                     after.max(next.min(from_started.len() as u32))
                 };
@@ -158,8 +158,7 @@ impl<'a> Lists<'a> {
     }
 }
 
-/// Channels are first in, first out: Recvs of one channel are posted in the order of its Sends, earlier than the work would ask
-/// where it takes items in another order.
+/// Channels are FIFO, so Recvs of a channel are posted in the order of its Sends, if necessary earlier than needed.
 fn in_order_of_sends(recvs: &mut [Transfer]) {
     recvs.sort_by_key(|recv| (recv.made, recv.edge));
     let mut earliest: BTreeMap<(EdgeId, Payload, WorkerId), u32> = BTreeMap::new();
@@ -171,7 +170,7 @@ fn in_order_of_sends(recvs: &mut [Transfer]) {
     recvs.sort_by_key(|recv| recv.post);
 }
 
-/// For each piece of work, the place of the worker's next backward at the same stage, or the end of its list.
+/// For each action, the index of the worker's next backward at the same stage, or the list length.
 fn next_backwards(order: &WorkOrder) -> Vec<Vec<u32>> {
     let of_worker = |work: &Vec<Work>| {
         let mut next: BTreeMap<StageId, u32> = BTreeMap::new();
@@ -188,35 +187,29 @@ fn next_backwards(order: &WorkOrder) -> Vec<Vec<u32>> {
     order.work.iter().map(of_worker).collect()
 }
 
-/// Where the rounds of one stage stand on a worker.
 struct Rounds {
     stage: StageId,
-    /// For each round, the item of this worker whose backward is its last, if it has one.
+    /// By round: the worker's item whose backward is the last, if any.
     last: Vec<Option<MicrobatchId>>,
     slots: Slots,
 }
 
-/// Writes the list of one worker.
 struct Writer<'a> {
     lists: &'a Lists<'a>,
     worker: WorkerId,
-    /// Its stages, in order.
     stages: Vec<Rounds>,
     out: Vec<Instruction>,
     tokens: u32,
-    /// Tokens to wait for, and in inference slots that fall free, by the place before which they are.
+    /// Tokens to wait for and (inference) slots to free, by the action before which this happens.
     waits: Waits,
     frees: BTreeMap<u32, Vec<(StageId, Slot)>>,
-    /// Rounds of stages whose all-reduce is posted and not yet applied, with the token of their first bucket: the tokens of the
-    /// others follow.
+    /// Rounds whose all-reduce is posted but not applied, with the token of the first bucket; the other buckets' tokens
+    /// follow.
     reducing: VecDeque<(u32, StageId, Token)>,
-    /// Versions that are being gathered.
     gathering: Vec<Gathering>,
-    /// Rounds of stages that are done here, by round and then from the last stage to the first, and not yet handed on.
+    /// Rounds done on this worker but not yet reduced or stepped, by round and then from the last stage to the first.
     done: BTreeSet<(u32, Reverse<StageId>)>,
-    /// Rounds of stages whose all-reduce is posted.
     joined: u32,
-    /// Rounds applied.
     applied: u32,
 }
 
@@ -290,7 +283,7 @@ impl<'a> Writer<'a> {
             };
             let is_last = part.ends() && self.is_last(stage, item);
             let has_buckets = self.buckets(stage) > 1;
-            // What the backward makes first is on its way while it makes the rest.
+            // With buckets, the reduction overlaps with the last backward.
             if is_last && has_buckets {
                 self.finish(stage, item);
             }
@@ -302,7 +295,7 @@ impl<'a> Writer<'a> {
                 self.waits.add(wait, token);
                 free = free.max(wait);
             }
-            // In inference nothing is kept but what is being sent.
+            // In inference an output is kept until it is sent.
             if held.is_some() {
                 self.frees.entry(free).or_default().extend(held);
             }
@@ -325,13 +318,11 @@ impl<'a> Writer<'a> {
         self.stages.iter_mut().find(|rounds| rounds.stage == stage).expect("a worker computes stages of its rank")
     }
 
-    /// Whether the item's backward is the last of its round here.
     fn is_last(&mut self, stage: StageId, item: MicrobatchId) -> bool {
         let round = self.lists.rule.round(stage, item);
         self.stage(stage).last[round as usize] == Some(item)
     }
 
-    /// Notes that the item's round is done here.
     fn finish(&mut self, stage: StageId, item: MicrobatchId) {
         self.done.insert((self.lists.rule.round(stage, item), Reverse(stage)));
         self.finish_rounds();
@@ -354,9 +345,9 @@ impl<'a> Writer<'a> {
         self.lists.rule.stages[self.stages[0].stage.index()].replicas == 1
     }
 
-    /// Hands on the rounds that are done. Alone, the steps of a round can be made when its last stage is done. With others, the Wait
-    /// stands before the first work that needs the update, so that nobody waits for slower replicas before the rule asks;
-    /// gradients that wait for their step take the place of the version that they will make.
+    /// Reduces or steps the rounds that are done. A single replica steps when the round's last stage is done. With
+    /// replicas, the Wait comes before the first action that needs the update, so that no worker waits for slower
+    /// replicas earlier than necessary. Until then the gradients take the memory of the future version.
     fn finish_rounds(&mut self) {
         if !self.alone() {
             while self.done.first() == Some(&self.next_join()) {
@@ -370,7 +361,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// The round and stage whose all-reduce comes next, on every replica alike.
+    /// Round and stage of the next all-reduce, in the same order on every replica.
     fn next_join(&self) -> (u32, Reverse<StageId>) {
         let stages = self.stages.len() as u32;
         let place = stages - 1 - self.joined % stages;
@@ -381,7 +372,6 @@ impl<'a> Writer<'a> {
         self.lists.rule.stages[stage.index()].buckets
     }
 
-    /// Posts the next all-reduce.
     fn reduce(&mut self) {
         let (round, Reverse(stage)) = self.next_join();
         self.done.remove(&(round, Reverse(stage)));
@@ -396,7 +386,7 @@ impl<'a> Writer<'a> {
         self.joined += 1;
     }
 
-    /// A round in which this worker has no item: it joins the all-reduces as soon as all rounds before are applied.
+    /// Joins the all-reduces of a round without items on this worker, once all earlier rounds are applied.
     fn join_idle_rounds(&mut self) {
         let (round, _) = self.next_join();
         let idle = |of: &Rounds| of.last.get(round as usize).is_some_and(Option::is_none);
@@ -407,13 +397,13 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Waits for the all-reduces of the oldest round and makes its steps.
+    /// Waits for the all-reduces of the oldest round and steps.
     fn apply(&mut self) {
         let Some(&(round, ..)) = self.reducing.front() else { return };
         let rest = self.reducing.iter().position(|(other, ..)| *other != round).unwrap_or(self.reducing.len());
         let later = self.reducing.split_off(rest);
         let reduced = std::mem::replace(&mut self.reducing, later);
-        // Others may wait until this is done before they give what this worker waits for next.
+        // Other replicas may need this gather before they contribute to the awaited reductions.
         for &(round, stage, _) in &reduced {
             self.gather(stage, Version(round));
         }
@@ -431,19 +421,17 @@ impl<'a> Writer<'a> {
         self.join_idle_rounds();
     }
 
-    /// Whether replicas have shares of what the stage holds.
     fn shares(&self, stage: StageId) -> bool {
         self.lists.rule.stages[stage.index()].zero > 0
     }
 
-    /// Whether others may wait for this worker's shares of the round's version, now that this work begins.
+    /// True if the round completed before this action started, so other replicas may wait for this worker's shards.
     fn is_complete(&self, round: u32, place: u32) -> bool {
         let rank = self.lists.rule.stages[self.stages[0].stage.index()].rank;
         let moment = self.lists.complete[rank.index()].get(round as usize);
         moment.is_some_and(|moment| *moment < self.lists.order.started[self.worker.index()][place as usize])
     }
 
-    /// Posts the gathering of a version, if it is in shares.
     fn post_gather(&mut self, stage: StageId, version: Version) {
         if !self.shares(stage) {
             return;
@@ -457,7 +445,7 @@ impl<'a> Writer<'a> {
         self.gathering.push(Gathering { stage, version, tokens });
     }
 
-    /// Waits for what is being gathered of a stage, up to this version; of other stages for that without which nobody adds to their sums.
+    /// Waits for the all-gathers of a stage up to this version, and for those of other stages that block accumulation.
     fn gather(&mut self, stage: StageId, version: Version) {
         let rule = self.lists.rule;
         let is_awaited = |of: &Gathering| rule.stages[of.stage.index()].zero >= 2 && rule.schedule.flushes();
@@ -475,11 +463,11 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Tokens by the place in a worker's work before which they are waited for, in the order of posting: a chain for each place.
+/// Tokens by the action before which they are waited for, in posting order; one linked list per action.
 struct Waits {
-    /// The first and the last token of each place.
+    /// First and last token of each list.
     ends: Vec<[Option<Token>; 2]>,
-    /// For each token the next of its place.
+    /// For each token, the next in its list.
     next: Vec<Option<Token>>,
 }
 
@@ -505,7 +493,7 @@ impl Waits {
     }
 }
 
-/// Places for saved activations: the lowest free one is taken.
+/// Allocates activation slots; the lowest free one is taken.
 #[derive(Default)]
 struct Slots {
     free: BinaryHeap<Reverse<u32>>,
@@ -528,7 +516,7 @@ impl Slots {
     }
 
     fn give(&mut self, item: MicrobatchId) -> Slot {
-        // An order that `play` accepted has the forward first.
+        // `play` guarantees that the forward comes first.
         let slot = self.held.remove(&item).unwrap_or_default();
         self.free.push(Reverse(slot.0));
         slot

@@ -1,11 +1,11 @@
-//! What schedules and the simulator need of a plan.
+//! Converts a plan to the [`Pipeline`] that schedulers and the simulator use.
 //!
-//! An item is what the profile measured, one micro-batch, so a stage's times are taken as they stand. A transfer takes the slowest
-//! link between any replica of the one stage and any of the other, an all-reduce a ring at each level: the times of cost model
-//! `pipec`, see `plan::links`; under ZeRO 2 a backward takes no less than the
-//! reduce-scatter of its gradients, under ZeRO 3 both runs take longer by the all-gather of the weights. What they share is in the pipeline's `ports`. An optimizer step takes no time of its own: where a
-//! plan knows it, the backward has it. The backward time of a recomputed stage has its forward in it once more. The part of a backward that makes gradients of
-//! weights is as the plan has it; where it says nothing, half of the backward is that part, what runs forward again aside.
+//! Times are those of cost model `pipec` (see `plan::links`) per item, that is per profiled micro-batch. A transfer
+//! uses the slowest link between replicas of its stages. An all-reduce is one ring per level. Under ZeRO 2 a backward
+//! takes at least as long as the reduce-scatter of its gradients. Under ZeRO 3 the all-gather of the weights is added
+//! to forward and backward. The optimizer step is part of the backward if the plan has it. A recomputed stage's
+//! backward time includes its forward. Without a stated weight-gradient time, half of the backward counts,
+//! recomputation excluded.
 
 use crate::cluster::Level;
 use crate::plan::groups;
@@ -15,7 +15,7 @@ use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
 use crate::schedule::{Bucket, Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec};
 use std::collections::BTreeMap;
 
-/// The pipeline of a plan, with the plan's in-flight caps. Fails if the plan contradicts itself.
+/// The pipeline of a plan, with its in-flight caps. Fails if the plan is inconsistent.
 pub fn pipeline(plan: &Plan) -> Result<Pipeline, ScheduleError> {
     let pipeline = pipeline_of(&plan.cluster.levels, &plan.stages, &plan.edges, &plan.schedule.in_flight)?;
     if pipeline.chunks() != plan.schedule.chunks {
@@ -26,8 +26,7 @@ pub fn pipeline(plan: &Plan) -> Result<Pipeline, ScheduleError> {
     Ok(pipeline)
 }
 
-/// The pipeline of stages on devices that these levels join, innermost first, with these in-flight caps. Stages on the same devices
-/// share a rank.
+/// The pipeline of stages on devices connected by `levels`, innermost first. Stages on the same devices share a rank.
 pub fn pipeline_of(
     levels: &[Level],
     planned: &[Stage],
@@ -37,18 +36,18 @@ pub fn pipeline_of(
     if caps.len() != planned.len() {
         return Err(ScheduleError::CapsForOtherStages { stages: planned.len(), caps: caps.len() });
     }
-    // Of devices that share a replica one stands for all.
+    // One device represents each tensor-parallel group.
     if let Some((levels, stages)) = groups::led(levels, planned) {
         return pipeline_of(&levels, &stages, planned_edges, caps);
     }
     let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.all_weights() as f64));
     let rings: Vec<Vec<Ring>> = rings.collect();
     let shape = |((stage, &cap), rings): ((&Stage, &u32), &Vec<Ring>)| {
-        // Of plans whose forward time has all in it, nothing is known of a backward to take it out of.
+        // Published cost models count all time as forward, so there may be no backward to subtract from.
         let recompute = stage.recompute.then(|| stage.fwd_us.min(stage.bwd_us));
         let (all_reduce, buckets) = all_reduce(levels, stage, rings);
-        // Gradients that go as they are made keep a backward as long as their reduce-scatter takes. Weights that are gathered as they are read
-        // come in front of each op: nothing runs beside that.
+        // Under ZeRO 2 the reduce-scatter overlaps with the backward and may be longer. Under ZeRO 3 the gathers
+        // precede each op and do not overlap.
         let half = all_reduce / 2.0;
         let (gather, scatter) = (if stage.zero >= 3 { half } else { 0.0 }, if stage.zero >= 2 { half } else { 0.0 });
         let weight = stage.weight_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
@@ -95,7 +94,7 @@ pub fn pipeline_of(
     Ok(pipeline)
 }
 
-/// The time of a stage's all-reduce, and what of it each of its buckets takes. Each goes the whole way, so that latencies come again.
+/// All-reduce time of a stage, and the fraction of each bucket. Every bucket pays the full latency.
 fn all_reduce(levels: &[Level], stage: &Stage, rings: &[Ring]) -> (f64, Vec<Bucket>) {
     let us = |bytes: u64| links::all_reduce_us(&links::rings(levels, &stage.devices, bytes as f64));
     let parts: Vec<f64> = stage.buckets.iter().map(|bucket| us(bucket.bytes)).collect();
@@ -110,7 +109,6 @@ fn all_reduce(levels: &[Level], stage: &Stage, rings: &[Ring]) -> (f64, Vec<Buck
     if buckets.is_empty() { (links::all_reduce_us(rings), buckets) } else { (whole, buckets) }
 }
 
-/// The rank of each stage: stages on the same devices share one.
 fn ranks(planned: &[Stage]) -> Vec<RankId> {
     let mut known: BTreeMap<&[u32], RankId> = BTreeMap::new();
     let mut next = 0;
@@ -123,7 +121,7 @@ fn ranks(planned: &[Stage]) -> Vec<RankId> {
     ranks
 }
 
-/// The schedule that a plan names, if it is generated and not a table of the user's.
+/// The schedule of a plan's kind; an error for `csv`, which needs a table.
 pub fn schedule_of(kind: ScheduleKind) -> Result<Schedule, ScheduleError> {
     Ok(match kind {
         ScheduleKind::Gpipe => Schedule::Gpipe,

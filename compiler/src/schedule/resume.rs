@@ -1,15 +1,15 @@
-//! The rest of a program behind a cut: what is left to do of a run of which the first minibatches are done everywhere.
+//! The rest of a program after a snapshot: the first minibatches are done on all stages.
 //!
-//! A cut after minibatch N lies where rounds end at every stage, so that no update has gradients from both sides of it. What is left
-//! is the program without the instructions of items before N and of their rounds, in the same order. Items, rounds and versions keep
-//! their numbers: the data, the learning rate and the weights that an item sees follow from those.
+//! A snapshot after minibatch N is at a round boundary of every stage, so no update mixes gradients from before and
+//! after. The rest is the program without the instructions of earlier items and rounds, in the same order. Items,
+//! rounds and versions keep their numbers, because data, learning rate and weight versions depend on them.
 //!
-//! Without a flush, items behind the cut begin before the updates in front of it are made, and see older weights. The rest of a worker
-//! begins with those versions ([`versions_before`]) beside the one that the cut leaves, and with nothing in flight: forwards that the
-//! whole program had run before the cut are run again, with the weights that they had.
+//! Without a flush, some later items use versions from before the snapshot. A worker starts with those versions
+//! ([`versions_before`]) beside the snapshot's and with nothing in flight. Forwards that ran before the snapshot run
+//! again, with the same weights.
 //!
-//! Why the rest cannot wait for ever where the whole does not: both ends of a transfer, and all members of a collective, keep it or
-//! leave it out together, and the order in which the whole gets through is one for the rest.
+//! The rest does not deadlock if the whole does not: both ends of a transfer and all members of a collective are kept
+//! or dropped together, so the interleaving of the whole remains valid.
 
 use crate::plan::StageId;
 use crate::schedule::semantics::Rule;
@@ -18,7 +18,7 @@ use crate::schedule::version_lifetime::with_ends;
 use crate::schedule::{Instruction, MicrobatchId, Program, Token, Version, WorkerProgram};
 use std::collections::BTreeSet;
 
-/// Minibatches between two places where rounds end at every stage.
+/// Minibatches between two common round boundaries of all stages.
 pub fn period(program: &Program) -> u32 {
     if !program.schedule.is_round_robin() {
         return 1;
@@ -27,12 +27,12 @@ pub fn period(program: &Program) -> u32 {
     u32::try_from(all).unwrap_or(u32::MAX)
 }
 
-/// The newest version of a stage after so many minibatches, of which the last ends a round.
+/// The newest version of a stage after `minibatches`, which must end a round.
 pub fn version_at(rule: &Rule, stage: StageId, minibatches: u32) -> Version {
     Version(rule.round(stage, MicrobatchId(minibatches.saturating_mul(rule.microbatches))))
 }
 
-/// The minibatch that an instruction works for: of a round the first; nothing for those that belong to no minibatch.
+/// The minibatch of an instruction (for a round its first); `None` for waits, drops and checkpoints.
 pub fn minibatch(rule: &Rule, instruction: &Instruction) -> Option<u32> {
     let of_round = |stage: StageId, round: u32| match rule.schedule.is_round_robin() {
         true => round.saturating_mul(rule.stages[stage.index()].replicas),
@@ -55,7 +55,7 @@ pub fn minibatch(rule: &Rule, instruction: &Instruction) -> Option<u32> {
     }
 }
 
-/// What is left of a program after so many minibatches, a multiple of its [`period`].
+/// The rest of a program after `minibatches`, a multiple of [`period`].
 pub fn rest(program: &Program, minibatches: u32) -> Program {
     let rule = Rule::of(program);
     let of_worker = |worker: &WorkerProgram| {
@@ -89,7 +89,7 @@ pub fn rest(program: &Program, minibatches: u32) -> Program {
     Program { workers: program.workers.iter().map(of_worker).collect(), ..program.clone() }
 }
 
-/// The items of a replica that come after so many minibatches and see weights from before, each with its version.
+/// A replica's items after `minibatches` that use older weights, with their versions.
 pub fn versions_before(
     rule: &Rule,
     stage: StageId,
@@ -97,7 +97,7 @@ pub fn versions_before(
     minibatches: u32,
 ) -> impl Iterator<Item = (MicrobatchId, Version)> + '_ {
     let newest = version_at(rule, stage, minibatches);
-    // Versions never fall from an item to the next.
+    // Versions are nondecreasing in the item.
     let items = (minibatches.saturating_mul(rule.microbatches)..rule.items).map(MicrobatchId);
     let old = items.map(move |item| (item, rule.version(stage, item))).take_while(move |(_, of)| *of < newest);
     old.filter(move |(item, _)| rule.replica(stage, *item) == replica)
@@ -144,7 +144,6 @@ mod tests {
                 let [all, kept] =
                     [all, own].map(|worker| worker.instructions.iter().filter(is_work).map(plain).collect::<Vec<_>>());
                 assert_eq!(all, kept, "{name}");
-                // Every post has its wait, as in the whole.
                 let posts = own.instructions.iter().filter(|i| {
                     matches!(i, Instruction::Send { .. } | Instruction::Recv { .. } | Instruction::AllReduce { .. })
                 });
@@ -164,7 +163,7 @@ mod tests {
             let all = versions_before(&rule, StageId(stage), replica, 6);
             all.map(|(item, version)| (item.0, version.0)).collect::<Vec<_>>()
         };
-        // Stage 0 has a cap of two rounds: its round 3 sees version 2, stage 2 always the newest.
+        // Stage 0 has a cap of two rounds, so its round 3 sees version 2; stage 2 always sees the newest.
         assert_eq!((seen(0, 0), seen(0, 1)), (vec![(6, 2)], vec![(7, 2)]));
         assert_eq!((seen(1, 0), seen(2, 0)), (vec![(6, 5)], Vec::new()));
     }

@@ -1,4 +1,4 @@
-//! All schedules in one list: from a name to programs.
+//! Generates a program for any schedule.
 
 use crate::schedule::generators::bfs::bfs;
 use crate::schedule::generators::dualpipev::dualpipev;
@@ -14,7 +14,7 @@ use crate::schedule::generators::zero_bubble::{zb_h1, zb_h2};
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// The programs that run `count` minibatches over the pipeline, with the pipeline's in-flight caps where the schedule follows any.
+/// Builds the program that runs `count` minibatches, with the pipeline's in-flight caps if the schedule uses caps.
 pub fn schedule(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     match schedule {
         Schedule::Gpipe => gpipe(pipeline, count),

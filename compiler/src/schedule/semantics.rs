@@ -1,63 +1,57 @@
-//! What a schedule promises about the model: which replica runs an item, which update its gradient goes into, and
-//! which weights it sees. Everything else about a schedule is a matter of time.
+//! Semantics of schedules: the replica, the update and the weight version of each item. Everything else only affects
+//! time.
 //!
-//! Updates of a stage are counted in *rounds*; the update of round k turns version k into version k + 1.
+//! Updates of a stage are counted in *rounds*; round k turns version k into version k + 1.
 //!
 //! | schedule        | round of item b | replica of item b | version of item b at stage s |
 //! | ---             | ---             | ---               | ---                          |
 //! | `1f1b-rr`       | ⌊b / r_s⌋       | b mod r_s         | max(0, round − (c_s − 1)), so the forward of round k waits for the update of round k − c_s |
-//! | `1f1b-rr-vsync` | ⌊b / r_s⌋       | b mod r_s         | the newest that has seen only minibatches which stage 0's version for b has seen |
-//! | `1f1b-rr-newest` | ⌊b / r_s⌋      | b mod r_s         | as `1f1b-rr` forward, the round backward |
-//! | all that flush  | ⌊b / M⌋         | (b mod M) mod r_s | the round: the newest possible |
+//! | `1f1b-rr-vsync` | ⌊b / r_s⌋       | b mod r_s         | the newest that contains no minibatch beyond those in stage 0's version for b |
+//! | `1f1b-rr-newest` | ⌊b / r_s⌋      | b mod r_s         | forward as `1f1b-rr`, backward the round |
+//! | all with a flush | ⌊b / M⌋        | (b mod M) mod r_s | the round: the newest possible |
 //! | `2bw`           | ⌊b / M⌋         | (b mod M) mod r_s | max(0, round − 1), PipeDream-2BW (Narayanan et al., ICML 2021) |
 //! | `inference`     | none            | b mod r_s         | 0 |
 //!
-//! r_s is the number of replicas, c_s the in-flight cap in rounds, M the microbatches of a minibatch. With equal replicas
-//! vertical sync is stage 0's version number at every stage.
+//! r_s is the number of replicas, c_s the in-flight cap, M the micro-batches per minibatch. With equal replica counts,
+//! vertical sync uses stage 0's version number at every stage.
 
 use crate::plan::StageId;
 use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, StageSpec, Version};
 
-/// Items times stages that a program may have: beyond it the lists alone would take many gigabytes.
+/// Most items times stages of a program; beyond it the instruction lists take many gigabytes.
 const MAX_WORK: u64 = 1 << 24;
 
-/// The part that one of a stage's replicas has of so many items, which are dealt to them in turn.
+/// The number of items that one replica gets, assigned round-robin.
 pub fn dealt(items: u32, replicas: u32, replica: u32) -> u64 {
     let others = replicas.saturating_sub(1).saturating_sub(replica);
     (u64::from(items) + u64::from(others)) / u64::from(replicas.max(1))
 }
 
-/// How many minibatches to run, and how each is split.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StepCount {
-    /// Minibatches, at least 1; need not be a multiple of anything.
+    /// At least 1.
     pub minibatches: u32,
-    /// Microbatches of one minibatch, at least 1; exactly 1 under the round-robin schedules.
+    /// At least 1; exactly 1 under the round-robin schedules.
     pub microbatches: u32,
 }
 
 impl StepCount {
-    /// So many whole minibatches.
     pub fn minibatches(minibatches: u32) -> Self {
         Self { minibatches, microbatches: 1 }
     }
 }
 
-/// The rule of one run.
+/// Replica, round and weight version of every item, for one run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rule {
-    /// The schedule.
     pub schedule: Schedule,
-    /// Items in all.
     pub items: u32,
-    /// Items of a minibatch.
     pub microbatches: u32,
-    /// The stages.
     pub stages: Vec<ProgramStage>,
 }
 
 impl Rule {
-    /// The rule of a run of this pipeline, with the pipeline's caps. Fails when there is nothing to run or too much.
+    /// The rule for a run of this pipeline. Fails on an empty or too long run.
     pub fn new(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Self, ScheduleError> {
         pipeline.validate()?;
         let StepCount { minibatches, microbatches } = count;
@@ -68,7 +62,7 @@ impl Rule {
             return Err(ScheduleError::WholeMinibatches { schedule, microbatches });
         }
         let items = u64::from(minibatches) * u64::from(microbatches);
-        // Under flush, a replica that has no items still takes part in every update, bucket by bucket.
+        // With a flush, a replica without items still takes part in every reduction, bucket by bucket.
         let each = |stage: &StageSpec| stage.buckets.len().max(1) as u64 * if stage.zero > 0 { 2 } else { 1 };
         let posts = |stage: &StageSpec| u64::from(stage.replicas).saturating_mul(each(stage));
         let posts = pipeline.stages.iter().map(posts).fold(0, u64::saturating_add);
@@ -92,7 +86,6 @@ impl Rule {
         Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
     }
 
-    /// The rule that a program says it follows.
     pub fn of(program: &Program) -> Self {
         let Program { schedule, items, microbatches, .. } = *program;
         Self { schedule, items, microbatches, stages: program.stages.clone() }
@@ -102,23 +95,22 @@ impl Rule {
         self.stages[stage.index()].replicas
     }
 
-    /// The replica of `stage` that runs the item.
     pub fn replica(&self, stage: StageId, item: MicrobatchId) -> u32 {
         let place = if self.schedule.is_by_minibatch() { item.0 % self.microbatches } else { item.0 };
         place % self.replicas(stage)
     }
 
-    /// The round whose update the item's gradient goes into.
+    /// The round that the item's gradient belongs to.
     pub fn round(&self, stage: StageId, item: MicrobatchId) -> u32 {
         if self.schedule.is_round_robin() { item.0 / self.replicas(stage) } else { item.0 / self.microbatches }
     }
 
-    /// Items of the same round before this one.
+    /// Earlier items of the same round.
     pub fn place(&self, stage: StageId, item: MicrobatchId) -> u32 {
         if self.schedule.is_round_robin() { item.0 % self.replicas(stage) } else { item.0 % self.microbatches }
     }
 
-    /// Updates that the stage goes through.
+    /// Number of updates of a stage.
     pub fn rounds(&self, stage: StageId) -> u32 {
         match self.schedule {
             Schedule::Inference => 0,
@@ -136,12 +128,12 @@ impl Rule {
         replicas.min(self.items.saturating_sub(round.saturating_mul(replicas)))
     }
 
-    /// The weights that the item's backward uses at the stage: those of its forward, or the newest where none are stashed.
+    /// The version of the item's backward: that of its forward, or the newest without stashing.
     pub fn backward_version(&self, stage: StageId, item: MicrobatchId) -> Version {
         if self.schedule.stashes() { self.version(stage, item) } else { Version(self.round(stage, item)) }
     }
 
-    /// The weights that the item's forward uses at the stage.
+    /// The version of the item's forward.
     pub fn version(&self, stage: StageId, item: MicrobatchId) -> Version {
         let stashed =
             |stage: StageId| (item.0 / self.replicas(stage)).saturating_sub(self.stages[stage.index()].cap - 1);
@@ -157,8 +149,8 @@ impl Rule {
         })
     }
 
-    /// Whether an item may not come after this one on a worker: items keep their order, so that sums have the same bits under every
-    /// schedule. Only a table of the user's own may order the items of a minibatch as it likes.
+    /// True if `item` may not follow `after` on a worker. Items keep their order, so that gradient sums are bitwise
+    /// equal under all schedules. Only custom tables may reorder within a minibatch.
     pub fn is_out_of_order(&self, item: MicrobatchId, after: MicrobatchId) -> bool {
         match self.schedule {
             Schedule::Csv => after.0 / self.microbatches > item.0 / self.microbatches,
@@ -166,7 +158,7 @@ impl Rule {
         }
     }
 
-    /// The items of one replica, in order.
+    /// The items of one replica, ascending.
     pub fn share(&self, stage: StageId, replica: u32) -> impl Iterator<Item = MicrobatchId> + '_ {
         let period = if self.schedule.is_by_minibatch() { self.microbatches } else { self.items };
         let starts = (0..self.items).step_by(period as usize);
@@ -209,7 +201,7 @@ mod tests {
 
     #[test]
     fn vertical_sync_counts_minibatches_where_replicas_differ() {
-        // Stage 0 sees, for minibatch 6, version 2, which has seen minibatches 0 to 3; stage 1 has one update each.
+        // For minibatch 6 stage 0 uses version 2, which contains minibatches 0 to 3; stage 1 makes one update for each.
         let rule = rule(Schedule::OneFOneBRrVsync, &[2, 1], StepCount::minibatches(7));
         assert_eq!(versions(&rule, 0), [0, 0, 0, 0, 1, 1, 2]);
         assert_eq!(versions(&rule, 1), [0, 0, 0, 0, 2, 2, 4]);

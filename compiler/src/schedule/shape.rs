@@ -1,22 +1,20 @@
-//! Pipelines by hand and their validity: chains of stages, and which rank holds which stage.
+//! Construction and validation of pipelines.
 //!
-//! Under the schedules with chunks a rank holds several stages. Two placements are published: a loop, where stage s is on rank
-//! s mod p, and a V, where the stages go down the ranks and come back up, so that the first and the last stage share a rank.
+//! With chunks a rank holds several stages. In a loop, stage s is on rank s mod p. In a V, stages go down the ranks and
+//! back up, so that the first and the last stage share a rank.
 
 use crate::plan::in_flight::common_divisor;
 use crate::plan::ports::Ports;
 use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec, published_caps};
 
-/// No cluster that a program of this form can drive has more workers.
 pub const MAX_WORKERS: u64 = 1 << 16;
 
-/// The least common multiple, with 1 for 0; the largest number where it is larger.
+/// Least common multiple, saturating; 0 counts as 1.
 pub fn common_multiple(a: u64, b: u64) -> u64 {
     (a.max(1) / common_divisor(a, b)).saturating_mul(b.max(1))
 }
 
 impl Pipeline {
-    /// A chain of stages, each speaking to the next, with the published in-flight caps.
     pub fn chain(mut stages: Vec<StageSpec>) -> Self {
         let replicas: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
         for (stage, cap) in stages.iter_mut().zip(published_caps(&replicas)) {
@@ -26,18 +24,18 @@ impl Pipeline {
         Self { ranks: one_each(stages.len()), stages, edges, ports: Ports::default() }
     }
 
-    /// Minibatches after which, in a round robin, every stage begins a round again: the least common multiple of all replicas.
+    /// The least common multiple of all replica counts: minibatches between common round boundaries.
     pub fn rounds(&self) -> u64 {
         self.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)))
     }
 
-    /// The same stages on `ranks` ranks: stage s on rank s mod p, as the schedules that loop have it.
+    /// Places stage s on rank s mod p.
     pub fn looped(mut self, ranks: u32) -> Self {
         self.ranks = (0..self.stages.len() as u32).map(|stage| RankId(stage % ranks.max(1))).collect();
         self
     }
 
-    /// The same stages folded once in the middle: stages s and 2p - 1 - s on rank s, as the schedules on a V have it.
+    /// Places stages s and 2p - 1 - s on rank s.
     pub fn folded(mut self) -> Self {
         let last = self.stages.len().saturating_sub(1) as u32;
         self.ranks = (0..=last).map(|stage| RankId(stage.min(last - stage))).collect();
@@ -45,18 +43,16 @@ impl Pipeline {
         self
     }
 
-    /// Stages of each rank.
     pub fn chunks(&self) -> u32 {
         let ranks = self.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
         (self.stages.len() as u32).div_ceil(ranks)
     }
 
-    /// A chain of perfectly balanced stages: a stage's time is its number of replicas, backward `ratio` times forward.
+    /// A balanced chain: a stage's forward time is its replica count, its backward `ratio` times that.
     pub fn balanced(replicas: &[u32], ratio: f64) -> Self {
         Self::chain(replicas.iter().map(|&r| StageSpec::new(r, f64::from(r), f64::from(r) * ratio)).collect())
     }
 
-    /// The same pipeline with other in-flight caps, one for each stage.
     pub fn with_caps(mut self, caps: &[u32]) -> Self {
         for (stage, &cap) in self.stages.iter_mut().zip(caps) {
             stage.cap = cap;
@@ -64,7 +60,7 @@ impl Pipeline {
         self
     }
 
-    /// Says what keeps this from being a pipeline, if anything does.
+    /// Checks ranks, times and edges. Generators and the simulator require a valid pipeline.
     pub fn validate(&self) -> Result<(), ScheduleError> {
         if self.stages.is_empty() {
             return Err(ScheduleError::NoStages);
@@ -103,13 +99,12 @@ impl Pipeline {
     }
 }
 
-/// A rank for each stage.
 pub fn one_each(stages: usize) -> Vec<RankId> {
     (0..stages as u32).map(RankId).collect()
 }
 
-/// Says what keeps these from being the ranks of stages with so many replicas: ranks are numbered from 0 in the order of their
-/// first stages, each holds equally many, and those of one rank have equally many replicas.
+/// Checks ranks: numbered in the order of their first stages, with equally many stages each, and equal replica counts
+/// within a rank.
 pub fn check_ranks(ranks: &[RankId], replicas: &[u32]) -> Result<(), String> {
     if ranks.len() != replicas.len() {
         return Err(format!("{} ranks for {} stages", ranks.len(), replicas.len()));
@@ -137,30 +132,28 @@ pub fn check_ranks(ranks: &[RankId], replicas: &[u32]) -> Result<(), String> {
 }
 
 fn check_time(what: &str, microseconds: f64) -> Result<(), ScheduleError> {
-    // A thousand seconds: beyond it the simulated clock of a long run could overflow.
+    // 1e9 us are a thousand seconds; more could overflow the simulated clock of a long run.
     if (0.0..=1e9).contains(&microseconds) {
         return Ok(());
     }
     Err(ScheduleError::BadTime { what: what.to_string(), microseconds })
 }
 
-/// Ranks of a pipeline.
 pub fn ranks(pipeline: &Pipeline) -> u32 {
     pipeline.stages.len() as u32 / pipeline.chunks().max(1)
 }
 
-/// Refuses ranks that hold more than one stage.
 pub fn one_stage_each(schedule: Schedule, pipeline: &Pipeline) -> Result<(), ScheduleError> {
     placed(schedule, pipeline, "one stage on each rank", |p| p.chunks() == 1)
 }
 
-/// Refuses stages that do not go round the ranks: stage s on rank s mod p.
+/// An error unless stage s is on rank s mod p.
 pub fn looped(schedule: Schedule, pipeline: &Pipeline) -> Result<(), ScheduleError> {
     let p = ranks(pipeline);
     placed(schedule, pipeline, "stage s on rank s mod p", |of| of.clone().looped(p).ranks == of.ranks)
 }
 
-/// Refuses stages that do not go down the ranks and come back.
+/// An error unless the stages form a V.
 pub fn folded(schedule: Schedule, pipeline: &Pipeline) -> Result<(), ScheduleError> {
     placed(schedule, pipeline, "stages s and 2p - 1 - s on rank s", |of| {
         of.chunks() == 2 && of.clone().folded().ranks == of.ranks

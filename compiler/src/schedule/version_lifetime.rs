@@ -1,11 +1,10 @@
-//! The end of every weight version in the list of a worker: a Drop after its last use, or the Step that makes the next from it in
-//! its place.
+//! Ends the lifetime of weight versions: a Drop after the last use, or an in-place Step.
 
 use crate::plan::StageId;
 use crate::schedule::{Instruction, Version};
 use std::collections::BTreeMap;
 
-/// The list with an end for every version but the newest of each stage. It has no Drop yet, and none of its Steps is in place.
+/// Ends every version except the newest of each stage. The list must have no Drops or in-place Steps.
 pub fn with_ends(list: Vec<Instruction>, newest: impl Fn(StageId) -> Version) -> Vec<Instruction> {
     let mut last_use: BTreeMap<(StageId, Version), usize> = BTreeMap::new();
     for (at, instruction) in list.iter().enumerate() {

@@ -1,12 +1,13 @@
-//! When replicas that share what a stage holds step their shares of a version, so that nobody waits for ever for all of it.
+//! Placement of ZeRO steps such that no worker deadlocks.
 //!
-//! Without shares a replica steps when its own work needs the update. With them others may need its share before that: it steps, and gives
-//! what it made, before its first work that comes after the round is complete. Let everything in front of that work, the work's own
-//! Recvs aside, happen at the moment when the round is complete: it waits for nothing but the round's reduce-scatter, which all have
-//! posted by then. A gather is waited for before the first work that uses its version, which `order` let start later than that.
+//! Without ZeRO a replica steps when its own work needs the update. With ZeRO other replicas may need its shard
+//! earlier. A replica therefore steps and posts its all-gather before its first action that starts after the round is
+//! complete. Everything before that action, except its own Recvs, counts as happening when the round completes. It only
+//! waits for the round's reduce-scatter, which all replicas have posted by then. A gather is waited for before the
+//! first action that uses its version, which `order` started later.
 //!
-//! Reduce-scatters come in one order on all replicas, and gathers in one; the two kinds go beside each other, because a replica may be
-//! done with the next round before it steps this one.
+//! Reduce-scatters are in the same order on all replicas, and so are all-gathers. The two kinds are ordered
+//! independently, because a replica may complete the next round before it steps this one.
 
 use crate::plan::StageId;
 use crate::schedule::action::Work;
@@ -14,7 +15,7 @@ use crate::schedule::list_scheduler::{Layout, WorkOrder};
 use crate::schedule::semantics::Rule;
 use crate::schedule::{RankId, Token, Version};
 
-/// For each rank that has stages with shares, by round: the moment of the witness at which the last backward of the round has begun.
+/// By rank and round, for ranks with ZeRO stages: the start order of the round's last backward.
 pub fn complete(rule: &Rule, order: &WorkOrder, layout: &Layout) -> Vec<Vec<u32>> {
     let of_rank = |rank: RankId| {
         let mut moments = Vec::new();
@@ -31,7 +32,7 @@ pub fn complete(rule: &Rule, order: &WorkOrder, layout: &Layout) -> Vec<Vec<u32>
                 moments[round] = started.max(moments[round]);
             }
         }
-        // A short last round may be complete before the one before it; updates go in order.
+        // A short last round may complete before the previous one; updates go in order.
         let mut before = 0;
         for moment in &mut moments {
             before = before.max(*moment);
@@ -42,12 +43,9 @@ pub fn complete(rule: &Rule, order: &WorkOrder, layout: &Layout) -> Vec<Vec<u32>
     layout.ranks().map(of_rank).collect()
 }
 
-/// A version of a stage that is being gathered, with what is to be waited for.
 pub struct Gathering {
-    /// The stage.
     pub stage: StageId,
-    /// The version.
     pub version: Version,
-    /// A token for each bucket.
+    /// One token per bucket.
     pub tokens: Vec<Token>,
 }

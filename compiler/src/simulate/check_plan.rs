@@ -1,7 +1,7 @@
-//! Whether a plan's own program takes what the plan says: its stages and edges are played once more.
+//! Checks a plan's stated minibatch time by simulating its program.
 //!
-//! Where a plan's `minibatch_us` is not the figure of the cost model's equations, `objective_us`, it is what the program takes. Under a
-//! flush that is so to the last digit; without one the caps may have been chosen by a longer play.
+//! If `objective_us` is present, `minibatch_us` is the simulated time. With a flush it must match exactly; without one
+//! the planner may have chosen the caps with a longer simulation.
 
 use crate::plan::Plan;
 use crate::plan::check::error::PlanFault;
@@ -9,13 +9,13 @@ use crate::plan::problem::CostModel;
 use crate::schedule::pipeline::{pipeline, schedule_of};
 use crate::simulate::step_time;
 
-/// How far apart what was played under two lists of caps may be, when both are good enough.
+/// Tolerance without a flush.
 const SETTLED: f64 = 0.02;
 
-/// How far apart the same play may be by rounding.
+/// Tolerance with a flush: rounding.
 const ROUNDED: f64 = 1e-9;
 
-/// The fault of a plan whose program takes something else than the plan says; none where nothing was played, or it is too long.
+/// The fault if the simulated time differs; `None` if the plan states no simulated time or the run is too long.
 pub fn stated(plan: &Plan) -> Option<PlanFault> {
     plan.predicted.objective_us?;
     if plan.cost != CostModel::Pipec {

@@ -1,26 +1,25 @@
-//! How near a pipeline comes to its bottleneck's own speed, and the smallest in-flight caps with which it gets there.
+//! Steady-state efficiency of a pipeline, and the smallest in-flight caps that reach it.
 
 use crate::schedule::{Pipeline, published_caps};
 use crate::simulate::SimulateError;
 use crate::simulate::one_f_one_b_rr::steady;
 
-/// The efficiency that [`auto_caps`] tries to reach.
 pub const TARGET: f64 = 0.98;
 
-/// How far above the published caps [`auto_caps`] looks.
+/// Most in-flight items that [`auto_caps`] adds to the published caps.
 const MOST_EXTRA: u32 = 8;
 
-/// Steady-state throughput of 1F1B-RR with the pipeline's caps, as a share of the bottleneck's ideal.
+/// Steady-state throughput of 1F1B-RR with the pipeline's caps, as a fraction of the bottleneck's ideal.
 pub fn steady_efficiency(pipeline: &Pipeline) -> Result<f64, SimulateError> {
     Ok(steady(pipeline)?.share)
 }
 
-/// In-flight caps for the pipeline, one for each stage: at least the published ones, and as few more as reach [`TARGET`] of
-/// the bottleneck's ideal, or the best that more caps can give.
+/// In-flight caps per stage: at least the published ones, and as few more as reach [`TARGET`] or the best achievable
+/// efficiency.
 ///
-/// First all stages are raised together until the target is met; then each is lowered as far as the target stays met, those
-/// first whose stashes (a weight version and a round's saved activations, on every replica) cost most bytes. No cap
-/// of the answer can be lowered alone.
+/// It first raises all stages together until the target is met. Then it lowers each as far as the target stays met, in
+/// descending order of stash bytes (a weight version and an item's activations on every replica). No single cap of the
+/// result can be lowered.
 pub fn auto_caps(pipeline: &Pipeline) -> Result<Vec<u32>, SimulateError> {
     pipeline.validate()?;
     let replicas: Vec<u32> = pipeline.stages.iter().map(|stage| stage.replicas).collect();
@@ -31,7 +30,7 @@ pub fn auto_caps(pipeline: &Pipeline) -> Result<Vec<u32>, SimulateError> {
     let (mut caps, mut best) = (published.clone(), 0.0);
     for extra in 0..=MOST_EXTRA {
         let efficiency = reached(&raised(extra))?;
-        // More caps must buy something, or a pipeline that is bound by its links would be stuffed for nothing.
+        // Raise caps only for a measurable gain; a link-bound pipeline gains nothing.
         if efficiency > best + 0.002 {
             (caps, best) = (raised(extra), efficiency);
         }
@@ -68,7 +67,7 @@ pub fn auto_caps(pipeline: &Pipeline) -> Result<Vec<u32>, SimulateError> {
 mod tests {
     use super::*;
 
-    /// Balanced stages, B = 2 F, no communication, published caps plus so many.
+    /// Balanced stages, B = 2 F, no communication, published caps plus `extra`.
     fn efficiency(replicas: &[u32], extra: u32) -> f64 {
         let caps: Vec<u32> = published_caps(replicas).iter().map(|cap| cap + extra).collect();
         steady_efficiency(&Pipeline::balanced(replicas, 2.0).with_caps(&caps)).unwrap()

@@ -1,7 +1,7 @@
-//! The steady state of inference: what caps it takes, and how fast a run gets under them.
+//! Steady state of inference: required caps, and throughput under given caps.
 //!
-//! Nothing comes back. A stage s holds an item from its forward until it is sent to the last who listens, and who listens makes room for
-//! it when it has done with the item before the one before. With A_s the first moment at which s can begin with an item,
+//! A stage s holds an item from its forward until it is sent to the last receiver. A receiver accepts it once it is
+//! done with the second item before it. A_s is the earliest time at which s can start an item:
 //!
 //! ```text
 //! A_v  =  max over edges e from s to v:  A_s + F_s + t(e)
@@ -15,7 +15,7 @@ use crate::simulate::SimulateError;
 use crate::simulate::one_f_one_b_rr::{Steady, ideal_us};
 use crate::simulate::step_time;
 
-/// The pipeline without its way back.
+/// The pipeline without backward, step and all-reduce times.
 fn forwards(pipeline: &Pipeline) -> Pipeline {
     let mut pipeline = pipeline.clone();
     for stage in &mut pipeline.stages {
@@ -25,12 +25,12 @@ fn forwards(pipeline: &Pipeline) -> Pipeline {
     pipeline
 }
 
-/// When each stage can begin with an item first, after the moment at which the first stages do.
+/// Earliest start of an item at each stage, relative to the first stages.
 fn begins_us(pipeline: &Pipeline) -> Vec<f64> {
     let mut begins = vec![0.0f64; pipeline.stages.len()];
     let mut incoming = vec![Vec::new(); begins.len()];
     pipeline.edges.iter().for_each(|edge| incoming[edge.to.index()].push(edge));
-    // Edges go to later stages, so what a stage waits for is known before.
+    // Edges go to later stages, so predecessors are final.
     for at in 0..begins.len() {
         for edge in &incoming[at] {
             let from = edge.from.index();
@@ -40,7 +40,7 @@ fn begins_us(pipeline: &Pipeline) -> Vec<f64> {
     begins
 }
 
-/// The least caps with which a share of the ideal throughput can be reached at all.
+/// Smallest caps that can reach a fraction of the ideal throughput.
 pub fn needed_caps(pipeline: &Pipeline, share: f64) -> Vec<u32> {
     let us = ideal_us(&forwards(pipeline)) / share;
     let begins = begins_us(pipeline);
@@ -48,13 +48,13 @@ pub fn needed_caps(pipeline: &Pipeline, share: f64) -> Vec<u32> {
     for held in held(pipeline, &begins) {
         let items = (held.sent_us / us).max(held.taken_us / us - held.room);
         let rounds = items / f64::from(pipeline.stages[held.from].replicas) * (1.0 - 1e-9);
-        // `as` takes what is not a number to 0, and stops at the largest number.
+        // `as` maps NaN to 0 and saturates.
         needed[held.from] = needed[held.from].max((rounds.ceil() as u32).min(1 << 20));
     }
     needed
 }
 
-/// The share of the ideal throughput that no run under the pipeline's caps can beat, and the stages that hold it there.
+/// Upper bound of the throughput under the pipeline's caps, as a fraction of the ideal, with the limiting stages.
 pub fn bound(pipeline: &Pipeline) -> Steady {
     let ideal = ideal_us(&forwards(pipeline));
     let begins = begins_us(pipeline);
@@ -71,14 +71,13 @@ pub fn bound(pipeline: &Pipeline) -> Steady {
     Steady { share, held, pieces: begins.len() as u64 }
 }
 
-/// How long an item is held because of one edge.
 struct Held {
     from: usize,
-    /// From its forward until it is sent.
+    /// From the start of its forward until it is sent.
     sent_us: f64,
-    /// From its forward until its reader has done with it.
+    /// From the start of its forward until its reader is done with it.
     taken_us: f64,
-    /// Items that all replicas of the reader have room for: those they work on, and those of which they have posted the Recv.
+    /// Items that the reader's replicas accept: running ones, and those with a posted Recv.
     room: f64,
 }
 
@@ -95,8 +94,8 @@ fn held(pipeline: &Pipeline, begins: &[f64]) -> impl Iterator<Item = Held> {
     })
 }
 
-/// How the pipeline runs under its caps: its program is played. Which caps hold it back is not known: any may. A pipeline that is too
-/// large for that is taken at its bound.
+/// Simulates the pipeline under its caps; too large pipelines use [`bound`]. The limiting stages are unknown, so all
+/// are marked.
 pub fn steady(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
     let Some(us) = step_time::step_us(Schedule::Inference, pipeline, 1)? else { return Ok(bound(pipeline)) };
     let share = if us > 0.0 { (ideal_us(&forwards(pipeline)) / us).min(1.0) } else { 1.0 };
@@ -131,7 +130,7 @@ mod tests {
 
     #[test]
     fn who_skips_stages_is_waited_for() {
-        // The last stage begins 45 us after the first, which makes an item every 10.
+        // The last stage starts 45 us after the first, which produces an item every 10 us.
         let pipeline = chain(5.0, true);
         assert_eq!(needed_caps(&pipeline, 1.0), [4, 2, 2, 1]);
         for (first, share) in [(1, 0.5), (2, 2.0 / 3.0), (3, 5.0 / 6.0), (4, 1.0)] {

@@ -1,31 +1,30 @@
-//! What is on its way over ports that carry several things at once, and when each arrives.
+//! Transfers that share ports, and their arrival times.
 //!
-//! All that goes over a port gets an equal share of it, and goes as fast as the fullest of its ports lets it:
+//! All flows on a port get an equal share of it. A flow runs at the rate of its most loaded port:
 //!
 //! ```text
 //! rate  =  1 / max over its ports: the number of flows there
 //! ```
 //!
-//! Links between processes and the copy engines of devices come close to that. What a flow leaves of a port because another of its ports
-//! is fuller is not given to the others there, so that a start or an end changes only what it shares a port with.
+//! This approximates links between processes and the copy engines of devices. A share that a flow cannot use, because
+//! another of its ports is more loaded, is not given to others. A start or end therefore only affects flows on the same
+//! ports.
 //!
-//! A flow whose rate changes arrives at another time. The moment that was posted before then means nothing any more: each change has a
-//! number, and a moment of an earlier number is passed over.
+//! A flow whose rate changes arrives at another time. Its old arrival event becomes stale: each change has a number,
+//! and events with an older number are skipped.
 
 use crate::plan::ports::Port;
 use crate::schedule::event_queue::EventQueue;
 
-/// A list of ports, by the order in which [`Flows::way`] was told of it.
+/// A list of ports, registered with [`Flows::way`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkRoute(u32);
 
-/// What is on its way, each carrying a `W` that comes out when it has arrived.
+/// Transfers in progress; each carries a `W` that is returned on arrival.
 pub struct Flows<W> {
     ways: Vec<Vec<Port>>,
-    /// Of each port, which flows it carries.
     ports: Vec<Vec<u32>>,
     flows: Vec<Flow<W>>,
-    /// Places of `flows` that are free again.
     free: Vec<u32>,
     arrivals: EventQueue<(u32, u32)>,
 }
@@ -33,24 +32,22 @@ pub struct Flows<W> {
 struct Flow<W> {
     what: W,
     way: LinkRoute,
-    /// What takes none is on no port.
+    /// Zero-length flows use no port.
     takes_time: bool,
-    /// Microseconds that are left of it at full rate, as of `since`.
+    /// Remaining microseconds at full rate, as of `since`.
     left: f64,
     since: f64,
-    /// How many the fullest of its ports carries; 0 before it is on its way.
+    /// Number of flows on its most loaded port; 0 before it starts.
     among: u32,
-    /// Counts its changes of rate, and those of whatever had its place before.
+    /// Counts rate changes of this entry, including earlier flows.
     change: u32,
 }
 
 impl<W: Copy> Flows<W> {
-    /// Nothing on its way, at time 0.
     pub fn new() -> Self {
         Self { ways: Vec::new(), ports: Vec::new(), flows: Vec::new(), free: Vec::new(), arrivals: EventQueue::new() }
     }
 
-    /// Makes a list of ports known.
     pub fn way(&mut self, ports: Vec<Port>) -> LinkRoute {
         let most = ports.iter().map(|&port| port as usize + 1).max().unwrap_or(0);
         self.ports.resize_with(self.ports.len().max(most), Vec::new);
@@ -58,7 +55,7 @@ impl<W: Copy> Flows<W> {
         LinkRoute(self.ways.len() as u32 - 1)
     }
 
-    /// Sends something on its way that takes so many microseconds where nothing else goes.
+    /// Starts a transfer that takes `us` microseconds without contention.
     pub fn begin(&mut self, now: f64, us: f64, way: LinkRoute, what: W) {
         let mut flow = Flow { what, way, takes_time: us > 0.0, left: us, since: now, among: 0, change: 0 };
         let at = match self.free.pop() {
@@ -81,12 +78,12 @@ impl<W: Copy> Flows<W> {
         self.pace(now, at);
     }
 
-    /// When the next flow may arrive, as the bits of a time.
+    /// Time of the next possible arrival, as float bits.
     pub fn next_time(&self) -> Option<u64> {
         self.arrivals.next_time()
     }
 
-    /// Goes on to that time, and gives what has arrived, if something has.
+    /// Advances to that time; returns the arrived transfer unless the event is stale.
     pub fn take(&mut self) -> Option<W> {
         let (time, (at, change)) = self.arrivals.take()?;
         let flow = &mut self.flows[at as usize];
@@ -105,7 +102,6 @@ impl<W: Copy> Flows<W> {
         Some(what)
     }
 
-    /// Gives all flows that are on their way over some of these ports the rate that they have from now on.
     fn share_anew(&mut self, now: f64, way: LinkRoute) {
         for place in 0..self.ways[way.0 as usize].len() {
             let port = self.ways[way.0 as usize][place] as usize;
@@ -143,7 +139,6 @@ impl<W: Copy> Default for Flows<W> {
 mod tests {
     use super::*;
 
-    /// What arrives when, of flows that begin at some times.
     fn arrivals(begun: &[(f64, f64, &[Port])]) -> Vec<(usize, f64)> {
         let mut flows = Flows::new();
         let mut left = begun.iter().enumerate().peekable();
@@ -173,16 +168,16 @@ mod tests {
 
     #[test]
     fn a_port_is_shared_from_moment_to_moment() {
-        // Alone until 2; both at half rate until the second has arrived at 6; alone again.
+        // Alone until 2; both at half rate until the second arrives at 6; alone again.
         assert_eq!(arrivals(&[(0.0, 10.0, &[0, 1]), (2.0, 2.0, &[0, 3])]), [(1, 6.0), (0, 12.0)]);
-        // Three into one port: the port is never idle, and what it carries is done in the sum of the times.
+        // Three flows into one port: it is never idle and ends after the sum of their times.
         let three: [(f64, f64, &[Port]); 3] = [(0.0, 3.0, &[0, 9]), (0.0, 3.0, &[1, 9]), (0.0, 3.0, &[2, 9])];
         assert_eq!(arrivals(&three), [(0, 9.0), (1, 9.0), (2, 9.0)]);
     }
 
     #[test]
     fn the_fullest_port_sets_the_rate() {
-        // Port 1 carries three, so that flow 0 leaves two thirds of port 0, of which flow 3 takes its half and no more.
+        // Port 1 has three flows, so flow 0 uses a third of port 0; flow 3 still gets only half of it.
         let found = arrivals(&[(0.0, 1.0, &[0, 1]), (0.0, 1.0, &[1]), (0.0, 1.0, &[1]), (0.0, 1.0, &[0])]);
         assert_eq!(found, [(3, 2.0), (0, 3.0), (1, 3.0), (2, 3.0)]);
     }

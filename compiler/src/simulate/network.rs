@@ -1,24 +1,21 @@
-//! How long transfers and all-reduces take in a simulation, and over which ports they go.
+//! Transfer and all-reduce times of a simulation, and their ports.
 //!
-//! Transfers of one kind from one worker to another follow each other; others disturb each other where they share a port.
+//! Transfers of one channel are serialized; others contend where they share a port.
 
 use crate::plan::ports::Ports;
 use crate::schedule::link_time::Link;
 use crate::schedule::{Edge, Payload, Pipeline};
 
-/// Transfer and reduce times of a pipeline, where nothing else is carried.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Network {
-    /// For each edge, microseconds of an item's activations and of its gradients.
+    /// Per edge, microseconds per item of activations and of gradients.
     edges: Vec<[f64; 2]>,
-    /// For each stage, microseconds of one all-reduce.
+    /// Per stage, microseconds of one all-reduce.
     all_reduce: Vec<f64>,
-    /// What they share.
     pub ports: Ports,
 }
 
 impl Network {
-    /// The times that the pipeline itself states.
     pub fn of(pipeline: &Pipeline) -> Self {
         Self {
             edges: pipeline.edges.iter().map(|edge| [edge.forward_us, edge.backward_us]).collect(),
@@ -27,7 +24,7 @@ impl Network {
         }
     }
 
-    /// Times from bytes, with a link for each edge and one among the replicas of each stage, and no port that any of them share.
+    /// Times from bytes: one link per edge, one among the replicas of each stage, no contention.
     pub fn new(pipeline: &Pipeline, edge: impl Fn(&Edge) -> Link, replicas: impl Fn(usize) -> Link) -> Self {
         let times = |e: &Edge| [edge(e).time(e.forward_bytes), edge(e).time(e.backward_bytes)];
         let reduce = |(index, stage): (usize, &crate::schedule::StageSpec)| match stage.replicas {
@@ -41,7 +38,7 @@ impl Network {
         }
     }
 
-    /// Writes these times into the pipeline, so that schedules are made for them.
+    /// Sets these times in the pipeline, so that schedules use them.
     pub fn apply(&self, pipeline: &mut Pipeline) {
         for (edge, &[forward, backward]) in pipeline.edges.iter_mut().zip(&self.edges) {
             (edge.forward_us, edge.backward_us) = (forward, backward);
@@ -51,13 +48,12 @@ impl Network {
         }
     }
 
-    /// Microseconds of one transfer over an edge; an edge it does not know takes none.
+    /// Microseconds of one transfer; 0 for an unknown edge.
     pub fn transfer(&self, edge: usize, kind: Payload) -> f64 {
         let way = usize::from(kind == Payload::Gradient);
         self.edges.get(edge).map_or(0.0, |times| times[way])
     }
 
-    /// Microseconds of one all-reduce of a stage.
     pub fn all_reduce(&self, stage: usize) -> f64 {
         self.all_reduce.get(stage).copied().unwrap_or(0.0)
     }

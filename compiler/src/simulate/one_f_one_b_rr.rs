@@ -1,18 +1,18 @@
-//! The steady state of 1F1B-RR without a program: how fast a long run gets, found by playing the rule itself.
+//! Steady state of 1F1B-RR without a program, by simulating the scheduling rule itself.
 //!
-//! A program lists every instruction of every worker, which for a thousand stages is gigabytes. Here only what is under way is
-//! kept: workers that compute, transfers and all-reduces on their way, and counts of what each item still waits for. The rule is
-//! that of `schedule::order`, greedy and backward first, and transfers of one direction between two workers follow each other.
-//! The play ends when the items of two successive windows, each as long as the pipeline is deep, took the same time.
+//! The programs of a thousand stages take gigabytes. Here only the current state is kept: running workers, pending
+//! transfers and all-reduces, and dependency counts per item. The rule is that of `schedule::list_scheduler`, greedy
+//! and backward first; transfers of one direction between two workers are serialized. The simulation ends when two
+//! successive windows, each at least as long as the pipeline is deep, took the same time.
 //!
-//! What no caps can beat is known without playing. The update of a round waits for the way of its items from their forward down to
-//! the last stage and back, D_s, and for its all-reduce, R_s; the forwards of the round c_s later wait for that update. So
+//! An upper bound needs no simulation. The update of a round waits for its items' latency from their forward down to
+//! the last stage and back, D_s, and for its all-reduce, R_s. The forwards c_s rounds later wait for that update. So
 //!
 //! ```text
 //! T  ≥  (D_s + R_s) / (c_s r_s)        hence        c_s  ≥  (D_s + R_s) / (r_s T)
 //! ```
 //!
-//! Straight pipelines come near this. A pipeline so deep that playing it until it is full would take minutes is taken at it.
+//! Straight pipelines come close to this bound. It is also the result for pipelines that take minutes to fill.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -21,28 +21,26 @@ use crate::schedule::shape::common_multiple;
 use crate::schedule::{Pipeline, StageSpec};
 use crate::simulate::SimulateError;
 
-/// The most forwards and backwards that are played, about two seconds.
+/// Limit on simulated forwards and backwards; takes about two seconds.
 const MOST_PIECES: u64 = 8_000_000;
 
-/// Windows of which two in a row must take the same time, at most this many.
+/// Most windows until two in a row must take the same time.
 const WINDOWS: usize = 6;
 
-/// Two windows take the same time if they differ by no more than this share.
+/// Relative difference up to which two windows are equal.
 const SAME: f64 = 1e-3;
 
-/// How a pipeline runs when it runs evenly.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Steady {
-    /// Throughput as a share of the bottleneck's ideal.
+    /// Throughput as a fraction of the bottleneck's ideal.
     pub share: f64,
-    /// For each stage, whether a free replica had a forward at hand that its cap held back.
+    /// For each stage, true if the cap blocked a ready forward on a free replica.
     pub held: Vec<bool>,
-    /// Forwards and backwards that were played.
     pub pieces: u64,
 }
 
-/// Microseconds per item of the slowest resource if it never had to wait: a stage's replicas, the links between two
-/// stages, the all-reduce of a stage.
+/// Microseconds per item of the slowest resource without waiting: a stage's replicas, the links of an edge, or a
+/// stage's all-reduce.
 pub fn ideal_us(pipeline: &Pipeline) -> f64 {
     let stage = pipeline.stages.iter().map(|stage| {
         let replicas = f64::from(stage.replicas);
@@ -50,20 +48,20 @@ pub fn ideal_us(pipeline: &Pipeline) -> f64 {
         (stage.forward + stage.backward + stage.step).max(reduce) / replicas
     });
     let edge = pipeline.edges.iter().map(|edge| {
-        // Items go round both sides in turn, so as many pairs of workers take part as the least common multiple.
+        // Items go round-robin on both sides, so the least common multiple of pairs is used.
         let [a, b] = [edge.from, edge.to].map(|stage| u64::from(pipeline.stages[stage.index()].replicas));
         edge.forward_us.max(edge.backward_us) / common_multiple(a, b) as f64
     });
     stage.chain(edge).fold(0.0, f64::max)
 }
 
-/// For each stage the microseconds from an item's forward to the end of its round's update, if nothing has to wait.
+/// For each stage, the time from an item's forward to the end of its round's update, without waiting, in microseconds.
 pub fn ways_us(pipeline: &Pipeline) -> Vec<f64> {
     let stages = &pipeline.stages;
     let mut down = vec![0.0f64; stages.len()];
     let mut outgoing = vec![Vec::new(); stages.len()];
     pipeline.edges.iter().for_each(|edge| outgoing[edge.from.index()].push(edge));
-    // Edges go to later stages, so those are known first.
+    // Edges go to later stages, so successors are final.
     for at in (0..stages.len()).rev() {
         let below = outgoing[at].iter().map(|edge| edge.forward_us + down[edge.to.index()] + edge.backward_us);
         down[at] = stages[at].forward + below.fold(0.0, f64::max) + stages[at].backward;
@@ -71,18 +69,18 @@ pub fn ways_us(pipeline: &Pipeline) -> Vec<f64> {
     (0..stages.len()).map(|at| down[at] + stages[at].exposed_us()).collect()
 }
 
-/// The least caps with which a share of the ideal throughput can be reached at all.
+/// Smallest caps that can reach a fraction of the ideal throughput.
 pub fn needed_caps(pipeline: &Pipeline, share: f64) -> Vec<u32> {
     let ideal = ideal_us(pipeline);
     let need = |(way, stage): (f64, &StageSpec)| {
         let rounds = way * share / (ideal * f64::from(stage.replicas)) * (1.0 - 1e-9);
-        // `as` takes what is not a number to 0, and stops at the largest number.
+        // `as` maps NaN to 0 and saturates.
         (rounds.ceil() as u32).clamp(1, 1 << 20)
     };
     ways_us(pipeline).into_iter().zip(&pipeline.stages).map(need).collect()
 }
 
-/// The share of the ideal throughput that no play of the pipeline's caps can beat, and the stages that hold it there.
+/// Upper bound of the throughput under the pipeline's caps, as a fraction of the ideal, with the limiting stages.
 pub fn bound(pipeline: &Pipeline) -> Steady {
     let ideal = ideal_us(pipeline);
     let shares: Vec<f64> = ways_us(pipeline)
@@ -97,12 +95,12 @@ pub fn bound(pipeline: &Pipeline) -> Steady {
     Steady { share, held, pieces: pipeline.stages.len() as u64 }
 }
 
-/// Plays the pipeline with its caps until it runs evenly.
+/// Simulates the pipeline with its caps until it is in steady state.
 pub fn steady(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
     steady_under(pipeline, false)
 }
 
-/// The same with vertical sync: an item waits in every stage for what the first stage's version for it has seen.
+/// [`steady`] with vertical sync: an item waits in every stage for the updates in the first stage's version.
 pub fn steady_in_sync(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
     steady_under(pipeline, true)
 }
@@ -114,7 +112,7 @@ fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateEr
     if ideal == 0.0 || !ideal.is_finite() {
         return Ok(Steady { share: 1.0, held: vec![false; stages], pieces: 0 });
     }
-    // An even run repeats after a whole number of rounds of every stage.
+    // A steady state repeats after a whole number of rounds of every stage.
     let repeat = pipeline.rounds().min(512) as usize;
     let depth = |stage: &StageSpec| u64::from(stage.replicas) * u64::from(stage.cap);
     let depth = pipeline.stages.iter().map(depth).max().unwrap_or(1).min(MOST_PIECES) as usize;
@@ -124,7 +122,7 @@ fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateEr
     if items < 2 * depth + 2 * window {
         return Ok(bound(pipeline));
     }
-    // Equal sums of times must compare equal, so the clock is whole numbers.
+    // Integer clock, so that equal sums of times compare equal.
     let mut scale = 1e6;
     while ideal * scale > 1e12 {
         scale /= 2.0;
@@ -134,21 +132,17 @@ fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateEr
     Ok(play.run(depth, window, ideal * scale))
 }
 
-/// What happens when something ends, in one number so that the queue is small: which kind, of which worker or stage, of which item.
+/// An event packed into 64 bits, so that the queue is small: kind, worker or stage, item.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Event(u64);
 
 impl Event {
-    /// A worker's computation ends.
     const DONE: u64 = 0;
-    /// Activations arrive at a stage.
     const ACTIVATION: u64 = 1;
-    /// Gradients arrive at a stage.
     const GRADIENT: u64 = 2;
-    /// A stage's round is reduced.
     const UPDATED: u64 = 3;
 
-    /// Workers and stages are fewer than 2^24, items fewer than 2^32.
+    /// Workers and stages must be below 2^24, items below 2^32.
     fn new(kind: u64, of: usize, item: usize) -> Event {
         Event(kind << 56 | (of as u64) << 32 | item as u64)
     }
@@ -168,16 +162,16 @@ impl Event {
 
 struct Hands {
     stage: usize,
-    /// Items not yet begun: the next forward, the next backward.
+    /// The next items to run forward and backward.
     forward: usize,
     backward: usize,
     in_flight: u32,
-    /// What it computes: an item, and whether backward.
+    /// The running item; true for its backward.
     running: Option<(usize, bool)>,
     is_touched: bool,
 }
 
-/// A stage's times in ticks, and how far its rounds are.
+/// Times of a stage in ticks, and the progress of its rounds.
 struct Row {
     replicas: usize,
     cap: u32,
@@ -185,20 +179,20 @@ struct Row {
     backward: u64,
     reduce: u64,
     exposed: u64,
-    /// When the all-reduce of the newest complete round ends: rounds are reduced one after the other.
+    /// End of the newest all-reduce: rounds are all-reduced one after the other.
     reduced_at: u64,
     first_worker: usize,
     incoming: Vec<usize>,
     outgoing: Vec<usize>,
-    /// Backwards done in each round that is not yet reduced; the first of them, and updates applied.
+    /// Backwards done per round, rounds reduced, and updates applied.
     done: Vec<u32>,
     reduced: usize,
     newest: usize,
-    /// Whether a free replica was held back by the cap since the window began.
+    /// True if the cap blocked a free replica since the window began.
     held: bool,
 }
 
-/// One edge's times, and when each pair of workers is free again.
+/// Times of one edge, and when each pair of workers is free again.
 struct Wire {
     from: usize,
     to: usize,
@@ -208,14 +202,14 @@ struct Wire {
 
 struct Play {
     items: usize,
-    /// Replicas and cap of the first stage, where all follow its versions.
+    /// Replicas and cap of the first stage; set under vertical sync.
     first: Option<(usize, usize)>,
     rows: Vec<Row>,
     wires: Vec<Wire>,
     hands: Vec<Hands>,
-    /// For each stage and item, what forward and backward still wait for.
+    /// By stage and item: dependencies left before forward and backward.
     waits: Vec<[u32; 2]>,
-    /// Stages that have not finished an item.
+    /// Per item, the stages left.
     unfinished: Vec<u32>,
     finished: Vec<u64>,
     events: BinaryHeap<Reverse<(u64, Event)>>,
@@ -235,7 +229,8 @@ impl Play {
                 replicas,
                 cap: stage.cap,
                 forward: ticks(stage.forward),
-                // A step follows the last backward of a round on every replica, and keeps it as long.
+                // The step follows the last backward of a round and costs as much on every replica, so it is charged to
+                // each backward.
                 backward: ticks(stage.backward + stage.step),
                 reduce: if replicas > 1 { ticks(stage.all_reduce) } else { 0 },
                 exposed: ticks(stage.exposed_us()),
@@ -267,7 +262,7 @@ impl Play {
             let free_at = [vec![0; pairs as usize], vec![0; pairs as usize]];
             wires.push(Wire { from, to, us, free_at });
         }
-        // A backward waits for its own forward too.
+        // A backward also waits for its own forward.
         let wait = |row: &Row| [row.incoming.len() as u32, row.outgoing.len() as u32 + 1];
         let waits = rows.iter().flat_map(|row| std::iter::repeat_n(wait(row), items)).collect();
         let touched = (0..hands.len() as u32).collect();
@@ -281,7 +276,7 @@ impl Play {
         let mut next = depth + window;
         let last = self.items - depth;
         loop {
-            // Everything that happens at this moment is known before anyone chooses.
+            // Process all events of this time before any worker chooses.
             while let Some(&Reverse((time, event))) = self.events.peek() {
                 if time > self.now {
                     break;
@@ -349,7 +344,6 @@ impl Play {
         }
     }
 
-    /// What the stage made of an item goes to all who need it.
     fn send(&mut self, stage: usize, item: usize, is_gradient: bool) {
         let count = if is_gradient { self.rows[stage].incoming.len() } else { self.rows[stage].outgoing.len() };
         for place in 0..count {
@@ -376,7 +370,7 @@ impl Play {
         self.touch(row.first_worker + item % row.replicas);
     }
 
-    /// A backward is done: its round may be complete, and the item.
+    /// A backward is done; its round and its item may be complete.
     fn count(&mut self, stage: usize, item: usize) {
         self.unfinished[item] -= 1;
         if self.unfinished[item] == 0 {
@@ -391,7 +385,7 @@ impl Play {
         }) {
             row.reduced += 1;
             if row.reduce > 0 {
-                // What is made before the backward ends is on its way beside it, after the round before.
+                // Part of the all-reduce overlaps with the backward, after the previous round's all-reduce.
                 let end = now.saturating_add(row.exposed).max(row.reduced_at.saturating_add(row.reduce));
                 row.reduced_at = end;
                 self.events.push(Reverse((end, Event::new(Event::UPDATED, stage, 0))));
@@ -409,7 +403,7 @@ impl Play {
         (first..first + replicas).for_each(|worker| self.touch(worker));
     }
 
-    /// A free worker takes a backward if one may start, else a forward under its cap.
+    /// A free worker takes a ready backward, else a forward within its cap.
     fn start(&mut self, worker: usize) {
         let hands = &mut self.hands[worker];
         let row = &mut self.rows[hands.stage];
@@ -461,7 +455,7 @@ mod tests {
         pipeline
     }
 
-    /// The same from the program itself, over a long run.
+    /// The same efficiency from simulating the program, over a long run.
     fn programmed(pipeline: &Pipeline) -> f64 {
         let program = schedule(Schedule::OneFOneBRr, pipeline, StepCount::minibatches(600)).unwrap();
         let timeline = simulate(&program, pipeline, &Machine::of(pipeline)).unwrap();
@@ -497,7 +491,7 @@ mod tests {
             assert!(most.share < 1.0 && (played.share - most.share).abs() < 0.01, "{stages}: {played:?} {most:?}");
             let enough = short.with_caps(&needed_caps(&with_transfers(&replicas, 0, us), 1.0));
             let share = steady(&enough).unwrap().share;
-            // A short pipeline plays few items, of which those that fill it are a larger share.
+            // A short pipeline simulates few items, so the fill phase weighs more.
             assert!(share > 0.88, "{stages}: {share}");
             assert!((bound(&enough).share - 1.0).abs() < 1e-9);
         }
@@ -508,7 +502,6 @@ mod tests {
         let found = steady(&with_transfers(&[1; 1000], 0, 0.1)).unwrap();
         assert!(found.share > 0.9 && found.pieces <= MOST_PIECES, "{} after {}", found.share, found.pieces);
         assert!(found.held.iter().any(|held| *held));
-        // Too deep to be played: the bound.
         let deep = with_transfers(&[1; 4000], 0, 0.1);
         assert_eq!(steady(&deep).unwrap(), bound(&deep));
     }

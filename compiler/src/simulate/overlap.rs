@@ -1,13 +1,13 @@
-//! How much of the time in which replicas sum their gradients work hides.
+//! Fraction of the gradient all-reduce that is hidden by compute.
 
 use crate::schedule::{Pipeline, Schedule, StageSpec};
 use crate::simulate::SimulateError;
 use crate::simulate::step_time::step_us;
 
-/// The share, from 0 to 1, of the longest sum of gradients of a step by which the step does not become longer: what it takes is compared with
-/// what it takes where sums take no time. Nothing where nothing is summed, or playing would take long.
+/// The hidden fraction (0 to 1) of the longest all-reduce of a step, from step times with and without all-reduce.
+/// `None` if there is no all-reduce or the simulation would take too long.
 pub fn hidden(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
-    // Without a flush a minibatch is one item, and a stage sums for as many as it has replicas.
+    // Without a flush, a minibatch is one item, and a stage all-reduces once per round of its replicas.
     let in_step = |stage: &StageSpec| match (stage.replicas, kind.is_round_robin()) {
         (0 | 1, _) => 0.0,
         (replicas, true) => stage.all_reduce / f64::from(replicas),
@@ -28,7 +28,8 @@ mod tests {
     use super::*;
     use crate::schedule::Bucket;
 
-    /// A backward of 8 that makes half of its gradients in its middle: of a sum of 4 the first half is hidden; a sum at once is not.
+    /// A backward of 8 makes half of its gradients by its middle: with two buckets half of an all-reduce of 4 is
+    /// hidden, with one none.
     #[test]
     fn half_of_a_sum_is_hidden_behind_half_of_a_backward() {
         let shape = |buckets| StageSpec { all_reduce: 4.0, buckets, ..StageSpec::new(2, 4.0, 8.0) };

@@ -1,16 +1,17 @@
-//! The simulation itself: an event queue over the workers' programs.
+//! The simulator: an event queue over the workers' programs.
 //!
-//! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and the one
-//! before it in its channel has ended; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round
-//! before is reduced; a replica that posts one before the backward that makes its gradients joins when that has made them. What goes over one port at the same time shares it, as [`flows`](crate::simulate::link_sharing) says.
+//! A worker runs its list until it computes or waits. A transfer starts when its Send and Recv are posted and the
+//! previous transfer of its channel has ended; then both Waits end. A collective starts when the last replica joins and
+//! the stage's previous collective is done. A replica that posts an all-reduce before the backward that produces its
+//! gradients joins when that has produced them. Transfers contend for ports, see
+//! [`link_sharing`](crate::simulate::link_sharing).
 //!
-//! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
-//! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
-//! of d microseconds that starts at virtual time v ends at virtual time v + d, whoever joins or leaves meanwhile. That keeps
-//! every event at the cost of one operation on a queue.
+//! With fewer cores than computing workers, n running actions on C cores each run at rate min(1, C / n). All have the
+//! same rate, so a single virtual clock suffices. An action of d microseconds that starts at virtual time v ends at v +
+//! d, whatever else starts or ends. Every event then costs one queue operation.
 //!
-//! Runs of millions of items are played in seconds, so nothing is hashed for an instruction: tokens and items are numbers into
-//! lists, channels are numbered, and the queues are radix heaps over the bits of times, which sort as the times do.
+//! Millions of items are simulated in seconds, so instructions need no hashing. Tokens and items index lists, channels
+//! are numbered, and the queues are radix heaps over the bits of times, which sort like the times.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -27,24 +28,21 @@ use crate::simulate::memory::Holding;
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
-/// What the workers run on.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Machine {
-    /// What carries tensors.
     pub network: Network,
-    /// Cores that all workers share; none if each worker has a device of its own.
+    /// Cores shared by all workers; `None` if each worker has its own device.
     pub cores: Option<u32>,
-    /// How far times stray from what is expected; none where each takes just that.
+    /// Random variation of times; `None` for exact times.
     pub jitter: Option<Jitter>,
 }
 
-/// Times that stray: each computation and each transfer takes from 1 - share to 1 + share of its time, evenly spread. What it takes
-/// follows from the seed, who does it and how many it has done, so that the same seed gives the same run.
+/// Every compute action and transfer takes a uniformly distributed 1 - share to 1 + share of its time. The factor
+/// depends only on the seed, the worker or channel and its count, so a seed reproduces a run.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Jitter {
-    /// The most that a time strays, as a share of it; below 1.
+    /// Largest relative variation, below 1.
     pub share: f64,
-    /// What everything follows from.
     pub seed: u64,
 }
 
@@ -52,20 +50,19 @@ impl Jitter {
     /// The factor of the n-th time of one worker or channel.
     fn factor(self, whose: u64, n: u64) -> f64 {
         let drawn = mix(mix(mix(self.seed) ^ whose) ^ n);
-        // 53 bits make a number from 0 to 1, of which 1 is none.
+        // 53 bits give a number in [0, 1).
         let unit = (drawn >> 11) as f64 / (1u64 << 53) as f64;
         1.0 + self.share.clamp(0.0, 1.0) * (2.0 * unit - 1.0)
     }
 }
 
 impl Machine {
-    /// A device for each worker, and the transfer times that the pipeline states.
     pub fn of(pipeline: &Pipeline) -> Self {
         Self { network: Network::of(pipeline), cores: None, jitter: None }
     }
 }
 
-/// Plays the program with the pipeline's compute times on the machine.
+/// Simulates the program with the pipeline's compute times. Fails on a deadlock or if the two do not match.
 pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
     let shape = |stages: usize, edges: usize| format!("{stages} stages and {edges} edges");
     let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to));
@@ -79,10 +76,10 @@ pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Re
     Simulation::new(program, pipeline, machine).run()
 }
 
-/// Channels draw apart from workers.
+/// Random streams of channels are distinct from those of workers.
 const CHANNELS: u64 = 1 << 32;
 
-/// A time as the queues have it. Times are never negative, and the bits of such numbers have their order.
+/// Queue key of a time. Bits of nonnegative floats have the order of the floats.
 fn bits(time: f64) -> u64 {
     time.max(0.0).to_bits()
 }
@@ -93,41 +90,35 @@ struct Name {
     token: Token,
 }
 
-/// What arrives.
 #[derive(Clone, Copy)]
 enum Arrival {
-    /// A transfer of the channel with this number: the tokens of its Send and of its Recv.
     Transfer(u32, Token, Token),
-    /// The part with this number of a collective.
     Part(Meeting, usize),
 }
 
-/// What happens by the clock of computations.
 #[derive(Clone, Copy)]
 enum Progress {
-    /// A worker has computed what it was at.
     Computed(WorkerId),
-    /// A backward under way has made what a collective takes.
+    /// A running backward has produced the gradients of a collective.
     Made(Meeting, Name),
 }
 
-/// One channel: what is posted at one end and not yet at the other, and what has been carried.
+/// A channel: operations posted at one end only, and completed transfers.
 struct Line {
     sends: VecDeque<(Token, MicrobatchId)>,
     recvs: VecDeque<Token>,
     way: LinkRoute,
-    /// What is on its way, since when.
     carries: Option<(Activity, f64)>,
     carried: u64,
     spans: Vec<Span>,
 }
 
-/// The collectives of a stage, one at a time.
+/// The collectives of a stage, run one at a time.
 #[derive(Default)]
 struct Reducing {
-    /// The parts of an all-reduce: each its share of the time, and where it goes.
+    /// The levels of an all-reduce: fraction of its time, and ports.
     parts: Vec<(f64, LinkRoute)>,
-    /// Those that all replicas have joined, in order; the first is on its way.
+    /// Collectives that all replicas have joined, in order; the first is running.
     met: VecDeque<Meeting>,
     began: f64,
     spans: Vec<Span>,
@@ -135,7 +126,7 @@ struct Reducing {
 
 struct Hands {
     at: usize,
-    /// Posted tokens; true when complete.
+    /// Posted tokens; true if complete.
     tokens: DenseMap<bool>,
     blocked: Option<Token>,
     computing: Option<(Activity, f64)>,
@@ -154,19 +145,19 @@ struct Simulation<'a> {
     machine: &'a Machine,
     hands: Vec<Hands>,
     channels: Channels,
-    /// By the number of the channel.
+    /// By channel number.
     lines: Vec<Line>,
     joined: HashMap<Meeting, Vec<Name>>,
     reductions: BTreeMap<StageId, Reducing>,
     flows: Flows<Arrival>,
-    /// Computations, by the virtual time at which they end, and how many there are.
+    /// Running actions by their virtual end time, and their number.
     computing: EventQueue<Progress>,
     busy: usize,
     now: f64,
     virtual_now: f64,
-    /// When each item's last computation ended; not a number before its first.
+    /// End of each item's last action; NaN before its first.
     finished: Vec<f64>,
-    /// The same for items that the program should not have: one that was not checked may name any at all.
+    /// `finished` for items out of range: an unchecked program may name any.
     foreign: BTreeMap<MicrobatchId, f64>,
 }
 
@@ -220,7 +211,7 @@ impl<'a> Simulation<'a> {
         loop {
             let rate = self.rate();
             let ends = self.computing.next_time().map(f64::from_bits);
-            // Rounding may have brought the virtual clock past the end of a computation; time does not go back for that.
+            // Rounding may move the virtual clock past the end of an action; real time must not go back.
             let computed = ends.map(|at| self.now + ((at - self.virtual_now) / rate).max(0.0));
             let carried = self.flows.next_time().map(f64::from_bits);
             let next = match (computed, carried) {
@@ -260,12 +251,12 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Runs the worker's list until it computes, must wait or is at its end.
+    /// Runs the worker's list until it computes, waits or ends.
     fn advance(&mut self, worker: WorkerId) {
         let index = worker.index();
         while let Some(&instruction) = self.program.workers[index].instructions.get(self.hands[index].at) {
             match instruction {
-                // Neither has a time in a profile.
+                // Profiles have no time for these.
                 Instruction::Load { .. } | Instruction::Checkpoint { .. } => {}
                 Instruction::Forward { stage, item, .. } => {
                     if self.program.schedule.trains() {
@@ -327,7 +318,7 @@ impl<'a> Simulation<'a> {
     }
 
     fn compute(&mut self, worker: WorkerId, activity: Activity) {
-        // A program that was not checked may name any stage at all.
+        // An unchecked program may name any stage.
         let pipeline = self.pipeline;
         let of = |stage: StageId, time: fn(&StageSpec) -> f64| pipeline.stages.get(stage.index()).map_or(0.0, time);
         let time = match activity {
@@ -353,7 +344,7 @@ impl<'a> Simulation<'a> {
         self.computing.post(bits(self.virtual_now + time), Progress::Computed(worker));
     }
 
-    /// A backward of this time begins: what is due of the stage's gradients will be made in it.
+    /// Schedules the completion of posted buckets within the backward that starts now.
     fn make_due(&mut self, worker: WorkerId, stage: StageId, time: f64) {
         let hands = &mut self.hands[worker.index()];
         let Some(holding) = hands.holds.iter_mut().find(|of| of.stage == stage) else { return };
@@ -363,7 +354,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// The part of a backward that an instruction of its own has done before.
+    /// Recomputation time within a backward that a separate Recompute has already spent.
     fn spared(&mut self, worker: WorkerId, stage: StageId, item: MicrobatchId) -> f64 {
         let holding = self.hands[worker.index()].holds.iter_mut().find(|of| of.stage == stage);
         let is_spared = holding.is_some_and(|of| !of.again.is_empty() && of.again.remove(&item));
@@ -377,7 +368,7 @@ impl<'a> Simulation<'a> {
         self.busy -= 1;
         let hands = &mut self.hands[worker.index()];
         if let Some((activity, start)) = hands.computing.take() {
-            // Steps that take no time would only clutter a trace.
+            // Zero-length steps would clutter a trace.
             if now > start || !matches!(activity, Activity::Step(..)) {
                 hands.spans.push(Span { activity, start, end: now });
             }
@@ -392,7 +383,7 @@ impl<'a> Simulation<'a> {
                     self.change(worker, stage, |of| {
                         of.in_flight = of.in_flight.saturating_sub(1);
                         of.summed += 1;
-                        // Their last backward was still to come when they were posted.
+                        // All buckets were posted before this last backward.
                         of.close_if(of.posted == buckets);
                     });
                 }
@@ -414,7 +405,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Opens a token for one end of a transfer, and finds the line of its channel.
+    /// Opens a token for one end of a transfer; returns its channel's number.
     fn post(&mut self, worker: WorkerId, token: Token, channel: Channel) -> u32 {
         self.hands[worker.index()].tokens.insert(token.0, false);
         let line = self.channels.number(worker, channel);
@@ -427,7 +418,7 @@ impl<'a> Simulation<'a> {
         line
     }
 
-    /// Begins the next transfer of the channel with this number, if both its ends are posted and none is on its way.
+    /// Starts the channel's next transfer if both ends are posted and none is running.
     fn begin(&mut self, number: u32) {
         let Channel { edge, kind, .. } = self.channels.channel(number);
         let Some(&(from, to)) = self.program.edges.get(edge.index()) else { return };
@@ -446,7 +437,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Posts one bucket of a round. It is due where the worker has not done all its backwards of the round.
+    /// Posts one bucket of a round. It is due until the worker has done all its backwards of the round.
     fn reduce_bucket(&mut self, worker: WorkerId, stage: StageId, round: u32, instruction: Instruction) {
         let Some((meeting, token)) = instruction.meeting() else { return };
         let Some(&of) = self.program.stages.get(stage.index()) else { return };
@@ -465,7 +456,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// What the pipeline says of a bucket; a program may have other buckets, of which nothing is known: they are even.
+    /// The planned bucket, or an even split if the program has other buckets than the plan.
     fn bucket(&self, stage: StageId, number: u32) -> Bucket {
         let planned = self.pipeline.stages.get(stage.index()).map_or(&[][..], |shape| &shape.buckets);
         let count = self.program.stages.get(stage.index()).map_or(1, |stage| stage.buckets.max(1));
@@ -475,15 +466,13 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Posts a collective and joins it.
     fn meet(&mut self, worker: WorkerId, instruction: Instruction) {
         let Some((meeting, token)) = instruction.meeting() else { return };
         self.hands[worker.index()].tokens.insert(token.0, false);
         self.join(meeting, Name { worker, token });
     }
 
-    /// Joins a collective, which begins when the last replica has. An all-reduce is a reduce-scatter and an all-gather, which
-    /// carry as much.
+    /// Joins a collective, which starts when the last replica has joined.
     fn join(&mut self, meeting: Meeting, name: Name) {
         let stage = meeting.stage;
         let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
@@ -507,10 +496,10 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Begins a part of a collective that all replicas have joined.
+    /// Starts one level of a collective. Reduce-scatter and all-gather each carry half of an all-reduce.
     fn reduce(&mut self, meeting: Meeting, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
-        // Shares that nobody gathers as a whole are only told of: what reads them carries them.
+        // Under ZeRO 3 the all-gather only synchronizes: the ops gather their weights themselves.
         let is_told = self.program.stages.get(meeting.stage.index()).is_some_and(|stage| stage.zero >= 3);
         let half = match meeting.kind {
             Collective::AllReduce => 1.0,
@@ -564,10 +553,10 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Changes what the worker holds of a stage, and notes the bytes that it holds from now on.
+    /// Changes the memory state of a stage and records the worker's bytes.
     fn change(&mut self, worker: WorkerId, stage: StageId, change: impl FnOnce(&mut Holding)) {
         let hands = &mut self.hands[worker.index()];
-        // Nor need it be one of the worker's.
+        // The stage may also belong to another worker.
         let Some(holding) = hands.holds.iter_mut().find(|of| of.stage == stage) else { return };
         change(holding);
         if hands.memory.is_empty() {

@@ -1,8 +1,8 @@
-//! What a minibatch takes when a program has long been running, from the ends of its minibatches in a run that was played.
+//! Steady-state minibatch time from the minibatch end times of a simulated run.
 //!
-//! Without a flush replicas and links take turns. Where that repeats with the rounds of all replicas, the time of such rounds is the answer. It
-//! need not: then gaps between ends are averaged with weights that fade in and out, which leaves next to nothing of anything that comes and
-//! goes (weighted Birkhoff averages; Das, Saiki, Sander and Yorke, Nonlinearity 30, 2017):
+//! Without a flush the end times may repeat with the common round of all replicas; then the result is the time of such
+//! rounds. Otherwise gaps are averaged with weights that fade in and out, which suppresses all oscillations (weighted
+//! Birkhoff averages; Das, Saiki, Sander and Yorke, Nonlinearity 30, 2017):
 //!
 //! ```text
 //! T  =  sum of w(k/n) (e_k+1 - e_k)  /  sum of w(k/n),        w(t) = exp(-1 / (t (1 - t)))
@@ -14,42 +14,37 @@ use crate::simulate::Timeline;
 use crate::simulate::one_f_one_b_rr::ideal_us;
 use crate::simulate::run::{Machine, simulate};
 
-/// The most items times stages of one play: about half a second.
+/// Most items times stages of one simulation; about half a second.
 pub const MOST_WORK: u64 = 60_000;
 
-/// Items of a run without a flush, times what is in flight, and rounds of all replicas, at least.
+/// Lower limits of a run without a flush: items, multiples of the in-flight items, common rounds of all replicas.
 const ITEMS: u64 = 2400;
 const DEPTHS: u64 = 16;
 const ROUNDS: u64 = 24;
 
-/// Minibatches of a run that flushes: each is as those before it.
 const FLUSHED: u64 = 16;
 
-/// Gaps that differ by no more than this share of their mean are equal.
+/// Relative difference up to which gaps are equal.
 const SAME: f64 = 1e-6;
 
-/// A run whose pace is asked for.
 pub struct Run<'a> {
-    /// What runs, with its caps.
     pub pipeline: &'a Pipeline,
-    /// On what.
     pub machine: &'a Machine,
-    /// Items of a minibatch.
     pub microbatches: u32,
-    /// Whether the pipeline drains after every minibatch.
+    /// True if the pipeline drains after every minibatch.
     pub flushes: bool,
-    /// Whether every item is a minibatch, dealt to replicas in turn, and trained on.
+    /// True if every item is a minibatch, assigned round-robin to the replicas, in training.
     pub is_round_robin: bool,
 }
 
 impl<'a> Run<'a> {
-    /// A run under an order of work.
+    /// A run under a plan's schedule.
     pub fn of(kind: ScheduleKind, pipeline: &'a Pipeline, machine: &'a Machine, microbatches: u32) -> Run<'a> {
         let (flushes, is_round_robin) = (!kind.is_continuous(), kind.is_round_robin());
         Run { pipeline, machine, microbatches, flushes, is_round_robin }
     }
 
-    /// Minibatches after which the pace is known; fewer where that would take long.
+    /// Minibatches needed to measure the time, limited by `MOST_WORK`.
     pub fn minibatches(&self) -> u32 {
         let items = u64::from(self.microbatches.max(1));
         let wanted = match self.flushes {
@@ -63,46 +58,46 @@ impl<'a> Run<'a> {
         wanted.min(most).max(1) as u32
     }
 
-    /// Whether a run of so many minibatches hardly fills its workers, and tells no pace but its own.
+    /// True if a run of `minibatches` hardly fills the pipeline, so that it only gives its own average.
     pub fn is_short(&self, minibatches: u32) -> bool {
         let items = u64::from(minibatches) * u64::from(self.microbatches.max(1));
         !self.flushes && items < 4 * in_flight(self.pipeline)
     }
 
-    /// Microseconds of a minibatch when the program for so many runs evenly; nothing where it cannot be played.
+    /// Microseconds per minibatch in the program's steady state; `None` if it cannot be simulated.
     pub fn step_us(&self, program: &Program) -> Option<f64> {
         Some(self.step_of(&simulate(program, self.pipeline, self.machine).ok()?))
     }
 
-    /// The same of a run that was played.
+    /// [`Run::step_us`] of a simulated timeline.
     pub fn step_of(&self, timeline: &Timeline) -> f64 {
         let ends = timeline.ends(self.microbatches);
         let count = ends.len();
         let (before, behind) = if self.flushes { (count / 4, count / 4) } else { (count / 2, count / 8) };
         let is_short = self.is_short(u32::try_from(count).unwrap_or(u32::MAX));
         let middle = ends.get(before..count - behind).filter(|middle| middle.len() > 1 && !is_short);
-        // Items go round all replicas; a minibatch of several begins with the first of them.
+        // Single items go round all replicas; a minibatch of several starts with the first replica.
         let round = if self.microbatches == 1 { self.pipeline.rounds() } else { 1 };
         let step = middle.map_or(timeline.makespan / count.max(1) as f64, |ends| even(ends, round));
-        // Nothing is faster for long than its busiest worker or link. What is left below that is how exactly a pace can be told.
+        // Steady state cannot be faster than the busiest worker or link; smaller results are measurement error.
         let is_bounded = self.is_round_robin && self.microbatches == 1 && self.machine.jitter.is_none();
         if is_bounded && 2 * in_flight(self.pipeline) < count as u64 { step.max(ideal_us(self.pipeline)) } else { step }
     }
 }
 
-/// The most items that are in flight at a stage.
+/// The most items in flight at any stage.
 pub fn in_flight(pipeline: &Pipeline) -> u64 {
     pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap)).max().unwrap_or(0)
 }
 
-/// The time from one end to the next: of the last rounds where two spans of rounds are equal gap by gap, else the mean of the gaps with weights that
-/// fade in and out.
+/// Time between ends: the mean over the last rounds if two successive spans of rounds have equal gaps, else the
+/// weighted mean of all gaps.
 fn even(ends: &[f64], round: u64) -> f64 {
     let last = ends.len() - 1;
     let span = usize::try_from(last as u64 / 2 / round.max(1) * round).unwrap_or(0);
     let gap = |at: usize| ends[at + 1] - ends[at];
     let took = ends[last] - ends[last - span];
-    // Equal spans alone could be a chance: all gaps of one are those of the other.
+    // Equal span lengths could be a coincidence, so all gaps are compared.
     let near = SAME * took / span.max(1) as f64;
     if span > 0 && (last - span..last).all(|at| (gap(at) - gap(at - span)).abs() <= near) {
         return took / span as f64;
@@ -125,7 +120,6 @@ mod tests {
     use crate::schedule::{Schedule, StageSpec};
     use crate::simulate::step_time::step_us;
 
-    /// Minibatches of several items fill a pipeline sooner than minibatches of one.
     #[test]
     fn double_buffering_keeps_its_busiest_stage_at_work() {
         for (stages, microbatches) in [(16, 16), (32, 64), (8, 64)] {
@@ -141,7 +135,7 @@ mod tests {
         }
     }
 
-    /// Ends that come in bursts of three and sway besides: one every 10.
+    /// Ends in bursts of three with an oscillation, one per 10 us on average.
     #[test]
     fn what_comes_and_goes_leaves_nothing() {
         let ends = |count: u32| -> Vec<f64> {
@@ -154,14 +148,14 @@ mod tests {
         }
     }
 
-    /// Three replicas whose ends come at once: a round in three times 10.
+    /// Three replicas end at once: one round per 30 us.
     #[test]
     fn rounds_that_repeat_are_told_exactly() {
         let ends: Vec<f64> = (0..100).map(|at| f64::from(at / 3) * 30.0).collect();
         assert_eq!(even(&ends, 3), 10.0);
     }
 
-    /// Two replicas before one, at times without a common measure: never faster than the busiest, and equal for every length.
+    /// Two replicas before one, at incommensurable times: never faster than the busiest, and equal for every length.
     #[test]
     fn a_pace_does_not_depend_on_the_length_of_the_run() {
         for (forward, reduce) in [(57.31, 0.0), (61.07, 13.7), (70.9, 41.3)] {

@@ -1,10 +1,10 @@
-//! How long a step takes: the schedule's own program is made for a few minibatches and played.
+//! Step time by simulating the schedule's program for a few minibatches.
 //!
-//! Under a flush that is the time from the end of one minibatch to the end of the next, with what the next may begin before it. Without
-//! one it is what a minibatch takes in the midst of a run, away from filling and draining.
+//! With a flush it is the time between the ends of two minibatches, overlap included; without one, the time per
+//! minibatch in steady state.
 //!
-//! The work is bounded. Once a flushed pipeline is full, every further round of items takes as long as the one before, so the time of a
-//! minibatch of very many items follows from two of fewer. What is too large even so has no answer here.
+//! The work is bounded. Once a flushed pipeline is full, each further round of items takes equally long, so the time of
+//! a large minibatch is extrapolated from two smaller ones. Still larger runs give `None`.
 
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
@@ -15,17 +15,17 @@ use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady_throughput::{MOST_WORK, Run, in_flight};
 use crate::simulate::{SimulateError, Timeline};
 
-/// The same of a play whose answer follows from nothing shorter: replicas of many different counts meet again after very many items.
+/// Most items times stages if extrapolation is impossible: unequal replica counts with a very large common multiple.
 const MOST_ALONE: u64 = 8 * MOST_WORK;
 
-/// Minibatches of a flushed run, and the one after whose end the time is taken.
+/// Minibatches of a flushed run, and the one after which measurement starts.
 const FLUSHED: u32 = 4;
 const SETTLED: usize = 1;
 
-/// The fewest items of an even run over which the time is taken: a few per thousand near what a longer run would tell.
+/// Minimum measurement window in items; its error is a few per thousand.
 const WINDOW: u64 = 240;
 
-/// Microseconds from one minibatch to the next, for inference from one item to the next; `None` where playing would take long.
+/// Microseconds per minibatch, for inference per item; `None` if the simulation would take too long.
 pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
     pipeline.validate()?;
     if !kind.trains() {
@@ -35,7 +35,7 @@ pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result
     if kind.flushes() { flushed(kind, pipeline, microbatches) } else { even(kind, pipeline, microbatches) }
 }
 
-/// How a pipeline runs under 2BW with its caps, as `steady` tells it of 1F1B-RR. Which caps hold it back is not known: any may.
+/// Steady state under 2BW with the pipeline's caps. The limiting stages are unknown, so all are marked.
 pub fn double_buffered(pipeline: &Pipeline, microbatches: u32) -> Result<Option<Steady>, SimulateError> {
     let Some(us) = step_us(Schedule::TwoBw, pipeline, microbatches)? else { return Ok(None) };
     let dealt = |replicas: u32| f64::from(microbatches.div_ceil(replicas.max(1)).max(1));
@@ -48,7 +48,7 @@ pub fn double_buffered(pipeline: &Pipeline, microbatches: u32) -> Result<Option<
     Ok(Some(Steady { share, held: vec![true; pipeline.stages.len()], pieces: pieces(pipeline, microbatches) }))
 }
 
-/// What playing an even run costs, in pieces of a play of the rule alone: a piece of a program takes as long as many of those.
+/// Cost of a simulation, in units of [`Steady::pieces`]: an action of a program costs 40 times as much.
 pub fn pieces(pipeline: &Pipeline, microbatches: u32) -> u64 {
     40 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches))
 }
@@ -75,7 +75,7 @@ fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Opt
     if microbatches <= most {
         return step(microbatches).map(Some);
     }
-    // An even run repeats after a round of all replicas, and after a group of items where they go through the chunks in groups.
+    // Steady state repeats after a round of all replicas and, with chunks, after a group of items.
     let ranks = pipeline.stages.len() as u64 / u64::from(pipeline.chunks().max(1));
     let repeat = common_multiple(ranks.max(1), pipeline.rounds());
     let rest = u64::from(microbatches) % repeat;
@@ -102,7 +102,7 @@ fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option
     Ok(Some(run.step_of(&timeline)))
 }
 
-/// Minibatches of an even run: half to fill, an eighth to drain, and enough between.
+/// Minibatches of an unflushed run: half of them fill, an eighth drain.
 fn minibatches(pipeline: &Pipeline, microbatches: u32) -> u32 {
     let items = (8 * in_flight(pipeline)).max(3 * WINDOW);
     items.div_ceil(u64::from(microbatches)).clamp(16, 1 << 20) as u32
@@ -139,14 +139,14 @@ mod tests {
             let [before, after] = [(all - few) / 2000.0, (more - all) / 4000.0];
             assert!((after / before - 1.0).abs() < 1e-2, "{kind}: {before} and {after} an item");
         }
-        // Three, five, seven and eleven replicas meet again after so many items that only the whole tells.
+        // 3, 5, 7 and 11 replicas have such a large common multiple that the whole must be simulated.
         let uneven =
             [3, 5, 7, 11].map(|replicas| StageSpec::new(replicas, f64::from(replicas), 2.0 * f64::from(replicas)));
         let uneven = Pipeline::chain(uneven.to_vec());
         let most = (MOST_WORK / (4 * u64::from(FLUSHED))) as u32;
         let [all, more] = [most, most + 400].map(|items| us(Schedule::OneFOneB, &uneven, items));
         assert!(((more - all) / 400.0 / (all / f64::from(most)) - 1.0).abs() < 0.25, "{all} and {more}");
-        // A thousand stages are too much for any play.
+        // A thousand stages are too large to simulate.
         assert_eq!(step_us(Schedule::OneFOneB, &Pipeline::balanced(&[1; 1000], 2.0), 100_000), Ok(None));
     }
 }

@@ -1,8 +1,8 @@
-//! One dimension of a shape: a number, or a polynomial in named symbols such as `batch*16`.
+//! A dimension of a shape: a number, or a polynomial in named symbols such as `batch*16`.
 //!
-//! A traced model often leaves the batch open. A [`Dim`] then stays exact through shape arithmetic (sums, products and
-//! divisions without rest) until [`Dim::bind`] gives the symbols their values. Two dims are equal when their
-//! polynomials are. What the arithmetic cannot express is an error, never a guess.
+//! Traced models often have a symbolic batch. A [`Dim`] stays exact through sums, products and exact divisions until
+//! [`Dim::bind`] replaces the symbols. Two dims are equal if their polynomials are. Arithmetic without an exact result
+//! is an error.
 //!
 //! ```
 //! use compiler::tensor::dim::Dim;
@@ -17,13 +17,11 @@ use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// What a symbol stands for.
+/// Values of symbols.
 pub type Bindings = BTreeMap<String, i64>;
 
-/// A number, or a polynomial in symbols.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dim {
-    /// A plain number.
     Known(i64),
     /// A polynomial with at least one symbol, in canonical form.
     Symbolic(Arc<Polynomial>),
@@ -38,39 +36,18 @@ pub struct Polynomial {
     terms: BTreeMap<Monomial, i64>,
 }
 
-/// Why shape arithmetic has no exact answer.
+/// Shape arithmetic without an exact result.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum DimError {
-    /// The number does not fit 64 bits.
     #[error("shape arithmetic overflows 64 bits: {left} {operator} {right}")]
-    Overflow {
-        /// Left operand.
-        left: String,
-        /// `+`, `-` or `*`.
-        operator: char,
-        /// Right operand.
-        right: String,
-    },
-    /// The quotient is not a whole polynomial.
+    Overflow { left: String, operator: char, right: String },
+    /// The quotient is not a polynomial with integer coefficients.
     #[error("{left} is not divisible by {right}")]
-    Inexact {
-        /// Dividend.
-        left: String,
-        /// Divisor.
-        right: String,
-    },
-    /// A symbol has no value.
+    Inexact { left: String, right: String },
     #[error("the size of symbolic dimension `{symbol}` is not known")]
-    Unbound {
-        /// The symbol.
-        symbol: String,
-    },
-    /// Text that is no dim.
+    Unbound { symbol: String },
     #[error("`{text}` is not a dimension")]
-    Syntax {
-        /// The text.
-        text: String,
-    },
+    Syntax { text: String },
 }
 
 impl From<i64> for Dim {
@@ -86,13 +63,12 @@ impl From<usize> for Dim {
 }
 
 impl Dim {
-    /// The dim that is just this symbol.
     pub fn symbol(name: &str) -> Dim {
         let terms = BTreeMap::from([(vec![(Arc::from(name), 1)], 1)]);
         Dim::Symbolic(Arc::new(Polynomial { terms }))
     }
 
-    /// The number, when there is no symbol.
+    /// The number, unless symbolic.
     pub fn known(&self) -> Option<i64> {
         match self {
             Dim::Known(v) => Some(*v),
@@ -100,7 +76,6 @@ impl Dim {
         }
     }
 
-    /// Whether this is the number `value`.
     pub fn is(&self, value: i64) -> bool {
         self.known() == Some(value)
     }
@@ -126,7 +101,6 @@ impl Dim {
         DimError::Overflow { left: self.to_string(), operator, right: right.to_string() }
     }
 
-    /// `self + right`.
     pub fn add(&self, right: &Dim) -> Result<Dim, DimError> {
         if let (Dim::Known(a), Dim::Known(b)) = (self, right) {
             return a.checked_add(*b).map(Dim::Known).ok_or_else(|| self.overflow('+', right));
@@ -139,12 +113,10 @@ impl Dim {
         Ok(Dim::from_terms(terms))
     }
 
-    /// `self - right`.
     pub fn sub(&self, right: &Dim) -> Result<Dim, DimError> {
         self.add(&right.mul(&Dim::Known(-1))?)
     }
 
-    /// `self * right`.
     pub fn mul(&self, right: &Dim) -> Result<Dim, DimError> {
         if let (Dim::Known(a), Dim::Known(b)) = (self, right) {
             return a.checked_mul(*b).map(Dim::Known).ok_or_else(|| self.overflow('*', right));
@@ -157,21 +129,21 @@ impl Dim {
                 *sum = sum.checked_add(c).ok_or_else(|| self.overflow('*', right))?;
             }
         }
-        // A hostile file could square a sum again and again; no real shape needs this many terms.
+        // Limits hostile files that square a sum repeatedly; real shapes have far fewer terms.
         if terms.len() > 256 {
             return Err(self.overflow('*', right));
         }
         Ok(Dim::from_terms(terms))
     }
 
-    /// `self / right`, when it leaves no rest. A divisor with several terms must equal the dividend up to a factor.
+    /// `self / right` without remainder. A divisor with several terms must equal the dividend up to a factor.
     pub fn div_exact(&self, right: &Dim) -> Result<Dim, DimError> {
         let inexact = || DimError::Inexact { left: self.to_string(), right: right.to_string() };
         let (dividend, divisor) = (self.terms(), right.terms());
         let Some((lead, lead_c)) = divisor.iter().next_back() else { return Err(inexact()) };
         let mut rest = dividend;
         let mut quotient: BTreeMap<Monomial, i64> = BTreeMap::new();
-        // Long division by the leading monomial; each round removes one monomial for good or fails.
+        // Polynomial long division; each round cancels one monomial or fails.
         for _ in 0..512 {
             let Some((monomial, c)) = rest.iter().next_back().map(|(m, c)| (m.clone(), *c)) else {
                 return Ok(Dim::from_terms(quotient));
@@ -194,7 +166,8 @@ impl Dim {
         Err(inexact())
     }
 
-    /// `floor(self / right)` for numbers; the exact quotient where symbols are involved.
+    /// `floor(self / right)` for numbers with a positive divisor (a negative one truncates toward zero); the exact
+    /// quotient for symbolic dims.
     pub fn div_floor(&self, right: &Dim) -> Result<Dim, DimError> {
         match (self, right) {
             (Dim::Known(a), Dim::Known(b)) if *b != 0 => {
@@ -205,7 +178,7 @@ impl Dim {
         }
     }
 
-    /// The dim with the symbols replaced by their values. Symbols without a value stay.
+    /// Replaces symbols by their values. Unbound symbols stay.
     pub fn substitute(&self, bindings: &Bindings) -> Result<Dim, DimError> {
         let Dim::Symbolic(p) = self else { return Ok(self.clone()) };
         let mut sum = Dim::Known(0);
@@ -222,7 +195,7 @@ impl Dim {
         Ok(sum)
     }
 
-    /// The number, after every symbol got its value.
+    /// The number after substitution; an unbound symbol is an error.
     pub fn bind(&self, bindings: &Bindings) -> Result<i64, DimError> {
         match self.substitute(bindings)? {
             Dim::Known(v) => Ok(v),
@@ -230,7 +203,7 @@ impl Dim {
         }
     }
 
-    /// The symbols, sorted.
+    /// Sorted and distinct.
     pub fn symbols(&self) -> Vec<String> {
         let mut names: Vec<String> = match self {
             Dim::Known(_) => Vec::new(),
@@ -241,7 +214,7 @@ impl Dim {
         names
     }
 
-    /// Reads what [`fmt::Display`] prints.
+    /// Parses the output of [`fmt::Display`].
     pub fn parse(text: &str) -> Result<Dim, DimError> {
         let syntax = || DimError::Syntax { text: text.to_string() };
         if text.len() > 4096 {
@@ -265,12 +238,11 @@ impl Dim {
     }
 }
 
-/// The product of all dims of a shape.
 pub fn volume(shape: &[Dim]) -> Result<Dim, DimError> {
     shape.iter().try_fold(Dim::Known(1), |product, d| product.mul(d))
 }
 
-/// Whether `text` can name a symbol: a letter or underscore, then letters, digits, `_` and `.`.
+/// Tests for a valid symbol name: a letter or underscore, then letters, digits, `_` and `.`.
 pub fn is_symbol(text: &str) -> bool {
     let mut chars = text.chars();
     chars.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
@@ -325,7 +297,7 @@ impl fmt::Display for Dim {
             Dim::Known(v) => return write!(f, "{v}"),
             Dim::Symbolic(p) => p,
         };
-        // Highest monomial first; the constant term, whose monomial is empty, comes last.
+        // Highest monomial first; the constant term has the empty monomial and comes last.
         for (n, (monomial, c)) in p.terms.iter().rev().enumerate() {
             let sign = if *c < 0 { "-" } else { "+" };
             if n > 0 || *c < 0 {
@@ -349,7 +321,7 @@ impl fmt::Debug for Dim {
     }
 }
 
-/// A number stays a number in JSON, anything else is its text.
+/// Serializes as a JSON number, or as text if symbolic.
 impl Serialize for Dim {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {

@@ -1,26 +1,21 @@
-//! Element access over plain bytes, for the reference kernels: clear before fast, any element type, no alignment.
+//! Element access over bytes for the reference kernels: simple rather than fast, any element type, no alignment.
 //!
-//! Floats of every width are read as `f64` and rounded once when written, so a reference kernel computes in `f64` and
-//! is the oracle for every faster one.
+//! Floats are read as `f64` and rounded once on write, so reference kernels compute in `f64` and serve as the test
+//! oracle.
 
 use super::DType;
 use half::{bf16, f16};
 
-/// A tensor to read: shape and little-endian bytes, row-major.
+/// A read-only tensor: shape and little-endian bytes, row-major.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
-    /// Element type.
     pub dtype: DType,
-    /// Shape, outermost first.
     pub shape: &'a [usize],
     bytes: &'a [u8],
 }
 
-/// A tensor to write.
 pub struct ViewMut<'a> {
-    /// Element type.
     pub dtype: DType,
-    /// Shape, outermost first.
     pub shape: &'a [usize],
     bytes: &'a mut [u8],
 }
@@ -57,66 +52,58 @@ fn read_i64(dtype: DType, bytes: &[u8], i: usize) -> i64 {
 }
 
 impl<'a> View<'a> {
-    /// A view over bytes that hold the shape.
+    /// The bytes must match the shape.
     pub fn new(dtype: DType, shape: &'a [usize], bytes: &'a [u8]) -> View<'a> {
         debug_assert_eq!(shape.iter().product::<usize>() * dtype.size(), bytes.len());
         View { dtype, shape, bytes }
     }
 
-    /// The number of elements.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// The bytes.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// Element `i` of the row-major order, as `f64`.
+    /// Element `i` in row-major order, as `f64`.
     pub fn f64(&self, i: usize) -> f64 {
         read_f64(self.dtype, self.bytes, i)
     }
 
-    /// Element `i`, as `i64` (floats truncate toward zero; `u64` keeps its bits).
+    /// Element `i` as `i64` (floats truncate toward zero; `u64` keeps its bits).
     pub fn i64(&self, i: usize) -> i64 {
         read_i64(self.dtype, self.bytes, i)
     }
 
-    /// Element `i`, as truth: not zero.
     pub fn bool(&self, i: usize) -> bool {
         if self.dtype.is_float() { self.f64(i) != 0.0 } else { self.i64(i) != 0 }
     }
 }
 
 impl<'a> ViewMut<'a> {
-    /// A view over bytes that hold the shape.
+    /// The bytes must match the shape.
     pub fn new(dtype: DType, shape: &'a [usize], bytes: &'a mut [u8]) -> ViewMut<'a> {
         debug_assert_eq!(shape.iter().product::<usize>() * dtype.size(), bytes.len());
         ViewMut { dtype, shape, bytes }
     }
 
-    /// The number of elements.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// The bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.bytes
     }
 
-    /// The same tensor to read.
     pub fn as_view(&self) -> View<'_> {
         View { dtype: self.dtype, shape: self.shape, bytes: self.bytes }
     }
@@ -130,8 +117,8 @@ impl<'a> ViewMut<'a> {
         match self.dtype {
             DType::F64 => self.put(i, value.to_le_bytes()),
             DType::F32 => self.put(i, (value as f32).to_le_bytes()),
-            // By way of f32, whose conversions look at every bit: from f64 the lower half of the bits would not count, and what lies just above the
-            // middle of two values would be rounded down.
+            // Converts through f32. The direct conversion from f64 ignores the lower half of the bits, so a value just
+            // above a tie would be rounded down.
             DType::F16 => self.put(i, f16::from_f32(value as f32).to_le_bytes()),
             DType::Bf16 => self.put(i, bf16::from_f32(value as f32).to_le_bytes()),
             DType::U64 => self.put(i, (value as u64).to_le_bytes()),
@@ -140,7 +127,7 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// Writes element `i`; narrower integers wrap, as casts do everywhere.
+    /// Writes element `i`; narrower integers wrap, as in all casts.
     pub fn set_i64(&mut self, i: usize, value: i64) {
         match self.dtype {
             DType::I64 => self.put(i, value.to_le_bytes()),
@@ -156,12 +143,12 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// Writes element `i` as truth.
     pub fn set_bool(&mut self, i: usize, value: bool) {
         self.set_i64(i, value as i64);
     }
 
-    /// Writes element `i` from element `j` of another tensor, through the wider of the two kinds.
+    /// Copies element `j` of another tensor to element `i`, through `f64` if either side requires it, otherwise through
+    /// `i64`.
     pub fn copy_from(&mut self, i: usize, from: &View<'_>, j: usize) {
         match (from.dtype.is_float(), from.dtype, self.dtype) {
             (true, ..) => self.set_f64(i, from.f64(j)),
@@ -199,7 +186,7 @@ mod tests {
             ViewMut::new(dtype, &[1], &mut bytes).set_f64(0, f64::from(value));
             u16::from_le_bytes(bytes)
         };
-        // A tie goes to the even one.
+        // Ties round to even.
         for (bits, expected) in
             [(0x3f80_8000, 0x3f80), (0x3f80_8001, 0x3f81), (0x3f81_8000, 0x3f82), (0x3f80_7fff, 0x3f80)]
         {

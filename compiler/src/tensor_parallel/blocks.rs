@@ -1,15 +1,15 @@
-//! In how many blocks an axis may be worth splitting: where a graph takes an axis apart or puts it together of equal blocks, a split
-//! that goes through every block stays a split on the other side.
+//! Finds block counts worth trying for split axes. If a graph splits or joins an axis in equal blocks, a sharding of
+//! every block remains a sharding on the other side.
 
 use crate::graph::Graph;
 use crate::op::{Group, Op};
 use crate::tensor::fact::Fact;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// More blocks than any fused projection has.
+/// Above the block count of any fused projection.
 const MOST: usize = 8;
 
-/// The group of so many devices, with the blocks that this graph asks for.
+/// A group of `devices`, with the block counts suggested by the graph.
 pub fn group(graph: &Graph, devices: usize) -> Group {
     let mut found: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
     let mut add = |size: usize, blocks: usize| {
@@ -50,10 +50,10 @@ pub fn group(graph: &Graph, devices: usize) -> Group {
     Group { devices, blocks }
 }
 
-/// An axis that becomes several: the first of those are its blocks.
+/// An axis reshaped to several: the first of them counts its blocks.
 fn regrouped(from: &Fact, to: &Fact, add: &mut impl FnMut(usize, usize)) {
     let (Some(from), Some(to)) = (from.concrete(), to.concrete()) else { return };
-    // Before each axis the number of times that it is run through.
+    // The number of iterations outside each axis.
     let starts = |shape: &[usize]| -> Option<Vec<usize>> {
         let mut before = Some(1usize);
         let mut start = |size: &usize| {

@@ -1,7 +1,7 @@
-//! What sharing costs: kernels by the roofline of `pass/analytic.rs`, and what devices do together by a ring.
+//! Costs of sharded execution: kernels by the roofline of `pass/analytic.rs`, collectives by a ring model.
 //!
-//! A ring of t devices takes `t - 1` steps to gather or scatter and `2 (t - 1)` to reduce on all; each has the link's latency and moves a
-//! t-th of the tensor. Times are whole picoseconds, so that sums do not depend on their order.
+//! A ring of t devices needs `t - 1` steps for a gather or scatter and `2 (t - 1)` for an all-reduce. Each step takes
+//! the link's latency and moves 1/t of the tensor. Times are integer picoseconds, so sums do not depend on their order.
 
 use crate::cluster::{BytesPerSecond, Device, Seconds};
 use crate::graph::{Graph, Origin, Writer, order};
@@ -14,32 +14,31 @@ use crate::pass::attribution::runs;
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::reshard;
 
-/// A time in picoseconds, or [`NEVER`].
+/// Picoseconds, or [`NEVER`].
 pub type Time = u64;
 
-/// The price of what cannot be done.
+/// The cost of an impossible choice.
 pub const NEVER: Time = 1 << 62;
 
-/// One time after the other.
+/// Saturating sum of two times.
 pub fn sum(a: Time, b: Time) -> Time {
     a.saturating_add(b).min(NEVER)
 }
 
-/// A group of devices and the link between them.
+/// A tensor-parallel group and its interconnect.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
-    /// Each of the devices.
     pub device: Device,
-    /// How many.
+    /// Size of the group.
     pub devices: usize,
-    /// What each can send in one direction while it receives as much.
+    /// Per device and direction, full duplex.
     pub bandwidth: BytesPerSecond,
-    /// Of one message.
+    /// Per message.
     pub latency: Seconds,
 }
 
 impl Machine {
-    /// What a node costs on each device under a strategy.
+    /// Time of a node on each device under a strategy.
     pub fn strategy(&self, graph: &Graph, id: NodeId, strategy: &Strategy) -> Time {
         let node = graph.node(id);
         let whole: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
@@ -57,7 +56,7 @@ impl Machine {
         }
     }
 
-    /// What several ops cost that stand for one.
+    /// Time of the local ops that a strategy emits.
     fn written(&self, op: &Op, strategy: &Strategy, whole: &[&Fact], inputs: Vec<Fact>) -> Time {
         let mut graph = Graph::new("part");
         let given: Vec<Value> = inputs
@@ -78,7 +77,7 @@ impl Machine {
         each.fold(0, sum)
     }
 
-    /// What turning a value from one layout to another costs.
+    /// Time to convert a value from one sharding to another.
     pub fn conversion(&self, whole: &Fact, from: Sharding, to: Sharding) -> Time {
         if from == to {
             return 0;
@@ -90,7 +89,7 @@ impl Machine {
         }
     }
 
-    /// What one op costs that each device runs at these sizes.
+    /// Time of one local op at these sizes.
     pub fn node(&self, op: &Op, inputs: &[&Fact], outputs: &[Fact]) -> Time {
         if !runs(op) {
             return 0;

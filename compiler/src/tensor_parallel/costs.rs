@@ -1,18 +1,19 @@
-//! What a model costs on groups of devices that share it, op by op, as the planner adds it up.
+//! The planner's per-op costs of a model under tensor parallelism.
 //!
-//! Each run of ops (`runs`) is shared by itself: its forward and backward are made as those of a stage, the cheapest sharing is chosen,
-//! and what every device of the group then runs and keeps is attributed to the ops that it is for. Runs that are alike (`alike`) are shared
-//! once. A stage of several runs is a little dearer here than in training, where it is shared as one.
+//! Each segment of ops ([`segments`](super::segments)) is sharded separately: its forward and backward are built as a
+//! stage and the cheapest sharding is chosen. The resulting times and bytes per device are attributed to its ops. Equal
+//! segments ([`dedup`](super::dedup)) are processed once. A stage of several segments is slightly overestimated,
+//! because training shards it as a whole.
 //!
-//! Times are the given ones, measured for example, times what sharing does to them by the roofline, and the meetings of the devices by a
-//! ring:
+//! Times are the given ones, for example measured, scaled by the roofline ratio of sharded to unsharded execution, plus
+//! collectives by a ring model:
 //!
 //! ```text
-//! time(op) = given(op) · roofline(parts of op) / roofline(op) + meetings(op)
+//! time(op) = given(op) · roofline(shards of op) / roofline(op) + collectives(op)
 //! ```
 //!
-//! A value that goes from run to run is whole on every device. Where the reader keeps it for its backward it counts with the op that makes it, as if both
-//! were one stage; where they are not, it waits as an input of the second.
+//! Values between segments are replicated. If the consumer saves one for its backward, it counts for the op that makes
+//! it, as within one stage. If the segments are in different stages, it counts as an input of the second.
 
 use crate::graph::{Graph, order};
 use crate::op::collective::is_meeting;
@@ -38,10 +39,9 @@ use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
-/// Entries of the largest table where the sharing of a run is chosen.
+/// Table size limit of the search per segment.
 const MOST_ENTRIES: usize = 1 << 20;
 
-/// Why a model has no costs on a group.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CostsError {
@@ -57,7 +57,7 @@ pub enum CostsError {
     Choose(#[from] ChooseError),
 }
 
-/// The costs of a graph of fixed sizes on a group like this machine; `alone` are those of one device, with times.
+/// The costs of a graph of fixed sizes on a tensor-parallel group; `alone` are those of one device, with times.
 pub fn shared_costs(
     graph: &Graph,
     training: Training,
@@ -66,7 +66,7 @@ pub fn shared_costs(
 ) -> Result<SharedCosts, CostsError> {
     let mut whole = tagged(graph, training)?;
     if let Training::Loss(..) = training {
-        // The predictions are nobody's while the model trains.
+        // Predictions are not returned during training.
         whole.graph.outputs.retain(|output| output.name == LOSS);
     }
     let pieces = pieces(alone);
@@ -104,7 +104,6 @@ pub fn shared_costs(
     Ok(costs.done())
 }
 
-/// What depends on parameters.
 fn learned(graph: &Graph) -> HashSet<NodeId> {
     let mut learned = HashSet::new();
     for id in order::canonical(graph) {
@@ -116,7 +115,7 @@ fn learned(graph: &Graph) -> HashSet<NodeId> {
     learned
 }
 
-/// What the loss depends on, or the value that a gradient arrives for; nothing where nothing is trained.
+/// The nodes that the loss, or the value receiving a gradient, depends on; empty for inference.
 fn needed(whole: &Tagged) -> HashSet<NodeId> {
     let losses = whole.graph.outputs.iter().filter(|output| output.name == LOSS).map(|output| output.value.node);
     let mut queue: Vec<NodeId> = losses.chain(whole.seeded.map(|(_, reader)| reader)).collect();
@@ -129,15 +128,14 @@ fn needed(whole: &Tagged) -> HashSet<NodeId> {
     needed
 }
 
-/// A run, as its stage.
 struct Staged {
     fragment: Fragment,
     backward: Option<Backward>,
-    /// Parameters that other runs read too.
+    /// Parameters that other segments also read.
     tied: BTreeSet<String>,
 }
 
-/// What is known of runs that are alike.
+/// Results for a set of equal segments.
 struct Known {
     /// The first of them.
     first: (usize, usize),
@@ -145,25 +143,25 @@ struct Known {
     figures: Option<Figures>,
 }
 
-/// What a run takes and keeps on each device. Ops are told by their place among those of the run, values from outside by theirs.
+/// Costs of a segment on each device. Ops are indexed by their position in the segment, outside values by theirs.
 #[derive(Clone, Default)]
 struct Figures {
     ops: Vec<OpFigures>,
-    /// Bytes of a device's parts of parameters.
+    /// Bytes of each parameter's shard.
     parameters: Vec<(usize, u64)>,
-    /// Values from outside that are kept for the backward run.
+    /// Outside values saved for the backward.
     kept: Vec<usize>,
-    /// Ops that keep whole what they send.
+    /// Ops that save their sent value replicated.
     keeping: BTreeSet<usize>,
 }
 
-/// Picoseconds, and bytes.
+/// Times in picoseconds, sizes in bytes; arrays hold forward and backward.
 #[derive(Clone, Copy, Default)]
 struct OpFigures {
     alone: [Time; 2],
     shared: [Time; 2],
     meetings: [Time; 2],
-    /// Of the backward, what makes gradients of weights: alone, shared, meetings.
+    /// The weight-gradient part of the backward: alone, shared, collectives.
     second: [Time; 3],
     saved: u64,
     live: Live,
@@ -171,17 +169,16 @@ struct OpFigures {
     arriving: u64,
 }
 
-/// A run in its place.
 struct Run<'a> {
     figures: &'a Figures,
-    /// Its ops, ascending.
+    /// Ascending.
     ops: Vec<u32>,
     outside: Vec<Value>,
 }
 
 struct Sharer<'a> {
     whole: &'a Tagged,
-    /// By op.
+    /// Piece index by op.
     piece_of: HashMap<usize, usize>,
     leaders: Vec<Option<usize>>,
     needed: &'a HashSet<NodeId>,
@@ -193,7 +190,7 @@ struct Sharer<'a> {
 }
 
 impl Sharer<'_> {
-    /// What the devices take for these pieces together, forward and backward.
+    /// Forward and backward time of these pieces as one segment.
     fn price(&mut self, start: usize, end: usize) -> Result<Time, CostsError> {
         let (words, _) = self.words(start, end);
         if let Some(known) = self.known.get(&words) {
@@ -227,7 +224,7 @@ impl Sharer<'_> {
         self.surroundings.words(&run, place)
     }
 
-    /// The stage that some pieces are, between two that hold what comes before and after.
+    /// Builds a stage of some pieces, between two stages for everything before and after.
     fn staged(&self, start: usize, end: usize) -> Result<Staged, CostsError> {
         let graph = &self.whole.graph;
         let stage = |piece: usize| if piece < start { 0 } else { 1 + usize::from(piece >= end) };
@@ -262,7 +259,7 @@ impl Sharer<'_> {
         Ok(Staged { tied: graph.ids().filter_map(name).collect(), fragment, backward })
     }
 
-    /// What some pieces take and keep.
+    /// The costs of some pieces as one segment.
     fn run(&mut self, start: usize, end: usize) -> Result<Run<'_>, CostsError> {
         let (words, outside) = self.words(start, end);
         if !self.known.contains_key(&words) {
@@ -337,7 +334,8 @@ impl Sharer<'_> {
         }
     }
 
-    /// What comes from other runs and goes to them is nobody's in a stage of its own. In one stage with them it is made by an op.
+    /// Attributes values that cross segments. In a stage of its own a segment receives them from outside; within a
+    /// larger stage an op makes them.
     fn crossing(
         &self,
         figures: &mut Figures,
@@ -388,7 +386,7 @@ impl Sharer<'_> {
     }
 }
 
-/// What the forward and the backward of a run share with those of other runs of its stage.
+/// The tensors that the forward and backward of a segment share with other segments of its stage.
 fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [Passage; 2] {
     let whole = |node: NodeId| Value { node, output: 0 };
     let forward = Passage {
@@ -406,7 +404,7 @@ fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [Passage; 2] {
     [forward, backward]
 }
 
-/// The costs of the whole model, run by run.
+/// Accumulates the costs of the whole model, segment by segment.
 struct Costs<'a> {
     alone: &'a CostGraph,
     whole: &'a Tagged,
@@ -414,7 +412,7 @@ struct Costs<'a> {
     graph: CostGraph,
     meetings: Vec<[f64; 2]>,
     parameters: HashMap<&'a str, usize>,
-    /// Ops that keep whole what they send, and values that readers keep.
+    /// Ops that save their sent value replicated, and values that readers save.
     keeping: BTreeSet<usize>,
     kept: BTreeMap<Value, usize>,
 }
@@ -439,7 +437,7 @@ impl<'a> Costs<'a> {
             cost.weight_us = given.weight_us.map(second);
             (cost.saved_bytes, cost.live) = (figures.saved, figures.live);
             (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
-            // Devices that share a stage put nothing by.
+            // Tensor-parallel stages do not batch weight gradients.
             (cost.joint_bytes, cost.joint_workspace_bytes) = (0, 0);
             cost.joins = leader.filter(|leader| *leader != op).map(OpId);
             self.meetings[op as usize] = meetings.map(rounded);
@@ -454,7 +452,7 @@ impl<'a> Costs<'a> {
                 && let Some(&param) = self.parameters.get(parameter.name.as_str())
             {
                 let param = &mut self.graph.params[param];
-                // Parts of equal numbers.
+                // Shards with equal element counts.
                 let wide = if param.master_bytes() > 0 { 2 } else { 1 };
                 (param.bytes, param.sum_bytes) = (bytes, bytes.saturating_mul(wide));
             }
@@ -488,7 +486,7 @@ impl<'a> Costs<'a> {
     }
 }
 
-/// A given time, times what sharing does to it by the roofline; what only the group does besides.
+/// Scales a given time by the roofline ratio; a time that only the group has is added.
 fn scaled(us: f64, alone: Time, shared: Time) -> f64 {
     if alone > 0 { us * (shared as f64 / alone as f64) } else { us + microseconds(shared) }
 }
@@ -497,7 +495,7 @@ fn microseconds(time: Time) -> f64 {
     time as f64 / 1e6
 }
 
-/// To whole picoseconds: few enough digits to be read back from a file as they were.
+/// Rounds to whole picoseconds, so that the decimal form in a file is exact.
 fn rounded(us: f64) -> f64 {
     (us * 1e6).round() / 1e6
 }

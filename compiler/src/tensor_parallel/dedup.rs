@@ -1,7 +1,7 @@
-//! A run of ops in words that are the same for every run alike: what a model repeats is shared once.
+//! Canonical keys of segments, so that repeated segments of a model are sharded once.
 //!
-//! The words say all that sharing depends on: ops with their attributes but for names, sizes, who reads what, what comes from outside and what is read
-//! there. What follows from constants counts by its contents, or by its place in the graph where those are large.
+//! A key covers everything that sharding depends on: ops and attributes without names, sizes, consumers, and values to
+//! and from other segments. Constant expressions count by content, or by node if large.
 
 use crate::graph::Graph;
 use crate::graph::hash::sha256;
@@ -10,26 +10,23 @@ use crate::op::{NodeId, Op, Value};
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 
-/// Constants of more bytes are told apart by their place alone.
+/// Larger constants, in bytes, are distinguished only by node.
 const MOST_BYTES: usize = 1 << 20;
 
-/// What the words are taken from.
+/// Context of the keys.
 pub struct Surroundings<'a> {
-    /// The graph, with all that training adds.
     pub graph: &'a Graph,
-    /// Ops that have a stage.
+    /// Ops assigned to a stage.
     pub placed: &'a HashSet<NodeId>,
-    /// What depends on parameters.
     pub learned: &'a HashSet<NodeId>,
-    /// What the loss depends on.
     pub needed: &'a HashSet<NodeId>,
-    /// Words of what follows from constants, as far as they were asked for.
+    /// Cached keys of constant expressions.
     pub constants: HashMap<NodeId, String>,
 }
 
 impl Surroundings<'_> {
-    /// The words of these ops, in their order, and the values that come from outside in the order in which the words name them; `owner`
-    /// gives for each op the number that its costs are told by.
+    /// The key of these ops in order, and the outside values in the order in which the key names them; `owner` gives
+    /// the op number that each node's costs count for.
     pub fn words(&mut self, run: &[NodeId], owner: impl Fn(NodeId) -> usize) -> (String, Vec<Value>) {
         let graph = self.graph;
         let place: HashMap<NodeId, usize> = run.iter().enumerate().map(|(at, id)| (*id, at)).collect();
@@ -69,7 +66,7 @@ impl Surroundings<'_> {
         (words, outside)
     }
 
-    /// What comes from outside.
+    /// The key of an outside value.
     fn source(&mut self, value: Value, place: &HashMap<NodeId, usize>) -> String {
         let (graph, id) = (self.graph, value.node);
         let fact = graph.fact(value);
@@ -79,7 +76,7 @@ impl Surroundings<'_> {
             Op::Input(_) => format!("input {fact}"),
             Op::State(_) => format!("state {fact}"),
             _ if self.placed.contains(&id) => {
-                // Readers on the other side have terms of its gradient that are no matter here.
+                // Outside readers contribute gradient terms, which do not matter here.
                 format!("value {fact} {} {}", self.learned.contains(&id), self.needed.contains(&id))
             }
             _ => format!("{}#{}", self.constant(id), value.output),
@@ -110,7 +107,7 @@ impl Surroundings<'_> {
     }
 }
 
-/// The attributes of an op but for its name, and but for what tells the dropouts of a model apart.
+/// The attributes of an op, without its name and random stream.
 fn said(op: &Op) -> String {
     let mut about = attributes(op);
     about.remove("name");

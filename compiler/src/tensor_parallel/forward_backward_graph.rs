@@ -1,7 +1,7 @@
-//! What a stage runs forward and backward as one graph.
+//! The forward and backward of a stage as one joint graph.
 //!
-//! What the backward run reads of the forward run is read from there, parameters are there once, and a gradient that arrives from
-//! another stage is an input. Gradients of parameters end as their parameters lie; all that other stages or users get ends whole.
+//! The backward reads forward values directly, parameters occur once, and a gradient from another stage is an input.
+//! Parameter gradients have the sharding of their parameters; everything sent to other stages or users is replicated.
 
 use crate::graph::{Graph, MovingAverage, Output, order};
 use crate::op::{NodeId, Op, Value};
@@ -10,20 +10,19 @@ use crate::pass::fragment::Fragment;
 use crate::tensor_parallel::{End, SpmdTask};
 use std::collections::{BTreeSet, HashMap};
 
-/// The joint graph of a stage.
 #[derive(Clone, Debug)]
 pub struct Joint {
-    /// Forward ops come before backward ops. Results: those of the fragment, what it sends, and those of the backward run, in their orders.
+    /// Forward ops precede backward ops. Outputs: those of the fragment, its sent values, and those of the backward,
+    /// each in order.
     pub task: SpmdTask,
-    /// By value of the forward fragment, its value here.
+    /// Maps forward fragment values to joint values.
     pub forward: HashMap<Value, Value>,
-    /// By value of the backward graph, its value here.
+    /// Maps backward graph values to joint values.
     pub backward: HashMap<Value, Value>,
-    /// The ops of the backward run.
     pub later: Vec<NodeId>,
 }
 
-/// Joins the runs of a stage. Parameters of these names stay whole on every device.
+/// Builds the joint graph of a stage. Parameters named in `whole` stay replicated.
 pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<String>) -> Joint {
     let mut graph = Graph::new(&fragment.graph.name);
     let mut forward: HashMap<Value, Value> = HashMap::new();
@@ -75,7 +74,6 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<
     Joint { task: SpmdTask { graph, ends, whole }, forward, backward: map, later }
 }
 
-/// Adds a node as it is, behind all that are there.
 fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Value>) -> NodeId {
     let node = from.node(id);
     let inputs: Vec<Value> = from.inputs(id).iter().map(|value| map[value]).collect();
@@ -86,7 +84,6 @@ fn copy(from: &Graph, id: NodeId, graph: &mut Graph, map: &mut HashMap<Value, Va
     copy
 }
 
-/// The parameters of a graph by name.
 fn parameters(graph: &Graph) -> HashMap<String, Value> {
     let name = |id: NodeId| match &graph.node(id).op {
         Op::Parameter(parameter) => Some((parameter.name.clone(), Value { node: id, output: 0 })),

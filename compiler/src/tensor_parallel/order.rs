@@ -1,15 +1,14 @@
-//! In which order variables are eliminated so that the tables stay small.
+//! Elimination orders that keep the tables small.
 //!
-//! The best order is hard to find. Two rules of thumb are played through without any table, each several times with its scores shifted a
-//! little: that variable next whose neighbours have the fewest states together, and that which makes the fewest pairs of neighbours
-//! meet anew. The order with the least work is taken. The shifts follow from numbers alone, so that equal problems have equal orders.
+//! An optimal order is NP-hard to find. Two greedy rules are simulated without tables: the fewest joint states of a
+//! variable's neighbours, and the fewest new pairs of neighbours (min-fill). Each is tried several times with perturbed
+//! scores. The order with the least work wins. Perturbations are deterministic, so equal problems have equal orders.
 
 use std::collections::BTreeSet;
 
-/// How often each rule is tried.
 const TRIES: u64 = 6;
 
-/// More neighbours than any table could have.
+/// Above the number of neighbours of any feasible table.
 const MOST_NEIGHBOURS: usize = 64;
 
 #[derive(Clone, Copy)]
@@ -18,7 +17,7 @@ enum Rule {
     FewestPairs,
 }
 
-/// The order for variables of these neighbours and numbers of states.
+/// An elimination order for variables with these neighbours and state counts.
 pub fn order(neighbours: &[BTreeSet<usize>], states: &[usize]) -> Vec<usize> {
     let tries = (0..TRIES).flat_map(|seed| [Rule::FewestStates, Rule::FewestPairs].map(|rule| (rule, seed)));
     let played = tries.map(|(rule, seed)| Play { around: neighbours.to_vec(), states, rule, seed }.order());
@@ -33,7 +32,7 @@ struct Play<'a> {
 }
 
 impl Play<'_> {
-    /// The work that an order is, and the order.
+    /// Simulates an elimination; returns its work and order.
     fn order(mut self) -> (u128, Vec<usize>) {
         let mut scores: Vec<u128> = (0..self.states.len()).map(|v| self.score(v)).collect();
         let mut queue: BTreeSet<(u128, usize)> = scores.iter().copied().zip(0..).collect();
@@ -55,7 +54,7 @@ impl Play<'_> {
         (work, order)
     }
 
-    /// The states of a variable's neighbours together.
+    /// Number of joint states of a variable's neighbours.
     fn entries(&self, v: usize) -> u128 {
         self.around[v].iter().fold(1, |n: u128, other| n.saturating_mul(self.states[*other] as u128))
     }

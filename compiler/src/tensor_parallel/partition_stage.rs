@@ -1,8 +1,8 @@
-//! From what a stage runs to what each device of a group runs in its place.
+//! Converts a stage to the SPMD stage that each device of a group runs.
 //!
-//! The joint graph is rewritten and taken apart again where the backward run began. A fragment and its backward come out as they went in,
-//! so that whoever runs stages runs these: the same values are received and sent, the same gradients are made, in parts where
-//! parameters are.
+//! The joint graph is rewritten and split again at the start of the backward. The result is an ordinary fragment with
+//! its backward, so the stage executor needs no changes. It sends and receives the same values and computes the same
+//! gradients, sharded where parameters are.
 
 use crate::graph::{Graph, Output, order};
 use crate::op::table::rule;
@@ -16,27 +16,25 @@ use crate::tensor_parallel::spmd_graph::{Rewritten, rewrite};
 use crate::tensor_parallel::{Choice, SpmdTask};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// What each device of a group runs of a stage.
+/// The SPMD form of a stage.
 #[derive(Clone, Debug)]
 pub struct Shared {
-    /// The forward run. It knows no terms of gradients any more: the backward run is made.
+    /// The forward. Its gradient terms are empty, because the backward exists already.
     pub fragment: Fragment,
-    /// The backward run, if there is one.
     pub backward: Option<Backward>,
-    /// How each parameter lies, by name.
     pub parameters: BTreeMap<String, Sharding>,
 }
 
-/// Bytes on each device.
+/// Bytes per device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Of parameters, and so of their gradients and of each number that an optimizer keeps for them.
+    /// Parameters; also the size of their gradients and of each optimizer-state value.
     pub parameters: u64,
-    /// Of what is kept from forward to backward for each item in flight, as values are made; views count as what they are views of.
+    /// Values saved for the backward, per micro-batch in flight; views count as their base.
     pub saved: u64,
 }
 
-/// A stage before it is shared.
+/// A stage before sharding.
 #[derive(Clone, Debug)]
 pub struct Stage<'a> {
     fragment: &'a Fragment,
@@ -45,18 +43,18 @@ pub struct Stage<'a> {
 }
 
 impl<'a> Stage<'a> {
-    /// What a stage runs. Parameters of these names stay whole on every device: other stages have them too.
+    /// Builds the joint graph. Parameters named in `whole` stay replicated: other stages have them too.
     pub fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, whole: &BTreeSet<String>) -> Stage<'a> {
         Stage { fragment, backward, joint: joint(fragment, backward, whole) }
     }
 
-    /// The task that choosing works on.
+    /// The task for [`strategy_search`](super::strategy_search).
     pub fn task(&self) -> &SpmdTask {
         &self.joint.task
     }
 }
 
-/// Shares a stage as was chosen for its task.
+/// Shards a stage according to a choice for its task.
 pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Shared, PassBug> {
     let Stage { fragment, backward, joint } = stage;
     let done = rewrite(&joint.task, choice, machine);
@@ -79,7 +77,7 @@ struct Apart<'a> {
     joint: &'a Joint,
     choice: &'a Choice,
     done: &'a Rewritten,
-    /// The number of the first node of the backward run.
+    /// Id of the first backward node.
     boundary: usize,
 }
 
@@ -88,7 +86,7 @@ impl Apart<'_> {
         (id.0 as usize) < self.boundary
     }
 
-    /// Where a value of the forward fragment is in the layout in which it is made.
+    /// The rewritten value of a forward fragment value, in the sharding it is made in.
     fn place(&self, value: Value) -> Value {
         let value = self.joint.forward[&value];
         self.done.places[&(value, self.choice.made(value))]
@@ -151,7 +149,7 @@ impl Apart<'_> {
         made
     }
 
-    /// A value in the backward graph: what the forward run made is saved, but for what is there anyway.
+    /// Maps a value to the backward graph: a forward value becomes a saved input, except for sources, which are copied.
     fn bring(&self, value: Value, made: &mut Backward, map: &mut HashMap<Value, Value>) -> Value {
         if let Some(found) = map.get(&value) {
             return *found;
@@ -174,7 +172,6 @@ impl Apart<'_> {
     }
 }
 
-/// Simplifies a backward run, and drops what it reads for nothing.
 fn finish(mut made: Backward) -> Result<Backward, PassBug> {
     pipeline::concrete(&mut made.graph)?;
     let graph = &mut made.graph;
@@ -187,7 +184,7 @@ fn finish(mut made: Backward) -> Result<Backward, PassBug> {
     Ok(made)
 }
 
-/// Simplifies a forward run; what the backward run reads is needed. What turns out to be constant stands in both.
+/// Simplifies a forward; saved values are live. Saved values that fold to constants are copied to the backward.
 fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<(), PassBug> {
     let results = fragment.graph.outputs.len();
     let saved = backward.iter().flat_map(|made| &made.reads).filter_map(|(id, read)| match read {
@@ -211,7 +208,7 @@ fn simplify(fragment: &mut Fragment, backward: Option<&mut Backward>) -> Result<
     Ok(())
 }
 
-/// What a device holds of a stage.
+/// The memory of a stage on each device.
 pub fn memory(fragment: &Fragment, backward: Option<&Backward>) -> Memory {
     let graph = &fragment.graph;
     let bytes = |value: Value| graph.fact(value).bytes().unwrap_or(u64::MAX);

@@ -1,18 +1,18 @@
-//! From one layout to another: the op that devices do for it.
+//! Conversion between shardings: the collective for each pair.
 //!
-//! | from | to | op | bytes that each device sends, of a tensor of n on t devices |
+//! | from | to | op | bytes that each device sends, of a tensor of n bytes on t devices |
 //! | --- | --- | --- | --- |
-//! | terms of a sum | whole | all-reduce | `2 (t - 1) / t · n` |
-//! | terms of a sum | split | reduce-scatter | `(t - 1) / t · n` |
-//! | split | whole | all-gather | `(t - 1) / t · n` |
-//! | split | split otherwise | all-to-all | `(t - 1) / t² · n` |
-//! | whole | split | a slice of one's own | none |
+//! | partial | replicated | all-reduce | `2 (t - 1) / t · n` |
+//! | partial | split | reduce-scatter | `(t - 1) / t · n` |
+//! | split | replicated | all-gather | `(t - 1) / t · n` |
+//! | split | another split | all-to-all | `(t - 1) / t² · n` |
+//! | replicated | split | local slice | none |
 //!
-//! Nothing becomes a sum of terms that was none.
+//! No conversion yields partial sums.
 
 use crate::op::{AllGather, AllReduce, AllToAll, Op, ReduceKind, ReduceScatter, Shard, Sharding};
 
-/// The op between two layouts that differ; nothing where there is none.
+/// The op that converts one sharding to a different one; `None` if there is none.
 pub fn op(from: Sharding, to: Sharding, devices: usize) -> Option<Op> {
     Some(match (from, to) {
         (Sharding::Partial, Sharding::Replicated) => Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }),

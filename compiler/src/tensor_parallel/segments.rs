@@ -1,8 +1,8 @@
-//! Where a model is taken apart into runs of ops that are shared each by itself, with all that crosses whole on every device.
+//! Divides a model into segments of ops that are sharded separately, with replicated values between them.
 //!
-//! What sharing costs is additive over runs, so that any stages that are made of whole runs cost what their runs cost. Pieces end where few
-//! tensors cross, and hold a product with parameters each: fewer would only be glued together again. Which neighbours are best shared
-//! together follows from their prices: the cheapest way from the first piece to the last, over runs of a few pieces.
+//! Costs are additive over segments, so a stage of whole segments costs their sum. Pieces end where few tensors cross,
+//! and each has a product with parameters. Dynamic programming over the pieces chooses the segments, each of a few
+//! pieces, with the least total cost.
 //!
 //! ```text
 //! x ─ ln ─ qkv ─ … ─ proj ─ add ┊ ln ─ fc ─ gelu ─ proj ─ add ┊ …      ┊ narrow: one tensor crosses
@@ -12,24 +12,24 @@
 use crate::profile::cost_graph::CostGraph;
 use crate::tensor_parallel::cost::{Time, sum};
 
-/// Cuts are narrow that no cut so near is narrower than.
+/// A cut is narrow if no cut within this distance crosses fewer tensors.
 const NEAR: usize = 32;
 
-/// Pieces of a run, and ops of a run of several.
+/// Limits of a segment: pieces, and ops if it has several pieces.
 const MOST_PIECES: usize = 4;
 const MOST_OPS: usize = 72;
 
-/// Pieces are glued together only where that saves one part in so many: stages are made of whole runs, and the finer these are, the more evenly
-/// stages can be cut. What stands in one stage is shared as one in training anyway.
+/// Pieces are merged only if that saves 1/50 of the time: stages consist of whole segments, and finer segments allow
+/// more balanced stages. In training a stage is sharded as a whole anyway.
 const WORTH: Time = 50;
 
-/// The most leaders of a piece.
+/// Limit on the leaders of a piece.
 const LONGEST: usize = 128;
 
-/// Kinds of ops that are worth a piece of their own where they read parameters.
+/// Ops that, if they read parameters, justify a piece.
 const PRODUCTS: [&str; 6] = ["matmul", "conv", "gather", "lstm", "gru", "rnn"];
 
-/// The ops of each piece, ascending; those that join others are with them.
+/// The ops of each piece, ascending; ops that join others are included.
 pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
     let leaders: Vec<usize> = (0..graph.ops.len()).filter(|&op| graph.ops[op].joins.is_none()).collect();
     let mut place = vec![0; graph.ops.len()];
@@ -46,7 +46,7 @@ pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
     for at in 0..leaders.len() {
         let start = starts[starts.len() - 1];
         if at - start >= LONGEST {
-            // Nothing ends here by itself.
+            // No narrow cut within the limit: cut at the narrowest position.
             let narrowest = (start + LONGEST / 2..=at).min_by_key(|&at| (crossing[at], at));
             starts.push(end.take().or(narrowest).unwrap_or(at));
         }
@@ -63,7 +63,7 @@ pub fn pieces(graph: &CostGraph) -> Vec<Vec<u32>> {
     pieces
 }
 
-/// The tensors that cross in front of each leader.
+/// The number of tensors that cross before each leader.
 fn crossing(graph: &CostGraph, place: &[usize], count: usize) -> Vec<i64> {
     let mut change = vec![0i64; count + 1];
     for tensor in &graph.tensors {
@@ -85,12 +85,12 @@ fn is_narrow(crossing: &[i64], at: usize) -> bool {
     at > 0 && crossing[near].iter().all(|other| crossing[at] <= *other)
 }
 
-/// The cheapest runs, each from a piece to the one behind its last. `price` tells what a run costs.
+/// The cheapest segments as half-open piece ranges; `price` gives the cost of one.
 pub fn cheapest<E>(
     pieces: &[Vec<u32>],
     mut price: impl FnMut(usize, usize) -> Result<Time, E>,
 ) -> Result<Vec<(usize, usize)>, E> {
-    // By number of pieces: the least price, and where the last run begins.
+    // Per number of pieces: the least cost, and the start of the last segment.
     let mut best: Vec<(Time, usize)> = vec![(0, 0)];
     for end in 1..=pieces.len() {
         let mut least = (sum(best[end - 1].0, price(end - 1, end)?), end - 1);
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn runs_are_the_cheapest() {
         let pieces = vec![vec![0]; 5];
-        // So much for two together, and 200 each for any other number.
+        // Cost `two` for a segment of two pieces, and 200 per piece for all others.
         let runs = |two: Time| {
             let price = |start: usize, end: usize| if end - start == 2 { two } else { 200 * (end - start) as Time };
             let runs = cheapest(&pieces, |start, end| Ok::<_, ()>(price(start, end))).unwrap();

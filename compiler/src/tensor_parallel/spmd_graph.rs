@@ -1,8 +1,8 @@
-//! From a graph and a choice to the graph that every device runs.
+//! Rewrites a graph with its sharding decisions to the SPMD graph that every device runs.
 //!
-//! Nodes are written in their order, each as its strategy says; before a reader stands what brings a value to the layout that it wants,
-//! once for all readers that want the same; behind a node stands what brings its results to where they end. A parameter that is split has the shape of a part: whoever loads it takes the device's part of
-//! the whole.
+//! Nodes are emitted in order, each as its strategy specifies. Conversions are inserted before a reader, once per value
+//! and target sharding, and after nodes whose outputs need a final sharding. A split parameter has the shape of its
+//! shard: the loader takes the device's shard of the full tensor.
 
 use crate::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
 use crate::op::sharding::write;
@@ -12,18 +12,17 @@ use crate::tensor_parallel::cost::{Machine, NEVER};
 use crate::tensor_parallel::{Choice, SpmdTask, reshard};
 use std::collections::HashMap;
 
-/// The graph that every device of a group runs.
 #[derive(Clone, Debug)]
 pub struct Rewritten {
-    /// Its ops. Results are those of the task, in order, in the layouts that they end in.
+    /// Outputs are those of the task, in order, in their required shardings.
     pub graph: Graph,
-    /// Where values of the task's graph are, by the layout they have there.
+    /// The rewritten value for each original value and sharding.
     pub places: HashMap<(Value, Sharding), Value>,
-    /// By node of the task, the number of nodes that stood in the graph before what it needed and did.
+    /// Per node of the task, the number of rewritten nodes before its conversions and itself.
     pub before: HashMap<NodeId, usize>,
 }
 
-/// Writes the graph. The machine says what is nearer where a value lies in two layouts.
+/// Rewrites the graph. The machine decides which of two available shardings is cheaper to convert.
 pub fn rewrite(task: &SpmdTask, choice: &Choice, machine: &Machine) -> Rewritten {
     let mut writing = Writing {
         task,
@@ -100,7 +99,7 @@ impl Writing<'_> {
         }
     }
 
-    /// A value in a layout, brought there from the nearer of the layouts that it has.
+    /// A value in sharding `to`, converted from the cheaper of its available shardings.
     fn brought(&mut self, value: Value, to: Sharding) -> Value {
         if let Some(found) = self.done.places.get(&(value, to)) {
             return *found;

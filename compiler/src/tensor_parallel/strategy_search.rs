@@ -1,10 +1,10 @@
-//! The cheapest way of sharing all ops of a graph.
+//! Finds the cheapest sharding strategies for all ops of a graph.
 //!
-//! A variable is a node. Its states are the strategies of its op, or the layouts of a parameter, each with a second layout in which an output
-//! may be kept for its readers. What a node costs is what its strategy does and what its second layouts take; what two nodes cost
-//! together is what it takes to bring a value from the nearer of its two layouts to that which the reader wants. So a sum that two
-//! readers want whole is reduced once. Results cost what brings them to the layout that they end in. ([`factors`](crate::tensor_parallel::variable_elimination) finds the
-//! least sum.)
+//! Each node is a variable. Its states are the strategies of its op, or the shardings of a parameter. A state also
+//! gives each output an optional second sharding, kept for its readers. Unary costs are those of the strategy and of
+//! the second shardings. Pairwise costs convert a value from the cheaper of its two shardings to the reader's. A
+//! partial sum with two replicated readers is thus reduced once. Outputs add the conversion to their required sharding.
+//! [`variable_elimination`](crate::tensor_parallel::variable_elimination) minimises the sum.
 
 use crate::graph::order;
 use crate::op::sharding::strategies;
@@ -16,7 +16,6 @@ use crate::tensor_parallel::{Choice, End, SpmdTask, blocks};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use thiserror::Error;
 
-/// Why nothing can be chosen.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum ChooseError {
@@ -26,43 +25,40 @@ pub enum ChooseError {
     Size { node: String, fact: String },
 }
 
-/// What was found.
+/// A solution of the search, with its cost and a lower bound.
 #[derive(Clone, Debug)]
 pub struct Chosen {
-    /// Who does what.
     pub choice: Choice,
-    /// What it takes.
     pub cost: Time,
-    /// No choice takes less.
+    /// Lower bound on the cost of any choice.
     pub bound: Time,
-    /// What every device takes where each does everything.
+    /// Total time with every op replicated.
     pub alone: Time,
 }
 
-/// A state of a node.
 #[derive(Clone, Debug)]
 struct State {
     way: Strategy,
-    /// By output, the second layout that it is kept in.
+    /// Per output, the second sharding it is kept in.
     kept: Vec<Option<Sharding>>,
 }
 
-/// All states of all nodes, and what they cost.
+/// All states of all nodes, with their costs.
 pub struct Model<'a> {
     task: &'a SpmdTask,
     machine: &'a Machine,
     nodes: Vec<NodeId>,
     states: Vec<Vec<State>>,
-    /// What states cost.
+    /// Costs of states and of pairs of states.
     pub factors: Factors,
 }
 
-/// The cheapest choice for a group of devices.
+/// Finds the cheapest choice for a tensor-parallel group.
 pub fn choose(task: &SpmdTask, machine: &Machine) -> Result<Chosen, ChooseError> {
     choose_within(task, machine, MOST_ENTRIES)
 }
 
-/// The same with tables of at most so many entries.
+/// [`choose`] with tables of at most `most_entries` entries.
 pub fn choose_within(task: &SpmdTask, machine: &Machine, most_entries: usize) -> Result<Chosen, ChooseError> {
     let model = Model::of(task, machine)?;
     let found = model.factors.least(most_entries);
@@ -71,7 +67,6 @@ pub fn choose_within(task: &SpmdTask, machine: &Machine, most_entries: usize) ->
 }
 
 impl<'a> Model<'a> {
-    /// The states of all nodes of a task.
     pub fn of(task: &'a SpmdTask, machine: &'a Machine) -> Result<Model<'a>, ChooseError> {
         if !(2..=64).contains(&machine.devices) {
             return Err(ChooseError::Devices { devices: machine.devices });
@@ -96,7 +91,7 @@ impl<'a> Model<'a> {
         Ok(model)
     }
 
-    /// Who reads each value: nodes, and results by number behind all nodes.
+    /// The readers of each value: nodes, and outputs, which are numbered after all nodes.
     fn readers(&self) -> HashMap<Value, BTreeSet<usize>> {
         let mut readers: HashMap<Value, BTreeSet<usize>> = HashMap::new();
         for (at, &id) in self.nodes.iter().enumerate() {
@@ -110,7 +105,7 @@ impl<'a> Model<'a> {
         readers
     }
 
-    /// What must lie in a certain way in the end: results, and what states follow.
+    /// Values with a required sharding: outputs and samples of averages.
     fn results(&self) -> Vec<(Value, End)> {
         let graph = &self.task.graph;
         let outputs = graph.outputs.iter().map(|output| output.value).zip(self.task.ends.iter().copied());
@@ -127,7 +122,7 @@ impl<'a> Model<'a> {
             Op::Parameter(_) => parameter(&node.facts[0], group),
             _ => strategies(&node.op, &facts, &node.facts, group),
         };
-        // Constants and what is fed are whole on every device.
+        // Constants and model inputs are replicated.
         ways.truncate(if inputs.is_empty() && !matches!(node.op, Op::Parameter(_)) { 1 } else { ways.len() });
         let mut states = Vec::new();
         for way in ways {
@@ -143,7 +138,7 @@ impl<'a> Model<'a> {
         states
     }
 
-    /// What a node takes, and what its outputs take to be kept in a second layout.
+    /// The cost of a state, including conversions to second shardings.
     fn own(&self, id: NodeId, state: &State) -> Time {
         let facts = &self.task.graph.node(id).facts;
         let kept = state
@@ -155,7 +150,7 @@ impl<'a> Model<'a> {
         kept.fold(self.machine.strategy(&self.task.graph, id, &state.way), sum)
     }
 
-    /// What it takes to bring an output of a node in this state to a layout.
+    /// The cost of converting an output of a node in this state to sharding `to`.
     fn bring(&self, value: Value, state: &State, to: Sharding) -> Time {
         let output = value.output as usize;
         let fact = self.task.graph.fact(value);
@@ -169,7 +164,7 @@ impl<'a> Model<'a> {
         let place: HashMap<NodeId, usize> = self.nodes.iter().enumerate().map(|(at, id)| (*id, at)).collect();
         let mut factors = std::mem::take(&mut self.factors);
         for (reader, &id) in self.nodes.iter().enumerate() {
-            // One value that is read twice in one layout is brought once.
+            // A value read twice in one sharding is converted once.
             let mut slots: BTreeMap<Value, Vec<usize>> = BTreeMap::new();
             for (slot, value) in graph.inputs(id).into_iter().enumerate() {
                 slots.entry(value).or_default().push(slot);
@@ -200,7 +195,6 @@ impl<'a> Model<'a> {
         self.factors = factors;
     }
 
-    /// What these states mean.
     pub fn choice(&self, states: &[usize]) -> Choice {
         let mut choice = Choice::default();
         for ((&id, all), &at) in self.nodes.iter().zip(&self.states).zip(states) {
@@ -220,7 +214,7 @@ impl<'a> Model<'a> {
     }
 }
 
-/// A parameter is whole, or split along any axis that divides.
+/// The shardings of a parameter: replicated, or split along any divisible axis.
 fn parameter(fact: &Fact, group: &Group) -> Vec<Strategy> {
     let made = |layout| Strategy { outputs: vec![layout], ..Strategy::replicated(0, 1) };
     let mut ways = vec![made(Sharding::Replicated)];
@@ -235,7 +229,7 @@ fn parameter(fact: &Fact, group: &Group) -> Vec<Strategy> {
     ways
 }
 
-/// The second layouts that it may pay to keep a value in.
+/// Second shardings that may be worth keeping.
 fn seconds(made: Sharding, fact: &Fact, group: &Group) -> Vec<Option<Sharding>> {
     match made {
         Sharding::Replicated => vec![None],
@@ -256,7 +250,7 @@ mod tests {
     use crate::tensor::DType;
     use crate::tensor_parallel::spmd_graph::rewrite;
 
-    /// A small chain of products and other ops with a residual connection, whose sizes and ops follow from a seed.
+    /// A small chain of products and other ops with a residual connection; sizes and ops depend on a seed.
     fn task(seed: u64) -> SpmdTask {
         let mut graph = Graph::new("small");
         let origin = Origin::default();
@@ -312,7 +306,7 @@ mod tests {
             assert_eq!((chosen.cost, chosen.bound), (best, best), "seed {seed}");
             assert_eq!(chosen.alone, model.factors.cost(&vec![0; sizes.len()]));
             shared += usize::from(chosen.cost < chosen.alone);
-            // What is written takes what was said.
+            // The rewritten graph costs as much as predicted.
             let written = rewrite(&task, &chosen.choice, &machine).graph;
             let time = |id| {
                 let inputs: Vec<Value> = written.inputs(id);

@@ -1,53 +1,51 @@
-//! The least sum of costs that each depend on one or two choices.
+//! Minimises a sum of unary and pairwise costs over discrete variables.
 //!
-//! First, states that another one replaces at no loss whatever the neighbours choose are dropped (the dead-end elimination of
-//! Goldstein, Biophysical Journal 66, 1994): state i of v goes where, for some j,
+//! First, dominated states are removed (dead-end elimination, Goldstein, Biophysical Journal 66, 1994): state i of v is
+//! removed if for some j,
 //!
 //!   cost(i) - cost(j) + Σ over neighbours n of  min over x of  (cost(i, x) - cost(j, x))  ≥ 0
 //!
-//! Then variables are eliminated one by one (bucket elimination, Dechter 1999): all costs that know v become one cost of its neighbours,
-//! the least over v's states ([`order`] says which goes next). On chains and ladders, which the ops of a model with their gradients form,
-//! the tables stay small, and the answer is exact.
+//! Then variables are eliminated one by one (bucket elimination, Dechter 1999): all costs that contain v are summed and
+//! minimised over v, which leaves one cost of its neighbours. [`order`] chooses the sequence. The graphs of models with
+//! gradients resemble chains and ladders, so tables stay small and the result is exact.
 //!
-//! Where a table would be larger than a limit, its costs are divided into several groups, for each of which v may choose a state of its
-//! own (mini-buckets). What comes out then is a bound from below; the states, chosen in the reverse order, are improved one at a
-//! time until none helps, and the answer says that it may not be the best.
+//! If a table would exceed the limit, its costs are divided into groups that choose v's state independently
+//! (mini-buckets). The result is then a lower bound. States are chosen in reverse order and improved by local search,
+//! and the gap to the bound shows that the solution may not be optimal.
 
 use crate::tensor_parallel::cost::{NEVER, Time, sum};
 use crate::tensor_parallel::order::order;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Entries of the largest table.
+/// Default table size limit, in entries.
 pub const MOST_ENTRIES: usize = 1 << 22;
 
-/// Choices, and what they cost.
+/// A cost function of discrete variables.
 #[derive(Clone, Debug, Default)]
 pub struct Factors {
-    /// By variable, what each state costs.
+    /// Per variable, the cost of each state.
     pub own: Vec<Vec<Time>>,
-    /// By two variables, the lower one first, what each pair of states costs: row by row of the first.
+    /// Per pair of variables, the lower first, a row-major table of costs.
     pub pairs: BTreeMap<(usize, usize), Vec<Time>>,
 }
 
-/// A choice of states.
+/// An assignment of states, with its cost and a lower bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Solution {
-    /// By variable.
     pub states: Vec<usize>,
-    /// What they cost.
     pub cost: Time,
-    /// No choice costs less than this.
+    /// Lower bound on the cost of any assignment.
     pub bound: Time,
 }
 
 impl Factors {
-    /// A variable whose states cost this.
+    /// Adds a variable with these state costs; returns its index.
     pub fn variable(&mut self, own: Vec<Time>) -> usize {
         self.own.push(own);
         self.own.len() - 1
     }
 
-    /// Adds to what two variables cost together; `cost` gets the states of `a` and `b`.
+    /// Adds a pairwise cost; `cost` gets the states of `a` and `b`.
     pub fn add(&mut self, a: usize, b: usize, cost: impl Fn(usize, usize) -> Time) {
         if a == b {
             self.own[a].iter_mut().enumerate().for_each(|(state, own)| *own = sum(*own, cost(state, state)));
@@ -62,14 +60,13 @@ impl Factors {
         }
     }
 
-    /// What a choice costs.
     pub fn cost(&self, states: &[usize]) -> Time {
         let own = self.own.iter().zip(states).map(|(own, state)| own[*state]);
         let pairs = self.pairs.iter().map(|((a, b), table)| table[states[*a] * self.own[*b].len() + states[*b]]);
         own.chain(pairs).fold(0, sum)
     }
 
-    /// The least sum, with tables of at most so many entries. Of equal sums the one of earlier states.
+    /// Minimises with tables of at most `most_entries` entries. Ties go to earlier states.
     pub fn least(&self, most_entries: usize) -> Solution {
         let alive = Pruning::of(self).alive();
         let mut tables: Vec<Table> = Vec::new();
@@ -106,7 +103,7 @@ impl Factors {
         Solution { states, cost, bound }
     }
 
-    /// Changes one state at a time for the better until none helps; returns the cost.
+    /// Local search: changes one state at a time while the cost decreases; returns the cost.
     fn improve(&self, states: &mut [usize]) -> Time {
         let mut neighbours = vec![Vec::new(); self.own.len()];
         for &(a, b) in self.pairs.keys() {
@@ -120,7 +117,7 @@ impl Factors {
             };
             neighbours[v].iter().map(pair).fold(self.own[v][state], sum)
         };
-        // A sum of whole numbers that falls with every change ends; the limit only keeps a long way down short.
+        // Terminates because the integer cost decreases; the limit only bounds the time.
         for _ in 0..1000 {
             let mut changed = false;
             for v in 0..self.own.len() {
@@ -139,7 +136,7 @@ impl Factors {
     }
 }
 
-/// A cost of several variables, the last one of the scope running fastest.
+/// A cost table of several variables; the last variable of the scope varies fastest.
 #[derive(Clone, Debug)]
 struct Table {
     scope: Vec<usize>,
@@ -153,7 +150,7 @@ impl Table {
         self.costs[index]
     }
 
-    /// By how much the index grows with one step of this variable; 0 where the table does not know it.
+    /// Index stride of a variable; 0 if it is not in the scope.
     fn stride(&self, v: usize) -> usize {
         match self.scope.iter().position(|own| *own == v) {
             Some(at) => self.sizes[at + 1..].iter().product(),
@@ -162,7 +159,8 @@ impl Table {
     }
 }
 
-/// Variables in the order in which they went, each with the costs that knew it, and the sum of what is left.
+/// Eliminates all variables. Returns them in order with the tables that contained each, and the sum of the remaining
+/// constants.
 fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(usize, Vec<Table>)>, Time) {
     let mut neighbours: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
     let mut known: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
@@ -192,7 +190,8 @@ fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(
     (gone, bound)
 }
 
-/// The costs that know a variable, in groups whose other variables together have no more states than the limit: one group where it can be.
+/// Partitions the tables that contain a variable into groups within the limit on joint states; a single group if
+/// possible.
 fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usize) -> Vec<Vec<&'a Table>> {
     let mut groups: Vec<(BTreeSet<usize>, Vec<&Table>)> = Vec::new();
     for table in tables {
@@ -210,7 +209,7 @@ fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usiz
     groups.into_iter().map(|(_, members)| members).collect()
 }
 
-/// The least over the states of a variable of the sum of these costs, as a cost of their other variables.
+/// Sums these tables and minimises over a variable, giving a table of their other variables.
 fn without(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
     let scope: BTreeSet<usize> = tables.iter().flat_map(|t| t.scope.iter().copied()).filter(|n| *n != v).collect();
     let scope: Vec<usize> = scope.into_iter().collect();
@@ -226,7 +225,7 @@ fn without(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
             each.fold(0, |total, ((table, offset), step)| sum(total, table.costs[offset + state * step]))
         };
         costs.push((0..sizes[v]).map(cost).min().unwrap_or(NEVER));
-        // The next assignment, the last variable first.
+        // The next assignment; the last variable varies fastest.
         let Some(at) = (0..scope.len()).rev().find(|at| digits[*at] + 1 < own[*at]) else { break };
         digits[at] += 1;
         offsets.iter_mut().zip(&strides).for_each(|(offset, strides)| *offset += strides[at]);
@@ -238,7 +237,7 @@ fn without(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
     Table { scope, sizes: own, costs }
 }
 
-/// Which states may be in a best choice.
+/// State of the dead-end elimination.
 struct Pruning<'a> {
     factors: &'a Factors,
     neighbours: Vec<Vec<usize>>,
@@ -257,7 +256,7 @@ impl<'a> Pruning<'a> {
     }
 
     fn alive(mut self) -> Vec<Vec<usize>> {
-        // What one variable loses may free a neighbour's state to go.
+        // Removing a state may make a neighbour's state removable.
         let mut waiting: BTreeSet<usize> = (0..self.alive.len()).collect();
         while let Some(v) = waiting.pop_first() {
             let before = self.alive[v].len();
@@ -285,7 +284,8 @@ impl<'a> Pruning<'a> {
         }
     }
 
-    /// Whether `better` costs no more than `state` whatever the neighbours choose; of equal ones the earlier stays.
+    /// Tests whether `better` costs no more than `state` for all states of the neighbours; on ties the earlier state
+    /// stays.
     fn replaces(&self, v: usize, better: usize, state: usize) -> bool {
         let own = &self.factors.own[v];
         if own[state] >= NEVER {
@@ -308,7 +308,7 @@ impl<'a> Pruning<'a> {
                 let difference = i128::from(a) - i128::from(b);
                 least = Some(least.map_or(difference, |least| least.min(difference)));
             }
-            // With a neighbour that it never goes with, a state is in no choice at all.
+            // A state without a compatible state of some neighbour is infeasible.
             let Some(least) = least else { return true };
             gain += least;
         }
@@ -371,7 +371,7 @@ mod tests {
             let found = factors.least(MOST_ENTRIES);
             assert_eq!(found.cost, factors.cost(&found.states), "seed {seed}");
             assert_eq!((found.cost, found.bound), (best, best), "seed {seed}");
-            // With tables too small, what is found is no better than the best, and the bound no worse.
+            // With small tables, the cost is at least the optimum and the bound at most.
             let hurried = factors.least(3);
             assert!(hurried.bound <= best && best <= hurried.cost, "seed {seed}: {hurried:?}, best {best}");
         }

@@ -1,26 +1,25 @@
-//! The name that was most likely meant where one was mistyped.
+//! Suggests the nearest known name for a mistyped one.
 //!
-//! Names are as far apart as the characters that must be put in, taken out, changed or swapped with their neighbour to make one
-//! the other (optimal string alignment). Far names are not offered: a wrong guess costs more than none.
+//! The distance counts insertions, deletions, substitutions and swaps of neighbours (optimal string alignment). Distant
+//! names are not suggested: a wrong suggestion is worse than none.
 
-/// Characters of a name that are looked at; work is bounded, whatever a file calls its parts.
+/// Characters compared per name; bounds the work on untrusted input.
 const LOOKED_AT: usize = 64;
 
-/// Names that are looked at.
 const MOST: usize = 20_000;
 
-/// The nearest of `known` to `name`, the first of several; nothing where all are far.
+/// The first nearest of `known`; `None` if all are distant.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let lower = name.to_lowercase();
     let far = |other: &str| distance(&lower, &other.to_lowercase());
     let all = known.into_iter().take(MOST).filter(|other| !other.is_empty() && *other != name);
     let (far, found) = all.map(|other| (far(other), other)).min()?;
-    // The whole of a short name may be wrong, so that nothing of it is left to tell by.
+    // If all characters of a short name differ, it has nothing in common with the suggestion.
     let length = name.chars().count().min(found.chars().count());
     (far <= 1 + length / 3 && far < length.max(1)).then_some(found)
 }
 
-/// The same as the end of a sentence: "; did you mean `speed`?", or nothing.
+/// [`nearest`] as a suffix: "; did you mean `speed`?", or empty.
 pub fn hint<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     nearest(name, known).map_or(String::new(), |found| format!("; did you mean `{}`?", found.escape_debug()))
 }

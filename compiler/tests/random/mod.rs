@@ -1,10 +1,9 @@
-//! Numbers for made-up problems.
+//! Random numbers for generated problems.
 
-/// A small generator of its own, so that a seed means the same graph for ever (splitmix64).
+/// A fixed generator (splitmix64), so that a seed always gives the same graph.
 pub struct Random(pub u64);
 
 impl Random {
-    /// A number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

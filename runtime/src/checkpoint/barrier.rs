@@ -1,13 +1,13 @@
-//! The barrier that all workers pass before they begin a minibatch, so that a stopped run ends at the same minibatch everywhere.
+//! The barrier before each minibatch, which makes a stopped run end at the same minibatch on all workers.
 //!
-//! The last minibatch is one that no worker has begun, so none has applied its update and each still contributes its snapshot.
-//! With several processes, all barriers hold while the processes agree (`process::stop`).
+//! The run ends after a minibatch that no worker has started, so no worker has applied its update and each still
+//! contributes its snapshot. With several processes, all barriers hold while the processes agree (`process::stop`).
 
 use crate::checkpoint::points::up;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Lets workers into minibatches until the run is told to stop.
+/// Admits workers to minibatches until the run is stopped.
 pub struct Gate<'a> {
     stop: &'a AtomicUsize,
     period: u32,
@@ -16,32 +16,31 @@ pub struct Gate<'a> {
 }
 
 struct State {
-    /// Minibatches that some worker of this process has begun.
+    /// Minibatches that some worker of this process has started.
     begun: u32,
-    /// Minibatches that the run has, once it is told to stop.
+    /// Minibatch count at which the stopped run ends.
     end: Option<u32>,
-    /// Why it was told, or 0.
+    /// Stop reason (signal number), or 0.
     reason: usize,
-    /// Whether this process does not decide alone.
+    /// True if several processes decide together.
     is_shared: bool,
-    /// Whether nobody may enter until the end is known.
     is_held: bool,
 }
 
 impl<'a> Gate<'a> {
-    /// A gate of a run of which `done` minibatches are made. Whoever sets `stop` ends it; the number says why.
+    /// A gate after `done` finished minibatches. Setting `stop` to a non-zero reason ends the run.
     pub fn new(stop: &'a AtomicUsize, period: u32, done: u32) -> Gate<'a> {
         let state = State { begun: done, end: None, reason: 0, is_shared: false, is_held: false };
         Gate { stop, period, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // Nothing under the lock can panic half way.
+    // No code panics while it holds the lock with inconsistent state.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the minibatch may be begun. Waits while the processes of the run agree on its end, which comes, or the end of the
-    /// connections does.
+    /// True if the minibatch may start. Blocks while the processes agree on the end; an agreement or the end of the
+    /// connections unblocks it.
     pub fn enter(&self, minibatch: u32) -> bool {
         let mut state = self.lock();
         while state.is_held {
@@ -58,32 +57,32 @@ impl<'a> Gate<'a> {
         may
     }
 
-    /// Where a run may end of which so many minibatches are begun.
+    /// The first valid end position after `begun` started minibatches.
     pub fn behind(&self, begun: u32) -> Option<u32> {
         up(begun.saturating_add(1), self.period)
     }
 
-    /// Minibatches that the run has, if it ends early.
+    /// Minibatch count of a run that ends early.
     pub fn end(&self) -> Option<u32> {
         self.lock().end
     }
 
-    /// Why the run ends early, in the number that it was told; 0 if it does not.
+    /// Stop reason, or 0.
     pub fn reason(&self) -> usize {
         self.lock().reason
     }
 
-    /// What this process was told: 0 while nobody wants it to stop.
+    /// Reason of a stop request to this process, or 0.
     pub fn asked(&self) -> usize {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// From now on several processes decide together.
+    /// Makes several processes decide together.
     pub fn share(&self) {
         self.lock().is_shared = true;
     }
 
-    /// Nobody enters until the end is known. Gives the minibatches that are begun.
+    /// Closes the gate until the end is known. Returns the number of started minibatches.
     pub fn hold(&self, reason: usize) -> u32 {
         let mut state = self.lock();
         if state.end.is_none() {
@@ -92,14 +91,14 @@ impl<'a> Gate<'a> {
         state.begun
     }
 
-    /// The end is known.
+    /// Sets the end and opens the gate.
     pub fn end_at(&self, end: Option<u32>) {
         let mut state = self.lock();
         (state.end, state.is_held) = (end, false);
         self.changed.notify_all();
     }
 
-    /// There will be no agreement: the run has ended for another reason, which who enters will find.
+    /// Opens the gate without an agreement, after the run has failed; entering workers will notice the failure.
     pub fn let_go(&self) {
         self.lock().is_held = false;
         self.changed.notify_all();
@@ -117,7 +116,7 @@ mod tests {
         assert!(gate.enter(4) && gate.enter(5) && gate.enter(4));
         assert_eq!((gate.end(), gate.reason()), (None, 0));
         stop.store(15, Ordering::Relaxed);
-        // Minibatches 4 and 5 are under way: 6 and 7 are the next whole rounds.
+        // Minibatches 4 and 5 are running: 6 and 7 are the next whole rounds.
         assert_eq!([5, 7, 6, 8, 9].map(|minibatch| gate.enter(minibatch)), [true, true, true, false, false]);
         assert_eq!((gate.end(), gate.reason()), (Some(8), 15));
     }
@@ -138,7 +137,7 @@ mod tests {
             assert_eq!(waits.join().unwrap(), [true, true, false]);
         });
         assert_eq!((gate.end(), gate.reason(), gate.hold(15)), (Some(7), 2, 7));
-        // Where processes do not come to agree, nobody waits.
+        // Without an agreement, no worker waits.
         let gate = Gate::new(&stop, 1, 0);
         gate.share();
         gate.hold(2);

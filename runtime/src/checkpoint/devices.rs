@@ -1,7 +1,7 @@
-//! Checkpoints of tensor-parallel stages: the shards of all devices put together, and a checkpoint divided into shards.
+//! Checkpoints of tensor-parallel stages: gathers the shards of all devices, and shards a checkpoint for a group.
 //!
-//! Files of a checkpoint do not depend on tensor parallelism or ZeRO: a run resumes with any number of devices. Shards of replicas
-//! are merged first, because they divide the shard of a device.
+//! Checkpoint files do not depend on tensor parallelism or ZeRO: a run resumes on any number of devices. ZeRO shards
+//! are merged first, because they divide a device's tensor-parallel shard.
 
 use crate::checkpoint::encode::{Flight, STEP};
 use crate::checkpoint::merge_shards::join;
@@ -21,7 +21,6 @@ use compiler::tensor::fact::Fact;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// How a parameter is split, if it is.
 fn cut_of(layouts: &Layouts, name: &str) -> Option<SplitDim> {
     match layouts.get(name) {
         Some(Sharding::Split(cut)) => Some(*cut),
@@ -29,7 +28,7 @@ fn cut_of(layouts: &Layouts, name: &str) -> Option<SplitDim> {
     }
 }
 
-/// A device's own of these tensors, of which those of a split parameter are split as it is. `parameter` gives whose a tensor is, by its name.
+/// A device's shards of the tensors. `parameter` maps a tensor name to its parameter, whose sharding it follows.
 pub fn dealt(
     tensors: &BTreeMap<String, Tensor>,
     parameter: impl Fn(&str) -> &str,
@@ -45,28 +44,28 @@ pub fn dealt(
     tensors.iter().map(part).collect()
 }
 
-/// Where a device begins of what a checkpoint holds.
+/// A device's shard of the checkpoint state.
 pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Result<Start, SharedError> {
     let own = |tensors: &BTreeMap<String, Tensor>| dealt(tensors, |name| name, group, device);
     let each = |of: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, SharedError> {
         of.iter().map(|(number, tensors)| Ok((*number, own(tensors)?))).collect()
     };
     let of_flight = |flight: &Flight| -> Result<Flight, SharedError> {
-        // What stages hold together is whole on every device.
+        // Tied weights with versions of their own are not sharded.
         let shared = flight.shared.clone();
         Ok(Flight { versions: each(&flight.versions)?, forwards: each(&flight.forwards)?, shared })
     };
     let flight = start.flight.as_ref().map(|flight| {
         flight.iter().map(|(of, flight)| Ok((*of, of_flight(flight)?))).collect::<Result<_, SharedError>>()
     });
-    // Counts of updates have the parameter's name and no shape.
+    // Update counts (`NAME/step`) are scalars, so they are not sharded.
     let parameter =
         |name: &str| name.rsplit_once('/').filter(|(_, kind)| *kind != STEP).map_or(0, |(own, _)| own.len());
     let optimizer = dealt(&start.optimizer, |name| &name[..parameter(name)], group, device)?;
     Ok(Start { minibatches: start.minibatches, scale: start.scale, optimizer, flight: flight.transpose()? })
 }
 
-/// The stages as files of checkpoints know them: names and shapes of whole tensors, and nothing that runs.
+/// Stage descriptions with unsharded names and shapes, for checkpoint files. They contain no code.
 pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Vec<StageCode> {
     let whole = |named: &NamedTensor| {
         let Some(cut) = cut_of(layouts, &named.name) else { return named.clone() };
@@ -83,24 +82,23 @@ pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Ve
     codes.iter().map(code).collect()
 }
 
-/// Parts of checkpoints that wait for those of other devices.
+/// Collects snapshots until those of all devices have arrived.
 pub struct Joining<'a> {
     codes: &'a [StageCode],
     layouts: &'a Layouts,
     devices: usize,
-    /// By minibatches, stage, and the replica where each has all of its device's part: what each device has given.
+    /// Snapshots by device. The key is minibatches, stage, and replica (0 if ZeRO shards must be merged).
     parts: BTreeMap<(u32, u32, u32), Vec<Vec<StageSnapshot>>>,
-    /// By stage and version.
+    /// Program checkpoints by device. The key is stage and version.
     written: BTreeMap<(u32, u32), Vec<VecDeque<Checkpoint>>>,
 }
 
 impl<'a> Joining<'a> {
-    /// None yet.
     pub fn new(codes: &'a [StageCode], layouts: &'a Layouts, devices: usize) -> Joining<'a> {
         Joining { codes, layouts, devices, parts: BTreeMap::new(), written: BTreeMap::new() }
     }
 
-    /// Takes a device's part. Gives those that are whole with it.
+    /// Adds a device's snapshot. Returns the gathered snapshots that it completes.
     pub fn take(&mut self, device: usize, part: StageSnapshot) -> Vec<StageSnapshot> {
         let replica = if part.replicas > 1 { 0 } else { part.replica };
         let (key, replicas) = ((part.minibatches, part.stage.0, replica), part.replicas.max(1) as usize);
@@ -118,7 +116,7 @@ impl<'a> Joining<'a> {
         whole
     }
 
-    /// Takes a device's weights of a checkpoint in the program. Gives those of all once they are there.
+    /// Adds a device's part of a program checkpoint. Returns the gathered one once all devices have contributed.
     pub fn written(&mut self, device: usize, checkpoint: Checkpoint) -> Option<Checkpoint> {
         let key = (checkpoint.stage.0, checkpoint.version);
         let of = self.written.entry(key).or_insert_with(|| (0..self.devices).map(|_| VecDeque::new()).collect());
@@ -131,12 +129,11 @@ impl<'a> Joining<'a> {
         Some(Checkpoint { weights: joined(&all, self.layouts), ..parts.swap_remove(0) })
     }
 
-    /// One part of the same replica of every device.
     fn joined(&self, parts: Vec<StageSnapshot>) -> StageSnapshot {
         let code = &self.codes[parts[0].stage.index()];
         let one = |p: usize, each: &[&Buffer]| -> Option<Buffer> {
             let named = &code.parameters[p];
-            // What has versions of its own has an empty place in those of its stage.
+            // A tied weight with versions of its own is empty in the stage's versions.
             let cut = cut_of(self.layouts, &named.name).filter(|_| !each[0].is_empty())?;
             let tensors: Vec<Tensor> = each.iter().map(|own| tensor(named, own.bytes())).collect();
             Some(Buffer::copy_of(whole_of(&tensors, cut).bytes()))
@@ -175,7 +172,7 @@ impl<'a> Joining<'a> {
         });
         let shared = parts[0].shared.clone();
         let StageSnapshot { stage, replica, minibatches, .. } = parts[0];
-        // What the parts hold stays counted until they are joined.
+        // The snapshots' memory stays counted until they are gathered.
         StageSnapshot {
             stage,
             replica,
@@ -191,7 +188,7 @@ impl<'a> Joining<'a> {
     }
 }
 
-/// Tensors of every device by name, put together.
+/// Gathers named tensors from all devices.
 pub fn joined(each: &[BTreeMap<String, Tensor>], layouts: &Layouts) -> BTreeMap<String, Tensor> {
     let whole = |(name, first): (&String, &Tensor)| {
         let parts: Vec<Tensor> = each.iter().filter_map(|own| own.get(name).cloned()).collect();

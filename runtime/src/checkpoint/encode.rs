@@ -1,4 +1,4 @@
-//! Stage snapshots as files of named tensors, and back.
+//! Encodes stage snapshots as files of named tensors, and decodes them.
 
 use crate::checkpoint::StageSnapshot;
 use crate::data::weights::{FileError, Piece, encode};
@@ -11,36 +11,31 @@ use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// How many updates a parameter has seen.
+/// Tensor kind of a parameter's update count.
 pub const STEP: &str = "step";
-/// The moving average of a parameter's steps.
+/// Tensor kind of a parameter's moving average of updates (PipeMare).
 pub const DRIFT: &str = "drift";
 
-/// What was in flight on a replica of a stage.
+/// In-flight state of a stage replica.
 #[derive(Debug, Default)]
 pub struct Flight {
-    /// Older versions of the stage.
     pub versions: BTreeMap<u32, BTreeMap<String, Tensor>>,
-    /// What forwards computed with where that is no version, by item.
+    /// Forward weights that are not a version, by micro-batch and name.
     pub forwards: BTreeMap<u32, BTreeMap<String, Tensor>>,
-    /// Older versions of shared parameters that have versions of their own, by name.
+    /// Older versions of tied weights that have versions of their own, by name and version.
     pub shared: BTreeMap<String, BTreeMap<u32, Tensor>>,
 }
 
-/// What a file of a checkpoint is for.
+/// The contents of a checkpoint file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Holds {
-    /// Parameters and states by the model's names.
     Weights,
-    /// What moves the parameters.
     Optimizer,
-    /// What was in flight.
     InFlight,
 }
 
 impl Holds {
-    /// The name of the file.
     pub fn file_name(self, stage: u32, replica: u32) -> String {
         match (self, replica) {
             (Holds::Weights, _) => format!("stage-{stage}.safetensors"),
@@ -51,7 +46,7 @@ impl Holds {
     }
 }
 
-/// The bytes of the files of a part. A state that follows nothing is as it was `given`, and not rounded.
+/// The files of a snapshot. A state that nothing updates is saved as `given`, without rounding.
 pub fn files(
     part: &StageSnapshot,
     code: &StageCode,
@@ -87,7 +82,7 @@ pub fn files(
     let versions = part.versions.iter().map(|(version, weights)| (format!("v{version}"), weights));
     let forwards = part.forwards.iter().map(|(item, weights)| (format!("item{item}"), weights));
     for (prefix, weights) in versions.chain(forwards) {
-        // A shared parameter that has versions of its own has an empty place in those of the stage.
+        // A tied weight with versions of its own is empty in the stage's versions.
         let known = code.parameters.iter().zip(weights).filter(|(named, weight)| weight.len() == named.bytes);
         pieces.extend(known.map(|(named, weight)| (format!("{prefix}/{}", named.name), piece(named, weight))));
     }
@@ -102,7 +97,7 @@ pub fn files(
     Ok(files)
 }
 
-/// What was in flight, from the tensors of its file; a name that says nothing of the kind is the error.
+/// In-flight state from the tensors of its file. An unexpected name is the error.
 pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
     let mut flight = Flight::default();
     for (name, tensor) in tensors {
@@ -122,7 +117,8 @@ pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
     Ok(flight)
 }
 
-/// A parameter or a state of a part, if there is one, that is no longer a number everywhere. States that nothing moves are as they were given.
+/// The name of a parameter or updated state with a non-finite value, if there is one. Constant states may have any
+/// values.
 pub fn not_finite<'a>(part: &StageSnapshot, code: &'a StageCode) -> Option<&'a str> {
     let whole = part.whole.as_ref()?;
     let held = whole.weights.iter().zip(&whole.moves).map(|(weight, moves)| moves.master.as_ref().unwrap_or(weight));

@@ -1,24 +1,23 @@
-//! The file operations of a checkpoint, one by one, so that tests can interrupt after any of them.
+//! The file operations of a checkpoint, as a trait so that tests can interrupt after any of them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 
-/// The operations by which checkpoints come and go.
+/// File operations for writing and removing checkpoints.
 pub trait Files {
-    /// Makes a folder that is not there yet.
+    /// Creates a folder that must not exist.
     fn make_folder(&self, path: &Path) -> io::Result<()>;
-    /// Writes a new file, and returns when the disk has it.
+    /// Writes a new file and syncs it to disk.
     fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
-    /// Returns when the disk has the names in a folder.
+    /// Syncs a folder's entries to disk.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
-    /// Gives another name to a folder.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Removes a folder and what is in it; links in it are removed, not followed. One that is gone is fine.
+    /// Removes a folder recursively; links are removed, not followed. A missing folder is no error.
     fn remove_folder(&self, path: &Path) -> io::Result<()>;
 }
 
-/// The disk itself.
+/// The file system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Disk;
 
@@ -34,7 +33,7 @@ impl Files for Disk {
     }
 
     fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        // Elsewhere a folder is no file that could be opened, and its names are written with what they name.
+        // Other systems cannot open a folder as a file, and write its entries together with the files.
         if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
     }
 

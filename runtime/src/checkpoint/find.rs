@@ -1,4 +1,4 @@
-//! Finds checkpoints in a folder and reads them: every file must have the length and hash of its manifest.
+//! Finds checkpoints in a folder and reads them. Every file must match the length and hash in the manifest.
 
 use crate::checkpoint::encode::{Flight, Holds, flight};
 use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest};
@@ -13,7 +13,6 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why a folder is no checkpoint to go on from.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum FindError {
@@ -35,58 +34,56 @@ pub enum FindError {
     Twice { path: PathBuf, name: String },
 }
 
-/// What a checkpoint begins its name with.
 const PREFIX: &str = "step-";
 
-/// What the hidden name of a checkpoint ends with that is not there yet, and of one that is there no more.
+/// Suffixes of hidden names: an incomplete checkpoint, and a replaced one.
 const PART: &str = ".part";
 const OLD: &str = ".old";
 
-/// The hidden name under which a checkpoint is written.
+/// Hidden name of a checkpoint while it is written.
 pub fn part_name(minibatches: u32) -> String {
     format!(".{}{PART}", name(minibatches))
 }
 
-/// The hidden name of a checkpoint that is about to be removed.
+/// Hidden name of a checkpoint about to be removed.
 pub fn old_name(minibatches: u32) -> String {
     format!(".{}{OLD}", name(minibatches))
 }
 
-/// The minibatches in a hidden name.
 fn hidden(name: &str) -> Option<u32> {
     let name = name.strip_prefix('.')?;
     minibatches(name.strip_suffix(PART).or_else(|| name.strip_suffix(OLD))?)
 }
 
-/// The name of the checkpoint after so many minibatches.
+/// Name of the checkpoint after `minibatches`.
 pub fn name(minibatches: u32) -> String {
     format!("{PREFIX}{minibatches:08}")
 }
 
-/// The minibatches in the name of a checkpoint.
+/// Minibatch count of a checkpoint name.
 pub fn minibatches(name: &str) -> Option<u32> {
     let digits = name.strip_prefix(PREFIX)?;
     let is_number = digits.len() >= 8 && digits.bytes().all(|digit| digit.is_ascii_digit());
     is_number.then(|| digits.parse().ok()).flatten()
 }
 
-/// The folders that bear the names of checkpoints, newest first. A folder that is not there has none.
+/// Folders with checkpoint names, newest first; empty if `folder` does not exist.
 pub fn all(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
     named(folder, minibatches)
 }
 
-/// The folders with hidden names, which a save was at when it was ended. Where one checkpoint took the place of another, both may be
-/// whole, and neither has its name; the new one comes first.
+/// Folders with hidden names, left by an interrupted save. If it was replacing a checkpoint, both may be complete; the
+/// new one comes first.
 pub fn left_over(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
     named(folder, hidden)
 }
 
-/// All that may be checkpoints to go on from, newest first: those that have their names before those that a save left over, and of
-/// the latter only where all that they should have seems to be there.
+/// Candidates to resume from, newest first. Named checkpoints come before leftovers of the same step; a leftover needs
+/// a valid manifest.
 pub fn known(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
     let mut known = all(folder)?;
     known.extend(left_over(folder)?.into_iter().filter(|(_, path)| manifest(path).is_ok()));
-    // Those of one step stay in this order.
+    // A stable sort keeps that order within a step.
     known.sort_by_key(|(minibatches, _)| Reverse(*minibatches));
     Ok(known)
 }
@@ -108,25 +105,22 @@ fn named(folder: &Path, number: impl Fn(&str) -> Option<u32>) -> Result<Vec<(u32
     Ok(found)
 }
 
-/// The manifest of a checkpoint.
 pub fn manifest(folder: &Path) -> Result<Manifest, FindError> {
     let path = folder.join(FILE);
     let bytes = regular(&path, LARGEST)?;
     Manifest::read(&bytes).map_err(|fault| FindError::Manifest { path, fault })
 }
 
-/// A checkpoint as it was read.
+/// A checkpoint read from disk.
 #[derive(Debug)]
 pub struct Found {
-    /// Its manifest.
     pub manifest: Manifest,
-    /// Parameters and states by name.
     pub weights: BTreeMap<String, Tensor>,
-    /// The rest. What was in flight is there whether or not the run goes on under the same plan.
+    /// The remaining state, including in-flight state even if the plan has changed.
     pub start: Start,
 }
 
-/// Reads a checkpoint whole, and checks every file of it.
+/// Reads a checkpoint and verifies all its files.
 pub fn read(folder: &Path) -> Result<Found, FindError> {
     let manifest = manifest(folder)?;
     let (mut weights, mut optimizer) = (BTreeMap::new(), BTreeMap::new());
@@ -148,7 +142,7 @@ pub fn read(folder: &Path) -> Result<Found, FindError> {
     Ok(Found { manifest, weights, start })
 }
 
-/// The parameters and states of a checkpoint alone.
+/// Reads only the parameters and states.
 pub fn read_weights(folder: &Path) -> Result<BTreeMap<String, Tensor>, FindError> {
     let mut weights = BTreeMap::new();
     for listed in manifest(folder)?.files.iter().filter(|listed| listed.holds == Holds::Weights) {
@@ -158,7 +152,7 @@ pub fn read_weights(folder: &Path) -> Result<BTreeMap<String, Tensor>, FindError
     Ok(weights)
 }
 
-/// What several stages hold, they hold alike.
+/// Merges tensors; those in several stages must be equal.
 fn gather(all: &mut BTreeMap<String, Tensor>, tensors: BTreeMap<String, Tensor>, path: &Path) -> Result<(), FindError> {
     for (name, tensor) in tensors {
         let known = all.entry(name.clone()).or_insert_with(|| tensor.clone());
@@ -169,7 +163,7 @@ fn gather(all: &mut BTreeMap<String, Tensor>, tensors: BTreeMap<String, Tensor>,
     Ok(())
 }
 
-/// The bytes of a file, where they are those that were written.
+/// Reads a file and verifies its length and hash.
 fn checked(path: &Path, listed: &Listed) -> Result<Vec<u8>, FindError> {
     let bytes = regular(path, listed.bytes)?;
     let got = bytes.len() as u64;
@@ -183,13 +177,13 @@ fn checked(path: &Path, listed: &Listed) -> Result<Vec<u8>, FindError> {
     Ok(bytes)
 }
 
-/// The bytes of a regular file that has no more than so many: of a longer one nothing is read.
+/// Reads a regular file of at most `most` bytes; a longer one is rejected unread.
 fn regular(path: &Path, most: u64) -> Result<Vec<u8>, FindError> {
     let fail = |fault: io::Error| match fault.kind() {
         io::ErrorKind::NotFound => FindError::Missing { path: path.to_path_buf() },
         _ => FindError::Read { path: path.to_path_buf(), fault },
     };
-    // A pipe would be waited for, so its kind is asked before it is opened; a link leads out of the folder.
+    // Check the type before opening: opening a pipe would block, and a link may lead out of the folder.
     let kind = fs::symlink_metadata(path).map_err(fail)?;
     if !kind.is_file() {
         return Err(fail(io::Error::other("not a regular file")));
@@ -198,7 +192,7 @@ fn regular(path: &Path, most: u64) -> Result<Vec<u8>, FindError> {
         return Err(FindError::Length { path: path.to_path_buf(), got: kind.len(), expected: most });
     }
     let mut bytes = Vec::new();
-    // A file with holes is as long as it likes.
+    // A sparse file can claim any length.
     bytes.try_reserve_exact(kind.len() as usize).map_err(|_| fail(io::ErrorKind::OutOfMemory.into()))?;
     File::open(path).and_then(|file| file.take(most).read_to_end(&mut bytes)).map_err(fail)?;
     Ok(bytes)

@@ -1,14 +1,13 @@
 //! A lock on a checkpoint folder: one run at a time writes there.
 //!
-//! The operating system holds the lock on the folder itself, so it ends with the process and leaves nothing behind. On a file system
-//! without such locks, every run may write.
+//! The operating system locks the folder itself, so the lock ends with the process and leaves no file behind. On a file
+//! system without locks, every run may write.
 
 use std::fs::{File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why a folder is not this run's.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum LockError {
@@ -18,13 +17,13 @@ pub enum LockError {
     Open { folder: PathBuf, fault: io::Error },
 }
 
-/// A folder that is this run's until this is dropped, or the process ends.
+/// A locked folder. Dropping it, or the end of the process, releases the lock.
 #[derive(Debug)]
 pub struct Held {
     _file: Option<File>,
 }
 
-/// Takes the folder, which is there, for this run.
+/// Locks an existing folder.
 pub fn hold(folder: &Path) -> Result<Held, LockError> {
     if cfg!(not(unix)) {
         return Ok(Held { _file: None });
@@ -37,7 +36,7 @@ pub fn hold(folder: &Path) -> Result<Held, LockError> {
     }
 }
 
-/// The process that holds the lock of this file, where the system says it.
+/// The process that holds the lock of this file, if the system reports it.
 #[cfg(target_os = "linux")]
 fn holder(file: &File) -> Option<u32> {
     use std::os::unix::fs::MetadataExt;
@@ -46,13 +45,14 @@ fn holder(file: &File) -> Option<u32> {
     holder_of(inode, &locks)
 }
 
-/// Elsewhere nobody is asked.
+/// Other systems do not report it.
 #[cfg(not(target_os = "linux"))]
 fn holder(_: &File) -> Option<u32> {
     None
 }
 
-/// The only process that holds a lock of this kind on a file of this number: files of two disks may have the same.
+/// The process holding a `flock` on this inode number. `None` if several match: numbers are unique only per file
+/// system.
 #[cfg(any(target_os = "linux", test))]
 fn holder_of(inode: u64, locks: &str) -> Option<u32> {
     let of_line = |line: &str| {
@@ -60,7 +60,7 @@ fn holder_of(inode: u64, locks: &str) -> Option<u32> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let [_, "FLOCK", _, _, pid, place, ..] = words[..] else { return None };
         let is_it = place.rsplit(':').next()?.parse() == Ok(inode);
-        // What runs in another container has no number here.
+        // A process in another PID namespace is reported as 0.
         is_it.then(|| pid.parse().ok().filter(|pid| *pid > 0))
     };
     let mut found = locks.lines().filter_map(of_line);
@@ -84,7 +84,7 @@ mod tests {
             Err(LockError::Taken { holder, .. }) => {
                 assert!(holder.is_none_or(|holder| holder == std::process::id()), "{holder:?}");
             }
-            // A disk without locks.
+            // A file system without locks.
             other => assert!(held._file.is_none(), "{other:?}"),
         }
         drop(held);

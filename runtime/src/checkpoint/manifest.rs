@@ -1,7 +1,7 @@
 //! The manifest of a checkpoint: the run, its position, and every file with its hash.
 //!
-//! It is written last and read first, and untrusted until checked: names stay in the folder, numbers in their bounds. Its own hash
-//! is that of its bytes with zeros in place of the hash.
+//! It is written last and read first. It is untrusted until checked: file names must stay in the folder and numbers
+//! within bounds. Its own hash is computed with zeros in place of the hash.
 
 use crate::checkpoint::encode::Holds;
 use crate::exec::compile::StageCode;
@@ -11,102 +11,83 @@ use compiler::schedule::Program;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The version of the format.
 pub const SCHEMA: &str = "pipec.checkpoint/1";
 
-/// The name of the file.
 pub const FILE: &str = "manifest.json";
 
-/// A manifest is no larger than this.
+/// Maximum file size, in bytes.
 pub const LARGEST: u64 = 64 << 20;
 
-/// Stages and replicas that a manifest may speak of.
+/// Upper bound of stage and replica numbers.
 const MOST: u32 = 1 << 16;
 
-/// What a folder must hold to be a checkpoint.
+/// The contents of a checkpoint folder.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// [`SCHEMA`].
     pub schema: String,
-    /// Minibatches that are done; the next one is the first that is not.
+    /// Finished minibatches, which is also the number of the next one.
     pub minibatches: u32,
     /// Minibatches of the whole run.
     pub steps: u32,
-    /// Where the data stood.
     pub cursor: Cursor,
-    /// The scale of the loss, where it is scaled.
     pub loss_scale: Option<Scale>,
-    /// What decides the numbers, and must be the same for a run to go on.
+    /// Settings that determine the results; they must be equal to resume.
     pub run: BTreeMap<String, String>,
-    /// How work was dealt out, which may be another one in a run that goes on.
+    /// The distribution of work, which may change on resume.
     pub plan: ShardLayout,
-    /// All files but this one.
     pub files: Vec<Listed>,
-    /// The hash of this one.
+    /// SHA-256 of the manifest.
     pub sha256: String,
 }
 
-/// The next rows of the data.
+/// Position in the training data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cursor {
-    /// Times that the data was seen as a whole.
+    /// Completed epochs.
     pub epoch: u32,
-    /// Minibatches of the epoch that were seen.
+    /// Finished minibatches in the current epoch.
     pub minibatch: u32,
 }
 
-/// The scale of the loss.
+/// Loss-scaling state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Scale {
-    /// What the loss is multiplied by.
     pub value: f64,
-    /// Good steps since it last changed.
+    /// Good steps since the last change.
     pub good: u32,
 }
 
-/// How work was dealt out.
+/// The distribution of work over stages and replicas.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ShardLayout {
-    /// The schedule.
     pub schedule: String,
-    /// What makes up for weights that are not stashed.
     pub staleness: String,
-    /// Items of a minibatch.
     pub microbatches: u32,
-    /// The stages.
     pub stages: Vec<DealtStage>,
 }
 
-/// A stage.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DealtStage {
-    /// Workers that share its items.
     pub replicas: u32,
-    /// Items that may be in flight on a replica, in rounds.
+    /// In-flight limit per replica, in rounds.
     pub cap: u32,
-    /// A hash of the names of its parameters.
+    /// SHA-256 of the parameter names.
     pub parameters: String,
 }
 
-/// One file.
+/// A file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Listed {
-    /// Its name in the folder.
     pub name: String,
-    /// What it is for.
     pub holds: Holds,
-    /// The stage.
     pub stage: u32,
-    /// The replica.
     pub replica: u32,
-    /// Its length.
     pub bytes: u64,
-    /// Its hash.
     pub sha256: String,
 }
 
 impl ShardLayout {
-    /// How a program deals out work over these stages.
+    /// The distribution of a program over these stages.
     pub fn of(program: &Program, codes: &[StageCode], staleness: Staleness) -> ShardLayout {
         let stage = |(stage, code): (&compiler::schedule::ProgramStage, &StageCode)| {
             let names: Vec<&str> = code.parameters.iter().map(|named| named.name.as_str()).collect();
@@ -127,7 +108,7 @@ impl ShardLayout {
 }
 
 impl Manifest {
-    /// Reads a manifest; the error says what is wrong with it.
+    /// Parses and checks a manifest. The error describes the defect.
     pub fn read(bytes: &[u8]) -> Result<Manifest, String> {
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|fault| fault.to_string())?;
         if own_hash(bytes, &manifest.sha256).as_ref() != Some(&manifest.sha256) {
@@ -149,7 +130,7 @@ impl Manifest {
             if *stage >= MOST || *replica >= MOST {
                 return Err(format!("it speaks of stage {stage}, replica {replica}"));
             }
-            // Nothing else is a name in a checkpoint, so nothing leads out of its folder.
+            // Only exact file names are valid, so none can lead out of the folder.
             if *name != holds.file_name(*stage, *replica) {
                 return Err(format!("`{}` is no name of a file of stage {stage}", shown(name)));
             }
@@ -160,7 +141,7 @@ impl Manifest {
                 return Err(format!("the hash of `{name}` is none"));
             }
         }
-        // What was in flight has no file where nothing was.
+        // An in-flight file exists only if something was in flight.
         let always = |stage: u32| [Holds::Weights, Holds::Optimizer].map(|holds| holds.file_name(stage, 0));
         let stages = u32::try_from(manifest.plan.stages.len()).unwrap_or(u32::MAX).min(MOST);
         match (0..stages).flat_map(always).find(|name| !names.contains(name)) {
@@ -169,7 +150,7 @@ impl Manifest {
         }
     }
 
-    /// The bytes of the file, with its hash.
+    /// Encodes the manifest with its hash.
     pub fn write(&self) -> Vec<u8> {
         let encoded = |sha256: &str| {
             let manifest = Manifest { sha256: sha256.to_string(), ..self.clone() };
@@ -181,13 +162,12 @@ impl Manifest {
     }
 }
 
-/// What stands in the place of a manifest's own hash while it is worked out.
+/// Placeholder while a manifest's own hash is computed.
 const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// Digits of a hash.
 const DIGITS: usize = NO_HASH.len();
 
-/// The hash of a manifest, whose last such digits are its own.
+/// The hash of a manifest; `written` is searched from the end.
 fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
     let at = bytes.windows(DIGITS).rposition(|digits| digits == written.as_bytes())?;
     let mut bytes = bytes.to_vec();
@@ -195,7 +175,6 @@ fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
     Some(sha256(&bytes))
 }
 
-/// A text of somebody else, short enough for a message.
 fn shown(text: &str) -> String {
     text.chars().take(80).collect()
 }

@@ -1,11 +1,11 @@
-//! Merges the optimizer-state shards of a stage's replicas.
+//! Merges the ZeRO optimizer-state shards of a stage's replicas.
 //!
-//! Files of a checkpoint do not depend on ZeRO: a run resumes under any plan.
+//! Checkpoint files do not depend on ZeRO: a run resumes under any plan.
 
 use crate::checkpoint::{ParameterState, StageSnapshot};
 use crate::device::buffer::Buffer;
 
-/// The parts of one stage, of all its replicas or of one alone, with all that moves its parameters in the first one's.
+/// Merges the shards of one stage's replicas into the first snapshot. Unsharded snapshots are returned unchanged.
 pub fn join(mut parts: Vec<StageSnapshot>) -> Vec<StageSnapshot> {
     parts.sort_by_key(|part| part.replica);
     let Some((first, others)) = parts.split_first_mut() else { return parts };
@@ -24,7 +24,7 @@ pub fn join(mut parts: Vec<StageSnapshot>) -> Vec<StageSnapshot> {
     parts
 }
 
-/// Shares come in the order of replicas; what is not dealt out only the first one has.
+/// Concatenates shards in replica order; only the first replica has unsharded tensors.
 fn append<'a>(own: &mut Buffer, others: impl Iterator<Item = &'a Buffer>) {
     let mut whole = own.bytes().to_vec();
     others.for_each(|share| whole.extend(share.bytes()));

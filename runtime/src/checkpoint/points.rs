@@ -1,23 +1,22 @@
 //! The minibatches after which a run writes a checkpoint.
 
-/// After which minibatches a run is cut: every so many, or as soon behind as rounds end at every stage; and at its end, or where rounds
-/// last end at every stage in front of that.
+/// Checkpoint positions: after every `every` minibatches, or at the next point where all stages finish a round; and at
+/// the last such point of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cuts {
-    /// Minibatches between two cuts, at least 1; nothing where the only one is at the end.
+    /// Minibatches between checkpoints, at least 1; `None` only checkpoints at the end.
     pub every: Option<u32>,
-    /// Minibatches between two places where rounds end at every stage.
+    /// Interval of the points where all stages finish a round, in minibatches.
     pub period: u32,
-    /// Minibatches of the whole run.
     pub whole: u32,
 }
 
 impl Cuts {
-    /// The first cut behind so many minibatches; nothing where the run ends before.
+    /// The first checkpoint after `minibatches`; `None` if the run ends before one.
     pub fn after(&self, minibatches: u32) -> Option<u32> {
         let regular = self.every.and_then(|every| {
             let every = every.max(1);
-            // Multiples in front of that place may be cut behind it.
+            // Earlier multiples of `every` may be delayed past `minibatches`.
             let first = (minibatches.saturating_sub(self.period) / every).max(1);
             let cuts = (first..).map_while(|count| up(count.checked_mul(every)?, self.period));
             cuts.take_while(|cut| *cut <= self.whole).find(|cut| *cut > minibatches)
@@ -25,18 +24,18 @@ impl Cuts {
         regular.or(Some(self.last()).filter(|last| *last > minibatches))
     }
 
-    /// The last cut; 0 where the run ends before rounds have ended at every stage.
+    /// The last checkpoint; 0 if the run ends before the first point where all stages finish a round.
     pub fn last(&self) -> u32 {
         self.whole - self.whole % self.period.max(1)
     }
 
-    /// Whether there is a cut after so many minibatches.
+    /// True if there is a checkpoint after `minibatches`.
     pub fn is_at(&self, minibatches: u32) -> bool {
         minibatches > 0 && self.after(minibatches - 1) == Some(minibatches)
     }
 }
 
-/// The next multiple of a period.
+/// Rounds up to a multiple of `period`; `None` on overflow.
 pub fn up(minibatches: u32, period: u32) -> Option<u32> {
     minibatches.div_ceil(period.max(1)).checked_mul(period.max(1))
 }
@@ -50,7 +49,7 @@ mod tests {
         let all = |every: Option<u32>, period, whole| {
             let cuts = Cuts { every, period, whole };
             let found: Vec<u32> = (1..=whole).filter(|at| cuts.is_at(*at)).collect();
-            // One after the other from anywhere is the same.
+            // `after` agrees from any start.
             for from in 0..whole {
                 assert_eq!(
                     cuts.after(from),
@@ -64,7 +63,7 @@ mod tests {
         assert_eq!(all(Some(3), 2, 13), [4, 6, 10, 12]);
         assert_eq!(all(Some(1), 4, 11), [4, 8]);
         assert_eq!(Cuts { every: Some(u32::MAX), period: 7, whole: u32::MAX }.after(u32::MAX), None);
-        // The end is cut, too, once.
+        // The end is a checkpoint too, once.
         assert_eq!(all(Some(3), 1, 13), [3, 6, 9, 12, 13]);
         assert_eq!(all(Some(9), 2, 15), [10, 14]);
         assert_eq!(all(Some(5), 4, 7), [4]);

@@ -1,4 +1,4 @@
-//! Writes snapshots as they arrive, and names a checkpoint when all of it is on disk.
+//! Writes snapshots as they arrive, and renames a checkpoint to its final name when all of it is on disk.
 //!
 //! ```text
 //! make .step-00000012.part        for the first snapshot
@@ -8,8 +8,8 @@
 //! remove older checkpoints        all but the newest few, where --keep asks for it
 //! ```
 //!
-//! Whatever ends the process at any point, the last complete checkpoint is still there. A write that fails costs this checkpoint
-//! only: its folder is removed and the run goes on.
+//! If the process ends at any point, the last complete checkpoint still exists. A failed write only loses this
+//! checkpoint: its folder is removed and the run continues.
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::encode::{files, not_finite};
@@ -27,7 +27,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why a checkpoint is not there.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum KeepError {
@@ -39,63 +38,52 @@ pub enum KeepError {
     NotFinite { name: String },
 }
 
-/// What a keeper must know of the run.
+/// The run as the writer sees it.
 pub struct Kept<'a> {
-    /// The folder of the run's checkpoints, which is there.
+    /// The existing folder of the run's checkpoints.
     pub folder: PathBuf,
-    /// Checkpoints that stay; all, if nothing.
+    /// Number of checkpoints to keep; `None` keeps all.
     pub keep: Option<usize>,
-    /// The minibatches behind which the run goes on, if it does.
+    /// Minibatches at which the run was resumed.
     pub begun: Option<u32>,
-    /// What decides the numbers.
+    /// Settings that determine the results; see [`Manifest::run`].
     pub run: BTreeMap<String, String>,
-    /// How work is dealt out.
     pub plan: ShardLayout,
-    /// Minibatches of the run, and of an epoch.
     pub steps: u32,
-    /// Minibatches of an epoch.
     pub per_epoch: u32,
-    /// The stages.
     pub codes: &'a [StageCode],
-    /// How parameters move.
     pub optimizer: &'a Optimizer,
-    /// Weights and states as the run was given them.
+    /// Initial weights and states.
     pub given: &'a BTreeMap<String, Tensor>,
 }
 
-/// What has become of a checkpoint.
+/// The outcome of a checkpoint.
 #[derive(Debug)]
 pub enum Saved {
-    /// It is there.
     Done {
-        /// Minibatches in front of it.
         minibatches: u32,
-        /// Where.
         folder: PathBuf,
-        /// What failed once it was there: an older one could not be removed, or the disk does not say that it keeps the names.
+        /// An error after completion: an older checkpoint could not be removed, or the folder could not be synced.
         left: Option<KeepError>,
     },
-    /// It is not, and never will be.
     Failed {
-        /// Minibatches in front of it.
         minibatches: u32,
-        /// Why.
         fault: KeepError,
     },
 }
 
-/// Who writes checkpoints.
+/// Writes the checkpoints of a run.
 pub struct Keeper<'a, F> {
     files: F,
     of: Kept<'a>,
     open: BTreeMap<u32, Open>,
 }
 
-/// A checkpoint of which parts are still to come.
+/// A checkpoint whose snapshots have not all arrived.
 #[derive(Default)]
 struct Open {
     parts: usize,
-    /// By stage, parts that wait for others with which they are whole.
+    /// ZeRO shards waiting for those of other replicas, by stage.
     shares: BTreeMap<u32, Vec<StageSnapshot>>,
     has_folder: bool,
     listed: Vec<Listed>,
@@ -104,13 +92,13 @@ struct Open {
 }
 
 impl<'a, F: Files> Keeper<'a, F> {
-    /// A keeper that has written nothing. What a run before it left half done is removed; a whole checkpoint that lost its name, because the
-    /// run was ended when another one was to take its place, is given it again, unless what has it now is whole.
+    /// Cleans up after an earlier run. Incomplete checkpoints are removed. A complete one that was left under a hidden
+    /// name during a replacement gets its name back, unless the checkpoint with that name is complete.
     pub fn new(files: F, of: Kept<'a>) -> Keeper<'a, F> {
         for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
             let whole = of.folder.join(name(minibatches));
             let (is_there, is_lost) = (whole.symlink_metadata().is_ok(), read(&path).is_ok() && read(&whole).is_err());
-            // What stays is in nobody's way.
+            // A leftover that cannot be removed does no harm.
             let _ = match is_lost {
                 true if is_there => files.remove_folder(&whole).and_then(|()| files.rename(&path, &whole)),
                 true => files.rename(&path, &whole),
@@ -118,14 +106,14 @@ impl<'a, F: Files> Keeper<'a, F> {
             };
         }
         let keeper = Keeper { files, of, open: BTreeMap::new() };
-        // The run before may have ended between a checkpoint and the removal of those that it made too many.
+        // The earlier run may have ended before it removed old checkpoints.
         if let Some(begun) = keeper.of.begun {
             let _ = keeper.remove_older(begun);
         }
         keeper
     }
 
-    /// Writes a part. With the last of a checkpoint, tells what has become of it.
+    /// Writes a snapshot. The last one of a checkpoint returns the outcome.
     pub fn take(&mut self, part: StageSnapshot) -> Option<Saved> {
         let minibatches = part.minibatches;
         let mut open = self.open.remove(&minibatches).unwrap_or_default();
@@ -139,7 +127,7 @@ impl<'a, F: Files> Keeper<'a, F> {
             if open.fault.is_none()
                 && let Err(fault) = written(&mut open)
             {
-                // Room for the next one.
+                // Free disk space for the next checkpoint.
                 let _ = self.files.remove_folder(&self.part_folder(minibatches));
                 open.fault = Some(fault);
             }
@@ -191,7 +179,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         Ok(())
     }
 
-    /// Gives a checkpoint its name. With it comes what could not be done once it was there.
+    /// Renames a checkpoint to its final name. Also returns an error that occurred after completion.
     fn complete(&self, minibatches: u32, open: Open) -> Result<(PathBuf, Option<KeepError>), KeepError> {
         let Open { mut listed, scale, .. } = open;
         listed
@@ -212,7 +200,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         let path = part.join(FILE);
         wrote(&path, self.files.write(&path, &manifest.write()))?;
         wrote(&part, self.files.sync_folder(&part))?;
-        // A run that goes on from an older checkpoint comes again to one that was broken, or not to its liking.
+        // A run resumed from an older checkpoint reaches an existing, possibly broken, checkpoint again.
         let old = self.of.folder.join(old_name(minibatches));
         let is_replaced = whole.symlink_metadata().is_ok();
         if is_replaced {
@@ -221,7 +209,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         }
         if let Err(fault) = wrote(&whole, self.files.rename(&part, &whole)) {
             if is_replaced {
-                // Where that fails, too, the next run gives it its name.
+                // If this fails too, the next run restores the name.
                 let _ = self.files.rename(&old, &whole);
             }
             return Err(fault);
@@ -231,7 +219,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         Ok((whole, kept.and(removed).err()))
     }
 
-    /// Removes all but the newest, up to the one that has just been completed. Who looks meanwhile sees none that is half there.
+    /// Removes all but the newest checkpoints up to `newest`. Renaming first hides partly removed ones from readers.
     fn remove_older(&self, newest: u32) -> Result<(), KeepError> {
         let Some(keep) = self.of.keep else { return Ok(()) };
         let found = all(&self.of.folder).unwrap_or_default();

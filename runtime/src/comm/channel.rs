@@ -1,10 +1,10 @@
-//! A channel between two workers: buffers by reference, in the order they were sent.
+//! A channel between two workers: buffers by reference, in sending order.
 //!
 //! Within one process both ends share memory. For a worker in another process, the sender writes to the queue of that
-//! [`connection`](crate::process::connection), and the connection's reader delivers what arrives.
+//! [`connection`](crate::process::connection), and the connection's reader delivers arriving messages.
 //!
-//! A message is available as soon as it is sent. The sender also sees each posted receive: a program bounds how far a worker
-//! may run ahead of its readers, because more messages in flight need more buffers than the plan counts.
+//! A message is available as soon as it is sent. The sender also sees each posted receive: a program bounds how far a
+//! worker may run ahead of its receivers, because messages in flight need buffers that the plan must count.
 
 use crate::device::buffer::Buffer;
 use crate::process::connection::Outbound;
@@ -14,74 +14,72 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A tensor under way.
+/// A tensor in a message.
 pub struct Parcel {
-    /// The value in the whole graph that it is, or is a gradient term of.
+    /// The value in the unpartitioned graph; for a gradient term, the value that it is the gradient of.
     pub value: Value,
-    /// Which group of readers, for gradients.
+    /// The reader group, for gradients; 0 for activations.
     pub group: usize,
-    /// The bytes.
     pub buffer: Arc<Buffer>,
 }
 
-/// The tensors of one item over one edge.
+/// The tensors of one micro-batch over one edge.
 pub struct Message {
-    /// The item.
     pub item: u32,
-    /// The tensors.
     pub parcels: Vec<Parcel>,
 }
 
-/// The other end of a channel is gone.
+/// The other end of the channel was dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
-/// Where the other end of a channel is.
 enum End<T> {
-    /// In this process.
     Here(Sender<T>),
-    /// In another one, which has this number for the channel.
-    There { queue: Sender<Outbound>, channel: u32 },
+    /// In another process, under this channel number.
+    There {
+        queue: Sender<Outbound>,
+        channel: u32,
+    },
 }
 
-/// Where messages go in.
+/// The sending end of a channel.
 pub struct Outgoing {
     messages: End<Message>,
     posted: Receiver<()>,
-    /// Messages sent, and receives that are known to be posted.
+    /// Number of messages sent (`sent`) and of posted receives seen (`known`).
     sent: u64,
     known: u64,
 }
 
-/// Where they come out.
+/// The receiving end of a channel.
 pub struct Incoming {
     messages: Receiver<Message>,
     posted: End<()>,
-    /// Those that came before one that was waited for.
+    /// Messages that arrived before the one waited for.
     early: HashMap<u32, Message>,
 }
 
-/// Both ends of a channel. An end whose other end is gone learns it at once, so no worker waits for a dead one.
+/// Creates both ends of a local channel. Dropping one end wakes the other.
 pub fn channel() -> (Outgoing, Incoming) {
     let ((to, messages), (posted, told)) = (unbounded(), unbounded());
     let incoming = Incoming { messages, posted: End::Here(posted), early: HashMap::new() };
     (Outgoing { messages: End::Here(to), posted: told, sent: 0, known: 0 }, incoming)
 }
 
-/// The end for messages to another process, and where it is told of receives that are posted there.
+/// Creates the sending end of a channel to another process, and the sender that reports its posted receives.
 pub fn outgoing(queue: Sender<Outbound>, channel: u32) -> (Outgoing, Sender<()>) {
     let (posted, told) = unbounded();
     (Outgoing { messages: End::There { queue, channel }, posted: told, sent: 0, known: 0 }, posted)
 }
 
-/// The end for messages from another process, and where they are handed in.
+/// Creates the receiving end of a channel from another process, and the sender that delivers its messages.
 pub fn incoming(queue: Sender<Outbound>, channel: u32) -> (Incoming, Sender<Message>) {
     let (to, messages) = unbounded();
     (Incoming { messages, posted: End::There { queue, channel }, early: HashMap::new() }, to)
 }
 
 impl Outgoing {
-    /// Sends a message and gives its number.
+    /// Sends a message and returns its number, from 1.
     pub fn send(&mut self, message: Message) -> Result<u64, Gone> {
         match &self.messages {
             End::Here(messages) => messages.send(message).map_err(|_| Gone)?,
@@ -95,7 +93,7 @@ impl Outgoing {
         Ok(self.sent)
     }
 
-    /// Waits until the receive for the message with that number is posted.
+    /// Blocks until the receive for message `number` is posted.
     pub fn wait(&mut self, number: u64) -> Result<(), Gone> {
         while self.known < number {
             self.posted.recv().map_err(|_| Gone)?;
@@ -106,9 +104,8 @@ impl Outgoing {
 }
 
 impl Incoming {
-    /// Tells that a receive is posted.
     pub fn post(&self) {
-        // Who sends may be at its end already.
+        // The sender may have finished.
         match &self.posted {
             End::Here(posted) => _ = posted.send(()),
             End::There { queue, channel } => {
@@ -117,7 +114,7 @@ impl Incoming {
         }
     }
 
-    /// Waits for the message of an item. Receives may be waited for in another order than they were posted in.
+    /// Blocks for the message of a micro-batch. Receives may complete in another order than they were posted.
     pub fn take(&mut self, item: u32) -> Result<Message, Gone> {
         if let Some(message) = self.early.remove(&item) {
             return Ok(message);

@@ -1,12 +1,13 @@
 //! A communicator: every member contributes a value, and every member receives all values in rank order.
 //!
-//! All-reduce over replicas uses it. Every replica adds the same terms in the same order, so all get the same bits without a
-//! leader. With members in other processes, each process has its own copy; contributions are forwarded to the others.
+//! All-reduce over replicas uses it. Every replica adds the same terms in the same order, so all get bitwise equal
+//! results without a leader. If members are in several processes, each process has its own copy and forwards its
+//! contributions.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Why a meeting did not take place: some member is gone.
+/// A collective failed because a member is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerLost;
 
@@ -21,13 +22,12 @@ struct State<T> {
     abandoned: bool,
 }
 
-/// Tells other processes what a member of this one brings: the meeting's number, the member, its part.
+/// Forwards a local contribution to other processes: sequence number, rank, value.
 pub type Forward<T> = Box<dyn Fn(u64, usize, &T) + Send + Sync>;
 
-/// Meetings of a fixed group of members, told apart by number.
+/// Collectives of a fixed group of members, identified by sequence number.
 pub struct Communicator<T> {
     members: usize,
-    /// Members that are workers of this process.
     here: usize,
     forward: Option<Forward<T>>,
     state: Mutex<State<T>>,
@@ -35,23 +35,23 @@ pub struct Communicator<T> {
 }
 
 impl<T> Communicator<T> {
-    /// A place for `members` workers to meet.
+    /// Creates a communicator within one process.
     pub fn new(members: usize) -> Communicator<T> {
         Communicator::among(members, members, None)
     }
 
-    /// A place of which only so many members are `here`, and others are told of their parts.
+    /// Creates a communicator with `here` local members; `forward` sends their contributions to the other processes.
     pub fn among(members: usize, here: usize, forward: Option<Forward<T>>) -> Communicator<T> {
         let state = Mutex::new(State { meetings: HashMap::new(), abandoned: false });
         Communicator { members, here, forward, state, changed: Condvar::new() }
     }
 
-    // A worker that panicked holding the lock left only whole meetings behind: nothing under the lock can panic half way.
+    // No code panics while it holds the lock with inconsistent state.
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Member `member` brings its part to meeting `number`, and does not wait.
+    /// Contributes a value to collective `number` without blocking.
     pub fn bring(&self, number: u64, member: usize, part: T) {
         if let Some(forward) = &self.forward {
             forward(number, member, &part);
@@ -59,7 +59,7 @@ impl<T> Communicator<T> {
         self.arrive(number, member, part);
     }
 
-    /// The part of a member comes to meeting `number`; says whether that member was still awaited there.
+    /// Records a contribution. Returns false if the rank is invalid or has already contributed.
     pub fn arrive(&self, number: u64, member: usize, part: T) -> bool {
         let mut state = self.lock();
         let members = self.members;
@@ -79,7 +79,7 @@ impl<T> Communicator<T> {
         true
     }
 
-    /// Waits until all members brought their part to the meeting. Ends when they did, or when a member abandons.
+    /// Blocks until all members have contributed, or one abandons. Returns the values in rank order.
     pub fn meet(&self, number: u64) -> Result<Arc<Vec<T>>, PeerLost> {
         let mut state = self.lock();
         loop {
@@ -99,7 +99,7 @@ impl<T> Communicator<T> {
         }
     }
 
-    /// A member will not come any more; everyone who waits is told.
+    /// Fails all current and future waits, after a member was lost.
     pub fn abandon(&self) {
         self.lock().abandoned = true;
         self.changed.notify_all();

@@ -1,8 +1,8 @@
-//! The rank of a worker in its tensor-parallel group: it exchanges tensors with the workers that run the same program on the other shards.
+//! The rank of a worker in its tensor-parallel group, whose workers run the same program on different shards.
 //!
-//! All devices of a group run one program with the same kernels, so their collectives come in the same order and a counter identifies
-//! them. A worker contributes its tensor, waits for the others, and computes its own result. Sums are added in device order, so all
-//! devices get the same bits. A wait ends when all have contributed or when one has failed.
+//! All devices of a group run the same kernels, so their collectives come in the same order and a counter identifies
+//! them. A worker contributes its tensor, waits for the others, and computes its own result. Sums are added in device
+//! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed.
 
 use crate::comm::communicator::{Communicator, PeerLost};
 use compiler::op::collective::met;
@@ -13,13 +13,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Where the same worker of every device meets.
+/// Communicator of the same worker on every device.
 pub type TensorComm = Communicator<Tensor>;
 
-/// How parameters lie, by name.
+/// Sharding of each parameter, by name.
 pub type Layouts = BTreeMap<String, Sharding>;
 
-/// A worker's rank in its tensor-parallel group.
 pub struct TensorRank {
     table: Arc<TensorComm>,
     device: usize,
@@ -29,7 +28,7 @@ pub struct TensorRank {
 }
 
 impl TensorRank {
-    /// The rank of a device in a group of `devices`, which hold parameters in these layouts.
+    /// `layouts` gives the sharding of the parameters.
     pub fn new(table: Arc<TensorComm>, device: usize, devices: usize, layouts: Arc<Layouts>) -> TensorRank {
         TensorRank { table, device, devices, layouts, met: AtomicU64::new(0) }
     }
@@ -40,8 +39,8 @@ impl TensorRank {
         self.table.meet(number)
     }
 
-    /// Sums of squares of gradients of these parameters, of each device's parts, as those of the whole: what is not split all devices have
-    /// alike, and counts once.
+    /// All-reduces the sums of squares of these parameters' gradients. Unsharded parameters are equal on all devices
+    /// and count once.
     pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, PeerLost> {
         let all = self.gather(Tensor::from_f64(&[own.len()], own))?;
         let of: Vec<Vec<f64>> = all.iter().map(Tensor::to_f64).collect();
@@ -50,7 +49,7 @@ impl TensorRank {
         Ok(each.map(|(at, split)| of.iter().take(if split { of.len() } else { 1 }).map(|of| of[at]).sum()).collect())
     }
 
-    /// Does an op of the group: brings this device's tensor, and writes what it gets.
+    /// Runs a collective op on this rank's tensor and writes its result.
     pub fn meet(&self, op: &Op, own: Tensor, output: &mut [u8]) -> Result<(), KernelError> {
         if let Op::Shard(shard) = op {
             output.copy_from_slice(part_of(&own, shard.cut, self.devices, self.device).bytes());
@@ -71,13 +70,13 @@ impl TensorRank {
         Ok(())
     }
 
-    /// This worker will not come any more; everyone who waits for it is told.
+    /// Fails all current and future waits, after this worker failed.
     pub fn abandon(&self) {
         self.table.abandon();
     }
 }
 
-/// Terms one after the other, rounded after each as a device rounds that adds two tensors.
+/// Adds terms in order with rounding after each addition, as a device that adds two tensors at a time would.
 fn add_up(terms: impl Iterator<Item = Tensor>, sum: &mut [u8]) {
     let terms: Vec<Tensor> = terms.collect();
     match terms[0].dtype() {

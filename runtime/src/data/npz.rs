@@ -1,7 +1,8 @@
 //! NumPy's npy and npz files.
 //!
-//! An npz is a zip of npy arrays. Everything in it is doubted: names appear once, sizes that the archive declares are
-//! capped by what is really there, object arrays (pickles) are refused unread, and shapes are multiplied with care.
+//! An npz file is a zip archive of npy arrays. Its contents are untrusted: duplicate names are rejected, declared sizes
+//! are capped by the actual ones, object arrays (pickles) are rejected unread, and shape products are checked for
+//! overflow.
 
 use crate::data::weights::{FileError, read_regular};
 use crate::device::host_memory;
@@ -12,10 +13,10 @@ use std::path::Path;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
-/// An archive whose arrays would take more memory than this is refused.
+/// Maximum total size of an archive's arrays, in bytes.
 const TOTAL_LIMIT: u64 = 64 << 30;
 
-/// Entries of an archive beyond this number are refused.
+/// Maximum number of archive entries.
 const ENTRY_LIMIT: usize = 1 << 16;
 
 /// All arrays of an npz file, by name without `.npy`.
@@ -31,7 +32,7 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     if archive.len() > ENTRY_LIMIT {
         return Err(wrong(format!("{} entries; the most is {ENTRY_LIMIT}", archive.len())));
     }
-    // The library keeps one of several entries of a name; the archive's own count tells that there were more.
+    // The zip library keeps only one of several entries with the same name; the archive's own count reveals duplicates.
     if let Some(declared) = entries(path).filter(|n| *n != archive.len()) {
         return Err(wrong(format!("{declared} entries, but {} names: some array is there twice", archive.len())));
     }
@@ -43,7 +44,7 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
         let name = entry.name().map_err(|e| wrong(e.to_string()))?.to_string();
         let Some(name) = name.strip_suffix(".npy").map(str::to_string) else { continue };
         let array = |fault: String| FileError::Array { path: path.to_path_buf(), name: name.clone(), fault };
-        // Deflate grows at most about a thousandfold; more is a lie, and is found before it is allocated.
+        // Deflate expands at most about 1000-fold. Reject larger declarations before allocating.
         let declared = entry.size();
         if declared > size.saturating_mul(1100) {
             return Err(array(format!("declares {declared} bytes in a file of {size}")));
@@ -62,7 +63,7 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     Ok(arrays)
 }
 
-/// The number of entries that the end of a zip archive declares; `None` where it is in the 64-bit form or not found.
+/// Entry count from the end record of a zip archive; `None` if it is in 64-bit form or not found.
 fn entries(path: &Path) -> Option<usize> {
     let mut file = std::fs::File::open(path).ok()?;
     let size = file.metadata().ok()?.len();
@@ -72,9 +73,9 @@ fn entries(path: &Path) -> Option<usize> {
     (count != u16::MAX).then_some(usize::from(count))
 }
 
-/// The last bytes of a file, and where among them the record stands that ends a zip archive.
+/// The last bytes of a file, and the offset of the end-of-archive record in them.
 fn end(file: &mut std::fs::File, size: u64) -> Option<(Vec<u8>, Option<usize>)> {
-    // The record has 22 bytes and a comment of at most 65,535 behind it.
+    // The record has 22 bytes, followed by a comment of at most 65,535.
     let tail = size.min(22 + 65_535);
     file.seek(SeekFrom::Start(size - tail)).ok()?;
     let mut bytes = Vec::new();
@@ -83,8 +84,8 @@ fn end(file: &mut std::fs::File, size: u64) -> Option<(Vec<u8>, Option<usize>)> 
     Some((bytes, at))
 }
 
-/// What is missing of an archive that begins as one and has no end: the list of its arrays, which comes last, and more where the file ends
-/// within one of them.
+/// Describes what a truncated archive lacks: the central directory at its end, and possibly part of an array. `None` if
+/// the archive is not truncated.
 fn cut_short(path: &Path, size: u64) -> Option<String> {
     let mut file = std::fs::File::open(path).ok()?;
     if end(&mut file, size)?.1.is_some() {
@@ -92,7 +93,8 @@ fn cut_short(path: &Path, size: u64) -> Option<String> {
     }
     let mut at = 0u64;
     loop {
-        // Of an entry: a mark, sizes at 18 and 22, lengths of name and extra field at 26 and 28, then those two, then the array.
+        // Local file header: signature, sizes at offsets 18 and 22, name and extra field lengths at 26 and 28; then
+        // name, extra field and data.
         let mut head = [0u8; 30];
         file.seek(SeekFrom::Start(at)).ok()?;
         if file.read_exact(&mut head).is_err() || !head.starts_with(b"PK\x03\x04") {
@@ -106,7 +108,7 @@ fn cut_short(path: &Path, size: u64) -> Option<String> {
             return Some(LIST.to_string());
         }
         let (name, extra) = more.split_at(name as usize);
-        // Large sizes stand in the extra field: kind 1, its length, the whole size, the packed one.
+        // Zip64 sizes are in the extra field: id 1, length, uncompressed size, compressed size.
         let large = extra.get(12..20).filter(|_| packed == u32::MAX && extra.starts_with(&[1, 0]));
         let packed = large.and_then(|bytes| bytes.try_into().ok()).map_or(u64::from(packed), u64::from_le_bytes);
         let end = (at + 30).checked_add(more.len() as u64)?.checked_add(packed)?;
@@ -118,16 +120,14 @@ fn cut_short(path: &Path, size: u64) -> Option<String> {
     }
 }
 
-/// What an archive without its end lacks.
 const LIST: &str = "the list of its arrays, which comes last, is missing";
 
-/// The array of an npy file.
 pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
     let bytes = read_regular(path)?;
     decode(&bytes).map_err(|fault| FileError::Array { path: path.to_path_buf(), name: "array".into(), fault })
 }
 
-/// An npz file of these arrays, uncompressed, in the order of their names, with no time in it.
+/// Encodes an uncompressed npz file, ordered by name and without timestamps.
 pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, FileError> {
     let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
     let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
@@ -146,7 +146,7 @@ pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// The array in the bytes of an npy file, or what is wrong with it.
+/// Decodes an npy file. The error describes the defect.
 pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
     let rest = bytes.strip_prefix(MAGIC).ok_or("not an npy array")?;
     let (length, body) = match rest {
@@ -180,7 +180,7 @@ pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
     Tensor::new(dtype, shape, data.into()).map_err(|e| e.to_string())
 }
 
-/// The text behind `'key':`, up to the end of its value.
+/// The text after `'key':`, up to the end of its value.
 fn field<'a>(header: &'a str, key: &str) -> Option<&'a str> {
     let at = header.find(&format!("'{key}'")).or_else(|| header.find(&format!("\"{key}\"")))?;
     let rest = header[at + key.len() + 2..].trim_start().strip_prefix(':')?.trim_start();

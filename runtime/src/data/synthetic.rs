@@ -1,4 +1,4 @@
-//! Made-up data for a model without any: seeded, of the right shapes, with indices that stay within their tables.
+//! Seeded synthetic data with the model's input shapes and in-range indices.
 
 use super::mix;
 use crate::exec::compile::NamedTensor;
@@ -9,9 +9,9 @@ use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// `rows` rows for every feed whose first dim is the `item_rows` samples of an item, one value of its own shape for
-/// every other: floats spread evenly over -1…1, integers over what their readers in `graph` admit. The counter of
-/// dropouts is 0.
+/// Generates `rows` rows for feeds whose first dimension is `item_rows`, and one value of the feed's own shape for
+/// others. Floats are uniform in [-1, 1); integers are uniform in the range that their readers in `graph` accept. The
+/// dropout counter is 0.
 pub fn synthetic(
     graph: &Graph,
     feeds: &[NamedTensor],
@@ -24,7 +24,7 @@ pub fn synthetic(
         let mut shape = feed.fact.concrete().unwrap_or_default();
         match shape.first_mut() {
             Some(first) if *first == item_rows => *first = rows,
-            // The targets of flattened predictions, sample by sample.
+            // Targets of flattened predictions, per sample.
             Some(first) if feed.name == TARGET && item_rows > 0 && first.is_multiple_of(item_rows) => {
                 *first /= item_rows;
                 shape.insert(0, rows);
@@ -46,15 +46,15 @@ pub fn synthetic(
     arrays
 }
 
-/// The indices that every reader of an input accepts.
+/// The index range of an input.
 pub struct Limit {
-    /// One more than the largest.
+    /// Exclusive upper bound.
     pub below: i64,
-    /// The label that losses leave out, where losses alone read the input.
+    /// Label that losses ignore, if only losses with this setting read the input.
     pub ignored: Option<i64>,
 }
 
-/// The indices that every reader of the input accepts; `None` where nobody says.
+/// The index range that every reader of the input accepts; `None` if no reader restricts it.
 pub fn limit(graph: &Graph, name: &str) -> Option<Limit> {
     let input = graph.ids().find(|id| matches!(&graph.node(*id).op, Op::Input(i) if i.name == name));
     let input = input?;

@@ -1,7 +1,7 @@
-//! Weight files: safetensors and npz, by the names of the source model.
+//! Weight files: safetensors and npz, with the names of the source model.
 //!
-//! Files are hostile until read: names appear once, sizes are checked by the formats' readers before anything is
-//! allocated, object arrays (pickles) are refused.
+//! Files are untrusted: duplicate names are rejected, sizes are checked before allocation, and object arrays (pickles)
+//! are rejected.
 
 use compiler::tensor::{DType, Tensor};
 use safetensors::SafeTensors;
@@ -12,7 +12,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why tensors cannot be read or written.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum FileError {
@@ -45,8 +44,8 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     }
 }
 
-/// Writes tensors in the format that the path's extension names, through a temporary file beside it, so that a reader
-/// never sees half of it.
+/// Writes tensors in the format of the path's extension. A temporary file ensures that readers never see a partial
+/// file.
 pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), FileError> {
     let bytes = match extension(path) {
         "npz" => crate::data::npz::encode(path, tensors)?,
@@ -58,10 +57,10 @@ pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), File
     write_whole(path, &bytes)
 }
 
-/// Writes a file so that it is there whole or not at all.
+/// Writes a file atomically.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     let fail = |fault| FileError::Write { path: path.to_path_buf(), fault };
-    // A link is followed, so that its target is what changes; a pipe or a device is written to, never replaced.
+    // Follow links so that their target changes. Pipes and devices are written to, never replaced.
     let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
     let path = target.as_path();
     let existing = fs::metadata(path).ok();
@@ -80,7 +79,6 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
         fs::rename(&part, path)
     });
     written.map_err(|fault| {
-        // What is left of a failed write helps nobody.
         let _ = fs::remove_file(&part);
         fail(fault)
     })
@@ -90,7 +88,7 @@ fn extension(path: &Path) -> &str {
     path.extension().and_then(|e| e.to_str()).unwrap_or("")
 }
 
-/// The bytes of a regular file: a pipe could block for ever, a device never end.
+/// Reads a regular file. A pipe could block forever and a device never end.
 pub fn read_regular(path: &Path) -> Result<Vec<u8>, FileError> {
     let fail = |fault| FileError::Read { path: path.to_path_buf(), fault };
     let kind = fs::metadata(path).map_err(fail)?;
@@ -100,14 +98,14 @@ pub fn read_regular(path: &Path) -> Result<Vec<u8>, FileError> {
     fs::read(path).map_err(fail)
 }
 
-/// Headers larger than this are refused.
+/// Maximum header size, in bytes.
 const HEADER_LIMIT: u64 = 16 << 20;
 
 fn read_safetensors(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     decode(path, &read_regular(path)?)
 }
 
-/// The tensors in the bytes of a safetensors file. `path` is for messages.
+/// Decodes a safetensors file. `path` is for messages.
 pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, FileError> {
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let length = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| wrong("too short".into()))?;
@@ -134,7 +132,7 @@ pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, Fil
     Ok(tensors)
 }
 
-/// What is missing of a file that ends before its header says that it does.
+/// Describes what a file lacks that ends before the size in its header.
 fn cut_short(rest: &[u8], header: u64) -> Option<String> {
     let Some(text) = rest.get(..header as usize) else {
         return Some(format!("the header alone has {} bytes", header.saturating_add(8)));
@@ -145,7 +143,7 @@ fn cut_short(rest: &[u8], header: u64) -> Option<String> {
     (whole > rest.len() as u64 + 8).then(|| format!("its header names {whole}"))
 }
 
-/// The format's reader keeps the last of two equal names; we refuse both.
+/// The safetensors reader keeps the last of two equal names; reject both.
 fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
     struct Names;
     impl<'de> serde::de::Visitor<'de> for Names {
@@ -168,24 +166,20 @@ fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
     serde::Deserializer::deserialize_map(&mut json, Names).map_err(|e| e.to_string())
 }
 
-/// A tensor of a file to be written.
+/// A tensor to write.
 pub struct Piece<'a> {
-    /// Its element type.
     pub dtype: DType,
-    /// Its shape.
     pub shape: Vec<usize>,
-    /// Its bytes.
     pub bytes: &'a [u8],
 }
 
 impl<'a> Piece<'a> {
-    /// The whole of a tensor.
     pub fn of(tensor: &'a Tensor) -> Piece<'a> {
         Piece { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes: tensor.bytes() }
     }
 }
 
-/// The bytes of a safetensors file. `path` is for messages.
+/// Encodes a safetensors file. `path` is for messages.
 pub fn encode(path: &Path, pieces: Vec<(String, Piece<'_>)>) -> Result<Vec<u8>, FileError> {
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let mut views = Vec::new();

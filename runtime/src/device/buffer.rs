@@ -1,4 +1,4 @@
-//! Byte buffers aligned for vector kernels, and a pool that hands them out again.
+//! Byte buffers aligned for vector kernels, and a pool that reuses them.
 
 use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
@@ -7,31 +7,31 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The sizes of pages. Buffers of a large page and more lie on such pages where the system has them: to find the many small pages that a
-/// kernel walks through takes as long as to read some of them. They do not begin with one, because buffers whose addresses are alike
-/// drive each other from the caches.
+/// Page sizes. Buffers of at least a large page use huge pages if available: TLB misses on small pages take as long as
+/// the reads of some kernels. Buffers do not start on a page boundary, because equal low address bits would cause cache
+/// conflicts.
 const LARGE_PAGE: usize = 2 << 20;
 const SMALL_PAGE: usize = 4096;
 
-/// Bytes at an address that is a multiple of [`ALIGNMENT`].
+/// Bytes aligned to [`ALIGNMENT`].
 pub struct Buffer {
     start: NonNull<u8>,
     bytes: usize,
     ledger: Option<Arc<MemoryCounter>>,
     lent: AtomicBool,
-    /// The pool that made it.
     pool: Option<Arc<()>>,
 }
 
-/// How many bytes are held by the buffers that are written into it, wherever they are dropped.
+/// Counts the bytes of buffers, independent of the thread that drops them.
 ///
-/// Buffers of a pool come and go in places of their size, which are kept once they are made, as the pool keeps its buffers: an empty place
-/// counts like a full one. Between devices what comes from others lies in such places too; here it is read where it was made.
+/// Pooled buffers count in slots by size. A slot stays allocated when its buffer is returned, like the pool's buffers,
+/// so a free slot counts like a used one. On separate devices a received message would occupy such a slot too; in one
+/// process it is read from the sender's buffer.
 #[derive(Default)]
 pub struct MemoryCounter {
     now: AtomicU64,
     peak: AtomicU64,
-    /// By size, the places that are taken and all there are.
+    /// Used and allocated slots, by size.
     places: Mutex<HashMap<usize, Places>>,
 }
 
@@ -42,28 +42,26 @@ struct Places {
 }
 
 impl MemoryCounter {
-    /// The most that was held at once.
+    /// Maximum bytes at any time.
     pub fn peak(&self) -> u64 {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// Counts bytes that are held from now on.
     pub fn add(&self, bytes: usize) {
         let now = self.now.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
         self.peak.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// Counts bytes no longer.
     pub fn remove(&self, bytes: usize) {
         self.now.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    // Nothing under the lock can panic half way.
+    // No code panics while it holds the lock with inconsistent state.
     fn places(&self) -> MutexGuard<'_, HashMap<usize, Places>> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a place of this size, which is made where none is free.
+    /// Occupies a slot of this size; allocates one if none is free.
     pub fn take_place(&self, bytes: usize) {
         let mut all = self.places();
         let places = all.entry(bytes).or_default();
@@ -74,7 +72,7 @@ impl MemoryCounter {
         }
     }
 
-    /// Leaves a place that was taken.
+    /// Frees a slot.
     pub fn leave_place(&self, bytes: usize) {
         if let Some(places) = self.places().get_mut(&bytes) {
             places.taken = places.taken.saturating_sub(1);
@@ -82,14 +80,13 @@ impl MemoryCounter {
     }
 }
 
-/// Bytes that are counted in a ledger until this is dropped, whoever they belong to.
+/// Bytes counted until this is dropped.
 pub struct CountedBytes {
     ledger: Arc<MemoryCounter>,
     bytes: usize,
 }
 
 impl CountedBytes {
-    /// So many bytes.
     pub fn new(ledger: &Arc<MemoryCounter>, bytes: usize) -> CountedBytes {
         ledger.add(bytes);
         CountedBytes { ledger: ledger.clone(), bytes }
@@ -102,13 +99,13 @@ impl Drop for CountedBytes {
     }
 }
 
-// SAFETY: a buffer owns its bytes, as a boxed slice does.
+// SAFETY: a buffer owns its bytes, like a boxed slice.
 unsafe impl Send for Buffer {}
-// SAFETY: shared access is through `&[u8]` only.
+// SAFETY: shared access is only through `&[u8]`.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A buffer of zeros.
+    /// A zero-filled buffer.
     pub fn new(bytes: usize) -> Buffer {
         let layout = layout(bytes);
         // SAFETY: the layout has at least one cache line.
@@ -122,14 +119,14 @@ impl Buffer {
         Buffer { start, bytes, ledger: None, lent: AtomicBool::new(false), pool: None }
     }
 
-    /// Counts the buffer in a ledger until it is dropped.
+    /// Counts the buffer in `ledger` until it is dropped.
     pub fn count_in(&mut self, ledger: &Arc<MemoryCounter>) {
         ledger.add(self.bytes);
         self.ledger = Some(ledger.clone());
     }
 
-    /// Leaves the buffer's place until its pool hands it out again, or counts it no longer where it has none: who made it is done with it,
-    /// and who still reads it counts it for itself. Between devices each would hold a copy, and the maker's would be free.
+    /// Stops counting the buffer until its pool reuses it: the producer is done, and a remaining reader counts it. On
+    /// separate devices each would hold a copy, and the producer's would be free.
     pub fn lend(&self) {
         if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
             match self.pool {
@@ -145,36 +142,31 @@ impl Buffer {
         }
     }
 
-    /// A buffer with a copy of these bytes.
     pub fn copy_of(bytes: &[u8]) -> Buffer {
         let mut buffer = Buffer::new(bytes.len());
         buffer.bytes_mut().copy_from_slice(bytes);
         buffer
     }
 
-    /// The number of bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether there is no byte.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: `start` points at `bytes` initialised bytes that the buffer owns.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
-    /// The bytes, to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`, and `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 
-    /// The address of the first byte. Who writes through it sees to it that nobody else looks.
+    /// Address of the first byte. The caller must ensure exclusive access for writes through it.
     pub fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -189,41 +181,41 @@ impl Drop for Buffer {
 }
 
 fn layout(bytes: usize) -> Layout {
-    // An empty tensor still has an address.
+    // An empty tensor still needs an address.
     Layout::from_size_align(bytes.max(ALIGNMENT), ALIGNMENT).expect("sizes of tensors are addressable")
 }
 
-/// Before the bytes are first written, which is when the system chooses pages.
+/// Must run before the first write, when the system chooses pages.
 #[cfg(target_os = "linux")]
 fn ask_for_large_pages(start: NonNull<u8>, bytes: usize) {
     let beyond = start.as_ptr() as usize % SMALL_PAGE;
-    // SAFETY: the advice changes nothing of what is in memory, neither in these bytes nor in what shares their first and last page. Where it
-    // is not taken pages stay small.
+    // SAFETY: the advice changes no memory content, neither in these bytes nor in the rest of the outer pages. If it
+    // fails, pages stay small.
     unsafe { libc::madvise(start.as_ptr().sub(beyond).cast(), bytes + beyond, libc::MADV_HUGEPAGE) };
 }
 
 #[cfg(not(target_os = "linux"))]
 fn ask_for_large_pages(_: NonNull<u8>, _: usize) {}
 
-/// Buffers that were given back, by size. A worker's steady state takes all its buffers from here.
+/// Reuses buffers, by size. In steady state a worker allocates none.
 #[derive(Default)]
 pub struct Pool {
     free: HashMap<usize, Vec<Arc<Buffer>>>,
-    /// What its buffers bear: it keeps no other, or two pools would hold a buffer for ever. An address would not tell, which is another
-    /// buffer's when the first is gone.
+    /// Identity of the pool. It takes back only its own buffers; otherwise two pools would exchange and keep buffers
+    /// forever. An address is no identity, since it is reused after a free.
     own: Arc<()>,
-    /// What its buffers hold together.
+    /// Counts the pool's buffers.
     pub ledger: Arc<MemoryCounter>,
 }
 
 impl Pool {
-    /// A buffer of this size that nobody else holds; its bytes are what was left in it.
+    /// An unshared buffer with arbitrary content.
     pub fn take(&mut self, bytes: usize) -> Arc<Buffer> {
         let free = self.free.entry(bytes).or_default();
-        // A receiver may still hold what was sent to it; such a buffer is passed over until it is let go.
+        // A receiver may still read a returned buffer; it is skipped until released.
         let mut found = None;
         for (at, buffer) in free.iter_mut().enumerate() {
-            // Who held it when it was given back has let go.
+            // The last reader since its return has released it.
             if Arc::get_mut(buffer).is_some() {
                 buffer.lend();
                 found = found.or(Some(at));
@@ -244,14 +236,14 @@ impl Pool {
         }
     }
 
-    /// A buffer of this size that is free when its last holder lets go of it.
+    /// A buffer that is freed, not pooled, after use.
     pub fn once(&self, bytes: usize) -> Arc<Buffer> {
         let mut buffer = Buffer::new(bytes);
         buffer.count_in(&self.ledger);
         Arc::new(buffer)
     }
 
-    /// Gives a buffer back. Others may still read it, and others may give it back as well: it is listed once.
+    /// Returns a buffer. Others may still read it or return it too; it is listed once.
     pub fn give(&mut self, buffer: Arc<Buffer>) {
         if !buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own)) {
             return;
@@ -279,7 +271,7 @@ mod tests {
         buffer.lend();
         buffer.lend();
         pool.give(buffer);
-        // Somebody reads it still: another buffer comes into its place, and a third needs one more.
+        // A reader remains: a second buffer takes its slot, and a third needs a new slot.
         let other = pool.take(100);
         assert_eq!(held(&pool), 100);
         let third = pool.take(100);
@@ -306,12 +298,12 @@ mod tests {
         pool.give(buffer.clone());
         pool.give(buffer);
         pool.give(Arc::new(Buffer::new(100)));
-        // Still read by somebody: a new one is made.
+        // Still in use: a new one is allocated.
         assert!(!Arc::ptr_eq(&pool.take(100), &reader));
         let address = reader.start();
         drop(reader);
         assert_eq!(pool.take(100).start(), address);
-        // One that comes to lie where a lost one did is another's.
+        // A buffer at the address of a freed one belongs to somebody else.
         drop(pool.take(300));
         let others: Vec<Arc<Buffer>> = (0..100).map(|_| Arc::new(Buffer::new(300))).collect();
         others.into_iter().for_each(|other| pool.give(other));

@@ -1,9 +1,9 @@
 //! The CPU: every core op as a kernel over plain byte buffers.
 //!
-//! A [`Kernel`] is one op at fixed shapes. [`Kernel::new`](table) picks a fast kernel where there is one, else the op's
-//! reference rule. Everything that depends on shapes is worked out there; a fast kernel then allocates nothing of its
-//! own and takes its scratch from `workspace`. A kernel runs on the thread that calls it and joins numbers in an order that
-//! depends on shapes alone, so the same inputs give the same bits.
+//! A [`Kernel`] is one op at concrete shapes. [`Kernel::new`](table) picks a fast kernel if there is one, else the op's
+//! reference implementation. All shape-dependent work happens there; a fast kernel allocates nothing and takes scratch
+//! memory from `workspace`. A kernel runs on the calling thread and combines numbers in an order that depends only on
+//! shapes, so equal inputs give bitwise equal results.
 //!
 //! ```
 //! use compiler::op::{Binary, Op};
@@ -69,23 +69,20 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
 use std::sync::Arc;
 
-/// Alignment of buffers and of the workspace in bytes; one cache line, and the widest vector.
+/// Alignment of buffers and of the workspace in bytes: one cache line, which is also the widest vector.
 pub const ALIGNMENT: usize = 64;
 
-/// The work of a fast kernel: inputs, outputs, workspace. Lengths and alignment have been checked.
+/// A fast kernel's function of inputs, outputs and workspace. Lengths and alignment have been checked.
 pub type Body = Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync>;
 
-/// A fast kernel.
 pub struct FastKernel {
-    /// Bytes of scratch that `body` gets.
     pub workspace: usize,
-    /// What it does.
     pub body: Body,
-    /// The same, but its one output holds numbers already, to which the result is added.
+    /// Accumulates into the single output instead of overwriting it.
     pub adding: Option<Body>,
 }
 
-/// One op at fixed shapes, ready to run.
+/// One op at concrete shapes.
 pub struct Kernel {
     op: Op,
     inputs: Vec<TensorLayout>,
@@ -94,7 +91,7 @@ pub struct Kernel {
 }
 
 impl FastKernel {
-    /// A kernel that needs no scratch.
+    /// A kernel without scratch.
     pub fn new<F>(body: F) -> FastKernel
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync + 'static,
@@ -102,7 +99,7 @@ impl FastKernel {
         FastKernel { workspace: 0, body: Box::new(body), adding: None }
     }
 
-    /// A kernel that is told whether it adds to what its output holds; it is only told so if it `adds` at all.
+    /// A kernel whose body receives a flag to accumulate; the flag is only set if `adds`.
     pub fn adding<F>(adds: bool, body: F) -> FastKernel
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
@@ -116,14 +113,14 @@ impl FastKernel {
         }
     }
 
-    /// The same kernel with `bytes` of scratch.
+    /// Sets the scratch bytes.
     pub fn with_workspace(self, bytes: usize) -> FastKernel {
         FastKernel { workspace: bytes.next_multiple_of(ALIGNMENT), ..self }
     }
 }
 
 impl Kernel {
-    /// A kernel of these parts; without a fast one it runs the op's reference rule.
+    /// Without a fast kernel it runs the op's reference implementation.
     pub fn from_parts(
         op: Op,
         inputs: Vec<TensorLayout>,
@@ -133,23 +130,23 @@ impl Kernel {
         Kernel { op, inputs, outputs, fast }
     }
 
-    /// Bytes of scratch for [`run`](Kernel::run), to be aligned to [`ALIGNMENT`].
+    /// Scratch bytes for [`run`](Kernel::run), aligned to [`ALIGNMENT`].
     pub fn workspace(&self) -> usize {
         self.fast.as_ref().map_or(0, |f| f.workspace)
     }
 
-    /// Whether this is the op's reference rule, for want of a fast kernel.
+    /// True if there is no fast kernel.
     pub fn is_reference(&self) -> bool {
         self.fast.is_none()
     }
 
-    /// Whether it can add to what its output holds.
+    /// True if it can accumulate into its output.
     pub fn adds(&self) -> bool {
         self.fast.as_ref().is_some_and(|fast| fast.adding.is_some())
     }
 
-    /// Runs, and adds the result to what the output holds; only for a kernel that [`adds`](Kernel::adds), and for buffers and a workspace
-    /// that are aligned, else it panics: a bug of the caller.
+    /// Runs and accumulates into the output. Panics if the kernel does not [`adds`](Kernel::adds), or if buffers or
+    /// workspace are not aligned.
     pub fn run_adding(
         &self,
         inputs: &[&[u8]],
@@ -170,7 +167,7 @@ impl Kernel {
         assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
     }
 
-    /// What devices that share a stage do together, where it is that and no work of one alone: the op, and this device's tensor.
+    /// For a collective: the op and this rank's input tensor. `None` for compute ops.
     pub fn together(&self, inputs: &[&[u8]]) -> Option<(&Op, Tensor)> {
         if !is_meeting(&self.op) && !matches!(self.op, Op::Shard(_)) {
             return None;
@@ -179,15 +176,14 @@ impl Kernel {
         Some((&self.op, Tensor::new(layout.dtype, layout.shape.clone(), own.into()).ok()?))
     }
 
-    /// The name of the op.
     pub fn name(&self) -> &'static str {
         rule(&self.op).name()
     }
 
     /// Runs on little-endian, row-major buffers and writes every element of every output.
     ///
-    /// Buffers that are not aligned for their element type, or too little workspace, are served by the reference rule.
-    /// Panics when a buffer has not the bytes of its fact: a bug of the caller.
+    /// Falls back to the reference if a buffer is not aligned for its element type, or the workspace is too small.
+    /// Panics if a buffer length does not match its fact.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         self.check_lengths(inputs, outputs);
         match &self.fast {
@@ -223,13 +219,13 @@ pub(crate) mod tests {
     use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
     use compiler::tensor::DType;
 
-    /// Numbers between -1 and 1.
+    /// Pseudo-random numbers in [-1, 1).
     pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
         let draw = |i: usize| (crate::data::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(draw).collect()
     }
 
-    /// A kernel adds, and what it makes is what is written and added by others.
+    /// Checks that a kernel accumulates, with the result of a separate write and addition.
     fn adds(op: Op, inputs: &[&[u8]], facts: &[Fact]) {
         let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
         let kernel = Kernel::new(&op, facts, &outputs);
@@ -261,7 +257,7 @@ pub(crate) mod tests {
                 adds(op, &[cast_slice(&a), cast_slice(&b)], &facts);
             }
         }
-        // The last ones have channels by themselves, and dilations that no fast kernel of the others has.
+        // The last two are depthwise, and dilated grouped, which no fast kernel of the others supports.
         for (side, outs, ins, groups, dilation) in [
             (2, 24, 20, 1, 1),
             (2, 70, 40, 1, 1),

@@ -1,11 +1,11 @@
-//! NVIDIA GPUs: every core op as kernels in CUDA C++, written for its shapes.
+//! NVIDIA GPUs: every core op as CUDA C++ kernels specialised to its shapes.
 //!
-//! A [`Recipe`](recipe::Recipe) is what an op comes to at fixed shapes: launches in order, each with a kernel's text, its geometry and
-//! where its arguments lie. Sizes stand in the texts as numbers, so that a kernel takes addresses only and its compiler
-//! sees every bound. The texts need no header: NVRTC compiles them on any machine, one without a GPU as well.
+//! A [`LaunchPlan`](recipe::LaunchPlan) is an op at concrete shapes: ordered launches, each with kernel source,
+//! geometry and argument locations. Sizes are literals in the source, so a kernel only takes addresses and the compiler
+//! sees every bound. The source needs no headers: NVRTC compiles it also on machines without a GPU.
 //!
-//! Results depend on shapes and inputs alone. Nothing is added by atomics: a sum over a block is a tree, a sum over
-//! blocks is taken in their order, and slices that meet in one place are joined in the order of their indices.
+//! Results depend only on shapes and inputs. There are no atomic additions: a block reduces as a tree, blocks are added
+//! in order, and scattered slices with equal targets are added in index order.
 
 pub mod batch_norm;
 pub mod card;

@@ -1,6 +1,6 @@
-//! How much memory the machine has left.
+//! Available host memory.
 
-/// Bytes that could be used without swapping, as the system estimates; `None` where it does not say.
+/// `MemAvailable` in bytes: what can be used without swapping. `None` if the system does not report it.
 pub fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;

@@ -1,4 +1,4 @@
-//! From a graph and the stage of each op to stage code: kernels in order, and the memory offset of every tensor.
+//! Compiles a graph with a stage assignment into stage code: ordered kernels and the memory offset of every tensor.
 //!
 //! Stages are compiled from last to first, because a stage must know which gradients later stages send.
 
@@ -25,7 +25,6 @@ use compiler::tensor_parallel::strategy_search::{ChooseError, choose};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
-/// Why a graph cannot be compiled.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CompileError {
@@ -45,94 +44,86 @@ pub enum CompileError {
     Symbolic { node: String, fact: String },
 }
 
-/// A tensor with a name that comes from outside.
+/// A named input, parameter, state or result of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedTensor {
-    /// Its name in the model.
     pub name: String,
-    /// Element type and fixed shape.
     pub fact: Fact,
-    /// Its size.
     pub bytes: usize,
 }
 
-/// A message's tensor between this stage and another.
+/// A tensor that this stage sends to, or receives from, another stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
-    /// The other stage.
     pub stage: usize,
-    /// The value in the whole graph.
+    /// The value in the unpartitioned graph.
     pub value: Value,
-    /// Which group of readers, for gradients.
+    /// The reader group, for gradients; 0 for activations.
     pub group: usize,
-    /// Where it lies on this side.
     pub place: TensorAddress,
 }
 
-/// A term of a parameter's gradient.
+/// One term of a parameter's gradient. Tied weights and repeated uses have several terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientTerm {
-    /// The parameter, by place in [`StageCode::parameters`].
+    /// Index into [`StageCode::parameters`].
     pub parameter: usize,
-    /// Its place in the parameter's sum over all stages.
+    /// Position of the term in the parameter's gradient sum over all stages, which fixes the order of addition.
     pub rank: usize,
-    /// Where the backward run leaves it.
+    /// Location of the term after the backward pass.
     pub place: TensorAddress,
-    /// Whether the backward run adds it to its sum.
+    /// True if the backward pass accumulates the term into its sum itself.
     pub is_summed: bool,
 }
 
-/// All that one stage runs.
+/// The compiled code of one stage.
 #[derive(Default)]
 pub struct StageCode {
-    /// The forward run.
     pub forward: Sequence,
-    /// The backward run, or the part of it that other stages wait for; empty when only answers are wanted.
+    /// The backward pass, or its input-gradient pass if it is split; empty for inference.
     pub backward: Sequence,
-    /// The part of the backward run that makes gradients of parameters, where the two are apart; empty where they are one.
+    /// The weight-gradient pass of a split backward; empty otherwise.
     pub weight: Sequence,
-    /// Whether the backward run is in two parts.
+    /// True if the backward is split into an input-gradient and a weight-gradient pass.
     pub in_parts: bool,
-    /// Whether the second reads gradients that are sent.
+    /// True if the weight-gradient pass reads gradients that the stage also sends.
     pub weight_reads_sent: bool,
-    /// Bytes kept for each item from the one part to the other.
+    /// Bytes per micro-batch kept from the input-gradient pass to the weight-gradient pass.
     pub between_bytes: usize,
-    /// The data that is fed, by name of the graph's input.
     pub feeds: Vec<NamedTensor>,
-    /// The trained tensors.
     pub parameters: Vec<NamedTensor>,
-    /// The kept tensors.
+    /// State tensors, such as running statistics of batch normalisation.
     pub states: Vec<NamedTensor>,
-    /// Values that come in, in the order of messages: by producer stage, then value.
+    /// Received activations, in message order: by producer stage, then value.
     pub received: Vec<Transfer>,
-    /// Values that go out, one entry for each receiving stage, by receiving stage, then value.
+    /// Sent activations, one entry per receiving stage, by receiving stage, then value.
     pub sent: Vec<Transfer>,
-    /// Sizes of the buffers behind [`Slot::Own`].
+    /// Buffer sizes for [`Slot::Own`].
     pub own_bytes: Vec<usize>,
-    /// Gradient terms that come in, by sending stage, then value and group.
+    /// Received gradient terms, by sending stage, then value and group.
     pub gradients_in: Vec<Transfer>,
-    /// Gradient terms that go out, by receiving stage, then value and group.
+    /// Sent gradient terms, by receiving stage, then value and group.
     pub gradients_out: Vec<Transfer>,
-    /// Terms of the parameters' gradients.
     pub gradient_terms: Vec<GradientTerm>,
-    /// Names of parameters whose gradients replicas sum together, where a plan says so; as many as the program has buckets.
+    /// Gradient buckets: names of the parameters that replicas all-reduce together. Empty, or one entry per bucket of
+    /// the program.
     pub buckets: Vec<Vec<String>>,
-    /// How states follow values.
     pub follows: Vec<StateUpdate>,
-    /// The graph's results that this stage makes, with element type and shape; in training the loss alone.
+    /// Graph results that this stage produces; in training only the loss.
     pub results: Vec<(NamedTensor, TensorAddress)>,
-    /// Whether the forward run is repeated before the backward run, instead of keeping what that reads.
+    /// True if activations are recomputed before the backward pass instead of saved.
     pub recompute: bool,
-    /// Bytes kept for each item in flight.
+    /// Bytes saved per in-flight micro-batch for its backward pass.
     pub kept_bytes: usize,
-    /// Bytes of the arena, shared by all runs of a worker.
+    /// Bytes of the arena, which all passes of a worker share.
     pub arena_bytes: usize,
     /// Ops that run the reference kernel because the device has no fast one.
     pub reference_ops: Vec<String>,
 }
 
 impl StageCode {
-    /// Places that are read between runs, by nobody's steps.
+    /// Locations that are read outside of kernel steps: sent tensors, results, moving-average samples and gradient
+    /// terms.
     pub fn read_apart(&self) -> impl Iterator<Item = TensorAddress> + '_ {
         let transfers = self.sent.iter().chain(&self.gradients_out).map(|transfer| transfer.place);
         let results =
@@ -141,8 +132,8 @@ impl StageCode {
     }
 }
 
-/// Compiles a graph of fixed sizes. `place` gives the stage of every op that depends on a source; with `loss`, the name
-/// of the result that is made small, the backward runs are compiled too.
+/// Compiles a graph with concrete shapes. `place` maps every op that depends on a source to its stage. `loss` names the
+/// result to minimise; with it the backward passes are compiled too.
 pub fn compile(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
@@ -152,8 +143,9 @@ pub fn compile(
     compile_parts(graph, place, stages, loss, false, &|_| false)
 }
 
-/// The same, with the backward runs in two parts where `splits` says so. A run in two parts takes more memory and gives the same
-/// bits. Stages that are told by `joins` make gradients of several items at once ([`joint`](compiler::pass::batched_weight_grad)).
+/// Like [`compile`]. `splits` splits the backward, which takes more memory and gives bitwise equal results. Stages for
+/// which `joins` is true compute weight gradients of several micro-batches in one kernel
+/// ([`joint`](compiler::pass::batched_weight_grad)).
 pub fn compile_parts(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
@@ -165,7 +157,8 @@ pub fn compile_parts(
     Ok(compile_with(graph, place, stages, loss, (splits, joins), None)?.0)
 }
 
-/// The same with every stage shared by a group like this machine, each in the cheapest way; and how parameters lie.
+/// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
+/// sharding. Also returns the sharding of each parameter.
 pub fn compile_shared(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
@@ -193,7 +186,7 @@ fn compile_with(
     let mut codes = Vec::new();
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
         if let (Some(name), Some(_)) = (loss, machine) {
-            // Nobody gets the model's other results while it trains, so that no group brings them together.
+            // Training returns only the loss, so the group need not gather the model's other results.
             fragment.graph.outputs.retain(|output| [name, LOSS].contains(&output.name.as_str()));
         }
         pipeline::forward(fragment)?;
@@ -226,7 +219,7 @@ fn compile_with(
     Ok((codes, parameters))
 }
 
-/// The names of parameters that several stages read.
+/// Names of tied parameters: those that several stages read.
 fn held_by_several(cut: &[Fragment]) -> BTreeSet<String> {
     let (mut seen, mut several) = (BTreeSet::new(), BTreeSet::new());
     for fragment in cut {
@@ -241,7 +234,7 @@ fn held_by_several(cut: &[Fragment]) -> BTreeSet<String> {
     several
 }
 
-/// Refuses a stage that could not even run one item here: allocating would end the process.
+/// Rejects a stage that cannot run even one micro-batch on this host; a failed allocation would abort the process.
 fn check_memory(code: &StageCode) -> Result<(), CompileError> {
     let own = |list: &[NamedTensor]| list.iter().map(|n| n.bytes as u64).sum::<u64>();
     let buffers: u64 = code.own_bytes.iter().map(|b| *b as u64).sum();
@@ -253,7 +246,7 @@ fn check_memory(code: &StageCode) -> Result<(), CompileError> {
     }
 }
 
-/// Every size is known, and no op is larger than the machine: sums of sizes cannot overflow after this.
+/// Checks that every shape is concrete and that no op exceeds the host memory, so sums of sizes cannot overflow later.
 fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
     let available = host_memory::available().unwrap_or(1 << 40);
     for id in graph.ids() {
@@ -278,7 +271,6 @@ fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
     Ok(())
 }
 
-/// Everything known while one stage is put together.
 struct Assembly<'a> {
     fragment: &'a Fragment,
     backward: Option<&'a Backward>,
@@ -292,7 +284,6 @@ struct Assembly<'a> {
     gradients_in: Vec<Transfer>,
 }
 
-/// A backward run, put together.
 #[derive(Default)]
 struct BackwardCode {
     first: Sequence,
@@ -346,7 +337,7 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    /// Puts it together; what is told of a training run is its loss, also where that is made small times a scale.
+    /// Assembles the stage code. Training returns the loss, both scaled and unscaled.
     fn stage(mut self, loss: Option<&str>) -> StageCode {
         let graph = &self.fragment.graph;
         let kept: HashSet<Value> = self
@@ -439,7 +430,6 @@ impl<'a> Assembly<'a> {
         sequence
     }
 
-    /// Where a value of the forward fragment lies.
     fn forward_place(&self, value: Value) -> TensorAddress {
         let bytes = bytes(self.fragment.graph.fact(value));
         let slot = match self.forward_layout.homes[&value] {
@@ -493,14 +483,15 @@ impl<'a> Assembly<'a> {
             };
             sources.insert(id, slot);
         }
-        // Leaving gradients have buffers of their own; the parameters' are read when the run is over.
+        // Sent gradients have buffers of their own; parameter gradients are read after the pass.
         let of = |made: fn(&Made) -> bool| -> HashSet<Value> {
             backward.makes.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
         };
         let own = of(|m| matches!(m, Made::Gradient { .. }));
         let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
         let kept = parts.as_ref().map(|parts| parts.crossing.clone()).unwrap_or_default();
-        // What the first of two parts makes waits for the second, which other items may overtake.
+        // Results of the input-gradient pass must persist until the weight-gradient pass; other micro-batches may run
+        // in between.
         let is_first = |id: NodeId| parts.as_ref().is_some_and(|parts| !parts.second.contains(&id));
         let summed = summed(backward, &is_first);
         let mut held = of(|m| matches!(m, Made::Parameter(_)));
@@ -512,7 +503,7 @@ impl<'a> Assembly<'a> {
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
         let (tasks, layout) = tasks(graph, &order, together, &needs, self.joins);
-        // Buffers of leaving gradients: by receiving stage, value and group.
+        // Sort the buffers of sent gradients by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
         for (made, output) in backward.makes.iter().zip(&graph.outputs) {
             if let Made::Gradient { received, group } = *made {
@@ -530,7 +521,7 @@ impl<'a> Assembly<'a> {
                 _ => None,
             })
             .collect();
-        // Narrow terms have wide sums, and cannot lie there.
+        // A 16-bit term cannot be written in place into its `f32` sum.
         let first_term = |value: &Value| {
             let value = root(graph, *value);
             summed.get(&value).map(|terms| terms[0]).filter(|_| !is_half(graph.fact(value).dtype))
@@ -546,7 +537,8 @@ impl<'a> Assembly<'a> {
             };
             TensorAddress { slot, bytes: bytes(graph.fact(*value)) }
         };
-        // The arena is the forward's too, and what is put by stays while other items run theirs.
+        // The forward pass uses the same arena. Buffered operands of batched weight gradients must survive the passes
+        // of other micro-batches, so they lie after it.
         let mut arena_bytes = layout.arena_bytes.max(self.forward_layout.arena_bytes);
         let mut second = Sequence::default();
         for task in tasks {
@@ -589,10 +581,10 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    /// Where a saved forward value lies when the backward run reads it.
+    /// Location from which the backward pass reads a saved forward value.
     fn saved(&self, value: Value, sequence: &mut Sequence) -> Slot {
         match self.forward_place(value).slot {
-            // Constants belong to a sequence: the backward one has its own copy.
+            // Constants belong to one sequence: the backward pass has its own copy.
             Slot::Constant(_) => {
                 let Home::Source(node) = self.forward_layout.homes[&value] else { unreachable!("a constant's home") };
                 let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's home") };

@@ -13,7 +13,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why there is no answer.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum EvaluateError {
@@ -27,8 +26,8 @@ pub enum EvaluateError {
     Fact { kind: &'static str, name: String, expected: String, got: String },
 }
 
-/// The graph's results by name, at the fixed sizes of `graph`. With `trained`, batch statistics are the running ones and
-/// nothing is dropped; else the counter of dropouts is 0 unless it is given.
+/// Returns the graph's results by name, for a graph with concrete shapes. `trained` selects inference mode: running
+/// statistics and no dropout. Otherwise the dropout counter is 0 unless `given` contains it.
 pub fn evaluate(
     graph: &Graph,
     trained: bool,
@@ -40,7 +39,7 @@ pub fn evaluate(
     Ok(results)
 }
 
-/// The same for one set of inputs after the other; `on_results` gets the results of each.
+/// Like [`evaluate`], once per set of inputs. `on_results` receives the results of each set.
 pub fn evaluate_each(
     graph: &Graph,
     trained: bool,
@@ -80,7 +79,7 @@ pub fn evaluate_each(
     Ok(())
 }
 
-/// The results of a graph without ops: they are its inputs, parameters and constants themselves.
+/// Results of a graph without ops: its inputs, parameters and constants.
 fn sources(
     graph: &Graph,
     given: &BTreeMap<String, Tensor>,
@@ -104,7 +103,7 @@ fn sources(
     Ok(results)
 }
 
-/// The tensors in buffers of their own, in the order of `wanted`, checked and cast between floats.
+/// Copies the tensors into buffers in the order of `wanted`. Checks shapes, and casts between float types.
 pub fn buffers(
     kind: &'static str,
     wanted: &[NamedTensor],

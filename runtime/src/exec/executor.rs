@@ -1,7 +1,7 @@
 //! Runs the kernels of a stage for one micro-batch.
 //!
-//! Offsets are fixed at compile time; here they become addresses. A micro-batch in flight owns the activations kept for its backward
-//! pass and the buffers it sends. It holds references to the buffers it received and to its weight version.
+//! The compiler fixes offsets; the executor turns them into addresses. An in-flight micro-batch owns its saved
+//! activations and the buffers it sends. It holds references to received buffers and to its weight version.
 
 use crate::comm::tensor_group::TensorRank;
 use crate::device::buffer::{Buffer, Pool};
@@ -15,76 +15,68 @@ use compiler::pass::batched_weight_grad::ITEMS;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// One version of a stage's parameters, in the order of [`StageCode::parameters`].
+/// One weight version of a stage, in the order of [`StageCode::parameters`].
 pub type Weights = Vec<Arc<Buffer>>;
 
-/// A kernel refused its values.
+/// A kernel failed on its operands.
 #[derive(Debug, Error, Clone, PartialEq)]
 #[error("node `{node}`: {fault}")]
 pub struct ExecuteError {
-    /// The node, in the words of the source model.
     pub node: String,
-    /// What was refused.
     pub fault: KernelError,
 }
 
-/// What one minibatch or microbatch holds between its forward and its backward run.
+/// The state of one in-flight micro-batch (or minibatch, under asynchronous schedules) on a stage.
 #[derive(Default)]
 pub struct Item {
-    /// The weights that both runs use, and their version.
     pub weights: Weights,
-    /// The version.
     pub version: u32,
-    /// Of parameters whose weights are a share, what a step reads of all of them.
+    /// ZeRO 3: gathered full parameters, by parameter.
     pub gathered: Vec<Option<Arc<Buffer>>>,
-    /// What the backward run reads of the forward run.
+    /// Activations saved for the backward pass.
     pub kept: Option<Arc<Buffer>>,
-    /// What is sent to later stages.
+    /// Activations sent to later stages.
     pub own: Vec<Arc<Buffer>>,
-    /// What came from earlier stages.
+    /// Activations received from earlier stages.
     pub received: Vec<Option<Arc<Buffer>>>,
-    /// The data.
     pub feeds: Vec<Arc<Buffer>>,
-    /// Gradient terms from later stages.
+    /// Gradient terms received from later stages.
     pub gradients_in: Vec<Option<Arc<Buffer>>>,
-    /// Gradient terms for earlier stages.
+    /// Gradient terms sent to earlier stages.
     pub gradients_out: Vec<Option<Arc<Buffer>>>,
-    /// Those of them that the second part of the backward run reads, which may have been sent by then.
+    /// Gradient terms that the weight-gradient pass reads, possibly after they were sent.
     pub sent_gradients: Vec<Option<Arc<Buffer>>>,
-    /// What the second part of the backward run reads of the first.
+    /// Values that the input-gradient pass keeps for the weight-gradient pass.
     pub between: Option<Arc<Buffer>>,
-    /// The sums that the backward run adds gradients of parameters to, by term.
+    /// Gradient sums that the backward pass accumulates into, by term.
     pub sums: Vec<Option<Sum>>,
-    /// Whether its backward run is over.
+    /// True after the backward pass.
     pub is_done: bool,
-    /// Where it stands in its round.
     pub turn: RoundPosition,
 }
 
-/// A gradient's sum over items, in the hands of the next item's backward run.
+/// A gradient sum over micro-batches, lent to the backward pass of the next one.
 pub struct Sum {
-    /// The sum.
     pub buffer: Arc<Buffer>,
-    /// Whether it holds terms already.
+    /// False if the first term must overwrite the buffer.
     pub is_begun: bool,
 }
 
 impl Sum {
-    /// Its bytes.
+    /// The buffer as a mutable slice.
     ///
     /// # Safety
     ///
-    /// Only [`Executor::run`] may call this: the item holds the sum alone while its backward run adds to it, and one thread runs one
+    /// Only [`Executor::run`] may call this. The item owns the sum during its backward pass, and one thread runs one
     /// kernel at a time.
     #[allow(clippy::mut_from_ref)]
     unsafe fn write(&self) -> &mut [u8] {
-        // SAFETY: the bytes are the buffer's; exclusiveness is the caller's promise.
+        // SAFETY: the bytes belong to the buffer; the caller guarantees exclusive access.
         unsafe { std::slice::from_raw_parts_mut(self.buffer.start(), self.buffer.len()) }
     }
 }
 
 impl Item {
-    /// The sum of a term.
     fn sum(&self, term: usize) -> &Sum {
         self.sums.get(term).and_then(Option::as_ref).expect("a backward run has the sums that it adds to")
     }
@@ -94,30 +86,26 @@ impl Item {
     }
 }
 
-/// What was sent and is still read is the reader's: it has counted it when it came.
+/// Stops counting a sent buffer here while the receiver still reads it; the receiver has counted it on arrival.
 fn lend_to_readers(sent: &Arc<Buffer>) {
     if Arc::strong_count(sent) > 1 {
         sent.lend();
     }
 }
 
-/// A stage on one worker: its code, arena and states.
+/// Executes the code of one stage on one worker.
 pub struct Executor<'a> {
-    /// What it runs.
     pub code: &'a StageCode,
-    /// Values of the states, in the order of [`StageCode::states`].
     pub states: Vec<Buffer>,
-    /// Where buffers come from.
     pub pool: Pool,
-    /// Where its worker meets those of the other devices, if they share the stage.
+    /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
     pub tensor_rank: Option<Arc<TensorRank>>,
-    /// What is done between steps, if gradients leave as they are made.
+    /// Gradient and weight streaming between steps, under ZeRO 2 and 3.
     pub pieces: Option<ShardStream>,
     arena: Buffer,
 }
 
 impl<'a> Executor<'a> {
-    /// A stage ready to run.
     pub fn new(code: &'a StageCode, states: Vec<Buffer>) -> Executor<'a> {
         Executor {
             code,
@@ -129,7 +117,8 @@ impl<'a> Executor<'a> {
         }
     }
 
-    /// A place for an item: its kept block and the buffers that it will send. Weights are given before its first run.
+    /// Allocates an item: its saved-activation block and its send buffers. The caller sets the weights before the first
+    /// pass.
     pub fn begin(&mut self) -> Item {
         let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
         Item {
@@ -150,32 +139,33 @@ impl<'a> Executor<'a> {
         }
     }
 
-    /// Runs forward. All received values and feeds are there.
+    /// Runs the forward pass. The caller has set all received values and feeds.
     pub fn forward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         self.run(RunPhase::Forward, item)
     }
 
-    /// Runs backward. All arriving gradients are there.
+    /// Runs the backward pass. The caller has set all incoming gradients.
     pub fn backward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         self.backward_input(item)?;
         self.backward_weight(item)
     }
 
-    /// Runs the part of the backward that makes what is sent; all of it where the code is in one part.
+    /// Runs the input-gradient pass, or the whole backward if the code does not split it.
     pub fn backward_input(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
         if code.between_bytes > 0 {
             item.between = Some(self.pool.take(code.between_bytes));
         }
         for (i, transfer) in code.gradients_out.iter().enumerate() {
-            // Two gradients may be one tensor, as those of a sum are: the second shares the first one's buffer.
+            // Two gradients may be the same tensor, as for the operands of an addition: the second shares the first
+            // one's buffer.
             item.gradients_out[i] = match transfer.place.slot {
                 Slot::GradientOut(own) if own == i => Some(self.pool.take(transfer.place.bytes)),
                 _ => None,
             };
         }
         self.run(RunPhase::Backward, item)?;
-        // A gradient that is only handed on, such as that of a sum, has no buffer of its own.
+        // A gradient that is only forwarded, as for an addition, has no buffer of its own.
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             if item.gradients_out[i].is_none() {
                 let shared = self.shared(&code.backward, item, transfer.place);
@@ -188,21 +178,20 @@ impl<'a> Executor<'a> {
         Ok(())
     }
 
-    /// Runs the rest of the backward; the gradients of parameters are there after it.
+    /// Runs the weight-gradient pass, after which all parameter gradients exist.
     pub fn backward_weight(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         item.is_done = true;
         self.run(RunPhase::Weight, item)
     }
 
-    /// Gives back what the backward run would read, until [`Executor::again`].
+    /// Frees the saved activations until [`Executor::again`] recomputes them.
     pub fn let_go(&mut self, item: &mut Item) {
         if let Some(kept) = item.kept.take() {
             self.pool.give(kept);
         }
     }
 
-    /// Runs forward once more for what was let go. What goes to other stages is written into other buffers, because the first ones
-    /// may still be read there.
+    /// Recomputes the activations. Send buffers are allocated anew, because other stages may still read the first ones.
     pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
         for sent in std::mem::replace(&mut item.own, own) {
@@ -213,7 +202,6 @@ impl<'a> Executor<'a> {
         self.forward(item)
     }
 
-    /// Gives the item's buffers back.
     pub fn finish(&mut self, item: Item) {
         let from_others = item.received.iter().chain(&item.gradients_in).flatten();
         from_others.for_each(|buffer| self.pool.ledger.leave_place(buffer.len()));
@@ -225,18 +213,18 @@ impl<'a> Executor<'a> {
         }
     }
 
-    /// The bytes of a place after a forward run.
+    /// Bytes at a location after a forward pass.
     pub fn result<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b [u8] {
         self.read(&self.code.forward, item, place)
     }
 
-    /// The bytes of a place after a backward run.
+    /// Bytes at a location after a backward pass.
     pub fn gradient<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b [u8] {
-        // Both parts have the same constants, if there are two.
+        // Both passes of a split backward have the same constants.
         self.read(&self.code.backward, item, place)
     }
 
-    /// A reference to hand to another stage: shared where the place is a whole buffer, else a copy.
+    /// A buffer to send to another stage: shared if the location is a whole buffer, else a copy.
     pub fn shared(&mut self, sequence: &Sequence, item: &Item, place: TensorAddress) -> Arc<Buffer> {
         let whole = match place.slot {
             Slot::Own(i) => Some(&item.own[i]),
@@ -257,7 +245,6 @@ impl<'a> Executor<'a> {
         copy
     }
 
-    /// Runs forward, backward, or a part of that.
     fn run(&self, run: RunPhase, item: &mut Item) -> Result<(), ExecuteError> {
         let (code, sequence) = (self.code, run.of(self.code));
         let Some(pieces) = self.pieces.as_ref().filter(|pieces| pieces.has(run)) else {
@@ -272,12 +259,12 @@ impl<'a> Executor<'a> {
         Ok(())
     }
 
-    /// Runs forward and says after every step that it is done.
+    /// Runs the forward pass and calls `done` after every step.
     pub fn forward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
         self.run_watched(&self.code.forward, item, done)
     }
 
-    /// The same backward, of code whose backward run is in one part, for an item that has been run backward before.
+    /// Like [`Executor::forward_watched`] for an unsplit backward of an item that has already run backward once.
     pub fn backward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
         self.run_watched(&self.code.backward, item, done)
     }
@@ -302,10 +289,8 @@ impl<'a> Executor<'a> {
                 inputs.push(self.read(sequence, item, *place));
             }
             for place in &step.outputs {
-                // SAFETY: see `write`.
                 outputs.push(unsafe { self.write(item, *place) });
             }
-            // SAFETY: see `write`.
             let workspace = unsafe { self.write(item, step.workspace) };
             let refused = |fault| ExecuteError { node: step.told().to_string(), fault };
             if let Some((tensor_rank, (op, own))) =
@@ -321,7 +306,6 @@ impl<'a> Executor<'a> {
             }
             for term in step.adds_to.iter().filter(|_| joint.is_none()) {
                 let sum = item.sum(*term);
-                // SAFETY: see `write`.
                 let to = &mut [unsafe { sum.write() }];
                 let run = match sum.is_begun {
                     true => step.task.run_adding(&inputs, to, workspace),
@@ -337,7 +321,8 @@ impl<'a> Executor<'a> {
         Ok(())
     }
 
-    /// Puts what a step reads of an item by, and adds for all that is put by where the item is the last of so many.
+    /// Buffers the operands of one micro-batch for a batched weight gradient. The last of [`ITEMS`] runs the batched
+    /// kernel.
     fn put_by(
         &self,
         step: &Step,
@@ -347,8 +332,8 @@ impl<'a> Executor<'a> {
     ) -> Result<(), ExecuteError> {
         let at = item.turn.own as usize % ITEMS as usize;
         for (place, bytes) in joint.inputs.iter().zip(inputs) {
-            // SAFETY: see `write`; behind what forward and backward lay out in the arena lies nothing but what each step puts by, in a place
-            // of its own.
+            // SAFETY: see `write`; each step has its own buffer, after all offsets of the forward and backward layouts
+            // in the arena.
             let room = unsafe { self.write(item, *place) };
             room[at * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
         }
@@ -357,9 +342,8 @@ impl<'a> Executor<'a> {
         }
         let all: Vec<&[u8]> = joint.inputs.iter().map(|place| self.read(&self.code.backward, item, *place)).collect();
         for term in &step.adds_to {
-            // SAFETY: see `write`.
             let to = &mut [unsafe { item.sum(*term).write() }];
-            // The round's first items have left it as it was.
+            // The first batch of the round overwrites the sum.
             let run = match item.turn.own < u64::from(ITEMS) {
                 true => joint.kernel.run(&all, to, &mut *workspace),
                 false => joint.kernel.run_adding(&all, to, &mut *workspace),
@@ -369,7 +353,7 @@ impl<'a> Executor<'a> {
         Ok(())
     }
 
-    /// Adds a term that a step has made to its sum; the first one is that already, or is copied there.
+    /// Accumulates a term into its sum. The first term is already there, or is copied.
     fn add_to_sum(&self, sequence: &Sequence, item: &Item, term: usize) {
         let (at, sum) = (&self.code.gradient_terms[term], item.sum(term));
         let is_there = matches!(at.place.slot, Slot::Gradient { term: first, .. } if first == term);
@@ -377,7 +361,7 @@ impl<'a> Executor<'a> {
             return;
         }
         let made = self.read(sequence, item, at.place);
-        // SAFETY: see `write`; a term that is added does not lie in its sum.
+        // SAFETY: see `write`; a term that is accumulated does not alias its sum.
         let to = unsafe { sum.write() };
         let dtype = self.code.parameters[at.parameter].fact.dtype;
         match sum.is_begun {
@@ -419,21 +403,21 @@ impl<'a> Executor<'a> {
         if let Slot::Constant(i) = place.slot {
             return &sequence.constants[i].bytes()[..place.bytes];
         }
-        // SAFETY: `address` checked the bounds; nothing writes these bytes while the slice lives, because a kernel's
-        // outputs never overlap its inputs (`pass::memory`), and one thread runs one kernel at a time.
+        // SAFETY: `address` checked the bounds. Nothing writes these bytes during the borrow: a kernel's outputs never
+        // overlap its inputs (`pass::memory`), and one thread runs one kernel at a time.
         unsafe { std::slice::from_raw_parts(self.address(item, place), place.bytes) }
     }
 
-    /// The bytes of a place that a kernel writes.
+    /// The bytes that a kernel writes.
     ///
     /// # Safety
     ///
-    /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step: the memory plan gave them
-    /// bytes that no tensor alive at that step has, and the buffers behind `Own`, `Kept`, `GradientOut`, `Sum` and
-    /// `Gradient` are held by this item alone until they are sent or its run is over.
+    /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step. The memory plan gives them
+    /// bytes that no live tensor has. The item alone holds the buffers of `Own`, `Kept`, `GradientOut`, `Sum` and
+    /// `Gradient` until they are sent or its pass ends.
     #[allow(clippy::mut_from_ref)]
     unsafe fn write<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b mut [u8] {
-        // SAFETY: bounds are checked by `address`; exclusiveness is the caller's promise.
+        // SAFETY: `address` checks the bounds; the caller guarantees exclusive access.
         unsafe { std::slice::from_raw_parts_mut(self.address(item, place), place.bytes) }
     }
 }

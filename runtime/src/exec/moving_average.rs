@@ -1,13 +1,13 @@
-//! How states follow values: running means and variances of batch normalisation, and whatever else a model averages.
+//! Moving averages of a model's states, such as the running mean and variance of batch normalisation.
 //!
-//! | statistics | a minibatch of M microbatches makes | with |
+//! | statistics | updates per minibatch of M micro-batches | sample |
 //! | --- | --- | --- |
-//! | batch | M updates | the statistics of each microbatch, in their order |
-//! | deferred | one update | the mean `m = Σ mᵢ / M` and the variance `Σ vᵢ / M + Σ (mᵢ − m)² / M` of the whole minibatch |
+//! | batch | M | the statistics of each micro-batch, in order |
+//! | deferred | 1 | mean `m = Σ mᵢ / M` and variance `Σ vᵢ / M + Σ (mᵢ − m)² / M` of the whole minibatch |
 //!
-//! `mᵢ` and `vᵢ` are mean and biased variance of microbatch i; microbatches are equally large. Every microbatch is normalised with
-//! statistics of its own either way. A value that is no variance of a batch is averaged as a mean is. Under schedules of whole
-//! minibatches the two are one.
+//! `mᵢ` and `vᵢ` are the mean and biased variance of micro-batch i; all have equal size. Normalisation always uses the
+//! statistics of the micro-batch. A sample that is not a batch variance is averaged like a mean. The modes are equal
+//! under schedules that do not split minibatches.
 
 use crate::device::buffer::Buffer;
 use crate::exec::compile::NamedTensor;
@@ -19,32 +19,31 @@ use compiler::tensor::DType;
 use compiler::tensor::view::{View, ViewMut};
 use std::collections::BTreeMap;
 
-/// How a state follows a value.
+/// A state that is the moving average of a value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StateUpdate {
-    /// The state, by place in [`StageCode::states`](crate::exec::compile::StageCode::states).
+    /// Index into [`StageCode::states`](crate::exec::compile::StageCode::states).
     pub state: usize,
-    /// The value after a forward run.
+    /// Location of the value after a forward pass.
     pub sample: TensorAddress,
-    /// The share that is kept.
+    /// Weight of the old state: `state ← keep · state + (1 − keep) · sample`.
     pub keep: f64,
-    /// What is known of the value where it is the variance of a batch.
+    /// Set if the sample is a batch variance.
     pub variance: Option<Variance>,
 }
 
-/// A variance of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variance {
-    /// The mean of the same batch, by place among the stage's follows.
+    /// Index of the mean of the same batch in [`StageCode::follows`](crate::exec::compile::StageCode::follows).
     pub mean: usize,
-    /// The numbers that it is the variance of.
+    /// Number of elements that the variance is over.
     pub elements: usize,
 }
 
-/// The samples of an item, in the order of the stage's follows.
+/// Number and samples of a micro-batch, in the order of the stage's state updates.
 pub type Samples = (u32, Vec<Vec<u8>>);
 
-/// How the states of a stage follow its values. `state` and `place` say where these are.
+/// State updates of a stage. `state` and `place` map nodes and values to their indices and locations.
 pub fn follows(
     graph: &Graph,
     state: impl Fn(NodeId) -> usize,
@@ -69,7 +68,7 @@ pub fn follows(
     graph.averages.iter().map(of).collect()
 }
 
-/// Lets the states follow the samples of a step, which come in the order of items, `microbatches` of them to a minibatch.
+/// Updates the states with the samples of a step, given in micro-batch order, `microbatches` per minibatch.
 pub fn follow(
     statistics: Statistics,
     follows: &[StateUpdate],
@@ -115,7 +114,7 @@ pub fn follow(
     }
 }
 
-/// The mean of rows of numbers.
+/// Elementwise mean of equally long rows.
 fn average(rows: impl Iterator<Item = Vec<f64>>) -> Vec<f64> {
     let mut count = 0.0;
     let mut sum: Vec<f64> = Vec::new();

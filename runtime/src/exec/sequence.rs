@@ -1,5 +1,5 @@
-//! The sequence of a pass: kernel tasks in order, each with the addresses of its inputs and outputs. A task is the kernel of one op,
-//! or a fused chain of elementwise ops.
+//! The kernel sequence of a pass: ordered steps with the addresses of their inputs and outputs. A step runs the kernel
+//! of one op, or a fused chain of elementwise ops.
 
 use crate::device::buffer::Buffer;
 use crate::device::cpu::chain::{Chain, Link, Operand};
@@ -14,61 +14,54 @@ use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Where a kernel finds one of its tensors.
+/// The storage of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slot {
-    /// In the worker's arena, at this offset.
+    /// Offset in the worker's arena.
     Arena(usize),
-    /// In the item's block that is kept for its backward run.
+    /// Offset in the micro-batch's block of saved activations.
     Kept(usize),
-    /// In the item's buffer that is sent to other stages.
+    /// A send buffer of the micro-batch.
     Own(usize),
-    /// In the item's buffer that came from another stage.
+    /// A buffer received from another stage.
     Received(usize),
-    /// In the item's data, by place in `StageCode::feeds`.
+    /// Index into `StageCode::feeds`.
     Feed(usize),
-    /// A parameter at the item's version, by place in `StageCode::parameters`.
+    /// A parameter at the micro-batch's weight version, by index into `StageCode::parameters`.
     Parameter(usize),
-    /// A state, by place in `StageCode::states`.
+    /// Index into `StageCode::states`.
     State(usize),
-    /// A constant of this sequence.
     Constant(usize),
-    /// In the item's block that is kept from the first part of its backward run to the second.
+    /// Offset in the block kept from the input-gradient pass to the weight-gradient pass.
     Between(usize),
-    /// A gradient term that came from a later stage, by place in `StageCode::gradients_in`.
+    /// A gradient term received from a later stage, by index into `StageCode::gradients_in`.
     GradientIn(usize),
-    /// A gradient term that is sent to an earlier stage, by place in `StageCode::gradients_out`.
+    /// A gradient term sent to an earlier stage, by index into `StageCode::gradients_out`.
     GradientOut(usize),
-    /// Nowhere but in a sum of gradients, to which its maker adds it; by place in `StageCode::gradient_terms`.
+    /// Only a gradient sum, which the producing kernel accumulates into; by index into `StageCode::gradient_terms`.
     Sum(usize),
-    /// A term of a parameter's gradient: in its sum where it is the first, else in the worker's arena until it has been added.
+    /// A parameter gradient term: the first term of a sum is written there, later ones to the arena until they are
+    /// accumulated.
     Gradient {
-        /// By place in `StageCode::gradient_terms`.
+        /// Index into `StageCode::gradient_terms`.
         term: usize,
-        /// Its offset in the arena.
+        /// Offset in the arena.
         offset: usize,
     },
 }
 
-/// A tensor in its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorAddress {
-    /// Where it begins.
     pub slot: Slot,
-    /// How long it is.
     pub bytes: usize,
 }
 
-/// What a step runs.
 pub enum KernelTask {
-    /// One op.
     Op(Kernel),
-    /// Elementwise ops together.
     Chain(Chain),
 }
 
 impl KernelTask {
-    /// Runs it on the bytes of its tensors.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         match self {
             KernelTask::Op(kernel) => kernel.run(inputs, outputs, workspace),
@@ -76,7 +69,7 @@ impl KernelTask {
         }
     }
 
-    /// Runs, and adds the result to what the output holds; only where it [`adds`](Task::adds).
+    /// Runs and accumulates into the output. Requires [`adds`](KernelTask::adds).
     pub fn run_adding(
         &self,
         inputs: &[&[u8]],
@@ -89,7 +82,7 @@ impl KernelTask {
         }
     }
 
-    /// What devices that share a stage do together, and this device's tensor.
+    /// The collective that this task is, and this rank's input to it; none for compute tasks.
     pub fn together(&self, inputs: &[&[u8]]) -> Option<(&Op, Tensor)> {
         match self {
             KernelTask::Op(kernel) => kernel.together(inputs),
@@ -97,7 +90,7 @@ impl KernelTask {
         }
     }
 
-    /// Whether it can add to what its output holds.
+    /// True if the kernel can accumulate into its output.
     pub fn adds(&self) -> bool {
         match self {
             KernelTask::Op(kernel) => kernel.adds(),
@@ -105,7 +98,7 @@ impl KernelTask {
         }
     }
 
-    /// Bytes of scratch that it needs.
+    /// Scratch bytes.
     pub fn workspace(&self) -> usize {
         match self {
             KernelTask::Op(kernel) => kernel.workspace(),
@@ -113,7 +106,6 @@ impl KernelTask {
         }
     }
 
-    /// How many ops it is.
     pub fn ops(&self) -> usize {
         match self {
             KernelTask::Op(_) => 1,
@@ -121,7 +113,7 @@ impl KernelTask {
         }
     }
 
-    /// The op that runs its reference rule, for want of a fast kernel.
+    /// The op name if the task runs the reference kernel because no fast one exists.
     pub fn reference_op(&self) -> Option<&'static str> {
         match self {
             KernelTask::Op(kernel) if kernel.is_reference() => Some(kernel.name()),
@@ -130,71 +122,59 @@ impl KernelTask {
     }
 }
 
-/// The same work for [`ITEMS`] items of a round at once: see [`joined`].
+/// The same kernel for [`ITEMS`] micro-batches of a round at once: see [`joined`].
 pub struct Joint {
-    /// The kernel. It uses the step's workspace.
+    /// Uses the step's workspace.
     pub kernel: Kernel,
-    /// Where the items' inputs are put by, one behind the other.
+    /// Arena buffers that collect the micro-batches' inputs, consecutively.
     pub inputs: Vec<TensorAddress>,
 }
 
-/// One task with its tensors.
 pub struct Step {
-    /// What it runs.
     pub task: KernelTask,
-    /// What it reads.
     pub inputs: Vec<TensorAddress>,
-    /// What it writes.
     pub outputs: Vec<TensorAddress>,
-    /// Its workspace in the arena.
     pub workspace: TensorAddress,
-    /// The terms of parameters' gradients to whose sums it adds what it makes, once for each; it has no output then. By place in
+    /// Gradient terms whose sums the task accumulates into, once for each; the step then has no outputs. Indices into
     /// `StageCode::gradient_terms`.
     pub adds_to: Vec<usize>,
-    /// The terms that are added to their sums when it has run.
+    /// Gradient terms to accumulate into their sums after the task.
     pub terms: Vec<usize>,
-    /// How it adds for several items at once, where it does.
+    /// The batched kernel over several micro-batches, if there is one.
     pub joint: Option<Joint>,
-    /// Its nodes, in the words of the source model: one, or those of a chain in their order.
+    /// Node names in the source model: one, or those of a chain in order.
     pub nodes: Vec<String>,
 }
 
 impl Step {
-    /// The node that it stands for in messages.
+    /// The node named in error messages.
     pub fn told(&self) -> &str {
         self.nodes.last().map_or("", String::as_str)
     }
 }
 
-/// Steps in order.
 #[derive(Default)]
 pub struct Sequence {
-    /// The steps.
     pub steps: Vec<Step>,
-    /// The constants they read.
     pub constants: Vec<Buffer>,
 }
 
-/// A task of a graph, whose tensors have no places yet.
+/// A task of a graph before tensors have addresses.
 pub struct Planned {
-    /// The op, or the last of a chain.
+    /// The op, or the last op of a chain.
     pub node: NodeId,
-    /// The op, or all of a chain.
     nodes: Vec<NodeId>,
     task: KernelTask,
-    /// What runs for several items at once.
     joint: Option<Kernel>,
     inputs: Vec<Value>,
     outputs: Vec<Value>,
 }
 
 impl Planned {
-    /// What it writes.
     pub fn outputs(&self) -> &[Value] {
         &self.outputs
     }
 
-    /// Whether it can add to what its output holds.
     pub fn adds(&self) -> bool {
         self.task.adds()
     }
@@ -203,7 +183,7 @@ impl Planned {
         self.task.workspace().max(self.joint.as_ref().map_or(0, Kernel::workspace))
     }
 
-    /// The step, where the graph is laid out. What it puts by lies behind `arena`, which grows by it.
+    /// Resolves addresses after memory planning. Buffers for batched operands are appended to `arena`, which grows.
     pub fn step(
         self,
         graph: &Graph,
@@ -233,9 +213,9 @@ impl Planned {
     }
 }
 
-/// The tasks of a graph that is run in `order`, and where its tensors lie. Of ops that could run together, those stay apart that have no
-/// fast kernels; of the values that may be added to sums as they are made, those have places whose tasks cannot add. Where it `joins`, the
-/// others are made of several items at once where that is worth while.
+/// Builds the tasks of a graph in `order` and its memory layout. A fused chain whose ops lack fast kernels is
+/// dissolved. A gradient term gets memory of its own if its kernel cannot accumulate. With `joins`, accumulating
+/// kernels are batched over several micro-batches where that pays off.
 pub fn tasks(
     graph: &Graph,
     order: &[NodeId],
@@ -271,18 +251,18 @@ pub fn tasks(
     (planned, layout)
 }
 
-/// The kernel that makes an op's gradient of several items at once, where that is worth while.
+/// The kernel that computes an op's gradient for several micro-batches at once, where that pays off.
 pub fn joint(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Option<Kernel> {
     let kernel = Kernel::new(op, &joined(op, inputs, outputs.first()?)?, outputs);
     kernel.adds().then_some(kernel)
 }
 
-/// Bytes of scratch that the chain needs which ends with this op; none where its ops run one by one.
+/// Scratch bytes of the fused chain ending with this op; 0 if its ops run one by one.
 pub fn chain_workspace(graph: &Graph, last: NodeId, chains: &Chains) -> usize {
     chain(graph, last, chains).map_or(0, |planned| planned.task.workspace())
 }
 
-/// A chain as one task, where all of its ops have fast kernels.
+/// Builds a chain as one task if all its ops have fast kernels.
 fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let ops = &chains.by_last[&last];
     let (inputs, outputs) = ends(graph, ops, &chains.inner);

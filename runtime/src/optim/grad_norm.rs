@@ -1,82 +1,79 @@
-//! The global gradient norm, the clipping factor, and for `f16` gradients whether a step is taken at all.
+//! Global gradient norm, clipping factor, and dynamic loss scaling for `f16` gradients.
 //!
-//! PyTorch's `clip_grad_norm_`: `factor = min(1, clip / (norm + 1e-6))`, the norm over the averaged gradients of all parameters, a
-//! tied one once. Every worker contributes the sum of squares of each of its parameters; all add them in the order of the
-//! parameters' names, so the result does not depend on the cuts.
+//! Clipping follows PyTorch's `clip_grad_norm_`: `factor = min(1, clip / (norm + 1e-6))`. The norm is over the averaged
+//! gradients of all parameters; a tied parameter counts once. Every worker contributes its parameters' sums of squares.
+//! All workers add them in parameter-name order, so the result does not depend on the partition.
 //!
-//! The loss is multiplied by a power of two, so that its gradients do not underflow in `f16`; the step divides by it. A step with
-//! a gradient that is not finite is skipped and halves the scale; after enough good steps the scale doubles (Micikevicius et al.,
-//! ICLR 2018, section 3.2).
+//! The loss is multiplied by a power of two so that `f16` gradients do not underflow; the step divides by it. A step
+//! with a non-finite gradient is skipped and halves the scale; after enough good steps the scale doubles (Micikevicius
+//! et al., ICLR 2018, section 3.2).
 
 use crate::comm::communicator::{Communicator, PeerLost};
 use crate::optim::policy::LossScaling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Sums of squares by the number of the parameter among all names, in order; of shares, of each by [`share_number`].
+/// Sums of squares by parameter number in name order; those of shards by [`share_number`].
 pub type Squares = Vec<(usize, f64)>;
 
-/// The number of a replica's share of a parameter, where stages have so many replicas at most: they follow each other.
+/// Number of a replica's shard of a parameter; `most` is the largest replica count of any stage.
 pub fn share_number(parameter: usize, replica: usize, most: usize) -> usize {
     parameter * most + replica
 }
 
-/// Where all workers meet before they step.
+/// The all-reduce of squared norms, in which every worker takes part.
 #[derive(Clone)]
 pub struct Norms {
-    /// Where.
     pub place: Arc<Communicator<Squares>>,
-    /// Which of the members this worker is.
+    /// Rank of this worker.
     pub member: usize,
 }
 
 impl Norms {
-    /// The sum of squares over all parameters in a round. Waits for all workers; ends when they have come, or one is gone.
+    /// Sum of squares over all parameters in a round. Blocks until all workers have contributed; fails if one is lost.
     pub fn sum(&self, round: u32, own: Squares) -> Result<f64, PeerLost> {
         self.place.bring(u64::from(round), self.member, own);
         let all = self.place.meet(u64::from(round))?;
-        // Several workers hold a shared or replicated parameter, with the same bits; shares of one have numbers of their own.
+        // Replicas contribute bitwise equal sums for one parameter, to be counted once; shards have distinct numbers.
         let by_name: BTreeMap<usize, f64> = all.iter().flatten().copied().collect();
         Ok(by_name.values().fold(0.0, |sum, square| sum + square))
     }
 }
 
-/// What gradients are multiplied by so that a norm becomes no larger than `clip`.
+/// The factor that scales gradients to a norm of at most `clip`.
 pub fn factor(clip: f64, norm: f64) -> f64 {
     let factor = clip / (norm + 1e-6);
-    // What is no number stays none.
+    // `min` would turn NaN into 1; a NaN norm must stay NaN.
     if factor > 1.0 { 1.0 } else { factor }
 }
 
-/// The largest scale of a loss: beyond it the gradient of the loss itself would not be finite.
+/// Largest loss scale: beyond it the gradient of the loss itself would not be finite.
 const LARGEST: f64 = (1u64 << 40) as f64;
 
-/// The scale of the loss at a moment. All workers see the same gradients, so all have the same.
+/// Dynamic loss scale. All workers see the same gradients, so all compute the same scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     rule: LossScaling,
-    /// What the loss is multiplied by.
     pub value: f64,
     good: u32,
 }
 
 impl LossScale {
-    /// The first.
     pub fn new(rule: LossScaling) -> LossScale {
         LossScale { rule, value: rule.first, good: 0 }
     }
 
-    /// The scale of a run that goes on: its value, and good steps since that last changed.
+    /// Resumes with a saved scale and the number of good steps since its last change.
     pub fn resumed(rule: LossScaling, (value, good): (f64, u32)) -> LossScale {
         LossScale { rule, value, good }
     }
 
-    /// What [`LossScale::resumed`] takes.
+    /// The state that [`LossScale::resumed`] takes.
     pub fn kept(&self) -> (f64, u32) {
         (self.value, self.good)
     }
 
-    /// Hears whether all gradients of a step were finite.
+    /// Updates the scale after a step; `finite` is true if all gradients were finite.
     pub fn hear(&mut self, finite: bool) {
         if !finite {
             self.value = (self.value / 2.0).max(1.0);

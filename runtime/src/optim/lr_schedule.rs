@@ -1,46 +1,40 @@
-//! Learning-rate schedules. They count minibatches under every schedule: an update that averages three minibatches advances by three.
+//! Learning-rate schedules. They count minibatches under every schedule: an update that averages three minibatches
+//! advances by three.
 
 use std::f64::consts::PI;
 
-/// How the learning rate changes: up from nothing at first, then along a shape.
+/// A learning-rate schedule: linear warm-up, then a shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
-    /// Minibatches of warm-up: number t of them, from 0, has the share `(t + 1)/warmup` of the full rate.
+    /// Warm-up minibatches: number t, from 0, has the scale `(t + 1)/warmup`.
     pub warmup: u32,
-    /// What comes after.
     pub shape: Shape,
 }
 
-/// The course of the rate after the warm-up. Floors are shares of the full rate.
+/// The schedule after warm-up. Floors are fractions of the base learning rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Shape {
-    /// The full rate.
     Constant,
-    /// Times `factor` after every so many minibatches (PyTorch's `StepLR`).
+    /// Multiplied by `factor` after every `every` minibatches (PyTorch's `StepLR`).
     Step {
-        /// Minibatches between two changes.
         every: u32,
-        /// What the rate is multiplied by.
         factor: f64,
     },
-    /// Half a wave of the cosine from the full rate to the floor at the end (Loshchilov and Hutter, ICLR 2017, equation
-    /// 5 without restarts; PyTorch's `CosineAnnealingLR`).
+    /// Half a cosine from the base rate to the floor at the end (Loshchilov and Hutter, ICLR 2017, equation 5 without
+    /// restarts; PyTorch's `CosineAnnealingLR`).
     Cosine {
-        /// The share at the end.
         floor: f64,
     },
-    /// A straight line from the full rate to the floor at the end.
+    /// Linear from the base rate to the floor at the end.
     Linear {
-        /// The share at the end.
         floor: f64,
     },
 }
 
 impl Rate {
-    /// The same rate always.
     pub const CONSTANT: Rate = Rate { warmup: 0, shape: Shape::Constant };
 
-    /// The share of the full rate at a minibatch of a run, counted from 0, of `total`.
+    /// Learning-rate scale at a minibatch, counted from 0, of `total`.
     pub fn factor(&self, minibatch: u32, total: u32) -> f64 {
         if minibatch < self.warmup {
             return (f64::from(minibatch) + 1.0) / f64::from(self.warmup);

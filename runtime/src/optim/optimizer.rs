@@ -1,4 +1,4 @@
-//! Optimizers with PyTorch's update rules. A step reads one version of a parameter and writes the next.
+//! Optimizers with PyTorch's update rules. A step reads one weight version and writes the next.
 
 use crate::device::buffer::Buffer;
 use crate::device::cpu::half::widen;
@@ -8,69 +8,60 @@ use crate::optim::lr_schedule::Rate;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 
-/// How parameters move.
+/// An update rule with a learning-rate schedule.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimizer {
-    /// The rule of one step.
     pub rule: Rule,
-    /// How its learning rate changes.
     pub rate: Rate,
 }
 
 impl From<Rule> for Optimizer {
-    /// The rule with the same learning rate always.
+    /// The rule with a constant learning rate.
     fn from(rule: Rule) -> Optimizer {
         Optimizer { rule, rate: Rate::CONSTANT }
     }
 }
 
-/// How one step moves a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rule {
     /// Stochastic gradient descent: `g += weight_decay·w; buffer = momentum·buffer + g; w -= lr·buffer`
     /// (Nesterov: `w -= lr·(g + momentum·buffer)`).
     Sgd {
-        /// Step length.
         learning_rate: f64,
-        /// Share of the buffer that is kept; 0 has no buffer.
+        /// 0 needs no momentum buffer.
         momentum: f64,
-        /// Look ahead along the buffer.
         nesterov: bool,
         /// L2 penalty, added to the gradient.
         weight_decay: f64,
     },
-    /// Adam (Kingma and Ba, 2015) with bias correction and epsilon outside the root; with `decoupled`, AdamW
-    /// (Loshchilov and Hutter, 2019): the weight shrinks by `lr·weight_decay` instead of the gradient growing.
+    /// Adam (Kingma and Ba, 2015) with bias correction and epsilon outside the root. With `decoupled`, AdamW
+    /// (Loshchilov and Hutter, 2019): weights are multiplied by `1 - lr·weight_decay` instead.
     Adam {
-        /// Step length.
         learning_rate: f64,
-        /// Shares kept of the first and second moment.
         betas: (f64, f64),
         /// Added to the root of the second moment.
         epsilon: f64,
-        /// L2 penalty, or decay when decoupled.
+        /// L2 penalty, or decoupled decay.
         weight_decay: f64,
-        /// AdamW.
+        /// True for AdamW.
         decoupled: bool,
     },
-    /// RMSProp (Tieleman and Hinton, 2012): the gradient over the root of its mean square, with momentum.
+    /// RMSProp (Tieleman and Hinton, 2012): gradient divided by the root of its moving mean square, with momentum.
     RmsProp {
-        /// Step length.
         learning_rate: f64,
-        /// Share of the mean square that is kept.
+        /// Decay rate of the mean square.
         alpha: f64,
         /// Added to the root of the mean square.
         epsilon: f64,
         /// L2 penalty, added to the gradient.
         weight_decay: f64,
-        /// Share of the buffer that is kept; 0 has no buffer.
+        /// 0 needs no momentum buffer.
         momentum: f64,
     },
-    /// Adagrad (Duchi et al., JMLR 2011): the gradient over the root of the sum of its squares.
+    /// Adagrad (Duchi et al., JMLR 2011): gradient divided by the root of the sum of its squares.
     Adagrad {
-        /// Step length.
         learning_rate: f64,
-        /// How the step length falls: over `1 + (step - 1)·decay`.
+        /// Learning-rate decay: divides by `1 + (step - 1)·decay`.
         decay: f64,
         /// Added to the root of the sum.
         epsilon: f64,
@@ -79,34 +70,33 @@ pub enum Rule {
     },
 }
 
-/// What a step needs beside the weights.
+/// The inputs of one optimizer step besides the weights.
 #[derive(Clone, Copy)]
 pub struct Update<'a> {
     /// Element type of weights, gradient and state.
     pub dtype: DType,
-    /// The sum of gradients.
     pub gradient: &'a [u8],
-    /// What the sum is multiplied by to be an average.
+    /// Factor that turns the sum into an average.
     pub scale: f64,
-    /// Counts steps from 1.
+    /// Number of the step, from 1.
     pub step: u32,
-    /// The share of the learning rate that this step has.
+    /// Learning-rate scale of this step.
     pub rate: f64,
 }
 
-/// How far weights are to be predicted.
+/// The distance of a weight prediction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ahead {
-    /// So many updates from now.
+    /// Updates to predict.
     pub steps: u32,
     /// Updates made so far.
     pub made: u32,
-    /// The share of the learning rate that those updates have.
+    /// Learning-rate scale of the predicted updates.
     pub rate: f64,
 }
 
 impl Optimizer {
-    /// Whether its state knows the direction in which parameters move.
+    /// True if the optimizer state contains an update direction.
     pub fn has_velocity(&self) -> bool {
         match self.rule {
             Rule::Sgd { momentum, .. } | Rule::RmsProp { momentum, .. } => momentum != 0.0,
@@ -115,8 +105,8 @@ impl Optimizer {
         }
     }
 
-    /// Weights as they will be after more updates in the direction of the last one: `w − steps·lr·v`, where `v` is the buffer of
-    /// the momentum, or Adam's corrected first moment over the root of its second.
+    /// Predicts weights after further updates in the direction of the last one: `w − steps·lr·v`. `v` is the momentum
+    /// buffer, or Adam's bias-corrected first moment over the root of its second.
     pub fn ahead(&self, dtype: DType, ahead: Ahead, weight: &[u8], state: &[Buffer], to: &mut [u8]) {
         match dtype {
             DType::F64 => self.ahead_typed::<f64>(ahead, weight, state, to),
@@ -147,7 +137,7 @@ impl Optimizer {
         }
     }
 
-    /// How many tensors of the parameter's size the optimizer keeps beside it.
+    /// Number of state tensors per parameter.
     pub fn buffers(&self) -> usize {
         match self.rule {
             Rule::Sgd { momentum, .. } => usize::from(momentum != 0.0),
@@ -157,7 +147,7 @@ impl Optimizer {
         }
     }
 
-    /// What PyTorch calls them, in their order.
+    /// PyTorch's names of the state tensors, in order.
     pub fn names(&self) -> &'static [&'static str] {
         match self.rule {
             Rule::Sgd { momentum: 0.0, .. } => &[],
@@ -169,12 +159,11 @@ impl Optimizer {
         }
     }
 
-    /// The state of a parameter before its first step.
     pub fn new_state(&self, bytes: usize) -> Vec<Buffer> {
         (0..self.buffers()).map(|_| Buffer::new(bytes)).collect()
     }
 
-    /// A step that writes over the old version.
+    /// Overwrites the old weight version.
     pub fn in_place(&self, update: Update<'_>, weight: &mut [u8], state: &mut [Buffer]) {
         match update.dtype {
             DType::F64 => self.typed::<f64>(update, Target::InPlace(weight), state),
@@ -182,7 +171,7 @@ impl Optimizer {
         }
     }
 
-    /// A step that leaves the old version as it is.
+    /// Writes the new weight version and leaves the old one unchanged.
     pub fn out_of_place(&self, update: Update<'_>, old: &[u8], new: &mut [u8], state: &mut [Buffer]) {
         match update.dtype {
             DType::F64 => self.typed::<f64>(update, Target::Beside(old, new), state),
@@ -229,15 +218,15 @@ enum Target<'a> {
     Beside(&'a [u8], &'a mut [u8]),
 }
 
-/// Whether parameters of this element type can be trained. Those of two bytes have masters in `f32`.
+/// True if parameters of this element type can be trained; 16-bit ones have `f32` master weights.
 pub fn trains(dtype: DType) -> bool {
     dtype.is_float()
 }
 
-/// Elements of a narrow gradient that are widened at a time.
+/// Elements of a 16-bit gradient that are widened at a time.
 const PIECE: usize = 1024;
 
-/// `sum = first + second`, of `f32` or `f64`.
+/// `sum = first + second`, for `f32` or `f64`.
 pub fn add(dtype: DType, first: &[u8], second: &[u8], sum: &mut [u8]) {
     match dtype {
         DType::F64 => kernel::add::<f64>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
@@ -245,7 +234,7 @@ pub fn add(dtype: DType, first: &[u8], second: &[u8], sum: &mut [u8]) {
     }
 }
 
-/// `sum += gradient`; the sum of gradients of two bytes is in `f32`.
+/// `sum += gradient`; 16-bit gradients are summed in `f32`.
 pub fn accumulate(dtype: DType, sum: &mut [u8], gradient: &[u8]) {
     match dtype {
         DType::F64 => kernel::accumulate::<f64>(cast_slice_mut(sum), cast_slice(gradient)),

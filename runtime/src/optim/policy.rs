@@ -1,70 +1,65 @@
-//! Training policy beside the update rule: gradient clipping, batch-norm statistics, weight staleness, loss scaling.
+//! Training policy besides the update rule: gradient clipping, batch-norm statistics, weight staleness, loss scaling.
 
-/// All of it. The default is the plain run.
+/// The policy of a run. The default enables nothing beyond the update rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Policy {
-    /// Gradients of a larger norm are shortened to this one.
     pub clip_norm: Option<f64>,
-    /// How running statistics follow those of batches.
     pub statistics: Statistics,
-    /// What makes up for weights that are not stashed.
     pub staleness: Staleness,
-    /// How the loss is scaled where its gradients are `f16`.
+    /// Loss scaling, used if gradients are `f16`.
     pub loss_scaling: LossScaling,
 }
 
-/// How running statistics follow those of batches.
+/// Update mode of running statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Statistics {
-    /// An update for every microbatch, as PyTorch does where gradients are accumulated.
+    /// One update per micro-batch, as PyTorch does under gradient accumulation.
     #[default]
     Batch,
-    /// One update for every minibatch, with the statistics of all of it (torchgpipe's `DeferredBatchNorm`).
+    /// One update per minibatch, with its overall statistics (torchgpipe's `DeferredBatchNorm`).
     Deferred {
-        /// Whether running variances follow the unbiased variance.
+        /// True if running variances average the unbiased variance.
         unbiased: bool,
     },
 }
 
-/// What makes up for weights that change between an item's forward and its backward, under `1f1b-rr-newest`.
+/// Compensation for weights that change between a forward and its backward, under `1f1b-rr-newest`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Staleness {
-    /// Nothing: weights are stashed, or their change is borne.
     #[default]
     None,
-    /// The forward uses weights predicted for the time of the update (SpecTrain; Chen et al., 2018, equation 4): `ŵ = w − s·lr·v`, with
-    /// `s` the updates until then and `v` the direction of the last one.
+    /// The forward uses weights predicted for the time of the update (SpecTrain; Chen et al., 2018, equation 4): `ŵ = w
+    /// − s·lr·v`, with `s` the number of updates until then and `v` the last update direction.
     Predict,
-    /// PipeMare (Yang et al., MLSys 2021): the learning rate is divided by `τ^p`, where `p` falls from 1 to 0 over `anneal`
-    /// minibatches (T1), and the backward uses weights set back to about where the forward had them, `w − τ·δ` (T2). `τ` is the
-    /// stage's delay in updates, `δ` a moving average of the steps that keeps the share [`DISCREPANCY`]`^(1/τ)`.
+    /// PipeMare (Yang et al., MLSys 2021). T1: the learning rate is divided by `τ^p`; `p` falls from 1 to 0 over
+    /// `anneal` minibatches. T2: the backward approximates the forward's weights by `w − τ·δ`. `τ` is the stage's delay
+    /// in updates, `δ` a moving average of updates with decay [`DISCREPANCY`]`^(1/τ)`.
     PipeMare {
-        /// Minibatches until the rate is the full one.
+        /// Minibatches until the full learning rate.
         anneal: u32,
     },
 }
 
-/// What PipeMare's moving average keeps of a step after `τ` others: `D` of the paper, which takes about e⁻².
+/// Decay of PipeMare's moving average over `τ` updates: `D` of the paper, about e⁻².
 pub const DISCREPANCY: f64 = 0.135;
 
-/// How the loss is scaled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScaling {
-    /// The first scale.
+    /// Initial scale.
     pub first: f64,
-    /// Steps without an overflow after which the scale is doubled.
+    /// Steps without overflow after which the scale doubles.
     pub every: u32,
 }
 
 impl Default for LossScaling {
-    /// PyTorch's.
+    /// PyTorch's `GradScaler` defaults.
     fn default() -> LossScaling {
         LossScaling { first: 65536.0, every: 2000 }
     }
 }
 
 impl Staleness {
-    /// The share of the learning rate that a stage of this delay has at a minibatch: PipeMare's T1, `τ^-p`.
+    /// Learning-rate scale at a minibatch of a stage with this delay: PipeMare's T1, `τ^-p`.
     pub fn rate(self, delay: u32, minibatch: u32) -> f64 {
         match self {
             Staleness::PipeMare { anneal } if delay > 1 => {

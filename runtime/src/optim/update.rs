@@ -1,4 +1,5 @@
-//! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of updates.
+//! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of
+//! updates.
 
 use crate::checkpoint::ParameterState;
 use crate::device::buffer::{Buffer, Pool};
@@ -13,22 +14,22 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use std::sync::Arc;
 
-/// What moves the parameters of a stage.
+/// Updates the parameters of a stage.
 pub struct ParameterUpdater<'a> {
     optimizer: &'a Optimizer,
     dtypes: Vec<DType>,
-    /// For each narrow parameter, its weights in `f32`, which the optimizer moves; the narrow ones are these rounded.
+    /// `f32` master weights of each 16-bit parameter; the 16-bit weights are their rounded copies.
     masters: Vec<Option<Buffer>>,
     state: Vec<Vec<Buffer>>,
-    /// PipeMare's `δ`, and the share of it that is kept.
+    /// PipeMare's `δ`; `keep` is its decay.
     drift: Vec<Buffer>,
     keep: f64,
-    /// What is stepped here; masters and state are of it alone.
+    /// The shard that this replica updates; master weights and state have its size.
     share: ShardRange,
 }
 
 impl<'a> ParameterUpdater<'a> {
-    /// A stepper before its first step. `delay` counts the updates between a stage's forward and its own update.
+    /// Creates zero optimizer state. `delay` is the number of updates between a stage's forward and its own update.
     pub fn new(
         code: &StageCode,
         optimizer: &'a Optimizer,
@@ -58,13 +59,13 @@ impl<'a> ParameterUpdater<'a> {
         }
     }
 
-    /// Bytes of all that it keeps.
+    /// Bytes of optimizer state, master weights and PipeMare's averages.
     pub fn bytes(&self) -> usize {
         let kept = self.state.iter().flatten().chain(self.masters.iter().flatten()).chain(&self.drift);
         kept.map(Buffer::len).sum()
     }
 
-    /// The next version of a parameter, as far as it is stepped here: written over the old one where nobody else holds that, else beside it.
+    /// Updates this replica's shard of a parameter. Overwrites the old version if it is unshared, else allocates.
     pub fn step(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>, pool: &mut Pool) -> Arc<Buffer> {
         let own = match self.share.keeps() {
             true => 0..weight.len(),
@@ -79,7 +80,7 @@ impl<'a> ParameterUpdater<'a> {
             narrow(self.dtypes[p], cast_slice(master.bytes()), &mut exclusive(&mut weight)[own]);
             return weight;
         }
-        // What drifts is seen in the difference of two versions.
+        // PipeMare's `δ` needs the difference of two versions.
         if let (true, Some(only)) = (self.drift.is_empty(), Arc::get_mut(&mut weight)) {
             self.optimizer.in_place(update, &mut only.bytes_mut()[own], state);
             return weight;
@@ -97,7 +98,7 @@ impl<'a> ParameterUpdater<'a> {
         next
     }
 
-    /// Goes on from these.
+    /// Restores saved state.
     pub fn begin(&mut self, moves: Vec<ParameterState>) {
         let (mut state, mut drift) = (Vec::new(), Vec::new());
         for (p, of) in moves.into_iter().enumerate() {
@@ -108,14 +109,14 @@ impl<'a> ParameterUpdater<'a> {
         (self.state, self.drift) = (state, drift);
     }
 
-    /// A copy of what moves a parameter, as far as that is done here.
+    /// A copy of a parameter's optimizer state, as far as this replica holds it.
     pub fn moves(&self, p: usize) -> ParameterState {
         let copy = |buffer: &Buffer| Buffer::copy_of(buffer.bytes());
         let (master, drift) = (self.masters[p].as_ref().map(copy), self.drift.get(p).map(copy));
         ParameterState { master, state: self.state[p].iter().map(copy).collect(), drift, updates: 0 }
     }
 
-    /// Weights as they will be some updates on, if all go as the last one did.
+    /// Weights predicted some updates ahead in the last update direction (SpecTrain).
     pub fn ahead(&self, weights: &Weights, ahead: impl Fn(usize) -> Ahead, pool: &mut Pool) -> Weights {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = pool.take(weight.len());
@@ -125,7 +126,7 @@ impl<'a> ParameterUpdater<'a> {
         weights.iter().enumerate().map(one).collect()
     }
 
-    /// Weights about as they were `steps` updates ago.
+    /// Approximate weights of `steps` updates ago (PipeMare).
     pub fn back(&self, weights: &Weights, steps: u32, pool: &mut Pool) -> Weights {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = pool.take(weight.len());
@@ -139,34 +140,34 @@ impl<'a> ParameterUpdater<'a> {
         weights.iter().enumerate().map(one).collect()
     }
 
-    /// Whether weights can be set back.
+    /// True if PipeMare's averages are kept.
     pub fn drifts(&self) -> bool {
         !self.drift.is_empty()
     }
 
-    /// A narrow parameter in `f32`, after its newest step, where all of it is here.
+    /// The `f32` master of a 16-bit parameter, if this replica holds all of it.
     pub fn master(&self, p: usize) -> Option<&Buffer> {
         self.masters.get(p).and_then(Option::as_ref).filter(|_| !self.share.deals(p))
     }
 
-    /// The weights to keep of these: masters where there are any.
+    /// The weights to return after training: masters where there are any.
     pub fn leave(&mut self, weights: Weights) -> Weights {
         let of = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);
         weights.into_iter().zip(std::mem::take(&mut self.masters)).map(of).collect()
     }
 }
 
-/// What is stepped here of a tensor of a parameter.
+/// This replica's shard of a parameter-sized tensor.
 fn cut(share: &ShardRange, p: usize, dtype: DType, whole: Buffer) -> Buffer {
     if share.deals(p) { Buffer::copy_of(&whole.bytes()[share.own(p, whole.len(), dtype.size())]) } else { whole }
 }
 
-/// The element type in which gradients of a parameter are summed and its optimizer works.
+/// Element type of gradient sums and optimizer state.
 pub fn wide(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
 }
 
-/// The bytes of a buffer that was just taken from a pool.
+/// Mutable bytes of a buffer just taken from a pool.
 pub fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
     Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").bytes_mut()
 }

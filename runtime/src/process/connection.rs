@@ -1,7 +1,7 @@
-//! A connection to another process: a thread that writes a queue, and reads with a deadline.
+//! A connection to another process: a thread that writes a queue, and a reader with a deadline.
 //!
-//! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat every second.
-//! The reader gives up when nothing has arrived within the deadline, or when the run is over.
+//! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat
+//! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
 use crate::device::buffer::Buffer;
 use crate::process::frame::{FrameWriter, Kind};
@@ -11,30 +11,27 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often a process says that it is there.
 pub const BEAT: Duration = Duration::from_secs(1);
 
-/// How often a reader looks whether to go on.
+/// Interval at which a blocked reader checks its deadline.
 pub const LOOK: Duration = Duration::from_millis(100);
 
-/// Who has not looked for so long was not running.
+/// A gap between two checks longer than this means that this process itself was suspended.
 const AWAY: Duration = Duration::from_secs(1);
 
-/// A connection, whatever carries its bytes. Reading gives up with an error that says so when nothing has come for [`LOOK`].
+/// A transport-independent connection. Reads fail with `WouldBlock` or `TimedOut` when nothing has arrived for
+/// [`LOOK`].
 pub struct Stream {
-    /// What comes.
     pub reader: Box<dyn Read + Send>,
-    /// What goes.
     pub writer: Box<dyn Write + Send>,
-    /// Ends both, so that who reads or writes stops.
+    /// Closes both directions, which ends blocked reads and writes.
     pub hangup: Hangup,
 }
 
-/// Ends a connection.
 pub type Hangup = Box<dyn Fn() + Send>;
 
 impl Stream {
-    /// Over TCP.
+    /// Wraps a TCP connection.
     pub fn tcp(stream: TcpStream) -> io::Result<Stream> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
@@ -44,26 +41,24 @@ impl Stream {
     }
 }
 
-/// A frame that is to be written.
+/// A frame to send.
 #[derive(Clone)]
 pub struct Outbound {
-    /// What it is about.
     pub kind: Kind,
-    /// The content's first part.
+    /// Start of the content.
     pub head: Vec<u8>,
-    /// The rest.
+    /// Rest of the content.
     pub bodies: Vec<Arc<Buffer>>,
 }
 
 impl Outbound {
-    /// A frame without tensors.
     pub fn of(kind: Kind, head: Vec<u8>) -> Outbound {
         Outbound { kind, head, bodies: Vec::new() }
     }
 }
 
-/// Writes what is queued, and a heartbeat made by `beat` every second, until the queue's senders are gone, its last frame is written,
-/// or the other end is gone, which who reads the line will notice.
+/// Writes queued frames, and a heartbeat from `beat` every second. Returns when the senders are dropped, after the last
+/// frame, or if the peer is gone, which the reader of the connection will notice.
 pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
     let mut next = Instant::now();
     loop {
@@ -90,7 +85,7 @@ pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbou
     }
 }
 
-/// A stream that waits for bytes as long as there is a point in waiting.
+/// A reader that retries timeouts until its deadline or the end of the run.
 pub struct Patient {
     stream: Box<dyn Read + Send>,
     heard: Instant,
@@ -100,30 +95,30 @@ pub struct Patient {
     is_over: Box<dyn Fn() -> bool + Send>,
 }
 
-/// The kind of error with which a reader ends because the run is over.
+/// Error kind of a read that ended because the run is over.
 pub const OVER: ErrorKind = ErrorKind::ConnectionAborted;
-/// The kind of error with which a reader ends because nothing came.
+/// Error kind of a read that ended because nothing arrived in time.
 pub const SILENT: ErrorKind = ErrorKind::TimedOut;
 
 impl Patient {
-    /// Reads from a stream, no longer than the deadline after the last bytes, and not when it is over.
+    /// `deadline` counts from the last received bytes. `is_over` ends blocked reads.
     pub fn new(stream: Box<dyn Read + Send>, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> Patient {
         let now = Instant::now();
         Patient { stream, heard: now, looked: now, deadline, end: None, is_over }
     }
 
-    /// From now on it waits so long.
+    /// Restarts the wait with a new deadline.
     pub fn renew(&mut self, deadline: Duration) {
         let now = Instant::now();
         (self.heard, self.looked, self.deadline, self.end) = (now, now, deadline, None);
     }
 
-    /// It waits no longer than that, however often a byte comes.
+    /// Sets an absolute time limit, which received bytes do not extend.
     pub fn end_at(&mut self, end: Instant) {
         self.end = Some(end);
     }
 
-    /// Looks at the clock. While this process was stopped itself, or had no turn, it could hear nothing: that is nobody's silence.
+    /// Updates the clock. Time in which this process was suspended does not count as silence of the peer.
     fn look(&mut self) {
         let now = Instant::now();
         let away = now.duration_since(self.looked);
@@ -133,7 +128,7 @@ impl Patient {
         self.looked = now;
     }
 
-    /// How long nothing has come.
+    /// Time since the last received bytes.
     pub fn silence(&self) -> Duration {
         self.heard.elapsed()
     }
@@ -167,9 +162,8 @@ impl Read for Patient {
     }
 }
 
-/// Ends both directions, so that who reads or writes the stream stops.
+/// Closes both directions, which ends blocked reads and writes.
 pub fn close(stream: &TcpStream) {
-    // It may be closed already.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
@@ -188,7 +182,7 @@ mod tests {
     #[test]
     fn heartbeats_go_out_while_nothing_is_queued() {
         let (one, other) = pair();
-        // It is closed when nobody holds an end of it.
+        // The connection closes when the last handle is dropped.
         let Stream { reader, writer, hangup } = one;
         drop((reader, hangup));
         let (to, queue) = crossbeam_channel::unbounded();
@@ -220,7 +214,7 @@ mod tests {
         (patient.heard, patient.looked) = (before, before);
         patient.look();
         assert!(patient.silence() < Duration::from_secs(1));
-        // Who looks all the time hears that nothing comes.
+        // With regular checks, silence of the peer is detected.
         patient.heard = before;
         patient.look();
         assert!(patient.silence() > Duration::from_secs(8));

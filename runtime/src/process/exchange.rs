@@ -1,6 +1,6 @@
-//! The local ends of channels and communicators that reach other processes, and the threads that serve them.
+//! The local ends of channels and communicators that span processes, and the threads that serve them.
 //!
-//! All processes walk through the same program and number channels and communicators alike, so no names are sent.
+//! All processes traverse the same program and number channels and communicators alike, so no names are sent.
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::barrier::Gate;
@@ -31,12 +31,12 @@ use std::sync::atomic::Ordering;
 use std::thread::{Builder, Scope};
 use std::time::Duration;
 
-/// How long the last words of a run that ended early may take.
+/// Maximum time to flush queues after a run that failed.
 const LAST_WORDS: Duration = Duration::from_millis(500);
-/// How long the last words of one that ended well may take.
+/// Maximum time to flush queues after a successful run.
 const FAREWELL: Duration = Duration::from_secs(3);
 
-/// One process's connections to all others it speaks to.
+/// This process's connections to its peers.
 pub struct Exchange<'a> {
     group: Group,
     program: &'a Program,
@@ -46,17 +46,16 @@ pub struct Exchange<'a> {
     meetings: u32,
     outcomes: Receiver<(usize, WorkerResult)>,
     released: Receiver<()>,
-    /// At the others: once for each part of a checkpoint that process 0 will take.
+    /// On other processes: one token for each snapshot that process 0 can take.
     room: Receiver<()>,
     hangups: Vec<Hangup>,
     stopping: Option<Arc<Stopping<'a>>>,
-    /// Ends when the workers have ended.
+    /// Dropped when the workers have ended, which stops the stop-signal thread.
     working: Option<Sender<()>>,
-    /// Ends when all writers have ended.
+    /// Disconnects when all writer threads have ended.
     writing: Option<(Sender<()>, Receiver<()>)>,
 }
 
-/// What the two threads of a connection need.
 struct Line<'a> {
     reader: FrameReader<Patient>,
     writer: FrameWriter<Box<dyn Write + Send>>,
@@ -65,8 +64,8 @@ struct Line<'a> {
 }
 
 impl<'a> Exchange<'a> {
-    /// With a group that has come together. Process 0 tells `events` of losses of all workers, and gives the parts of their checkpoints to
-    /// the keeper. Where the run may be told to stop, all processes have a gate.
+    /// Creates the exchange of a connected group. Process 0 sends the losses of all workers to `events` and their
+    /// snapshots to `keeper`. Either all processes have a `gate` or none has.
     pub fn new(
         group: Group,
         program: &'a Program,
@@ -79,7 +78,7 @@ impl<'a> Exchange<'a> {
         let (leave, outcomes) = unbounded();
         let (release, released) = unbounded();
         let (taken, room) = unbounded();
-        // One checkpoint's parts of this process may be on their way.
+        // The snapshots of one checkpoint of this process may be in transit.
         let own = group.part.placement.workers(group.part.own);
         let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
         (0..parts).for_each(|_| _ = taken.send(()));
@@ -89,7 +88,8 @@ impl<'a> Exchange<'a> {
             let (to, queue) = unbounded();
             group.run_status.tell(to.clone());
             queues.insert(process, to);
-            // Who started this process may be stopped like any job. When it dies, its connection ends, and so does this process.
+            // The starting process may be suspended like any job. If it dies, its connection closes and this process
+            // ends.
             let is_followed = group.part.follows && process == 0;
             talk.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
             let workers: Vec<usize> = group.part.placement.workers(process).collect();
@@ -143,12 +143,12 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Whether a worker runs in this process.
+    /// True if the worker runs in this process.
     pub fn is_here(&self, worker: usize) -> bool {
         self.group.is_here(worker)
     }
 
-    /// Whether this process tells of the run.
+    /// True for process 0, which reports the run.
     pub fn reports(&self) -> bool {
         self.group.part.own == 0
     }
@@ -157,18 +157,17 @@ impl<'a> Exchange<'a> {
         self.group.run_status.clone()
     }
 
-    /// How far the workers are.
     pub fn progress(&self) -> crate::process::process_group::Progress {
         self.group.progress.clone()
     }
 
-    /// Who is to blame for what goes wrong in this process.
+    /// The failure reporter of this process.
     pub fn blame(&self) -> FailureCause {
         let process = self.group.part.own;
         FailureCause { run_status: self.run_status(), process, name: self.group.names[process].clone() }
     }
 
-    /// Ends the run of all processes before its end, by nobody's fault.
+    /// Ends the run in all processes without blaming any.
     pub fn end(&self, what: &str) {
         self.run_status().end(LinkError::Ended { process: None, what: what.to_string() });
     }
@@ -180,7 +179,7 @@ impl<'a> Exchange<'a> {
         Ok((queue, &mut line.routes))
     }
 
-    /// The ends in this process of a channel between two workers; `tensors` are those of each message.
+    /// The ends in this process of a channel between two workers. `tensors` are those of each message.
     pub fn channel(
         &mut self,
         from: WorkerId,
@@ -212,7 +211,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// A place where these workers meet: one for each member. Meetings have numbers below `meetings`.
+    /// Creates a communicator of these workers, one per member. Sequence numbers are below `meetings`.
     pub fn meeting<T: Carried + Send + Sync + 'static>(
         &mut self,
         members: &[usize],
@@ -241,7 +240,7 @@ impl<'a> Exchange<'a> {
             let mut bodies = Vec::new();
             part.pack(&mut head, &mut bodies);
             for queue in &queues {
-                // Where nobody reads the queue any more, the run is over.
+                // The queue has no reader after the end of the run.
                 let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
             }
         });
@@ -253,7 +252,7 @@ impl<'a> Exchange<'a> {
         Ok(place)
     }
 
-    /// Starts reading and writing.
+    /// Starts the reader and writer threads.
     pub fn start<'scope, 'env>(&mut self, scope: &'scope Scope<'scope, 'env>)
     where
         'a: 'scope,
@@ -292,19 +291,19 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Tells process 0 of an item's loss.
+    /// Sends the loss of a micro-batch to process 0.
     pub fn loss(&self, item: u32, value: f64) {
         let mut head = item.to_le_bytes().to_vec();
         head.extend(value.to_le_bytes());
         self.send(0, Outbound::of(Kind::Loss, head));
     }
 
-    /// Gives parts of checkpoints to process 0. Waits while it has not taken those of a whole checkpoint before: they would fill the memory
-    /// here where its disk is slow.
+    /// Sends snapshots to process 0. Blocks while process 0 has not taken those of the previous checkpoint; with a slow
+    /// disk they would fill this process's memory.
     pub fn parts(&self) -> impl Fn(&StageSnapshot) + Send + 'static {
         let (queue, room) = (self.queues.get(&0).cloned(), self.room.clone());
         move |part: &StageSnapshot| {
-            // Where nobody makes room or reads the queue any more, the run is over.
+            // If there are no tokens or readers any more, the run is over.
             if let (Some(queue), Ok(())) = (&queue, room.recv()) {
                 let _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part)));
             }
@@ -312,15 +311,15 @@ impl<'a> Exchange<'a> {
     }
 
     fn send(&self, process: usize, frame: Outbound) {
-        // Where nobody reads the queue any more, the run is over.
+        // The queue has no reader after the end of the run.
         if let Some(queue) = self.queues.get(&process) {
             let _ = queue.send(frame);
         }
     }
 
-    /// The workers of this process have ended, those that left something with what they leave, and `is_well` says whether all did.
-    /// Gives what the workers of all processes leave to process 0, and nothing to the others, when the whole run is over; or why
-    /// it ended early.
+    /// Ends the run after the workers of this process, with the results of those that succeeded; `is_well` is true if
+    /// all did. Process 0 returns the results of all workers, others return none. Fails with the cause if the run ended
+    /// early.
     pub fn finish(
         mut self,
         left: Vec<(usize, WorkerResult)>,
@@ -349,7 +348,7 @@ impl<'a> Exchange<'a> {
             let frames =
                 left.into_iter().flat_map(|(worker, outcome)| worker_result::leave(self.program, worker, outcome));
             frames.for_each(|frame| self.send(0, frame));
-            // Ends when process 0 releases this one, or its line is gone.
+            // Returns when process 0 releases this process or the connection ends.
             let _ = self.released.recv();
         }
         if run_status.is_released() {
@@ -362,12 +361,12 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Waits until all that is queued is written, so long at most, and ends all connections.
+    /// Waits up to `within` until all queues are written, then closes all connections.
     fn close(&mut self, within: Duration) {
         self.queues.clear();
         if let Some((alive, ended)) = self.writing.take() {
             drop(alive);
-            // Nobody says anything here: it ends when all who could are gone.
+            // Nothing is ever sent here: the wait ends when all senders are dropped.
             let _ = ended.recv_timeout(within);
         }
         if !self.group.run_status.is_released() {

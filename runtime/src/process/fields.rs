@@ -1,24 +1,24 @@
-//! The fields of a frame: little-endian numbers, texts and bytes with their lengths.
+//! Fields of a frame: little-endian numbers, and texts with a length prefix.
 //!
-//! Bytes of another process are untrusted: every field is checked, and no length allocates more than the frame holds.
+//! Bytes from another process are untrusted: every field is checked, and no length allocates more than the frame
+//! contains.
 
 use crate::process::frame::FrameError;
 
-/// The longest text of a field.
+/// Maximum text length, in bytes.
 pub const LONGEST_TEXT: usize = 1 << 12;
 
-/// Fields that have not been read yet.
+/// The unread fields of a frame.
 pub struct Fields<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Fields<'a> {
-    /// All fields of a frame.
     pub fn of(bytes: &'a [u8]) -> Fields<'a> {
         Fields { rest: bytes }
     }
 
-    /// So many bytes. `what` names the field where it does not fit.
+    /// Reads `count` bytes. `what` names the field in errors.
     pub fn bytes(&mut self, count: usize, what: &'static str) -> Result<&'a [u8], FrameError> {
         let (bytes, rest) = self.rest.split_at_checked(count).ok_or(FrameError::Field { what })?;
         self.rest = rest;
@@ -29,33 +29,29 @@ impl<'a> Fields<'a> {
         self.bytes(N, what)?.try_into().map_err(|_| FrameError::Field { what })
     }
 
-    /// A small number.
     pub fn u8(&mut self, what: &'static str) -> Result<u8, FrameError> {
         Ok(self.array::<1>(what)?[0])
     }
 
-    /// A number.
     pub fn u32(&mut self, what: &'static str) -> Result<u32, FrameError> {
         Ok(u32::from_le_bytes(self.array(what)?))
     }
 
-    /// A number below a bound.
+    /// Reads a `u32` below `bound`.
     pub fn below(&mut self, bound: u32, what: &'static str) -> Result<u32, FrameError> {
         let number = self.u32(what)?;
         if number < bound { Ok(number) } else { Err(FrameError::Field { what }) }
     }
 
-    /// A large number.
     pub fn u64(&mut self, what: &'static str) -> Result<u64, FrameError> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A number with a fraction, bit by bit.
     pub fn f64(&mut self, what: &'static str) -> Result<f64, FrameError> {
         Ok(f64::from_le_bytes(self.array(what)?))
     }
 
-    /// A text.
+    /// Reads a UTF-8 text of at most [`LONGEST_TEXT`] bytes.
     pub fn text(&mut self, what: &'static str) -> Result<String, FrameError> {
         let length = self.u32(what)? as usize;
         if length > LONGEST_TEXT {
@@ -64,13 +60,13 @@ impl<'a> Fields<'a> {
         String::from_utf8(self.bytes(length, what)?.to_vec()).map_err(|_| FrameError::Field { what })
     }
 
-    /// Nothing may follow.
+    /// Checks that no bytes are left.
     pub fn end(&self) -> Result<(), FrameError> {
         if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Field { what: "its end" }) }
     }
 }
 
-/// Appends a text, cut where it is too long.
+/// Appends a text, truncated to [`LONGEST_TEXT`] bytes.
 pub fn put_text(to: &mut Vec<u8>, text: &str) {
     let mut length = text.len().min(LONGEST_TEXT);
     while !text.is_char_boundary(length) {

@@ -1,4 +1,4 @@
-//! Frames: what goes over a connection between two processes.
+//! Frames of a connection between two processes.
 //!
 //! ```text
 //! mark     4 bytes  "pipc"
@@ -10,9 +10,9 @@
 //! checksum 4 bytes  CRC-32 of the content
 //! ```
 //!
-//! All numbers are little-endian. The head has a checksum of its own, so that a wrong length is found before anything is read by it.
-//! A frame that is cut, flipped, repeated or left out is told by name; none can make the reader allocate more than the caller's limit,
-//! nor more than has come, give or take a piece.
+//! All numbers are little-endian. The head has its own checksum, so a corrupt length is found before it is used.
+//! Truncated, corrupt, repeated and missing frames are detected. No frame makes the reader allocate more than the
+//! caller's limit, or more than has arrived plus one chunk.
 
 use crc32fast::Hasher;
 use std::io::{self, ErrorKind, Read, Write};
@@ -21,13 +21,12 @@ use thiserror::Error;
 const MARK: [u8; 4] = *b"pipc";
 const HEAD: usize = 24;
 
-/// Content is read in pieces of this size, so that a length that lies costs no memory.
+/// Content is read in chunks of this size, so a wrong length costs no memory.
 const PIECE: usize = 1 << 20;
 
-/// Frames up to this size leave in one piece.
+/// Frames up to this size are written with one call.
 const SMALL: usize = 1 << 16;
 
-/// What is wrong with what another process sent.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum FrameError {
@@ -55,7 +54,7 @@ pub enum FrameError {
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $number:literal,)*) => {
-        /// What a frame is about.
+        /// The type of a frame.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Kind {
             $($(#[$doc])* $name = $number,)*
@@ -73,65 +72,61 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// Who connects, and what it has prepared.
+    /// Identifies a connecting process and its inputs.
     Hello = 1,
-    /// It may take part.
+    /// The process is accepted.
     Welcome = 2,
-    /// It may not, and why.
+    /// The process is rejected, with the reason.
     Refusal = 3,
-    /// Where all processes are.
+    /// Addresses of all processes.
     Roster = 4,
-    /// All connections of a process stand.
+    /// A process has all its connections.
     Ready = 5,
-    /// Those of all do.
+    /// All processes are ready.
     Start = 6,
-    /// The tensors of an item over an edge.
+    /// The tensors of a micro-batch over an edge.
     Message = 7,
-    /// A receive is posted.
     Posted = 8,
-    /// What a member brings to a meeting.
+    /// A contribution to a communicator.
     Part = 9,
-    /// The loss of an item.
     Loss = 10,
-    /// A tensor that a worker leaves behind.
+    /// A result tensor of a worker.
     Tensor = 11,
-    /// How a worker spent its time.
+    /// Recorded activity of a worker.
     Spans = 12,
-    /// A worker has left all.
+    /// A worker's results are complete.
     Left = 13,
-    /// A process is there, and how far its workers are.
+    /// A sign of life with the progress of the sender's workers.
     Heartbeat = 14,
-    /// The run is over, and why.
+    /// The run failed, with the reason.
     Abort = 15,
-    /// The run is over, and well.
+    /// The run ended successfully.
     Bye = 16,
-    /// What a worker gives of a stage to a checkpoint.
+    /// A stage snapshot.
     Checkpoint = 17,
-    /// A process is told to stop, and why.
+    /// A process was asked to stop, with the reason.
     Stop = 18,
-    /// Nobody begins another minibatch, and why.
+    /// Start no further minibatch, with the reason.
     Hold = 19,
-    /// Minibatches that a process has begun.
+    /// Number of minibatches that a process has started.
     Begun = 20,
-    /// Minibatches after which the run ends.
+    /// Number of minibatches after which the run ends.
     End = 21,
-    /// A part of a checkpoint is taken.
+    /// A snapshot was taken by process 0.
     Taken = 22,
 }
 
-/// Writes frames.
 pub struct FrameWriter<W> {
     to: W,
     number: u32,
 }
 
 impl<W: Write> FrameWriter<W> {
-    /// On a connection over which nothing has been written.
     pub fn new(to: W) -> FrameWriter<W> {
         FrameWriter { to, number: 0 }
     }
 
-    /// Writes one frame, whose content is these parts together.
+    /// Writes one frame; its content is the concatenation of `parts`.
     pub fn write(&mut self, kind: Kind, parts: &[&[u8]]) -> io::Result<()> {
         let length: usize = parts.iter().map(|part| part.len()).sum();
         let mut start = Vec::with_capacity(HEAD + if length <= SMALL { length + 4 } else { 0 });
@@ -155,7 +150,6 @@ impl<W: Write> FrameWriter<W> {
     }
 }
 
-/// Reads frames.
 pub struct FrameReader<R> {
     from: R,
     number: u32,
@@ -163,17 +157,15 @@ pub struct FrameReader<R> {
 }
 
 impl<R: Read> FrameReader<R> {
-    /// On a connection from which nothing has been read.
     pub fn new(from: R) -> FrameReader<R> {
         FrameReader { from, number: 0, content: Vec::new() }
     }
 
-    /// Where bytes come from.
     pub fn source(&mut self) -> &mut R {
         &mut self.from
     }
 
-    /// The next frame, whose content may be so long.
+    /// Reads the next frame, of at most `limit` bytes of content.
     pub fn read(&mut self, limit: u64) -> Result<(Kind, &[u8]), FrameError> {
         let mut head = [0; HEAD];
         let mut got = 0;
@@ -185,7 +177,7 @@ impl<R: Read> FrameReader<R> {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(fault(&error)),
             }
-            // Who speaks another protocol may wait for an answer before it sends as much as a head.
+            // A peer with another protocol may wait for an answer before it sends a full head.
             let known = got.min(MARK.len());
             if head[..known] != MARK[..known] {
                 return Err(FrameError::Foreign);

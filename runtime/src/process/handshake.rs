@@ -1,59 +1,53 @@
-//! The handshake of two processes of a run: the one that connects says hello, and is welcomed or refused with a reason.
+//! The handshake of two processes: the connecting one sends a hello, and is welcomed or refused with a reason.
 //!
-//! A hello carries the protocol version, the run's number, the process, and a digest of everything that must be equal on all sides:
-//! program, weights, data. A process of an earlier attempt has another run number and is refused.
+//! A hello carries the protocol version, the run number, the process number, and digests of everything that must be
+//! equal in all processes: program, weights, data. A process of an earlier attempt has another run number and is
+//! refused.
 
 use crate::process::connection::{Hangup, Patient};
 use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
 
-/// The version of all frames.
+/// Version of the frame protocol.
 pub const PROTOCOL: u32 = 2;
 
-/// The longest content of a frame before the run begins.
+/// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
 
-/// The most things that a hello has digests of.
+/// Maximum number of digests in a hello.
 const MOST_PARTS: u32 = 64;
 
-/// What must be the same in all processes of a run.
+/// The inputs of a run that must be equal in all processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Tells runs apart that look alike.
+    /// Distinguishes runs with equal inputs.
     pub run: u64,
-    /// Digests by what they are of.
+    /// SHA-256 digests with the name of the input.
     pub parts: Vec<(String, [u8; 32])>,
 }
 
-/// How a process presents itself.
+/// The introduction of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Its protocol.
     pub protocol: u32,
-    /// Which process it is, of how many.
     pub process: u32,
-    /// How many there are, by its count.
     pub processes: u32,
-    /// Its number in its system.
     pub pid: u32,
-    /// Where it can be reached.
     pub address: String,
-    /// What it has prepared.
     pub identity: Identity,
 }
 
-/// Why a process may not take part.
+/// The reason to refuse a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stranger {
-    /// It belongs to another run and will not come again: no reason for this run to end.
+    /// It belongs to another run and will not return; this run continues.
     Passing(String),
-    /// It means this run and cannot take part: the run will never be complete.
+    /// It belongs to this run but cannot take part, so this run can never be complete.
     Fatal(String),
 }
 
 impl Hello {
-    /// As the content of a frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut content = Vec::new();
         for number in [self.protocol, self.process, self.processes, self.pid] {
@@ -69,7 +63,6 @@ impl Hello {
         content
     }
 
-    /// Back from that.
     pub fn decode(content: &[u8]) -> Result<Hello, FrameError> {
         let mut fields = Fields::of(content);
         let mut number = |what| fields.u32(what);
@@ -88,7 +81,7 @@ impl Hello {
         Ok(Hello { protocol, process, processes, pid, address, identity: Identity { run, parts } })
     }
 
-    /// Whether who says this may take part in the run that `own` speaks of.
+    /// Checks that the sender may take part in the run of `own`.
     pub fn meets(&self, own: &Hello) -> Result<(), Stranger> {
         if self.protocol != own.protocol {
             let what = format!("it speaks version {} of the protocol, here it is {}", self.protocol, own.protocol);
@@ -115,16 +108,13 @@ impl Hello {
     }
 }
 
-/// A process of the group, as all others know it.
+/// Roster entry of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Known {
-    /// Its number in its system.
     pub pid: u32,
-    /// Where it can be reached.
     pub address: String,
 }
 
-/// All processes, as the content of a frame.
 pub fn encode_roster(roster: &[Known]) -> Vec<u8> {
     let mut content = (roster.len() as u32).to_le_bytes().to_vec();
     for known in roster {
@@ -134,7 +124,6 @@ pub fn encode_roster(roster: &[Known]) -> Vec<u8> {
     content
 }
 
-/// Back from that: so many processes.
 pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<Known>, FrameError> {
     let mut fields = Fields::of(content);
     if fields.u32("the number of processes")? as usize != processes {
@@ -148,18 +137,15 @@ pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<Known>, Fra
     Ok(roster)
 }
 
-/// A connection before the run begins.
+/// A connection during the handshake.
 pub struct Talk {
-    /// What is read.
     pub reader: FrameReader<Patient>,
-    /// What is written.
     pub writer: FrameWriter<Box<dyn Write + Send>>,
-    /// Ends both.
     pub hangup: Hangup,
 }
 
 impl Talk {
-    /// Reads a frame that must be of this kind, or a refusal, whose reason is given.
+    /// Reads a frame of the expected kind. A refusal returns its reason as the inner error.
     pub fn expect(&mut self, expected: Kind) -> Result<Result<Vec<u8>, String>, FrameError> {
         match self.reader.read(LONGEST)? {
             (kind, content) if kind == expected => Ok(Ok(content.to_vec())),
@@ -168,15 +154,14 @@ impl Talk {
         }
     }
 
-    /// Sends the other end away.
+    /// Refuses the peer.
     pub fn refuse(&mut self, why: &str) {
         let mut content = Vec::new();
         put_text(&mut content, why);
-        // Who has gone already needs no reason.
+        // The peer may have closed the connection.
         let _ = self.say(Kind::Refusal, &content);
     }
 
-    /// Writes a frame.
     pub fn say(&mut self, kind: Kind, content: &[u8]) -> Result<(), FrameError> {
         let written = self.writer.write(kind, &[content]);
         written.map_err(|error| FrameError::System { kind: error.kind(), why: error.to_string() })

@@ -1,9 +1,9 @@
-//! Connections over MPI between the processes that `mpirun` started: for each pair a byte stream in each direction, which carries
-//! the same frames as TCP.
+//! Connections over MPI between the processes started by `mpirun`: a byte stream per direction and pair, with the same
+//! frames as TCP.
 //!
-//! One thread makes every MPI call, so the thread level FUNNELED is enough, which every library supports. Writers hand it chunks
-//! and readers take chunks from it. Both queues are short: when a reader is slow, the sender waits, as with TCP. An empty message
-//! ends a stream.
+//! One thread makes every MPI call, so thread level FUNNELED suffices, which every library supports. Writers hand it
+//! chunks and readers take chunks from it. Both queues are short: a slow reader blocks the sender, as with TCP. An
+//! empty message ends a stream.
 
 use crate::process::connection::{LOOK, Stream};
 use crate::process::run_status::LinkError;
@@ -20,43 +20,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Pieces that wait each way.
+/// Chunks queued per direction.
 const PIECES: usize = 8;
-/// The longest message.
+/// Maximum message, in bytes.
 const LONGEST: usize = 1 << 20;
-/// How often nothing happens before the thread sleeps, and how long.
+/// Idle polls before the thread sleeps, and the sleep time.
 const IDLE: u32 = 200;
 const SLEEP: Duration = Duration::from_micros(100);
-/// How long the others may take to end their streams.
+/// Maximum wait for the other processes to end their streams.
 const FAREWELL: Duration = Duration::from_secs(3);
 
-/// MPI, as long as the run lasts. When this is dropped, it waits a while for the others to end, too.
+/// Keeps MPI running. Dropping it waits up to [`FAREWELL`] for the other processes to end too.
 pub struct Carrier {
     ended: Receiver<()>,
 }
 
-/// What MPI says of this process, and its streams to the others by rank.
+/// An initialised MPI: this process's rank and its streams to the others.
 pub struct Opened {
-    /// Which process this is.
     pub rank: usize,
-    /// How many there are.
     pub processes: usize,
-    /// The library's own name.
     pub library: String,
-    /// A stream to each other process.
     pub streams: BTreeMap<usize, Stream>,
-    /// What carries them.
+    /// Must outlive the streams.
     pub carrier: Carrier,
 }
 
 impl Drop for Carrier {
     fn drop(&mut self) {
-        // Nobody says anything here: it ends when the thread does. Where others do not come, `mpirun` ends what is left.
+        // Nothing is ever sent here: the wait ends with the thread. If peers are missing, `mpirun` ends the remaining
+        // processes.
         let _ = self.ended.recv_timeout(FAREWELL);
     }
 }
 
-/// Initialises MPI, which can be done once in a process.
+/// Initialises MPI, which is possible only once per process.
 pub fn open() -> Result<Opened, LinkError> {
     let failed = |what: &str| LinkError::Ended { process: None, what: format!("MPI does not begin: {what}") };
     let (tell, told) = bounded(1);
@@ -70,7 +67,7 @@ pub fn open() -> Result<Opened, LinkError> {
         if tell.send((own as usize, processes as usize, streams)).is_ok() {
             carry(&world, peers);
         }
-        // The last call: it waits for the other processes.
+        // Finalises MPI, which waits for the other processes.
         drop(universe);
     };
     let thread = thread::Builder::new().name("mpi".into()).spawn(serve);
@@ -82,17 +79,17 @@ pub fn open() -> Result<Opened, LinkError> {
     Ok(Opened { rank, processes, library, streams: streams.into_iter().collect(), carrier: Carrier { ended } })
 }
 
-/// Another process, as the thread that calls MPI sees it.
+/// The MPI thread's state for another process.
 struct Peer {
     rank: Rank,
-    /// What is to be sent, until its writer is gone.
+    /// Chunks to send; `None` once the writer is dropped.
     outgoing: Option<Receiver<Vec<u8>>>,
-    /// Where what comes goes, until the other end is at its end.
+    /// Receiver of arriving chunks; `None` once the peer has ended its stream.
     incoming: Option<Sender<Vec<u8>>>,
     sending: Option<Sending>,
 }
 
-/// A message on its way: its bytes stay where they are until MPI is done with them.
+/// A pending send. Its buffer must stay valid until MPI has completed it.
 struct Sending {
     request: Request<'static, [u8]>,
     bytes: *mut [u8],
@@ -101,17 +98,17 @@ struct Sending {
 impl Sending {
     fn begin(world: &SimpleCommunicator, rank: Rank, bytes: Vec<u8>) -> Sending {
         let bytes = Box::into_raw(bytes.into_boxed_slice());
-        // SAFETY: the box is given up here, and freed in `ended` when nobody reads it any more.
+        // SAFETY: the box is leaked here and freed in `ended` once MPI has finished reading it.
         let lent: &'static [u8] = unsafe { &*bytes };
         Sending { request: world.process_at_rank(rank).immediate_send(StaticScope, lent), bytes }
     }
 
-    /// Itself, unless MPI is done with it.
+    /// Returns itself unless the send is complete.
     fn ended(self) -> Option<Sending> {
         let Sending { request, bytes } = self;
         match request.test() {
             Ok(_) => {
-                // SAFETY: made from a box in `begin`; the request that read it has ended.
+                // SAFETY: made from a box in `begin`; the request that read it has completed.
                 drop(unsafe { Box::from_raw(bytes) });
                 None
             }
@@ -136,7 +133,7 @@ impl Peer {
         self.outgoing.is_none() && self.sending.is_none() && self.incoming.is_none()
     }
 
-    /// Sends and receives what there is; says whether there was something.
+    /// Sends and receives available chunks. Returns true if there were any.
     fn serve(&mut self, world: &SimpleCommunicator) -> bool {
         let mut is_busy = false;
         self.sending = self.sending.take().and_then(Sending::ended);
@@ -159,7 +156,7 @@ impl Peer {
             let (piece, _) = matched.matched_receive_vec::<u8>();
             match piece.is_empty() {
                 true => self.incoming = None,
-                // Who has stopped reading needs nothing.
+                // The reader may be gone.
                 false => _ = incoming.send(piece),
             }
         }
@@ -167,7 +164,7 @@ impl Peer {
     }
 }
 
-/// Until all streams are at their ends.
+/// Serves all peers until all streams have ended.
 fn carry(world: &SimpleCommunicator, mut peers: Vec<Peer>) {
     let mut idle = 0;
     while !peers.iter().all(Peer::is_over) {
@@ -181,7 +178,7 @@ fn carry(world: &SimpleCommunicator, mut peers: Vec<Peer>) {
     }
 }
 
-/// Reads the pieces that have come from a peer.
+/// Reads chunks from a peer.
 struct Pieces {
     from: Receiver<Vec<u8>>,
     piece: Vec<u8>,
@@ -208,7 +205,7 @@ impl Read for Pieces {
     }
 }
 
-/// Writes in pieces for a peer.
+/// Writes chunks to a peer.
 struct Piecewise {
     to: Sender<Vec<u8>>,
     is_closed: Arc<AtomicBool>,

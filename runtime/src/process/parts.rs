@@ -1,7 +1,6 @@
-//! Stage snapshots on their way to process 0, which writes checkpoints.
+//! Serialises stage snapshots for process 0, which writes checkpoints.
 //!
-//! A snapshot is rare and large, so it is written field by field, each buffer behind its length. A length must match the parameter
-//! or state.
+//! A snapshot is written field by field, each buffer with a length prefix. A length must match the parameter or state.
 
 use crate::checkpoint::{ParameterState, StageSnapshot, StageState};
 use crate::device::buffer::Buffer;
@@ -16,12 +15,12 @@ use compiler::schedule::Program;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Tensors that an optimizer keeps of a parameter, at most.
+/// Maximum number of optimizer state tensors per parameter.
 const MOST_STATE: u32 = 8;
-/// What all numbers of a part take, for each parameter and state.
+/// Upper bound of the numbers per parameter or state, in bytes.
 const NUMBERS: usize = 256;
 
-/// A stage of one of the workers: which replica that is of how many, and the items that may be in flight.
+/// A stage on one worker, with its replica number, replica count and in-flight limit.
 struct Held {
     stage: StageId,
     replica: u32,
@@ -29,14 +28,13 @@ struct Held {
     cap: u32,
 }
 
-/// What parts of the workers of a process may hold.
+/// The valid contents of snapshots from one process.
 pub struct PartForm<'a> {
     held: Vec<Held>,
     codes: &'a [StageCode],
 }
 
 impl<'a> PartForm<'a> {
-    /// Of these workers.
     pub fn of(program: &Program, codes: &'a [StageCode], workers: &[usize]) -> PartForm<'a> {
         let own = workers.iter().map(|worker| &program.workers[*worker]);
         let held = own.flat_map(|own| {
@@ -48,14 +46,14 @@ impl<'a> PartForm<'a> {
         PartForm { held: held.collect(), codes }
     }
 
-    /// The most bytes of a part.
+    /// Maximum size of a snapshot, in bytes.
     pub fn most(&self) -> usize {
         let of = |Held { stage, cap, .. }: &Held| {
             let code = &self.codes[stage.index()];
             let parameter = |named: &NamedTensor| wide_bytes(named).saturating_add(NUMBERS);
             let all = code.parameters.iter().map(parameter).fold(NUMBERS, usize::saturating_add);
             let states = code.states.iter().map(|named| named.bytes + NUMBERS).fold(0, usize::saturating_add);
-            // Weights, master, the optimizer's tensors and drift; versions, forwards and shared ones for what is in flight.
+            // Weights, master, optimizer state and drift; and versions, forwards and tied weights in flight.
             let copies = (MOST_STATE as usize + 3).saturating_add((*cap as usize).saturating_add(2).saturating_mul(3));
             all.saturating_mul(copies).saturating_add(states)
         };
@@ -95,7 +93,6 @@ fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) {
     }
 }
 
-/// A part as the content of a frame.
 pub fn pack(part: &StageSnapshot) -> Vec<u8> {
     let mut to = [part.stage.0.to_le_bytes(), part.replica.to_le_bytes(), part.minibatches.to_le_bytes()].concat();
     to.extend(part.replicas.to_le_bytes());
@@ -128,7 +125,7 @@ pub fn pack(part: &StageSnapshot) -> Vec<u8> {
     to
 }
 
-/// Of these lengths.
+/// Reads a buffer that must have one of these lengths.
 fn take(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<Buffer, FrameError> {
     let what = "a tensor of a checkpoint";
     let length = fields.u64(what)?;
@@ -144,7 +141,7 @@ fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
     }
 }
 
-/// What moves a parameter, or a share of it.
+/// Reads the optimizer state of a parameter or its shard.
 fn take_moves(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<ParameterState, FrameError> {
     let updates = fields.u32("the updates of a parameter")?;
     let count = fields.below(MOST_STATE + 1, "the state of an optimizer")?;
@@ -160,7 +157,7 @@ fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u3
     for _ in 0..fields.u32(what)? {
         let number = fields.u32(what)?;
         let count = fields.u32(what)? as usize;
-        // A version that lives on in another replica's part is empty here.
+        // A version saved by another replica is empty here.
         if count != 0 && count != code.parameters.len() {
             return Err(FrameError::Field { what });
         }
@@ -175,7 +172,7 @@ fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u3
     Ok(sets)
 }
 
-/// Back from that.
+/// Reads and checks a snapshot.
 pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnapshot, FrameError> {
     let what = "the stage of a checkpoint";
     let (stage, replica) = (StageId(fields.u32(what)?), fields.u32(what)?);

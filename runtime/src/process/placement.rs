@@ -4,28 +4,27 @@ use crate::exec::compile::StageCode;
 use compiler::schedule::{Instruction, Program, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The process of every worker. Process 0 brings the others together and reports; it may have no worker itself.
+/// The process of every worker. Process 0 coordinates and reports; it may have no worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerPlacement {
-    /// By worker.
+    /// Indexed by worker.
     pub of: Vec<usize>,
-    /// How many there are.
     pub processes: usize,
 }
 
 impl WorkerPlacement {
-    /// A process for each worker, behind one that has none.
+    /// One process per worker, plus process 0 without a worker.
     pub fn beside(workers: usize) -> WorkerPlacement {
         WorkerPlacement { of: (1..=workers).collect(), processes: workers + 1 }
     }
 
-    /// Workers in order to so many processes, each as many as any other or one more. Nothing where some would have none.
+    /// Splits workers in order over `processes` processes, as evenly as possible. `None` if some would have none.
     pub fn dealt(workers: usize, processes: usize) -> Option<WorkerPlacement> {
         let of = (0..workers).map(|worker| worker * processes / workers.max(1)).collect();
         (1..=workers).contains(&processes).then_some(WorkerPlacement { of, processes })
     }
 
-    /// The next so many workers to each host. Nothing where there are more or fewer.
+    /// Assigns `hosts[i]` consecutive workers to host i. `None` if the sum is not `workers`.
     pub fn by_host(workers: usize, hosts: &[u32]) -> Option<WorkerPlacement> {
         let placement: u64 = hosts.iter().map(|count| u64::from(*count)).sum();
         if placement != workers as u64 {
@@ -35,12 +34,11 @@ impl WorkerPlacement {
         Some(WorkerPlacement { of, processes: hosts.len() })
     }
 
-    /// The workers of a process.
     pub fn workers(&self, process: usize) -> impl Iterator<Item = usize> + '_ {
         self.of.iter().enumerate().filter(move |(_, of)| **of == process).map(|(worker, _)| worker)
     }
 
-    /// Who a process is, in words: its workers and their stages.
+    /// Display name of a process: its workers and their stages.
     pub fn name(&self, program: &Program, process: usize) -> String {
         let workers: Vec<usize> = self.workers(process).filter(|worker| *worker < program.workers.len()).collect();
         let of = |worker: &usize| program.stages_of(program.workers[*worker].rank).map(|stage| stage.0);
@@ -60,8 +58,8 @@ impl WorkerPlacement {
         }
     }
 
-    /// Pairs of processes that have something to say to each other, the lower first: what sends, what meets, and process 0 with all.
-    /// `agrees` says whether all workers agree on something at every step.
+    /// Pairs of processes that need a connection, the lower first: channels, communicators, and process 0 with all.
+    /// `agrees` is true if all workers share a gradient norm at every step.
     pub fn lines(&self, program: &Program, codes: &[StageCode], agrees: bool) -> BTreeSet<(usize, usize)> {
         let mut lines: BTreeSet<(usize, usize)> = (1..self.processes).map(|process| (0, process)).collect();
         let mut together: Vec<Vec<usize>> = Vec::new();

@@ -1,7 +1,7 @@
-//! The process group of a run: how its processes find and connect to each other.
+//! Forms the process group of a run: how its processes find and connect to each other.
 //!
-//! Process 0 waits for all others; each says hello and where it listens. When all are there, each learns the addresses of the
-//! others; of two processes that exchange messages, the one with the higher number connects. When all connections stand, process 0
+//! Process 0 waits for all others, which send a hello with their listening address. Then each learns the addresses of
+//! the others. The higher-numbered of two communicating processes connects. When all connections exist, process 0
 //! starts the run.
 
 use crate::process::connection;
@@ -20,73 +20,69 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long who connects may take to say who it is.
+/// Maximum time from connection to hello.
 const GREETING: Duration = Duration::from_secs(5);
-/// Connections that may be saying so at once. With one more the one is closed that has been silent longest: a process of the run says
-/// who it is at once.
+/// Maximum concurrent handshakes. When exceeded, the oldest is closed: a process of the run sends its hello at once.
 const MOST_GREETINGS: usize = 64;
-/// How often a process tries to reach another one.
+/// Interval between connection attempts.
 const AGAIN: Duration = Duration::from_millis(50);
-/// How long one attempt may take.
+/// Timeout of one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(1);
-/// How often who waits looks whether somebody came.
+/// Polling interval for new connections.
 const LOOK: Duration = Duration::from_millis(5);
-/// After how long it is told who is waited for.
+/// Delay before missing processes are reported.
 const SOON: Duration = Duration::from_secs(1);
-/// Processes that are named then at most.
+/// Maximum number of processes named in that report.
 const LISTED: usize = 8;
 
-/// How a process takes part in a run.
+/// The configuration of one process.
 #[derive(Clone, Debug)]
 pub struct ProcessConfig {
-    /// Which process it is.
+    /// This process's number.
     pub own: usize,
-    /// Who runs what.
     pub placement: WorkerPlacement,
-    /// What must be equal at all ends.
+    /// Inputs that must be equal in all processes.
     pub identity: Identity,
-    /// Where process 0 is.
+    /// Address of process 0.
     pub first: String,
-    /// Where this process listens; nothing where any port will do.
+    /// Listening address; `None` uses any free port.
     pub listen: Option<String>,
-    /// How long to wait for the others.
+    /// Maximum time to wait for the other processes.
     pub patience: Duration,
-    /// How long a process may be silent once the run goes on.
+    /// Maximum silence of a process during the run.
     pub deadline: Duration,
-    /// Whether process 0 started this one, which then ends with it: silence says nothing of who may just be stopped.
+    /// True if process 0 started this process. The process then ends with process 0, whose silence may only mean that
+    /// it is suspended.
     pub follows: bool,
 }
 
-/// How far each worker is: the instruction that it is at.
+/// Current instruction of every worker.
 pub type Progress = Arc<Vec<AtomicU32>>;
 
-/// Processes that have come together, as one of them sees it.
+/// A connected process group, as seen by one process.
 pub struct Group {
-    /// How this process takes part.
     pub part: ProcessConfig,
-    /// What ends the run.
     pub run_status: Arc<RunStatus>,
-    /// How far all workers are, as far as is known here.
+    /// Last known progress of all workers.
     pub progress: Progress,
-    /// All processes in words.
+    /// Display names, by process.
     pub names: Vec<String>,
-    /// The connections, by process.
     pub talks: BTreeMap<usize, Talk>,
-    /// What must be there as long as they are.
+    /// Keeps the transport alive.
     pub carrier: Option<Box<dyn Send>>,
 }
 
-/// How a process comes to the others.
+/// The connection method of a process.
 pub enum Door {
-    /// Process 0 has a port, where it waits for them.
+    /// Process 0: listens on this port.
     Port(TcpListener),
-    /// The others know where that is.
+    /// Other processes: connect to process 0.
     Outside,
-    /// All stand connected, by process, as long as the carrier is there.
+    /// All processes are already connected, for as long as the carrier exists (MPI).
     Open(BTreeMap<usize, Stream>, Box<dyn Send>),
 }
 
-/// Opens the port that process 0 is reached at, or another one of this process.
+/// Opens a listening port.
 pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
     if let Err(error) = address.to_socket_addrs() {
         return Err(LinkError::Address { address: address.to_string(), why: error.to_string() });
@@ -101,17 +97,17 @@ pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
     })
 }
 
-/// What may be told while processes come together.
+/// Progress messages while the group forms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// Who is waited for, once that takes a while.
+    /// The processes still missing, after [`SOON`].
     Waits(String),
-    /// Who came to the port and is no part of the run.
+    /// A connection that is not part of the run was refused.
     SentAway(String),
 }
 
-/// Meets the other processes of the run; `lines` says which pairs have something to say to each other. What does not end the run is told
-/// by `notice`.
+/// Joins the process group of a run. `lines` lists the pairs that need a connection. `notice` receives messages that do
+/// not end the run.
 pub fn join(
     program: &Program,
     lines: &BTreeSet<(usize, usize)>,
@@ -135,13 +131,13 @@ pub fn join(
 }
 
 impl Group {
-    /// Whether a worker runs in this process.
+    /// True if the worker runs in this process.
     pub fn is_here(&self, worker: usize) -> bool {
         self.part.placement.of.get(worker) == Some(&self.part.own)
     }
 }
 
-/// What the first worker of a process was last known to do.
+/// Last known instruction of the first worker of a process.
 pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU32], process: usize) -> Option<String> {
     let worker = placement.workers(process).next()?;
     let at = progress.get(worker)?.load(Ordering::Relaxed) as usize;
@@ -152,10 +148,10 @@ pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU
 type Talks = BTreeMap<usize, Talk>;
 type Come = BTreeMap<usize, (Talk, Hello)>;
 
-/// What comes of a word with another process: done, refused with a reason, or the connection's fault.
+/// The result of a handshake step: done, refused with a reason, or a connection error.
 type Said = Result<Result<(), String>, FrameError>;
 
-/// A process on its way into the run.
+/// A process joining the run.
 struct Entrance<'a> {
     part: &'a ProcessConfig,
     run_status: &'a Arc<RunStatus>,
@@ -176,7 +172,7 @@ impl Entrance<'_> {
         }
     }
 
-    /// Process 0: waits for all others, and lets them start when their connections stand.
+    /// Process 0: accepts all others and starts the run once they are connected.
     fn open(&mut self, port: &TcpListener) -> Result<(Talks, Vec<Known>), LinkError> {
         let address = port.local_addr().map_or_else(|_| self.part.first.clone(), |address| address.to_string());
         let own = self.hello(address);
@@ -185,7 +181,7 @@ impl Entrance<'_> {
         self.begin(come, own)
     }
 
-    /// Process 0: all are there. Tells them of each other, and lets them start when their connections stand.
+    /// Process 0: sends the roster to all processes and starts them once they are connected.
     fn begin(&self, come: Come, own: Hello) -> Result<(Talks, Vec<Known>), LinkError> {
         let address = own.address;
         let mut roster = vec![Known { pid: own.pid, address }];
@@ -218,7 +214,7 @@ impl Entrance<'_> {
         Ok(())
     }
 
-    /// Every other process: presents itself to process 0, and connects to those that it speaks to.
+    /// Other processes: connect to process 0 and to their lower-numbered peers, and accept the higher-numbered ones.
     fn enter(&mut self, lines: &BTreeSet<(usize, usize)>) -> Result<(Talks, Vec<Known>), LinkError> {
         let own = self.part.own;
         let first = self.part.first.clone();
@@ -250,7 +246,7 @@ impl Entrance<'_> {
         Ok((talks, roster))
     }
 
-    /// Where all stand connected: every process presents itself to those before it, and hears those behind it.
+    /// All connected (MPI): every process greets the lower-numbered ones and accepts the higher-numbered ones.
     fn stand(
         &mut self,
         mut streams: BTreeMap<usize, Stream>,
@@ -285,7 +281,7 @@ impl Entrance<'_> {
         Ok((talks, roster))
     }
 
-    /// Hears who is at the other end of a stream, and welcomes it.
+    /// Reads the hello of a peer and welcomes it.
     fn hear(&self, process: usize, stream: Stream, own: &Hello) -> Result<(Talk, Hello), LinkError> {
         let lost = |fault| {
             let peer = self.names[process].clone();
@@ -308,7 +304,6 @@ impl Entrance<'_> {
         Ok((talk, hello))
     }
 
-    /// Where everyone is, from process 0.
     fn roster(&self, talk: &mut Talk, first: &str) -> Result<Vec<Known>, LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };
@@ -316,7 +311,7 @@ impl Entrance<'_> {
         decode_roster(&content, self.part.placement.processes).map_err(foreign)
     }
 
-    /// Tells process 0 that all connections of this one stand, and waits until it lets everyone start.
+    /// Reports ready to process 0 and waits for the start.
     fn start(&self, talk: &mut Talk, first: &str) -> Result<(), LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };
@@ -328,7 +323,7 @@ impl Entrance<'_> {
         Stream::tcp(stream).map_err(|error| self.unreachable(address, &error.to_string()))
     }
 
-    /// The cause of the end, where it is known.
+    /// The cause of the run's end if known, else `error`.
     fn ended(&self, error: LinkError) -> LinkError {
         self.run_status.cause().unwrap_or(error)
     }
@@ -342,7 +337,7 @@ impl Entrance<'_> {
         LinkError::Unreachable { address, seconds, why: why.to_string() }
     }
 
-    /// Tells once, when it has taken a while, who is waited for and for how long.
+    /// After [`SOON`], reports once which processes are missing.
     fn wait(&self, began: Instant, is_told: &mut bool, whom: impl FnOnce() -> String) {
         let (waited, left) = (began.elapsed(), self.left());
         if *is_told || waited < SOON || left.is_zero() {
@@ -352,7 +347,7 @@ impl Entrance<'_> {
         (self.notice)(Notice::Waits(format!("waits for {}, up to {:.0} s more", whom(), left.as_secs_f64().ceil())));
     }
 
-    /// A connection to a process, which may not be there yet.
+    /// Connects to a process, retrying while it does not listen yet.
     fn reach(&self, address: &str) -> Result<TcpStream, LinkError> {
         let mut why = "no time is left".to_string();
         let (began, mut is_told) = (Instant::now(), false);
@@ -377,7 +372,7 @@ impl Entrance<'_> {
         }
     }
 
-    /// Says hello and is welcomed.
+    /// Sends a hello and waits for the welcome.
     fn introduce(&self, stream: Stream, address: &str, hello: &Hello) -> Result<Talk, LinkError> {
         let foreign = |fault| self.ended(LinkError::Foreign { address: address.to_string(), fault });
         let mut talk = talk(stream, self.left(), self.run_status.clone());
@@ -388,7 +383,7 @@ impl Entrance<'_> {
         }
     }
 
-    /// Waits for these processes at a port. Strangers are sent away, each by itself, so that none keeps the others waiting.
+    /// Accepts these processes at a port. Each connection has its own thread, so a stranger does not delay others.
     fn gather(&self, port: &TcpListener, mut awaited: BTreeSet<usize>, own: &Hello) -> Result<Come, LinkError> {
         let (to, come) = unbounded();
         let mut greeted: VecDeque<(SocketAddr, TcpStream)> = VecDeque::new();
@@ -422,7 +417,7 @@ impl Entrance<'_> {
                     greet(stream, from, self.left().min(GREETING), self.run_status.clone(), to.clone());
                 }
                 if greeted.len() > MOST_GREETINGS {
-                    // Who reads it ends, and is heard of below.
+                    // Its reader thread ends and reports below.
                     greeted.pop_front().iter().for_each(|(_, oldest)| connection::close(oldest));
                 }
             }
@@ -479,7 +474,7 @@ fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
     let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, within) {
-            // A port that nobody listens at may be given to who connects to it.
+            // The system may assign the target port to the connecting socket itself, if no process listens there.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
                 last = io::Error::new(ErrorKind::ConnectionRefused, "nobody listens there");
             }
@@ -498,7 +493,7 @@ fn talk(stream: Stream, within: Duration, run_status: Arc<RunStatus>) -> Talk {
 
 type Greeting = (SocketAddr, Result<(Talk, Hello), FrameError>);
 
-/// Hears who connects, in a thread of its own.
+/// Reads the hello of a new connection on its own thread.
 fn greet(stream: TcpStream, from: SocketAddr, within: Duration, run_status: Arc<RunStatus>, to: Sender<Greeting>) {
     let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
     let hear = move || -> Result<(Talk, Hello), FrameError> {
@@ -509,11 +504,11 @@ fn greet(stream: TcpStream, from: SocketAddr, within: Duration, run_status: Arc<
             Err(_) => Err(FrameError::Unexpected { kind: Kind::Refusal }),
         }
     };
-    // Nobody may listen any more, and a machine without threads has other worries.
+    // The receiver may be gone. If no thread can start, the connection is dropped.
     let _ = thread::Builder::new().name("greeting".into()).spawn(move || drop(to.send((from, hear()))));
 }
 
-/// What a reader's error means for the run; nothing where the run is over anyway.
+/// Translates a read error into the failure of the run; `None` if the run is already over.
 pub fn verdict(
     fault: FrameError,
     process: usize,

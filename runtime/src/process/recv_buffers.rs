@@ -1,21 +1,21 @@
-//! Receive buffers for messages of other processes, reused when their readers are done.
+//! Receive buffers for messages from other processes, reused once their readers release them.
 
 use crate::device::buffer::Buffer;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// All buffers that one connection has filled, by size. There are as many as were ever read at once, which the program bounds.
+/// All buffers of one connection, by size. Their number is the maximum in use at once, which the program bounds.
 #[derive(Default)]
 pub struct Ring {
     made: HashMap<usize, Vec<Arc<Buffer>>>,
 }
 
 impl Ring {
-    /// A buffer with a copy of these bytes, which nobody but the ring and the caller holds.
+    /// A copy of these bytes, in a buffer that only the ring and the caller hold.
     pub fn copy_of(&mut self, bytes: &[u8]) -> Arc<Buffer> {
         let made = self.made.entry(bytes.len()).or_default();
         let free = made.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
-        // The one used longest ago is the next to be free.
+        // The least recently used buffer is the next to become free.
         let mut buffer = free.map_or_else(|| Arc::new(Buffer::new(bytes.len())), |at| made.remove(at));
         if let Some(own) = Arc::get_mut(&mut buffer) {
             own.bytes_mut().copy_from_slice(bytes);

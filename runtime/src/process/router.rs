@@ -1,7 +1,8 @@
-//! The router of a connection: delivers frames to workers' channels and communicators, and losses and worker results to the reporter.
+//! The router of a connection: delivers frames to workers' channels and communicators, and losses and worker results to
+//! process 0.
 //!
-//! All routes are made before the run, from the program; a frame without a route is refused. When the reader of a connection ends,
-//! its routes end with it, so no worker waits forever.
+//! All routes are created from the program before the run; a frame without a route is refused. When the reader of a
+//! connection ends, its routes are dropped, so no worker waits forever.
 
 use crate::checkpoint::StageSnapshot;
 use crate::comm::channel::{Message, Parcel};
@@ -24,34 +25,30 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// What short frames may need.
+/// Lower bound of the frame limit, for short frames.
 const SHORT: usize = 1 << 16;
 
-/// Where the messages of a channel go, and what they hold: values, groups and bytes, in order.
+/// Receiver of a channel's messages, with the value, group and bytes of each tensor.
 pub struct Route {
-    /// Where.
     pub to: Sender<Message>,
-    /// What.
     pub tensors: Vec<(Value, usize, usize)>,
 }
 
-/// A meeting with members in other processes.
+/// A communicator with members in other processes.
 pub trait Arrivals: Send + Sync {
-    /// A part of a member comes.
+    /// Reads the contribution of a member.
     fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError>;
-    /// The most bytes of a part.
+    /// Maximum bytes of a contribution.
     fn most(&self) -> usize;
-    /// Nobody comes any more.
+    /// Fails all waits, after the process was lost.
     fn abandon(&self);
 }
 
-/// A place to meet, and what is known of what members bring.
+/// A communicator with the valid contents of its contributions.
 pub struct Hall<T: Carried> {
-    /// Where they meet.
     pub place: Arc<Communicator<T>>,
-    /// What they bring.
     pub form: T::Form,
-    /// Meetings have smaller numbers.
+    /// Upper bound of the sequence numbers.
     pub meetings: u64,
 }
 
@@ -77,58 +74,51 @@ impl<T: Carried + Send + Sync> Arrivals for Hall<T> {
     }
 }
 
-/// What process 0 gathers of the workers of another one.
+/// State that process 0 collects from the workers of another process.
 pub struct Gathering<'a> {
-    /// Those that have not left yet.
+    /// Workers whose results are not complete.
     pub workers: BTreeMap<usize, Leaving<'a>>,
-    /// Who is told of losses; gone when the last worker has left.
+    /// Receiver of losses; `None` once the last worker has finished.
     pub events: Option<Sender<Event>>,
-    /// Who is told of what workers leave.
     pub outcomes: Sender<(usize, WorkerResult)>,
-    /// Where the process is told that a part is taken.
+    /// Queue for [`Kind::Taken`] replies.
     pub reply: Sender<Outbound>,
-    /// Who takes the parts of checkpoints, where they are made; gone when the last worker has left.
+    /// Receiver of snapshots, if checkpoints are made; `None` once the last worker has finished.
     pub parts: Option<Sender<StageSnapshot>>,
-    /// What parts may hold.
+    /// Valid contents of snapshots.
     pub form: PartForm<'a>,
 }
 
-/// Everything that may come from one process.
+/// The routes of all frames from one process.
 pub struct Routes<'a> {
-    /// Which process.
     pub process: usize,
-    /// Its name.
     pub name: String,
-    /// Its workers.
     pub workers: Vec<usize>,
-    /// What the first worker of a process was last known to do.
+    /// Last known instruction of a process's first worker.
     pub doing: Box<dyn Fn(usize) -> Option<String> + Send + 'a>,
-    /// Channels in which it sends.
+    /// Channels on which it sends.
     pub channels: HashMap<u32, Route>,
-    /// Channels in which it receives.
+    /// Channels on which it receives.
     pub posted: HashMap<u32, Sender<()>>,
-    /// Meetings with the members that are its workers.
+    /// Communicators, with the ranks that are its workers.
     pub meetings: HashMap<u32, (Arc<dyn Arrivals>, BTreeSet<usize>)>,
-    /// At process 0.
+    /// On process 0.
     pub gathering: Option<Gathering<'a>>,
-    /// Where a run may be told to stop before its end.
+    /// Stop coordination, if the run can be stopped early.
     pub stopping: Option<Arc<Stopping<'a>>>,
-    /// At the others, of process 0: told when the run is over and well.
+    /// On other processes, for process 0: notified when the run ended successfully.
     pub released: Option<Sender<()>>,
-    /// At the others, of process 0: told when it has taken a part of a checkpoint.
+    /// On other processes, for process 0: notified when it has taken a snapshot.
     pub taken: Option<Sender<()>>,
-    /// How far workers are.
     pub progress: Progress,
-    /// The longest frame of what workers leave.
+    /// Maximum frame of a worker result.
     pub most_left: usize,
-    /// Items of the run.
     pub items: u32,
-    /// Stages of the run.
     pub stages: u32,
 }
 
 impl Routes<'_> {
-    /// Reads the line until the run is over. What goes wrong ends the run, unless it has ended.
+    /// Reads frames until the run is over. An error ends the run, unless it has already ended.
     pub fn read(mut self, mut reader: FrameReader<Patient>, run_status: &RunStatus) {
         let limit = self.limit();
         let mut ring = Ring::default();
@@ -154,7 +144,7 @@ impl Routes<'_> {
         }
     }
 
-    /// The longest frame that may come.
+    /// Maximum frame length.
     fn limit(&self) -> u64 {
         let message =
             |route: &Route| route.tensors.iter().fold(8usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
@@ -165,7 +155,7 @@ impl Routes<'_> {
         messages.chain(parts).chain(left).chain(kept).max().unwrap_or(0).max(SHORT) as u64
     }
 
-    /// Takes one frame; says whether more is to come.
+    /// Handles one frame. Returns false after the last one.
     fn take(
         &mut self,
         kind: Kind,
@@ -185,7 +175,7 @@ impl Routes<'_> {
                 };
                 let parcels = route.tensors.iter().map(&mut parcel).collect::<Result<_, FrameError>>()?;
                 fields.end()?;
-                // A worker that has stopped needs no message; why it stopped is told elsewhere.
+                // The worker may have stopped; its error is reported elsewhere.
                 let _ = route.to.send(Message { item, parcels });
             }
             Kind::Posted => {
@@ -229,7 +219,7 @@ impl Routes<'_> {
                 return Ok(false);
             }
             Kind::Bye => {
-                // Process 0 says it when all have left what they leave, and they say it to each other after that.
+                // Process 0 sends it once all results have arrived; then the others send it to each other.
                 if let Some(released) = self.released.take() {
                     run_status.release();
                     let _ = released.send(());
@@ -256,7 +246,7 @@ impl Routes<'_> {
         if kind == Kind::Checkpoint {
             let parts = gathering.parts.as_ref().ok_or(FrameError::Unexpected { kind })?;
             let part = parts::unpack(&gathering.form, fields)?;
-            // Waits while a checkpoint before it is written. Where nobody writes any more the run is over.
+            // Blocks while the previous checkpoint is written. If the receiver is gone, the run is over.
             let _ = parts.send(part);
             let _ = gathering.reply.send(Outbound::of(Kind::Taken, Vec::new()));
             return Ok(());

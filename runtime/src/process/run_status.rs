@@ -1,4 +1,4 @@
-//! The status of a run of several processes: the first failure wins, and all processes learn of it.
+//! The status of a multi-process run: the first failure is kept, and all processes learn of it.
 
 use crate::process::connection::Outbound;
 use crate::process::fields::put_text;
@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Why a run of several processes does not begin or go on.
 #[derive(Debug, Error, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum LinkError {
@@ -47,7 +46,7 @@ fn last(doing: &Option<String>) -> String {
 }
 
 impl LinkError {
-    /// The process that is to blame, where one is.
+    /// The process that caused the failure, if one did.
     pub fn culprit(&self) -> Option<usize> {
         match self {
             LinkError::Lost { process, .. }
@@ -59,7 +58,7 @@ impl LinkError {
         }
     }
 
-    /// What ended the run in the words of who found it.
+    /// The failure as first reported.
     fn told(&self) -> String {
         match self {
             LinkError::Told { what, .. } => what.clone(),
@@ -68,7 +67,7 @@ impl LinkError {
     }
 }
 
-/// The first cause for a run's early end, and who is to learn of it.
+/// The first failure of a run, and the queues that must learn of it.
 #[derive(Default)]
 pub struct RunStatus {
     state: Mutex<State>,
@@ -81,29 +80,29 @@ struct State {
     queues: Vec<Sender<Outbound>>,
 }
 
-/// How long connections are kept open for the last word of the other end.
+/// Time that connections stay open for the last frame of the peer.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// The number in place of a culprit where there is none.
+/// Process number that stands for no culprit.
 pub const NOBODY: u32 = u32::MAX;
 
 impl RunStatus {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing under the lock can panic half way.
+        // No code panics while it holds the lock with inconsistent state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the run early, unless it has ended already. Everyone who hears of it is told why.
+    /// Ends the run early and notifies all processes, unless it has already ended.
     pub fn end(&self, cause: LinkError) {
         let mut state = self.lock();
         if state.cause.is_none() && state.released.is_none() {
-            // Who has hung up needs no word.
+            // The receiver may be gone.
             state.queues.iter().for_each(|queue| _ = queue.send(abort(&cause)));
             state.cause = Some(cause);
         }
     }
 
-    /// Whoever reads from this queue is told too.
+    /// Registers a queue to notify.
     pub fn tell(&self, queue: Sender<Outbound>) {
         let mut state = self.lock();
         if let Some(cause) = &state.cause {
@@ -112,41 +111,38 @@ impl RunStatus {
         state.queues.push(queue);
     }
 
-    /// Why the run ended; nothing while it goes on.
+    /// The failure; `None` while the run continues.
     pub fn cause(&self) -> Option<LinkError> {
         self.lock().cause.clone()
     }
 
-    /// The run is over and well: from now on connections may end.
+    /// Marks the run as successful; connections may now close.
     pub fn release(&self) {
         self.lock().released.get_or_insert_with(Instant::now);
     }
 
-    /// Whether the run is over and well.
+    /// True if the run ended successfully.
     pub fn is_released(&self) -> bool {
         self.lock().released.is_some()
     }
 
-    /// Whether nothing is read any more: the run ended early, or so long ago that what is to come has come.
+    /// True if nothing should be read any more: the run failed, or it succeeded more than [`LINGER`] ago.
     pub fn is_over(&self) -> bool {
         let state = self.lock();
         state.cause.is_some() || state.released.is_some_and(|at| at.elapsed() > LINGER)
     }
 }
 
-/// Who is to blame for what goes wrong in this process.
+/// Reports failures of this process.
 #[derive(Clone)]
 pub struct FailureCause {
-    /// Who is told.
     pub run_status: Arc<RunStatus>,
-    /// Which process this is.
     pub process: usize,
-    /// Its name.
     pub name: String,
 }
 
 impl FailureCause {
-    /// Ends the run because of what went wrong here.
+    /// Ends the run because of a failure in this process.
     pub fn end(&self, what: &str) {
         self.run_status.end(LinkError::Failed {
             process: self.process,

@@ -1,11 +1,11 @@
-//! How processes agree on the last minibatch when one of them is told to stop.
+//! Agreement of the processes on the last minibatch after one of them receives a stop signal.
 //!
 //! ```text
-//! the one told ──stop──▶ process 0 ──hold──▶ all others ──begun──▶ process 0 ──end──▶ all others
+//! signalled process ──stop──▶ process 0 ──hold──▶ all others ──begun──▶ process 0 ──end──▶ all others
 //! ```
 //!
-//! A held process begins no minibatch, so what it reported stays true until the end is known. Frames of a connection keep their
-//! order, and readers and writers keep running while workers are held, so nothing deadlocks.
+//! A process on hold starts no minibatch, so its reported count stays valid until the end is known. Frames of a
+//! connection keep their order, and readers and writers continue while workers are on hold, so there is no deadlock.
 
 use crate::checkpoint::barrier::Gate;
 use crate::process::connection::Outbound;
@@ -17,35 +17,35 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How often a process looks whether it is told to stop.
+/// Polling interval for the stop signal.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The number in place of an end where there is none that a number can say.
+/// The end in a frame if the run has no later end position.
 const NEVER: u32 = u32::MAX;
 
-/// One process's part in the agreement.
+/// One process's state of the agreement.
 pub struct Stopping<'a> {
     gate: &'a Gate<'a>,
     own: usize,
     queues: BTreeMap<usize, Sender<Outbound>>,
-    /// At process 0, once somebody is told to stop: minibatches that each process has begun.
+    /// On process 0, after a stop signal: minibatches started, by process.
     begun: Mutex<Option<BTreeMap<usize, u32>>>,
 }
 
 impl<'a> Stopping<'a> {
-    /// Of a process with lines to these others. Its gate decides no longer alone.
+    /// `queues` lead to the other processes. The gate then no longer decides alone.
     pub fn new(gate: &'a Gate<'a>, own: usize, queues: BTreeMap<usize, Sender<Outbound>>) -> Stopping<'a> {
         gate.share();
         Stopping { gate, own, queues, begun: Mutex::new(None) }
     }
 
-    // Nothing under the lock can panic half way.
+    // No code panics while it holds the lock with inconsistent state.
     fn lock(&self) -> MutexGuard<'_, Option<BTreeMap<usize, u32>>> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, process: usize, kind: Kind, number: u32) {
-        // Where nobody reads the queue any more, the run is over.
+        // The queue has no reader after the end of the run.
         if let Some(queue) = self.queues.get(&process) {
             let _ = queue.send(Outbound::of(kind, number.to_le_bytes().to_vec()));
         }
@@ -55,7 +55,7 @@ impl<'a> Stopping<'a> {
         self.queues.keys().for_each(|process| self.send(*process, kind, number));
     }
 
-    /// Looks whether this process is told to stop, until the workers have ended: then the other end of `over` is gone.
+    /// Polls for the stop signal until the workers have ended, which disconnects `over`.
     pub fn watch(&self, over: &Receiver<()>, run_status: &RunStatus) {
         let mut is_told = false;
         while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
@@ -73,7 +73,7 @@ impl<'a> Stopping<'a> {
         }
     }
 
-    /// Process 0: the first that is told to stop is the one that all are told of.
+    /// On process 0: starts the agreement. Only the first stop signal counts.
     fn begin(&self, reason: u32) {
         let mut begun = self.lock();
         if begun.is_none() {
@@ -83,7 +83,7 @@ impl<'a> Stopping<'a> {
         }
     }
 
-    /// Process 0: when all have said what they have begun, they are told where the run ends.
+    /// On process 0: once all have reported, sends them the end.
     fn decide(&self, begun: &Option<BTreeMap<usize, u32>>) {
         let Some(begun) = begun.as_ref().filter(|begun| begun.len() > self.queues.len()) else { return };
         let end = self.gate.behind(begun.values().copied().max().unwrap_or(0));
@@ -91,7 +91,7 @@ impl<'a> Stopping<'a> {
         self.gate.end_at(end);
     }
 
-    /// Takes what another process says of it.
+    /// Handles a frame of the agreement.
     pub fn take(&self, process: usize, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let number = fields.u32("why, when or where a run ends")?;
         fields.end()?;
@@ -121,13 +121,13 @@ mod tests {
     use crossbeam_channel::unbounded;
     use std::sync::atomic::AtomicUsize;
 
-    /// Three processes whose frames are carried by hand.
+    /// Three processes whose frames the test delivers by hand.
     #[test]
     fn all_end_behind_what_nobody_has_begun() {
         let stop = AtomicUsize::new(0);
         let gates = [3, 7, 5].map(|begun| Gate::new(&stop, 2, begun));
         let (to, from): (Vec<_>, Vec<_>) = (0..3).map(|_| unbounded::<(usize, Outbound)>()).unzip();
-        // Each sender of an outbound frame goes by a relay that says from whom it is.
+        // A relay records the sender of each frame.
         let mut relays = Vec::new();
         let mut queues = |own: usize, others: &[usize]| {
             let mut made = BTreeMap::new();
@@ -141,7 +141,7 @@ mod tests {
         let all = [queues(0, &[1, 2]), queues(1, &[0, 2]), queues(2, &[0, 1])];
         let parts: Vec<Stopping<'_>> =
             (0..).zip(all).map(|(own, queues)| Stopping::new(&gates[own], own, queues)).collect();
-        // Two are told at once, and process 0 hears of the second one first.
+        // Two processes receive a signal at once; the second stop frame reaches process 0 first.
         parts[2].send(0, Kind::Stop, 15);
         parts[1].send(0, Kind::Stop, 2);
         relays.reverse();

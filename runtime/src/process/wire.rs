@@ -1,7 +1,7 @@
-//! The contributions to a communicator as frames.
+//! Serialises communicator contributions.
 //!
-//! Both ends compiled the same stages, so a frame lists only which tensors it holds; their sizes follow from the stage, and
-//! anything else is refused.
+//! All processes compile the same stages. A frame therefore lists only which tensors it holds; their sizes follow from
+//! the stage, and anything else is refused.
 
 use crate::device::buffer::Buffer;
 use crate::exec::compile::StageCode;
@@ -14,35 +14,33 @@ use crate::stage::gradients::{GradientTerms, gradient_bytes};
 use crate::zero::shard::Shares;
 use std::sync::Arc;
 
-/// What can be brought to members in other processes.
+/// A value that can be contributed across processes.
 pub trait Carried: Sized {
-    /// What is known of it beforehand.
+    /// The valid contents, known in advance.
     type Form: Send + Sync;
 
-    /// Writes the numbers into `head`, and lists the tensors that follow.
+    /// Appends the numbers to `head` and the tensors to `bodies`.
     fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>);
 
-    /// Reads it back.
+    /// Reads and checks a contribution.
     fn unpack(form: &Self::Form, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Self, FrameError>;
 
-    /// The most bytes that it takes.
+    /// Maximum size, in bytes.
     fn most(form: &Self::Form) -> usize;
 }
 
-/// What replicas of a stage bring.
+/// Valid contents of a [`ReplicaGradients`].
 pub struct ContributionForm {
-    /// The size of each gradient term.
+    /// Bytes of each gradient term.
     terms: Vec<usize>,
-    /// The sizes of an item's samples.
+    /// Bytes of a micro-batch's moving-average samples.
     samples: Vec<usize>,
-    /// Items of the run.
     items: u32,
-    /// The most items of a round.
+    /// Maximum number of micro-batches per contribution.
     most_items: usize,
 }
 
 impl ContributionForm {
-    /// Of a stage of a run.
     pub fn of(code: &StageCode, items: u32, most_items: usize) -> ContributionForm {
         let term = |term: &crate::exec::compile::GradientTerm| {
             gradient_bytes(code.parameters[term.parameter].fact.dtype, term.place.bytes)
@@ -101,11 +99,11 @@ impl Carried for ReplicaGradients {
     }
 }
 
-/// What holders of a shared parameter bring: the places that terms may have in its sum, and the size of each.
+/// Valid contents of a tied parameter's gradient terms.
 pub struct TermsForm {
-    /// Places.
+    /// Ranks that its terms may have.
     pub ranks: Vec<usize>,
-    /// Bytes.
+    /// Bytes of each term.
     pub bytes: usize,
 }
 
@@ -136,9 +134,8 @@ impl Carried for GradientTerms {
     }
 }
 
-/// What replicas give of a version: by parameter, and at the end of a run by parameter again, the most bytes of a share.
+/// Valid contents of weight shards: maximum bytes by parameter, then by gradient for the final gather.
 pub struct SharesForm {
-    /// Bytes.
     pub most: Vec<usize>,
 }
 
@@ -175,9 +172,9 @@ impl Carried for Shares {
     }
 }
 
-/// What workers bring to agree on a norm: of so many names.
+/// Valid contents of a gradient norm contribution.
 pub struct SquaresForm {
-    /// Parameters in all.
+    /// Number of parameters and shards.
     pub names: usize,
 }
 
@@ -215,7 +212,7 @@ mod tests {
         head
     }
 
-    /// Every cut of it is refused.
+    /// Checks that every truncation is refused.
     fn cut<T: Carried>(bytes: &[u8], form: &T::Form) {
         for length in 0..bytes.len() {
             let mut fields = Fields::of(&bytes[..length]);

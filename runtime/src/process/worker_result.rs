@@ -1,4 +1,4 @@
-//! The result of a worker on its way to process 0: its tensors, its time and its peak memory.
+//! Serialises a worker's result for process 0: tensors, recorded activity and peak memory.
 
 use crate::device::buffer::Buffer;
 use crate::exec::compile::{NamedTensor, StageCode};
@@ -15,19 +15,19 @@ use compiler::schedule::action::Phase;
 use compiler::schedule::{MicrobatchId, Program};
 use std::sync::Arc;
 
-/// Spans in one frame.
+/// Spans per frame.
 const SPANS: usize = 1 << 14;
-/// Bytes of a span: what, two numbers, begin and end.
+/// Bytes of a span: type, two numbers, start and end.
 const SPAN: usize = 1 + 4 + 4 + 8 + 8;
-/// Numbers before a tensor: worker, stage, list, place.
+/// Numbers before a tensor: worker, stage, list, index.
 const BEFORE: usize = 4 + 4 + 1 + 4;
 
-/// The lists that a tensor may be in.
+/// Lists that a tensor may belong to.
 const WEIGHTS: u8 = 0;
 const STATES: u8 = 1;
 const GRADIENTS: u8 = 2;
 
-/// The frames that tell what a worker leaves behind. The tensors of a stage are told by its first replica.
+/// The frames of a worker result. Only the first replica of a stage sends tensors.
 pub fn leave(program: &Program, worker: usize, outcome: WorkerResult) -> Vec<Outbound> {
     let number = worker as u32;
     let mut frames = Vec::new();
@@ -92,13 +92,12 @@ fn span(fields: &mut Fields<'_>, stages: u32) -> Result<Span, FrameError> {
     Ok(Span { work, start, end })
 }
 
-/// What has come of one worker of another process.
+/// The partial result of a worker in another process.
 pub struct Leaving<'a> {
     stages: Vec<StageLeaving<'a>>,
     spans: Vec<Span>,
 }
 
-/// A stage with what has come of it.
 struct StageLeaving<'a> {
     stage: StageId,
     code: &'a StageCode,
@@ -108,7 +107,6 @@ struct StageLeaving<'a> {
 }
 
 impl<'a> Leaving<'a> {
-    /// Nothing yet.
     pub fn of(program: &Program, codes: &'a [StageCode], worker: usize) -> Leaving<'a> {
         let own = &program.workers[worker];
         let stages = program.stages_of(own.rank).filter(|_| own.replica == 0).map(|stage| {
@@ -124,7 +122,7 @@ impl<'a> Leaving<'a> {
         Leaving { stages: stages.collect(), spans: Vec::new() }
     }
 
-    /// Takes a tensor; the worker has been read.
+    /// Reads a tensor; the worker number has already been read.
     pub fn tensor(&mut self, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let what = "a tensor that a worker leaves";
         let (stage, list, at) = (fields.u32(what)?, fields.u8(what)?, fields.u32(what)? as usize);
@@ -146,7 +144,7 @@ impl<'a> Leaving<'a> {
         if is_new { fields.end() } else { Err(unfit) }
     }
 
-    /// Takes spans; the worker has been read.
+    /// Reads spans; the worker number has already been read.
     pub fn spans(&mut self, fields: &mut Fields<'_>, stages: u32) -> Result<(), FrameError> {
         while fields.end().is_err() {
             if self.spans.len() >= MOST_SPANS {
@@ -157,7 +155,7 @@ impl<'a> Leaving<'a> {
         Ok(())
     }
 
-    /// All that the worker leaves. It has told everything.
+    /// The complete result. Fails if anything is missing.
     pub fn done(self, held_bytes: u64, checkpoint_bytes: u64) -> Result<WorkerResult, FrameError> {
         let unfit = || FrameError::Field { what: "all that a worker leaves" };
         let mut stages = Vec::new();
@@ -172,12 +170,12 @@ impl<'a> Leaving<'a> {
     }
 }
 
-/// The size of a parameter as it is left: narrow ones come in `f32`.
+/// Size of a returned parameter: 16-bit ones are returned in `f32`.
 fn widened(named: &NamedTensor) -> usize {
     named.bytes / named.fact.dtype.size().max(1) * wide(named.fact.dtype).size()
 }
 
-/// The longest of these frames.
+/// Maximum frame length.
 pub fn most(codes: &[StageCode]) -> usize {
     let parameters = codes.iter().flat_map(|code| &code.parameters).map(widened);
     let states = codes.iter().flat_map(|code| &code.states).map(|named| named.bytes);

@@ -14,47 +14,42 @@ use crate::stage::stage_worker::StageWorker;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What replicas bring to an all-reduce.
+/// A replica's contribution to an all-reduce.
 pub struct ReplicaGradients {
-    /// The sum of each gradient term over this replica's items; nothing when it had none, or in another bucket.
+    /// Sum of each gradient term over this replica's micro-batches; none if it had none, or if the term is in another
+    /// bucket.
     pub terms: Vec<Option<Arc<Buffer>>>,
-    /// Samples for the states, by item.
+    /// Moving-average samples, by micro-batch.
     pub samples: Vec<Samples>,
 }
 
-/// One bucket of one round, as a worker posts it.
+/// One gradient bucket of a round, posted for reduction.
 #[derive(Clone, Copy, Debug)]
 pub struct Posting {
-    /// The round.
     pub round: u32,
-    /// Which bucket.
     pub bucket: u32,
-    /// Which replica this is.
     pub replica: usize,
-    /// Items that the replica has in the round.
+    /// Number of micro-batches of this replica in the round.
     pub items: u64,
 }
 
-/// The sums of one replica since the last round.
+/// Gradient sums of one replica since its last step.
 pub struct RoundGradients {
-    /// By gradient term.
+    /// Indexed by gradient term.
     pub terms: Vec<Option<Arc<Buffer>>>,
-    /// Samples for the states, by item.
     pub samples: Vec<Samples>,
-    /// Items whose gradients are in the sums.
+    /// Number of micro-batches accumulated so far.
     items: u64,
-    /// The bucket of each term and of each parameter, and how many buckets there are.
+    /// Bucket of each term and of each parameter.
     bucket_of: Vec<u32>,
     bucket_of_parameter: Vec<u32>,
     buckets: u32,
-    /// Buckets that were posted before the round's last backward.
+    /// Buckets posted before the round's last backward.
     due: Vec<Posting>,
-    /// Which replica this is.
     replica: usize,
 }
 
 impl RoundGradients {
-    /// Nothing yet.
     pub fn new(code: &StageCode, buckets: u32) -> RoundGradients {
         let of_parameter = buckets_of(code, buckets);
         RoundGradients {
@@ -69,29 +64,26 @@ impl RoundGradients {
         }
     }
 
-    /// How many buckets there are.
     pub fn buckets(&self) -> u32 {
         self.buckets
     }
 
-    /// Items whose gradients are in the sums.
     pub fn items(&self) -> u64 {
         self.items
     }
 
-    /// The bucket of a parameter.
     pub fn bucket_of(&self, parameter: usize) -> u32 {
         self.bucket_of_parameter[parameter]
     }
 
-    /// Adds what the item's backward left.
+    /// Accumulates the gradients of a micro-batch after its backward pass.
     pub fn add(&mut self, executor: &mut Executor<'_>, item: &mut Item) -> Result<(), PeerLost> {
         add_all(&mut self.terms, executor, item)?;
         self.items += 1;
         Ok(())
     }
 
-    /// Takes one bucket out; the last ends the round.
+    /// Removes one bucket; the last one ends the round.
     fn take(&mut self, bucket: u32) -> ReplicaGradients {
         let own = self.terms.iter_mut().zip(&self.bucket_of);
         let terms = own.map(|(sum, of)| if *of == bucket { sum.take() } else { None }).collect();
@@ -104,7 +96,6 @@ impl RoundGradients {
     }
 }
 
-/// The bucket of each parameter.
 fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
     if code.buckets.len() == buckets as usize {
         let named = (0..).zip(&code.buckets).flat_map(|(at, names)| names.iter().map(move |name| (name.as_str(), at)));
@@ -122,7 +113,7 @@ fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
 }
 
 impl StageWorker<'_> {
-    /// Posts one bucket of a round: it is brought to the all-reduce when all backwards of the round are done.
+    /// Posts one bucket of a round. It is contributed to the all-reduce once all backward passes of the round are done.
     pub fn reduce(&mut self, posting: Posting) {
         match self.gathered.items < posting.items {
             true => self.gathered.due.push(posting),
@@ -130,7 +121,7 @@ impl StageWorker<'_> {
         }
     }
 
-    /// A backward is done: what was posted before it is made.
+    /// Retries buckets that were posted early, after a backward pass.
     pub fn bring_due(&mut self) {
         for posting in std::mem::take(&mut self.gathered.due) {
             self.reduce(posting);
@@ -147,17 +138,18 @@ impl StageWorker<'_> {
         self.replicas.bring(self.meeting(round, bucket), replica, part);
     }
 
-    /// The number of the meeting of one bucket of a round, or of a version.
+    /// Sequence number of the collective for one bucket of a round or version.
     pub(super) fn meeting(&self, round: u32, bucket: u32) -> u64 {
         u64::from(round) * u64::from(self.gathered.buckets) + u64::from(bucket)
     }
 
-    /// Waits for the all-reduce of one bucket of a round.
+    /// Blocks until the all-reduce of one bucket is done.
     pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), PeerLost> {
         let all = self.replicas.meet(self.meeting(round, bucket))?;
         let ReplicaGradients { mut terms, samples } = self.sum(&all);
         self.take_sums(round, bucket, &mut terms);
-        // Between devices each would add up in a buffer of its own; here the others may still read this one's part.
+        // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
+        // this contribution.
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
             own.lend();
             self.executor.pool.give(own.clone());
@@ -172,7 +164,7 @@ impl StageWorker<'_> {
         Ok(())
     }
 
-    /// Takes this replica's shares of what all have added to as they made it.
+    /// Takes this replica's shards of sums that were accumulated during the backward passes.
     fn take_sums(&self, round: u32, bucket: u32, terms: &mut [Option<Arc<Buffer>>]) {
         let Some(pieces) = &self.executor.pieces else { return };
         let own = self.code.gradient_terms.iter().zip(terms).enumerate();
@@ -180,7 +172,7 @@ impl StageWorker<'_> {
         own.for_each(|(at, (_, sum))| *sum = pieces.sum(round, at));
     }
 
-    /// What was gathered since the last step, where no other replica has anything to add.
+    /// The gradients since the last step, for a stage without replicas.
     pub fn contribution(&mut self, round: u32) -> ReplicaGradients {
         let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
         let mut own = ReplicaGradients { terms, samples: std::mem::take(&mut self.gathered.samples) };
@@ -189,10 +181,10 @@ impl StageWorker<'_> {
         own
     }
 
-    /// What this replica owns of the sum over replicas, in replica order; samples in item order.
+    /// Sums this replica's shard over all replicas, in replica order; samples are in micro-batch order.
     fn sum(&mut self, all: &[ReplicaGradients]) -> ReplicaGradients {
         let code = self.code;
-        // Where gradients leave as they are made, all that is added up here is what other stages have too, and makes room again.
+        // With streaming, only sums shared with other stages pass here; their buffers are freed rather than pooled.
         let stays = self.executor.pieces.is_none();
         let mut terms = Vec::new();
         for (i, term) in code.gradient_terms.iter().enumerate() {
@@ -207,15 +199,15 @@ impl StageWorker<'_> {
         ReplicaGradients { terms, samples }
     }
 
-    /// Brings this worker's terms of shared parameters whose holders step at different times, as soon as they are all there: others
-    /// may need them before this worker gets to its step. Of one bucket, or of all.
+    /// Contributes terms of tied parameters whose stages step at different times, as soon as all are there. Other
+    /// workers may need them before this worker steps. `bucket` limits it to one bucket.
     fn bring_late(&self, round: u32, bucket: Option<u32>, terms: &mut [Option<Arc<Buffer>>]) {
         for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
             let is_here = |of: &u32| bucket.is_none_or(|bucket| *of == bucket);
             let buckets = &self.gathered.bucket_of;
             let own = self.code.gradient_terms.iter().zip(terms.iter_mut()).zip(buckets);
             let own: Vec<_> = own.filter(|((term, _), of)| term.parameter == tied.parameter && is_here(of)).collect();
-            // A parameter without a gradient belongs to no bucket: it is brought with the last.
+            // A tied parameter without a gradient is in no bucket: contribute an empty list with the last bucket.
             let has_terms = self.code.gradient_terms.iter().any(|term| term.parameter == tied.parameter);
             let is_last = bucket.is_none_or(|bucket| bucket + 1 == self.gathered.buckets);
             if own.is_empty() && (has_terms || !is_last) {

@@ -1,5 +1,5 @@
-//! Gradient accumulation: over the micro-batches of a replica, over replicas, and over the uses of a parameter. Gradients of 16-bit
-//! parameters are accumulated in `f32`.
+//! Gradient accumulation: over the micro-batches of a replica, over replicas, and over the uses of a parameter.
+//! Gradients of 16-bit parameters are accumulated in `f32`.
 
 use crate::comm::communicator::PeerLost;
 use crate::device::buffer::{Buffer, Pool};
@@ -15,10 +15,10 @@ use compiler::tensor::view::ViewMut;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Summands of a parameter's gradient, each with its place in the sum.
+/// Terms of a parameter's gradient, each with its rank in the sum.
 pub type GradientTerms = Vec<(usize, Arc<Buffer>)>;
 
-/// The sums over items that a backward run adds to as it makes their terms. [`add_all`] brings them back.
+/// Lends the round's gradient sums to a backward pass, which accumulates into them; [`add_all`] takes them back.
 pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Sum>> {
     let code = executor.code;
     let of = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
@@ -30,18 +30,18 @@ pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> V
     code.gradient_terms.iter().zip(sums).map(of).collect()
 }
 
-/// Whether a term goes to the shares of its owners as soon as it is made.
+/// True if the term goes to its owners' shards as soon as it is computed.
 fn leaves(executor: &Executor<'_>, term: &GradientTerm) -> bool {
     executor.pieces.as_ref().is_some_and(|pieces| pieces.takes(term.parameter))
 }
 
-/// Room for the sum of a term.
+/// Allocates the sum of a term.
 fn empty(executor: &mut Executor<'_>, term: &GradientTerm) -> Arc<Buffer> {
     let dtype = executor.code.parameters[term.parameter].fact.dtype;
     executor.pool.take(gradient_bytes(dtype, term.place.bytes))
 }
 
-/// The size of a gradient of so many bytes of weights.
+/// Size of the gradient sum for `bytes` of weights.
 pub fn gradient_bytes(dtype: DType, bytes: usize) -> usize {
     bytes / dtype.size().max(1) * wide(dtype).size()
 }
@@ -54,8 +54,8 @@ pub fn begin(dtype: DType, sum: &mut [u8], term: &[u8]) {
     }
 }
 
-/// Takes the sums back that an item's backward run has added to, and adds the terms that it left elsewhere to theirs. Waits where others
-/// add to those before this item.
+/// Takes back the sums that a backward pass accumulated into, and accumulates the remaining terms. With streaming it
+/// blocks until earlier micro-batches have added theirs.
 pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, item: &mut Item) -> Result<(), PeerLost> {
     let code = executor.code;
     let all = sums.iter_mut().zip(&code.gradient_terms).enumerate();
@@ -78,7 +78,7 @@ pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, it
     Ok(())
 }
 
-/// Adds a term that a backward run left to its sum over items.
+/// Accumulates a term that the backward pass wrote elsewhere.
 fn add_left(
     sum: &mut Option<Arc<Buffer>>,
     executor: &mut Executor<'_>,
@@ -94,8 +94,8 @@ fn add_left(
     *sum = Some(first);
 }
 
-/// The sum of the parts that replicas bring, in their order: the range of them that is `own`, of so many bytes. It has a buffer that `stays` in
-/// the pool or not.
+/// Sums the replicas' contributions in order, over the byte range `own(length)`. `stays` selects a pooled buffer,
+/// otherwise one that is freed after use.
 pub fn reduced<'a>(
     (pool, stays): (&mut Pool, bool),
     dtype: DType,
@@ -113,8 +113,7 @@ pub fn reduced<'a>(
     sum
 }
 
-/// The gradient of a parameter: its terms in their order. Where others add up the same terms it has a buffer of its own, which `stays` in
-/// the pool or not.
+/// The gradient of a parameter: its terms summed in rank order. `stays` selects a pooled buffer if one is needed.
 pub fn total(pool: &mut Pool, dtype: DType, mut terms: GradientTerms, stays: bool) -> Option<Arc<Buffer>> {
     terms.sort_by_key(|(rank, _)| *rank);
     let mut terms = terms.into_iter().map(|(_, sum)| sum);
@@ -122,7 +121,7 @@ pub fn total(pool: &mut Pool, dtype: DType, mut terms: GradientTerms, stays: boo
     for term in terms {
         match Arc::get_mut(&mut total) {
             Some(sum) => accumulate(wide(dtype), sum.bytes_mut(), term.bytes()),
-            // Others add up the same terms.
+            // Other stages sum the same terms, so they must not change.
             None => {
                 let mut sum = room(pool, total.len(), stays);
                 add(wide(dtype), total.bytes(), term.bytes(), exclusive(&mut sum));
@@ -142,7 +141,7 @@ fn copy(mut copy: Arc<Buffer>, bytes: &[u8]) -> Arc<Buffer> {
     copy
 }
 
-/// The sum of squares of a gradient of a parameter of this type.
+/// Sum of squares of a parameter's gradient.
 pub fn square(dtype: DType, gradient: &[u8]) -> f64 {
     match wide(dtype) {
         DType::F64 => squares(cast_slice::<u8, f64>(gradient)),
@@ -150,7 +149,6 @@ pub fn square(dtype: DType, gradient: &[u8]) -> f64 {
     }
 }
 
-/// A copy of a gradient times a number.
 pub fn scaled(dtype: DType, gradient: &[u8], scale: f64) -> Buffer {
     let mut copy = Buffer::copy_of(gradient);
     if scale != 1.0 {

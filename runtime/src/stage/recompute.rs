@@ -8,21 +8,20 @@ use crate::exec::executor::{ExecuteError, Item};
 use crate::stage::stage_worker::StageWorker;
 use crate::zero::streaming::RoundPosition;
 
-/// How far an item's forward is from the update that its gradients go into.
+/// Staleness of a micro-batch: its distance to the update that applies its gradients.
 #[derive(Clone, Copy)]
 pub struct Lag {
-    /// Updates between the version of the forward and that one.
+    /// Updates between the forward's weight version and that update.
     pub updates: u32,
-    /// The share of the learning rate at the item's minibatch.
+    /// Learning-rate scale at the micro-batch's minibatch.
     pub rate: f64,
-    /// Whether the backward uses the weights of the forward.
+    /// True if the backward uses the stashed weights of the forward.
     pub is_stashed: bool,
-    /// Where the item stands in its round.
     pub turn: RoundPosition,
 }
 
 impl StageWorker<'_> {
-    /// Runs the item's forward again with the weights of its backward, where what that reads was let go.
+    /// Recomputes the activations with the weights of the backward pass, if they were freed.
     pub fn recompute(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
@@ -36,7 +35,7 @@ impl StageWorker<'_> {
         if state.kept.is_none() { self.executor.again(state) } else { Ok(()) }
     }
 
-    /// Gives the item the weights of its backward, where they are not those that it holds since its forward.
+    /// Sets the weights of the backward pass, unless the forward's weights are stashed.
     pub(super) fn take_weights(&mut self, state: &mut Item, version: u32, lag: Lag) {
         if lag.is_stashed {
             return;
@@ -47,7 +46,7 @@ impl StageWorker<'_> {
         }
     }
 
-    /// Takes them away again.
+    /// Releases those weights again.
     pub(super) fn give_weights(&mut self, state: &mut Item, lag: Lag) {
         if lag.is_stashed {
             return;

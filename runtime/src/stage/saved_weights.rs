@@ -1,4 +1,4 @@
-//! The weights of a stage, saved at the points that its program names.
+//! The weights of a stage, saved at the `Checkpoint` instructions of its program.
 
 use crate::comm::communicator::PeerLost;
 use crate::device::buffer::Buffer;
@@ -9,28 +9,27 @@ use compiler::plan::StageId;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// A version of a stage's weights.
+/// A saved weight version of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
-    /// The stage.
     pub stage: StageId,
-    /// Updates that the weights have seen.
+    /// Number of updates.
     pub version: u32,
-    /// Parameters of that version, and the states as they are now, by the names of the source model.
+    /// Parameters of that version and the current states, by name in the source model.
     pub weights: BTreeMap<String, Tensor>,
 }
 
 impl Checkpoint {
-    /// The file that it is written to, in a folder of its run. Replicas of a stage have the same weights and write the same file.
+    /// File name in the run's checkpoint folder. Replicas of a stage have equal weights and write the same file.
     pub fn file_name(&self) -> String {
         format!("stage-{}-version-{}.safetensors", self.stage.0, self.version)
     }
 }
 
 impl StageWorker<'_> {
-    /// This version of the parameters by name, with the states as they are now. Of narrow parameters the newest version comes in `f32`,
-    /// which older ones no longer have, where one replica has all of it; of one that stages hold which step at different times, what is known here.
-    /// Waits for nobody but a replica that is about to give its share.
+    /// Copies a weight version and the current states, by name. The newest version has 16-bit parameters in `f32`;
+    /// older versions, and sharded masters, do not. A tied weight with versions of its own has its current value. Under
+    /// ZeRO 3 it blocks until replicas have published their shards.
     pub fn checkpoint(&self, version: u32) -> Result<BTreeMap<String, Tensor>, PeerLost> {
         let is_newest = self.versions.keys().next_back() == Some(&version);
         let mut written = BTreeMap::new();
@@ -47,7 +46,7 @@ impl StageWorker<'_> {
     }
 }
 
-/// A tensor of the run: narrow parameters and their gradients come in `f32`.
+/// Copies the bytes into a tensor. A 16-bit parameter or its gradient is `f32` if `bytes` has that size.
 pub fn tensor(named: &NamedTensor, bytes: &[u8]) -> Tensor {
     let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
     let dtype = if bytes.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };

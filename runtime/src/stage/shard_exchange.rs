@@ -15,21 +15,21 @@ use crate::stage::stage_worker::StageWorker;
 use crate::zero::shard::{ShardRange, Shares, joined};
 use std::sync::Arc;
 
-/// Where replicas gather what each has a share of.
+/// Gathers shards among the replicas of a stage.
 pub type ShardComm = Communicator<Shares>;
 
-/// The meeting at which the first replica is given what the others leave. The first version is not gathered, so its numbers are free.
+/// Sequence number of the final gather to the first replica. Version 0 is never gathered, so 0 is free.
 const LAST: u64 = 0;
 
-/// A version that this replica has stepped and not yet gathered.
+/// A version that this replica has stepped but not yet gathered completely.
 pub struct Stepped {
-    /// The parameters that the step has changed.
+    /// Parameters that the step changed.
     pub parameters: Vec<usize>,
-    /// Buckets that are still to be gathered.
+    /// Buckets not gathered yet.
     pub buckets: u32,
 }
 
-/// What a replica that holds its shares only begins with, of these weights; of older versions it has all.
+/// The initial shards of a replica under ZeRO 3; older versions of a resumed run stay unsharded.
 pub(super) fn begin(share: &ShardRange, code: &StageCode, whole: Weights, begin: Option<&mut ResumeState>) -> Weights {
     let own = share.kept(&code.parameters, &whole);
     if let Some(begin) = begin {
@@ -40,7 +40,7 @@ pub(super) fn begin(share: &ShardRange, code: &StageCode, whole: Weights, begin:
 }
 
 impl StageWorker<'_> {
-    /// Gives this replica's share of the parameters of one bucket in a version.
+    /// Contributes this replica's shards of one bucket of a version.
     pub fn give_share(&mut self, version: u32, bucket: u32) {
         let Some(shard_comm) = self.shard_comm.clone() else { return };
         let (weights, stepped) = (self.versions.get(&version), self.stepped.get(&version));
@@ -50,7 +50,7 @@ impl StageWorker<'_> {
             let weight = weights.and_then(|weights| weights.get(p)).filter(|_| is_given);
             if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
                 let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
-                // Where sums come and go, so do these.
+                // With streaming, free the buffer after use instead of pooling it.
                 let mut part = match &self.executor.pieces {
                     None => self.executor.pool.take(range.len()),
                     Some(_) => self.executor.pool.once(range.len()),
@@ -62,18 +62,18 @@ impl StageWorker<'_> {
         shard_comm.bring(self.meeting(version, bucket), self.share.replica(), Shares(own));
     }
 
-    /// Takes the others' shares of one bucket in a version. Waits for them. Says whether the version is whole now.
+    /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
     pub fn take_shares(&mut self, version: u32, bucket: u32) -> Result<bool, PeerLost> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
         let all = shard_comm.meet(self.meeting(version, bucket))?;
-        // All have brought theirs: what is still to be read is the readers', as between devices.
+        // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
         all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.lend());
         let weights = self.versions.get_mut(&version).ok_or(PeerLost)?;
         for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
             for (p, part) in shares {
                 let (named, weight) = self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(PeerLost)?;
                 let range = self.share.of_member(*p, weight.len(), named.fact.dtype.size(), member);
-                // The step has left it to this version alone. A part of another length is no share of it.
+                // The step made this the only reference. A wrong length means that it is not this parameter's shard.
                 let to = Arc::get_mut(weight).ok_or(PeerLost)?.bytes_mut();
                 to.get_mut(range).filter(|to| to.len() == part.len()).ok_or(PeerLost)?.copy_from_slice(part.bytes());
             }
@@ -91,19 +91,19 @@ impl StageWorker<'_> {
         Ok(is_whole)
     }
 
-    /// Gives others this replica's share of a version, where each holds no more than that.
+    /// Publishes this replica's shard of a version, under ZeRO 3.
     pub(super) fn put(&self, version: u32) {
         if let (Some(pieces), Some(weights)) = (&self.executor.pieces, self.versions.get(&version)) {
             pieces.put(version, weights);
         }
     }
 
-    /// This replica reads a version no more.
+    /// Releases a version for this replica, under ZeRO 3.
     pub(super) fn let_go(&self, version: u32) {
         self.executor.pieces.iter().for_each(|pieces| pieces.let_go(version));
     }
 
-    /// These weights of a version with all of what this replica has a share of.
+    /// Gathers all sharded parameters of a version.
     pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, PeerLost> {
         let Some(pieces) = self.executor.pieces.as_ref().filter(|_| self.share.keeps()) else {
             return Ok(weights.clone());
@@ -115,13 +115,13 @@ impl StageWorker<'_> {
         weights.iter().enumerate().map(of).collect()
     }
 
-    /// Whether a version waits for shares of the others.
+    /// True if a version is not gathered completely.
     pub fn is_in_shares(&self, version: u32) -> bool {
         self.stepped.contains_key(&version)
     }
 
-    /// Puts together, at the first replica, what all leave of which each has a share: masters, which are the `weights` then, or weights, and the
-    /// `gradients` of the last step. Waits for the others there.
+    /// Gathers shards at the first replica at the end of a run: masters (which then replace `weights`), ZeRO 3 weights,
+    /// and the last step's `gradients`. The first replica blocks for the others.
     pub(super) fn join_left(
         &mut self,
         weights: &mut Weights,
@@ -129,7 +129,7 @@ impl StageWorker<'_> {
     ) -> Result<(), PeerLost> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
-        // What is no parameter's number is a gradient's.
+        // Numbers from `parameters` on stand for gradients.
         let dealt = |p: &usize| self.share.deals(*p);
         let in_shares = |p: &usize| self.share.keeps() || is_half(self.code.parameters[*p].fact.dtype);
         let masters = (0..parameters).filter(|p| dealt(p) && in_shares(p));

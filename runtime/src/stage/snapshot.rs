@@ -1,9 +1,10 @@
-//! The snapshot that a stage contributes to a checkpoint, and how a stage starts from one.
+//! A stage's snapshot for a checkpoint, and the start of a stage from one.
 //!
-//! A snapshot holds references to weights, like one more stashed version: the next update writes beside them. Optimizer state
-//! that is updated in place is copied. Plans do not count checkpoints, so this memory is counted separately until it is written.
-//! Forward passes that run past the checkpoint before its last update leave their weights here. A tied weight with versions of
-//! its own reaches the checkpoint later than its stage; the snapshot waits for it.
+//! A snapshot holds references to weights, like one more stashed version: the next update allocates new buffers.
+//! Optimizer state is updated in place, so it is copied. Plans do not count checkpoints, so this memory is counted
+//! separately until it is written. Forward passes that run past the checkpoint before its last update leave their
+//! weights here. A tied weight with versions of its own reaches the checkpoint later than its stage; the snapshot waits
+//! for it.
 
 use crate::checkpoint::{ParameterState, ResumeState, StageSnapshot, StageState};
 use crate::device::buffer::{Buffer, CountedBytes, MemoryCounter};
@@ -16,26 +17,24 @@ use std::sync::Arc;
 /// The snapshots of a stage that are not written yet.
 #[derive(Default)]
 pub struct PendingSnapshots {
-    /// Versions of a late parameter that are kept; 0 where there are no checkpoints.
+    /// Number of tied-weight versions to keep; 0 without checkpoints.
     pub window: u32,
     held: Vec<Held>,
-    /// Parts that wait for late parameters to come to a version, and those that are whole.
+    /// Snapshots waiting for a tied weight to reach a version, and complete ones.
     waiting: Vec<(u32, StageSnapshot)>,
     ready: Vec<StageSnapshot>,
-    /// Weights of forwards that are run again.
+    /// Restored weights of forward passes that are repeated after a resume.
     pub forwards: BTreeMap<u32, Weights>,
-    /// What parts hold.
     ledger: Arc<MemoryCounter>,
 }
 
 impl PendingSnapshots {
-    /// Nothing yet.
     pub fn new(window: u32, ledger: &Arc<MemoryCounter>) -> PendingSnapshots {
         PendingSnapshots { window, ledger: ledger.clone(), ..PendingSnapshots::default() }
     }
 }
 
-/// What the forward of an item computed with.
+/// The weights of a micro-batch's forward pass.
 struct Held {
     item: u32,
     version: u32,
@@ -43,26 +42,25 @@ struct Held {
     is_version: bool,
 }
 
-/// A cut, as a worker knows it.
+/// A checkpoint position on one worker.
 pub struct CheckpointPoint {
-    /// Minibatches in front of it.
+    /// Minibatches before the checkpoint.
     pub minibatches: u32,
-    /// Updates in front of it.
+    /// Updates before the checkpoint.
     pub version: u32,
-    /// Which replica the worker is.
     pub replica: u32,
-    /// Items of this replica behind it that see older weights, each with its version.
+    /// Micro-batches of this replica after the checkpoint that see older weights, with their versions.
     pub older: Vec<(u32, u32)>,
-    /// Versions of them that the first replica gives.
+    /// Versions among those that the first replica saves.
     pub given: Vec<u32>,
-    /// The first item that a later cut may ask for.
+    /// First micro-batch that a later checkpoint may need.
     pub next: u32,
-    /// The scale of the loss.
+    /// Loss-scaling state: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
 }
 
 impl StageWorker<'_> {
-    /// Begins in the middle of a run.
+    /// Restores the state of a resumed run.
     pub(super) fn begin(&mut self, begin: ResumeState) {
         let ResumeState { version, moves, mut versions, alike, forwards, mut shared } = begin;
         let loaded = versions.values_mut().flatten().filter_map(Arc::get_mut);
@@ -78,7 +76,7 @@ impl StageWorker<'_> {
         for late in &mut self.late {
             late.version = version;
             let mut older = shared.remove(&late.parameter).unwrap_or_default();
-            // What comes after the oldest is known up to the cut.
+            // Versions after the oldest are known up to the checkpoint.
             if let Some((first, weight)) = older.pop_first() {
                 let newest = std::mem::replace(&mut late.weight, weight);
                 late.version = first;
@@ -94,18 +92,17 @@ impl StageWorker<'_> {
         self.cutting.forwards = forwards;
     }
 
-    /// The newest version that is whole.
+    /// The newest version that is gathered completely.
     pub fn newest_version(&self) -> u32 {
         self.versions.keys().rev().find(|version| !self.stepped.contains_key(version)).copied().unwrap_or(0)
     }
 
-    /// Keeps what the forward of an item behind a cut computes with, whether it is run or not.
+    /// Keeps the weights for a micro-batch's forward after a checkpoint, whether or not the forward runs.
     pub fn hold(&mut self, item: u32, version: u32, lag: Lag) {
         let (weights, predicted) = self.weights_of(item, version, lag);
         self.keep(item, version, &weights, predicted);
     }
 
-    /// Keeps the weights of a forward.
     pub(super) fn keep(&mut self, item: u32, version: u32, weights: &Weights, predicted: bool) {
         let of_item = |held: &&Held| held.is_version && held.version == version;
         let weights = match self.cutting.held.iter().find(of_item).filter(|_| !predicted) {
@@ -113,14 +110,15 @@ impl StageWorker<'_> {
             None if predicted => weights.clone(),
             None => {
                 let weights = self.versions.get(&version).cloned().unwrap_or_default();
-                // Others may have let their shares go when the cut is there. Nobody writes a checkpoint of a run that one has left.
+                // Replicas may have released their shards by the time of the checkpoint. If one is lost, no checkpoint
+                // is written.
                 self.whole(version, &weights).unwrap_or(weights)
             }
         };
         self.cutting.held.push(Held { item, version, weights, is_version: !predicted });
     }
 
-    /// Gives the part of a cut, when the version of the last update in front of it is whole.
+    /// Takes a snapshot, once the version of the last update before the checkpoint is complete.
     pub fn cut(&mut self, cut: CheckpointPoint) {
         let CheckpointPoint { minibatches, version, replica, older, given, next, scale } = cut;
         let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
@@ -130,7 +128,7 @@ impl StageWorker<'_> {
                 Some(held) if !held.is_version => _ = forwards.insert(item, held.weights.clone()),
                 _ if given.contains(&of) => {}
                 Some(held) => _ = versions.entry(of).or_insert_with(|| held.weights.clone()),
-                // Its forward comes later, so its version is still there.
+                // Its forward has not run, so its version still exists.
                 None => {
                     if let (Some(weights), false) = (self.versions.get(&of), versions.contains_key(&of)) {
                         let Ok(whole) = self.whole(of, weights) else { return };
@@ -178,8 +176,8 @@ impl StageWorker<'_> {
         ParameterState { updates, ..self.stepper.moves(p) }
     }
 
-    /// Drops a version's weight. Returns whether a snapshot still holds it: it counts there, and is free when that is
-    /// written.
+    /// Drops a version's weight. Returns true if a snapshot still holds it: it is then charged to the snapshot and
+    /// freed once that is written.
     pub(super) fn give_up(&self, weight: &Arc<Buffer>) -> bool {
         let is_kept = self.versions.values().flatten().any(|other| Arc::ptr_eq(other, weight));
         let is_held = self.cutting.window > 0 && Arc::strong_count(weight) > 1 && !is_kept;
@@ -189,7 +187,7 @@ impl StageWorker<'_> {
         is_held
     }
 
-    /// A late parameter has come to another version.
+    /// A tied weight has reached another version: completes the snapshots waiting for it.
     pub(super) fn late_came(&mut self, at: usize) {
         if self.cutting.window == 0 {
             return;
@@ -215,7 +213,7 @@ impl StageWorker<'_> {
         }
     }
 
-    /// The parts that are whole.
+    /// Removes the complete snapshots.
     pub fn parts(&mut self) -> Vec<StageSnapshot> {
         std::mem::take(&mut self.cutting.ready)
     }

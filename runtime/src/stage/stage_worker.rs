@@ -1,7 +1,8 @@
 //! The state of one pipeline stage on one worker: executor, micro-batches in flight, weight versions, gradient sums.
 //!
-//! A worker owns one `StageWorker` per stage and carries messages between them and the other workers. Only tied weights make it
-//! block: the optimizer step, or the forward pass that needs it, waits for the gradients of every stage that shares the parameter.
+//! A worker owns one `StageWorker` per stage and carries messages between them and the other workers. Only tied weights
+//! make it block: the optimizer step, or the forward pass that needs it, waits for the gradients of every stage that
+//! shares the parameter.
 
 use crate::checkpoint::ResumeState;
 use crate::comm::channel::Parcel;
@@ -34,97 +35,85 @@ use compiler::tensor::view::{View, ViewMut};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
-/// Where the holders of a tied parameter meet, each with its terms by rank.
+/// Exchanges gradient terms of a tied parameter among its stages.
 pub type TiedGradientComm = Communicator<GradientTerms>;
 
-/// A parameter that several stages hold.
+/// A tied parameter of this stage.
 pub struct Tied {
-    /// Its place in this stage's parameters.
+    /// Index into this stage's parameters.
     pub parameter: usize,
-    /// Which of the members this worker is.
+    /// This worker's rank in `place`.
     pub member: usize,
-    /// Where all workers of those stages meet before they step. Where they step together each stage's first replica brings the sums
-    /// over replicas, else every worker its own.
+    /// Communicator of all workers of those stages. If the stages step together, each stage's first replica contributes
+    /// the sums over replicas; otherwise every worker contributes its own.
     pub place: Arc<TiedGradientComm>,
-    /// The stages that hold it, where they step at different times: then it has versions of its own, of which an item sees the
-    /// newest that no holder has to wait for. Empty where all step together.
+    /// The stages holding it, if they step at different times. The parameter then has its own versions, and a
+    /// micro-batch sees the newest one that needs no waiting. Empty if all stages step together.
     pub holders: Vec<StageId>,
 }
 
-/// One step of the optimizer.
 #[derive(Clone, Copy)]
 pub struct OptimizerStep {
-    /// The round.
     pub round: u32,
-    /// Items that are averaged.
+    /// Number of micro-batches to average over.
     pub count: u32,
-    /// The share of the learning rate.
+    /// Learning-rate scale.
     pub rate: f64,
-    /// The newest version before.
+    /// The version to update.
     pub from: u32,
-    /// Nobody uses that version after this.
+    /// True if nothing uses version `from` after this step.
     pub in_place: bool,
-    /// What the averaged gradients are multiplied by; nothing where the step is left out.
+    /// Factor on the averaged gradients (clipping and loss scale); `None` skips the step.
     pub factor: Option<f64>,
 }
 
-/// The inputs of a new [`StageWorker`].
 pub struct StageSetup<'a> {
-    /// Which stage.
     pub stage: StageId,
-    /// What it runs.
     pub code: &'a StageCode,
-    /// Version 0 of its parameters.
+    /// Version 0 of the parameters.
     pub weights: Weights,
-    /// The same in `f32` for those that are narrow.
+    /// `f32` master weights of 16-bit parameters.
     pub masters: Vec<Option<Buffer>>,
-    /// Each parameter's number among all names.
+    /// Each parameter's number in name order over all stages, for gradient norms.
     pub numbers: Vec<usize>,
-    /// Updates between a forward of the stage and its own update, at most.
+    /// Maximum number of updates between a forward of the stage and its own update.
     pub delay: u32,
-    /// Whether no item sees a version after the last backward of the first round that does.
+    /// True if no micro-batch sees a version after the last backward of the first round that uses it.
     pub ends_with_round: bool,
-    /// Its states.
     pub states: Vec<Buffer>,
-    /// Parts in which they do so.
     pub buckets: u32,
-    /// Where the replicas of the stage add up their gradients.
     pub replicas: Arc<Communicator<ReplicaGradients>>,
-    /// What of the parameters the replica owns, and where it gathers what others do.
+    /// The replica's parameter shards.
     pub share: ShardRange,
-    /// Where replicas gather what each has a share of, if they have shares.
+    /// Exchange of weight shards, under ZeRO.
     pub shard_comm: Option<Arc<ShardComm>>,
-    /// Where they agree on the norm of the stage's gradients, if each knows a part of it only.
+    /// Norm all-reduce, if each replica has only a shard of the gradients.
     pub norms: Option<Norms>,
-    /// Where they add to each other's shares of gradients as they make them, if they do.
+    /// Gradient shards, under ZeRO 2 and 3.
     pub gradient_shards: Option<Arc<GradientShards>>,
-    /// The parameters that other stages hold too.
     pub tied: Vec<Tied>,
-    /// Whether this worker is the first of the stage's replicas.
     pub is_first: bool,
-    /// Where it begins, if not at the beginning.
+    /// Restored state of a resumed run.
     pub begin: Option<ResumeState>,
-    /// Where the worker meets those of the other devices, if they share the stage.
+    /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
     pub tensor_rank: Option<Arc<TensorRank>>,
 }
 
-/// Gradients of a round that is about to be applied: terms by parameter and rank, and their sums when they are made.
+/// Gradients of a round about to be applied: terms by parameter, and their totals once gathered.
 struct Ready {
     by_parameter: Vec<GradientTerms>,
     totals: Option<Vec<Option<Arc<Buffer>>>>,
     samples: Vec<Samples>,
 }
 
-/// One stage on one worker.
 pub struct StageWorker<'a> {
-    /// Which stage.
     pub stage: StageId,
     pub(super) code: &'a StageCode,
     pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
     pub(super) share: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
     norms: Option<Norms>,
-    /// Versions that are in shares.
+    /// Versions that are not gathered completely.
     pub(super) stepped: BTreeMap<u32, Stepped>,
     pub(super) tied: Vec<Tied>,
     pub(super) late: Vec<LateTiedWeight>,
@@ -136,50 +125,43 @@ pub struct StageWorker<'a> {
     pub(super) executor: Executor<'a>,
     pub(super) items: HashMap<u32, Item>,
     pub(super) versions: BTreeMap<u32, Weights>,
-    /// The gradients of the round at hand, and rounds that are summed over replicas.
+    /// Gradients of the current round, and rounds reduced over replicas.
     pub(super) gathered: RoundGradients,
     pub(super) reduced: HashMap<u32, ReplicaGradients>,
-    /// Rounds whose gradients have been brought to the other holders of shared parameters.
+    /// Rounds prepared for their step.
     ready: HashMap<u32, Ready>,
     pub(super) stepper: ParameterUpdater<'a>,
-    /// By parameter, how many more versions there were than updates.
+    /// By parameter: version number minus number of updates.
     pub(super) uncounted: Vec<i64>,
     pub(super) gradients: Vec<(usize, Buffer)>,
-    /// Samples for the states of items whose backward is to come.
+    /// Moving-average samples of micro-batches whose backward has not run.
     samples: HashMap<u32, Vec<Vec<u8>>>,
     pub(super) cutting: PendingSnapshots,
 }
 
-/// The configuration of a [`StageWorker`].
 #[derive(Clone, Copy)]
 pub struct StageConfig<'a> {
-    /// How parameters move.
     pub optimizer: &'a Optimizer,
-    /// What is done beside.
     pub policy: Policy,
-    /// Items of a minibatch.
     pub microbatches: u32,
-    /// Whether every item of a minibatch sees what all minibatches before it have made.
+    /// True if every micro-batch of a minibatch sees the updates of all earlier minibatches.
     pub flushes: bool,
-    /// Whether the averaged gradients of the last step are kept.
+    /// True if the averaged gradients of the last step are returned.
     pub keeps_gradients: bool,
-    /// The last versions that a checkpoint may ask for; 0 where there are no checkpoints.
+    /// Number of recent versions that a checkpoint may need; 0 without checkpoints.
     pub window: u32,
 }
 
-/// The result of a [`StageWorker`].
 pub struct StageResult {
-    /// The newest weights.
+    /// The newest weight version.
     pub weights: Weights,
-    /// The states.
     pub states: Vec<Buffer>,
-    /// The averaged gradients of the last step by parameter, when they were asked for.
+    /// Averaged gradients of the last step by parameter, if requested.
     pub gradients: Vec<(usize, Buffer)>,
 }
 
 impl<'a> StageWorker<'a> {
-    /// A worker's stage at the start of a run. What it holds is counted in the first ledger, what it gives to
-    /// checkpoints in the second.
+    /// Creates a stage at the start of a run. `ledger` counts its memory, `given` the memory of its snapshots.
     pub fn new(
         place: StageSetup<'a>,
         manner: StageConfig<'a>,
@@ -223,7 +205,7 @@ impl<'a> StageWorker<'a> {
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
         let mut late = Vec::new();
         for (at, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
-            // Versions of the stage have nothing in its place.
+            // The stage's weight versions hold an empty buffer for it.
             let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::new(0)));
             let parameter = shared.parameter;
             let kept = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
@@ -264,7 +246,7 @@ impl<'a> StageWorker<'a> {
         stage_worker
     }
 
-    /// What is left at the end.
+    /// Runs pending steps of tied weights and returns the final weights, states and gradients.
     pub fn leave(mut self) -> Result<StageResult, PeerLost> {
         self.finish()?;
         let weights = self.newest();
@@ -281,17 +263,16 @@ impl<'a> StageWorker<'a> {
         weights
     }
 
-    /// Whether this version of the weights is there.
     pub fn has(&self, version: u32) -> bool {
         self.versions.contains_key(&version)
     }
 
-    /// Whether the item's forward has its weights.
+    /// True if the weights for the micro-batch's forward exist.
     pub fn can_run(&self, item: u32, version: u32) -> bool {
         self.has(version) || self.cutting.forwards.contains_key(&item)
     }
 
-    /// Forgets a version.
+    /// Frees a weight version.
     pub fn drop_version(&mut self, version: u32) {
         self.let_go(version);
         for buffer in self.versions.remove(&version).unwrap_or_default() {
@@ -306,7 +287,7 @@ impl<'a> StageWorker<'a> {
         self.items.entry(item).or_insert_with(|| executor.begin())
     }
 
-    /// Fetches the item's data. The loss is multiplied by `scale` where it is multiplied at all.
+    /// Loads the data of a micro-batch. `scale` is the loss scale, if the graph has that input.
     pub fn load(&mut self, batches: &Batches, item: u32, scale: f64) {
         let mut feeds = Vec::new();
         for feed in &self.code.feeds {
@@ -321,7 +302,7 @@ impl<'a> StageWorker<'a> {
         self.item(item).feeds = feeds;
     }
 
-    /// What the item's forward computes with, and whether that was predicted.
+    /// The weights for a micro-batch's forward, and true if they are predicted or restored.
     pub(super) fn weights_of(&mut self, item: u32, version: u32, lag: Lag) -> (Weights, bool) {
         if let Some(weights) = self.cutting.forwards.remove(&item) {
             return (weights, true);
@@ -339,8 +320,8 @@ impl<'a> StageWorker<'a> {
         (weights, predicts)
     }
 
-    /// Runs the item's forward with this version, `lag` updates before the one that its gradients go into; gives its loss where the
-    /// stage makes it. What it computes with is kept for a checkpoint where the item comes behind one (`is_behind`).
+    /// Runs the forward of a micro-batch with `version`. Returns the loss if this stage computes it. If `is_behind` is
+    /// set, the micro-batch follows a checkpoint, which keeps the forward's weights.
     pub fn forward(&mut self, item: u32, version: u32, lag: Lag, is_behind: bool) -> Result<Option<f64>, ExecuteError> {
         let (weights, predicts) = self.weights_of(item, version, lag);
         if is_behind {
@@ -359,14 +340,14 @@ impl<'a> StageWorker<'a> {
             let shape = named.fact.concrete().unwrap_or_default();
             loss = Some(View::new(named.fact.dtype, &shape, self.executor.result(state, *place)).f64(0));
         }
-        // What backward reads is made again before it.
+        // The activations are recomputed before the backward.
         if let (true, Some(state)) = (self.code.recompute, self.items.get_mut(&item)) {
             self.executor.let_go(state);
         }
         if lag.is_stashed {
             return Ok(loss);
         }
-        // Nobody keeps these for the backward.
+        // Without stashing, the backward does not use these.
         let weights = self.items.get_mut(&item).map(|state| std::mem::take(&mut state.weights)).unwrap_or_default();
         if predicts {
             weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
@@ -374,7 +355,8 @@ impl<'a> StageWorker<'a> {
         Ok(loss)
     }
 
-    /// Runs the item's backward, or a part of it, with the weights of its forward, or with this version where none are stashed.
+    /// Runs the backward or one phase of it, with the stashed weights of the forward, or with `version` if none are
+    /// stashed.
     pub fn backward(&mut self, item: u32, part: Phase, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
@@ -383,13 +365,13 @@ impl<'a> StageWorker<'a> {
             state.sums = begun(&mut self.gathered.terms, &mut self.executor);
         }
         if part.makes_gradients() {
-            // A program may leave to the backward what it does not say.
+            // A program need not contain a recompute instruction.
             self.again(&mut state)?;
             self.executor.backward_input(&mut state)?;
         }
         if part.ends() {
             self.executor.backward_weight(&mut state)?;
-            // They go into the states with the update that the item's gradients go into.
+            // The states use the samples in the same update as the gradients.
             self.gathered.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
             let gone = |_| ExecuteError { node: "the gradients of parameters".to_string(), fault: KernelError::Gone };
             self.gathered.add(&mut self.executor, &mut state).map_err(gone)?;
@@ -401,7 +383,7 @@ impl<'a> StageWorker<'a> {
         Ok(())
     }
 
-    /// An item whose backward is over and whose last message has been posted gives its buffers back.
+    /// Frees a micro-batch once its backward is done and its last message is posted.
     fn release(&mut self, item: u32) {
         let is_over = |state: &mut Item| state.is_done && state.gradients_out.iter().all(Option::is_none);
         let waits = !self.code.gradients_out.is_empty();
@@ -411,7 +393,7 @@ impl<'a> StageWorker<'a> {
         }
     }
 
-    /// What of the item goes to another stage.
+    /// The tensors of a micro-batch for another stage.
     pub fn parcels(&mut self, item: u32, kind: Payload, other: StageId) -> Vec<Parcel> {
         let code = self.code;
         let (transfers, sequence) = match kind {
@@ -430,12 +412,11 @@ impl<'a> StageWorker<'a> {
         parcels
     }
 
-    /// The item's gradients for a stage have been posted. They go out in any order; the item is over after the last of them.
+    /// Marks gradients for a stage as sent, in any order. After the last send the micro-batch is freed.
     pub fn sent_gradients(&mut self, item: u32, other: StageId) {
         let Some(state) = self.items.get_mut(&item) else { return };
         for (slot, t) in state.gradients_out.iter_mut().zip(&self.code.gradients_out) {
             if t.stage == other.index() {
-                // The receiver holds its own reference.
                 if let Some(buffer) = slot.take() {
                     self.executor.pool.give(buffer);
                 }
@@ -444,7 +425,7 @@ impl<'a> StageWorker<'a> {
         self.release(item);
     }
 
-    /// Takes what has come from another stage.
+    /// Stores the tensors received from another stage.
     pub fn unpack(&mut self, other: StageId, kind: Payload, item: u32, parcels: Vec<Parcel>) {
         let code = self.code;
         let transfers = match kind {
@@ -462,7 +443,8 @@ impl<'a> StageWorker<'a> {
                 .iter()
                 .position(|t| (t.stage, t.value, t.group) == (other.index(), parcel.value, parcel.group));
             if let Some(at) = at {
-                // Between devices each holds a copy of its own; here both count one. An activation is read again where it was made.
+                // On separate devices sender and receiver each hold a copy, so both count one here. The sender reads an
+                // activation again.
                 ledger.take_place(parcel.buffer.len());
                 if kind == Payload::Gradient {
                     parcel.buffer.lend();
@@ -472,8 +454,8 @@ impl<'a> StageWorker<'a> {
         }
     }
 
-    /// Makes the gradients of a round ready for its step, and brings those of shared parameters to their other holders. A worker
-    /// does so for all its stages before it steps with any: two of them may share a parameter.
+    /// Prepares a round's gradients for the step and contributes those of tied parameters. A worker prepares all its
+    /// stages before any steps, since two of them may share a parameter.
     pub fn prepare(&mut self, round: u32) {
         if self.ready.contains_key(&round) {
             return;
@@ -496,8 +478,8 @@ impl<'a> StageWorker<'a> {
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
     }
 
-    /// Adds up the gradients of a round that was prepared, those of other holders of shared parameters included where all step
-    /// together. A worker does so for all its stages after it has prepared them.
+    /// Sums a prepared round's gradients, including other stages' terms of tied parameters if all step together. A
+    /// worker gathers all its stages after preparing them.
     pub fn gather(&mut self, round: u32) -> Result<(), PeerLost> {
         if self.ready.get(&round).is_none_or(|ready| ready.totals.is_some()) {
             return Ok(());
@@ -506,7 +488,7 @@ impl<'a> StageWorker<'a> {
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             terms[tied.parameter] = tied.place.meet(u64::from(round) + 1)?.iter().flatten().cloned().collect();
         }
-        // Where gradients leave as they are made, all but a share of them does.
+        // With streaming, all but a shard of each gradient is freed.
         let (stays, pool) = (self.executor.pieces.is_none(), &mut self.executor.pool);
         let parameters = self.code.parameters.iter();
         let totals =
@@ -516,7 +498,7 @@ impl<'a> StageWorker<'a> {
         Ok(())
     }
 
-    /// The sums of squares of a round's gradients that were gathered. Waits for the other devices that share the stage.
+    /// Sums of squares of a round's gathered gradients. Blocks for the other tensor-parallel ranks.
     pub fn squares(&self, round: u32) -> Result<Squares, PeerLost> {
         let totals = self.ready.get(&round).and_then(|ready| ready.totals.as_ref());
         let each = totals.into_iter().flatten().zip(&self.numbers).zip(&self.code.parameters);
@@ -533,7 +515,7 @@ impl<'a> StageWorker<'a> {
         Ok(own)
     }
 
-    /// The sum of squares of all of a round's gradients that were gathered. Waits for the other replicas where each has a share of them.
+    /// Total sum of squares of a round's gathered gradients. Blocks for the other replicas if gradients are sharded.
     pub fn sum_of_squares(&self, round: u32) -> Result<f64, PeerLost> {
         let own = self.squares(round)?;
         match &self.norms {
@@ -542,7 +524,7 @@ impl<'a> StageWorker<'a> {
         }
     }
 
-    /// One step of the optimizer, and of the states. The round's gradients were gathered.
+    /// Runs the optimizer step and updates the states. The round must have been gathered.
     pub fn update(&mut self, step: OptimizerStep) {
         let to = step.round + 1;
         let mut old = self.versions.get(&step.from).cloned().unwrap_or_default();
@@ -564,7 +546,7 @@ impl<'a> StageWorker<'a> {
         }
         for (p, weight) in old.drain(..).enumerate() {
             new.push(match totals[p].take() {
-                // No gradient reaches it: it stays as it is.
+                // A parameter without a gradient stays unchanged.
                 None => weight,
                 Some(gradient) => self.apply(p, weight, gradient, step),
             });
@@ -572,7 +554,7 @@ impl<'a> StageWorker<'a> {
         self.versions.insert(to, new);
         self.put(to);
         if step.factor.is_none() {
-            // It leaves no trace.
+            // A skipped step does not count as an update.
             self.uncounted.iter_mut().for_each(|more| *more += 1);
             return;
         }
@@ -580,7 +562,6 @@ impl<'a> StageWorker<'a> {
         follow(self.policy.statistics, &self.code.follows, states, &samples, self.microbatches);
     }
 
-    /// The next version of a parameter.
     pub(super) fn apply(
         &mut self,
         p: usize,
@@ -594,7 +575,7 @@ impl<'a> StageWorker<'a> {
             return weight;
         };
         let scale = factor / f64::from(step.count.max(1));
-        // At the first step after a cut the count is that of the checkpoint.
+        // After a resume, the update count continues from the checkpoint.
         let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[p]).unwrap_or(1);
         let update = Update { dtype: wide(dtype), gradient: gradient.bytes(), scale, step: counted, rate: step.rate };
         if step.in_place {

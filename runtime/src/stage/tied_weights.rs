@@ -12,28 +12,27 @@ use compiler::plan::StageId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// A parameter with versions of its own.
 pub(super) struct LateTiedWeight {
-    /// Its place among the shared parameters, and among all.
+    /// Index into the stage's tied parameters; `parameter` indexes all its parameters.
     pub(super) tied: usize,
     pub(super) parameter: usize,
     pub(super) weight: Arc<Buffer>,
     pub(super) version: u32,
-    /// Steps that are still to be made, the next one first.
+    /// Steps still to run, oldest first.
     pub(super) waiting: VecDeque<OptimizerStep>,
-    /// Versions to come that were made before the run began, and the last ones that a checkpoint may ask for.
+    /// Later versions restored from a checkpoint (`given`), and recent ones that a checkpoint may need (`kept`).
     pub(super) given: BTreeMap<u32, Arc<Buffer>>,
     pub(super) kept: BTreeMap<u32, Arc<Buffer>>,
 }
 
 impl StageWorker<'_> {
-    /// Makes the last steps of shared parameters, for which it waits.
+    /// Runs the remaining steps of tied weights. Blocks.
     pub fn finish(&mut self) -> Result<(), PeerLost> {
         let all = u32::MAX;
         (0..self.late.len()).try_for_each(|at| self.step_late(at, all))
     }
 
-    /// Makes the steps of shared parameters that come before the versions that an item sees. `version` is that of a stage.
+    /// Runs the steps of tied weights up to the versions that a micro-batch sees. `version` gives that of a stage.
     pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), PeerLost> {
         for at in 0..self.late.len() {
             let holders = &self.tied[self.late[at].tied].holders;
@@ -43,8 +42,8 @@ impl StageWorker<'_> {
         Ok(())
     }
 
-    /// Makes the steps of a shared parameter up to a version, as far as its stage has got. Its gradients are shortened by their own
-    /// norm: those of the stages' other parameters are known at other times.
+    /// Steps a tied weight up to `version`, as far as its stage has stepped. Its gradient is clipped by its own norm,
+    /// because the norms of the other parameters become known at other times.
     fn step_late(&mut self, at: usize, version: u32) -> Result<(), PeerLost> {
         while self.late[at].version < version {
             let next = self.late[at].version + 1;
@@ -60,7 +59,8 @@ impl StageWorker<'_> {
             let terms = all.iter().flatten().cloned().collect();
             let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.executor.pieces.is_none());
             let total = total(&mut self.executor.pool, dtype, terms, stays);
-            // Between devices each would have a copy of what the others bring; here they may still read this one's.
+            // On separate devices each rank would have a copy of the others' terms; here the others may still read this
+            // one's.
             let own = all.get(self.tied[self.late[at].tied].member);
             own.into_iter().flatten().for_each(|(_, term)| term.lend());
             if let Some(total) = total {
@@ -70,7 +70,7 @@ impl StageWorker<'_> {
                 if self.keeps_gradients {
                     self.gradients.retain(|(of, _)| *of != p);
                 }
-                // Items in flight may still see it.
+                // In-flight micro-batches may still use it.
                 let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
                 self.late[at].weight = self.apply(p, weight, total, OptimizerStep { factor: Some(factor), ..step });
                 old.into_iter().for_each(|old| self.executor.pool.give(old));

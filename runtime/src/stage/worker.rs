@@ -31,7 +31,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
-/// Why a worker stopped before its end.
 #[derive(Debug, Error, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum WorkerError {
@@ -43,125 +42,101 @@ pub enum WorkerError {
     Program { worker: String, at: usize, what: String },
 }
 
-/// A channel's end, by edge, direction and peer.
+/// Channel endpoint: edge, direction and peer.
 pub type Key = (EdgeId, Payload, WorkerId);
 
-/// What a worker is given.
+/// The inputs of a worker.
 pub struct WorkerContext<'a> {
-    /// Who it is.
     pub id: WorkerId,
-    /// What all workers run.
     pub program: &'a Program,
-    /// Its stages, in order.
     pub stages: Vec<StageSetup<'a>>,
-    /// Where its messages go.
     pub outgoing: HashMap<Key, Outgoing>,
-    /// Where its messages come from.
     pub incoming: HashMap<Key, Incoming>,
-    /// The data.
     pub batches: &'a Batches,
-    /// How parameters move.
     pub optimizer: &'a Optimizer,
-    /// What is done beside.
     pub policy: Policy,
-    /// Where all workers agree on the norm of gradients before they step, where they must.
+    /// Norm all-reduce of all workers before a step, for clipping or loss scaling.
     pub norms: Option<Norms>,
-    /// Whether the loss is scaled.
     pub scales_loss: bool,
-    /// Who wants to know.
+    /// Receiver of losses, steps and checkpoints.
     pub events: Sender<Event>,
-    /// When the run began.
+    /// Start of the run; spans are relative to it.
     pub epoch: Instant,
-    /// How far it is: the instruction at hand.
+    /// Current instruction of every worker.
     pub progress: Arc<Vec<AtomicU32>>,
-    /// Whether the averaged gradients of the last step are kept.
+    /// Return the averaged gradients of the last step.
     pub keep_gradients: bool,
-    /// Where checkpoints are made of the run, if they are.
+    /// Checkpoint positions, if checkpoints are made.
     pub cutting: Option<CheckpointPlan<'a>>,
-    /// The scale of the loss, and good steps since it last changed, of a run that goes on.
+    /// Loss-scaling state of a resumed run: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
-    /// Set when the run ends before its end, whatever this worker has still to do.
+    /// Set to stop all workers early.
     pub is_over: &'a AtomicBool,
 }
 
-/// Where checkpoints are made, and who takes their parts. Who gives a part waits while a whole checkpoint before it is still to be
-/// written: memory does not fill where disks are slow.
+/// Checkpoint positions and the channel for snapshots. Sending blocks while an earlier checkpoint is still being
+/// written, so slow disks do not fill memory.
 #[derive(Clone)]
 pub struct CheckpointPlan<'a> {
-    /// After which minibatches; nowhere but where the run is told to stop, if nothing.
+    /// Minibatches after which checkpoints are made; `None` only checkpoints at a stop.
     pub cuts: Option<Cuts>,
-    /// Where the run is told to stop.
     pub gate: Option<&'a Gate<'a>>,
-    /// Where parts go.
     pub parts: Sender<CheckpointPart>,
 }
 
-/// What a worker tells while it runs.
+/// Progress events of a worker.
 #[derive(Debug)]
 pub enum Event {
-    /// The loss of an item.
     Loss {
-        /// The item.
         item: u32,
-        /// Its loss.
         value: f64,
     },
-    /// A stage stepped: worker, and the updates it has seen.
     Stepped {
-        /// The worker.
         worker: WorkerId,
-        /// Its newest version.
         version: u32,
     },
-    /// Weights that are to be written down.
+    /// Weights to write, from a `Checkpoint` instruction.
     Checkpoint(Checkpoint),
 }
 
-/// What took a worker's time.
+/// The activity of a [`Span`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// A stage's run of an item.
     Compute(compiler::schedule::action::Work),
-    /// A stage's forward again for an item's backward.
     Recompute(StageId, MicrobatchId),
-    /// Waiting for a message or a communicator.
+    /// Waiting for a message or a collective.
     Wait,
-    /// A stage's step to this version.
+    /// Optimizer step of a stage to this version.
     Step(StageId, u32),
 }
 
-/// One piece of a worker's time, in seconds since the run began.
+/// A period of a worker's time, in seconds since the start of the run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
-    /// What it did.
     pub work: Work,
-    /// When it began.
     pub start: f64,
-    /// When it ended.
     pub end: f64,
 }
 
-/// A worker remembers how it spent its time up to so many pieces: a long run must not fill the memory with them.
+/// Maximum spans recorded per worker; a long run must not fill memory with them.
 pub const MOST_SPANS: usize = 1 << 20;
 
-/// What a worker leaves behind.
 pub struct WorkerResult {
-    /// What its stages leave, in order.
+    /// Results of its stages, in order.
     pub stages: Vec<StageResult>,
-    /// How its time was spent.
     pub spans: Vec<Span>,
-    /// The most bytes it held at once: weights in all versions, gradients, optimizer state, items in flight, messages, arenas.
+    /// Peak bytes: weight versions, gradients, optimizer state, in-flight micro-batches, messages, arenas.
     pub held_bytes: u64,
-    /// The most bytes that parts of checkpoints held at once until they were written.
+    /// Peak bytes of snapshots that were not yet written.
     pub checkpoint_bytes: u64,
 }
 
 enum Pending {
-    /// The message with this number in its channel.
+    /// Message `number` of its channel.
     Sent {
         key: Key,
         number: u64,
-        /// Its gradients, which are the reader's from then on.
+        /// Sent gradients, which are charged to the receiver once received.
         gradients: Vec<Arc<Buffer>>,
     },
     Message {
@@ -190,13 +165,12 @@ struct Worker<'a> {
     spans: Vec<Span>,
     rule: Rule,
     scale: Option<LossScale>,
-    /// The last round whose step was agreed on, and what its gradients are multiplied by.
+    /// Last round whose gradient factor was agreed on, with the factor.
     agreed: Option<(u32, Option<f64>)>,
-    /// Minibatches that the gate has let in.
+    /// Number of minibatches that the stop control has admitted.
     entered: u32,
 }
 
-/// Runs a worker's whole program.
 pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
     let name = gear.program.worker_name(gear.id);
     let instructions = &gear.program.workers[gear.id.index()].instructions;
@@ -287,7 +261,7 @@ impl<'a> Worker<'a> {
                 if !self.stage_worker(at, stage)?.has(from.0) {
                     return Err(self.bug(at, "version is gone"));
                 }
-                // The steps of a round stand together: see `schedule::lower`.
+                // All steps of a round are adjacent: see `schedule::lower`.
                 let mut stage_workers: Vec<&mut StageWorker<'a>> =
                     self.stage_workers.iter_mut().filter(|stage_worker| stage_worker.has(from.0)).collect();
                 stage_workers.iter_mut().for_each(|stage_worker| stage_worker.prepare(round));
@@ -379,7 +353,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// Whether an instruction is run, or passed over because the run was told to stop before its minibatch.
+    /// True if an instruction runs; false if the run stops before its minibatch.
     fn goes_on(&mut self, instruction: &Instruction) -> bool {
         let Some(gate) = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate) else { return true };
         match (minibatch(&self.rule, instruction), instruction) {
@@ -390,7 +364,7 @@ impl<'a> Worker<'a> {
                 may
             }
             (None, Instruction::Wait { token }) => self.pending.contains_key(token) || gate.end().is_none(),
-            // What the run leaves is the version of its end.
+            // The run returns the version of its last minibatch.
             (None, Instruction::Drop { stage, version }) => {
                 gate.end().is_none_or(|end| *version < version_at(&self.rule, *stage, end))
             }
@@ -401,7 +375,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Of what comes behind the end of the run, forwards would see weights that are gone when its checkpoint is made.
+    /// Keeps weights for a skipped forward: a checkpoint at the end of the run needs them after they would be dropped.
     fn pass_over(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
         let Instruction::Forward { stage, item, version, .. } = instruction else { return Ok(()) };
         let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(Gate::end);
@@ -420,7 +394,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// Minibatches after so many rounds of a stage.
+    /// Number of minibatches in `rounds` rounds of a stage.
     fn minibatches(&self, stage: StageId, rounds: u32) -> u32 {
         match self.rule.schedule.is_round_robin() {
             true => rounds.saturating_mul(self.rule.stages[stage.index()].replicas),
@@ -428,7 +402,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Whether the item comes behind a cut at which the stage has not come yet.
+    /// True if the micro-batch follows a checkpoint that the stage has not reached.
     fn is_behind_cut(&self, stage: StageId, item: MicrobatchId) -> bool {
         let Some(cuts) = self.gear.cutting.as_ref().and_then(|cutting| cutting.cuts) else { return false };
         let Some(stage_worker) = self.stage_workers.iter().find(|stage_worker| stage_worker.stage == stage) else {
@@ -440,7 +414,7 @@ impl<'a> Worker<'a> {
             && cuts.after(self.minibatches(stage, newest)).is_some_and(|cut| cut <= own)
     }
 
-    /// The stage has stepped to this version, and all of it is there: gives its part, where a cut is there.
+    /// Takes a snapshot if there is a checkpoint at this version, which is complete.
     fn cut(&mut self, stage: StageId, version: u32) {
         let Some(CheckpointPlan { cuts, gate, .. }) = &self.gear.cutting else { return };
         let minibatches = self.minibatches(stage, version);
@@ -466,16 +440,16 @@ impl<'a> Worker<'a> {
         self.give_parts();
     }
 
-    /// Hands on what is whole of checkpoints.
+    /// Sends complete snapshots to the writer.
     fn give_parts(&mut self) {
         let Some(cutting) = &self.gear.cutting else { return };
         for part in self.stage_workers.iter_mut().flat_map(StageWorker::parts) {
-            // Who writes them may be gone; training goes on.
+            // The writer may have failed; training continues.
             let _ = cutting.parts.send(part);
         }
     }
 
-    /// How far the item's forward at the stage is from its update.
+    /// Staleness of a micro-batch at a stage.
     fn lag(&self, stage: StageId, item: MicrobatchId) -> Lag {
         let round = self.rule.round(stage, item);
         let updates = round.saturating_sub(self.rule.version(stage, item).0);
@@ -486,8 +460,8 @@ impl<'a> Worker<'a> {
         Lag { updates, rate: self.rate(stage, round), is_stashed, turn }
     }
 
-    /// What averaged gradients are multiplied by in this step; nothing where it is left out. The first step of a round waits for all
-    /// workers where they must agree.
+    /// The factor on the averaged gradients of this step; `None` skips it. The first step of a round blocks for all
+    /// workers if they share a norm.
     fn factor(&mut self, at: usize, stage: StageId, round: u32, count: u32) -> Result<Option<f64>, WorkerError> {
         let clip = self.gear.policy.clip_norm;
         let count = f64::from(count.max(1));
@@ -514,7 +488,7 @@ impl<'a> Worker<'a> {
         Ok(agreed)
     }
 
-    /// The stages at this end of a transfer and at the other.
+    /// This stage and the peer stage of a transfer.
     fn ends(&self, edge: EdgeId, kind: Payload, sends: bool) -> (StageId, StageId) {
         let (from, to) = self.gear.program.edges[edge.index()];
         if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) }
@@ -530,7 +504,7 @@ impl<'a> Worker<'a> {
     ) -> Result<Pending, WorkerError> {
         let (here, other) = self.ends(edge, kind, true);
         let message = Message { item, parcels: self.stage_worker(at, here)?.parcels(item, kind, other) };
-        // An activation stays with who made it, for the backward.
+        // The sender keeps an activation for its backward.
         let lent = message.parcels.iter().filter(|_| kind == Payload::Gradient);
         let gradients = lent.map(|parcel| parcel.buffer.clone()).collect();
         let (gone, key) = (self.gone(), (edge, kind, peer));
@@ -573,7 +547,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// The share of the learning rate at the first minibatch of a round.
+    /// Learning-rate scale at the first minibatch of a round.
     fn rate(&self, stage: StageId, round: u32) -> f64 {
         let program = self.gear.program;
         let minibatches = if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { 1 };

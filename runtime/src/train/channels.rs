@@ -1,7 +1,8 @@
 //! The channels and communicators of a run.
 //!
-//! In one process all ends are local. In several, the ends of this process's workers are local, and the rest goes over connections.
-//! All processes walk through the program in the same order, so the exchange can number what it makes.
+//! In one process all endpoints are local. In several, only this process's workers have local endpoints; the rest use
+//! connections. All processes traverse the program in the same order, so they assign the same numbers to channels and
+//! communicators.
 
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
@@ -25,10 +26,10 @@ use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// The ends of a worker's channels.
+/// The channel endpoints of a worker.
 pub type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
 
-/// A channel for every pair of workers that the programs speak of: the ends that are in this process.
+/// Creates a channel for every pair of communicating workers. Returns the endpoints of this process.
 pub fn channels(
     training: &TrainJob<'_>,
     exchange: &mut Option<Exchange<'_>>,
@@ -61,7 +62,7 @@ pub fn channels(
     Ok(ends)
 }
 
-/// What each message over an edge holds, as its sender lists it.
+/// The tensors of each message over an edge, in sending order: value, reader group, bytes.
 fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, usize, usize)> {
     let (from, to) = training.program.edges[edge.index()];
     let (sent, other) = match kind {
@@ -72,7 +73,7 @@ fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, 
     sent.iter().filter(|transfer| transfer.stage == other.index()).map(one).collect()
 }
 
-/// Where these workers meet, each as one member.
+/// Creates a communicator; `members` are worker indices, in rank order.
 pub fn meeting<T: Carried + Send + Sync + 'static>(
     exchange: &mut Option<Exchange<'_>>,
     members: &[usize],
@@ -88,7 +89,7 @@ where
     }
 }
 
-/// Where the replicas of a stage add up their gradients.
+/// The gradient all-reduce of a stage's replicas.
 pub fn replicas(
     training: &TrainJob<'_>,
     stage: usize,
@@ -97,24 +98,22 @@ pub fn replicas(
     let program = training.program;
     let known = &program.stages[stage];
     let members = members(program, stage);
-    // Samples are taken in forwards, which run ahead of the round that they go into.
+    // Forward passes, which produce samples, run ahead of the round that uses the samples.
     let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
     let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
     meeting(exchange, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
 }
 
-/// Where the replicas of a stage gather weights of which each makes a share, and agree on norms of gradients of which each knows a
-/// part; nothing where each has all.
+/// The ZeRO communicators of a stage; all `None` without ZeRO.
 pub struct Boards {
-    /// For weights.
     pub shard_comm: Option<Arc<ShardComm>>,
-    /// For norms, where the workers of all stages do not meet for them.
+    /// For gradient norms, unless all workers share one norm.
     pub norms: Option<Arc<Communicator<Squares>>>,
-    /// For gradients, where they are summed as they are made.
+    /// For gradients accumulated in shards, under ZeRO 2 and 3.
     pub gradient_shards: Option<Arc<GradientShards>>,
 }
 
-/// Those of a stage.
+/// Creates the ZeRO communicators of a stage.
 pub fn shard_comms(
     training: &TrainJob<'_>,
     stage: usize,
@@ -138,13 +137,13 @@ pub fn shard_comms(
     Ok(Boards { shard_comm: Some(shard_comm), norms: norms.transpose()?, gradient_shards })
 }
 
-/// What of a stage's parameters one of its replicas owns. What other stages hold too is owned by all.
+/// The parameter shards of one replica. Tied parameters are not sharded.
 pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[Tied]) -> ShardRange {
     let known = &program.stages[stage];
     if known.zero == 0 {
         return ShardRange::whole(code.parameters.len());
     }
-    // What is read when a run is over is not gathered for it.
+    // ZeRO 3 does not gather a parameter that is read after a pass, so it is not sharded.
     let is_read_whole = |p: usize| known.zero >= 3 && code.read_apart().any(|place| place.slot == Slot::Parameter(p));
     let is_dealt = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
     let share =
@@ -152,18 +151,17 @@ pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, ti
     if known.zero >= 3 { share.of_weights() } else { share }
 }
 
-/// Shares that a parameter has at most.
+/// Maximum number of shards per parameter.
 pub fn most_shares(program: &Program) -> usize {
     program.stages.iter().filter(|stage| stage.zero > 0).map(|stage| stage.replicas as usize).max().unwrap_or(1)
 }
 
-/// Numbers of parameters and their shares in all.
+/// Number of parameters times the maximum number of shards.
 pub fn numbers(training: &TrainJob<'_>) -> usize {
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     names.len() * most_shares(training.program)
 }
 
-/// The workers that hold a stage, by replica.
 fn members(program: &Program, stage: usize) -> Vec<usize> {
     let rank = program.stages[stage].rank;
     let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == rank);
@@ -172,7 +170,7 @@ fn members(program: &Program, stage: usize) -> Vec<usize> {
     members.into_iter().map(|(_, w)| w).collect()
 }
 
-/// A parameter that several stages hold: its workers with their stages, and where they meet.
+/// A tied parameter: its members as (worker, stage) pairs, and their communicator.
 pub struct Tie {
     name: String,
     members: Vec<(usize, usize)>,
@@ -180,7 +178,7 @@ pub struct Tie {
     holders: Vec<StageId>,
 }
 
-/// The parameters that several stages hold. Refuses those whose copies could not be kept equal.
+/// Finds the tied parameters. Rejects those whose copies could not be kept equal.
 pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Result<Vec<Tie>, TrainError> {
     let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
     for (stage, code) in training.codes.iter().enumerate() {
@@ -192,8 +190,8 @@ pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Res
     let mut ties = Vec::new();
     for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
         let stages: Vec<usize> = stages.into_iter().collect();
-        // Copies stay equal only where every holder steps for the same minibatches, and an item's backward sees what its forward
-        // saw.
+        // Copies stay equal only if every stage steps for the same minibatches, and a backward sees the weights of its
+        // forward.
         let replicas = program.stages[stages[0]].replicas;
         let is_even = stages.iter().all(|s| program.stages[*s].replicas == replicas);
         let schedule = program.schedule;
@@ -217,7 +215,7 @@ pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Res
     Ok(ties)
 }
 
-/// What is known of the gradient terms of a parameter.
+/// Ranks and size of a parameter's gradient terms.
 fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
     let mut form = TermsForm { ranks: Vec::new(), bytes: 0 };
     for code in training.codes {
@@ -230,7 +228,7 @@ fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
     form
 }
 
-/// The shared parameters of a stage of a worker.
+/// The tied parameters of a worker's stage.
 pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> {
     let of = |tie: &Tie| {
         let member = tie.members.iter().position(|of| *of == holder)?;

@@ -1,30 +1,29 @@
-//! The losses of a run: losses of micro-batches become losses of minibatches, and the first one that is not finite ends the run.
+//! Averages micro-batch losses per minibatch and detects divergence.
 //!
-//! A loss that is not finite ruins every weight that its gradients reach. With loss scaling, a step whose gradients overflow is
-//! skipped and the weights stay; there a run has diverged when many minibatches in a row, or all, have no finite loss.
+//! A non-finite loss corrupts every weight that its gradients reach, so the first one ends the run. With loss scaling,
+//! a step with overflowing gradients is skipped. Such a run has diverged when many consecutive minibatches, or all,
+//! have no finite loss.
 
 use crate::train::run::StepDone;
 use compiler::schedule::Program;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Minibatches in a row without a finite loss that end a run with a scaled loss: twice as many as bring the usual first scale down to 1.
+/// Consecutive minibatches without a finite loss that end a run with loss scaling: twice as many as reduce the default
+/// initial scale to 1.
 const PATIENCE: usize = 32;
 
-/// Where the loss of a run stopped being a number. Steps and micro-batches are counted from 0.
+/// Location of the divergence. Steps and micro-batches count from 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Diverged {
-    /// The first minibatch of those in a row that have no finite loss.
+    /// The first of the consecutive minibatches without a finite loss.
     pub step: usize,
-    /// Minibatches of the run.
     pub steps: usize,
-    /// Its first micro-batch that has none.
+    /// The first micro-batch of that step without a finite loss.
     pub microbatch: usize,
-    /// Micro-batches of a minibatch.
     pub microbatches: usize,
-    /// That loss.
     pub loss: f64,
-    /// The last minibatch of this run before that, with its loss, if there is one.
+    /// The last minibatch of this run with a finite loss, and that loss.
     pub finite: Option<(usize, f64)>,
 }
 
@@ -34,25 +33,24 @@ impl fmt::Display for Diverged {
     }
 }
 
-/// Gathers the losses of items into those of minibatches.
+/// Collects micro-batch losses into minibatch losses.
 pub struct Losses {
     microbatches: usize,
     open: BTreeMap<usize, Vec<Option<f64>>>,
-    /// Minibatches that were done before.
+    /// Minibatches done before this run was resumed.
     before: usize,
     /// Minibatches of the run.
     steps: usize,
     done: Vec<f64>,
-    /// Minibatches in a row without a finite loss after which the run is over.
+    /// Consecutive minibatches without a finite loss that end the run.
     patience: usize,
-    /// The last finite loss.
     finite: Option<(usize, f64)>,
-    /// The first of the minibatches at hand that have none.
+    /// Set while the latest minibatches have no finite loss.
     lost: Option<Diverged>,
 }
 
 impl Losses {
-    /// Of a program of which so many minibatches are done.
+    /// Starts after `before` finished minibatches. `is_scaled` is true with loss scaling.
     pub fn new(program: &Program, before: u32, is_scaled: bool) -> Losses {
         let microbatches = program.microbatches.max(1) as usize;
         let patience = if is_scaled { PATIENCE } else { 1 };
@@ -69,11 +67,11 @@ impl Losses {
         }
     }
 
-    /// Takes the loss of an item, so many seconds after the run began. Of a run that has diverged nothing more is told.
+    /// Adds the loss of a micro-batch, `seconds` after the start of the run. Reports nothing after divergence.
     pub fn add(&mut self, item: u32, value: f64, seconds: f64, on_step: &mut dyn FnMut(StepDone)) {
         let (minibatch, at) = (item as usize / self.microbatches, item as usize % self.microbatches);
         self.open.entry(minibatch).or_insert_with(|| vec![None; self.microbatches])[at] = Some(value);
-        // Replicas finish in any order; minibatches are told in theirs.
+        // Replicas finish in any order; minibatches are reported in order.
         while !self.is_lost() {
             let next = self.before + self.done.len();
             let Some(entry) = self.open.first_entry() else { break };
@@ -97,18 +95,17 @@ impl Losses {
     fn is_lost(&self) -> bool {
         let next = self.before + self.done.len();
         self.lost.is_some_and(|lost| {
-            // A run that goes on does not know the losses before it.
+            // A resumed run does not know earlier losses.
             let is_all = self.finite.is_none() && self.before == 0 && next == self.steps;
             next - lost.step >= self.patience || is_all
         })
     }
 
-    /// Where the run has diverged, if it has.
     pub fn diverged(&self) -> Option<Diverged> {
         self.lost.filter(|_| self.is_lost())
     }
 
-    /// The losses of all minibatches that are done.
+    /// Losses of all finished minibatches.
     pub fn done(self) -> Vec<f64> {
         self.done
     }
@@ -123,7 +120,7 @@ mod tests {
         Losses { microbatches: 2, open, before: 0, steps, done: Vec::new(), patience, finite: None, lost: None }
     }
 
-    /// What is told of items that come in this order, and where the run has diverged.
+    /// The reported losses for micro-batches arriving in this order, and the divergence.
     fn told(mut of: Losses, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
         let mut told = Vec::new();
         items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| told.push(step.loss)));
@@ -161,7 +158,7 @@ mod tests {
         assert!(told(losses(3, 9), &of(&[nan, nan, 1.0, nan, nan, 1.0])).1.is_none());
         let diverged = told(losses(3, 9), &of(&[nan, 1.0, nan, nan, nan, 1.0])).1.unwrap();
         assert_eq!((diverged.step, diverged.finite), (2, Some((1, 1.0))));
-        // A run that ends so has good weights, unless it never had a loss.
+        // A run that ends like this has usable weights, unless it never had a finite loss.
         assert!(told(losses(3, 3), &of(&[1.0, nan, nan])).1.is_none());
         assert_eq!(told(losses(3, 2), &of(&[nan, nan])).1.unwrap().step, 0);
     }

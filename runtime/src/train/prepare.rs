@@ -1,4 +1,4 @@
-//! Preparation: binds sizes, attaches the loss, compiles stages, generates and checks programs.
+//! Prepares a run: binds symbolic dimensions, attaches the loss, compiles stages, generates and checks the program.
 
 use crate::exec::compile::{CompileError, StageCode, compile_parts};
 use crate::train::run::{placement, with_edges};
@@ -17,7 +17,6 @@ use compiler::tensor::dim::Bindings;
 use std::collections::HashMap;
 use thiserror::Error;
 
-/// Why there is nothing to run.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum PrepareError {
@@ -37,34 +36,30 @@ pub enum PrepareError {
     Ops { planned: usize, found: usize },
 }
 
-/// What to train, and how it is cut into pieces of work.
+/// The loss, schedule and sizes of a run.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Sizes of all symbols, that of the batch for one item.
+    /// Values of all symbolic dimensions; the batch dimension has the micro-batch size.
     pub dims: Bindings,
-    /// What is made small.
     pub loss: Loss,
-    /// The axis of classes.
     pub class_axis: Option<i64>,
-    /// The order of work.
     pub schedule: Schedule,
-    /// Minibatches, and the items of each.
+    /// Number of minibatches, and micro-batches per minibatch.
     pub count: StepCount,
 }
 
-/// All that training runs.
+/// A compiled run.
 pub struct Prepared {
-    /// The graph at fixed sizes, with its loss.
+    /// The graph with concrete shapes and its loss.
     pub graph: Graph,
-    /// What each stage runs.
     pub codes: Vec<StageCode>,
-    /// What each worker does.
     pub program: Program,
-    /// The pipeline that the program was made for.
+    /// The pipeline that the program was generated for.
     pub pipeline: Pipeline,
 }
 
-/// Prepares a run. `stages[i]` is the stage of op `i`; `pipeline` knows replicas, caps and times of the stages.
+/// Prepares a run. `stages[i]` is the stage of op `i`; `pipeline` gives replicas, in-flight limits and times of the
+/// stages.
 pub fn prepare(
     graph: &Graph,
     stages: &[usize],
@@ -75,8 +70,8 @@ pub fn prepare(
     prepare_with(graph, stages, pipeline, settings, settings.schedule.splits_backward(), &generated)
 }
 
-/// The same with a program of the caller's, made for the pipeline with its edges; `splits` says whether any backward in it comes in
-/// two parts.
+/// Like [`prepare`], with a program that the caller generates for the pipeline with its edges. `splits` is true if any
+/// backward in it is split.
 pub fn prepare_with(
     graph: &Graph,
     stages: &[usize],
@@ -94,11 +89,11 @@ pub fn prepare_with(
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }
 
-/// Compiles a graph: with the stage of every op, their number and the name of what is made small.
+/// Compiles a graph, given the stage of every op, the number of stages and the name of the loss output.
 pub type Compile<'a> =
     dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str) -> Result<Vec<StageCode>, CompileError> + 'a;
 
-/// The same with stages that are compiled in the caller's way.
+/// Like [`prepare_with`], with a custom stage compiler.
 pub fn prepare_by(
     graph: &Graph,
     stages: &[usize],

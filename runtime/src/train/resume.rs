@@ -1,8 +1,8 @@
-//! The start of a resumed run: what a checkpoint holds beside weights and states, assigned to the stages of a plan.
+//! Resumes a run: assigns the optimizer state and in-flight versions of a checkpoint to the stages of a plan.
 //!
-//! Under the checkpoint's own plan every stage starts with the versions it had in flight. Under another plan, parameters and
-//! optimizer state are found by name. The older versions of a stage that is cut differently are unknown; the checkpoint's version
-//! stands in for them, as the initial weights do at the start of a run.
+//! Under the checkpoint's own plan, every stage starts with its in-flight versions. Under another plan, parameters and
+//! optimizer state are found by name. The older versions of a differently partitioned stage are unknown; the
+//! checkpoint's version replaces them, as the initial weights do at the start of a run.
 
 use crate::checkpoint::encode::{DRIFT, Flight, STEP};
 use crate::checkpoint::{ParameterState, ResumeState};
@@ -23,7 +23,6 @@ use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why a run cannot go on from a checkpoint.
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum StartError {
@@ -44,8 +43,8 @@ pub enum StartError {
     Reads { name: String, schedule: Schedule },
 }
 
-/// Refuses checkpoints without a flush of a stage whose forward reads a state that follows it: forwards of items behind a cut that are
-/// run again would see it as it is at the cut, which is later than they saw it first.
+/// Rejects checkpointing without a flush for a stage whose forward reads a moving average of its own values. A repeated
+/// forward after a checkpoint would see a later state than the original forward did.
 pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), StartError> {
     if program.schedule.flushes() {
         return Ok(());
@@ -64,21 +63,21 @@ pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), StartE
     Ok(())
 }
 
-/// A checkpoint to go on from, beside its weights and states.
+/// A checkpoint to resume from, without its weights and states.
 #[derive(Debug, Default)]
 pub struct Start {
-    /// Minibatches that are done.
+    /// Finished minibatches.
     pub minibatches: u32,
-    /// The scale of the loss, and good steps since it last changed.
+    /// Loss-scaling state: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
-    /// What moves the parameters, by `parameter/kind`.
+    /// Optimizer state, by `parameter/kind`.
     pub optimizer: BTreeMap<String, Tensor>,
-    /// What was in flight, by stage and replica; nothing under another plan.
+    /// In-flight state by stage and replica; `None` under another plan.
     pub flight: Option<BTreeMap<(u32, u32), Flight>>,
 }
 
 impl Start {
-    /// Refuses a program that has no cut there.
+    /// Rejects a program that has no checkpoint position after this minibatch.
     pub fn check(&self, program: &Program) -> Result<(), StartError> {
         let minibatches = self.minibatches;
         let whole = program.items / program.microbatches.max(1);
@@ -91,7 +90,7 @@ impl Start {
         }
     }
 
-    /// Refuses a checkpoint that lacks what some replica of a stage would begin with.
+    /// Rejects a checkpoint that lacks state for any replica of a stage.
     pub fn check_whole(&self, training: &TrainJob<'_>) -> Result<(), StartError> {
         for (stage, code) in (0..).map(StageId).zip(training.codes) {
             for replica in 0..training.program.stages[stage.index()].replicas {
@@ -101,7 +100,7 @@ impl Start {
         Ok(())
     }
 
-    /// What a replica of a stage begins with.
+    /// The initial state of a replica.
     pub fn begin(
         &self,
         stage: StageId,
@@ -120,7 +119,7 @@ impl Start {
             begin.alike = older.map(|(_, version)| version.0).collect();
             return Ok(begin);
         };
-        // What all replicas have alike is the first one's.
+        // The first replica saves what all replicas have in common.
         let of = |replica| flight.get(&(stage.0, replica));
         let (own, first) = (of(replica), of(0));
         let both = || own.into_iter().chain(first);
@@ -133,7 +132,7 @@ impl Start {
             }
             let Entry::Vacant(free) = begin.versions.entry(version) else { continue };
             let known = both().find_map(|flight| flight.versions.get(&version));
-            // A stage whose parameters are all shared has nothing else in its versions.
+            // A stage with tied parameters only has no other weights in its versions.
             let none = BTreeMap::new();
             let made = weights(code, known.unwrap_or(&none), &is_late);
             free.insert(made.map_err(|fault| match fault {
@@ -165,7 +164,7 @@ impl Start {
             expected: "a count of updates".into(),
             got: "something else".into(),
         })?;
-        // An average that a stage did not keep where it was before begins at nothing.
+        // PipeMare's average starts at zero if the checkpoint does not have it for this parameter.
         let bytes = named.bytes;
         let drift = drifts.then(|| match of(DRIFT) {
             Ok(_) => as_wide(DRIFT),
@@ -175,7 +174,7 @@ impl Start {
     }
 }
 
-/// All parameters of a stage in their order; those that are somewhere else are empty.
+/// All parameters of a stage in order; those for which `is_elsewhere` is true are empty.
 fn weights(
     code: &StageCode,
     tensors: &BTreeMap<String, Tensor>,

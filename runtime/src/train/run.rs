@@ -43,7 +43,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
-/// Why training ended early.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum TrainError {
@@ -94,7 +93,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Whether it only tells that someone else stopped.
+    /// True if the error only reports that another worker stopped.
     pub fn lost_another(&self) -> bool {
         match self {
             TrainError::Worker(WorkerError::PeerGone { .. }) => true,
@@ -104,70 +103,63 @@ impl TrainError {
     }
 }
 
-/// What is trained.
+/// The inputs of a training run.
 pub struct TrainJob<'a> {
-    /// What each stage runs.
     pub codes: &'a [StageCode],
-    /// What each worker does.
     pub program: &'a Program,
-    /// Initial values of parameters and states, by name.
+    /// Initial parameters and states, by name.
     pub weights: &'a BTreeMap<String, Tensor>,
-    /// The data.
     pub batches: &'a Batches,
-    /// How parameters move.
     pub optimizer: &'a Optimizer,
-    /// What is done beside.
     pub policy: Policy,
-    /// Whether the gradients of the last step are wanted.
+    /// Return the gradients of the last step.
     pub keep_gradients: bool,
 }
 
-/// Where a run begins, and what it leaves on its way. The default begins at the beginning and leaves nothing.
+/// Resume and checkpoint options. The default starts from the beginning and makes no checkpoints.
 #[derive(Default)]
 pub struct RunOptions<'a> {
-    /// A checkpoint to go on from; its weights are those of the training.
+    /// The checkpoint to resume from; its weights are in [`TrainJob::weights`].
     pub start: Option<&'a Start>,
-    /// After which minibatches checkpoints are made.
+    /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
-    /// Where the run is told to stop.
     pub gate: Option<&'a Gate<'a>>,
-    /// Takes the parts of checkpoints, in a thread of its own.
+    /// Receives snapshots, on a separate thread.
     pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
-    /// Takes what checkpoints in the program hold: those of one worker in their order, while the workers go on.
+    /// Receives the weights of `Checkpoint` instructions while the run continues; those of one worker in order.
     pub on_checkpoint: Option<&'a mut dyn FnMut(Checkpoint)>,
 }
 
-/// A minibatch is done.
+/// Progress report of a finished minibatch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepDone {
     /// Counted from 0.
     pub step: usize,
-    /// Mean loss over its items.
+    /// Mean loss over the micro-batches.
     pub loss: f64,
-    /// Seconds since the run began.
+    /// Seconds since the start of the run.
     pub seconds: f64,
 }
 
-/// What training leaves behind.
+/// The result of a training run.
 pub struct Trained {
     /// Parameters and states, by name.
     pub weights: BTreeMap<String, Tensor>,
-    /// The averaged gradients of the last step, when wanted.
+    /// Averaged gradients of the last step, if requested.
     pub gradients: BTreeMap<String, Tensor>,
-    /// The loss of every minibatch.
     pub losses: Vec<f64>,
-    /// How long the workers ran.
+    /// Wall time of the workers.
     pub seconds: f64,
-    /// How each worker spent its time.
+    /// Recorded activity, by worker.
     pub spans: Vec<Vec<Span>>,
-    /// The most bytes that each worker held at once.
+    /// Peak bytes, by worker.
     pub held_bytes: Vec<u64>,
-    /// The most bytes that each worker's parts of checkpoints held besides until they were written.
+    /// Additional peak bytes of unwritten snapshots, by worker.
     pub checkpoint_bytes: Vec<u64>,
 }
 
-/// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
-/// ops of the loss where what they are the loss of is made.
+/// Maps every op that depends on a source to its stage. Op `i` of `graph` (without loss) is in stage `stages[i]`; loss
+/// ops are in the stage of the loss's input.
 pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<NodeId, usize> {
     let mut place: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
     let loss = with_loss.outputs.iter().rev().find(|output| output.name == LOSS);
@@ -182,7 +174,7 @@ pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<
     place
 }
 
-/// The pipeline with exactly the edges over which the compiled stages send, keeping what is known of their times.
+/// Replaces the pipeline's edges by those over which the compiled stages send, keeping known transfer times.
 pub fn with_edges(mut pipeline: Pipeline, codes: &[StageCode]) -> Pipeline {
     let mut edges = Vec::new();
     for (from, code) in codes.iter().enumerate() {
@@ -203,7 +195,7 @@ pub fn with_edges(mut pipeline: Pipeline, codes: &[StageCode]) -> Pipeline {
     pipeline
 }
 
-/// All data that the stages read, each input once.
+/// The graph inputs of all stages, each once.
 pub fn feeds(codes: &[StageCode]) -> Vec<NamedTensor> {
     let mut feeds: Vec<NamedTensor> = Vec::new();
     for feed in codes.iter().flat_map(|c| &c.feeds) {
@@ -214,8 +206,8 @@ pub fn feeds(codes: &[StageCode]) -> Vec<NamedTensor> {
     feeds
 }
 
-/// Refuses weights that cannot be trained: those of other element types, and those that are not numbers, because every
-/// number that follows would not be one either.
+/// Rejects weights that cannot be trained: wrong element types, and non-finite values, which would spread to all
+/// results.
 pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) -> Result<(), TrainError> {
     for named in codes.iter().flat_map(|c| &c.parameters) {
         if !trains(named.fact.dtype) {
@@ -231,13 +223,13 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
     Ok(())
 }
 
-/// Runs the whole program. `on_step` is told of every minibatch, in order. A program that writes checkpoints is refused. A run whose loss is
-/// no longer finite ends with [`TrainError::Diverged`].
+/// Runs the whole program. `on_step` is called for every minibatch, in order. Programs with `Checkpoint` instructions
+/// are rejected. A non-finite loss ends the run with [`TrainError::Diverged`].
 pub fn train(training: &TrainJob<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     run(training, RunOptions::default(), on_step)
 }
 
-/// The same, where `on_checkpoint` is given what the program's checkpoints hold.
+/// Like [`train`], with a receiver for the program's checkpoints.
 pub fn train_with_checkpoints(
     training: &TrainJob<'_>,
     on_step: &mut dyn FnMut(StepDone),
@@ -246,12 +238,12 @@ pub fn train_with_checkpoints(
     run(training, RunOptions { on_checkpoint: Some(on_checkpoint), ..RunOptions::default() }, on_step)
 }
 
-/// Whether all workers agree on something before they step.
+/// True if all workers share a gradient norm before they step.
 pub fn agrees(training: &TrainJob<'_>) -> bool {
     training.program.schedule.flushes() && (scales_loss(training) || training.policy.clip_norm.is_some())
 }
 
-/// Whether a stage's items of each round see the version that the round before has made, so that none sees an older one.
+/// True if the micro-batches of each round see the previous round's version, so none needs an older one.
 fn sees_the_newest(program: &Program, stage: StageId) -> bool {
     let rule = Rule::of(program);
     let items =
@@ -264,7 +256,7 @@ fn scales_loss(training: &TrainJob<'_>) -> bool {
     training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE)
 }
 
-/// Runs what is left of the program from where the course begins. Losses are those of the minibatches that are run.
+/// Runs the rest of the program from the start of `course`. Returned losses cover only these minibatches.
 pub fn run(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
@@ -273,9 +265,8 @@ pub fn run(
     Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers tells of all"))
 }
 
-/// The same with the workers of this process alone, beside the others of its group if it has one. Process 0 of the group is told of
-/// every minibatch, takes the parts of checkpoints and is given what all workers leave, the others nothing. What checkpoints in the
-/// program hold is given to the process whose worker makes them.
+/// Like [`run`] for the workers of this process in a process group. Process 0 receives step reports, snapshots and all
+/// results; others receive nothing. The weights of a `Checkpoint` instruction go to the process that runs it.
 pub fn run_in_group(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
@@ -285,7 +276,7 @@ pub fn run_in_group(
     run_tensor_parallel(training, course, on_step, group, &[])
 }
 
-/// The same in a tensor-parallel group: each worker's rank, or none without a group.
+/// Like [`run_in_group`] with the tensor-parallel rank of each worker; empty without tensor parallelism.
 pub fn run_tensor_parallel(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
@@ -310,7 +301,8 @@ pub fn run_tensor_parallel(
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let most_shares = most_shares(program);
     let (events, told) = crossbeam_channel::unbounded();
-    // One checkpoint may wait while another is written: of all workers where it is written, elsewhere of those that are there.
+    // One checkpoint may be queued while another is written. The writing process queues parts of all workers, others
+    // only of theirs.
     let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
     let workers = program.workers.iter().enumerate().filter(|(w, _)| gives(w));
     let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
@@ -335,7 +327,7 @@ pub fn run_tensor_parallel(
         Some(exchange) => exchange.progress(),
         None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),
     };
-    // Where another process writes checkpoints, it is given the parts of this one.
+    // If another process writes checkpoints, it receives this process's snapshots.
     let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
     let makes_parts = on_part.is_some() || elsewhere.is_some();
     let cutting = makes_parts.then_some(CheckpointPlan { cuts, gate, parts: to_keeper });
@@ -402,7 +394,7 @@ pub fn run_tensor_parallel(
         if let Some(exchange) = &mut exchange {
             exchange.start(scope);
         }
-        // It ends when the last worker has.
+        // This thread ends after the last worker.
         let keeping = match (on_part, elsewhere) {
             (Some(on_part), _) => Some(scope.spawn(move || parts.into_iter().for_each(on_part))),
             (None, Some(elsewhere)) => Some(scope.spawn(move || parts.iter().for_each(|part| elsewhere(&part)))),
@@ -412,7 +404,7 @@ pub fn run_tensor_parallel(
             .into_iter()
             .map(|gear| {
                 let (worker, name) = (gear.id.index(), program.worker_name(gear.id));
-                // Whatever ends this worker early, no communicator may wait for it.
+                // If a worker ends early, no peer may wait for it in a communicator.
                 let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
                 let shard_comms = gear.stages.iter().filter_map(|place| place.shard_comm.clone()).collect();
@@ -433,7 +425,7 @@ pub fn run_tensor_parallel(
                     let outcome = worker::run(gear);
                     match (&outcome, &guard.blame) {
                         (Ok(_), _) => std::mem::forget(guard),
-                        // Who lost its peer is not to blame.
+                        // A worker that lost its peer is not the cause.
                         (Err(WorkerError::PeerGone { .. }), _) | (Err(_), None) => {}
                         (Err(error), Some(blame)) => blame.end(&error.to_string()),
                     }
@@ -450,7 +442,7 @@ pub fn run_tensor_parallel(
                     _ => {
                         losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step);
                         let Some(diverged) = losses.diverged() else { continue };
-                        // All that would follow is no number either.
+                        // Everything after this would be non-finite too.
                         is_over.store(true, Ordering::Relaxed);
                         let what = TrainError::Diverged(diverged).to_string();
                         exchange.iter().for_each(|exchange| exchange.end(&what));
@@ -461,7 +453,7 @@ pub fn run_tensor_parallel(
             }
         }
         let results: Vec<_> = threads.into_iter().map(|(worker, name, thread)| (worker, join(name, thread))).collect();
-        // What others keep of checkpoints goes before what the workers leave.
+        // Send remaining snapshots before the workers' results.
         if exchange.as_ref().is_some_and(|exchange| !exchange.reports()) {
             keeping.into_iter().for_each(|keeping| _ = keeping.join());
         }
@@ -474,7 +466,7 @@ pub fn run_tensor_parallel(
     Ok(results?.map(|outcomes| collect(training, outcomes, losses.done(), seconds)))
 }
 
-/// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
+/// Fails all waits of peers for this worker, unless it finished.
 struct Abandon {
     replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
     shard_comms: Vec<Arc<ShardComm>>,
@@ -499,8 +491,8 @@ impl Drop for Abandon {
     }
 }
 
-/// What all workers leave; nothing where another process tells of them. The first worker that failed by itself is the one to tell of;
-/// the others only lost their peer.
+/// The results of all workers; `None` if another process reports them. The error is that of the first worker that
+/// failed by itself; the others only lost their peer.
 fn finish(
     exchange: Option<Exchange<'_>>,
     results: Vec<(usize, Result<WorkerResult, TrainError>)>,
@@ -544,7 +536,6 @@ fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
     }
 }
 
-/// What training leaves behind, from what each worker does.
 fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64>, seconds: f64) -> Trained {
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
@@ -559,7 +550,7 @@ fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64
             };
             code.parameters.iter().zip(&left.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
             for (at, (named, buffer)) in code.states.iter().zip(&left.states).enumerate() {
-                // What nothing changed is as it came, and not rounded.
+                // Return a state that nothing updates as it was given, without rounding.
                 match training.weights.get(&named.name) {
                     Some(given) if is_half(named.fact.dtype) && code.follows.iter().all(|f| f.state != at) => {
                         weights.insert(named.name.clone(), given.clone());
@@ -576,7 +567,7 @@ fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64
     Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes }
 }
 
-/// The `f32` weights of a narrow parameter.
+/// The `f32` master weights of a 16-bit parameter.
 fn master(named: &NamedTensor, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
     let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
     Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))

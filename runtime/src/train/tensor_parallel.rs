@@ -1,8 +1,9 @@
-//! Tensor-parallel training: the devices of a group run the whole pipeline side by side, each on its shards.
+//! Tensor-parallel training: the devices of a group run the whole pipeline in parallel, each on its shards.
 //!
-//! Each device has a worker for each worker of the program, with the same kernels. Tensors between stages are whole on every
-//! device, so messages and all-reduces over replicas stay among the workers of one device. Only collective ops in the graph reach
-//! the other devices ([`tensor_group`](crate::comm::tensor_group)). Parameters and optimizer state are shards; results are put
+//! Each device has a worker for each worker of the program, with the same kernels. Tensors between stages are unsharded
+//! on every device, so messages and replica all-reduces stay among the workers of one device. Only collective ops in
+//! the graph involve other devices ([`tensor_group`](crate::comm::tensor_group)). Parameters and optimizer state are
+//! sharded; the results are gathered at the end.
 //! together at the end.
 
 use crate::checkpoint::StageSnapshot;
@@ -23,7 +24,6 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{Builder, ScopedJoinHandle};
 use thiserror::Error;
 
-/// Why training with shared stages ended early.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum SharedError {
@@ -37,7 +37,7 @@ pub enum SharedError {
     Panic { device: usize },
 }
 
-/// Prepares a run whose stages are shared by a group like this machine.
+/// Prepares a run whose stages are tensor-parallel over a group like `machine`.
 pub fn prepare_shared(
     graph: &Graph,
     stages: &[usize],
@@ -50,10 +50,10 @@ pub fn prepare_shared(
     prepare_shared_with(graph, stages, pipeline, settings, (splits, &generated), machine)
 }
 
-/// A program, and whether any backward in it comes in two parts.
+/// A program generator, with a flag that is true if any backward in the program is split.
 pub type Order<'a> = (bool, &'a dyn Fn(&Pipeline) -> Result<Program, ScheduleError>);
 
-/// The same with a program of the caller's, made for the pipeline with its edges.
+/// Like [`prepare_shared`], with a program that the caller generates for the pipeline with its edges.
 pub fn prepare_shared_with(
     graph: &Graph,
     stages: &[usize],
@@ -71,7 +71,7 @@ pub fn prepare_shared_with(
     Ok((prepared, layouts))
 }
 
-/// Runs the program on every device of a group. What it leaves is whole; times are those of the first device.
+/// Trains on every device of a group. Returns gathered weights; times are those of the first device.
 pub fn train_shared(
     training: &TrainJob<'_>,
     layouts: &Layouts,
@@ -81,7 +81,7 @@ pub fn train_shared(
     run_shared(training, RunOptions::default(), (layouts, devices), on_step)
 }
 
-/// The same from where the course begins. What it takes and gives of checkpoints is whole.
+/// Like [`train_shared`], with resume and checkpoint options. Checkpoints contain unsharded tensors.
 pub fn run_shared(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
@@ -100,7 +100,7 @@ pub fn run_shared(
         tables.iter().map(|table| Arc::new(TensorRank::new(table.clone(), device, devices, known.clone()))).collect()
     };
     let (keeps, writes) = (on_part.is_some(), on_checkpoint.is_some());
-    // Who brings the last part of a checkpoint writes it; who has others to give waits.
+    // The device that contributes the last shard of a checkpoint passes it on; others wait while it does.
     let keeper = Mutex::new((Joining::new(training.codes, layouts, devices), on_part));
     let mut joining = Joining::new(training.codes, layouts, devices);
     let (told, written) = mpsc::channel::<(usize, Checkpoint)>();
@@ -116,7 +116,7 @@ pub fn run_shared(
                 whole.into_iter().for_each(on_part);
             }
         };
-        // Who takes them is there until all devices have left.
+        // The receiver lives until all devices have finished.
         let mut tell = |checkpoint: Checkpoint| drop(told.send((device, checkpoint)));
         let course = RunOptions {
             start: starts[device].as_ref(),
@@ -140,7 +140,7 @@ pub fn run_shared(
         let start = |device: usize| {
             let (run, tensor_ranks, told) = (&run, tensor_ranks_of(device), told.clone());
             let started = Builder::new().spawn_scoped(scope, move || run(device, tensor_ranks, told, &mut |_| ()));
-            // Those who have begun wait for one that will not come.
+            // The devices that have started would wait for this one.
             started.inspect_err(|_| tables.iter().for_each(|table| table.abandon()))
         };
         let others: Vec<_> = (1..devices).map(start).collect();
@@ -169,8 +169,8 @@ pub fn run_shared(
     Ok(Trained { weights, gradients, ..left.swap_remove(0) })
 }
 
-/// A device that leaves before all is done, also by a panic, tells those that would wait for it: what failed before its workers
-/// began has no worker that would.
+/// Fails the waits of other devices if this device ends early, also by a panic. An error before its workers start has
+/// no worker to report it.
 struct Leaving<'a> {
     tensor_ranks: &'a [Arc<TensorRank>],
     is_done: bool,
@@ -184,7 +184,7 @@ impl Drop for Leaving<'_> {
     }
 }
 
-/// What every device left, or why one failed that did not only lose another.
+/// The results of all devices, or the first error that is not a lost peer.
 fn first_cause(outcomes: Vec<Result<Trained, SharedError>>) -> Result<Vec<Trained>, SharedError> {
     let (mut left, mut failed) = (Vec::new(), Vec::new());
     for outcome in outcomes {

@@ -1,4 +1,4 @@
-//! Validation before a run: programs, policies and states that do not go together.
+//! Validation before a run: rejects unsupported combinations of program, policy and states.
 
 use crate::device::cpu::half::is_half;
 use crate::exec::compile::StageCode;
@@ -8,7 +8,7 @@ use compiler::plan::StageId;
 use compiler::schedule::{Instruction, Program, ProgramStage, WorkerId};
 use std::collections::BTreeSet;
 
-/// Refuses a program with checkpoints where there is no place for them.
+/// Rejects a program with `Checkpoint` instructions if nothing receives them.
 pub fn check_instructions(program: &Program, keeps_checkpoints: bool) -> Result<(), TrainError> {
     for (worker, own) in (0..).map(WorkerId).zip(&program.workers) {
         for (at, instruction) in own.instructions.iter().enumerate() {
@@ -21,7 +21,8 @@ pub fn check_instructions(program: &Program, keeps_checkpoints: bool) -> Result<
     Ok(())
 }
 
-/// Refuses a program that runs in two parts what was compiled as one: the gradients of parameters would come too early.
+/// Rejects a program with a split backward for code compiled without one: parameter gradients would be complete too
+/// early.
 pub fn check_parts(program: &Program, codes: &[StageCode]) -> Result<(), TrainError> {
     let instructions = program.workers.iter().flat_map(|worker| &worker.instructions);
     let split = instructions.filter_map(|instruction| match *instruction {
@@ -35,7 +36,7 @@ pub fn check_parts(program: &Program, codes: &[StageCode]) -> Result<(), TrainEr
     }
 }
 
-/// Refuses what the schedule, the optimizer or the weights do not go with.
+/// Rejects policies that the schedule, optimizer or element types do not support.
 pub fn check_policy(training: &TrainJob<'_>, scales_loss: bool) -> Result<(), TrainError> {
     let schedule = training.program.schedule;
     if scales_loss && !schedule.flushes() {
@@ -57,7 +58,7 @@ pub fn check_policy(training: &TrainJob<'_>, scales_loss: bool) -> Result<(), Tr
     }
 }
 
-/// Refuses a state that follows values while several stages hold it: their copies would drift apart.
+/// Rejects a moving-average state in several stages, whose copies would diverge.
 pub fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
     for (first, code) in codes.iter().enumerate() {
         for follow in &code.follows {
@@ -76,7 +77,7 @@ pub fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Refuses replicas in several processes that share what only those of one process can.
+/// Rejects ZeRO 2 and 3 across processes: they exchange shards through shared memory.
 pub fn check_shares(program: &Program, in_group: bool) -> Result<(), TrainError> {
     let one = |(stage, of): (usize, &ProgramStage)| (of.zero > 1).then_some((stage, of.zero));
     match program.stages.iter().enumerate().find_map(one).filter(|_| in_group) {

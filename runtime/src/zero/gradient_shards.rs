@@ -1,11 +1,11 @@
-//! Sharded gradients (ZeRO 2): the replicas of a stage add to each other's shards.
+//! Sharded gradients (ZeRO 2): the replicas of a stage accumulate into each other's shards.
 //!
-//! A gradient goes to its owners as soon as the backward pass has produced it, so no replica holds all gradients of a stage. The
-//! micro-batches of a round add in their order, which makes the sums the same in every run: an early one waits until its
-//! predecessor has added or has failed, and none waits for a later one. Under a flush, owners allocate a round only after they
-//! have gathered its weights, which every replica does before its first micro-batch.
+//! A gradient goes to its owners as soon as the backward pass has produced it, so no replica holds all gradients of a
+//! stage. The micro-batches of a round accumulate in order, so results are reproducible: each waits until its
+//! predecessor has added or failed. Under a flush, owners allocate a round only after they have gathered its weights,
+//! which every replica does before its first micro-batch.
 //!
-//! The owner of a shard pays for its memory.
+//! The owner of a shard is charged for its memory.
 
 use crate::comm::communicator::PeerLost;
 use crate::device::buffer::{Buffer, MemoryCounter};
@@ -20,13 +20,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 /// A gradient term of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Term {
-    /// The round.
     pub round: u32,
-    /// By place in [`crate::exec::compile::StageCode::gradient_terms`].
+    /// Index into [`crate::exec::compile::StageCode::gradient_terms`].
     pub term: usize,
 }
 
-/// The sum of a term: items that have added to it, and each owner's share until that is taken.
+/// The sum of a term: micro-batches added so far, and each owner's shard until the owner takes it.
 #[derive(Default)]
 struct Sum {
     added: u32,
@@ -34,33 +33,32 @@ struct Sum {
 }
 
 struct State {
-    /// Of each replica where it counts what belongs to it, and the last round for which it has room.
+    /// Each replica's memory counter and the last round for which it has memory.
     owners: Vec<Option<(Arc<MemoryCounter>, u32)>>,
     sums: HashMap<Term, Sum>,
     is_abandoned: bool,
 }
 
-/// The place of one stage.
+/// The gradient shards of one stage.
 pub struct GradientShards {
-    /// Where they read each other's shares of weights, if they have shares of those.
+    /// Weight shards, under ZeRO 3.
     pub weights: WeightShards,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 impl GradientShards {
-    /// For so many replicas.
     pub fn new(replicas: usize) -> GradientShards {
         let state = State { owners: vec![None; replicas], sums: HashMap::new(), is_abandoned: false };
         GradientShards { weights: WeightShards::new(replicas), state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // Nothing under the lock can panic half way.
+    // No code panics while it holds the lock with inconsistent state.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A replica begins: what belongs to it counts there. It has room for the sums of rounds up to this one.
+    /// Registers a replica with its memory counter. It accepts gradients of rounds up to `last`.
     pub fn enter(&self, replica: usize, ledger: &Arc<MemoryCounter>, last: u32) {
         if let Some(own) = self.lock().owners.get_mut(replica) {
             *own = Some((ledger.clone(), last));
@@ -68,7 +66,7 @@ impl GradientShards {
         self.changed.notify_all();
     }
 
-    /// A replica has room for the sums of rounds up to this one: it has let go of what it held for the rounds before.
+    /// A replica accepts gradients of rounds up to `last`, after freeing earlier rounds.
     pub fn open(&self, replica: usize, last: u32) {
         if let Some(Some((_, known))) = self.lock().owners.get_mut(replica) {
             *known = last.max(*known);
@@ -76,8 +74,8 @@ impl GradientShards {
         self.changed.notify_all();
     }
 
-    /// Adds what an item has made of a term, after so many items before it in the round. `parameter` is the term's, of this type, of
-    /// which replicas have these shares.
+    /// Accumulates a micro-batch's term after `before` predecessors of its round. `parameter` and `dtype` describe the
+    /// term's parameter, `share` its shards.
     pub fn add(
         &self,
         term: Term,
@@ -100,7 +98,7 @@ impl GradientShards {
                 _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         };
-        // It is this item's turn, so nobody else looks at the sum until the item has added.
+        // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
         let mut shares = state.sums.get_mut(&term).map(|sum| std::mem::take(&mut sum.shares)).unwrap_or_default();
         drop(state);
         let dtype = wide(dtype);
@@ -122,7 +120,7 @@ impl GradientShards {
         Ok(())
     }
 
-    /// A replica takes its share of a sum that all items of the round have added to; nothing where none has.
+    /// Takes a replica's shard of a finished sum; none if no micro-batch has added to it.
     pub fn take(&self, term: Term, replica: usize) -> Option<Buffer> {
         let mut state = self.lock();
         let sum = state.sums.get_mut(&term)?;
@@ -133,7 +131,7 @@ impl GradientShards {
         own
     }
 
-    /// Somebody will not come any more; everyone who waits is told.
+    /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
         self.weights.abandon();
         self.lock().is_abandoned = true;
@@ -149,7 +147,7 @@ mod tests {
         numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
     }
 
-    /// Whoever comes first: items add in their order, which rounding tells.
+    /// Arrival order must not matter; rounding would reveal a different order of addition.
     #[test]
     fn items_add_in_order() {
         let gradient_shards = GradientShards::new(2);

@@ -9,39 +9,39 @@ use crate::exec::executor::Weights;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The shares of a stage's parameters.
+/// The parameter shards of one replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardRange {
     replica: usize,
     replicas: usize,
-    /// By parameter, whether it is dealt out.
+    /// True for each parameter that is sharded.
     is_dealt: Vec<bool>,
-    /// Whether of its weights, too, a replica holds its share only.
+    /// True if weights are sharded too (ZeRO 3).
     keeps: bool,
 }
 
 impl ShardRange {
-    /// All of so many parameters.
+    /// No sharding.
     pub fn whole(parameters: usize) -> ShardRange {
         ShardRange { replica: 0, replicas: 1, is_dealt: vec![false; parameters], keeps: false }
     }
 
-    /// What one of these replicas owns of the parameters of which `is_dealt` is true.
+    /// The shards of one replica, for parameters with `is_dealt`.
     pub fn of(replica: usize, replicas: usize, is_dealt: Vec<bool>) -> ShardRange {
         ShardRange { replica, replicas, is_dealt, keeps: false }
     }
 
-    /// The same where a replica holds its share only of weights, too.
+    /// Shards the weights too (ZeRO 3).
     pub fn of_weights(self) -> ShardRange {
         ShardRange { keeps: true, ..self }
     }
 
-    /// Whether a replica holds of the weights of what is dealt out its share only.
+    /// True if weights are sharded.
     pub fn keeps(&self) -> bool {
         self.keeps
     }
 
-    /// What a replica holds of a version of these parameters, given all of it.
+    /// The part of a full weight version that this replica keeps.
     pub fn kept(&self, parameters: &[NamedTensor], whole: &Weights) -> Weights {
         let of = |((parameter, named), weight): ((usize, &NamedTensor), &Arc<Buffer>)| match self.keeps
             && self.deals(parameter)
@@ -54,38 +54,35 @@ impl ShardRange {
         parameters.iter().enumerate().zip(whole).map(of).collect()
     }
 
-    /// Which replica this is.
     pub fn replica(&self) -> usize {
         self.replica
     }
 
-    /// How many replicas give parts of what all have together.
+    /// Number of replicas that contribute shards.
     pub fn replicas(&self) -> usize {
         self.replicas
     }
 
-    /// Whether a parameter is dealt out.
     pub fn deals(&self, parameter: usize) -> bool {
         self.is_dealt.get(parameter).copied().unwrap_or(false)
     }
 
-    /// Whether any is.
     pub fn deals_any(&self) -> bool {
         self.is_dealt.contains(&true)
     }
 
-    /// The bytes that this replica owns of a tensor of a parameter, of so many bytes in elements of this size.
+    /// Byte range of this replica's shard in a tensor with the parameter's shape; `element` is the element size.
     pub fn own(&self, parameter: usize, bytes: usize, element: usize) -> Range<usize> {
         self.of_member(parameter, bytes, element, self.replica)
     }
 
-    /// The same of any replica.
+    /// Like [`ShardRange::own`], for any replica.
     pub fn of_member(&self, parameter: usize, bytes: usize, element: usize, member: usize) -> Range<usize> {
         if self.deals(parameter) { range(bytes, element, member, self.replicas) } else { 0..bytes }
     }
 }
 
-/// The bytes of one of so many shares.
+/// Byte range of one of `members` shards.
 pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Range<usize> {
     let element = element.max(1);
     let elements = (bytes / element) as u128;
@@ -93,10 +90,10 @@ pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Ran
     edge(member)..edge(member + 1)
 }
 
-/// What a replica gives of a version, by parameter; or at the end of a run, of what it leaves.
+/// One replica's shards of a weight version, or of its final state, by parameter.
 pub struct Shares(pub Vec<(usize, Arc<Buffer>)>);
 
-/// Puts a tensor together whose shares come by replica.
+/// Concatenates shards in replica order.
 pub fn joined<'a>(parts: impl Iterator<Item = &'a [u8]>) -> Buffer {
     let bytes: Vec<u8> = parts.flatten().copied().collect();
     Buffer::copy_of(&bytes)

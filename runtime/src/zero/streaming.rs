@@ -16,19 +16,16 @@ use compiler::pass::batched_weight_grad::ITEMS;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Which of a stage's runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunPhase {
-    /// Forward.
     Forward,
-    /// Backward, or the first part of it.
+    /// The backward pass, or the input-gradient pass if split.
     Backward,
-    /// The second part.
+    /// The weight-gradient pass.
     Weight,
 }
 
 impl RunPhase {
-    /// Its steps.
     pub fn of(self, code: &StageCode) -> &Sequence {
         match self {
             RunPhase::Forward => &code.forward,
@@ -38,33 +35,32 @@ impl RunPhase {
     }
 }
 
-/// Where an item stands among those that add to the same sums.
+/// Position of a micro-batch among those that accumulate into the same sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundPosition {
-    /// The round.
     pub round: u32,
-    /// Items of the round before it.
+    /// Micro-batches of the round before this one, over all replicas.
     pub before: u32,
-    /// Those of them that its worker has run backward, and items of the round that the worker has in all.
+    /// Micro-batches of the round that this worker has already run backward.
     pub own: u64,
-    /// The latter.
+    /// Micro-batches of the round on this worker.
     pub of: u64,
 }
 
 impl RoundPosition {
-    /// Whether it is one of so many items that their gradients are made at once.
+    /// True if its weight gradients are computed in a full batch of [`ITEMS`] micro-batches.
     pub fn is_joined(&self) -> bool {
         self.own < self.of / u64::from(ITEMS) * u64::from(ITEMS)
     }
 }
 
-/// What is done around a step.
+/// Actions around a step.
 #[derive(Default)]
 struct Moment {
-    /// Parameters that are gathered in front of it, and those that are dropped behind it.
+    /// Parameters gathered before the step, and those freed after it.
     gathered: Vec<usize>,
     dropped: Vec<usize>,
-    /// Terms whose sums begin with it, and those whose sums end.
+    /// Terms whose sums are allocated before the step, and those whose sums are reduced after it.
     begun: Vec<usize>,
     ended: Vec<usize>,
 }
@@ -75,18 +71,17 @@ impl Moment {
     }
 }
 
-/// What a stage's replicas do between its steps.
+/// Exchanges shards between the steps of a stage's passes.
 pub struct ShardStream {
     gradient_shards: Arc<GradientShards>,
     share: ShardRange,
-    /// Whether a replica reads a version no more after its last backward of a round.
+    /// True if a replica releases a weight version after its last backward of the round.
     ends_with_round: bool,
-    /// By run and step.
+    /// Indexed by pass and step.
     moments: [Vec<Moment>; 3],
 }
 
 impl ShardStream {
-    /// For a stage whose parameters are dealt out so.
     pub fn new(
         code: &StageCode,
         share: ShardRange,
@@ -98,12 +93,12 @@ impl ShardStream {
         ShardStream { gradient_shards, share, ends_with_round, moments }
     }
 
-    /// This replica has room for the sums of rounds up to this one.
+    /// This replica accepts gradients of rounds up to `round`.
     pub fn open(&self, round: u32) {
         self.gradient_shards.open(self.share.replica(), round);
     }
 
-    /// Whether a term of this parameter goes to the shares of its owners.
+    /// True if terms of this parameter are accumulated in shards.
     pub fn takes(&self, parameter: usize) -> bool {
         self.share.deals(parameter)
     }
@@ -112,12 +107,12 @@ impl ShardStream {
         &self.moments[run as usize]
     }
 
-    /// Whether anything is to be done between the steps of a run.
+    /// True if any step of the pass has actions.
     pub fn has(&self, run: RunPhase) -> bool {
         self.of(run).iter().any(|moment| !moment.is_empty())
     }
 
-    /// Gathers what a step reads, and makes room for the sums that begin with it.
+    /// Gathers the parameters that a step reads and allocates the sums that begin with it.
     pub fn before(
         &self,
         code: &StageCode,
@@ -128,7 +123,7 @@ impl ShardStream {
     ) -> Result<(), PeerLost> {
         let moment = &self.of(run)[step];
         for &parameter in &moment.gathered {
-            // A run that was resumed has the versions before its beginning whole.
+            // A resumed run holds full weights for versions before its start.
             if item.weights[parameter].len() < code.parameters[parameter].bytes {
                 item.gathered.resize(code.parameters.len(), None);
                 let whole = self.whole(code, item.version, parameter, Some(ledger))?;
@@ -145,8 +140,8 @@ impl ShardStream {
         Ok(())
     }
 
-    /// Drops what the next step does not read, and adds the sums that end with a step to those of their owners. Waits for the items before
-    /// this one.
+    /// Frees what the next step does not read, and adds finished sums to the owners' shards. Blocks until earlier
+    /// micro-batches have added theirs.
     pub fn after(&self, code: &StageCode, run: RunPhase, step: usize, item: &mut Item) -> Result<(), PeerLost> {
         let moment = &self.of(run)[step];
         for &parameter in &moment.dropped {
@@ -162,14 +157,14 @@ impl ShardStream {
         Ok(())
     }
 
-    /// Adds what an item has made of a term, in the type of sums.
+    /// Adds a term, in the element type of sums, to the owners' shards.
     pub fn add(&self, code: &StageCode, term: usize, turn: RoundPosition, made: &[u8]) -> Result<(), PeerLost> {
         let parameter = code.gradient_terms[term].parameter;
         let of = (parameter, code.parameters[parameter].fact.dtype);
         self.gradient_shards.add(Term { round: turn.round, term }, turn.before, made, of, &self.share)
     }
 
-    /// All of a parameter in a version of which each replica has a share. It counts in the ledger, if one is given.
+    /// Gathers a parameter from the shards of a version. Charges `ledger` if given.
     pub fn whole(
         &self,
         code: &StageCode,
@@ -183,7 +178,7 @@ impl ShardStream {
         Ok(Arc::new(whole))
     }
 
-    /// Gives others this replica's share of a version.
+    /// Publishes this replica's shard of a version.
     pub fn put(&self, version: u32, weights: &Weights) {
         if self.share.keeps() {
             let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.deals(parameter) {
@@ -194,26 +189,26 @@ impl ShardStream {
         }
     }
 
-    /// This replica reads a version no more.
+    /// Releases a version for this replica.
     pub fn let_go(&self, version: u32) {
         self.gradient_shards.weights.let_go(version, self.share.replica());
     }
 
-    /// This replica has run its last backward of a round.
+    /// Marks this replica's last backward of a round.
     pub fn end_round(&self, round: u32) {
         if self.ends_with_round {
             self.let_go(round);
         }
     }
 
-    /// Takes this replica's share of the sum of a term.
+    /// Takes this replica's shard of a term's sum.
     pub fn sum(&self, round: u32, term: usize) -> Option<Arc<Buffer>> {
         self.gradient_shards.take(Term { round, term }, self.share.replica()).map(Arc::new)
     }
 }
 
-/// What is done around each step: the first and the last that looks at a term's sum, and those that read a parameter while their neighbours do
-/// not.
+/// Actions around each step. A sum lives from the first to the last step that touches it, a gathered parameter as long
+/// as consecutive steps read it.
 fn moments(code: &StageCode, share: &ShardRange, sequence: &Sequence) -> Vec<Moment> {
     let mut moments: Vec<Moment> = sequence.steps.iter().map(|_| Moment::default()).collect();
     let read = |step: &Step| -> BTreeSet<usize> {

@@ -10,7 +10,7 @@ use crate::exec::executor::Weights;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// A version: the share of each replica, and who has let it go.
+/// The shards of one version by replica, and the replicas that have released it.
 struct Version {
     shares: Vec<Option<Weights>>,
     is_gone: Vec<bool>,
@@ -21,7 +21,7 @@ struct State {
     is_abandoned: bool,
 }
 
-/// The place of one stage.
+/// The weight shards of one stage.
 pub struct WeightShards {
     replicas: usize,
     state: Mutex<State>,
@@ -29,18 +29,17 @@ pub struct WeightShards {
 }
 
 impl WeightShards {
-    /// For so many replicas.
     pub fn new(replicas: usize) -> WeightShards {
         let state = State { versions: HashMap::new(), is_abandoned: false };
         WeightShards { replicas, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // Nothing under the lock can panic half way.
+    // No code panics while it holds the lock with inconsistent state.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A replica gives its share of a version: of every parameter a range, or nothing of one that all have whole.
+    /// Publishes a replica's shard of a version. Unsharded parameters are empty buffers.
     pub fn put(&self, version: u32, replica: usize, share: Weights) {
         let none = || Version { shares: vec![None; self.replicas], is_gone: vec![false; self.replicas] };
         if let Some(own) = self.lock().versions.entry(version).or_insert_with(none).shares.get_mut(replica) {
@@ -49,7 +48,7 @@ impl WeightShards {
         self.changed.notify_all();
     }
 
-    /// A replica reads a version no more. The last one takes it away.
+    /// Releases a version for a replica. The last release frees it.
     pub fn let_go(&self, version: u32, replica: usize) {
         let mut state = self.lock();
         let Some(known) = state.versions.get_mut(&version) else { return };
@@ -59,7 +58,7 @@ impl WeightShards {
         }
     }
 
-    /// Writes a parameter of a version, its shares one after the other. Waits for shares that are not here yet.
+    /// Gathers a parameter of a version. Blocks until all shards are published.
     pub fn read(&self, version: u32, parameter: usize, to: &mut [u8]) -> Result<(), PeerLost> {
         let mut state = self.lock();
         let shares: Vec<Arc<Buffer>> = loop {
@@ -76,7 +75,7 @@ impl WeightShards {
         drop(state);
         let mut rest = to;
         for share in shares {
-            // Shares of another length are no shares of this parameter.
+            // A wrong shard length means that the shard is not of this parameter.
             let (own, behind) = rest.split_at_mut_checked(share.len()).ok_or(PeerLost)?;
             own.copy_from_slice(share.bytes());
             rest = behind;
@@ -84,7 +83,7 @@ impl WeightShards {
         if rest.is_empty() { Ok(()) } else { Err(PeerLost) }
     }
 
-    /// Somebody will not come any more; everyone who waits is told.
+    /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
         self.lock().is_abandoned = true;
         self.changed.notify_all();

@@ -1,8 +1,8 @@
-//! A .pt2 archive around JSON: a zip whose entries are stored, as `torch.export.save` writes it.
+//! Writes a .pt2 archive around JSON: a zip with stored entries, like `torch.export.save`.
 
 use serde_json::Value;
 
-/// Writes the archive. Weights are zeros, as many as the first megabyte of what the JSON says.
+/// Weights are zeros, limited to the first megabyte of the declared sizes.
 pub fn write(model: &Value, weights: &Value) -> Vec<u8> {
     let mut entries = vec![
         ("archive_format".to_string(), b"pt2".to_vec()),
@@ -40,7 +40,7 @@ fn zip(entries: &[(String, Vec<u8>)]) -> Vec<u8> {
         let name = format!("case/{name}");
         let start = file.len() as u32;
         let mut fields = Vec::new();
-        // Version, flags, stored, time, date.
+        // Version, flags, method stored, time, date.
         [10u16, 0, 0, 0, 0x21].iter().for_each(|field| fields.extend(field.to_le_bytes()));
         [crc32(content), content.len() as u32, content.len() as u32]
             .iter()
@@ -68,7 +68,7 @@ fn zip(entries: &[(String, Vec<u8>)]) -> Vec<u8> {
     file
 }
 
-/// The checksum of zip (IEEE 802.3), a bit at a time.
+/// CRC-32 (IEEE 802.3), bitwise.
 fn crc32(bytes: &[u8]) -> u32 {
     let step = |sum: u32, byte: &u8| {
         (0..8).fold(sum ^ u32::from(*byte), |sum, _| (sum >> 1) ^ (0xedb8_8320 & (sum & 1).wrapping_neg()))

@@ -1,17 +1,16 @@
-//! Decisions read from bytes, so that a fuzzer's edits of the bytes are edits of the decisions.
+//! Decisions read from bytes, so that a fuzzer's byte edits are decision edits.
 
-/// What is left of the bytes; when they end, every choice is the first.
+/// The remaining bytes; at their end every choice is the first.
 pub struct Choices<'a> {
     left: &'a [u8],
 }
 
 impl<'a> Choices<'a> {
-    /// The decisions in `data`.
     pub fn of(data: &'a [u8]) -> Choices<'a> {
         Choices { left: data }
     }
 
-    /// Whether decisions are left.
+    /// True if bytes are left.
     pub fn any(&self) -> bool {
         !self.left.is_empty()
     }
@@ -22,13 +21,13 @@ impl<'a> Choices<'a> {
         first
     }
 
-    /// One of `count`, by two bytes.
+    /// A number below `count`, from two bytes.
     pub fn below(&mut self, count: usize) -> usize {
         let number = usize::from(self.byte()) | usize::from(self.byte()) << 8;
         if count == 0 { 0 } else { number % count }
     }
 
-    /// A number that is likely to be at a border.
+    /// A number that is likely to be a boundary value.
     pub fn number(&mut self) -> i64 {
         const BORDERS: [i64; 18] = [
             0,
@@ -56,7 +55,6 @@ impl<'a> Choices<'a> {
         }
     }
 
-    /// One entry of a list.
     pub fn of_list<'b, T>(&mut self, list: &'b [T]) -> Option<&'b T> {
         list.get(self.below(list.len()))
     }

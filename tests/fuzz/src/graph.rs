@@ -1,4 +1,4 @@
-//! Edits of a well-formed ONNX graph: other operators, wires, attributes, shapes and constants.
+//! Edits of a well-formed ONNX graph: operators, edges, attributes, shapes and constants.
 
 use super::choices::Choices;
 use compiler::import::onnx::proto::tensor_shape_proto::dimension;
@@ -6,10 +6,10 @@ use compiler::import::onnx::proto::type_proto::Value as TypeValue;
 use compiler::import::onnx::proto::{AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use models::zoo;
 
-/// Models of the zoo, at their small size.
+/// Zoo models at their small size.
 pub const SEEDS: [&str; 5] = ["mlp", "residual-cnn", "gpt", "gnmt", "unet"];
 
-/// Operators that a node may become: some of each family.
+/// Replacement operators: some of each family.
 const OPERATORS: &[&str] = &[
     "Add",
     "MatMul",
@@ -73,14 +73,13 @@ const OPERATORS: &[&str] = &[
     "DepthToSpace",
 ];
 
-/// A seed by its number.
 pub fn seed(at: usize) -> ModelProto {
     let name = SEEDS[at];
     let (entry, _) = zoo::find(name).expect("the zoo has the seeds");
     zoo::build(name, &entry.small()).expect("a small model is built").model
 }
 
-/// Some edits, one for each few bytes that are left.
+/// Applies edits, one for every few remaining bytes.
 pub fn edit(model: &mut ModelProto, choices: &mut Choices<'_>) {
     for _ in 0..12 {
         if !choices.any() {
@@ -168,7 +167,7 @@ fn node(graph: &mut GraphProto, choices: &mut Choices<'_>) {
             node.output.push(format!("extra{at}"));
         }
         7 if choices.below(6) == 0 => {
-            // A graph inside itself, for the operators that have bodies.
+            // A nested graph, for operators with bodies.
             let body = GraphProto { node: body.node.into_iter().take(4).collect(), ..body };
             let name = Some(["body", "then_branch", "else_branch"][choices.below(3)].to_string());
             node.attribute.push(AttributeProto { name, r#type: Some(5), g: Some(body), ..AttributeProto::default() });

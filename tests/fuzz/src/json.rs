@@ -1,15 +1,15 @@
-//! Edits of a JSON document that keep it JSON.
+//! Edits of a JSON document that keep it valid JSON.
 
 use super::choices::Choices;
 use serde_json::{Value, json};
 
-/// A program of `torch.export` with convolution, normalisation, attention and a recurrent layer, and its weights' places.
+/// A `torch.export` program with convolution, normalisation, attention and a recurrent layer, and its weight index.
 pub fn seed() -> (Value, Value) {
     let read = |text: &str| serde_json::from_str(text).expect("the seed is JSON");
     (read(include_str!("../seeds/small.model.json")), read(include_str!("../seeds/small.weights.json")))
 }
 
-/// One edit somewhere: a number, a text from elsewhere, an entry dropped, doubled, moved, or another subtree.
+/// One edit: a number, a text from elsewhere, or an entry dropped, duplicated, moved or replaced by another subtree.
 pub fn edit(document: &mut Value, choices: &mut Choices<'_>) {
     let [donor, text] = [way(document, choices), way(document, choices)];
     let donor = document.pointer(&donor).cloned().unwrap_or_default();
@@ -41,7 +41,7 @@ pub fn edit(document: &mut Value, choices: &mut Choices<'_>) {
     }
 }
 
-/// Walks down a random way and stops somewhere: a JSON pointer (RFC 6901).
+/// A random JSON pointer (RFC 6901).
 fn way(document: &Value, choices: &mut Choices<'_>) -> String {
     let (mut at, mut way) = (document, String::new());
     loop {

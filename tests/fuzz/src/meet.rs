@@ -1,5 +1,5 @@
-//! What a hostile model meets: it is decoded, imported, bound, costed and planned, or refused on the way. Nothing here may
-//! panic, and nothing may need more than the file is worth.
+//! Runs a hostile model through decoding, import, binding, costing and planning. Nothing may panic or need memory out
+//! of proportion to the file.
 
 #![allow(dead_code)]
 
@@ -21,27 +21,26 @@ use compiler::profile::cost_graph::CostGraph;
 use prost::Message;
 use prost::bytes::Bytes;
 
-/// How far a case came.
+/// The stage that a case reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reached {
-    /// It was refused by the importer.
+    /// Rejected by the importer.
     Refused,
-    /// It was imported, and refused at a size.
+    /// Imported, and rejected when binding sizes.
     Imported,
-    /// It was planned, or no plan was possible.
+    /// Planned, or infeasible.
     Planned,
 }
 
-/// Ops above which a case is not costed: the work grows with the graph, and the importer is what is asked here.
+/// Maximum ops to cost and plan: the cost grows with the graph, and the importer is the target.
 const MOST_OPS: usize = 3000;
 
-/// Any bytes as an ONNX file.
 pub fn onnx_bytes(data: &[u8]) -> Reached {
     let Ok(source) = decode::parse(Bytes::copy_from_slice(data), None) else { return Reached::Refused };
     from_onnx(&source, "case.onnx", &Options::default()).map_or(Reached::Refused, |model| after(&model))
 }
 
-/// Edits of a well-formed ONNX graph: the first byte chooses the graph, the rest the edits.
+/// The first byte selects the graph, the rest the edits.
 pub fn onnx_graph(data: &[u8]) -> Reached {
     let mut choices = Choices::of(data);
     let mut model = graph::seed(choices.below(graph::SEEDS.len()));
@@ -49,13 +48,11 @@ pub fn onnx_graph(data: &[u8]) -> Reached {
     onnx_bytes(&model.encode_to_vec())
 }
 
-/// Any bytes as a .pt2 archive.
 pub fn pt2_zip(data: &[u8]) -> Reached {
     let Ok(program) = Program::read(&Bytes::copy_from_slice(data)) else { return Reached::Refused };
     from_program(&program, "case.pt2", &Options::default()).map_or(Reached::Refused, |model| after(&model))
 }
 
-/// Edits of the JSON in a .pt2 archive.
 pub fn pt2_json(data: &[u8]) -> Reached {
     let mut choices = Choices::of(data);
     let (mut model, mut weights) = json::seed();
@@ -67,7 +64,7 @@ pub fn pt2_json(data: &[u8]) -> Reached {
     pt2_zip(&archive::write(&model, &weights))
 }
 
-/// A well-formed file of each format, whose bytes may be damaged.
+/// A well-formed file of each format, for damaging its bytes.
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut seeds: Vec<(&str, Vec<u8>)> =
         (0..graph::SEEDS.len()).map(|at| ("onnx", graph::seed(at).encode_to_vec())).collect();
@@ -76,7 +73,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     seeds
 }
 
-/// The way of an imported model to a plan.
+/// Plans an imported model.
 fn after(model: &Model) -> Reached {
     let sizes = symbols(&model.graph).into_iter().map(|symbol| (symbol, 3)).collect();
     let Ok(graph) = bind(&model.graph, &sizes) else { return Reached::Imported };

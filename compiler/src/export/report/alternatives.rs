@@ -1,4 +1,4 @@
-//! The plan beside one device, data parallelism and the uniform pipeline, and the bound that none can beat.
+//! Compares the plan with a single device, data parallelism, the uniform pipeline and the lower bound.
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::quantity;
@@ -12,7 +12,6 @@ const RIGHT: f64 = 190.0;
 const TOP: f64 = 30.0;
 const PITCH: f64 = 30.0;
 
-/// The picture.
 pub fn draw(report: &Report<'_>) -> Svg {
     let all = &report.alternatives;
     let bottom = TOP + PITCH * all.len() as f64;
@@ -47,7 +46,6 @@ pub fn draw(report: &Report<'_>) -> Svg {
     picture
 }
 
-/// What the picture shows, in words and numbers.
 pub fn table(report: &Report<'_>) -> String {
     let columns = [
         ("what", Column::Words),

@@ -1,4 +1,4 @@
-//! The ops in their order with the cuts between them, and what each cut would cost elsewhere.
+//! The ops in order with the cuts between them, and the effect of moving each cut.
 
 use crate::export::escape::short;
 use crate::export::quantity;
@@ -8,12 +8,11 @@ use crate::export::stage_name::layers;
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::OpCost;
 
-/// Rows of ops at most; beyond them, ops of one module that follow each other share a row.
+/// Maximum number of op rows; beyond it, consecutive ops of one module share a row.
 const ROWS: usize = 400;
-/// Times nearer to each other than this are told as equal.
+/// Relative differences below this are shown as equal.
 const EQUAL: f64 = 5e-5;
 
-/// The table of cuts, then the ops of each stage.
 pub fn tables(plan: &Plan, modelled: &Modelled) -> String {
     let mut text = String::new();
     if !modelled.faults.is_empty() {
@@ -56,7 +55,7 @@ fn cuts(plan: &Plan, modelled: &Modelled) -> String {
     table.html()
 }
 
-/// A change of time: `+1.2 %`, or what keeps the op where it is.
+/// The change of the minibatch time, such as `+1.2 %`, or the reason why the op cannot move.
 fn change(plan: &Plan, moved: Option<&Move>) -> String {
     let Some(moved) = moved else { return "none can go".to_string() };
     let share = moved.minibatch_us / plan.predicted.by_equations_us() - 1.0;
@@ -81,7 +80,6 @@ fn shown(op: &OpCost) -> &str {
     if op.name.is_empty() { &op.op } else { &op.name }
 }
 
-/// Several ops in one row.
 #[derive(Default)]
 struct Row {
     name: String,
@@ -148,7 +146,7 @@ fn cut_line(before: usize, cut: Option<&CutCost>) -> String {
     format!("cut {before} | {}{told}", before + 1)
 }
 
-/// The most parts of module paths with which the rows are not too many; none where every op has its own row.
+/// The maximum module path depth that keeps the number of rows within the limit; `None` if each op has its own row.
 fn depth(plan: &Plan, modelled: &Modelled) -> Option<usize> {
     if modelled.graph.ops.len() <= ROWS {
         return None;

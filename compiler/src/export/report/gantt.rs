@@ -1,7 +1,7 @@
-//! The programs at work: a row for each worker, time from left to right.
+//! Gantt chart of the simulated schedule: one row per worker.
 //!
-//! Below each worker's computations stands a thin lane with what it sends and what its stage reduces. A run with more spans than a
-//! page should hold is drawn in slices of time instead: each slice is filled as far up as the worker was busy in it.
+//! Below the computations of each worker, a thin lane shows its sends and the all-reduces of its stages. A run with too
+//! many spans is drawn in time slices instead, each filled in proportion to the worker's busy time.
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::quantity;
@@ -13,20 +13,19 @@ use crate::schedule::{Instruction, MicrobatchId, Payload};
 use crate::simulate::{Activity, Span, Timeline, Track};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Workers that are drawn at most where all are; beyond them it is the first replica of each rank.
+/// Maximum number of workers drawn; with more, only the first replica of each rank is drawn.
 const MOST_WORKERS: usize = 64;
-/// Rows that are drawn at most.
 const MOST_ROWS: usize = 128;
-/// Rectangles that are drawn at most, about.
+/// Approximate maximum number of rectangles.
 const MOST_SPANS: usize = 4_200;
-/// Slices of time that are drawn at most, over all rows: they have no words, so there may be more of them.
+/// Maximum number of time slices over all rows. It exceeds the number of rectangles because slices have no labels.
 const MOST_SLICES: usize = 12_000;
 
 const WIDE: f64 = 1060.0;
 const LEFT: f64 = 54.0;
 const TOP: f64 = 54.0;
 
-/// Kinds of activity, in the order of the legend, with what they are called.
+/// Activity classes and their labels, in legend order.
 const KINDS: [(&str, &str); 10] = [
     ("forward", "forward"),
     ("recompute", "forward again"),
@@ -40,12 +39,11 @@ const KINDS: [(&str, &str); 10] = [
     ("wait", "wait"),
 ];
 
-/// What is drawn of a run.
 struct Drawn<'a> {
     timeline: &'a Timeline,
     /// Workers that have a row.
     rows: Vec<usize>,
-    /// For each row, what goes into its lane.
+    /// For each row, the spans in its lane.
     lanes: Vec<Vec<&'a Span>>,
     is_sliced: bool,
 }
@@ -57,7 +55,7 @@ impl<'a> Drawn<'a> {
         let rows: Vec<usize> = if all.len() <= MOST_WORKERS {
             all
         } else {
-            // The first of the replicas: its others do the same a little later.
+            // The first replica; the others do the same slightly later.
             let first = all.into_iter().filter(|&worker| timeline.workers[worker].name.ends_with(".0"));
             first.take(MOST_ROWS).collect()
         };
@@ -77,7 +75,6 @@ impl<'a> Drawn<'a> {
     }
 }
 
-/// The picture.
 pub fn draw(played: &Played) -> Svg {
     let drawn = Drawn::of(played);
     let timeline = drawn.timeline;
@@ -151,7 +148,7 @@ fn legend(picture: &mut Svg, drawn: &Drawn<'_>) {
     }
 }
 
-/// Where the pipeline fills, runs evenly and drains; under a flush, where minibatches end.
+/// Marks warm-up, steady state and drain; under a flush, the ends of minibatches.
 fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f64) {
     let timeline = &played.timeline;
     let (y, tall) = (26.0, 16.0);
@@ -172,7 +169,7 @@ fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f6
     let ends = flushes(played);
     let mut from = 0.0;
     for (at, end) in ends.iter().enumerate() {
-        // The last one ends when its gradients are summed and applied, for which nobody waits any more.
+        // The last minibatch ends when its gradients are reduced and applied, which no later computation waits for.
         let end = if at + 1 == ends.len() { &timeline.makespan } else { end };
         let name =
             if ends.len() == 1 { "one minibatch: fill, work, drain".to_string() } else { format!("minibatch {at}") };
@@ -184,7 +181,8 @@ fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f6
     }
 }
 
-/// From when every worker has begun to run backward (or at all, where nothing does), and until when the first stage takes up items.
+/// The steady state: from the first backward of the last worker (or its first computation in inference) to the last
+/// forward of the first stage.
 fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
     let trains =
         timeline.workers.iter().flat_map(|track| &track.spans).any(|span| class(span.activity).starts_with("backward"));
@@ -200,19 +198,17 @@ fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
     (drains > filled).then_some((filled, drains))
 }
 
-/// When each minibatch ended, in order.
 fn flushes(played: &Played) -> Vec<f64> {
     let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
     let ends = played.timeline.finished.chunks(played.program.microbatches.max(1) as usize).map(last);
     ends.take(64).collect()
 }
 
-/// Slices of time for each row.
 fn slots(drawn: &Drawn<'_>) -> usize {
     (MOST_SLICES / drawn.rows.len().max(1)).clamp(48, 480)
 }
 
-/// Fills each slice of time from below, kind by kind, by the share of the slice that each takes.
+/// Fills each time slice from below with the fraction of each activity class.
 fn slices(
     picture: &mut Svg,
     spans: &[&Span],
@@ -248,7 +244,7 @@ fn slices(
         let [left, right] = [slot, slot + 1].map(|slot| x(slot as f64 * slot_us));
         let top = y + tall * (1.0 - filled.1 - share);
         match blocks[kind].last_mut() {
-            // A run of slices that are filled alike is one block.
+            // Consecutive slices with equal filling are merged into one block.
             Some([x, y, width, height]) if (*x + *width - left).abs() < 0.2 && *y == top && *height == tall * share => {
                 *width = right - *x + 0.1;
             }
@@ -259,7 +255,6 @@ fn slices(
     KINDS.iter().zip(&blocks).for_each(|((kind, _), blocks)| picture.blocks(kind, blocks));
 }
 
-/// The class of an activity in pictures.
 fn class(activity: Activity) -> &'static str {
     match activity {
         Activity::Transfer(_, Payload::Activation, _) => "activation",
@@ -279,7 +274,6 @@ fn item(activity: Activity) -> Option<(StageId, MicrobatchId)> {
     }
 }
 
-/// The weight version of each item in each stage.
 fn versions(played: &Played) -> BTreeMap<(StageId, MicrobatchId), u32> {
     let all = played.program.workers.iter().flat_map(|worker| &worker.instructions);
     let forwards = all.filter_map(|instruction| match instruction {
@@ -317,7 +311,6 @@ fn hint(span: &Span, versions: &BTreeMap<(StageId, MicrobatchId), u32>) -> Strin
     format!("{what}\n{when}")
 }
 
-/// What the picture shows, in words and numbers.
 pub fn table(played: &Played) -> String {
     let drawn = Drawn::of(played);
     let timeline = &played.timeline;

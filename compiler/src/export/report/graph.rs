@@ -1,4 +1,4 @@
-//! The stages as boxes in a row, a card for each replica, and what goes between them; many stages stand in a grid.
+//! The stages as boxes in a row, with their replicas and the transfers between them. Plans with many stages use `grid`.
 
 use crate::export::escape::short;
 use crate::export::quantity;
@@ -8,15 +8,13 @@ use crate::export::stage_name::{layers, ranges, replicas, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
 
-/// Stages that are drawn at most; the table has them all.
+/// Maximum number of stages drawn; the table has all.
 const MOST: usize = 256;
-/// More stages than this do not stand in one row.
 const IN_A_ROW: usize = 4;
 const BOX: [f64; 2] = [176.0, 118.0];
 const GAP: f64 = 92.0;
 const TOP: f64 = 18.0;
 
-/// The picture.
 pub fn draw(plan: &Plan) -> Svg {
     let stages = &plan.stages[..plan.stages.len().min(MOST)];
     let most = stages.iter().map(load).fold(0.0, f64::max);
@@ -25,7 +23,7 @@ pub fn draw(plan: &Plan) -> Svg {
         return grid::draw(plan, stages, &share);
     }
     let is_next = |edge: &Edge| edge.to.index() == edge.from.index() + 1;
-    // Over several stages, or back: an instance of device placement may send to an earlier one.
+    // Edges that skip stages or go backwards: instances of device placement may send to an earlier stage.
     let skips: Vec<&Edge> = plan.edges.iter().filter(|edge| !is_next(edge)).collect();
     let spans: Vec<(u32, u32)> =
         skips.iter().map(|edge| (edge.from.0.min(edge.to.0), edge.from.0.max(edge.to.0))).collect();
@@ -53,7 +51,7 @@ pub fn draw(plan: &Plan) -> Svg {
         picture.text("small quiet", Anchor::Middle, [centre, middle + 18.0], &tensors);
     }
     for (edge, lane) in skips.iter().zip(lanes) {
-        // What goes back has a place of its own at either end.
+        // Backward edges attach at separate points.
         let side = if edge.to > edge.from { 18.0 } else { -50.0 };
         let from = left(edge.from.index()) + BOX[0] / 2.0 + side;
         let to = left(edge.to.index()) + BOX[0] / 2.0 - side;
@@ -91,7 +89,7 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
     picture.text("small quiet figure", Anchor::Start, [inside, y + 109.0], &format!("load {:.0} %", share * 100.0));
 }
 
-/// Time of a stage for one item, with its items going round the replicas.
+/// Time of a stage per micro-batch, with micro-batches distributed round-robin over the replicas.
 fn load(stage: &Stage) -> f64 {
     (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1))
 }
@@ -100,7 +98,7 @@ fn cards(stage: &Stage) -> f64 {
     4.0 * f64::from(stage.replicas.saturating_sub(1).min(3))
 }
 
-/// A row for each span such that no two in one row overlap, and the number of rows.
+/// Assigns spans to rows without overlap; also returns the number of rows.
 fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
     let mut ends: Vec<Vec<(u32, u32)>> = Vec::new();
     let mut lanes = Vec::with_capacity(spans.len());
@@ -116,7 +114,6 @@ fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
     (lanes, ends.len())
 }
 
-/// What the picture shows, in words and numbers.
 pub fn table(plan: &Plan) -> String {
     let mut table = Table::new(
         "Stages. Times are those of one item on one replica.",

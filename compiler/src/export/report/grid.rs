@@ -1,7 +1,7 @@
-//! Many stages as a grid of small boxes, read as lines of text are: from left to right, then on in the next row.
+//! Many stages as a grid of small boxes, left to right, then top to bottom.
 //!
-//! Arrows join stages that follow each other. What goes to a later stage than the next is told in the box that sends it, since arrows
-//! over several rows would cross everything.
+//! Arrows connect consecutive stages. Transfers to later stages are listed in the sending box, since arrows over
+//! several rows would cross too many others.
 
 use crate::export::escape::short;
 use crate::export::quantity;
@@ -9,14 +9,13 @@ use crate::export::stage_name::{layers, ranges, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
 
-/// Boxes in a row.
 const ACROSS: usize = 6;
 const BOX: [f64; 2] = [146.0, 90.0];
 const GAP: [f64; 2] = [28.0, 34.0];
 const LEFT: f64 = 14.0;
 const TOP: f64 = 12.0;
 
-/// The picture of these stages of the plan; `load` says how full each is, from 0 to 1.
+/// Draws the stages; `load` returns the relative load from 0 to 1.
 pub fn draw(plan: &Plan, stages: &[Stage], load: &dyn Fn(&Stage) -> f64) -> Svg {
     let rows = stages.len().div_ceil(ACROSS);
     let wide = LEFT + ACROSS as f64 * (BOX[0] + GAP[0]);
@@ -40,7 +39,7 @@ fn place(at: usize) -> [f64; 2] {
     [LEFT + column as f64 * (BOX[0] + GAP[0]), TOP + row as f64 * (BOX[1] + GAP[1])]
 }
 
-/// From a stage to the next: to the right, or round to the beginning of the next row.
+/// An arrow to the next stage: to the right, or to the start of the next row.
 fn arrow(picture: &mut Svg, at: usize) {
     let [[x, y], [to, below]] = [place(at), place(at + 1)];
     let (right, middle) = (x + BOX[0], y + BOX[1] / 2.0);
@@ -63,7 +62,7 @@ fn arrow(picture: &mut Svg, at: usize) {
     picture.path("head", &[[to - 1.0, end], [to - 8.0, end - 4.0], [to - 8.0, end + 4.0]], true);
 }
 
-/// The list, or its first and how many there are besides, where it is wider than so many pixels.
+/// Joins the list, or shortens it to its first entry and a count if it is wider than `wide` pixels.
 fn within(sends: &[String], wide: f64) -> String {
     let all = sends.join(", ");
     match sends {

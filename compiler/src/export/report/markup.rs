@@ -1,17 +1,16 @@
-//! Tables and lists in HTML.
+//! HTML tables and lists.
 
 use crate::export::escape::escape;
 
-/// How a column is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Column {
-    /// Words, from the left.
+    /// Left-aligned.
     Words,
-    /// Numbers, to the right.
+    /// Right-aligned.
     Numbers,
 }
 
-/// A table under construction. Cells are text and are escaped here.
+/// An HTML table under construction. Cells are plain text and are escaped here.
 #[derive(Clone, Debug)]
 pub struct Table {
     columns: Vec<Column>,
@@ -20,7 +19,6 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table with these columns. `caption` says what it lists.
     pub fn new(caption: &str, columns: &[(&str, Column)]) -> Table {
         let mut head = format!("<caption>{}</caption><thead><tr>", escape(caption));
         for (name, column) in columns {
@@ -30,12 +28,11 @@ impl Table {
         Table { columns: columns.iter().map(|(_, column)| *column).collect(), head, body: String::new() }
     }
 
-    /// A row; its first cell names it.
+    /// Adds a row; its first cell is the row header.
     pub fn row<T: AsRef<str>>(&mut self, cells: &[T]) {
         self.marked_row("", cells);
     }
 
-    /// A row of a class.
     pub fn marked_row<T: AsRef<str>>(&mut self, mark: &str, cells: &[T]) {
         self.body += &if mark.is_empty() { "<tr>".to_string() } else { format!("<tr class=\"{mark}\">") };
         for (at, (cell, column)) in cells.iter().zip(&self.columns).enumerate() {
@@ -45,13 +42,12 @@ impl Table {
         self.body += "</tr>";
     }
 
-    /// A line over all columns.
+    /// Adds a row with one cell over all columns.
     pub fn line(&mut self, mark: &str, text: &str) {
         let span = self.columns.len();
         self.body += &format!("<tr class=\"{mark}\"><td colspan=\"{span}\">{}</td></tr>", escape(text));
     }
 
-    /// The table.
     pub fn html(&self) -> String {
         format!("<div class=\"scroll\"><table>{}<tbody>{}</tbody></table></div>\n", self.head, self.body)
     }
@@ -64,13 +60,12 @@ fn class(column: Column) -> &'static str {
     }
 }
 
-/// A paragraph.
 pub fn paragraph(class: &str, text: &str) -> String {
     let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
     format!("<p{class}>{}</p>\n", escape(text))
 }
 
-/// Names with what they stand for.
+/// A description list.
 pub fn list<T: AsRef<str>>(entries: &[(&str, T)]) -> String {
     let entries = entries
         .iter()
@@ -78,12 +73,12 @@ pub fn list<T: AsRef<str>>(entries: &[(&str, T)]) -> String {
     format!("<dl>{}</dl>\n", entries.collect::<String>())
 }
 
-/// A picture that scrolls where the page is narrower.
+/// A picture that scrolls horizontally on narrow pages.
 pub fn figure(picture: &str) -> String {
     format!("<div class=\"scroll\" tabindex=\"0\">{picture}</div>\n")
 }
 
-/// Something that opens when it is asked for.
+/// A collapsible section.
 pub fn details(summary: &str, inside: &str) -> String {
     format!("<details><summary>{}</summary>{inside}</details>\n", escape(summary))
 }

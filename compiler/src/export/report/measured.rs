@@ -1,7 +1,7 @@
-//! A training run beside what the plan predicted.
+//! Compares a training run with the plan's prediction.
 //!
-//! The metrics are a file of JSON lines: one object for each minibatch with `loss` and `seconds` since the start, one at the end with
-//! `total`, which may say for each stage what its slowest replica took, and under which plan, by how many workers, on how many cores.
+//! The metrics are JSON lines: one object per minibatch with `loss` and `seconds` since the start, and a final one with
+//! `total`. The latter may contain measurements per stage, the plan, and the number of workers and cores.
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
@@ -12,52 +12,30 @@ use crate::plan::Plan;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Points of a curve at most: of a longer run, every n-th is drawn.
+/// Maximum number of points of a curve; longer runs are subsampled.
 const POINTS: usize = 400;
-/// Ranges of ops of a stage that are told of, at most.
+/// Maximum number of op ranges listed for a stage.
 const SHOWN: usize = 8;
-/// Minibatches at most that are read.
+/// Maximum number of minibatches read.
 const MOST: usize = 10_000_000;
 
-/// Metrics that cannot be read.
+/// Errors in a metrics file. Lines are counted from 1.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum MetricsError {
-    /// A line that is no JSON object.
     #[error("line {line} is no JSON object")]
-    Line {
-        /// Counted from 1.
-        line: usize,
-    },
-    /// A minibatch without a number that it must have.
+    Line { line: usize },
     #[error("line {line}: `{field}` is not a number")]
-    Field {
-        /// Counted from 1.
-        line: usize,
-        /// Its name.
-        field: &'static str,
-    },
-    /// Times that go back.
+    Field { line: usize, field: &'static str },
+    /// Times are not monotonic.
     #[error("line {line}: {found} seconds come after {before}")]
-    Order {
-        /// Counted from 1.
-        line: usize,
-        /// The time said.
-        found: f64,
-        /// The one before.
-        before: f64,
-    },
-    /// No minibatch at all.
+    Order { line: usize, found: f64, before: f64 },
     #[error("it has no minibatch")]
     Empty,
-    /// A run of something else.
     #[error("it is of a run under another plan: {what}")]
-    OtherPlan {
-        /// In what it differs.
-        what: String,
-    },
+    OtherPlan { what: String },
 }
 
-/// Refuses the metrics of a run under another plan.
+/// Returns an error if the metrics belong to a run of another plan.
 pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
     let other = |what: String| Err(MetricsError::OtherPlan { what });
     let known = plan.stages.len();
@@ -89,7 +67,7 @@ pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
     }
 }
 
-/// `0-3, 5`, the last op of each range with it.
+/// Formats half-open ranges with inclusive ends: `0-3, 5`.
 fn ranges(list: &[(u32, u32)]) -> String {
     let one = |&(from, to): &(u32, u32)| match to.saturating_sub(1) {
         last if last <= from => from.to_string(),
@@ -100,7 +78,6 @@ fn ranges(list: &[(u32, u32)]) -> String {
     told.join(", ")
 }
 
-/// Reads the metrics of a run.
 pub fn read(text: &str) -> Result<Measured, MetricsError> {
     let mut measured = Measured::default();
     for (at, line) in text.lines().enumerate().take(MOST).filter(|(_, line)| !line.trim().is_empty()) {
@@ -120,7 +97,7 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
             number.ok_or(MetricsError::Field { line: line_number, field })
         };
         let seconds = number("seconds")?;
-        // The loss of a run that diverged is null, and the run is shown all the same.
+        // The loss of a diverged run is null; the run is still shown.
         let loss = object.get("loss").and_then(Value::as_f64).unwrap_or(f64::NAN);
         let before = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
         if seconds < before {
@@ -131,7 +108,7 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
     if measured.steps.is_empty() { Err(MetricsError::Empty) } else { Ok(measured) }
 }
 
-/// The plan that was trained; what is not as it is written counts as not said.
+/// The plan of the run; `None` if it is missing or malformed.
 fn plan_of(total: &Value) -> Option<MeasuredPlan> {
     let plan = total.get("plan")?;
     let stages = Vec::<MeasuredPlace>::deserialize(plan.get("stages")?).ok()?;
@@ -152,7 +129,7 @@ fn stages(total: &Value) -> Vec<MeasuredStage> {
     list.map(|list| list.iter().filter_map(one).collect()).unwrap_or_default()
 }
 
-/// Microseconds from the end of one minibatch to that of the next; those of a filling pipeline come first.
+/// Microseconds between the ends of consecutive minibatches. The first ones include the pipeline fill.
 fn steps(measured: &Measured) -> Vec<f64> {
     let mut before = 0.0;
     let step = |(_, seconds): &(f64, f64)| {
@@ -169,7 +146,7 @@ fn median(values: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// What to think of when a run worked on its minibatches in another way than the plan counts.
+/// A notice if the run used another schedule or other batch sizes than the plan.
 fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     let planned = &plan.schedule;
     let told = |schedule: &str, microbatches: u32, samples: u64| {
@@ -182,7 +159,6 @@ fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan counts {counted}: {differ}."))
 }
 
-/// The pictures and tables of a run.
 pub fn section(plan: &Plan, measured: &Measured) -> String {
     let steps = steps(measured);
     let (typical, predicted) = (median(&steps), plan.predicted.step_us);
@@ -267,7 +243,7 @@ fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
         row(format!("stage {id}, forward"), stage.fwd_us, found.fwd_us, &quantity::duration);
         row(format!("stage {id}, backward"), stage.bwd_us, found.bwd_us, &quantity::duration);
     }
-    // A worker says what it holds for all its stages.
+    // A worker reports the memory of all its stages together.
     let bytes = |bytes: f64| quantity::bytes(bytes as u64);
     for (at, stage) in plan.stages.iter().enumerate() {
         let mut beside = (0..plan.stages.len()).filter(|&other| plan.stages[other].devices == stage.devices);

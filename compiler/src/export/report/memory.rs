@@ -1,4 +1,4 @@
-//! What one device of each stage holds at its fullest, part by part, against the limit. A device with several stages holds them all.
+//! Peak memory of one device of each stage by component, against the limit. A device with several stages has the sum.
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::escape::short;
@@ -8,20 +8,20 @@ use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::device_memory::{DeviceMemory, held};
 use crate::plan::{Plan, StageMemory};
 
-/// Bars that are drawn at most; the table has them all.
+/// Maximum number of bars drawn; the table has all.
 const MOST: usize = 256;
-/// More bars than this are drawn thin.
+/// With more bars, thin bars are used.
 const THICK: usize = 24;
 const WIDE: f64 = 1060.0;
-/// Room for names, and more where they are long.
+/// Minimum width of the label column.
 const LEFT: f64 = 92.0;
 const RIGHT: f64 = 96.0;
 const TOP: f64 = 48.0;
-/// Heights of a thick bar and of a thin one, with and without the room below it.
+/// Heights of thick and thin bars, without and with spacing.
 const TALL: [f64; 2] = [20.0, 12.0];
 const PITCH: [f64; 2] = [28.0, 16.0];
 
-/// The parts by name, in the order in which they are drawn.
+/// Memory components in drawing order.
 fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
     [
         ("weights", memory.weights),
@@ -35,14 +35,13 @@ fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
     ]
 }
 
-/// `Stage 3`, or `Stages 3, 4` where a device holds both.
+/// `Stage 3`, or `Stages 3, 4` if they share a device.
 fn name(bar: &DeviceMemory) -> String {
     let stages: Vec<String> = bar.stages.iter().map(usize::to_string).collect();
     let word = if stages.len() == 1 { "Stage" } else { "Stages" };
     short(&format!("{word} {}", stages.join(", ")), 14).into_owned()
 }
 
-/// The picture.
 pub fn draw(plan: &Plan) -> Svg {
     let all = held(plan);
     let bars = &all[..all.len().min(MOST)];
@@ -52,7 +51,7 @@ pub fn draw(plan: &Plan) -> Svg {
     let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory of each stage by part");
     let fullest = bars.iter().map(|bar| bar.memory.total).max().unwrap_or(0) as f64;
     let limit = plan.cluster.memory_per_device.map(|limit| limit.0 as f64);
-    // A limit far beyond what is held would leave nothing to see of the bars.
+    // A limit far above the memory used would make the bars invisible.
     let shows_limit = limit.filter(|limit| *limit <= 8.0 * fullest);
     let axis = Axis::upto(shows_limit.unwrap_or(0.0).max(fullest), 8, Unit::Bytes);
     let longest = bars.iter().map(|bar| width(&name(bar), 13.0)).fold(0.0, f64::max);
@@ -86,7 +85,7 @@ pub fn draw(plan: &Plan) -> Svg {
         }
         let total = quantity::bytes(bar.memory.total);
         let (at, end) = (x(from) + 8.0, x(from) + 8.0 + width(&total, 11.0));
-        // A line through a number makes it hard to read.
+        // Keeps the label clear of the limit line.
         let behind = shows_limit.map(&x).filter(|line| (at - 4.0..end + 4.0).contains(line));
         picture.text("small figure", Anchor::Start, [behind.map_or(at, |line| line + 6.0), middle], &total);
     }
@@ -99,7 +98,6 @@ pub fn draw(plan: &Plan) -> Svg {
     picture
 }
 
-/// What the picture shows, in words and numbers.
 pub fn table(plan: &Plan) -> String {
     let limit = plan.cluster.memory_per_device;
     let caption = match limit {

@@ -1,7 +1,7 @@
-//! What every cut would cost one op earlier or later, by the judge of plans.
+//! The effect of moving one op across each cut, by the plan checker.
 //!
-//! No partitioner is asked: the op changes its stage, and `plan::check` works out what that comes to. Where several ops could go,
-//! the one after which a minibatch is shortest goes; among equals, the one in whose stead the fullest device holds least.
+//! No partitioner runs: an op changes its stage, and `plan::check` evaluates the result. Of several movable ops, the
+//! one with the shortest resulting minibatch time is reported; ties are broken by peak memory.
 
 use crate::export::report::{CutCost, Modelled, Move};
 use crate::plan::Plan;
@@ -9,12 +9,12 @@ use crate::plan::check::verify;
 use crate::plan::problem::Problem;
 use std::collections::BTreeSet;
 
-/// Ops that are tried at most for each side of a cut.
+/// Maximum number of ops tried per side of a cut.
 const TRIED: usize = 12;
-/// Cuts that are tried at most, times the ops of the model: what bounds the work.
+/// Limit of cuts times ops, which bounds the work.
 const WORK: usize = 4_000_000;
 
-/// The costs of the model under the plan, and of every cut's neighbours.
+/// The model's costs under the plan, and the effect of moving each cut.
 pub fn modelled(problem: Problem, plan: &Plan) -> Modelled {
     let faults = match verify::check(&problem, plan) {
         Ok(_) => Vec::new(),
@@ -26,12 +26,12 @@ pub fn modelled(problem: Problem, plan: &Plan) -> Modelled {
 
 struct Cuts<'a> {
     problem: &'a Problem,
-    /// The plan with nothing in it that the judge's reckoning does not read.
+    /// The plan without the fields that the checker's evaluation does not read.
     bare: Plan,
     stage_of: Vec<usize>,
-    /// Ops that cannot be apart, by their leader.
+    /// Ops that must stay together, by their leader.
     group: Vec<Vec<u32>>,
-    /// Ops whose tensors an op reads, and ops that read its own.
+    /// Producers of the tensors an op reads, and consumers of its outputs.
     before: Vec<Vec<usize>>,
     after: Vec<Vec<usize>>,
 }
@@ -81,11 +81,10 @@ impl<'a> Cuts<'a> {
         (0..stages.saturating_sub(1)).map(one).collect()
     }
 
-    /// The best op to go from one stage to the next one or the one before it.
     fn best(&self, from: usize, to: usize) -> Option<Move> {
         let leaders = (0..self.group.len()).filter(|&op| !self.group[op].is_empty() && self.stage_of[op] == from);
         let free = leaders.filter(|&op| self.may_go(op, from, to));
-        // Those next to the cut: the last ops of the stage before it, the first of the stage after it.
+        // Start with the ops next to the cut: the last ops of the stage before, the first ops of the stage after.
         let mut free: Vec<usize> = free.collect();
         if to > from {
             free.reverse();
@@ -97,7 +96,7 @@ impl<'a> Cuts<'a> {
         moves.min_by(|a, b| a.minibatch_us.total_cmp(&b.minibatch_us).then(a.peak_bytes.cmp(&b.peak_bytes)))
     }
 
-    /// Whether nothing that the op reads, or nothing that reads it, stays behind.
+    /// True if no consumer (moving forward) or producer (moving backward) of the op remains in its stage.
     fn may_go(&self, leader: usize, from: usize, to: usize) -> bool {
         let own: BTreeSet<usize> = self.group[leader].iter().map(|op| *op as usize).collect();
         let beside = if to > from { &self.after } else { &self.before };

@@ -1,4 +1,4 @@
-//! What workers hold over time: weight versions, gradients and what items in flight have saved.
+//! Worker memory over time: weight versions, gradients and activations of in-flight micro-batches.
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::quantity;
@@ -6,27 +6,27 @@ use crate::export::report::Played;
 use crate::export::report::markup::{Column, Table, paragraph};
 use crate::export::svg::{Anchor, Svg};
 
-/// Curves that are drawn at most.
+/// Maximum number of curves.
 const MOST: usize = 128;
-/// More curves than this are drawn small.
+/// With more curves, small ones are used.
 const LARGE: usize = 12;
-/// Points of a large curve and of a small one at most; beyond them it is the largest value of each slice of time.
+/// Maximum number of points of a large and of a small curve; longer curves show the maximum per time slice.
 const POINTS: [usize; 2] = [700, 160];
 const WIDE: f64 = 1060.0;
 const LEFT: f64 = 78.0;
 const RIGHT: f64 = 96.0;
-/// Heights of a large curve and of a small one, with and without the room above it.
+/// Heights of large and small curves, without and with spacing.
 const TALL: [f64; 2] = [40.0, 15.0];
 const PITCH: [f64; 2] = [52.0, 19.0];
 
-/// The workers that are drawn: the first replica of each rank.
+/// The first replica of each rank.
 fn workers(played: &Played) -> Vec<usize> {
     let workers = &played.timeline.workers;
     let first = (0..workers.len()).filter(|&worker| workers[worker].name.ends_with(".0"));
     first.filter(|&worker| !played.timeline.memory[worker].is_empty()).take(MOST).collect()
 }
 
-/// The picture, where the plan has sizes.
+/// `None` if the plan has no sizes.
 pub fn draw(played: &Played) -> Option<Svg> {
     let timeline = &played.timeline;
     let workers = workers(played);
@@ -69,7 +69,7 @@ pub fn draw(played: &Played) -> Option<Svg> {
     Some(picture)
 }
 
-/// The curve with about that many points at most, none of its peaks lost.
+/// Reduces the number of points to approximately `most`, keeping all peaks.
 fn thinned(points: &[(f64, u64)], makespan: f64, most: usize) -> Vec<(f64, u64)> {
     if points.len() <= most {
         return points.to_vec();
@@ -88,7 +88,6 @@ fn thinned(points: &[(f64, u64)], makespan: f64, most: usize) -> Vec<(f64, u64)>
     thin
 }
 
-/// What the picture shows, in words and numbers.
 pub fn table(played: &Played) -> String {
     let workers = workers(played);
     let mut table = Table::new(

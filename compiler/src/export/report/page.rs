@@ -1,8 +1,8 @@
-//! The page: one HTML file that needs no network, no other file and no permission.
+//! Renders the report as one HTML file, without network access or other files.
 //!
-//! Its policy allows the one style sheet and the one script that stand in it, by their hashes, and nothing else: whatever a name in
-//! a model file holds, it can neither run nor load anything. The script only shows at once what shapes say of themselves; without
-//! it nothing is missing. The page knows no clock: the same report gives the same bytes.
+//! Its content security policy allows only its own style sheet and script, by hash. A name from a model file therefore
+//! can neither execute nor load anything. The script only shows tooltips faster; without it nothing is missing. The
+//! page has no timestamp, so equal reports give equal bytes.
 
 use crate::export::colour::{PICTURE, variables};
 use crate::export::escape::escape;
@@ -19,7 +19,6 @@ use sha2::{Digest, Sha256};
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// The HTML text.
 pub fn html(report: &Report<'_>) -> String {
     let style = format!("{}{STYLE}{PICTURE}", variables());
     let sections = sections(report);
@@ -39,10 +38,9 @@ pub fn html(report: &Report<'_>) -> String {
     text + &format!("<div id=\"hint\" hidden></div>\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
 }
 
-/// The names that [`pictures`] has at most.
+/// All file names that [`pictures`] may return.
 pub const PICTURES: [&str; 4] = ["graph.svg", "memory.svg", "gantt.svg", "memory-over-time.svg"];
 
-/// The pictures by name, for papers.
 pub fn pictures(report: &Report<'_>) -> Vec<(&'static str, Svg)> {
     let mut all = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
     if let Ok(played) = &report.played {
@@ -159,7 +157,7 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
     text + "</nav>\n</header>\n"
 }
 
-/// The hash of a style sheet or a script as a policy names it.
+/// The hash of a style sheet or script in CSP syntax.
 fn hash(text: &str) -> String {
     format!("sha256-{}", base64(&Sha256::digest(text.as_bytes())))
 }

@@ -1,4 +1,4 @@
-//! A stretch of a plan's programs that shows them fill, run evenly and drain.
+//! Simulates a part of a plan's schedule that shows fill, steady state and drain.
 
 use crate::export::report::Played;
 use crate::plan::Plan;
@@ -9,10 +9,10 @@ use crate::schedule::{Pipeline, Program};
 use crate::simulate::SimulateError;
 use crate::simulate::run::{Machine, simulate};
 
-/// The most computations that are simulated for a picture.
+/// Maximum number of simulated computations.
 const MOST: u64 = 200_000;
 
-/// Simulates a few minibatches of the plan on the devices that it names.
+/// Simulates a few minibatches of the plan on its devices.
 pub fn play(plan: &Plan) -> Result<Played, SimulateError> {
     let kind = schedule_of(plan.schedule.kind)?;
     let pipeline = pipeline(plan)?;
@@ -20,7 +20,6 @@ pub fn play(plan: &Plan) -> Result<Played, SimulateError> {
     play_program(plan, &pipeline, schedule(kind, &pipeline, count)?)
 }
 
-/// Simulates a program that was made for the plan's pipeline.
 pub fn play_program(plan: &Plan, pipeline: &Pipeline, program: Program) -> Result<Played, SimulateError> {
     let minibatches = program.items / program.microbatches.max(1);
     let mut machine = Machine::of(pipeline);
@@ -30,7 +29,7 @@ pub fn play_program(plan: &Plan, pipeline: &Pipeline, program: Program) -> Resul
     Ok(Played { program, timeline, minibatches, shared_cores })
 }
 
-/// Enough to fill every cap, run evenly for a while and drain: under a flush that is in every minibatch.
+/// Number of minibatches that covers fill, steady state and drain; under a flush each minibatch does.
 pub fn minibatches(plan: &Plan) -> u32 {
     let schedule = &plan.schedule;
     let depth = plan.stages.iter().zip(&schedule.in_flight);

@@ -1,4 +1,4 @@
-//! Where the plan came from: files, hashes, options, search.
+//! Provenance of the plan: files, hashes, options, search.
 
 use crate::export::report::Report;
 use crate::export::report::markup::list;
@@ -7,7 +7,6 @@ use crate::plan::problem::{CostModel, Objective};
 use crate::profile::Method;
 use serde_json::Value;
 
-/// All of it as a list.
 pub fn provenance(report: &Report<'_>) -> String {
     let plan = report.plan;
     let known = |text: &str| if text.is_empty() { "none".to_string() } else { text.to_string() };

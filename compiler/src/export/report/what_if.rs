@@ -1,14 +1,13 @@
-//! The plan that would be made for other numbers of devices and other sizes of minibatch.
+//! Plans for other numbers of devices and other minibatch sizes.
 
 use crate::export::escape::escape;
 use crate::export::quantity;
 use crate::export::report::markup::paragraph;
 use crate::export::report::{Report, WhatIf};
 
-/// Steps of shade.
 const SHADES: f64 = 4.0;
 
-/// A table with a column for each number of devices and a row for each size; the darker, the faster.
+/// A heat map of throughput: one column per number of devices, one row per size.
 pub fn strip(report: &Report<'_>) -> String {
     let cells = &report.what_if;
     let mut devices: Vec<u32> = cells.iter().map(|cell| cell.devices).collect();

@@ -1,13 +1,14 @@
-//! The parts list of DeepSpeed's `PipelineModule` (`deepspeed/runtime/pipe/module.py`): stage k holds the layers from `parts[k]` to
-//! `parts[k + 1]` of the list of layers that the module is made from.
+//! Partition for DeepSpeed's `PipelineModule` (`deepspeed/runtime/pipe/module.py`): stage k has the layers `parts[k]`
+//! to `parts[k + 1]` of the module's layer list.
 //!
 //! ```text
 //! {"_use": "…", "layers": ["embed", "layers.0", "layers.1", "head"], "parts": [0, 2, 4], …}
 //! ```
 //!
-//! DeepSpeed works `parts` out itself in `_partition_layers`; a subclass that sets `self.parts` there, and then calls
-//! `self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])`, takes these. It runs 1F1B over straight pipelines with equal
-//! replicas. Its engine for pipelines (`deepspeed/runtime/pipe/engine.py`) refuses levels 2 and 3 of ZeRO.
+//! DeepSpeed computes `parts` in `_partition_layers`. A subclass can use these instead: set `self.parts` there, then
+//! call `self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])`. DeepSpeed runs 1F1B on linear
+//! pipelines with equal replicas. Its pipeline engine (`deepspeed/runtime/pipe/engine.py`) does not support ZeRO stages
+//! 2 and 3.
 
 use super::layers::layers;
 use super::refusal::Refusal;
@@ -17,10 +18,9 @@ use serde_json::json;
 
 const TOOL: &str = "DeepSpeed";
 
-/// The highest level of ZeRO that goes with its pipelines.
+/// The highest ZeRO stage supported with pipelines.
 const MOST_ZERO: u32 = 1;
 
-/// Where what is written goes.
 const USE: [&str; 2] = [
     "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
      self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])",
@@ -28,7 +28,6 @@ const USE: [&str; 2] = [
      deepspeed.initialize(config=…) takes",
 ];
 
-/// Writes `deepspeed.json`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
@@ -44,7 +43,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     }
     let micro = plan.schedule.micro_batch;
     let whole = json!({
-        // JSON has no comments; this key is the first of all.
+        // JSON has no comments; this key sorts first.
         "_use": USE,
         "layers": stages.concat(),
         "parts": parts,

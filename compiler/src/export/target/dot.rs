@@ -1,8 +1,8 @@
-//! A picture of the stages for Graphviz, by its language DOT (<https://graphviz.org/doc/info/lang.html>): a box for each stage with
-//! its replicas, times and memory, an arrow for each edge with its bytes. Stages that share devices share a frame.
+//! A Graphviz picture of the stages in the DOT language (<https://graphviz.org/doc/info/lang.html>): one box per stage
+//! with replicas, times and memory, one arrow per edge with its bytes. Stages that share devices are framed together.
 //!
-//! Names stand in double quotes only, where DOT knows two escapes that matter, `\"` and `\\`; a label's own escapes (`\N`, `\l`) need a
-//! backslash, which is doubled.
+//! Names appear only in double quotes, where DOT has two escapes, `\"` and `\\`. Escapes in labels (`\N`, `\l`) start
+//! with a backslash, which is doubled.
 
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput};
@@ -12,7 +12,6 @@ use crate::import::onnx::name::{display_name, shown};
 use crate::plan::{Plan, Stage};
 use std::collections::BTreeMap;
 
-/// Writes `plan.dot`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     let mut text = String::from("digraph plan {\n  rankdir=LR;\n  node [shape=box];\n");
@@ -21,7 +20,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     text += &format!("  label={};\n  labelloc=t;\n", quoted(&title));
     for (at, (devices, stages)) in shared(plan).into_iter().enumerate() {
         let told = format!("devices {}", ranges(devices));
-        // One stage needs no frame around it.
+        // A single stage needs no frame.
         let indent = if stages.len() > 1 { "    " } else { "  " };
         if stages.len() > 1 {
             text += &format!("  subgraph cluster_{at} {{\n    label={};\n", quoted(&told));
@@ -58,7 +57,7 @@ fn label(stage: &Stage, devices: &str) -> String {
     )
 }
 
-/// Stages by their devices, in order of the first stage.
+/// Stages grouped by devices, in the order of their first stage.
 fn shared(plan: &Plan) -> Vec<(&[u32], Vec<&Stage>)> {
     let mut places: BTreeMap<&[u32], usize> = BTreeMap::new();
     let mut groups: Vec<(&[u32], Vec<&Stage>)> = Vec::new();
@@ -72,7 +71,7 @@ fn shared(plan: &Plan) -> Vec<(&[u32], Vec<&Stage>)> {
     groups
 }
 
-/// Text of several lines as a string of DOT.
+/// Quotes a multi-line text as a DOT string.
 fn quoted(text: &str) -> String {
     let line = |line: &str| display_name(line).replace('\\', "\\\\").replace('"', "\\\"");
     format!("\"{}\"", text.split('\n').map(line).collect::<Vec<_>>().join("\\n"))

@@ -1,4 +1,4 @@
-//! What several targets ask of a plan before they look at anything else.
+//! Checks of a plan shared by several targets.
 
 use super::refusal::Refusal;
 use super::{ExportInput, Imported};
@@ -6,7 +6,7 @@ use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind, Stage};
 
-/// Refuses what is no plan of a model.
+/// Refuses a plan for a published instance, which has no model.
 pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
     match plan.cost {
         CostModel::Load | CostModel::Hybrid => Err(Refusal::Instance),
@@ -14,12 +14,11 @@ pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
     }
 }
 
-/// The model, which is there for targets that say they need it.
 pub fn model<'a>(asked: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
     asked.model.ok_or_else(|| Refusal::Model { what: "the model is not at hand".to_string() })
 }
 
-/// Refuses what only a runtime with stashed weights can run, and what trains nothing.
+/// Refuses schedules that need weight stashing, and inference plans.
 pub fn flushes(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     is_of_a_model(plan)?;
     match plan.schedule.kind {
@@ -29,7 +28,7 @@ pub fn flushes(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     }
 }
 
-/// The replicas of every stage, if all have equally many.
+/// The number of replicas, if it is equal for all stages.
 pub fn replicas(plan: &Plan, tool: &'static str) -> Result<u32, Refusal> {
     let all: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
     match all.first() {
@@ -42,7 +41,7 @@ pub fn replicas(plan: &Plan, tool: &'static str) -> Result<u32, Refusal> {
     }
 }
 
-/// Refuses groups of devices that share a replica.
+/// Refuses tensor parallelism.
 pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     match plan.stages.iter().map(Stage::degree).max() {
         Some(devices) if devices > 1 => Err(Refusal::Shared { tool, devices }),
@@ -50,7 +49,7 @@ pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     }
 }
 
-/// The level of ZeRO of all stages, where the tool has it.
+/// The highest ZeRO stage in the plan, if the tool supports it.
 pub fn zero(plan: &Plan, tool: &'static str, most: u32) -> Result<u32, Refusal> {
     match plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0) {
         level if level > most => Err(Refusal::Zero { tool, level, most }),
@@ -58,7 +57,7 @@ pub fn zero(plan: &Plan, tool: &'static str, most: u32) -> Result<u32, Refusal> 
     }
 }
 
-/// The micro-batches that one of equally many replicas takes.
+/// Micro-batches per replica, if they divide evenly.
 pub fn share(plan: &Plan, replicas: u32) -> Result<u32, Refusal> {
     let microbatches = plan.schedule.microbatches;
     match microbatches % replicas.max(1) {
@@ -67,7 +66,7 @@ pub fn share(plan: &Plan, replicas: u32) -> Result<u32, Refusal> {
     }
 }
 
-/// What to know of tensors that pass over stages: these tools hand on what a stage's modules return, whatever the graph had.
+/// A note on tensors that skip stages: these tools send only what a stage's modules return to the next stage.
 pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
     let passing = plan.edges.iter().filter(|edge| edge.to.0 != edge.from.0 + 1);
     let (first, more) = (passing.clone().next()?, passing.count() - 1);
@@ -80,7 +79,7 @@ pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
     ))
 }
 
-/// Refuses schedules that the tool does not have.
+/// Refuses schedules that the tool does not support.
 pub fn schedules(
     plan: &Plan,
     tool: &'static str,

@@ -1,11 +1,11 @@
-//! Stages as lists of the modules that frameworks keep whole: those of the model's first level, and the items of numbered lists.
+//! Stages as lists of modules that frameworks do not split: the top-level modules, and the items of numbered lists.
 
 use super::refusal::Refusal;
 use crate::partition::search::module_boundaries::Units;
 use crate::plan::Plan;
 use std::collections::BTreeMap;
 
-/// For each stage its modules, in order of first use. Refuses a module that is cut, and a stage without any.
+/// The modules of each stage, in order of first use. Refuses a module in two stages, and a stage without modules.
 pub fn layers(plan: &Plan, tool: &'static str) -> Result<Vec<Vec<String>>, Refusal> {
     let units = Units::of(plan.stages.iter().flat_map(|stage| stage.modules.iter().map(String::as_str)));
     let mut held: BTreeMap<String, u32> = BTreeMap::new();
@@ -36,7 +36,7 @@ pub fn layers(plan: &Plan, tool: &'static str) -> Result<Vec<Vec<String>>, Refus
     Ok(stages)
 }
 
-/// Refuses modules that stand deeper than a list of the model's first level: `a.layers.0`.
+/// Refuses modules nested deeper than a top-level list, such as `a.layers.0`.
 pub fn are_shallow(stages: &[Vec<String>], tool: &'static str) -> Result<(), Refusal> {
     for (stage, modules) in (0u32..).zip(stages) {
         for module in modules {
@@ -50,7 +50,7 @@ pub fn are_shallow(stages: &[Vec<String>], tool: &'static str) -> Result<(), Ref
     Ok(())
 }
 
-/// `layers.3` as its list and its number.
+/// Splits `layers.3` into list name and index.
 pub fn numbered(module: &str) -> Option<(&str, u32)> {
     let (list, number) = module.rsplit_once('.').unwrap_or(("", module));
     let plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());

@@ -1,13 +1,14 @@
-//! The layout of Megatron-LM (`megatron/core/transformer/pipeline_parallel_layer_layout.py`): one string, `E` for the embedding, `t` for a
-//! transformer layer, `L` for the loss with what is before it, `|` between stages, in the order of model chunks: stage k is chunk k /
-//! ranks of rank k modulo ranks.
+//! Pipeline layout for Megatron-LM (`megatron/core/transformer/pipeline_parallel_layer_layout.py`): a string with `E`
+//! for the embedding, `t` for a transformer layer, `L` for the loss and the modules before it, and `|` between stages.
+//! Stages are in model chunk order: stage k is chunk k / ranks of rank k modulo ranks.
 //!
 //! ```text
 //! Ettt|tttt|tttL
 //! ```
 //!
-//! Megatron builds its own layers, so only their number counts: the plan's numbered layers must be dealt in order, what stands
-//! before them (the embedding) with the first and what stands after them (norm, head) with the last. It runs 1F1B and interleaved.
+//! Megatron builds its own layers, so only their number matters. The plan must have the numbered layers in order, the
+//! modules before them (embedding) in the first stage and those after them (norm, head) in the last. Supported
+//! schedules are 1F1B and interleaved 1F1B.
 
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
@@ -18,11 +19,10 @@ use std::collections::BTreeMap;
 
 const TOOL: &str = "Megatron";
 
-/// Where what is written goes.
 const USE: &str = "these are arguments of Megatron-LM's training script: \
                    eval \"torchrun … pretrain_gpt.py … $(grep -v '^#' FILE | tr '\\n' ' ')\"";
 
-/// Writes `megatron.args`, arguments of the training script as a shell reads them.
+/// Writes `megatron.args`, shell arguments of the training script.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
@@ -51,10 +51,10 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     Ok(bundle)
 }
 
-/// The layout, and how many layers there are.
+/// The layout string and the number of layers.
 fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
     let stages = layers(plan, TOOL)?;
-    // The list with the most items holds the transformer's layers; of equals the first by name.
+    // The list with the most items contains the transformer layers; ties are broken by name.
     let mut lists: BTreeMap<&str, u32> = BTreeMap::new();
     for (list, _) in stages.iter().flatten().filter_map(|module| numbered(module)) {
         *lists.entry(list).or_default() += 1;

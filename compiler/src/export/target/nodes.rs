@@ -1,9 +1,9 @@
-//! Which nodes of an ONNX model stand in which stage.
+//! Assigns the nodes of an ONNX model to stages.
 //!
-//! A plan speaks of core ops, and a node is one of them, several, or none. A node stands where the first of its ops stands, a product before
-//! the bias that is added to it, and never before what it reads; where that leaves a stage without nodes, where the last of its ops
-//! stands. What has no op of its own, such as shape arithmetic, stands with what it reads; what follows from constants
-//! alone stands nowhere: every stage that reads it has its own.
+//! A plan assigns core ops, and a node corresponds to one, several or no core ops. A node goes to the stage of its
+//! first op, such as a product before its bias, but never before the nodes it reads from. If that leaves a stage empty,
+//! the stage of the last op is used instead. A node without ops, such as shape arithmetic, goes to the stage of its
+//! inputs. A node that depends only on constants has no stage: each stage that reads it gets a copy.
 
 use super::refusal::Refusal;
 use crate::graph::Graph;
@@ -14,23 +14,21 @@ use crate::import::onnx::name::shown;
 use crate::plan::Plan;
 use std::collections::{BTreeSet, HashMap};
 
-/// Names that a note lists at most.
+/// Maximum number of names listed in a note.
 const LISTED: usize = 3;
 
-/// What makes other numbers each time has a place of its own, whatever it reads.
+/// Random ops are not constant, even without inputs.
 const RANDOM: [&str; 6] =
     ["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"];
 
-/// The nodes of a model in their stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Staged {
-    /// For each node, in the order of the model, its stage, or none where it follows from constants alone.
+    /// For each node in model order, its stage, or `None` if it depends only on constants.
     pub stages: Vec<Option<u32>>,
-    /// Nodes whose ops the plan has in several stages, or that had to follow what they read.
+    /// Nodes whose ops are in several stages of the plan, or which were moved to a later stage because of their inputs.
     pub moved: Vec<String>,
 }
 
-/// The stage of every node.
 pub fn staged(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, Refusal> {
     let own = own(plan, graph, model);
     let count = plan.stages.len() as u32;
@@ -45,13 +43,14 @@ pub fn staged(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, R
     }
 }
 
-/// A stage without nodes.
+/// The first stage without nodes.
 fn lacking(staged: &Staged, count: u32) -> Option<u32> {
     let there: BTreeSet<u32> = staged.stages.iter().flatten().copied().collect();
     (0..count).find(|stage| !there.contains(stage))
 }
 
-/// Every node where `choice` of the stages of its ops says, but not before what it reads.
+/// Assigns each node to the stage that `choice` selects from the first and last stage of its ops, but not before its
+/// inputs.
 fn placed(own: &HashMap<usize, (u32, u32)>, model: &OnnxModel, choice: fn((u32, u32)) -> u32) -> Staged {
     let mut made: HashMap<&str, u32> = model.inputs.iter().map(|input| (input.name.as_str(), 0)).collect();
     let mut stages = Vec::with_capacity(model.nodes.len());
@@ -93,7 +92,7 @@ fn own(plan: &Plan, graph: &Graph, model: &OnnxModel) -> HashMap<usize, (u32, u3
     own
 }
 
-/// The node that an op comes from: the one of that name, or the call or loop that it is in, whose name stands before a slash.
+/// The node an op comes from: the node with that name, or the enclosing call or loop, whose name precedes a slash.
 fn place(source: &str, places: &HashMap<&str, usize>) -> Option<usize> {
     if let Some(place) = places.get(source) {
         return Some(*place);
@@ -101,15 +100,14 @@ fn place(source: &str, places: &HashMap<&str, usize>) -> Option<usize> {
     source.rmatch_indices('/').find_map(|(at, _)| places.get(&source[..at]).copied())
 }
 
-/// What a node reads, by itself and in its subgraphs.
 pub fn reads(node: &Node) -> BTreeSet<&str> {
     let mut names: BTreeSet<&str> = node.inputs.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
-    // The decoder has refused what nests too deep.
+    // The decoder refused subgraphs that nest too deep, so `free` succeeds.
     names.extend(subgraphs(&node.attributes).filter_map(free).flatten());
     names
 }
 
-/// What to tell of nodes that are not where their ops are.
+/// A note about nodes that are not in the stage of all their ops.
 pub fn told(moved: &[String]) -> Option<String> {
     if moved.is_empty() {
         return None;

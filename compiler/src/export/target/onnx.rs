@@ -1,9 +1,9 @@
-//! The model itself, with the stage of every node in the field that ONNX has for it since IR version 11: a `DeviceConfigurationProto` of
-//! the model names the devices, a `NodeDeviceConfigurationProto` of each node has its `pipeline_stage`
+//! The model with a stage per node, in the ONNX multi-device fields of IR version 11: `DeviceConfigurationProto` of the
+//! model has the devices, `NodeDeviceConfigurationProto` of each node its `pipeline_stage`
 //! (<https://github.com/onnx/onnx/blob/main/docs/IR.md>, multi-device configuration).
 //!
-//! The field has no place for replicas, schedules and versions, so that metadata of the model say them: `pipec.stages` is a list of
-//! objects with `replicas` and `devices`, `pipec.schedule` the schedule with its micro-batches.
+//! These fields cannot express replicas, schedules and versions, so they are stored as model metadata: `pipec.stages`
+//! is a list of objects with `replicas` and `devices`, `pipec.schedule` the schedule and its micro-batches.
 
 use super::nodes::{self, staged};
 use super::payloads::{self, INLINE};
@@ -22,13 +22,12 @@ use serde_json::json;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The name of our configuration.
 const CONFIGURATION: &str = "pipec";
 
-/// The first version of the format that has the field.
+/// The first IR version with the multi-device fields.
 const IR_VERSION: i64 = 11;
 
-/// Writes `model.onnx`, and `model.onnx.data` where it is large.
+/// Writes `model.onnx`, and `model.onnx.data` for large models.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
@@ -63,7 +62,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     Ok(bundle)
 }
 
-/// The file as protobuf has it, and decoded.
+/// The file as protobuf, and decoded.
 pub fn read(path: &Path) -> Result<(ModelProto, OnnxModel), Refusal> {
     let refused =
         |error: &dyn std::fmt::Display| Refusal::Model { what: format!("the model is no ONNX file: {error}") };
@@ -73,7 +72,7 @@ pub fn read(path: &Path) -> Result<(ModelProto, OnnxModel), Refusal> {
     Ok((proto, model))
 }
 
-/// The stage of every node; what follows from constants stands with its first reader.
+/// The stage of each node; constant nodes go to the stage of their first reader.
 fn earliest(model: &OnnxModel, stages: &[Option<u32>]) -> Vec<u32> {
     let mut wanted: HashMap<&str, u32> = HashMap::new();
     let mut early = vec![0; stages.len()];
@@ -89,7 +88,7 @@ fn earliest(model: &OnnxModel, stages: &[Option<u32>]) -> Vec<u32> {
     early
 }
 
-/// Says in the metadata what the field has no place for.
+/// Adds replicas, devices and schedule as metadata.
 pub fn describe(proto: &mut ModelProto, plan: &Plan) {
     let about = |stage: &Stage| {
         let mut about = json!({"replicas": stage.replicas, "devices": stage.devices});

@@ -1,14 +1,14 @@
-//! One ONNX model for each stage, `stage_0.onnx` and so on, which run one after the other give what the whole model gives.
+//! One ONNX model per stage (`stage_0.onnx` and so on). Run in sequence, they compute the same as the whole model.
 //!
-//! A stage has the initializers that it reads, so that a tied one is in several. Its inputs are inputs of the model and tensors of
-//! earlier stages, under the names that the model has for them; `stages.json` says where each comes from:
+//! A stage contains the initializers it reads, so tied weights appear in several stages. Its inputs are model inputs
+//! and tensors of earlier stages, under their names in the model; `stages.json` gives the source of each:
 //!
 //! ```text
 //! {"stages": [{"file": "stage_0.onnx", "inputs": [{"name": "x", "from": "input"}], "outputs": ["h"], …},
 //!             {"file": "stage_1.onnx", "inputs": [{"name": "h", "from": 0}], "outputs": ["y"], …}]}
 //! ```
 //!
-//! Types and shapes of what goes between stages are as the file states them, else as the importer finds them.
+//! Types and shapes of tensors between stages are those in the file, else those found by the importer.
 
 use super::nodes::{self, reads, staged};
 use super::onnx::{describe, read};
@@ -32,13 +32,13 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// How often the model is imported again to learn the shapes between stages.
+/// Maximum number of additional imports to find the shapes between stages.
 const MOST_IMPORTS: usize = 64;
 
-/// The first version of the format in which an initializer need not be an input.
+/// The first IR version in which an initializer need not be a graph input.
 const IR_VERSION: i64 = 4;
 
-/// Writes a model for each stage and `stages.json`.
+/// Writes one model per stage and `stages.json`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
@@ -83,26 +83,24 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     Ok(bundle)
 }
 
-/// One stage by names.
+/// Contents of one stage, by name.
 #[derive(Default)]
 struct Stage<'a> {
-    /// Places of its nodes, in an order in which they can run.
+    /// Indices of its nodes, in topological order.
     nodes: Vec<usize>,
-    /// What it reads from outside, and the stage that makes it; none for inputs of the model.
+    /// External inputs with the stage that produces each; `None` for model inputs.
     inputs: BTreeMap<&'a str, Option<u32>>,
-    /// What others read of it, and results of the model.
+    /// Tensors read by other stages, and model outputs.
     outputs: BTreeSet<&'a str>,
-    /// Every name that it reads.
     reads: BTreeSet<&'a str>,
 }
 
-/// The model in stages.
 struct Cut<'a> {
     stages: Vec<Stage<'a>>,
 }
 
 impl<'a> Cut<'a> {
-    /// Deals nodes to their stages, each with the constants that it reads.
+    /// Assigns nodes to stages, with copies of the constant nodes they read.
     fn new(model: &'a OnnxModel, stages: &[Option<u32>], count: usize) -> Result<Cut<'a>, Refusal> {
         let mut maker: HashMap<&str, usize> = HashMap::new();
         for (at, node) in model.nodes.iter().enumerate() {
@@ -120,7 +118,7 @@ impl<'a> Cut<'a> {
         for (stage, mut taken) in (0u32..).zip(held) {
             let mut own = Stage::default();
             let mut open: Vec<usize> = taken.iter().copied().collect();
-            // Results that follow from constants alone are made by the last stage.
+            // Outputs that depend only on constants are computed by the last stage.
             let constant = |at: &usize| stages[*at].is_none();
             if stage == last {
                 let results = model.outputs.iter().filter_map(|output| maker.get(output.name.as_str()).copied());
@@ -169,9 +167,8 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// The parts of the file that stages are put together from.
+/// The parts of the source file from which stage models are built.
 struct Parts<'a> {
-    /// The model without its graph.
     shell: &'a ModelProto,
     source: &'a GraphProto,
     nodes: HashMap<String, &'a NodeProto>,
@@ -184,7 +181,6 @@ impl<'a> Parts<'a> {
         Parts { shell, source, nodes, values: payloads::external(model) }
     }
 
-    /// The model of one stage.
     fn stage(
         &self,
         model: &OnnxModel,
@@ -205,7 +201,7 @@ impl<'a> Parts<'a> {
             })
             .cloned()
             .collect();
-        // The order of the model for its own inputs and results, that of names for what goes between stages.
+        // Model inputs and outputs are in model order, tensors between stages are sorted by name.
         let ranked = |names: Vec<&str>, known: &[ValueInfo]| {
             let place = |name: &str| known.iter().position(|info| info.name == name).unwrap_or(usize::MAX);
             let mut names: Vec<(usize, String)> =
@@ -239,7 +235,7 @@ fn untyped(name: &str) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.to_string()), ..Default::default() }
 }
 
-/// Types and shapes of the model's own inputs and results, and of these tensors.
+/// Types and shapes of model inputs and outputs and of the tensors `between` stages.
 fn types(
     proto: &ModelProto,
     model: &OnnxModel,
@@ -269,7 +265,7 @@ fn types(
                 );
                 break;
             }
-            // Sizes that are known only by symbols are no tensor of the graph.
+            // Symbolic sizes are not tensors of the imported graph.
             Err(ImportError::Lower(LowerError::Output { name, .. })) if missing.remove(&name) => {
                 types.insert(name.clone(), tensor(&name, integer(model, &name), None));
             }
@@ -284,7 +280,7 @@ fn types(
     }
 }
 
-/// Whether the file says the type and the shape of a tensor.
+/// True if the file declares type and shape of a tensor.
 fn has_shape(info: &ValueInfoProto) -> bool {
     match info.r#type.as_ref().and_then(|kind| kind.value.as_ref()) {
         Some(type_proto::Value::TensorType(tensor)) => tensor.elem_type() != 0 && tensor.shape.is_some(),
@@ -292,7 +288,7 @@ fn has_shape(info: &ValueInfoProto) -> bool {
     }
 }
 
-/// The element type of sizes: what a cast says, else that of `Shape`.
+/// The element type of a size tensor: that of a `Cast`, else that of `Shape` (int64).
 fn integer(model: &OnnxModel, name: &str) -> i32 {
     let maker =
         model.nodes.iter().find(|node| node.op_type == "Cast" && node.outputs.iter().any(|output| output == name));
@@ -300,7 +296,7 @@ fn integer(model: &OnnxModel, name: &str) -> i32 {
     to.and_then(|to| i32::try_from(to.i()).ok()).unwrap_or(DataType::Int64 as i32)
 }
 
-/// What the importer found of these results. A batch that the file has as a number stays one: constants may have it in them.
+/// Types and shapes found by the importer. A static batch stays static, because constants may depend on it.
 fn facts(graph: &Graph, names: &BTreeSet<String>, batch: &Batch) -> Vec<ValueInfoProto> {
     let mut known = Bindings::new();
     if let Batch::Symbol { name, default: Some(size) } = batch {

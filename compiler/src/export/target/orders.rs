@@ -1,4 +1,5 @@
-//! The order of work of one replica as the compute-only table that torch's pipeline runtime reads: see [`crate::schedule::formats::csv`].
+//! The schedule of one pipeline replica as the compute-only table of torch's pipeline runtime; see
+//! [`crate::schedule::formats::csv`].
 
 use super::ExportInput;
 use super::fit;
@@ -9,21 +10,19 @@ use crate::schedule::pipeline::{pipeline, schedule_of};
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 
-/// What one of several equal replicas of the pipeline does in a minibatch.
+/// The schedule of one pipeline replica for one minibatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Order {
-    /// A row for each rank.
+    /// One row per rank.
     pub table: String,
-    /// The rank that holds each stage.
     pub ranks: Vec<u32>,
-    /// Micro-batches that the table is for.
+    /// Micro-batches per replica.
     pub microbatches: u32,
-    /// Replicas of the pipeline.
     pub replicas: u32,
 }
 
-/// The order of work, if the tool can run it. Replicas of a stage become replicas of the whole pipeline, each with its share of the
-/// micro-batches.
+/// The schedule, if the tool supports it. Stage replicas become replicas of the whole pipeline, which share the
+/// micro-batches equally.
 pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, tool)?;
@@ -40,7 +39,7 @@ pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refus
             };
             agree("micro-batches", table.microbatches(), microbatches)?;
             agree("stages", table.stages(), plan.stages.len() as u32)?;
-            // Only to see that it can run.
+            // Only checks that the table is executable.
             table.program(&one, 1)?;
             table.to_string()
         }

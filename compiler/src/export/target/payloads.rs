@@ -1,7 +1,7 @@
-//! Where the values of an ONNX model's tensors stand: in the file as long as it stays small, else in one file beside it.
+//! Placement of tensor values in exported ONNX models: inline if the model is small, else in one external data file.
 //!
-//! What was external in the source is brought along, so that a model can be written into any folder; protobuf itself ends at 2 GB.
-//! External tensors start at multiples of 64 bytes. A value whose file does not exist stays a reference to it.
+//! External data of the source is included, so that the exported model is independent of the source folder. Protobuf is
+//! limited to 2 GB. External tensors are aligned to 64 bytes. A value whose file is missing remains a reference.
 
 use super::File;
 use crate::import::onnx::model::{OnnxModel, Payload};
@@ -11,15 +11,15 @@ use bytes::Bytes;
 use prost::Message;
 use std::collections::HashMap;
 
-/// The most bytes of tensors that stand in a model's own file.
+/// Maximum size in bytes of inline tensors.
 pub const INLINE: u64 = 512 << 20;
 
-/// Tensors below this size stay where they are: shapes, axes, scales.
+/// Tensors below this size stay inline: shapes, axes, scales.
 const SMALL: usize = 1024;
 
 const ALIGNMENT: usize = 64;
 
-/// The values of external initializers by name, as far as their files exist.
+/// The values of initializers by name, unless their file is missing.
 pub fn external(model: &OnnxModel) -> HashMap<&str, &Bytes> {
     let known = model.initializers.iter().filter_map(|tensor| match &tensor.payload {
         Payload::Bytes(bytes) => Some((tensor.name.as_str(), bytes)),
@@ -28,7 +28,7 @@ pub fn external(model: &OnnxModel) -> HashMap<&str, &Bytes> {
     known.collect()
 }
 
-/// Puts the values of an external tensor into it, where they are known.
+/// Moves the values of an external tensor inline, if available.
 pub fn bring(tensor: &mut TensorProto, values: &HashMap<&str, &Bytes>) {
     if tensor.data_location() != DataLocation::External {
         return;
@@ -40,7 +40,7 @@ pub fn bring(tensor: &mut TensorProto, values: &HashMap<&str, &Bytes>) {
     }
 }
 
-/// The model as one file, and one beside it where its tensors have more than `inline` bytes.
+/// The model file, and an external data file if the tensors exceed `inline` bytes.
 pub fn files(mut model: ModelProto, name: &str, inline: u64) -> Vec<File> {
     let mut beside = Vec::new();
     let location = format!("{name}.data");

@@ -1,13 +1,14 @@
-//! What PipeDream's own tools read (<https://github.com/msr-fiddle/pipedream>): the profile `graph.txt` with ` -- stage_id=K` at the end
-//! of every node, as its optimizer writes it for the generator of models, and the runtime's `conf.json`.
+//! Input files of PipeDream's tools (<https://github.com/msr-fiddle/pipedream>). The profile `graph.txt` has
+//! ` -- stage_id=K` at each node, as its optimizer writes it for the model generator. The runtime's configuration is
+//! `conf.json`.
 //!
 //! ```text
 //! {"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1, 2], "1": [3]}}
 //! ```
 //!
-//! The map of modules has one entry for each generated stage module and one more for the loss, which stands with the last. PipeDream
-//! stashes weights and deals minibatches round-robin to any number of replicas, so that all of a plan is carried but several stages on
-//! a device, and schedules other than its own.
+//! The module map has one entry per generated stage module and one for the loss, which belongs to the last stage.
+//! PipeDream stashes weights and distributes minibatches round-robin to any number of replicas. Only several stages per
+//! device and other schedules are not supported.
 
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
@@ -17,7 +18,6 @@ use crate::profile::cost_graph::CostGraph;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Writes `graph.txt` and `conf.json`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
@@ -40,7 +40,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     }
     let stages = 0..plan.stages.len() as u32;
     let modules: Vec<u32> = stages.chain(plan.stages.last().map(|stage| stage.id.0)).collect();
-    // serde_json keeps keys in the order of their text, as the published files need not.
+    // serde_json sorts the keys as strings, unlike the published files.
     let ranks: BTreeMap<String, &[u32]> =
         plan.stages.iter().map(|stage| (stage.id.0.to_string(), stage.devices.as_slice())).collect();
     let conf = json!({"module_to_stage_map": modules, "stage_to_rank_map": ranks});
@@ -48,7 +48,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     Ok(Bundle::of("graph.txt", graph(costs, &stage_of)).with("conf.json", conf))
 }
 
-/// The costs as a profile, times in milliseconds.
+/// The costs as a profile, with times in milliseconds.
 fn graph(costs: &CostGraph, stage_of: &[u32]) -> String {
     let mut text = String::new();
     for (op, stage) in costs.ops.iter().zip(stage_of) {
@@ -63,7 +63,7 @@ fn graph(costs: &CostGraph, stage_of: &[u32]) -> String {
             op.param_bytes as f64,
         );
     }
-    // Two tensors between the same ops are one edge.
+    // Several tensors between the same ops form one edge.
     let edges: BTreeSet<(u32, u32)> = costs
         .tensors
         .iter()
@@ -73,7 +73,8 @@ fn graph(costs: &CostGraph, stage_of: &[u32]) -> String {
     text
 }
 
-/// `Conv2d(features.0)`. What opens with "Input" or "__getitem__" is no op to PipeDream, and two hyphens part fields.
+/// Formats `Conv2d(features.0)`. PipeDream removes nodes whose description starts with "Input" or "__getitem__", and
+/// splits fields at ` -- `.
 fn description(op: &str, name: &str) -> String {
     let plain = |text: &str| {
         let text: String = display_name(text).chars().take(120).collect();

@@ -1,10 +1,9 @@
-//! What a target cannot carry, and what to ask of the planner instead.
+//! Reasons why a target cannot express a plan, with suggested planner options.
 
 use crate::import::onnx::name::shown;
 use crate::plan::ScheduleKind;
 use crate::schedule::ScheduleError;
 
-/// Why a plan cannot be said in the words of a tool.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Refusal {
@@ -45,9 +44,9 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// What makes a plan that fits, for a target of this name.
+    /// The planner flags that give a supported plan for a target.
     pub fn remedy(&self, target: &str) -> Option<String> {
-        // Targets that no flag of the planner is named after take what is made for torch.
+        // Targets without a `--target` value of their own use that of torch.
         let target = match target {
             "torchtitan" | "megatron" | "deepspeed" => target,
             _ => "torch",
@@ -56,7 +55,7 @@ impl Refusal {
             |flags: &str| Some(format!("`pipec partition MODEL --target {target}{flags}` makes a plan that fits"));
         match self {
             Refusal::Instance | Refusal::Model { .. } => None,
-            // One micro-batch under a flush leaves a pipeline nothing to do.
+            // A pipeline with a flush and a single micro-batch would be sequential.
             Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b --microbatches 4"),
             Refusal::UnequalReplicas { .. } => made(""),
             Refusal::Shared { .. } => made(" --tensor never"),

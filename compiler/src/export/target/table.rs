@@ -1,22 +1,16 @@
-//! Every target there is. A new one is a file beside this one and a line here.
+//! The table of export targets. A new target is a file in this folder and a row here.
 
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, Need, deepspeed, dot, megatron, onnx, onnx_stages, pipedream, torch, torchtitan};
 
-/// A tool that a plan can be written for.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
-    /// The name on the command line.
     pub name: &'static str,
-    /// What is written, in few words.
     pub about: &'static str,
-    /// What is needed beside the plan.
     pub need: Need,
-    /// Makes the files.
     pub write: fn(&ExportInput<'_>) -> Result<Bundle, Refusal>,
 }
 
-/// All of them.
 #[rustfmt::skip]
 pub const TARGETS: [Entry; 8] = [
     Entry { name: "deepspeed", about: "a file: the parts list of a PipelineModule", need: Need::Plan, write: deepspeed::write },
@@ -29,7 +23,6 @@ pub const TARGETS: [Entry; 8] = [
     Entry { name: "torchtitan", about: "a folder: module_fqns_per_model_part and the schedule as a table", need: Need::Plan, write: torchtitan::write },
 ];
 
-/// The target of that name.
 pub fn find(name: &str) -> Option<&'static Entry> {
     TARGETS.iter().find(|entry| entry.name == name)
 }

@@ -1,11 +1,12 @@
-//! A folder that `torchrun` trains with `torch.distributed.pipelining`: `stages.json` with the nodes of each stage, `schedule.csv` with the
-//! order of work, `split.py` that cuts the model by these names, and `train.py` that drives torch's pipeline runtime.
+//! A folder that trains with `torchrun` and `torch.distributed.pipelining`: `stages.json` with the nodes of each stage,
+//! `schedule.csv`, `split.py` that splits the model by node name, and `train.py` that drives torch's pipeline runtime.
 //!
-//! The two programs are files of ours and the same for every plan: names from a model are data in `stages.json` and never text of a
-//! program. `_PipelineScheduleRuntime` and its `_load_csv` are private to torch, so that the bundle says for which version it is.
+//! Both programs are fixed: names from the model are data in `stages.json` and never program text.
+//! `_PipelineScheduleRuntime` and its `_load_csv` are private to torch, so the bundle states the torch version it is
+//! for.
 //!
-//! torch sends tensors to the next stage only and trains parameters that stages share apart from each other; `split.py` sends what goes
-//! further through the stages between, and `train.py` adds up the gradients of shared parameters.
+//! torch sends tensors only to the next stage and trains copies of tied weights independently. `split.py` forwards skip
+//! tensors through the stages between, and `train.py` sums the gradients of tied weights.
 
 use super::nodes;
 use super::orders::{Order, order};
@@ -16,10 +17,9 @@ use std::collections::BTreeMap;
 
 const TOOL: &str = "torch.distributed.pipelining";
 
-/// The version of torch that the bundle's programs are for.
+/// The torch version that the programs support.
 const TORCH: &str = "2.15";
 
-/// Writes `stages.json`, `schedule.csv`, `split.py` and `train.py`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::shares_nothing(plan, TOOL)?;
@@ -29,7 +29,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     for stage in &plan.stages {
         let mut names: Vec<&str> = Vec::new();
         for (name, op) in stage.op_names.iter().zip(stage.op_ids()) {
-            // An op without a source is called by its number.
+            // An op without a source node is named by its number.
             if *name == op.to_string() {
                 continue;
             }

@@ -1,10 +1,10 @@
-//! What torchtitan's `parallelism` section takes (`torchtitan/distributed/pipeline_parallel.py`): the modules of each model part,
-//! `module_fqns_per_model_part`, and a table for `pipeline_parallel_schedule_csv`.
+//! Settings for torchtitan's `parallelism` section (`torchtitan/distributed/pipeline_parallel.py`): the modules of each
+//! model part in `module_fqns_per_model_part`, and a table for `pipeline_parallel_schedule_csv`.
 //!
-//! torchtitan keeps modules of the first level and items of lists there (`tok_embeddings`, `layers.0`). It gives parts to ranks in a
-//! loop, part k to rank k modulo the ranks, so that tables are for such plans; on a V it has the schedules `ZBVZeroBubble` and
-//! `DualPipeV` by name and takes no table. `torchtitan.toml` has both as its own configuration files have them, `torchtitan.json` the
-//! same for versions that are configured in Python.
+//! torchtitan supports top-level modules and items of top-level lists (`tok_embeddings`, `layers.0`). It assigns part k
+//! to rank k modulo ranks, so tables are only possible for such plans. For V-shaped placement it has the schedules
+//! `ZBVZeroBubble` and `DualPipeV` by name, without a table. `torchtitan.toml` has the settings in configuration file
+//! format, `torchtitan.json` for versions configured in Python.
 
 use super::layers::{are_shallow, layers};
 use super::orders::{Order, order};
@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 
 const TOOL: &str = "torchtitan";
 
-/// The name of the table's file.
 const TABLE: &str = "schedule.csv";
 
-/// Writes `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not know by name, `schedule.csv`.
+/// Writes `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not have by name,
+/// `schedule.csv`.
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
@@ -66,7 +66,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     Ok(if by_name.is_none() { bundle.with(TABLE, table) } else { bundle })
 }
 
-/// Two sections of plain values and lists. A string of JSON, but for DEL, is a string of TOML.
+/// Formats sections of plain values and lists as TOML. Every JSON string without DEL is a valid TOML string.
 fn toml(whole: &Value) -> String {
     let mut text = String::new();
     for (name, section) in whole.as_object().into_iter().flatten() {

@@ -1,12 +1,11 @@
-//! A trace as JSON that Perfetto and `chrome://tracing` open.
+//! Trace as JSON for Perfetto and `chrome://tracing`.
 //!
-//! One thread for each [`Track`](crate::simulate::Track), named as the track, and one counter for each curve. `pid` tells which run it
-//! is, `ts` and `dur` are microseconds.
+//! Each [`Track`](crate::simulate::Track) is a thread with its name, each counter is a counter event. The process name
+//! is the kind of run; `ts` and `dur` are microseconds.
 
 use crate::export::trace::Trace;
 use serde_json::{Value, json};
 
-/// The JSON text of a trace.
 pub fn json(trace: &Trace<'_>) -> String {
     let mut events = vec![json!({"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": trace.run}})];
     for (row, track) in trace.rows.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! A trace as the bytes of a file.
+//! Encodes a trace as a file.
 
 use crate::export::trace::{Form, Trace, chrome, perfetto};
 
-/// The trace in the form that the file's name asks for.
+/// Encodes the trace in the format selected by the file name.
 pub fn encode(trace: &Trace<'_>, name: &str) -> Vec<u8> {
     match Form::of(name) {
         Form::Chrome => chrome::json(trace).into_bytes(),

@@ -1,33 +1,30 @@
-//! A trace in Perfetto's own form: a stream of `TracePacket`s.
+//! Trace in Perfetto's protobuf format: a stream of `TracePacket`s.
 //!
-//! The messages below are the few fields we write of `perfetto/protos/perfetto/trace/*.proto`, under their published numbers. Every
-//! row is a track of its own below one process track; a span is a begin and an end, a curve a track of counter values. Times
-//! are nanoseconds. Packets stand in order of time, so that a reader need not sort them.
+//! The messages are the subset of `perfetto/protos/perfetto/trace/*.proto` that is written here, with the published
+//! field numbers. Each row is a track below one process track; a span is a begin and an end event, a counter a track of
+//! counter values. Times are nanoseconds. Packets are sorted by time, so readers need not sort them.
 
 use crate::export::trace::Trace;
 use prost::Message;
 
-/// A file: packets one after another.
+/// A sequence of packets.
 #[derive(Clone, PartialEq, Message)]
 pub struct File {
-    /// The packets.
     #[prost(message, repeated, tag = "1")]
     pub packet: Vec<Packet>,
 }
 
-/// `TracePacket`: one thing that is said.
+/// `TracePacket`.
 #[derive(Clone, PartialEq, Message)]
 pub struct Packet {
-    /// When, in nanoseconds.
+    /// Nanoseconds.
     #[prost(uint64, optional, tag = "8")]
     pub timestamp: Option<u64>,
-    /// Who says it. All packets of ours come in one sequence.
+    /// All packets belong to one sequence.
     #[prost(uint32, optional, tag = "10")]
     pub trusted_packet_sequence_id: Option<u32>,
-    /// Something happened on a track.
     #[prost(message, optional, tag = "11")]
     pub track_event: Option<Event>,
-    /// A track is named.
     #[prost(message, optional, tag = "60")]
     pub track_descriptor: Option<Track>,
 }
@@ -35,25 +32,23 @@ pub struct Packet {
 /// `TrackDescriptor`.
 #[derive(Clone, PartialEq, Message)]
 pub struct Track {
-    /// Its number in this file.
+    /// Unique in the file.
     #[prost(uint64, optional, tag = "1")]
     pub uuid: Option<u64>,
-    /// Its name.
     #[prost(string, optional, tag = "2")]
     pub name: Option<String>,
-    /// Set for the one track that all others are below.
+    /// Set for the root track.
     #[prost(message, optional, tag = "3")]
     pub process: Option<Process>,
-    /// The track above.
     #[prost(uint64, optional, tag = "5")]
     pub parent_uuid: Option<u64>,
-    /// Set for curves.
+    /// Set for counters.
     #[prost(message, optional, tag = "8")]
     pub counter: Option<Unit>,
-    /// How the tracks below are ordered: [`EXPLICIT`].
+    /// Order of the child tracks: [`EXPLICIT`].
     #[prost(int32, optional, tag = "11")]
     pub child_ordering: Option<i32>,
-    /// Its place among those below the same track.
+    /// Index among the tracks with the same parent.
     #[prost(int32, optional, tag = "12")]
     pub sibling_order_rank: Option<i32>,
 }
@@ -61,10 +56,8 @@ pub struct Track {
 /// `ProcessDescriptor`.
 #[derive(Clone, PartialEq, Message)]
 pub struct Process {
-    /// Its number.
     #[prost(int32, optional, tag = "1")]
     pub pid: Option<i32>,
-    /// Its name.
     #[prost(string, optional, tag = "6")]
     pub process_name: Option<String>,
 }
@@ -72,7 +65,7 @@ pub struct Process {
 /// `CounterDescriptor`.
 #[derive(Clone, PartialEq, Message)]
 pub struct Unit {
-    /// What is counted: [`BYTES`].
+    /// [`BYTES`].
     #[prost(int32, optional, tag = "3")]
     pub unit: Option<i32>,
 }
@@ -83,16 +76,13 @@ pub struct Event {
     /// [`BEGIN`], [`END`] or [`COUNTER`].
     #[prost(int32, optional, tag = "9")]
     pub kind: Option<i32>,
-    /// On which track.
     #[prost(uint64, optional, tag = "11")]
     pub track_uuid: Option<u64>,
-    /// What kinds of thing.
     #[prost(string, repeated, tag = "22")]
     pub categories: Vec<String>,
-    /// What.
     #[prost(string, optional, tag = "23")]
     pub name: Option<String>,
-    /// The value of a curve from now on.
+    /// The value of a counter from this time on.
     #[prost(int64, optional, tag = "30")]
     pub counter_value: Option<i64>,
 }
@@ -108,10 +98,9 @@ pub const BYTES: i32 = 3;
 /// `TrackDescriptor.EXPLICIT`.
 pub const EXPLICIT: i32 = 3;
 
-/// The number of the process track; rows and curves follow.
+/// Id of the process track; rows and counters follow.
 const PROCESS: u64 = 1;
 
-/// The bytes of a trace.
 pub fn protobuf(trace: &Trace<'_>) -> Vec<u8> {
     file(trace).encode_to_vec()
 }
@@ -150,7 +139,7 @@ fn file(trace: &Trace<'_>) -> File {
             events.push((nanoseconds(at), event));
         }
     }
-    // Stable, so that what ends where another begins ends first: spans of a row stand in order.
+    // A stable sort keeps the end of a span before the begin of the next one, because the spans of a row are in order.
     events.sort_by_key(|(at, _)| *at);
     let packet = Packet { trusted_packet_sequence_id: Some(1), ..Packet::default() };
     let named = named.into_iter().map(|track| Packet { track_descriptor: Some(track), ..packet.clone() });
@@ -162,7 +151,7 @@ fn file(trace: &Trace<'_>) -> File {
     File { packet: named.chain(events).collect() }
 }
 
-/// Names one track more below the process, and gives its number.
+/// Adds a track below the process track and returns its id.
 fn below(named: &mut Vec<Track>, name: &str, counter: Option<Unit>) -> u64 {
     let rank = named.len() as i32;
     let uuid = PROCESS + named.len() as u64;

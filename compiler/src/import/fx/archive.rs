@@ -1,4 +1,4 @@
-//! The zip archive around an exported program: its entries by name, as slices of the mapped file.
+//! The zip archive of an exported program: its entries by name, as slices of the mapped file.
 
 use crate::import::fx::entries::{entries, opened};
 use crate::import::fx::error::FxError;
@@ -7,21 +7,19 @@ use crate::import::onnx::name::shown;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 
-/// The most bytes of an entry whose checksum is verified. Weights are not read before they are used.
+/// Entries up to this many bytes have their checksum verified. Weights are not read before they are used.
 const CHECKED: usize = 1 << 24;
 
-/// An opened archive.
 #[derive(Debug)]
 pub struct Archive {
-    /// The entries under the archive's own folder, by their name behind it.
+    /// The entries by name, without the archive's top folder.
     entries: BTreeMap<String, Bytes>,
 }
 
 impl Archive {
-    /// Opens the archive that these bytes are.
     pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
         Archive::whole(bytes).map_err(|error| match error {
-            // An archive within this one may have been taken for it.
+            // The directory that was found may belong to a nested archive.
             FxError::Zip(_) | FxError::EntrySize { .. } | FxError::NoProgram if !ends(bytes) => {
                 FxError::Ends { bytes: bytes.len() }
             }
@@ -50,7 +48,7 @@ impl Archive {
                 let summed = summed.and_then(|mut entry| std::io::copy(&mut entry, &mut std::io::sink()));
                 summed.map_err(|e| FxError::Zip(format!("entry `{}`: {e}", shown(inner))))?;
             }
-            // Sample inputs are pickles: their checksum is all that is ever looked at.
+            // Sample inputs are pickles and are never read.
             if !inner.starts_with("data/sample_inputs/") {
                 entries.insert(inner.to_string(), content);
             }
@@ -58,19 +56,19 @@ impl Archive {
         Ok(Archive { entries })
     }
 
-    /// The content of an entry, by its name within the archive's folder: `models/model.json`.
+    /// The content of an entry by its name within the archive's folder: `models/model.json`.
     pub fn get(&self, name: &str) -> Option<&Bytes> {
         self.entries.get(name)
     }
 
-    /// The names within a folder, such as `models/`, without it.
+    /// The entry names below a folder such as `models/`, without that prefix.
     pub fn within<'a>(&'a self, folder: &'a str) -> impl Iterator<Item = &'a str> {
         self.entries.keys().filter_map(move |name| name.strip_prefix(folder))
     }
 }
 
-/// Whether the end of a zip archive is where the file ends: 22 bytes, of which the last two count those of a comment behind them. Archives
-/// within this one have such ends, too, and end elsewhere.
+/// Tests whether the file ends with an end-of-central-directory record: 22 bytes, the last two of which give the length
+/// of a trailing comment. Nested archives have such records too, but not at the end of the file.
 fn ends(bytes: &[u8]) -> bool {
     let from = bytes.len().saturating_sub(22 + usize::from(u16::MAX));
     bytes[from..].windows(22).enumerate().any(|(at, end)| {
@@ -79,8 +77,7 @@ fn ends(bytes: &[u8]) -> bool {
     })
 }
 
-/// The one folder at the top of the archive, which has the archive's name: that of the entry `archive_format` or
-/// `models/…`.
+/// The archive's single top folder, found by its entry `archive_format`, `archive_version` or `models/…`.
 fn folder<'a>(names: impl Iterator<Item = &'a String>) -> Result<String, FxError> {
     for name in names {
         let Some((first, rest)) = name.split_once('/') else { continue };
@@ -100,7 +97,7 @@ mod tests {
         let end =
             |comment: &[u8]| [b"PK\x05\x06", &[0; 16][..], &(comment.len() as u16).to_le_bytes(), comment].concat();
         assert!(ends(&end(b"")) && ends(&end(b"said")) && ends(&[&b"PK\x03\x04"[..], &end(b"")].concat()));
-        // The end of an archive within this one is not its own.
+        // The directory end of a nested archive does not end the outer file.
         let cut = [&b"PK\x03\x04"[..], &end(b""), b"more"].concat();
         assert!(!ends(&cut) && !ends(&end(b"said")[..24]) && !ends(b"PK") && !ends(b""));
         let told = Archive::open(&Bytes::from(cut)).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 //! The entries of a zip archive as slices of its bytes.
 //!
-//! Every entry is stored, not compressed, so no entry can grow when it is read; every size is checked against the file
-//! before it is used. Names never become paths: an entry that is called `../../x` is just an entry nobody asks for.
+//! Every entry must be stored uncompressed, so reading cannot expand it; every size is checked against the file. Names
+//! never become paths: an entry named `../../x` is simply never looked up.
 
 use crate::import::fx::error::FxError;
 use bytes::Bytes;
@@ -10,13 +10,13 @@ use std::io::Cursor;
 use zip::read::{ArchiveOffset, Config};
 use zip::{CompressionMethod, ZipArchive};
 
-/// The most entries that are looked at. The largest models have some thousand weights.
+/// Limit on the number of entries. The largest models have some thousand weights.
 const MOST_ENTRIES: usize = 1 << 20;
 
-/// The archive, with the names of its entries known to be different.
+/// Opens the archive; duplicate names are an error.
 pub fn opened(bytes: &Bytes) -> Result<ZipArchive<Cursor<&[u8]>>, FxError> {
-    // An archive starts where the file does. Searching for another start finds those of archives within this one:
-    // the sample inputs are such, stored as they are.
+    // The archive must start at offset 0. Searching for another start would find nested archives: the sample inputs are
+    // stored uncompressed.
     let start = Config { archive_offset: ArchiveOffset::Known(0) };
     let zip = ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
     if zip.len() > MOST_ENTRIES {
@@ -28,10 +28,10 @@ pub fn opened(bytes: &Bytes) -> Result<ZipArchive<Cursor<&[u8]>>, FxError> {
     }
 }
 
-/// The entries by name: their number, and their bytes where they are stored as they are.
+/// The entries by name: index, and bytes or the error for a compressed, encrypted or truncated entry.
 pub type Entries = BTreeMap<String, (usize, Result<Bytes, FxError>)>;
 
-/// The entries of an opened archive.
+/// Lists the entries of an open archive.
 pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Entries, FxError> {
     let mut found = BTreeMap::new();
     let mut total = 0u64;
@@ -39,7 +39,7 @@ pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Ent
         let entry = zip.by_index_data(at).map_err(|e| FxError::Zip(e.to_string()))?;
         let name = String::from_utf8_lossy(entry.name_raw()).into_owned();
         let header = entry.header_start();
-        // Entries that lie over one another would be read once for each name.
+        // Overlapping entries would be read once per name (a zip bomb).
         total = total.saturating_add(entry.compressed_size());
         if total > bytes.len() as u64 {
             return Err(FxError::Zip("its entries together are longer than the file".to_string()));
@@ -55,13 +55,13 @@ pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Ent
     Ok(found)
 }
 
-/// The entries of an archive within an archive, all of them stored as they are.
+/// The entries of a nested archive, all of which must be uncompressed.
 pub fn stored(bytes: &Bytes) -> Result<BTreeMap<String, Bytes>, FxError> {
     let mut zip = opened(bytes)?;
     entries(bytes, &mut zip)?.into_iter().map(|(name, (_, content))| Ok((name, content?))).collect()
 }
 
-/// The bytes of a stored entry behind its local header: 30 bytes, then a name and an extra field of their own lengths.
+/// The bytes of a stored entry, after its local header: 30 bytes, then a name and an extra field of given lengths.
 fn slice(bytes: &Bytes, header: u64, size: u64) -> Option<Bytes> {
     let header = usize::try_from(header).ok()?;
     let local = bytes.get(header..header.checked_add(30)?)?;
@@ -74,7 +74,8 @@ fn slice(bytes: &Bytes, header: u64, size: u64) -> Option<Bytes> {
     (end <= bytes.len()).then(|| bytes.slice(start..end))
 }
 
-/// The name that the central directory has twice. The reader keeps one of each, so the directory itself is searched.
+/// The first duplicate name in the central directory. The zip reader drops duplicates, so the directory itself is
+/// scanned.
 fn duplicate(bytes: &Bytes, zip: &ZipArchive<Cursor<&[u8]>>) -> String {
     let mut at = usize::try_from(zip.central_directory_start()).unwrap_or(usize::MAX);
     let mut seen = std::collections::BTreeSet::new();

@@ -1,7 +1,7 @@
-//! Symbolic sizes as exported programs write them, read by a grammar of our own.
+//! Parses symbolic sizes as exported programs write them.
 //!
-//! PyTorch gives such text to sympy, which evaluates it as Python. Here it is only ever parsed. There are two writings,
-//! and they may mix:
+//! PyTorch passes such text to sympy, which evaluates it as Python; here it is only parsed. Two notations exist and may
+//! be mixed:
 //!
 //! ```text
 //! 2*s0 + 1                                            (s0//2)
@@ -17,13 +17,11 @@
 use crate::import::fx::error::ExpressionError;
 use crate::tensor::dim::{Dim, is_symbol};
 
-/// How deep parentheses may nest.
 const DEEPEST: usize = 32;
 
-/// The longest text that is read, in bytes.
 const LONGEST: usize = 4096;
 
-/// The size that the text means, where `named` gives the size that a symbol stands for.
+/// Parses a size; `named` maps a symbol name to its size.
 pub fn parse(text: &str, named: &dyn Fn(&str) -> Dim) -> Result<Dim, ExpressionError> {
     let shortened = || ExpressionError::Syntax(text.chars().take(80).collect());
     if text.len() > LONGEST {
@@ -43,7 +41,7 @@ enum Token<'a> {
     Mark(&'a str),
 }
 
-/// The text in words, numbers and marks; `None` where it holds anything else.
+/// Splits text into tokens; `None` on any other character.
 fn tokens(text: &str) -> Option<Vec<Token<'_>>> {
     let mut rest = text.trim_start();
     let mut tokens = Vec::new();
@@ -86,7 +84,7 @@ impl<'a> Reader<'a> {
         Ok(token)
     }
 
-    /// Whether this mark stands here; if so it is passed.
+    /// Consumes `mark` if it comes next.
     fn takes(&mut self, mark: &str) -> bool {
         let here = self.tokens.get(self.at) == Some(&Token::Mark(mark));
         self.at += usize::from(here);
@@ -163,7 +161,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// What follows `name(`.
     fn call(&mut self, name: &str) -> Result<Dim, ExpressionError> {
         if name == "Symbol" {
             return self.symbol();
@@ -183,7 +180,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A quoted name and assumptions such as `positive=True`, which say nothing that sizes do not have.
+    /// Parses a quoted name and ignores assumptions such as `positive=True`, which hold for all sizes.
     fn symbol(&mut self) -> Result<Dim, ExpressionError> {
         let Token::Quoted(name) = self.next()? else { return Err(self.wrong()) };
         if !is_symbol(name) {

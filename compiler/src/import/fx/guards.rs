@@ -1,14 +1,13 @@
-//! Equal sizes that the exporter found and did not give one symbol: `dynamic_shapes` with `Dim.AUTO` or `Dim.DYNAMIC` gives every size a
-//! symbol of its own, and what must hold between them stands among the guards.
+//! Equalities between input sizes, from the guards of the program. With `Dim.AUTO` or `Dim.DYNAMIC` the exporter gives
+//! every size its own symbol and states equalities only in guards.
 
 use std::collections::HashMap;
 
-/// One size in a guard: the input, and its axis.
 type Size<'a> = (&'a str, usize);
 
-/// For symbols that guards say are equal to another, that one. A guard compares sizes or products of sizes,
-/// `(L['a'].size()[1]*L['a'].size()[0]) == (L['b'].size()[1]*L['b'].size()[0])`; in products, sizes of the same axis are taken for
-/// equal. `symbol` gives the symbol that a size of an input is.
+/// Maps each symbol to the symbol that the guards state it equals. A guard compares sizes or products of sizes,
+/// `(L['a'].size()[1]*L['a'].size()[0]) == (L['b'].size()[1]*L['b'].size()[0])`; in products, sizes of the same axis
+/// are assumed equal. `symbol` returns the symbol of an input's axis.
 pub fn equal(guards: &[String], symbol: &dyn Fn(&str, usize) -> Option<String>) -> HashMap<String, String> {
     let mut known: HashMap<String, String> = HashMap::new();
     for guard in guards {
@@ -40,14 +39,14 @@ fn first(known: &HashMap<String, String>, mut name: String) -> String {
     name
 }
 
-/// The sizes that a side of a guard multiplies; `None` where it is anything else.
+/// The sizes multiplied on one side of a guard; `None` for any other expression.
 fn factors(side: &str) -> Option<Vec<Size<'_>>> {
     let side = side.trim();
     let inner = side.strip_prefix('(').and_then(|rest| rest.strip_suffix(')')).unwrap_or(side);
     inner.split('*').map(size).collect()
 }
 
-/// `L['name'].size()[axis]`
+/// Parses `L['name'].size()[axis]`.
 fn size(text: &str) -> Option<Size<'_>> {
     let (name, rest) = text.trim().strip_prefix("L['")?.split_once("'].size()[")?;
     Some((name, rest.strip_suffix(']')?.parse().ok()?))

@@ -1,15 +1,15 @@
-//! Graphs within the graph: a region without gradients, under autocast or with a checkpoint is a node that runs a graph of its own. The nodes
-//! of such a graph take the place of that node, and each knows the region that it comes from.
+//! Inlines subgraphs: a region under `no_grad`, autocast or activation checkpointing is a node that runs a nested
+//! graph. Its nodes replace that node and record the region they come from.
 //!
-//! Names of a graph within are its own. They get the number of the region before them, and its placeholders the names of what is passed. So a
-//! tensor that is changed in place within a region is the one outside it.
+//! Names are local to a nested graph. They get the region's number as a prefix; placeholders get the names of the
+//! arguments. An in-place change in a region thus reaches the outer tensor.
 
 use super::error::FxError;
 use super::program::{label, names};
 use super::schema::{Argument, Graph, Node, OptionalTensor, Region, SymArgument};
 use std::collections::HashMap;
 
-/// Whether an operator runs the graph that is among its arguments, once and as it stands.
+/// Tests for a higher-order operator that runs its graph argument exactly once.
 pub fn is_wrapper(target: &str) -> bool {
     let Some(name) = target.strip_prefix("torch.ops.higher_order.") else { return false };
     let name = name.split('.').next().unwrap_or(name);
@@ -26,13 +26,11 @@ pub fn is_wrapper(target: &str) -> bool {
     )
 }
 
-/// Runs a graph with or without gradients.
 const SET_GRAD: &str = "wrap_with_set_grad_enabled";
 
-/// Runs a graph with autocast on or off.
 const AUTOCAST: &str = "wrap_with_autocast";
 
-/// The graph with the nodes of all regions in it, and what results of regions are called in it.
+/// Inlines all regions; also returns the inlined name of each region result.
 pub fn inlined(graph: Graph) -> Result<(Graph, HashMap<String, String>), FxError> {
     if !graph.nodes.iter().any(|node| is_wrapper(&node.target)) {
         return Ok((graph, HashMap::new()));
@@ -54,7 +52,7 @@ struct Inliner {
 }
 
 impl Inliner {
-    /// Takes over the nodes of one graph, whose names get `prefix` unless `known` has another name for them.
+    /// Adds the nodes of one graph; names get `prefix` unless `known` maps them.
     fn graph(
         &mut self,
         nodes: Vec<Node>,
@@ -80,7 +78,7 @@ impl Inliner {
         Ok(())
     }
 
-    /// Takes over the graph that a node runs. What is passed to it stands behind the graph.
+    /// Adds the graph that a node runs. The operands follow the graph among the node's arguments.
     fn region(&mut self, node: Node, around: Region, known: &mut HashMap<String, String>) -> Result<(), FxError> {
         let wrong = FxError::Region { node: label(&node) };
         let (mut switch, mut inner, mut passed) = (None, None, Vec::new());
@@ -99,7 +97,7 @@ impl Inliner {
         }
         let mut region = around;
         match (node.target.rsplit('.').next(), switch) {
-            // Nothing within a region without gradients has one.
+            // Regions nested in a `no_grad` region have no gradients either.
             (Some(SET_GRAD), Some(on)) => region.no_gradients |= !on,
             (Some(AUTOCAST), Some(on)) => region.autocast = on,
             (Some(SET_GRAD | AUTOCAST), None) => return Err(wrong),
@@ -130,7 +128,7 @@ impl Inliner {
     }
 }
 
-/// Gives every name in an argument the name that it has outside.
+/// Rewrites every name in an argument to its inlined name.
 fn rename(argument: &mut Argument, prefix: &str, known: &HashMap<String, String>) {
     let outside = |name: &mut String| match known.get(name.as_str()) {
         Some(other) => name.clone_from(other),

@@ -1,10 +1,8 @@
-//! Archives of torch 2.6 and 2.7: the program stands at the top, and weights are what `torch.save` writes, an archive
-//! within the archive whose table of contents is a pickle.
+//! Archives of torch 2.6 and 2.7. The program is at the top level; weights are nested `torch.save` archives with a
+//! pickled table of contents.
 //!
-//! The pickle is read as data and never run: a table of names and tensors is all that it may be. Of the instructions of
-//! a pickle those are known that such a table needs; a class is a name, and what a call of one makes is known for four
-//! names. Anything else is refused. The result is the entries that later versions have, so that whoever reads a program
-//! knows one layout.
+//! The pickle is parsed as data and never executed. Only the opcodes of a table of tensors are accepted; a class is
+//! just a name, and calls are known for four functions. The entries are renamed to the layout of later versions.
 
 use crate::import::fx::entries::stored;
 use crate::import::fx::error::FxError;
@@ -13,25 +11,23 @@ use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
-/// The entry of the program.
 pub const PROGRAM: &str = "serialized_exported_program.json";
 
-/// Weights and constants: their entries, and where later versions have them.
+/// Weights and constants: entry, folder and file stem in the layout of later versions.
 const STORES: [(&str, &str, &str); 2] = [
     ("serialized_state_dict.pt", "data/weights/", "weights"),
     ("serialized_constants.pt", "data/constants/", "constants"),
 ];
 
-/// The most values within values. Those of a table of tensors have six.
+/// Nesting limit of pickled values. A table of tensors nests six deep.
 const DEEPEST: usize = 32;
 
-/// The most values that a pickle may have in mind at once.
+/// Limit on the values on the stack, in the memo and appended, against hostile files.
 const MOST: usize = 1 << 22;
 
-/// The most axes of a tensor.
 const AXES: usize = 64;
 
-/// The entries of such an archive under the names of later versions.
+/// Renames the entries to those of later versions.
 pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, Bytes>, FxError> {
     let mut made = BTreeMap::new();
     for (entry, folder, kind) in STORES {
@@ -65,7 +61,6 @@ pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, B
     Ok(made)
 }
 
-/// A tensor of a table.
 #[derive(Clone, Debug, PartialEq)]
 struct Stored {
     storage: String,
@@ -75,23 +70,22 @@ struct Stored {
     strides: Vec<i64>,
 }
 
-/// What a pickle speaks of.
 #[derive(Debug)]
 enum Thing {
     None,
     Truth,
     Number(i64),
     Text(String),
-    /// A class or a function: its module and its name.
+    /// A class or function, as `module name`.
     Global(String),
     List(Vec<Held>),
     Table(Vec<(Held, Held)>),
-    /// A place in the archive: the code of its element type, and its entry.
+    /// Element type code and entry.
     Storage(i64, String),
     Tensor(Stored),
 }
 
-/// A thing, and how many are within one another in it.
+/// A value and its nesting depth.
 #[derive(Clone, Debug)]
 struct Held {
     thing: Rc<Thing>,
@@ -117,7 +111,6 @@ impl Held {
 const CUT: &str = "data.pkl ends early";
 const OTHER: &str = "data.pkl is not a dictionary of tensors";
 
-/// The bytes of a pickle, from the front on.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -127,7 +120,7 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    /// A number of up to eight bytes, little-endian.
+    /// A little-endian integer of up to eight bytes.
     fn number(&mut self, bytes: usize, signed: bool) -> Result<i64, &'static str> {
         let taken = self.take(bytes)?;
         if bytes > 8 {
@@ -150,14 +143,14 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The tensors that a pickle lists, by name.
+/// The tensors in a pickled table, by name.
 fn tensors(pickle: &[u8]) -> Result<Vec<(String, Stored)>, &'static str> {
     let Thing::Table(rows) = &*read(pickle)?.thing else { return Err(OTHER) };
     let mut tensors = Vec::with_capacity(rows.len());
     for (key, value) in rows {
         match (&*key.thing, &*value.thing) {
             (Thing::Text(name), Thing::Tensor(tensor)) => tensors.push((name.clone(), tensor.clone())),
-            // Constants may be other things, which no operator reads.
+            // Constants may be non-tensors, which no operator reads.
             (Thing::Text(_), _) => {}
             _ => return Err(OTHER),
         }
@@ -165,13 +158,13 @@ fn tensors(pickle: &[u8]) -> Result<Vec<(String, Stored)>, &'static str> {
     Ok(tensors)
 }
 
-/// Reads a pickle of protocol 2 as far as tables of tensors need it (the codes are those of Python's `pickletools`).
+/// Parses a protocol 2 pickle as far as tables of tensors need it (opcodes as in Python's `pickletools`).
 fn read(pickle: &[u8]) -> Result<Held, &'static str> {
     let mut reader = Reader(pickle);
     let mut stack: Vec<Held> = Vec::new();
     let mut marks: Vec<usize> = Vec::new();
     let mut memo: HashMap<usize, Held> = HashMap::new();
-    // Whoever adds to a list goes over all of it.
+    // Appending copies a list, so the total work is bounded.
     let mut gone_over = 0;
     loop {
         if gone_over > MOST || stack.len() > MOST || memo.len() > MOST || marks.len() > MOST {
@@ -217,7 +210,7 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
                 let bytes = reader.size(1)?;
                 Thing::Number(reader.number(bytes, true)?)
             }
-            // A float, which no tensor's row needs the value of.
+            // A float: its value is not needed.
             b'G' => {
                 reader.take(8)?;
                 Thing::None
@@ -245,7 +238,7 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
                 rows.extend(more.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())));
                 Thing::Table(rows)
             }
-            // BUILD: what a table has beside its rows.
+            // BUILD: attributes of a table, ignored.
             b'b' => {
                 popped(&mut stack, 1)?;
                 continue;
@@ -261,19 +254,18 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
     }
 }
 
-/// The last values of the stack, in order.
 fn popped(stack: &mut Vec<Held>, count: usize) -> Result<Vec<Held>, &'static str> {
     let at = stack.len().checked_sub(count).ok_or(OTHER)?;
     Ok(stack.split_off(at))
 }
 
-/// The values behind the last mark.
+/// Pops the values above the last mark.
 fn marked(stack: &mut Vec<Held>, marks: &mut Vec<usize>) -> Result<Vec<Held>, &'static str> {
     let at = marks.pop().filter(|at| *at <= stack.len()).ok_or(OTHER)?;
     Ok(stack.split_off(at))
 }
 
-/// The thing itself. A list that is remembered as well is remembered as it was: nobody asks for it again in a table.
+/// Takes the value out of its `Rc`. A memoised list is copied: the memo keeps the old state, which tables never read.
 fn unshared(held: Held) -> Thing {
     Rc::try_unwrap(held.thing).unwrap_or_else(|shared| match &*shared {
         Thing::List(list) => Thing::List(list.clone()),
@@ -282,7 +274,7 @@ fn unshared(held: Held) -> Thing {
     })
 }
 
-/// `('storage', torch.FloatStorage, '0', 'cpu', 128)`
+/// Parses `('storage', torch.FloatStorage, '0', 'cpu', 128)`.
 fn storage(id: &Held) -> Result<Thing, &'static str> {
     let Thing::List(parts) = &*id.thing else { return Err(OTHER) };
     let [kind, class, key, ..] = parts.as_slice() else { return Err(OTHER) };
@@ -306,7 +298,7 @@ fn storage(id: &Held) -> Result<Thing, &'static str> {
     is_plain.then(|| Thing::Storage(dtype, key.clone())).ok_or(OTHER)
 }
 
-/// What the calls make that a table of tensors has.
+/// The result of one of the calls that a table of tensors contains.
 fn called(function: &Held, given: &Held) -> Result<Thing, &'static str> {
     let (Thing::Global(name), Thing::List(given)) = (&*function.thing, &*given.thing) else { return Err(OTHER) };
     match name.as_str() {
@@ -374,7 +366,7 @@ mod tests {
         deep.extend([0x85; 64]);
         deep.push(b'.');
         assert!(tensors(&deep).unwrap_err().contains("levels deep"));
-        // Every table that is cut short or changed in one byte is read or refused, and nothing worse.
+        // A truncated or corrupted table is parsed or refused, without a panic.
         let whole = table();
         for at in 0..whole.len() {
             assert!(tensors(&whole[..at]).is_err(), "{at}");

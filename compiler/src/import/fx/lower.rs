@@ -1,10 +1,10 @@
-//! Lowering: from the nodes of an exported program to a graph of core ops.
+//! Lowers the nodes of an exported program to a graph of core ops.
 //!
-//! An operator of ATen is one row of `table`: a short function from a [`Scope`], which gives it its arguments by the
-//! names that ATen has for them and takes its core ops, to its outputs. Files group them by family. `walk` calls them in
-//! order, and makes functional what changes its operand in place.
+//! Each ATen operator is one row of `table`, a function from a [`Scope`] to outputs. It reads arguments by their ATen
+//! names and adds core ops. There is one file per operator family. `walk` calls them in order and functionalises
+//! in-place operators.
 //!
-//! Sizes that a program computes (`sym_size`, products of sizes) are [`Dim`]s and never reach the graph.
+//! Computed sizes (`sym_size`, products of sizes) are [`Dim`]s and add no nodes to the graph.
 
 pub mod alias;
 pub mod argument;
@@ -49,52 +49,43 @@ use crate::op::{Op, Parameter, State, Value};
 use crate::tensor::dim::Dim;
 use std::collections::HashMap;
 
-/// What is known of a tensor of the program.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Known {
-    /// A value of the graph.
     Value(Value),
-    /// A complex tensor: its real and its imaginary part.
+    /// Real and imaginary part.
     Complex(Value, Value),
-    /// A weight that becomes a node when it is read; its place in the list of all weights.
+    /// A weight that becomes a node on first use; index into [`ImportedWeights`].
     Weight(usize),
-    /// A result that no core op gives; reading it is an error that says this.
+    /// An output that no core op computes; reading it is this error.
     Absent(&'static str),
 }
 
-/// What a node makes.
 #[derive(Debug)]
 pub enum Made {
-    /// Tensors, in the order of the operator's definition.
+    /// In the order of the operator's definition.
     Tensors(Vec<Known>),
-    /// A size.
     Size(Dim),
 }
 
-/// What an operator's function gives.
 pub type Outputs = Result<Made, LowerReason>;
 
-/// One tensor.
 pub fn one(value: Value) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(value)]))
 }
 
-/// Several tensors.
 pub fn many(values: Vec<Value>) -> Outputs {
     Ok(Made::Tensors(values.into_iter().map(Known::Value).collect()))
 }
 
-/// What values and sizes are called, in one graph of the program.
 #[derive(Debug, Default)]
 pub struct Names {
-    /// Tensors; a broken one is missing.
+    /// Tensors that failed to lower are missing.
     pub tensors: HashMap<String, Known>,
-    /// Sizes.
     pub sizes: HashMap<String, Dim>,
 }
 
 impl Names {
-    /// The names that a node reads, with what `map` makes of each tensor.
+    /// The names that a node reads, with `map` applied to each tensor.
     pub fn mapped<E>(&self, node: &Node, mut map: impl FnMut(&str, Known) -> Result<Known, E>) -> Result<Names, E> {
         let mut within = Names::default();
         for name in node.inputs.iter().flat_map(|input| names(&input.arg)) {
@@ -109,23 +100,20 @@ impl Names {
     }
 }
 
-/// One node while it is lowered: what it reads, and where its core ops go.
+/// The state for lowering one node: its arguments and the graph it adds core ops to.
 pub struct Scope<'a> {
-    /// The node.
     pub node: &'a Node,
-    /// What its core ops come from.
+    /// Origin recorded on the core ops.
     pub origin: Origin,
-    /// What the values it reads are.
     pub names: &'a Names,
-    /// What the file says of tensors, by name.
+    /// Tensor metadata of the file, by name.
     pub said: &'a HashMap<String, TensorMeta>,
-    /// Sizes that symbols have in the constants of this file.
+    /// Values of symbols that the file's constants fix.
     pub frozen: &'a Frozen,
-    /// The graph written to.
     pub graph: &'a mut Graph,
-    /// Weights that are constants and nodes already.
+    /// Weights that have become constant nodes, by weight index.
     pub constants: &'a mut HashMap<usize, Value>,
-    /// What concerns the whole program.
+    /// State of the whole program.
     pub ledger: &'a mut ImportedWeights,
 }
 
@@ -152,7 +140,7 @@ impl Build for Scope<'_> {
 }
 
 impl Scope<'_> {
-    /// A tensor of the program as a value of the graph.
+    /// Returns a tensor as a value of the graph; a weight is added on first use.
     pub fn read(&mut self, known: Known) -> Result<Value, LowerReason> {
         match known {
             Known::Value(value) => Ok(value),
@@ -162,8 +150,8 @@ impl Scope<'_> {
         }
     }
 
-    /// Weight `at` as a node: a parameter when it is trained, a state when it is kept, else a constant. A constant
-    /// whose values are missing has a shape still, and is a state.
+    /// Returns weight `at` as a node: a parameter if trained, a state if `kept`, otherwise a constant. A constant
+    /// without values becomes a state of its shape.
     pub fn weight(&mut self, at: usize, kept: bool) -> Result<Value, LowerReason> {
         let weight = &self.ledger.weights[at];
         let known = weight.parameter.or(weight.state).or_else(|| self.constants.get(&at).copied().filter(|_| !kept));
@@ -181,7 +169,7 @@ impl Scope<'_> {
             None if weight.trainable => Op::Parameter(Parameter { name, fact }),
             None => Op::State(State { name, fact }),
         };
-        // A source has no node of its own in the program; its name says where it comes from.
+        // A weight has no node in the program; its name is its origin.
         let node = self.graph.add(op, &[], &Origin::default())?;
         let value = Value { node, output: 0 };
         let weight = &mut self.ledger.weights[at];

@@ -1,7 +1,7 @@
-//! A decoded program: the graph, what its placeholders are, and its weights as tensors.
+//! A decoded program: the graph, the roles of its placeholders, and its weights as tensors.
 //!
-//! What the decoder has made sure of: every value that a node reads was made before, and by one node only; every weight
-//! that the signature names has a type and a shape, and its bytes are there or its entry is missing altogether.
+//! The decoder checks that every value is defined once, before its use. Every weight in the signature has a type and a
+//! shape; its values are present unless its whole entry is missing.
 
 use crate::import::fx::archive::Archive;
 use crate::import::fx::error::{FxError, WeightError};
@@ -23,64 +23,56 @@ use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// The major version of the schema that is read.
+/// Supported major version of the schema.
 const SCHEMA: i64 = 8;
 
-/// What the user should know of a graph that holds forward and backward.
 const JOINT: &str = "a joint graph of forward and backward: it is planned and evaluated as it stands, and not trained, since \
                      pipec makes the gradients itself; export the forward graph alone to train it";
 
-/// What the batch is called: the exporter gives symbols numbers.
+/// Name given to the batch symbol; the exporter numbers symbols.
 const BATCH: &str = "batch";
 
-/// A program, decoded and checked.
+/// A decoded and checked program.
 #[derive(Debug)]
 pub struct Program {
-    /// Its name in the archive.
     pub name: String,
-    /// The graph.
     pub graph: Graph,
-    /// What the caller feeds, in order.
+    /// User inputs, in order.
     pub inputs: Vec<ValueInfo>,
-    /// Parameters, buffers and constants, once each.
+    /// Parameters, buffers and constants; each tied weight once.
     pub weights: Vec<Source>,
-    /// Which weight a placeholder is.
+    /// Weight index of each weight placeholder.
     pub placeholders: HashMap<String, usize>,
-    /// The values that are results, in order, each behind what it is called.
+    /// Pairs of output name and value name, in order.
     pub outputs: Vec<(String, String)>,
-    /// Values that buffers take after a run, with the buffer's name.
+    /// Buffer mutations: pairs of value name and buffer name.
     pub mutations: Vec<(String, String)>,
-    /// The version of PyTorch that wrote it.
     pub torch: String,
-    /// What the user should hear about though it stops nothing.
     pub warnings: Vec<String>,
-    /// Whether the graph holds the gradients as well, and is not for training.
+    /// The graph contains the backward too and cannot be trained.
     pub joint: bool,
     /// SHA-256 of the graph, the signature and the list of weights.
     pub sha256: [u8; 32],
-    /// The symbol that the exporter has for the batch.
+    /// The exporter's symbol for the batch.
     batch: Option<String>,
-    /// Symbols that are another one.
+    /// Maps a symbol to the symbol that it equals.
     equal: HashMap<String, String>,
 }
 
-/// A weight of the module.
 #[derive(Debug)]
 pub struct Source {
-    /// Its name in the module.
     pub name: String,
-    /// Element type and shape.
     pub fact: Fact,
-    /// The values, or the missing entry.
+    /// The values, or the name of the missing entry.
     pub initial: Result<Tensor, String>,
-    /// Whether it is trained.
+    /// Set if the weight is trained.
     pub parameter: bool,
-    /// Whether it is a parameter of the module that is not trained: a state, which keeps its name.
+    /// Set for a parameter that is not trained: it becomes a state under its name.
     pub kept: bool,
 }
 
 impl Program {
-    /// Decodes an archive.
+    /// Decodes and checks an archive.
     pub fn read(bytes: &Bytes) -> Result<Program, FxError> {
         let archive = Archive::open(bytes)?;
         if let Some(order) = archive.get("byteorder").filter(|order| order.as_ref() != b"little") {
@@ -143,12 +135,12 @@ impl Program {
         Ok(read)
     }
 
-    /// The fingerprint in hexadecimal, 64 characters.
+    /// [`Program::sha256`] in hexadecimal, 64 characters.
     pub fn sha256_hex(&self) -> String {
         self.sha256.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The inputs that no operator reads and that are no result.
+    /// Inputs that no operator reads and that are not outputs.
     pub fn unread(&self) -> BTreeSet<String> {
         let nodes = self.graph.nodes.iter().flat_map(|node| &node.inputs).flat_map(|input| names(&input.arg));
         let read: HashSet<&str> = nodes.chain(self.outputs.iter().map(|(_, name)| name.as_str())).collect();
@@ -156,7 +148,7 @@ impl Program {
         inputs.filter(|name| !read.contains(name.as_str())).cloned().collect()
     }
 
-    /// The size that text of the file means.
+    /// Converts a size of the file to a [`Dim`], with equal symbols merged and the batch symbol renamed.
     pub fn dim(&self, size: &SymInt) -> Result<Dim, crate::import::fx::error::ExpressionError> {
         let first = |name: &str| self.equal.get(name).map_or(name, String::as_str).to_string();
         let named = |name: &str| match &self.batch.as_deref().map(first) {
@@ -169,13 +161,13 @@ impl Program {
         }
     }
 
-    /// Type and shape that the file has for a tensor; `None` where it says nothing that can be understood.
+    /// The element type and shape of a tensor; `None` if unsupported.
     pub fn fact(&self, meta: &TensorMeta) -> Option<Fact> {
         let shape = meta.sizes.iter().map(|d| self.dim(d).ok()).collect::<Option<_>>()?;
         Some(Fact::new(dtype_of(meta.dtype)?, shape))
     }
 
-    /// Tells of an input that is not read while another one of its shape is: the two were one tensor at the export.
+    /// Warns about an unused input whose shape equals that of a used one: the same tensor was passed twice at export.
     fn one_tensor_twice(&mut self) {
         let unread = self.unread();
         let alike = |a: &ValueInfo, b: &ValueInfo| (a.elem_type, &a.dims) == (b.elem_type, &b.dims);
@@ -242,13 +234,13 @@ impl Program {
         Ok(())
     }
 
-    /// Whether the program wants a gradient for a placeholder; it does where nothing is said. In a joint graph that
-    /// gradient is a result, and nothing is trained.
+    /// Tests whether a placeholder requires a gradient (the default). Nothing is trained in a joint graph, whose
+    /// outputs include the gradients.
     fn trained(&self, placeholder: &str) -> bool {
         !self.joint && self.graph.tensor_values.get(placeholder).and_then(|meta| meta.requires_grad).unwrap_or(true)
     }
 
-    /// The symbol that a size of an input is, when it is a symbol alone.
+    /// The symbol of an input size that is a single symbol.
     fn symbol(&self, input: &str, axis: usize) -> Option<String> {
         let size = self.dim(self.graph.tensor_values.get(input)?.sizes.get(axis)?).ok()?;
         let symbols = size.symbols();
@@ -290,7 +282,7 @@ impl Program {
         let fact = Fact::of(place.dtype, &place.sizes);
         let path = format!("{folder}{}", payload.path_name);
         let initial = match loader.archive.get(&path) {
-            // A module on the meta device, or of fake tensors, has no values.
+            // Modules on the meta device and fake tensors have no values.
             Some(bytes) if bytes.is_empty() && !place.sizes.contains(&0) => Err(path.clone()),
             Some(bytes) => Ok(place.tensor(bytes)?),
             None => Err(path.clone()),
@@ -303,9 +295,9 @@ impl Program {
         if initial.is_err() {
             loader.missing.push(path.clone());
         }
-        // Without values nothing tells which names are one tensor.
+        // Without values, tied weights cannot be recognised.
         let is_empty = loader.archive.get(&path).is_some_and(|bytes| bytes.is_empty());
-        // One storage under two names is one tensor, if both names mean all the same elements of it.
+        // Two names for one storage are tied if they view the same elements.
         let others = loader.kept.entry(path).or_default();
         for (other, at) in others.iter().filter(|(_, at)| parameter && !is_empty && self.weights[*at].parameter) {
             if *other == place {
@@ -340,7 +332,7 @@ impl Program {
                 | OutputSpec::UserInputMutation { arg, user_input_name: target } => {
                     self.mutations.push((arg.name.clone(), target.clone()));
                 }
-                // A result that is a number, or an effect.
+                // A symbolic number, or an effect token.
                 _ => {}
             }
         }
@@ -348,30 +340,26 @@ impl Program {
     }
 }
 
-/// A list of weights with the folder that their entries are in.
 struct Store {
     folder: &'static str,
     weights: Weights,
 }
 
-/// What is needed, and gathered, while weights are read.
 struct Loader<'a> {
     archive: &'a Archive,
     stores: &'a [Store; 2],
-    /// The weights of each entry, with their places.
+    /// Loaded weights per entry, with their locations.
     kept: BTreeMap<String, Vec<(WeightLocation, usize)>>,
-    /// Entries that are not there.
     missing: Vec<String>,
 }
 
 impl<'a> Loader<'a> {
-    /// Buffers that are not persistent stand among the constants.
+    /// Non-persistent buffers are listed among the constants.
     fn find(&self, name: &str) -> Option<(&'static str, &'a Payload)> {
         self.stores.iter().find_map(|store| Some((store.folder, store.weights.config.get(name)?)))
     }
 }
 
-/// The name of the one program in the archive.
 fn name(archive: &Archive) -> Result<String, FxError> {
     let names: Vec<&str> = archive.within("models/").filter_map(|n| n.strip_suffix(".json")).collect();
     match names.as_slice() {
@@ -385,7 +373,7 @@ fn name(archive: &Archive) -> Result<String, FxError> {
     }
 }
 
-/// Reads a document. Its depth is limited by the reader, and `NaN`, which Python writes, is no JSON.
+/// Parses JSON. The parser limits the depth; Python's `NaN` is rejected.
 fn json<T: DeserializeOwned>(entry: &str, bytes: &[u8]) -> Result<T, FxError> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     serde_path_to_error::deserialize(&mut reader).map_err(|error| FxError::Json {
@@ -395,7 +383,7 @@ fn json<T: DeserializeOwned>(entry: &str, bytes: &[u8]) -> Result<T, FxError> {
     })
 }
 
-/// Whether every value is made once and before it is read, in the graph and in those within.
+/// Checks that every value is defined once and before its use, nested graphs included.
 fn check(graph: &Graph) -> Result<(), FxError> {
     let mut made: HashSet<&str> = HashSet::new();
     for input in &graph.inputs {
@@ -422,7 +410,7 @@ fn check(graph: &Graph) -> Result<(), FxError> {
     }
 }
 
-/// The names of tensors, sizes, numbers and truths in an argument.
+/// Names of the tensors and symbolic values in an argument.
 pub fn names(argument: &Argument) -> impl Iterator<Item = &str> {
     let list: Vec<&str> = match argument {
         Argument::AsTensor(name) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(name)) => vec![&name.name],
@@ -439,7 +427,6 @@ pub fn names(argument: &Argument) -> impl Iterator<Item = &str> {
     list.into_iter()
 }
 
-/// The name of a tensor that may be left out.
 pub fn tensor_name(tensor: &OptionalTensor) -> Option<&str> {
     match tensor {
         OptionalTensor::AsTensor(name) => Some(&name.name),
@@ -454,7 +441,7 @@ fn size_name(size: &SymArgument) -> Option<&str> {
     }
 }
 
-/// What to call a node: its name, or that of its first result.
+/// The node's name for messages; without one, that of its first output.
 pub fn label(node: &Node) -> String {
     let named = node.name.clone().filter(|n| !n.is_empty());
     named.unwrap_or_else(|| node.outputs.iter().flat_map(names).next().unwrap_or(&node.target).to_string())

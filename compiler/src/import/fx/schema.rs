@@ -1,102 +1,87 @@
-//! The document `models/NAME.json`, as torch 2.15 writes it (schema version 8): only what pipec reads of it.
+//! The document `models/NAME.json` as torch 2.15 writes it (schema version 8), limited to the fields that pipec reads.
 //!
-//! Arguments are tagged unions with one key. Arguments that equal their default are left out. Field names are those of
-//! the file.
+//! Arguments are tagged unions with one key; arguments equal to their default are omitted. Field names are those of the
+//! file.
 
 use serde::de::{IgnoredAny, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::collections::HashMap;
 use std::fmt;
 
-/// The whole document.
 #[derive(Debug, Deserialize)]
 pub struct ExportedProgram {
-    /// The graph and its signature.
     pub graph_module: GraphModule,
-    /// The version of this format.
     pub schema_version: SchemaVersion,
-    /// The version of PyTorch.
     #[serde(default)]
     pub torch_version: String,
-    /// What must hold of the sizes of inputs, as Python.
+    /// Python conditions on input sizes.
     #[serde(default)]
     pub guards_code: Vec<String>,
 }
 
-/// The version of the format.
 #[derive(Debug, Deserialize)]
 pub struct SchemaVersion {
-    /// Changes when old readers would misunderstand.
+    /// Incremented by incompatible changes.
     pub major: i64,
 }
 
-/// A graph with its signature.
 #[derive(Debug, Deserialize)]
 pub struct GraphModule {
-    /// The graph.
     pub graph: Graph,
-    /// What its inputs and outputs mean.
+    /// The roles of its inputs and outputs.
     pub signature: Signature,
 }
 
-/// A graph in single assignment; nodes are in order.
+/// A graph in single-assignment form, with nodes in topological order.
 #[derive(Debug, Deserialize)]
 pub struct Graph {
-    /// Placeholders.
     pub inputs: Vec<Argument>,
-    /// Results.
     pub outputs: Vec<Argument>,
-    /// Nodes.
     pub nodes: Vec<Node>,
-    /// Facts of tensors by name.
+    /// Tensor metadata by value name.
     #[serde(default)]
     pub tensor_values: HashMap<String, TensorMeta>,
 }
 
-/// One call of an operator.
 #[derive(Debug, Deserialize)]
 pub struct Node {
-    /// `torch.ops.aten.conv2d.default`
+    /// For example `torch.ops.aten.conv2d.default`.
     pub target: String,
-    /// What it is given.
     pub inputs: Vec<NamedArgument>,
-    /// What it makes.
     pub outputs: Vec<Argument>,
-    /// Where it comes from.
     #[serde(default)]
     pub metadata: Metadata,
-    /// Its name; files of earlier versions have none.
+    /// Missing in files of earlier versions.
     #[serde(default)]
     pub name: Option<String>,
-    /// The region that it stands in.
+    /// The region the node was inlined from.
     #[serde(skip)]
     pub region: Region,
 }
 
-/// What holds for all nodes of a part of the program.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Region {
-    /// No gradient passes.
+    /// Under `no_grad`.
     pub no_gradients: bool,
-    /// Operators compute in the element types that the file says, whatever their operands have.
+    /// Under autocast: the file's element types apply, whatever the operands have.
     pub autocast: bool,
 }
 
-/// Where a node comes from: of the long texts of the file what is told of them.
+/// A node's origin, reduced from the long texts of the file while it is read.
 #[derive(Debug, Default, Deserialize)]
 pub struct Metadata {
-    /// The path of the innermost module; the file has `key,path,type;key,path,type;…`, outermost first.
+    /// Path of the innermost module; the file has `key,path,type;key,path,type;…`, outermost first.
     #[serde(default, rename = "nn_module_stack", deserialize_with = "innermost")]
     pub module: Box<str>,
-    /// The innermost line of Python, `modeling_llama.py:459`; empty where the exporter kept none.
+    /// The innermost Python line, `modeling_llama.py:459`; empty if the exporter kept none.
     #[serde(default, rename = "stack_trace", deserialize_with = "line")]
     pub line: Box<str>,
-    /// The function of Python that called it, and its kind: `detach_1;method_descriptor.detach`.
+    /// The calling Python function and its type: `detach_1;method_descriptor.detach`.
     #[serde(default)]
     pub torch_fn: Option<Box<str>>,
 }
 
-/// Reads a text, or null, and keeps what `told` makes of it.
+/// Deserializes a string or null, and keeps the result of the function.
 struct Told(fn(&str) -> Box<str>);
 
 impl<'de> Visitor<'de> for Told {
@@ -119,7 +104,7 @@ fn innermost<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::
     deserializer.deserialize_any(Told(|stack| {
         let last = stack.rsplit(';').next().unwrap_or_default();
         let path = last.split(',').nth(1).unwrap_or_default();
-        // A strict export names the module itself as its function does: `L['self'].layer`.
+        // A strict export names the root module as its function does: `L['self'].layer`.
         let inner = path.strip_prefix("L['").and_then(|rest| rest.split_once("']"));
         inner.map_or(path, |(_, rest)| rest.strip_prefix('.').unwrap_or(rest)).into()
     }))
@@ -135,16 +120,13 @@ fn line<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error
     }))
 }
 
-/// An argument under the name that the operator has for it.
 #[derive(Debug, Deserialize)]
 pub struct NamedArgument {
-    /// The name; empty for higher-order operators.
+    /// Empty for higher-order operators.
     pub name: String,
-    /// The argument.
     pub arg: Argument,
 }
 
-/// An argument or a result.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -182,14 +164,11 @@ pub enum Argument {
     AsIntsLists(IgnoredAny),
 }
 
-/// A reference by name.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Name {
-    /// The name.
     pub name: String,
 }
 
-/// A tensor or nothing.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -198,7 +177,7 @@ pub enum OptionalTensor {
     AsNone(IgnoredAny),
 }
 
-/// A number of a file whose JSON has no infinities: those are words.
+/// A float; JSON has no infinities or NaN, so the file writes them as words.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 #[allow(missing_docs)]
@@ -208,7 +187,7 @@ pub enum Float {
 }
 
 impl Float {
-    /// The number.
+    /// The value; `None` for an unknown word.
     pub fn value(&self) -> Option<f64> {
         match self {
             Float::Number(value) => Some(*value),
@@ -222,7 +201,7 @@ impl Float {
     }
 }
 
-/// A size as an argument: a number or the name of a value.
+/// A size argument: a number or a value name.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -231,22 +210,19 @@ pub enum SymArgument {
     AsInt(i64),
 }
 
-/// A number or a truth as an argument: a value by its name, or itself.
+/// A symbolic number or boolean: a value name, or a literal, which is ignored.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Numbered {
-    /// The name of a value.
     #[serde(default)]
     pub as_name: Option<String>,
 }
 
-/// A graph as an argument of a higher-order operator.
 #[derive(Debug, Deserialize)]
 pub struct Subgraph {
-    /// The graph.
     pub graph: Graph,
 }
 
-/// A size of a tensor.
+/// A dimension of a tensor.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -256,7 +232,7 @@ pub enum SymInt {
 }
 
 impl SymInt {
-    /// The number, when there is no symbol.
+    /// The value, unless symbolic.
     pub fn known(&self) -> Option<i64> {
         match self {
             SymInt::AsInt(value) => Some(*value),
@@ -265,44 +241,35 @@ impl SymInt {
     }
 }
 
-/// A symbolic size.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Expression {
-    /// Its text.
     pub expr_str: String,
 }
 
-/// Type, shape and place of a tensor.
 #[derive(Clone, Debug, Deserialize)]
 pub struct TensorMeta {
-    /// Element type code.
     pub dtype: i64,
-    /// Shape.
     pub sizes: Vec<SymInt>,
-    /// Elements between neighbours along each axis.
+    /// In elements.
     #[serde(default)]
     pub strides: Vec<SymInt>,
-    /// Elements before the first.
+    /// Index of the first element.
     #[serde(default)]
     pub storage_offset: Option<SymInt>,
     /// 7 is strided.
     #[serde(default)]
     pub layout: Option<i64>,
-    /// Whether a gradient is wanted.
     #[serde(default)]
     pub requires_grad: Option<bool>,
 }
 
-/// What the inputs and outputs of the graph mean.
+/// The roles of the graph's inputs and outputs.
 #[derive(Debug, Deserialize)]
 pub struct Signature {
-    /// Inputs in order.
     pub input_specs: Vec<InputSpec>,
-    /// Outputs in order.
     pub output_specs: Vec<OutputSpec>,
 }
 
-/// What an input means.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -316,7 +283,6 @@ pub enum InputSpec {
     ConstantInput { name: String },
 }
 
-/// What an output means.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -334,19 +300,16 @@ pub enum OutputSpec {
 /// The document `data/weights/NAME_weights_config.json`.
 #[derive(Debug, Default, Deserialize)]
 pub struct Weights {
-    /// Weights by their names in the module.
+    /// Weights by module name.
     pub config: HashMap<String, Payload>,
 }
 
-/// Where a weight is.
 #[derive(Debug, Deserialize)]
 pub struct Payload {
-    /// The entry, within the folder of the document.
+    /// The entry, relative to the document's folder.
     pub path_name: String,
-    /// Whether it was pickled.
     #[serde(default)]
     pub use_pickle: bool,
-    /// Type, shape and place.
     #[serde(default)]
     pub tensor_meta: Option<TensorMeta>,
 }

@@ -1,7 +1,7 @@
-//! Weights: raw little-endian bytes under sizes, strides and an offset, as tensors in row-major order.
+//! Weights: strided tensors over raw little-endian bytes, converted to row-major tensors.
 //!
-//! What lies in row-major order already stays a view of the file; anything else (a transposed or channels-last weight)
-//! is gathered into new bytes. Every size is checked against the bytes that are there before anything is allocated.
+//! Row-major weights stay views of the file; others (transposed, channels-last) are copied. Every size is checked
+//! against the bytes that exist before anything is allocated.
 
 use crate::import::fx::error::WeightError;
 use crate::import::fx::schema::{SymInt, TensorMeta};
@@ -9,13 +9,12 @@ use crate::import::onnx::proto::tensor_proto::DataType;
 use crate::tensor::{DType, Tensor, element_count};
 use bytes::Bytes;
 
-/// The most bytes that a tensor may have which repeats its storage (a stride of 0).
+/// Size limit in bytes of a tensor that repeats its storage (stride 0).
 const REPEATED: u64 = 1 << 24;
 
-/// The layout code of tensors with strides.
 const STRIDED: i64 = 7;
 
-/// The element type with this code of the schema, if pipec computes with it.
+/// The element type with this schema code; `None` for types that pipec does not support.
 pub fn dtype_of(code: i64) -> Option<DType> {
     Some(match code {
         1 => DType::U8,
@@ -33,7 +32,6 @@ pub fn dtype_of(code: i64) -> Option<DType> {
     })
 }
 
-/// The code that an ONNX file has for an element type.
 pub fn onnx_code(dtype: DType) -> i32 {
     let code = match dtype {
         DType::F64 => DataType::Double,
@@ -53,21 +51,19 @@ pub fn onnx_code(dtype: DType) -> i32 {
     code as i32
 }
 
-/// Where the elements of a tensor are in its storage, in elements.
+/// A strided view of a storage, in elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightLocation {
-    /// Element type.
     pub dtype: DType,
-    /// Shape.
     pub sizes: Vec<usize>,
-    /// Elements between neighbours.
+    /// Per axis, the distance between neighbours in elements.
     pub strides: Vec<usize>,
-    /// Elements before the first.
+    /// Index of the first element.
     pub offset: usize,
 }
 
 impl WeightLocation {
-    /// What the file says, checked to be plain numbers.
+    /// Reads a tensor's metadata; symbolic or negative numbers are an error.
     pub fn read(meta: &TensorMeta) -> Result<WeightLocation, WeightError> {
         let dtype = dtype_of(meta.dtype).ok_or(WeightError::ElementType(meta.dtype))?;
         if let Some(layout) = meta.layout.filter(|l| *l != STRIDED) {
@@ -84,7 +80,7 @@ impl WeightLocation {
         }
     }
 
-    /// The elements from the start of the storage to behind the last one; `None` when that overflows.
+    /// One past the highest storage index used; `None` on overflow.
     fn reach(&self) -> Option<usize> {
         if self.sizes.contains(&0) {
             return Some(0);
@@ -97,7 +93,7 @@ impl WeightLocation {
         last.checked_add(1)
     }
 
-    /// Whether both have an element of the storage in common, as far as their first and last elements tell.
+    /// Tests whether the two index ranges overlap. Strided tensors within overlapping ranges may still be disjoint.
     pub fn meets(&self, other: &WeightLocation) -> bool {
         match (self.reach(), other.reach()) {
             (Some(a), Some(b)) => self.offset < b && other.offset < a,
@@ -114,7 +110,6 @@ impl WeightLocation {
         })
     }
 
-    /// The tensor that has this place in `storage`.
     pub fn tensor(&self, storage: &Bytes) -> Result<Tensor, WeightError> {
         let width = self.dtype.size();
         let short =
@@ -137,7 +132,7 @@ impl WeightLocation {
         Tensor::new(self.dtype, self.sizes.clone(), bytes).map_err(|_| short(None))
     }
 
-    /// All elements in row-major order, counted like an odometer. Places were checked to lie within the storage.
+    /// Copies all elements in row-major order. The caller has checked that the indices lie within the storage.
     fn gather(&self, storage: &[u8], size: usize) -> Bytes {
         let width = self.dtype.size();
         let mut bytes = Vec::with_capacity(size);

@@ -1,5 +1,5 @@
-//! What must hold of a graph's wiring whatever its operators mean: every tensor is written once, whatever is read is
-//! written by someone, nothing waits for itself, subgraphs nest only so deep.
+//! Structural checks of a graph, independent of operator semantics: every tensor is written exactly once, every tensor
+//! read is defined, there are no cycles, and the subgraph nesting depth is bounded.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -8,23 +8,22 @@ use crate::import::onnx::order::topological;
 use crate::import::onnx::proto::{AttributeProto, GraphProto, NodeProto};
 use crate::import::onnx::warning::Warning;
 
-/// How deep subgraphs may nest: an If in an If in an If …
+/// Maximum nesting depth of subgraphs (an `If` inside an `If` …).
 pub const NESTING: usize = 16;
 
-/// A list of nodes with what surrounds it: the main graph, or the body of a function.
+/// The nodes of the main graph or of a function body, with its inputs and outputs.
 pub struct Body<'a> {
-    /// The nodes, in the order of the file.
+    /// In file order.
     pub nodes: &'a [NodeProto],
-    /// Their names, unique.
+    /// Unique node names, parallel to `nodes`.
     pub names: &'a [String],
-    /// What is there before the first node runs: a tensor's name, and what it is, such as `graph input`.
+    /// Tensors defined before the first node runs: the name and a description for messages, such as `graph input`.
     pub given: &'a [(&'a str, &'static str)],
-    /// What must be there after the last.
     pub outputs: &'a [&'a str],
 }
 
-/// Checks `body`, tells `faults` and `warnings`, and gives the order in which its nodes run (the file's order where
-/// a fault leaves none).
+/// Checks `body`, appends to `faults` and `warnings`, and returns a topological order of its nodes. After a fault that
+/// prevents sorting, this is the file order.
 pub fn check(body: &Body<'_>, faults: &mut Vec<Fault>, warnings: &mut Vec<Warning>) -> Vec<usize> {
     let writers = writers(body, faults);
     let mut reads: Vec<Vec<usize>> = Vec::with_capacity(body.nodes.len());
@@ -77,12 +76,12 @@ pub fn check(body: &Body<'_>, faults: &mut Vec<Fault>, warnings: &mut Vec<Warnin
     }
 }
 
-/// The subgraphs in a node's attributes.
 pub fn subgraphs(attributes: &[AttributeProto]) -> impl Iterator<Item = &GraphProto> {
     attributes.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs))
 }
 
-/// Calls `visit` on every node of `nodes` and of the subgraphs in them. As deep as protobuf lets messages nest.
+/// Calls `visit` on every node, including those in subgraphs. The recursion depth is bounded by protobuf's own nesting
+/// limit.
 pub fn each_node<'a>(nodes: &'a [NodeProto], visit: &mut impl FnMut(&'a NodeProto)) {
     for node in nodes {
         visit(node);
@@ -120,7 +119,7 @@ fn writers<'a>(body: &Body<'a>, faults: &mut Vec<Fault>) -> HashMap<&'a str, Wri
     writers
 }
 
-/// What a subgraph reads from around it; `None` when it nests too deep.
+/// Tensor names that a subgraph captures from the enclosing scope; `None` if it nests deeper than [`NESTING`].
 pub fn free(graph: &GraphProto) -> Option<BTreeSet<&str>> {
     free_names(graph, 1)
 }
@@ -204,7 +203,7 @@ mod tests {
         branch.attribute = vec![attribute];
         let (unknown, ..) = faults(&[branch.clone()], &["y"]);
         assert_eq!(unknown, ["node `if` (Op) reads tensor `outer`, which nothing makes"]);
-        // It counts as a reader when nodes are sorted.
+        // The captured tensor also counts as a dependency when the nodes are sorted.
         let (none, order, _) = faults(&[branch, node("o", &["x"], &["outer"])], &["y"]);
         assert!(none.is_empty());
         assert_eq!(order, [1, 0]);

@@ -1,4 +1,4 @@
-//! The road from a file to a checked model: map, protobuf, fingerprint, structure, payloads.
+//! Decodes an ONNX file into a checked [`OnnxModel`]: memory map, protobuf, fingerprint, structure, tensor payloads.
 //!
 //! ```no_run
 //! let model = compiler::import::onnx::decode::read(std::path::Path::new("model.onnx"))?;
@@ -6,7 +6,7 @@
 //! # Ok::<(), compiler::import::onnx::error::DecodeError>(())
 //! ```
 //!
-//! Faults are gathered, not thrown at the first: a model with three broken tensors and a cycle says all four.
+//! All faults of a model are collected and reported together.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -28,12 +28,12 @@ use crate::import::onnx::signature::{self, Signature};
 use crate::import::onnx::warning::Warning;
 use crate::import::onnx::{file, fingerprint, function, payload};
 
-/// Reads the model at `path`. External data is looked for in the model's folder.
+/// Reads the model at `path`. External data files are resolved relative to the model's folder.
 pub fn read(path: &Path) -> Result<OnnxModel, DecodeError> {
     decode(file::map(path)?, Files::of_model(path))
 }
 
-/// The files beside the model at `path` that hold values of its tensors; none where it is no model.
+/// The external data files referenced by the model at `path`; empty if `path` is not an ONNX model.
 pub fn data_files(path: &Path) -> BTreeSet<PathBuf> {
     let bytes = file::map(path).ok().filter(|bytes| file::refuse_other_formats(bytes).is_ok());
     let Some(proto) = bytes.and_then(|bytes| ModelProto::decode(bytes).ok()) else { return BTreeSet::new() };
@@ -42,8 +42,8 @@ pub fn data_files(path: &Path) -> BTreeSet<PathBuf> {
     decoder.files.paths()
 }
 
-/// Decodes a model from memory, with external data beneath `folder`, or none allowed. The result's payloads are
-/// views into `bytes`.
+/// Decodes a model from memory. External data must be inside `folder`; without a folder, external data is an error.
+/// Payloads of the result are views into `bytes`.
 pub fn parse(bytes: Bytes, folder: Option<&Path>) -> Result<OnnxModel, DecodeError> {
     decode(bytes, folder.map_or_else(Files::none, Files::beneath))
 }
@@ -84,7 +84,7 @@ struct Decoder {
 }
 
 impl Decoder {
-    /// The model, unless it has no graph. What it holds is good only if there are no faults.
+    /// Returns `None` if the message has no graph. The result is valid only if `self.faults` stays empty.
     fn model(&mut self, mut proto: ModelProto, sha256: [u8; 32]) -> Option<OnnxModel> {
         let Some(mut graph) = proto.graph.take() else {
             self.faults.push(Fault::NoGraph);
@@ -155,7 +155,7 @@ impl Decoder {
         opsets
     }
 
-    /// Standard operators need the standard operator set, or they mean nothing.
+    /// Adds a fault if standard operators are used and the standard domain is not imported.
     fn standard_opset(&mut self, opsets: &[Opset], nodes: &[NodeProto], names: &[String]) {
         if opsets.is_empty() || opsets.iter().any(|set| set.domain.is_empty()) {
             return;
@@ -209,7 +209,7 @@ impl Decoder {
         order.iter().filter_map(|at| nodes[*at].take()).collect()
     }
 
-    /// Resolves every tensor in `attributes`, also within subgraphs, on behalf of the node called `node`.
+    /// Resolves all tensors in `attributes`, including those in subgraphs. `node` is the name used in messages.
     fn attributes(&mut self, attributes: &mut [AttributeProto], node: &str) {
         for attribute in attributes {
             if attribute.sparse_tensor.is_some() || !attribute.sparse_tensors.is_empty() {
@@ -248,7 +248,7 @@ impl Decoder {
         let nodes = self.nodes(std::mem::take(&mut proto.node), names, &order);
         let name = proto.name.unwrap_or_default();
         self.attributes(&mut proto.attribute_proto, &name);
-        // A body may leave its operator sets to the model, so an empty list is no fault here.
+        // A function may inherit the model's opset imports, so an empty list is not a fault.
         let opsets = if proto.opset_import.is_empty() { Vec::new() } else { self.opsets(&proto.opset_import) };
         Function {
             domain: proto.domain.unwrap_or_default(),
@@ -264,7 +264,7 @@ impl Decoder {
     }
 }
 
-/// Whether PyTorch says that the tensor is a buffer or a constant of the model.
+/// True if PyTorch's export metadata marks the tensor as a buffer or a constant.
 fn is_buffer(info: &ValueInfoProto) -> bool {
     let mut kinds = info.metadata_props.iter().filter(|p| p.key() == "pkg.torch.export.graph_signature.InputSpec.kind");
     kinds.any(|kind| matches!(kind.value(), "BUFFER" | "CONSTANT_TENSOR"))
@@ -303,7 +303,7 @@ mod tests {
         ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
     }
 
-    /// y = x + w, in IR version 3 with `w` among the inputs.
+    /// `y = x + w` in IR version 3, where `w` is also listed as a graph input.
     fn model() -> ModelProto {
         let node = NodeProto {
             op_type: Some("Add".into()),

@@ -1,11 +1,11 @@
-//! Element types of ONNX tensors, by their code in the file, and how many bytes a tensor of them takes.
+//! ONNX element types by their numeric code, and tensor sizes in bytes.
 
 use crate::import::onnx::proto::tensor_proto::DataType;
 
-/// The code of strings, the one element type without a width.
+/// Strings are the only element type without a fixed width.
 pub const STRING: i32 = DataType::String as i32;
 
-/// Bits of one element, `None` for a code that the standard does not know, for `UNDEFINED` and for strings.
+/// Bits per element; `None` for unknown codes, `UNDEFINED` and strings.
 pub fn bits(elem_type: i32) -> Option<u64> {
     use DataType::*;
     Some(match DataType::try_from(elem_type).ok()? {
@@ -21,39 +21,32 @@ pub fn bits(elem_type: i32) -> Option<u64> {
     })
 }
 
-/// The name of an element type as ONNX writes it, such as `FLOAT`; `UNDEFINED` for an unknown code.
+/// The ONNX name of an element type, such as `FLOAT`; `UNDEFINED` for an unknown code.
 pub fn element_name(elem_type: i32) -> &'static str {
     DataType::try_from(elem_type).unwrap_or(DataType::Undefined).as_str_name()
 }
 
-/// Whether the standard knows the code, and it names an element type.
+/// True for every code of the standard except `UNDEFINED`.
 pub fn known(elem_type: i32) -> bool {
     elem_type == STRING || bits(elem_type).is_some()
 }
 
-/// Why a list of dimensions is no shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
-    /// A dimension below zero.
     #[error("dimension {axis} is negative: {dim}")]
-    Negative {
-        /// Which dimension, from 0.
-        axis: usize,
-        /// Its value.
-        dim: i64,
-    },
-    /// More elements or bytes than a signed 64-bit number counts.
+    Negative { axis: usize, dim: i64 },
+    /// The number of elements or bytes does not fit an `i64`.
     #[error("its size overflows: dims {dims:?}")]
     Overflow {
-        /// The dimensions, at most the first eight.
+        /// At most the first eight dimensions.
         dims: Vec<i64>,
     },
 }
 
-/// The number of elements of a tensor of shape `dims`.
+/// Number of elements of a tensor of shape `dims`.
 ///
-/// A zero anywhere gives zero, but the other dimensions must still multiply without overflow: what computes strides
-/// from them later would overflow in their place.
+/// With a zero dimension the result is zero. The product of the other dimensions must not overflow, because strides are
+/// computed from it later.
 pub fn elements(dims: &[i64]) -> Result<u64, SizeError> {
     let overflow = || SizeError::Overflow { dims: dims.iter().take(8).copied().collect() };
     let mut product: i64 = 1;
@@ -66,7 +59,7 @@ pub fn elements(dims: &[i64]) -> Result<u64, SizeError> {
     if dims.contains(&0) { Ok(0) } else { Ok(product.unsigned_abs()) }
 }
 
-/// The bytes of `elements` elements of `bits` bits each, packed as ONNX packs types narrower than a byte.
+/// Bytes of a tensor of shape `dims` with `bits` bits per element. Sub-byte elements are packed, as in ONNX.
 pub fn bytes(dims: &[i64], bits: u64) -> Result<u64, SizeError> {
     let overflow = || SizeError::Overflow { dims: dims.iter().take(8).copied().collect() };
     let total = elements(dims)?.checked_mul(bits).ok_or_else(overflow)?.div_ceil(8);

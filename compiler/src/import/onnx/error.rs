@@ -1,7 +1,7 @@
-//! What can be wrong with an ONNX file. What is only worth saying stands in `warning`.
+//! Errors in ONNX files. Non-fatal findings are in `warning`.
 //!
-//! Every text here is safe to print: names from the file pass through `name::shown`, so no control character and no
-//! megabyte of text reaches a terminal.
+//! All messages are safe to print: names from the file pass through `name::shown`, which removes control characters and
+//! limits the length.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,76 +9,58 @@ use std::path::PathBuf;
 use crate::import::onnx::name::shown;
 use crate::import::onnx::payload::TensorError;
 
-/// How many faults a message lists before it only counts.
+/// Maximum number of faults listed in one message; the rest is only counted.
 const LISTED: usize = 20;
 
-/// Why a file is not a model that pipec reads.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// The file cannot be opened or mapped.
     #[error("cannot open {}: {source}", shown(&path.to_string_lossy()))]
-    Open {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// A folder, pipe, socket or device instead of a file.
+    Open { path: PathBuf, source: std::io::Error },
     #[error("{} is {kind}, not a regular file", shown(&path.to_string_lossy()))]
     NotRegular {
-        /// The path.
         path: PathBuf,
-        /// What it is, with its article.
+        /// With its article, such as `a directory`.
         kind: &'static str,
     },
-    /// A file that is recognisably something else.
     #[error("{0}")]
     Format(#[from] FormatError),
-    /// The bytes are not the protobuf message they should be.
     #[error("not a valid ONNX protobuf message of {bytes} bytes: {reason}")]
     Protobuf {
-        /// The size of the file in bytes.
         bytes: usize,
-        /// What the decoder met, with a hint where there is one.
+        /// The error of the protobuf decoder, with a hint on its cause where there is one.
         reason: String,
     },
-    /// The message decodes, and what it says cannot be.
+    /// The message decodes, but its content is invalid.
     #[error("{0}")]
     Faults(Faults),
 }
 
-/// A file that is recognisably not an ONNX model.
+/// File formats that are recognised and are not ONNX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
-    /// No bytes.
     #[error("empty file, not an ONNX model")]
     Empty,
-    /// The stand-in that git leaves when large files were not fetched.
     #[error("a git-lfs pointer, not an ONNX model: the real file was not fetched; run `git lfs pull` beside it")]
     LfsPointer,
-    /// A zip archive: `torch.save` or `torch.export.save`.
+    /// Written by `torch.save` or `torch.export.save`.
     #[error(
         "a zip archive, not an ONNX model: a `.pt2` from torch.export is read when its name ends in .pt2; \
          a checkpoint from torch.save holds no graph, export the model with torch.onnx.export"
     )]
     Zip,
-    /// A Python pickle.
     #[error("a Python pickle, not an ONNX model: pipec never opens pickles; export the model with torch.onnx.export")]
     Pickle,
-    /// A safetensors file: weights without a graph.
     #[error(
         "a safetensors file, not an ONNX model: it holds weights and no graph; give the model first and it with --weights"
     )]
     Safetensors,
-    /// HDF5: a Keras file.
     #[error("an HDF5 file, not an ONNX model: convert a Keras model with tf2onnx")]
     Hdf5,
-    /// Readable text, such as a web page saved by mistake.
     #[error("a text file, not an ONNX model (a download page saved by mistake?)")]
     Text,
 }
 
-/// All that is wrong with one model, in the order it was found.
+/// All faults of one model, in the order they were found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Faults(pub Vec<Fault>);
 
@@ -98,81 +80,40 @@ impl fmt::Display for Faults {
     }
 }
 
-/// One thing that is wrong, and where.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Fault {
-    /// The message has no graph.
     #[error("the model has no graph: is this an ONNX model?")]
     NoGraph,
-    /// The graph has no nodes.
     #[error("the graph has no nodes: there is nothing to do")]
     NoNodes,
-    /// No operator set is imported, so no operator has a meaning.
     #[error("opset_import is missing: the model does not say which version of the operators it means")]
     NoOpset,
-    /// A domain is used whose operator set is not imported.
+    /// A standard operator is used, but the standard domain is not imported.
     #[error("node `{}`: opset_import does not name the standard operators, whose {} it uses", shown(node), shown(op))]
     OpsetOfStandard {
         /// The first such node.
         node: String,
-        /// Its operator.
         op: String,
     },
-    /// One domain in two versions.
     #[error("opset_import names the domain `{}` twice, with versions {first} and {second}", shown(domain))]
-    OpsetTwice {
-        /// The domain.
-        domain: String,
-        /// One version.
-        first: i64,
-        /// The other.
-        second: i64,
-    },
-    /// A graph input without a tensor type.
+    OpsetTwice { domain: String, first: i64, second: i64 },
     #[error("graph input `{}` has no tensor type{}", shown(name), if *other_kind { ": sequences, maps and optionals are not supported" } else { "" })]
     InputType {
-        /// The input.
         name: String,
-        /// It has a type, but not of a tensor.
+        /// It has a type, but not a tensor type.
         other_kind: bool,
     },
-    /// An element type that the standard does not know.
     #[error("`{}` has an unknown element type, code {code}", shown(name))]
-    ElementType {
-        /// The tensor.
-        name: String,
-        /// The code.
-        code: i32,
-    },
-    /// A declared dimension below zero.
+    ElementType { name: String, code: i32 },
     #[error("`{}`: dimension {axis} is negative: {dim}", shown(name))]
-    NegativeDim {
-        /// The tensor.
-        name: String,
-        /// Which dimension.
-        axis: usize,
-        /// Its value.
-        dim: i64,
-    },
-    /// A node without an operator.
+    NegativeDim { name: String, axis: usize, dim: i64 },
     #[error("node `{}` has no operator type", shown(node))]
-    NoOperator {
-        /// The node.
-        node: String,
-    },
-    /// One name for two graph inputs.
+    NoOperator { node: String },
     #[error("duplicate graph input `{}`", shown(name))]
-    DuplicateInput {
-        /// The name.
-        name: String,
-    },
-    /// One name for two initializers.
+    DuplicateInput { name: String },
     #[error("duplicate initializer `{}`", shown(name))]
-    DuplicateInitializer {
-        /// The name.
-        name: String,
-    },
-    /// A tensor written twice: not single assignment.
+    DuplicateInitializer { name: String },
+    /// Violation of single static assignment.
     #[error(
         "duplicate output: tensor `{}` is written twice, by {} and by node `{}`",
         shown(tensor),
@@ -180,83 +121,47 @@ pub enum Fault {
         shown(node)
     )]
     DuplicateOutput {
-        /// The tensor.
         tensor: String,
-        /// Who wrote it first, with its kind.
+        /// The first writer, with its type: `the graph input` or `node ...`.
         first: String,
-        /// The node that writes it again.
         node: String,
     },
-    /// A node reads what nobody makes.
     #[error("node `{}` ({}) reads tensor `{}`, which nothing makes", shown(node), shown(op), shown(tensor))]
-    UnknownTensor {
-        /// The node.
-        node: String,
-        /// Its operator.
-        op: String,
-        /// The tensor.
-        tensor: String,
-    },
-    /// A graph output that nobody makes.
+    UnknownTensor { node: String, op: String, tensor: String },
     #[error("graph output `{}` is made by no node", shown(tensor))]
-    UnknownOutput {
-        /// The tensor.
-        tensor: String,
-    },
-    /// Nodes that wait for each other.
+    UnknownOutput { tensor: String },
     #[error("cycle: {}", arrows(nodes))]
     Cycle {
-        /// The nodes in order; the last feeds the first.
+        /// In data-flow order; the last node feeds the first.
         nodes: Vec<String>,
     },
-    /// A node gives one attribute twice.
     #[error("node `{}` has the attribute `{}` twice", shown(node), shown(attribute))]
-    DuplicateAttribute {
-        /// The node.
-        node: String,
-        /// The attribute.
-        attribute: String,
-    },
-    /// Subgraphs within subgraphs, too deep.
+    DuplicateAttribute { node: String, attribute: String },
     #[error("node `{}`: control flow (If, Loop, Scan) nests more than {limit} deep", shown(node))]
     Nesting {
-        /// The node of the main graph, or of a function, that holds them.
+        /// The node of the main graph or of a function that contains the subgraphs.
         node: String,
-        /// The limit.
         limit: usize,
     },
-    /// Two functions of one name.
     #[error("duplicate function `{}`", shown(name))]
-    DuplicateFunction {
-        /// Its name.
-        name: String,
-    },
-    /// A function that calls itself.
+    DuplicateFunction { name: String },
     #[error("recursive function: {}", arrows(functions))]
     RecursiveFunction {
-        /// The functions in order; the last calls the first.
+        /// In call order; the last function calls the first.
         functions: Vec<String>,
     },
-    /// Functions that grow without measure when written out.
     #[error("written out, the functions of the model are more than {limit} nodes")]
-    Expansion {
-        /// The limit in nodes.
-        limit: u64,
-    },
-    /// Sparse tensors.
+    Expansion { limit: u64 },
     #[error("sparse initializer `{}`: sparse tensors are not supported", shown(name))]
     Sparse {
-        /// The tensor, or the node that holds it.
+        /// The tensor, or the node whose attribute it is.
         name: String,
     },
-    /// A tensor with values that cannot be.
     #[error("{} {error}", place(place_of, name))]
     Tensor {
-        /// `None` for an initializer, else the node that holds the tensor in an attribute.
+        /// `None` for an initializer, else the node that has the tensor as an attribute.
         place_of: Option<String>,
-        /// The tensor's name, or the attribute's.
         name: String,
-        /// What is wrong.
         error: TensorError,
     },
 }
@@ -268,7 +173,7 @@ fn place(place_of: &Option<String>, name: &str) -> String {
     }
 }
 
-/// `a -> b -> a`, with the middle left out where it is long.
+/// Formats a cycle as `a -> b -> a`; long cycles are abbreviated.
 fn arrows(names: &[String]) -> String {
     const SHOW: usize = 8;
     let mut text = String::new();

@@ -1,23 +1,21 @@
-//! External data: tensors whose values lie in files beside the model.
+//! External data: tensor values stored in files next to the model.
 //!
-//! A location is text from a file that a stranger may have written, so it is refused unless it stays inside the
-//! model's folder, twice over:
+//! A location is untrusted text. It must stay inside the model's folder, and this is checked twice:
 //!
 //! 1. as text: not empty, not absolute, no `..`, no backslash, no drive letter, no NUL;
-//! 2. as it resolves: with every link followed, it still lies beneath the folder.
+//! 2. after resolving all symbolic links.
 //!
-//! One exception to 2 lets downloads of the Hugging Face hub work. There the model is a link in
-//! `snapshots/REVISION/` to a file in `blobs/`, and so is its data: when the model given is itself a link to a file in
-//! a folder named `blobs`, a data file that resolves directly into that same folder is read as well.
-//! When the model is a link and the data lies beside its target instead, it is found there, under the same rules.
+//! There is one exception to 2, for downloads of the Hugging Face hub. There the model is a link in
+//! `snapshots/REVISION/` to a file in `blobs/`, and so is its data. If the model path is a link into a folder named
+//! `blobs`, data files that resolve directly into that folder are accepted. If the model is another link, data next to
+//! the link target is also found, under the same rules.
 //!
-//! Only regular files are opened; a pipe is recognised before it could block. Hard links are read like any file: to
-//! make one takes write access to the same disk, and package tools make them all the time. Between the check and the
-//! opening a program that can write into the model's folder could exchange a file; who can do that can write the
-//! model too.
+//! Only regular files are opened, so a pipe cannot block. Hard links are accepted: creating one needs write access to
+//! the same disk, and package tools use them. A program that can write to the model's folder could swap a file between
+//! check and open, but it could also replace the model.
 //!
-//! Offsets and lengths are compared with the tensor's type and dims, and with the file's size, before anything is
-//! sliced, and nothing is ever allocated: values are views into the mapped file.
+//! Offsets and lengths are checked against type, dims and file size before slicing. Nothing is allocated: values are
+//! views into the mapped file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -31,12 +29,12 @@ use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::StringStringEntryProto;
 use crate::import::onnx::warning::Warning;
 
-/// The external files of one model, each opened once.
+/// The external data files of one model, each opened at most once.
 #[derive(Debug, Default)]
 pub struct Files {
-    /// Folders to look in, resolved: the one the model was named in, then the one its file really lies in.
+    /// Resolved search folders: the folder of the given path, then the folder of the link target.
     roots: Vec<PathBuf>,
-    /// The hub's `blobs` folder, when the model is a link into one.
+    /// The hub's `blobs` folder, if the model is a link into one.
     blobs: Option<PathBuf>,
     opened: BTreeMap<String, Result<Option<Bytes>, ExternalError>>,
     missing: BTreeMap<String, usize>,
@@ -44,20 +42,20 @@ pub struct Files {
 }
 
 impl Files {
-    /// For a model that did not come from a folder: any external data is an error.
+    /// For a model that was not read from a file: any external data is an error.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// For a model whose data lies beneath `folder`.
+    /// External data is searched in `folder`.
     pub fn beneath(folder: &Path) -> Self {
         let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-        // A folder that does not resolve holds no files either: each tensor then counts as missing.
+        // If the folder cannot be resolved, every external tensor is reported as missing.
         let root = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
         Self { roots: vec![root], ..Self::default() }
     }
 
-    /// For the model file at `path`.
+    /// Searches the folder of the model file at `path` and, if it is a link, that of its target.
     pub fn of_model(path: &Path) -> Self {
         let mut files = Self::beneath(path.parent().unwrap_or(Path::new("")));
         let linked = std::fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink());
@@ -71,8 +69,8 @@ impl Files {
         files
     }
 
-    /// The `expected` bytes that `entries` point at, for the tensor called `tensor`; `None` where the file does not
-    /// exist.
+    /// Returns the `expected` bytes that `entries` refer to for the tensor named `tensor`, or `None` if the file does
+    /// not exist.
     pub fn read(
         &mut self,
         tensor: &str,
@@ -100,18 +98,17 @@ impl Files {
         let size = file.len() as u64;
         let past = || ExternalError::PastEnd { offset, length, size, location: keys.location.to_owned() };
         let end = offset.checked_add(length).filter(|end| *end <= size).ok_or_else(past)?;
-        // Both fit a usize, being at most the length of a buffer.
+        // Both fit a `usize`, since they are at most the length of a buffer.
         Ok(Some(file.slice(offset as usize..end as usize)))
     }
 
-    /// The files that were read.
     pub fn paths(&self) -> BTreeSet<PathBuf> {
         let read = self.opened.iter().filter(|(_, found)| matches!(found, Ok(Some(_))));
         let place = |location: &String| self.roots.iter().find_map(|root| root.join(location).canonicalize().ok());
         read.filter_map(|(location, _)| place(location)).collect()
     }
 
-    /// What there is to tell: keys that were ignored, then files that do not exist, in the order of their names.
+    /// Warnings: ignored keys first, then missing files in alphabetical order.
     pub fn into_warnings(self) -> Vec<Warning> {
         let missing = self.missing.into_iter().map(|(path, tensors)| Warning::MissingFile { path, tensors });
         self.ignored.into_iter().chain(missing).collect()
@@ -124,7 +121,7 @@ impl Files {
                 "location" => (&mut location, "location"),
                 "offset" => (&mut offset, "offset"),
                 "length" => (&mut length, "length"),
-                // A digest by SHA-1 over the whole file proves nothing against a stranger, and costs a full read.
+                // The SHA-1 checksum gives no protection against tampering and would need a full read.
                 "checksum" => continue,
                 other => {
                     self.ignored
@@ -172,79 +169,30 @@ impl Files {
     }
 }
 
-/// What is wrong with a reference to an external file. The texts follow "external data".
+/// Errors in a reference to an external file. The messages continue a sentence after "external data".
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ExternalError {
-    /// There is no folder to look in: the model did not come from a file.
     #[error("in a file, but the model was not read from one")]
     NoFolder,
-    /// No location.
     #[error("without a location")]
     NoLocation,
-    /// A location that could lead outside the model's folder.
     #[error("at location `{}`, which {why}: it must stay inside the model's folder", shown(location))]
-    Escapes {
-        /// The location.
-        location: String,
-        /// Why it is refused.
-        why: &'static str,
-    },
-    /// The location resolves, by links, to a place outside the model's folder.
+    Escapes { location: String, why: &'static str },
+    /// The location resolves, through links, to a path outside the model's folder.
     #[error("at location `{}`, a link that leads outside the model's folder", shown(location))]
-    LinkEscapes {
-        /// The location.
-        location: String,
-    },
-    /// Not a regular file.
+    LinkEscapes { location: String },
     #[error("at location `{}`, which is {kind}, not a regular file", shown(location))]
-    NotRegular {
-        /// The location.
-        location: String,
-        /// What it is, with its article.
-        kind: &'static str,
-    },
-    /// It exists and cannot be read.
+    NotRegular { location: String, kind: &'static str },
     #[error("at location `{}`, which cannot be read: {error}", shown(location))]
-    Unreadable {
-        /// The location.
-        location: String,
-        /// What the system said.
-        error: String,
-    },
-    /// `offset` or `length` is not a number.
+    Unreadable { location: String, error: String },
     #[error("whose {key} `{}` is not a number of bytes", shown(value))]
-    Number {
-        /// Which key.
-        key: &'static str,
-        /// Its text.
-        value: String,
-    },
-    /// One key with two values.
+    Number { key: &'static str, value: String },
     #[error("with two different values for `{key}`")]
-    TwoValues {
-        /// Which key.
-        key: &'static str,
-    },
-    /// The stated length is not what type and dims say.
+    TwoValues { key: &'static str },
     #[error("whose length is {length} bytes, but its type and dims take {expected}")]
-    Length {
-        /// As stated.
-        length: u64,
-        /// What type and dims say.
-        expected: u64,
-    },
-    /// The range ends after the file's end.
+    Length { length: u64, expected: u64 },
     #[error("at offset {offset} with length {length} of `{}`, whose size is {size} bytes", shown(location))]
-    PastEnd {
-        /// Where it begins.
-        offset: u64,
-        /// How long it is.
-        length: u64,
-        /// The file's size in bytes.
-        size: u64,
-        /// The location.
-        location: String,
-    },
+    PastEnd { offset: u64, length: u64, size: u64, location: String },
 }
 
 struct Keys<'a> {
@@ -253,7 +201,7 @@ struct Keys<'a> {
     length: Option<&'a str>,
 }
 
-/// Why a location must not even be tried, on any operating system.
+/// The reason to refuse a location by its text alone, for all operating systems.
 fn suspicious(location: &str) -> Option<&'static str> {
     let bytes = location.as_bytes();
     if bytes.contains(&0) {
@@ -271,7 +219,6 @@ fn suspicious(location: &str) -> Option<&'static str> {
     }
 }
 
-/// A number of bytes in plain decimal digits.
 fn number(key: &'static str, text: Option<&str>) -> Result<Option<u64>, ExternalError> {
     let Some(text) = text else { return Ok(None) };
     let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -291,7 +238,6 @@ mod tests {
         pairs.iter().map(entry).collect()
     }
 
-    /// A fresh folder under the system's temporary one, removed when dropped.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -372,7 +318,7 @@ mod tests {
         }
         let mut plain = Files::of_model(&at("snapshots/abc/onnx/plain.onnx"));
         assert!(matches!(read(&mut plain, "model.onnx_data"), Err(ExternalError::LinkEscapes { .. })));
-        // A model that is a link elsewhere: its data is also found beside its target, and nowhere else.
+        // If the model is a link to another folder, its data is also found beside the link target, and nowhere else.
         let mut linked = Files::of_model(&at("snapshots/abc/onnx/link.onnx"));
         assert!(matches!(read(&mut linked, "secret"), Err(ExternalError::LinkEscapes { .. })));
         std::fs::write(at("other/link.bin"), b"01234567").unwrap();

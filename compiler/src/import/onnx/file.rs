@@ -1,4 +1,4 @@
-//! Opens a model file as a memory map, and recognises what is no ONNX model before protobuf stumbles over it.
+//! Opens a model file as a memory map, and recognises other file formats before protobuf decoding fails on them.
 
 use std::fs::{File, FileType};
 use std::io;
@@ -9,9 +9,9 @@ use memmap2::Mmap;
 
 use crate::import::onnx::error::{DecodeError, FormatError};
 
-/// The bytes of the file at `path`, mapped: nothing is read until it is looked at, and slices of it cost nothing.
+/// Maps the file at `path`. Pages are read on first access, and slices of the map are not copied.
 ///
-/// Refuses whatever is not a regular file, and asks before it opens: opening a pipe would wait for a writer.
+/// Refuses anything but a regular file, and checks before opening: opening a pipe would block.
 pub fn map(path: &Path) -> Result<Bytes, DecodeError> {
     let open = |source| DecodeError::Open { path: path.to_owned(), source };
     let kind = std::fs::metadata(path).map_err(open)?.file_type();
@@ -22,7 +22,6 @@ pub fn map(path: &Path) -> Result<Bytes, DecodeError> {
     map_file(&file).map_err(open)
 }
 
-/// The bytes of an open regular file, mapped.
 pub fn map_file(file: &File) -> io::Result<Bytes> {
     let about = file.metadata()?;
     if !about.is_file() {
@@ -31,15 +30,14 @@ pub fn map_file(file: &File) -> io::Result<Bytes> {
     if about.len() == 0 {
         return Ok(Bytes::new());
     }
-    // SAFETY: the map is private and read-only, and `Bytes` gives out shared slices of it only while it lives. What
-    // it cannot exclude is another process that changes or shortens the file meanwhile: that changes weights, or ends
-    // this process with SIGBUS, as for every program that maps its models. All checks of sizes are made on the map's
-    // own length, so no slice ever leaves it.
+    // SAFETY: the map is private and read-only, and `Bytes` hands out shared slices only while it is alive. Another
+    // process may still modify or truncate the file. That changes weights or ends this process with SIGBUS, as in any
+    // program that maps its models. All size checks use the length of the map, so no slice exceeds it.
     let map = unsafe { Mmap::map(file)? };
     Ok(Bytes::from_owner(map))
 }
 
-/// What a path is when it is no regular file, with its article.
+/// A description with its article, such as `a directory`, of a path that is not a regular file.
 pub fn kind_name(kind: FileType) -> &'static str {
     if kind.is_dir() {
         return "a directory";
@@ -60,8 +58,8 @@ pub fn kind_name(kind: FileType) -> &'static str {
     "something special"
 }
 
-/// Refuses bytes that are recognisably another format. None of these beginnings is possible in an ONNX model: as
-/// protobuf they would be fields or wire types that `ModelProto` does not have.
+/// Refuses bytes that are recognisably another format. None of these prefixes is valid in an ONNX model: as protobuf
+/// they would be fields or wire types that `ModelProto` does not have.
 pub fn refuse_other_formats(bytes: &[u8]) -> Result<(), FormatError> {
     let known = match bytes {
         [] => FormatError::Empty,
@@ -77,13 +75,12 @@ pub fn refuse_other_formats(bytes: &[u8]) -> Result<(), FormatError> {
     Err(known)
 }
 
-/// Whether the length of a safetensors header lies within the file.
 fn length_fits(low: [u8; 5], size: usize) -> bool {
     let length = low.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
     length >= 2 && length.saturating_add(8) <= size as u64
 }
 
-/// Whether bytes that failed to decode are plain text, which makes a better message than what protobuf found in it.
+/// True if bytes that failed to decode are plain text, which makes a clearer error message than protobuf's.
 pub fn is_text(bytes: &[u8]) -> bool {
     let head = &bytes[..bytes.len().min(512)];
     head.iter().all(|byte| matches!(byte, b'\t' | b'\n' | b'\r' | b' '..=b'~' | 0x80..))

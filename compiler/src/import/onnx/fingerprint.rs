@@ -1,18 +1,17 @@
-//! The fingerprint of a model: which graph it is, whatever its weights are.
+//! The fingerprint of a model: a hash of the graph, independent of its weight values.
 //!
-//! It is the SHA-256 of the `ModelProto` encoded again, fields in the order of their numbers, with the values of the
-//! main graph's initializers left out: `raw_data` and every `…_data` field of values are cleared. Their names, types
-//! and dims stay, and so do `external_data` and `data_location`. Tensors in attributes are part of the graph and stay
-//! whole. Fields that the protobuf description does not know do not count.
+//! It is the SHA-256 of the re-encoded `ModelProto`, with fields in the order of their numbers. The values of the main
+//! graph's initializers are cleared (`raw_data` and every `…_data` value field). Names, types, dims, `external_data`
+//! and `data_location` of the initializers are included, as are tensors in attributes. Unknown protobuf fields are not.
 //!
-//! So a model keeps its fingerprint while it is trained, and a plan can tell the model it was made for.
+//! Training therefore does not change the fingerprint, and a plan can identify its model.
 
 use prost::Message;
 use sha2::{Digest, Sha256};
 
 use crate::import::onnx::proto::{ModelProto, TensorProto};
 
-/// The fingerprint of `model`, which comes back unchanged.
+/// Computes the fingerprint of `model`, which is left unchanged.
 pub fn fingerprint(model: &mut ModelProto) -> [u8; 32] {
     let full = model.graph.as_mut().map(|graph| {
         let without = graph.initializer.iter().map(without_values).collect();

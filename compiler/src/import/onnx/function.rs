@@ -1,7 +1,7 @@
-//! Functions that a model defines for itself: that none calls itself, and that writing them all out stays finite.
+//! Checks of model-local functions: no recursion, and a bounded size after inlining.
 //!
-//! Sixty functions that each call the one before twice are 5 KB of file and 10^18 nodes. They are counted, never
-//! written out, before anyone inlines them.
+//! Sixty functions that each call the previous one twice take 5 KB of file and expand to 10^18 nodes. The expanded size
+//! is therefore computed before anything is inlined.
 
 use std::collections::HashMap;
 
@@ -9,12 +9,11 @@ use crate::import::onnx::check_graph::each_node;
 use crate::import::onnx::error::Fault;
 use crate::import::onnx::proto::{FunctionProto, NodeProto};
 
-/// How many nodes the functions of a model may be when every call is written out.
+/// Maximum number of nodes after all function calls are inlined.
 pub const INLINE_BUDGET: u64 = 1_000_000;
 
 type Key<'a> = (&'a str, &'a str, &'a str);
 
-/// Checks the functions of a model and the calls to them from `main`.
 pub fn check(functions: &[FunctionProto], main: &[NodeProto], faults: &mut Vec<Fault>) {
     if functions.is_empty() {
         return;
@@ -52,9 +51,9 @@ fn full_name(function: &FunctionProto) -> String {
     format!("{}.{}", function.domain(), function.name())
 }
 
-/// The nodes of each function written out, saturating. `Err` holds functions that call each other in a ring.
+/// Number of nodes of each function after inlining, saturating. `Err` contains a cycle of calls.
 ///
-/// A walk with its own stack, since calls may chain as deep as there are functions.
+/// Iterative depth-first search with an explicit stack, since call chains can be as long as the list of functions.
 fn sizes(bodies: &[(u64, Vec<usize>)]) -> Result<Vec<u64>, Vec<usize>> {
     #[derive(Clone, Copy, PartialEq)]
     enum State {
@@ -69,7 +68,7 @@ fn sizes(bodies: &[(u64, Vec<usize>)]) -> Result<Vec<u64>, Vec<usize>> {
             continue;
         }
         state[start] = State::Open;
-        // Functions being walked, each with how many of its calls are done.
+        // Functions on the stack, each with its number of visited calls.
         let mut stack = vec![(start, 0_usize)];
         while let Some((at, done)) = stack.last_mut() {
             let at = *at;

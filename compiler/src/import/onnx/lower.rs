@@ -1,11 +1,12 @@
 //! Lowering: from the nodes of a decoded ONNX model to a graph of core ops.
 //!
-//! While nodes are lowered in order, every tensor of the model is one of four things, a [`Known`]: a value of the graph,
-//! a constant, a short list of symbolic sizes, or an initializer that nobody has read yet. So shape arithmetic (`Shape`,
-//! `Gather`, `Concat`, … , `Reshape`) never reaches the graph: it is done here, on [`Dim`]s.
+//! During lowering each tensor of the source model is a [`Known`]: a graph value, a constant, a short list of symbolic
+//! sizes, or an initializer that has not been read yet. Shape arithmetic (`Shape`, `Gather`, `Concat`, … , `Reshape`)
+//! is evaluated here on [`Dim`]s and never reaches the graph.
 //!
-//! An operator is one short function from a [`Scope`], which gives it its inputs and attributes and takes its core ops,
-//! to its outputs. `table` lists them; files group them by family; `walk` calls them.
+//! Each operator is lowered by one short function that reads inputs and attributes from a [`Scope`], adds core ops to
+//! it and returns the outputs. `table` lists these functions, the other files group them by family, and `walk` calls
+//! them.
 
 pub mod arithmetic;
 pub mod attention;
@@ -73,42 +74,39 @@ use crate::tensor::{DType, Tensor};
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// How many nodes are looked at in all to find what values follow from: a file may have very many that ask.
+/// Total number of nodes visited per model to find the graph inputs a value depends on. Limits the work for error
+/// messages.
 const TRACED: usize = 1 << 22;
 
-/// What a sequence is called where a tensor was expected.
 const A_SEQUENCE: &str = "a sequence in place of a tensor";
 
-/// What is known of a tensor of the source model.
+/// Information about a tensor of the source model at import time.
 #[derive(Clone, Debug)]
 pub enum Known {
-    /// A value of the graph.
     Value(Value),
-    /// Its elements.
     Tensor(Tensor),
     /// Sizes, some of them symbolic.
     Dims(Dims),
-    /// An initializer that becomes a parameter or a state when it is read; its place in the list of all [`Weight`]s.
+    /// An initializer that becomes a parameter or a state when it is read; an index into [`ImportedWeights::weights`].
     Weight(usize),
-    /// Several tensors: what a sequence holds.
+    /// The elements of an ONNX sequence.
     Sequence(Vec<Known>),
-    /// An output that no core op gives; reading it is an error that says this.
+    /// An output that is not supported; reading it is an error with this message.
     Absent(&'static str),
 }
 
 /// An integer tensor of rank 0 or 1 whose elements are sizes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dims {
-    /// The elements.
     pub dims: Vec<Dim>,
-    /// Whether it has rank 0, and so one element.
+    /// True for rank 0, which implies one element.
     pub scalar: bool,
-    /// The element type the source model gives it; a float when sizes were cast on their way.
+    /// The element type in the source model; a float type if the sizes were cast.
     pub dtype: DType,
 }
 
 impl Dims {
-    /// As a constant when no symbol is left, else as it is.
+    /// Converts to a constant if no symbol is left.
     pub fn known(self) -> Known {
         let numbers: Option<Vec<i64>> = self.dims.iter().map(Dim::known).collect();
         match numbers {
@@ -121,31 +119,28 @@ impl Dims {
     }
 }
 
-/// An initializer with values of its own: a parameter or a state.
+/// An initializer that becomes a parameter or a state.
 #[derive(Clone, Debug)]
 pub struct Weight {
-    /// The initializer's name.
     pub name: String,
-    /// Element type and shape.
     pub fact: Fact,
-    /// The initial values, or the path of the external file that does not exist.
+    /// The initial values, or the path of the missing external file.
     pub initial: Result<Tensor, String>,
-    /// Whether a gradient may train it; else it can only be a state.
+    /// False if it can only be a state, because it cannot have a gradient.
     pub trainable: bool,
-    /// Its parameter, once it was read as one.
+    /// The parameter node, once it has been created.
     pub parameter: Option<Value>,
-    /// Its state, once it was read as one.
+    /// The state node, once it has been created.
     pub state: Option<Value>,
 }
 
 impl Weight {
-    /// One that nobody has read yet.
     pub fn new(name: String, fact: Fact, initial: Result<Tensor, String>, trainable: bool) -> Weight {
         Weight { name, fact, initial, trainable, parameter: None, state: None }
     }
 }
 
-/// The one truth of a condition; `None` when it is not known while importing.
+/// The value of a boolean condition; `None` if it is not known at import time.
 pub fn truth(known: &Known) -> Result<Option<bool>, LowerReason> {
     match known {
         Known::Tensor(tensor) if tensor.len() == 1 => Ok(Some(tensor.view().bool(0))),
@@ -158,52 +153,46 @@ pub fn truth(known: &Known) -> Result<Option<bool>, LowerReason> {
     }
 }
 
-/// What nodes leave behind for the whole model.
+/// Results of lowering that concern the whole model.
 #[derive(Debug, Default)]
 pub struct ImportedWeights {
-    /// All initializers that may become nodes.
     pub weights: Vec<Weight>,
-    /// Where they stand, by name.
+    /// Index into `weights` by name.
     pub named: HashMap<String, usize>,
-    /// How running statistics follow those of the batch.
     pub averages: Vec<MovingAverage>,
-    /// What to tell the user.
     pub warnings: Vec<String>,
-    /// Values that were made again with an open batch.
+    /// Values rebuilt with a symbolic batch size.
     pub opened: Opened,
-    /// Nodes that normalise batches with stored statistics.
+    /// Normalisation nodes that use running statistics.
     pub stored_statistics: Vec<String>,
-    /// How many nodes were looked at to find what values follow from.
+    /// Number of nodes visited so far to find input dependencies, at most `TRACED`.
     pub traced: Cell<usize>,
-    /// How much work folding has done, in operations and bytes.
+    /// Work done by constant folding so far, in operations and bytes.
     pub folded: f64,
 }
 
-/// Sizes that a static export has in place of a symbol: where constants of the file say `4`, the symbol stands for 4.
+/// Numeric values that a static export has in place of symbols: a constant `4` in the file stands for the symbol bound
+/// to 4.
 pub type Frozen = Bindings;
 
-/// What an operator's function gives: its outputs, in the order of the operator's definition.
+/// The outputs of a lowering function, in the order of the operator's definition.
 pub type Outputs = Result<Vec<Known>, LowerReason>;
 
-/// One node while it is lowered: what it reads, and where its core ops go.
+/// One node during lowering: its inputs, and the graph that receives its core ops.
 pub struct Scope<'a> {
-    /// The node.
     pub node: &'a Node,
-    /// What stands before the node's name: the calls and turns of loops that it is in.
+    /// Prefix of the node's name: the enclosing function calls and loop iterations.
     pub prefix: &'a str,
-    /// The module of a node that names none.
+    /// The module path for nodes that have none.
     pub module: &'a str,
-    /// The version of the standard operator set.
     pub opset: i64,
-    /// What is known of each input; `None` where an optional one is left out.
+    /// `None` for an optional input that is omitted.
     pub inputs: Vec<Option<Known>>,
-    /// Sizes that symbols have in the constants of this file.
+    /// Values that symbols have in the constants of this file.
     pub frozen: &'a Frozen,
-    /// The graph written to.
     pub graph: &'a mut Graph,
-    /// Constants that are nodes already, by the name of the tensor.
+    /// Constants that already have a node, by tensor name.
     pub constants: &'a mut HashMap<String, Value>,
-    /// What concerns the whole model.
     pub ledger: &'a mut ImportedWeights,
 }
 
@@ -231,7 +220,7 @@ impl Build for Scope<'_> {
 }
 
 impl Scope<'_> {
-    /// Sizes as a value of their element type.
+    /// Materialises sizes as a graph value of their element type.
     pub fn sizes(&mut self, dims: &Dims) -> Result<Value, LowerReason> {
         let mut parts = Vec::with_capacity(dims.dims.len());
         for dim in &dims.dims {
@@ -248,12 +237,10 @@ impl Scope<'_> {
         self.cast(joined, dims.dtype)
     }
 
-    /// Whether input `slot` is given.
     pub fn has(&self, slot: usize) -> bool {
         self.inputs.get(slot).is_some_and(Option::is_some)
     }
 
-    /// What is known of input `slot`.
     pub fn known(&self, slot: usize) -> Result<&Known, LowerReason> {
         match self.inputs.get(slot) {
             Some(Some(Known::Absent(what))) => Err(LowerReason::Unsupported((*what).to_string())),
@@ -262,7 +249,6 @@ impl Scope<'_> {
         }
     }
 
-    /// Element type and shape of input `slot`.
     pub fn fact_of(&self, slot: usize) -> Result<Fact, LowerReason> {
         Ok(match self.known(slot)? {
             Known::Value(value) => self.graph.fact(*value).clone(),
@@ -275,7 +261,7 @@ impl Scope<'_> {
         })
     }
 
-    /// Input `slot` as a value of the graph. A constant, a parameter or a size becomes a node the first time.
+    /// Input `slot` as a graph value. A constant, parameter or size gets a node on first use.
     pub fn value(&mut self, slot: usize) -> Result<Value, LowerReason> {
         match self.known(slot)?.clone() {
             Known::Tensor(tensor) => {
@@ -291,7 +277,7 @@ impl Scope<'_> {
         }
     }
 
-    /// Whatever is known of a tensor as a value of the graph.
+    /// Converts any known tensor to a graph value.
     pub fn made(&mut self, known: &Known) -> Result<Value, LowerReason> {
         match known {
             Known::Value(value) => Ok(*value),
@@ -303,12 +289,12 @@ impl Scope<'_> {
         }
     }
 
-    /// Input `slot` as a value, or `None` where it is left out.
+    /// Input `slot` as a graph value, or `None` if it is omitted.
     pub fn optional(&mut self, slot: usize) -> Result<Option<Value>, LowerReason> {
         if self.has(slot) { self.value(slot).map(Some) } else { Ok(None) }
     }
 
-    /// Initializer `at` as a node: a parameter, or a state. What cannot be trained is always a state.
+    /// The node of initializer `at`, a parameter or a state. A weight that is not trainable is always a state.
     pub fn weight(&mut self, at: usize, state: bool) -> Result<Value, LowerReason> {
         let weight = &self.ledger.weights[at];
         let state = state || !weight.trainable;
@@ -320,7 +306,7 @@ impl Scope<'_> {
             true => Op::State(crate::op::State { name: weight.name.clone(), fact }),
             false => Op::Parameter(crate::op::Parameter { name: weight.name.clone(), fact }),
         };
-        // A source has no node of its own in the model; its name says where it comes from.
+        // Parameters and states have no node in the source model, so their origin is empty.
         let node = self.graph.add(op, &[], &Origin::default())?;
         let value = Value { node, output: 0 };
         let weight = &mut self.ledger.weights[at];
@@ -328,7 +314,7 @@ impl Scope<'_> {
         Ok(value)
     }
 
-    /// The elements of input `slot` when they are known, `None` when it is left out.
+    /// The elements of constant input `slot`; `None` if it is omitted.
     pub fn tensor(&self, slot: usize, what: &'static str) -> Result<Option<Tensor>, LowerReason> {
         if !self.has(slot) {
             return Ok(None);
@@ -338,7 +324,8 @@ impl Scope<'_> {
                 let fact = Fact::of(tensor.dtype(), tensor.shape());
                 if fact.is_hollow() { Err(LowerReason::Large(fact)) } else { Ok(Some(tensor.clone())) }
             }
-            // A parameter of one file may be a setting in another: read it where its values are there.
+            // An initializer may be a trained parameter in one file and a setting in another, so its values are read if
+            // present.
             Known::Weight(at) => {
                 self.ledger.weights[*at].initial.clone().map(Some).map_err(|_| LowerReason::NotConstant { what })
             }
@@ -346,7 +333,7 @@ impl Scope<'_> {
         }
     }
 
-    /// Why input `slot` cannot be computed with while importing: the graph inputs it follows from, where it does.
+    /// The error for an input `slot` that is not constant; names the graph inputs it depends on, if any.
     pub fn not_constant(&self, slot: usize, what: &'static str) -> LowerReason {
         let inputs = match self.inputs.get(slot) {
             Some(Some(Known::Value(value))) => self.followed(*value),
@@ -355,7 +342,7 @@ impl Scope<'_> {
         if inputs.is_empty() { LowerReason::NotConstant { what } } else { LowerReason::Follows { what, inputs } }
     }
 
-    /// The graph inputs that a value follows from, in their order.
+    /// The graph inputs that a value depends on, in graph order.
     fn followed(&self, value: Value) -> Vec<String> {
         let mut seen = HashSet::from([value.node]);
         let mut waiting = vec![value.node];
@@ -374,7 +361,7 @@ impl Scope<'_> {
         found.into_values().collect()
     }
 
-    /// The elements of input `slot` as whole numbers, `None` when it is left out.
+    /// The elements of input `slot` as integers; `None` if it is omitted.
     pub fn integers(&self, slot: usize, what: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         match self.tensor(slot, what)? {
             Some(tensor) if tensor.len() > 4096 => {
@@ -385,7 +372,7 @@ impl Scope<'_> {
         }
     }
 
-    /// The elements of input `slot` as sizes, `None` when it is left out.
+    /// The elements of input `slot` as sizes; `None` if it is omitted.
     pub fn dims(&self, slot: usize, what: &'static str) -> Result<Option<Vec<Dim>>, LowerReason> {
         match self.inputs.get(slot) {
             Some(Some(Known::Dims(dims))) => Ok(Some(dims.dims.clone())),

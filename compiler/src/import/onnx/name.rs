@@ -1,18 +1,18 @@
-//! Names as files give them, as people see them, and as module paths.
+//! Node names: unique names, safe display of untrusted names, and module paths.
 //!
-//! A name in a model file is any UTF-8 text: empty, repeated, a path, or escape codes that would repaint a terminal.
-//! Inside the compiler names stay exactly as they are; whatever is shown passes through [`display_name`].
+//! A name in a model file is arbitrary UTF-8: empty, duplicated, a path, or terminal escape codes. The compiler keeps
+//! names unchanged internally; all output passes through [`display_name`].
 
 use std::borrow::Cow;
 use std::collections::HashSet;
 
 use crate::import::onnx::proto::NodeProto;
 
-/// The longest text that [`shown`] gives, in characters.
+/// Maximum length in characters of the result of [`shown`].
 const SHOWN: usize = 120;
 
-/// `name` without the characters that act on a terminal instead of standing in it: control characters (among them
-/// ESC and NUL), line separators, and the marks that turn the direction of writing.
+/// `name` without characters that control a terminal: control characters (such as ESC and NUL), line separators and
+/// bidirectional formatting marks.
 ///
 /// ```
 /// use compiler::import::onnx::name::display_name;
@@ -22,7 +22,7 @@ pub fn display_name(name: &str) -> Cow<'_, str> {
     if name.chars().any(acts) { Cow::Owned(name.chars().filter(|c| !acts(*c)).collect()) } else { Cow::Borrowed(name) }
 }
 
-/// [`display_name`], shortened in the middle to 120 characters: for messages, where a name may be megabytes long.
+/// [`display_name`], shortened in the middle to 120 characters for use in messages: a name may be megabytes long.
 pub fn shown(name: &str) -> Cow<'_, str> {
     let name = display_name(name);
     if name.len() <= SHOWN || name.chars().count() <= SHOWN {
@@ -39,15 +39,15 @@ fn acts(c: char) -> bool {
         || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
-/// Names for `nodes` that are never empty and never repeated, and depend on the file alone.
+/// Unique, non-empty names for `nodes`, which depend only on the file.
 ///
-/// A name that a node alone carries is kept. An unnamed node at place `i` becomes `OP_i`; the second and later
-/// bearers of one name get `_1`, `_2`, …; a number is skipped where the result is taken.
+/// The first node with a name keeps it. An unnamed node at index `i` becomes `OP_i`. Further nodes with the same name
+/// get the suffix `_1`, `_2`, …, skipping names that are taken.
 pub fn unique_names(nodes: &[NodeProto]) -> Vec<String> {
     let mut taken: HashSet<&str> = HashSet::with_capacity(nodes.len());
     let first: Vec<bool> = nodes.iter().map(|node| !node.name().is_empty() && taken.insert(node.name())).collect();
     let mut taken: HashSet<String> = taken.into_iter().map(str::to_owned).collect();
-    // Where to go on counting for a name, so that a million nodes of one name are not counted from one each time.
+    // The next suffix per name. Avoids quadratic time for many nodes with the same name.
     let mut next = std::collections::HashMap::<String, usize>::new();
     let mut names = Vec::with_capacity(nodes.len());
     for (index, node) in nodes.iter().enumerate() {
@@ -75,11 +75,10 @@ pub fn unique_names(nodes: &[NodeProto]) -> Vec<String> {
     names
 }
 
-/// The path of the module that a node came from, such as `layer1.0.conv1`; empty for the root or where the file
-/// does not tell.
+/// The path of the source module of a node, such as `layer1.0.conv1`; empty for the root or if the file has none.
 ///
-/// Sources, in this order: the metadata `pkg.torch.onnx.name_scopes` (a Python list of paths, the node's own name
-/// last), the metadata `namespace` (`path: class/path: class/…`), and the node's name, read as `/scope/scope/Op`.
+/// Sources, in this order: the metadata `pkg.torch.onnx.name_scopes` (a Python list of paths that ends with the node's
+/// name), the metadata `namespace` (`path: class/path: class/…`), and the node name in the form `/scope/scope/Op`.
 pub fn module_path(node: &NodeProto) -> String {
     let property = |key: &str| node.metadata_props.iter().find(|p| p.key() == key).map(|p| p.value());
     if let Some(scopes) = property("pkg.torch.onnx.name_scopes").and_then(python_list) {
@@ -93,7 +92,7 @@ pub fn module_path(node: &NodeProto) -> String {
     scope_of(node.name())
 }
 
-/// The module path in a node's name. PyTorch repeats a container's name in its children's: `/layer1/layer1.0/Conv`.
+/// The module path in a node name. PyTorch repeats a container's name in its children: `/layer1/layer1.0/Conv`.
 fn scope_of(name: &str) -> String {
     let Some((scopes, _op)) = name.rsplit_once('/') else { return String::new() };
     let mut path: Vec<&str> = Vec::new();
@@ -108,7 +107,7 @@ fn scope_of(name: &str) -> String {
     path.join(".")
 }
 
-/// The strings of a Python list of plain strings, as `repr` writes it; `None` where the text is anything else.
+/// Parses the `repr` of a Python list of plain strings; `None` for any other text.
 fn python_list(text: &str) -> Option<Vec<String>> {
     let mut rest = text.trim().strip_prefix('[')?.strip_suffix(']')?.trim();
     let mut items = Vec::new();

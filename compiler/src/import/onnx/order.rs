@@ -1,13 +1,12 @@
-//! Topological order of nodes that may come in any order, or in none.
+//! Topological sort of nodes given in any order.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// The order in which nodes can run, `reads[i]` being the nodes whose results node `i` reads.
+/// Sorts nodes topologically; `reads[i]` lists the nodes whose results node `i` reads.
 ///
-/// Of all orders it is the one nearest to the given one: at each step the ready node with the smallest index. Nodes
-/// already in order therefore stay where they are. `Err` holds the nodes of one cycle, each feeding the next and the
-/// last feeding the first.
+/// Always picks the ready node with the smallest index, so nodes that are already sorted keep their order. `Err`
+/// contains the nodes of one cycle in data-flow order.
 pub fn topological(reads: &[Vec<usize>]) -> Result<Vec<usize>, Vec<usize>> {
     let mut readers = vec![Vec::new(); reads.len()];
     let mut waits: Vec<usize> = reads.iter().map(Vec::len).collect();
@@ -31,8 +30,8 @@ pub fn topological(reads: &[Vec<usize>]) -> Result<Vec<usize>, Vec<usize>> {
     if order.len() == reads.len() { Ok(order) } else { Err(cycle(reads, &waits)) }
 }
 
-/// One cycle among the nodes that still wait. Each of them reads from another one that waits, so walking from reader
-/// to source must come back to a node already seen.
+/// Finds one cycle among the unsorted nodes. Each of them reads from another unsorted node, so walking from reader to
+/// source must revisit a node.
 fn cycle(reads: &[Vec<usize>], waits: &[usize]) -> Vec<usize> {
     let mut seen_at = vec![usize::MAX; reads.len()];
     let mut walk = Vec::new();
@@ -65,7 +64,7 @@ mod tests {
 
     #[test]
     fn cycles_are_named_in_the_direction_of_the_data() {
-        // 0 feeds 1 feeds 2 feeds 0; 3 hangs behind.
+        // 0 feeds 1, 1 feeds 2, 2 feeds 0; 3 depends on the cycle.
         assert_eq!(topological(&[vec![2], vec![0], vec![1], vec![2]]), Err(vec![0, 1, 2]));
         assert_eq!(topological(&[vec![], vec![1]]), Err(vec![1]));
     }

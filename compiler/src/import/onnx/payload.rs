@@ -1,7 +1,7 @@
-//! The values of tensors, from wherever a file keeps them to raw little-endian bytes.
+//! Tensor values: converts every ONNX storage form to raw little-endian bytes.
 //!
-//! A `TensorProto` has seven places for its values: `raw_data`, five typed lists and an external file. [`resolve`]
-//! checks what is there against type and dims and leaves it in `raw_data`; [`tensor`] then reads it from there.
+//! A `TensorProto` can store its values in `raw_data`, six typed lists or an external file. [`resolve`] checks them
+//! against type and dims and moves them to `raw_data`; [`tensor`] reads them from there.
 
 use bytes::Bytes;
 
@@ -11,8 +11,8 @@ use crate::import::onnx::model::{Payload, Tensor};
 use crate::import::onnx::proto::TensorProto;
 use crate::import::onnx::proto::tensor_proto::{DataLocation, DataType};
 
-/// Checks `tensor` and moves its values to `raw_data` (strings stay in `string_data`). A tensor whose external file
-/// does not exist keeps its reference to it.
+/// Checks `tensor` and moves its values to `raw_data` (strings stay in `string_data`). If its external file does not
+/// exist, the tensor keeps its reference to the file.
 pub fn resolve(tensor: &mut TensorProto, files: &mut Files) -> Result<(), TensorError> {
     let elem_type = tensor.data_type();
     if !element::known(elem_type) {
@@ -29,7 +29,7 @@ pub fn resolve(tensor: &mut TensorProto, files: &mut Files) -> Result<(), Tensor
             Some(field) => Err(TensorError::WrongField { elem_type, field }),
         };
     }
-    // `known` and not a string: it has a width.
+    // `known` and not a string, so it has a width.
     let bits = element::bits(elem_type).ok_or(TensorError::DataType(elem_type))?;
     let expected = element::bytes(&tensor.dims, bits)?;
     let raw = match source {
@@ -56,10 +56,10 @@ pub fn resolve(tensor: &mut TensorProto, files: &mut Files) -> Result<(), Tensor
     Ok(())
 }
 
-/// The tensor that a resolved `TensorProto` holds.
+/// Converts a resolved `TensorProto`.
 ///
-/// Every tensor in a decoded model is resolved, so this is how the tensors in attributes are read. On any other it
-/// is only the type, the dims and `raw_data`.
+/// All tensors of a decoded model are resolved, including those in attributes. For any other tensor the result has only
+/// the type, the dims and `raw_data`.
 pub fn tensor(tensor: &TensorProto) -> Tensor {
     let payload = if tensor.data_location() == DataLocation::External {
         let location = tensor.external_data.iter().find(|entry| entry.key() == "location");
@@ -72,78 +72,31 @@ pub fn tensor(tensor: &TensorProto) -> Tensor {
     Tensor { name: tensor.name().to_owned(), elem_type: tensor.data_type(), dims: tensor.dims.clone(), payload }
 }
 
-/// What is wrong with the values of one tensor. The texts follow the tensor's name.
+/// Errors in the values of one tensor. The messages continue a sentence after the tensor's name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum TensorError {
-    /// A type code that the standard does not know.
     #[error("has an unknown data type, code {0}")]
     DataType(i32),
-    /// Dims that are no shape.
     #[error("has no possible shape: {0}")]
     Size(#[from] SizeError),
-    /// More than one place holds values.
     #[error("has data in both {first} and {second}")]
-    TwoSources {
-        /// One field.
-        first: &'static str,
-        /// Another.
-        second: &'static str,
-    },
-    /// A typed field that its type does not use.
+    TwoSources { first: &'static str, second: &'static str },
     #[error("of type {} has its data in {field}, where that type cannot be", element_name(*elem_type))]
-    WrongField {
-        /// The type.
-        elem_type: i32,
-        /// The field.
-        field: &'static str,
-    },
-    /// Not the bytes that type and dims say.
+    WrongField { elem_type: i32, field: &'static str },
     #[error("of type {} and dims {dims:?} takes {expected} bytes, but {source_name} has {found}", element_name(*elem_type))]
-    Bytes {
-        /// The type.
-        elem_type: i32,
-        /// The dims.
-        dims: Vec<i64>,
-        /// What type and dims say.
-        expected: u64,
-        /// What is there.
-        found: u64,
-        /// Where.
-        source_name: &'static str,
-    },
-    /// Not the entries that type and dims say.
+    Bytes { elem_type: i32, dims: Vec<i64>, expected: u64, found: u64, source_name: &'static str },
     #[error("of type {} and dims {dims:?} takes {expected} entries, but {field} has {found}", element_name(*elem_type))]
-    Entries {
-        /// The type.
-        elem_type: i32,
-        /// The dims.
-        dims: Vec<i64>,
-        /// What type and dims say.
-        expected: u64,
-        /// What is there.
-        found: u64,
-        /// Where.
-        field: &'static str,
-    },
-    /// An entry of `int32_data` or `uint64_data` too large for its type.
+    Entries { elem_type: i32, dims: Vec<i64>, expected: u64, found: u64, field: &'static str },
+    /// An entry of `int32_data` or `uint64_data` exceeds the range of its type.
     #[error("has {value} at {index}, which {} cannot hold", element_name(*elem_type))]
-    Range {
-        /// The type.
-        elem_type: i32,
-        /// Which entry.
-        index: usize,
-        /// Its value.
-        value: String,
-    },
-    /// A tensor stored in segments.
+    Range { elem_type: i32, index: usize, value: String },
     #[error("is stored in segments, which is not supported")]
     Segment,
-    /// Trouble with external data.
     #[error("has external data {0}")]
     External(#[from] ExternalError),
 }
 
-/// The one field that holds values; `None` for a tensor without any.
+/// The name of the field that has the values; `None` if there are none.
 fn source(tensor: &TensorProto) -> Result<Option<&'static str>, TensorError> {
     let present = [
         ("external_data", tensor.data_location() == DataLocation::External),
@@ -162,14 +115,14 @@ fn source(tensor: &TensorProto) -> Result<Option<&'static str>, TensorError> {
     }
 }
 
-/// The raw bytes of a typed field. The number of entries is checked first, so what is allocated is at most eight
-/// times what was decoded.
+/// The raw bytes of a typed field. The number of entries is checked first, so the allocation is at most eight times the
+/// decoded size.
 fn typed(tensor: &TensorProto, field: &'static str, elements: u64, bits: u64) -> Result<Bytes, TensorError> {
     use DataType::*;
     let elem_type = tensor.data_type();
     let kind = DataType::try_from(elem_type).map_err(|_| TensorError::DataType(elem_type))?;
     let wrong = TensorError::WrongField { elem_type, field };
-    // Parts are what the field lists: one element, half a complex number, or several elements in one byte.
+    // Number of entries of the field. An entry is one element, half of a complex number, or several packed elements.
     let parts = |each: u64| {
         elements
             .checked_mul(each)
@@ -218,8 +171,8 @@ fn typed(tensor: &TensorProto, field: &'static str, elements: u64, bits: u64) ->
     })
 }
 
-/// The low `bits` (8, 16 or 32) of each entry. Writers disagree on whether a negative number is extended by its sign
-/// or by zeros, so both are read; what fits neither way is refused.
+/// Keeps the low `bits` (8, 16 or 32) of each entry. Exporters disagree on sign or zero extension of negative numbers,
+/// so both are accepted; values outside both ranges are refused.
 fn narrow(values: &[i32], bits: u64, elem_type: i32) -> Result<Bytes, TensorError> {
     let width = bits as usize / 8;
     let (low, high) = (-(1_i64 << (bits - 1)), (1_i64 << bits) - 1);
@@ -233,7 +186,7 @@ fn narrow(values: &[i32], bits: u64, elem_type: i32) -> Result<Bytes, TensorErro
     Ok(raw.into())
 }
 
-/// Six-bit codes, one in each entry, as the bit stream that `raw_data` holds: four codes in three bytes, low bits first.
+/// Packs six-bit codes, one per entry, into the `raw_data` format: four codes in three bytes, low bits first.
 fn six_bits(values: &[i32], elem_type: i32) -> Result<Bytes, TensorError> {
     let mut raw = vec![0_u8; (values.len() * 6).div_ceil(8)];
     for (index, &value) in values.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The declared types of a graph: what it is fed, what it gives, and what the file says of the tensors between.
+//! Declared types of graph inputs, outputs and intermediate tensors.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -10,19 +10,15 @@ use crate::import::onnx::proto::type_proto::Value as TypeValue;
 use crate::import::onnx::proto::{GraphProto, ValueInfoProto};
 use crate::import::onnx::warning::Warning;
 
-/// The declared types of a graph.
 pub struct Signature {
-    /// Graph inputs that no initializer fills.
+    /// Graph inputs without an initializer.
     pub inputs: Vec<ValueInfo>,
-    /// Those of them that a caller may leave out.
+    /// Inputs that the caller may omit.
     pub optional: BTreeSet<String>,
-    /// Graph outputs.
     pub outputs: Vec<ValueInfo>,
-    /// Tensors inside the graph.
     pub value_infos: Vec<ValueInfo>,
 }
 
-/// Reads the declared types of `graph`, of a file of version `ir_version`.
 pub fn read(graph: &GraphProto, ir_version: i64, faults: &mut Vec<Fault>, warnings: &mut Vec<Warning>) -> Signature {
     let mut reader = Reader { faults, warnings };
     Signature {
@@ -44,8 +40,8 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Graph inputs that the caller feeds: those no initializer fills. Files before IR 4 list every initializer among
-    /// the inputs; later ones do so for inputs with a default value.
+    /// Graph inputs without an initializer. Before IR version 4 every initializer is also listed as an input; later
+    /// this is an input with a default value.
     fn inputs(&mut self, graph: &GraphProto, ir_version: i64) -> Vec<ValueInfo> {
         let filled: HashSet<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
         let (mut seen, mut inputs, mut defaults) = (HashSet::new(), Vec::new(), Vec::new());
@@ -76,11 +72,11 @@ impl Reader<'_> {
         infos.iter().map(|info| self.value_info(info).unwrap_or_else(|| untyped(info))).collect()
     }
 
-    /// The declared type, if it is a tensor's.
+    /// `None` if the declared type is not a tensor.
     fn value_info(&mut self, info: &ValueInfoProto) -> Option<ValueInfo> {
         let tensor = match info.r#type.as_ref()?.value.as_ref()? {
             TypeValue::TensorType(tensor) => tensor,
-            // An optional tensor that is fed is a tensor.
+            // A given optional tensor is a tensor.
             TypeValue::OptionalType(optional) => match optional.elem_type.as_ref()?.value.as_ref()? {
                 TypeValue::TensorType(tensor) => tensor,
                 _ => return None,

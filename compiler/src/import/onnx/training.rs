@@ -1,4 +1,4 @@
-//! Turning a file that was exported for inference back into training mode, where its nodes still are there.
+//! Restores training mode in a file exported for inference, where the BatchNorm and Dropout nodes still exist.
 
 use crate::import::onnx::model::{Node, OnnxModel, Payload, Tensor};
 use crate::import::onnx::proto::AttributeProto;
@@ -8,35 +8,30 @@ use crate::import::onnx::training_warnings::Modes;
 use crate::import::training_warning::TrainingWarning;
 use std::collections::HashSet;
 
-/// The operator set since which a batch normalisation says whether it trains.
+/// First operator set in which BatchNormalization has `training_mode`.
 const SAYS: i64 = 14;
 
-/// The same of a dropout.
+/// First operator set in which Dropout has `training_mode`.
 const DROPOUT_SAYS: i64 = 12;
 
-/// Why a file cannot be turned back.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrainModeError {
-    /// What should train is gone.
+    /// BatchNorm was folded into other layers.
     #[error("training mode cannot be brought back: {0}; {remedy}", remedy = .0.remedy())]
     Folded(TrainingWarning),
-    /// A program of `torch.export`, whose operators say their mode themselves.
+    /// A `torch.export` program, whose operators state their mode themselves.
     #[error(
         "training mode cannot be brought back in a .pt2 file, which is the module in the mode it was in; save it with \
          `torch.export.save(torch.export.export(model.train(), args), \"model.pt2\")`"
     )]
     Program,
-    /// A dropout from before there was a training mode in the standard.
     #[error(
         "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {SAYS} or newer"
     )]
-    Opset {
-        /// The file's operator set.
-        opset: i64,
-    },
+    Opset { opset: i64 },
 }
 
-/// The model with its batch normalisations and dropouts in training mode.
+/// Copies the model with its BatchNorm and Dropout nodes in training mode.
 pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
     let opset = model.opset("").unwrap_or(SAYS);
     let (mut turned, modes) = (model.clone(), Modes::of(model));
@@ -61,7 +56,7 @@ pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
     Ok(turned)
 }
 
-/// Puts a batch normalisation in training mode: by its attribute, or, before there was one, by its outputs.
+/// Sets a BatchNorm node to training mode: by its attribute or, before operator set 14, by its outputs.
 fn normalise(node: &mut Node, opset: i64, names: &mut Names) {
     if opset < SAYS {
         let outputs = ["mean", "variance", "saved_mean", "saved_variance"];
@@ -78,7 +73,6 @@ fn normalise(node: &mut Node, opset: i64, names: &mut Names) {
     });
 }
 
-/// The names of all tensors.
 struct Names(HashSet<String>);
 
 impl Names {
@@ -88,7 +82,7 @@ impl Names {
         Names(written.chain(given).chain(model.inputs.iter().map(|input| &input.name)).cloned().collect())
     }
 
-    /// A name like `stem` that no tensor has.
+    /// A new unique name that starts with `stem`.
     fn new_name(&mut self, stem: &str) -> String {
         let mut name = stem.to_string();
         while !self.0.insert(name.clone()) {

@@ -1,16 +1,16 @@
-//! What an ONNX file is worth for training: the [`TrainingWarning`]s about it, from its nodes and initializers alone.
+//! Detects ONNX files that were exported for inference, from nodes and initializers alone; see [`TrainingWarning`].
 //!
-//! | doubt | how it shows |
+//! | finding | evidence |
 //! | --- | --- |
-//! | folded batch normalisation | the rewriter's mark on a node (`FuseBatchNormInto…`), or a convolution whose weight the older exporter had to name itself |
-//! | inference-mode batch normalisation | no `training_mode`; before operator set 14, no second output |
-//! | inference-mode dropout | `training_mode` absent or false at a ratio that is not zero; every one before operator set 12 |
-//! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source had a bias among its parameters |
-//! | merged parameters | one vector that is a scale or bias of several modules, or a parameter and a statistic at once |
-//! | untied parameters | an embedding and a projection with equal values, one of them perhaps transposed |
+//! | folded BatchNorm | the rewriter's mark on a node (`FuseBatchNormInto…`), or a convolution whose weight was named by the older exporter |
+//! | inference-mode BatchNorm | no `training_mode`; before operator set 14, no second output |
+//! | inference-mode Dropout | `training_mode` absent or false at a non-zero ratio; always before operator set 12 |
+//! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source has a bias parameter |
+//! | merged parameters | one vector that is a scale or bias of several modules, or both a parameter and a running statistic |
+//! | untied parameters | an embedding and a projection with equal values, possibly transposed |
 //!
-//! What merely could be is not told: a vector with values that differ was trained and is shared on purpose; modules that
-//! have one path are one module that runs several times. A dropout that an exporter removed leaves no trace to find.
+//! Uncertain cases are not reported: a vector with differing values was trained and is shared on purpose, and modules
+//! with the same path are one module that runs several times. A Dropout that the exporter removed cannot be detected.
 
 use crate::import::onnx::element;
 use crate::import::onnx::model::{Node, OnnxModel, Payload, Tensor};
@@ -18,23 +18,23 @@ use crate::import::onnx::proto::tensor_proto::DataType;
 use crate::import::training_warning::{Finding, TrainingWarning};
 use std::collections::{BTreeSet, HashMap};
 
-/// Where two matrices are compared. Weights that agree at so many places are the same.
+/// Number of sampled elements in a comparison of two matrices. Equal samples count as equal matrices.
 const COMPARED: usize = 512;
 
-/// Elements of a vector that are looked at: a scale or a bias has fewer.
+/// Maximum number of vector elements compared; a scale or bias has fewer.
 const LOOKED_AT: usize = 1 << 16;
 
-/// Embeddings, and projections for each, that are compared: models have a handful.
+/// Maximum number of embeddings, and of projections per embedding, that are compared.
 const TABLES: usize = 64;
 const PROJECTIONS: usize = 4096;
 
-/// The operator set since which a batch normalisation says whether it trains.
+/// First operator set in which BatchNormalization has `training_mode`.
 const NORM_SAYS: i64 = 14;
 
-/// The operator set since which a dropout says whether it trains.
+/// First operator set in which Dropout has `training_mode`.
 const DROPOUT_SAYS: i64 = 12;
 
-/// All doubts about a model, in a fixed order.
+/// All training warnings for a model, in a fixed order.
 pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
     let (readers, modes) = (readers(model), Modes::of(model));
     let found = [
@@ -48,14 +48,13 @@ pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
     found.into_iter().flatten().collect()
 }
 
-/// What tells of a node whether it trains: the operator set, and the constants of the model.
+/// Determines the mode of BatchNorm and Dropout nodes from the operator set and the constants of the model.
 pub struct Modes<'a> {
     opset: Option<i64>,
     constants: HashMap<&'a str, &'a [u8]>,
 }
 
 impl<'a> Modes<'a> {
-    /// Those of a model.
     pub fn of(model: &'a OnnxModel) -> Modes<'a> {
         let given = model.initializers.iter().filter_map(|t| Some((t.name.as_str(), bytes(t)?)));
         let made = model.nodes.iter().filter(|node| standard(node, "Constant")).filter_map(|node| {
@@ -65,7 +64,7 @@ impl<'a> Modes<'a> {
         Modes { opset: model.opset(""), constants: given.chain(made).collect() }
     }
 
-    /// Whether the node normalises by stored statistics.
+    /// True for a BatchNorm that normalises with running statistics.
     pub fn is_inference_norm(&self, node: &Node) -> bool {
         standard(node, "BatchNormalization")
             && match self.opset {
@@ -74,7 +73,7 @@ impl<'a> Modes<'a> {
             }
     }
 
-    /// Whether the node is a dropout that drops nothing though its ratio is not zero.
+    /// True for a Dropout with a non-zero ratio in inference mode.
     pub fn is_inference_dropout(&self, node: &Node) -> bool {
         if !standard(node, "Dropout") {
             return false;
@@ -82,7 +81,7 @@ impl<'a> Modes<'a> {
         if self.opset.is_some_and(|version| version < DROPOUT_SAYS) {
             return node.attributes.iter().find(|a| a.name() == "ratio").is_none_or(|a| a.f() != 0.0);
         }
-        // A mode that is computed is nobody's to judge; a ratio that is left out is one half.
+        // A `training_mode` computed at run time counts as training. An omitted ratio is 0.5.
         let trains = node.inputs.get(2).is_some_and(|name| !name.is_empty()) && !self.is_zero(node, 2);
         !trains && !self.is_zero(node, 1)
     }
@@ -117,15 +116,14 @@ fn dropouts(model: &OnnxModel, modes: &Modes<'_>) -> Option<TrainingWarning> {
     Some(TrainingWarning { beside, ..doubt })
 }
 
-/// Whether metadata of a node under this key says this.
+/// True if the node's metadata under `key` contains `what`.
 fn says(node: &Node, key: &str, what: &str) -> bool {
     node.metadata.iter().any(|property| property.key() == key && property.value().contains(what))
 }
 
-/// The rewrites that made a node.
 const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
 
-/// A zero bias that the exporter itself put in is no loss, so the source of the node is asked.
+/// A zero bias added by the exporter itself is no loss, so the FX source of the node must mention a bias.
 fn unbiased(model: &OnnxModel) -> Option<TrainingWarning> {
     nodes(Finding::RemovedBias, model, |node| {
         let source = "pkg.torch.onnx.fx_node";
@@ -135,7 +133,7 @@ fn unbiased(model: &OnnxModel) -> Option<TrainingWarning> {
 
 fn folded(model: &OnnxModel) -> Option<TrainingWarning> {
     let marked = |node: &Node| says(node, RULES, "FuseBatchNorm");
-    // The older exporter gives a weight that it computed the name of the operator that reads it and a number.
+    // The older exporter names a computed weight after its operator plus a number.
     let renamed = |node: &Node| {
         matches!(node.op_type.as_str(), "Conv" | "ConvTranspose")
             && node.inputs.get(1).is_some_and(|name| name.starts_with("onnx::Conv"))
@@ -144,11 +142,10 @@ fn folded(model: &OnnxModel) -> Option<TrainingWarning> {
     nodes(Finding::FoldedBatchNorm, model, |node| node.domain.is_empty() && (marked(node) || renamed(node)))
 }
 
-/// Who reads each initializer, and at which input.
 type Readers<'a> = HashMap<&'a str, Vec<(&'a Node, usize)>>;
 
-/// An identity of an initializer reads nothing itself: who reads it, reads the initializer. PyTorch's older exporter
-/// leaves one where it merged two.
+/// Readers of an `Identity` of an initializer count as readers of the initializer. PyTorch's older exporter adds an
+/// `Identity` where it merged two initializers.
 fn readers(model: &OnnxModel) -> Readers<'_> {
     let mut readers: Readers<'_> = model.initializers.iter().map(|tensor| (tensor.name.as_str(), Vec::new())).collect();
     let mut roots: HashMap<&str, &str> = readers.keys().map(|name| (*name, *name)).collect();
@@ -169,7 +166,6 @@ fn readers(model: &OnnxModel) -> Readers<'_> {
     readers
 }
 
-/// Whether a vector is a scale or a bias where this node reads it.
 fn is_vector_parameter(node: &Node, slot: usize) -> bool {
     match node.op_type.as_str() {
         "LayerNormalization" | "GroupNormalization" | "InstanceNormalization" | "BatchNormalization" => {
@@ -209,12 +205,12 @@ fn merged(model: &OnnxModel, readers: &Readers<'_>) -> Option<TrainingWarning> {
     doubt
 }
 
-/// Who shares a vector that nobody meant to share, `None` where it may be meant.
+/// Describes the modules that share a vector unintentionally; `None` if sharing may be intended.
 fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     if uses.len() < 2 {
         return None;
     }
-    // Values that differ were drawn or trained: two tensors would not have the same ones.
+    // Vectors with differing values were random or trained, so two of them would not be equal by chance.
     let level = match bytes(tensor) {
         Some(bytes) => Some(is_level(tensor, bytes)?).filter(|level| *level),
         None => None,
@@ -230,7 +226,7 @@ fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     }
     let modules: BTreeSet<&str> = parameters.iter().map(|(node, _)| node.module.as_str()).collect();
     let named = modules.iter().filter(|module| !module.is_empty()).count();
-    // Without module paths, only a level scale or bias of several normalisations is sure.
+    // Without module paths, only a constant-valued scale or bias of several normalisations is certain.
     let norms = parameters.iter().filter(|(node, _)| is_norm(node)).count();
     let sure = named >= 2 || (named == 0 && level.is_some() && norms >= 2);
     let ((one, _), (other, _)) = (
@@ -240,14 +236,13 @@ fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), one.name, other.name))
 }
 
-/// Whether all elements are equal.
 fn is_level(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
     let size = usize::try_from(element::bits(tensor.elem_type)? / 8).ok().filter(|size| *size > 0)?;
     let first = bytes.get(..size)?;
     Some(bytes.chunks_exact(size).take(LOOKED_AT).all(|element| element == first))
 }
 
-/// A matrix with values, as rows of `size`-byte elements.
+/// A matrix with values in rows of `size`-byte elements.
 struct Matrix<'a> {
     tensor: &'a Tensor,
     bytes: &'a [u8],
@@ -269,7 +264,8 @@ impl<'a> Matrix<'a> {
         self.bytes.get(begin..begin.checked_add(self.size)?)
     }
 
-    /// Whether two matrices, the other one transposed if so said, agree wherever they are looked at, and are not level.
+    /// True if two matrices agree at all sampled elements and are not constant-valued. With `transposed`, compares with
+    /// the transpose of `other`.
     fn agrees(&self, other: &Matrix<'_>, transposed: bool) -> bool {
         let [rows, columns] = self.dims;
         let fits = if transposed { other.dims == [columns, rows] } else { other.dims == self.dims };
@@ -278,7 +274,7 @@ impl<'a> Matrix<'a> {
         }
         let (mut differ, first) = (false, self.at(0, 0));
         for n in 0..COMPARED {
-            // Spread over rows and columns without a pattern that a matrix could share.
+            // Samples are spread over rows and columns without a regular pattern.
             let (row, column) = (n.wrapping_mul(7919) % rows, n.wrapping_mul(104_729) % columns);
             let here = self.at(row, column);
             let there = if transposed { other.at(column, row) } else { other.at(row, column) };

@@ -1,4 +1,4 @@
-//! The gradients of convolution for its input and its weight, as ops of their own.
+//! The gradients of convolution for its input and its weight.
 
 use super::{
     Case, DATA, FILTERS, RESULT, cases, check_groups, each_product, flops, input_grad, known_kernel, two, ways,
@@ -124,7 +124,7 @@ impl OpRule for ConvWeightGrad {
     }
 }
 
-/// Whether a gradient has the spatial dims that the forward convolution gives.
+/// Checks that a gradient has the spatial sizes of the forward output.
 fn same_windows(dy: &Fact, expected: &[Dim]) -> Result<(), FactError> {
     if &dy.shape[2..] == expected {
         return Ok(());
@@ -137,7 +137,6 @@ fn same_windows(dy: &Fact, expected: &[Dim]) -> Result<(), FactError> {
     })
 }
 
-/// Small cases.
 pub fn samples() -> Vec<Sample> {
     let both = |(title, window, groups, x, w): Case| {
         let spatial: Vec<Dim> = x[2..].iter().map(|&d| Dim::from(d)).collect();

@@ -1,21 +1,21 @@
-//! Cross-entropy on the devices of a group, by rows or by classes.
+//! Tensor-parallel cross-entropy, split by rows or by classes.
 //!
-//! By rows, with n_d the targets that count on device d and n those on all: the loss is `Σ_d loss_d n_d / n`, and each device's gradient
-//! that of its own loss times `n_d / n`.
+//! By rows, with n_d the counted targets of device d and n those of all: the loss is `Σ_d loss_d n_d / n`. Each
+//! device's gradient is that of its local loss times `n_d / n`.
 //!
-//! By classes, with lse_d what a device finds over its own classes, and every target that it does not have ignored there:
+//! By classes, with lse_d over the classes of device d, which ignores targets of other devices:
 //!
 //!   lse  = m + log Σ_d e^(lse_d - m),  m the largest lse_d
-//!   loss = Σ_d (loss_d n_d + Σ (lse - lse_d over the rows whose target d has)) / n
+//!   loss = Σ_d (loss_d n_d + Σ (lse - lse_d over the rows with a target on d)) / n
 //!
-//! so that no logit leaves its device, only numbers of which there is one a row.
+//! Only one number per row is communicated, never the logits.
 
 use super::super::gather::{OwnIndices, own_indices};
 use super::super::unary::scalar;
 use super::*;
 use crate::op::sharding::PartSite;
 
-/// A label that is no class: what a device does not count.
+/// Label of targets that a device ignores.
 const NO_CLASS: i64 = -1;
 
 impl CrossEntropy {
@@ -49,7 +49,7 @@ impl CrossEntropy {
         let own = count(out, targets.own);
         let own = cast(out, own, mean);
         let total = out.emit(Op::Binary(Binary::Mul), &[mean, own]);
-        // Small numbers first: of large logits their sum is rounded.
+        // Adds the small terms first: a sum with large logits would be rounded.
         let missing = out.emit(Op::Binary(Binary::Sub), &[most, own_lse]);
         let missing = out.emit(Op::Binary(Binary::Add), &[missing, log]);
         let missing = out.emit(Op::Select(Select {}), &[targets.own, missing, zero]);
@@ -100,13 +100,13 @@ impl CrossEntropyGrad {
     }
 }
 
-/// The targets of all rows, as a device with a part of the classes sees them.
+/// The targets of all rows, seen by a device with a shard of the classes.
 struct Targets {
-    /// Which of them count.
+    /// Mask of targets that are not ignored.
     counted: Value,
-    /// Which of those are among its classes.
+    /// Mask of counted targets among this device's classes.
     own: Value,
-    /// Where among its classes, and [`NO_CLASS`] for all others.
+    /// Local class index, [`NO_CLASS`] for all other targets.
     labels: Value,
 }
 
@@ -117,7 +117,7 @@ impl Targets {
         let number = |out: &mut dyn Emit, value: i64| {
             out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
         };
-        // Indices below zero count from the end, labels below zero do not exist: they become one that does not either.
+        // A negative index counts from the end, but a negative label is invalid: it becomes an index out of range.
         let (zero, none) = (number(out, 0), number(out, NO_CLASS));
         let outside = number(out, classes.known().expect("sizes are known where ops are shared"));
         let below = out.emit(Op::Compare(Compare::Less), &[target, zero]);
@@ -130,21 +130,21 @@ impl Targets {
     }
 }
 
-/// Which targets count.
+/// Mask of targets that are not ignored.
 fn counted(out: &mut dyn Emit, target: Value, ignore: Option<i64>) -> Value {
     let Some(ignore) = ignore else {
         return out.emit(Op::Compare(Compare::Equal), &[target, target]);
     };
     let fact = out.fact(target);
     let ignored = Tensor::from_i64(&[], &[ignore]);
-    // A type that cannot hold the number has no target that is ignored; compared as the widest, none is.
+    // Compared as `i64`: if the target's type cannot represent the ignored label, no target is ignored.
     let target = if fact.dtype == DType::I64 { target } else { out.emit(Op::Cast(Cast { to: DType::I64 }), &[target]) };
     let ignored = out.emit(Op::Constant(Constant { tensor: ignored }), &[]);
     let equal = out.emit(Op::Compare(Compare::Equal), &[target, ignored]);
     out.emit(Op::Unary(Unary::Not), &[equal])
 }
 
-/// How many are true, as a whole number: a narrow float could not count them.
+/// Number of true elements, as `i64`: a narrow float could not count them.
 fn count(out: &mut dyn Emit, which: Value) -> Value {
     let ones = out.emit(Op::Cast(Cast { to: DType::I64 }), &[which]);
     sum_of(out, ones)
@@ -155,7 +155,7 @@ fn sum_of(out: &mut dyn Emit, x: Value) -> Value {
     out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: false }), &[x])
 }
 
-/// What a device's count is of that of all; nothing where there is none.
+/// This device's fraction of the group's count; 0 if the count is 0.
 fn share(out: &mut dyn Emit, own: Value, devices: usize) -> Value {
     let all = out.emit(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }), &[own]);
     let [own, all] = [own, all].map(|count| out.emit(Op::Cast(Cast { to: DType::F64 }), &[count]));
@@ -163,13 +163,11 @@ fn share(out: &mut dyn Emit, own: Value, devices: usize) -> Value {
     out.emit(Op::Binary(Binary::Div), &[own, all])
 }
 
-/// A count that something may be divided by.
 fn at_least_one(out: &mut dyn Emit, count: Value) -> Value {
     let one = out.emit(scalar(out.fact(count).dtype, 1.0), &[]);
     out.emit(Op::Binary(Binary::Max), &[count, one])
 }
 
-/// A value in the element type of another.
 fn cast(out: &mut dyn Emit, value: Value, like: Value) -> Value {
     let to = out.fact(like).dtype;
     if out.fact(value).dtype == to { value } else { out.emit(Op::Cast(Cast { to }), &[value]) }

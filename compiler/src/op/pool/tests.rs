@@ -1,4 +1,4 @@
-//! Pools against PyTorch, the padding rules, and hostile attributes.
+//! Pools against PyTorch, padding rules, and invalid attributes.
 
 use super::*;
 

@@ -1,9 +1,8 @@
-//! The whole model on every device.
+//! Data parallelism: the whole model on every device.
 
 use crate::cluster::Cluster;
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 
-/// One stage, replicated over all members of every level.
 pub fn data_parallel(ops: usize, cluster: &Cluster) -> Shape {
     let mut counts = cluster.levels.iter().map(|level| level.count);
     let innermost = counts.next().unwrap_or(1);

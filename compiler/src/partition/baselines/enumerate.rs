@@ -1,8 +1,8 @@
-//! Everything under cost model `pipec`, for small models: the yardstick of `placed`.
+//! Exhaustive enumeration under cost model `pipec`, for small models: the test oracle for the search in `search/pipec`.
 //!
-//! Walks all chains of closed sets with all replica counts, each pipeline beginning at the first device and, on several levels, also
-//! at later ones and with the last devices of a unit unused. A branch is left when its first stages alone are slower than the best
-//! known. No value of a part of the model is used again. A stage is recomputed where it does not fit otherwise.
+//! Enumerates all chains of down-sets with all replica counts. On several levels a pipeline may also start at a later
+//! device or leave the last devices of a unit unused. A branch is pruned if one stage alone is slower than the best
+//! plan. No partial result is memoised. A stage is recomputed only if it does not fit otherwise.
 
 use crate::cluster::class;
 use crate::partition::dp::nested_partition::Shape;
@@ -13,13 +13,11 @@ use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::candidates::{PlanCandidate, SearchContext};
 use crate::plan::problem::{Objective, ProblemError};
 
-/// The most ops it takes.
 pub const MAX_OPS: usize = 12;
 
-/// The most shapes it prices.
 pub const MAX_STEPS: u64 = 3_000_000;
 
-/// The best candidate of all that fit; where none fits, the one that needs the least memory. And the steps it took.
+/// Returns the best candidate that fits (if none fits, the one that needs the least memory) and the number of steps.
 pub fn every(question: &SearchContext<'_>) -> Result<(Option<PlanCandidate>, u64), ProblemError> {
     let graph = &question.problem.graph;
     let ops = graph.ops.len();
@@ -57,15 +55,15 @@ pub fn every(question: &SearchContext<'_>) -> Result<(Option<PlanCandidate>, u64
 
 struct Walk<'a> {
     question: &'a SearchContext<'a>,
-    /// Closed sets, each a bit for every op.
+    /// Down-sets as bit masks over the ops.
     sets: Vec<u32>,
-    /// Devices of a unit, where there are several levels.
+    /// Devices per innermost unit; 0 on a single level.
     unit: u32,
     best: Option<PlanCandidate>,
-    /// Of those that do not fit the one that needs the least.
+    /// The infeasible candidate that needs the least memory.
     least: Option<(Need, PlanCandidate)>,
     fleet: DeviceRanges,
-    /// The time of the best, where time is what counts.
+    /// Time of `best`; stays infinite if the objective is memory.
     best_us: f64,
     /// Ops, first device and replicas of each stage so far.
     stages: Vec<(Vec<u32>, u32, u32)>,
@@ -89,7 +87,7 @@ impl Walk<'_> {
                 if self.steps > MAX_STEPS {
                     return;
                 }
-                // One stage alone is slower than the best known.
+                // Prunes: this stage alone is slower than the best plan.
                 if self.busiest_us(&added, replicas) > self.best_us {
                     continue;
                 }

@@ -1,23 +1,21 @@
-//! Everything, for small models: the yardstick for the other partitioners.
+//! Exhaustive enumeration for small models: the test oracle for the other partitioners.
 //!
-//! Walks all chains of closed sets with all replica counts, any number of devices, and keeps the best that fits. A branch is left
-//! only when it is already slower than the best known, or when the devices that remain could not do the remaining work in less.
-//! It does not share the recurrence of the other searches: no value of a part of the model is ever reused, but inside a group of
-//! a level below, where nothing else can depend on the choice.
+//! Enumerates all chains of down-sets with all replica counts and any number of devices. A branch is pruned only if it
+//! is already slower than the best, or if the remaining devices cannot do the remaining work in time. Partial results
+//! are reused only for the inner levels of a group, where nothing else depends on the choice.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::downsets::DownSets;
 use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 use std::collections::HashMap;
 
-/// The most ops it takes.
 pub const MAX_OPS: usize = 14;
 
-/// The most steps it takes, a few seconds' worth.
+/// Largest number of steps; a few seconds.
 pub const MAX_STEPS: u64 = 400_000_000;
 
-/// Finds the best shape among all that `fits` accepts, and the steps it took; `None` if it accepts none, and an error with the
-/// limit if the steps do not suffice. With several levels `fits` is asked of the best inner pipelines only.
+/// Returns the best shape accepted by `fits` (`None` if there is none) and the number of steps; an error gives the step
+/// limit if it was exceeded. On several levels `fits` only sees the best inner pipelines.
 pub fn exhaustive(
     space: &DownSets,
     cost: &StageCost,
@@ -53,7 +51,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    #[allow(clippy::too_many_arguments)] // The state of one branch of the walk; a struct for it would be built at every step.
+    #[allow(clippy::too_many_arguments)] // Arguments hold the state of one branch; a struct would be built at every step.
     fn extend(
         &mut self,
         span: Span,

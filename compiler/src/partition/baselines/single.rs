@@ -1,9 +1,8 @@
-//! Everything on one device: what any other plan has to beat.
+//! The whole model on a single device.
 
 use crate::cluster::Cluster;
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 
-/// One stage, one replica, at every level.
 pub fn single(ops: usize, cluster: &Cluster) -> Shape {
     let mut group = Group { replicas: 1, body: StageBody::Ops((0..ops as u32).collect()) };
     for _ in 1..cluster.levels.len() {

@@ -1,10 +1,10 @@
-//! A straight pipeline: one stage per device, cut where the compute before the cut is nearest to the stage's share.
+//! A straight pipeline: one stage per device, cut along a linear order into parts of about equal compute.
 
 use crate::cluster::Cluster;
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::profile::cost_graph::CostGraph;
 
-/// As many stages as there are devices, or as ops where those are fewer, each on one device, along `order`.
+/// As many stages as devices (or ops, if fewer), each on one device, along `order`.
 pub fn uniform(graph: &CostGraph, cluster: &Cluster, order: &[u32]) -> Shape {
     let stages = order.len().min(cluster.devices() as usize).max(1);
     let total = graph.total_us();
@@ -17,7 +17,8 @@ pub fn uniform(graph: &CostGraph, cluster: &Cluster, order: &[u32]) -> Shape {
         while end < latest {
             let op = &graph.ops[order[end] as usize];
             let next = done + op.fwd_us + op.bwd_us;
-            // At least one op; then as long as the cut comes nearer to the share. The last stage takes what is left.
+            // At least one op; then until the next op would move the cut away from its target. The last stage takes the
+            // rest.
             if end > start && stage + 1 < stages && (next - target).abs() > (done - target).abs() {
                 break;
             }

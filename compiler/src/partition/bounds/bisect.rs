@@ -1,72 +1,64 @@
-//! How far a pipeline gets along a terrain with so many units, if no part may be slower than a given time; and, by asking that
-//! again and again, the least time in which it gets to the end.
+//! Bottleneck search on a [`CutSpace`]: how much of the model fits on a number of units if no part is slower than a
+//! given time. Bisection over that time yields the smallest bottleneck.
 //!
 //! ```text
-//! G_k(u) = max over m of  reach_k( G_k(u - m), m )        reach_k(c, m): where a part ends that begins at c on m units
+//! G_k(u)        = max over m of  reach_k( G_k(u - m), m )
+//! reach_k(c, m) = the furthest end of a part that begins at c on m units
 //! ```
 //!
-//! Whoever is further is never worse off, since a part that is cut short computes less and has fewer weights; where too much
-//! crosses at the furthest spot, the furthest spot before it counts where little enough does. On a relaxed terrain a time in
-//! which the end is not reached is therefore a lower bound for every plan, with what each level below does within a part asked
-//! in the same way. On a line the way that was found is a plan.
+//! Reaching further is never worse, because a shortened part has less compute and fewer weights. If too many bytes
+//! cross at the furthest cut, the last earlier cut with few enough bytes is used. On a relaxed space an infeasible time
+//! is therefore a lower bound for every plan; inner levels are checked in the same way. On a line, the cuts found form
+//! a plan.
 //!
-//! That needs the squares of the units, and of the places only the logarithm: lines of tens of thousands of ops, and thousands of
-//! devices, take no longer than a second.
+//! The search is quadratic in the units and logarithmic in the cuts: tens of thousands of ops on thousands of devices
+//! take at most a second.
 
 use crate::partition::bounds::cut_space::{CutPosition, CutSpace};
 use crate::partition::dp::nested_partition::{Group, StageBody};
 use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 use std::cell::Cell;
 
-/// Times this close are not told apart.
+/// Relative precision of the bisection.
 const CLOSE: f64 = 1e-5;
 
-/// A question about one terrain.
 pub struct BottleneckSearch<'a> {
-    /// Where it may cut.
     pub terrain: &'a CutSpace,
-    /// Cost model.
     pub cost: &'a StageCost,
-    /// Levels, innermost first.
     pub levels: &'a [LevelCost],
-    /// Devices of one unit of each level.
+    /// Number of devices in one unit of each level.
     devices: Vec<f64>,
-    /// Steps done, and the most that may be.
+    /// Steps so far, and the step limit.
     steps: Cell<u64>,
     most_steps: u64,
 }
 
-/// The last part of the way to some spot.
 #[derive(Clone, Copy, Debug)]
 struct Leg {
-    /// Units used before it.
+    /// Number of units used by earlier parts.
     before: usize,
-    /// Where it begins.
     from: CutPosition,
 }
 
-/// What is known of the least time.
 #[derive(Clone, Debug)]
 pub struct Bracket {
-    /// Nothing is faster.
     pub low_us: f64,
-    /// The fastest that reaches the end, or what was known before.
+    /// The fastest feasible time, or the initial upper bound.
     pub high_us: f64,
 }
 
-/// A run that one part takes, and how.
 #[derive(Clone, Copy)]
 struct Run {
     from: CutPosition,
     to: CutPosition,
     replicas: usize,
     is_first: bool,
-    /// What is known of the parameters at its ends.
+    /// Class of the weight bounds (see [`CutSpace::class`]).
     class: usize,
 }
 
 impl<'a> BottleneckSearch<'a> {
-    /// A question that is given up after so many steps, of about twenty nanoseconds each.
+    /// A search with a step limit; a step takes about twenty nanoseconds.
     pub fn new(
         terrain: &'a CutSpace,
         cost: &'a StageCost,
@@ -80,12 +72,12 @@ impl<'a> BottleneckSearch<'a> {
         BottleneckSearch { terrain, cost, levels, devices, steps: Cell::new(0), most_steps }
     }
 
-    /// Narrows the least time down. Nothing is faster than `low_us`; what is not faster than `high_us` is of no interest. Calls
-    /// `found` with a time whenever the end is reached in it; what that gives back, if it is less, counts instead of the time.
+    /// Narrows the smallest bottleneck between the lower bound `low_us` and the upper bound `high_us`. Calls `found`
+    /// for every feasible time; a smaller returned value becomes the new upper bound.
     pub fn narrow(&self, low_us: f64, high_us: f64, mut found: impl FnMut(f64) -> f64) -> Bracket {
         let (mut low, mut high) = (low_us, high_us);
         let mut tried = low * (1.0 + CLOSE);
-        // The bounds from outside are close as a rule, so the first guesses stay near the lower one.
+        // The lower bound is usually tight, so the first guesses stay near it.
         let mut stride = 4e-4;
         while tried < high {
             match self.ends_within(tried) {
@@ -108,14 +100,13 @@ impl<'a> BottleneckSearch<'a> {
         Bracket { low_us: low, high_us: high }
     }
 
-    /// Whether the end is reached with no part slower than `us`; `None` when the steps are used up.
     fn ends_within(&self, us: f64) -> Option<bool> {
         let level = self.levels.len() - 1;
         let ends = self.covers(level, self.terrain.start(), self.terrain.end(), us, None);
         (self.steps.get() < self.most_steps).then_some(ends)
     }
 
-    /// The way to the end with no part slower than `us`, if there is one, as groups of runs between stretches.
+    /// The partition with no part slower than `us`, if there is one; `between` returns the ops between two intervals.
     pub fn groups(&self, us: f64, between: &dyn Fn(usize, usize) -> Vec<u32>) -> Option<Vec<Group>> {
         let level = self.levels.len() - 1;
         self.groups_between(level, self.terrain.start(), self.terrain.end(), us, between)
@@ -157,8 +148,8 @@ impl<'a> BottleneckSearch<'a> {
         Some(groups)
     }
 
-    /// Whether all units of `level` get from one spot to another with no part slower than `us`. `legs` is filled with one entry
-    /// for each number of units up to the one that arrives.
+    /// Returns whether all units of `level` can cover `from..to` with no part slower than `us`. `legs` receives one
+    /// entry per number of units until the end is reached.
     fn covers(
         &self,
         level: usize,
@@ -208,7 +199,7 @@ impl<'a> BottleneckSearch<'a> {
         false
     }
 
-    /// The furthest spot up to `base` where a part of `replicas` may begin.
+    /// The furthest position up to `base` at which a part with `replicas` may begin.
     fn entry(
         &self,
         level: usize,
@@ -221,19 +212,20 @@ impl<'a> BottleneckSearch<'a> {
         self.terrain.settle(base, floor, |bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us)
     }
 
-    /// The furthest end of the part that begins at `run.from`, if it is beyond `run.to`; not beyond `goal`.
+    /// The furthest end, up to `goal`, of the part that begins at `run.from`; `None` if it is not beyond `run.to`.
     fn beyond(&self, level: usize, run: Run, goal: CutPosition, us: f64) -> Option<CutPosition> {
         let terrain = self.terrain;
         let room = run.from.compute + us * self.devices[level] * run.replicas as f64 * (1.0 + 1e-9);
         let to = |spot| Run { to: spot, ..run };
         let spot = |stretch: usize| CutPosition { stretch, compute: terrain.from[stretch] };
-        // A part may need more replicas for its weights than for its compute, so it is asked at the first spot that helps.
+        // Weights may need more replicas than compute does, so the first position that is an improvement is checked
+        // first.
         let next = if run.to.compute < terrain.to[run.to.stretch] { run.to.stretch } else { run.to.stretch + 1 };
         let last = terrain.stretch_at(room.min(goal.compute)).min(goal.stretch);
         if next > last || !self.fits(level, &to(if next > run.to.stretch { spot(next) } else { run.to }), us) {
             return None;
         }
-        // Strides that double, then halves.
+        // Exponential search, then bisection.
         let (mut fits, mut fails, mut stride) = (next, last + 1, 1);
         while fits + stride < fails {
             if self.fits(level, &to(spot(fits + stride)), us) {
@@ -267,8 +259,8 @@ impl<'a> BottleneckSearch<'a> {
         end.is_beyond(&run.to).then_some(end)
     }
 
-    /// What is known of the parameters beside a part: few sets may be cut there that little enough crosses. The first part of a
-    /// span pays for neither of its cuts.
+    /// The class of weight bounds for cuts with few enough crossing bytes. The first part of a range pays for neither
+    /// of its cuts.
     fn class(&self, level: usize, replicas: usize, is_first: bool, us: f64) -> usize {
         if is_first {
             return self.terrain.any_class();
@@ -277,13 +269,12 @@ impl<'a> BottleneckSearch<'a> {
         self.terrain.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
     }
 
-    /// What the link after a part takes.
     fn link_us(&self, level: usize, run: &Run, out_bytes: f64) -> f64 {
         let part = self.part(run, 0.0);
         self.cost.part_us(&self.levels[level], &StageRange { weight_bytes: 0.0, is_last: false, out_bytes, ..part })
     }
 
-    /// Whether the run is done within `us` as one part, whatever crosses at its ends.
+    /// Returns whether the range fits into `us` as one part, ignoring the bytes that cross at its ends.
     fn fits(&self, level: usize, run: &Run, us: f64) -> bool {
         self.steps.set(self.steps.get() + 1);
         let compute = (run.to.compute - run.from.compute).max(0.0);
@@ -299,7 +290,7 @@ impl<'a> BottleneckSearch<'a> {
         self.covers(below, run.from, run.to, inner_us, None)
     }
 
-    /// The most that one unit may take for a run that is to be done within `us`.
+    /// The largest time of one unit for which the whole part stays within `us`.
     fn most_inner_us(&self, level: usize, run: &Run, us: f64) -> f64 {
         let us = us * (1.0 + 1e-9);
         let time = |inner_us| self.cost.part_us(&self.levels[level], &self.part(run, inner_us));

@@ -1,52 +1,52 @@
-//! The places where a model can be cut, along one axis: the compute that stands before the cut.
+//! Possible cuts of a model, ordered by the compute before the cut.
 //!
-//! A [`CutSpace`] is a list of stretches of that axis. A cut may stand anywhere in a stretch and nowhere between two. There are
-//! two kinds. A line has one stretch without length for each place of a linear order, and its figures are exact. The relaxed
-//! terrains of a graph have room for every closed set S of it, with figures that no set undercuts, so that what cannot be done on
-//! it cannot be done at all:
+//! A [`CutSpace`] is a list of intervals of compute; a cut may lie anywhere in an interval and nowhere else. A line has
+//! one empty interval per cut of a linear order, with exact figures. The relaxed space of a graph contains every
+//! down-set S, with figures that are bounds. If a plan is infeasible on it, it is infeasible for the graph:
 //!
 //! ```text
-//! an op o is surely in S      if  C(S) > latest(o)   = C(all) - C(o and all that follow it)
-//! an op o is surely not in S  if  C(S) < earliest(o) = C(o and all that precede it)
-//! no S has                        latest(o) < C(S) < earliest(o)
+//! op o is in S       if  C(S) > latest(o)   = C(all) - C(o and all its successors)
+//! op o is not in S   if  C(S) < earliest(o) = C(o and all its predecessors)
+//! no S has           latest(o) < C(S) < earliest(o)
 //! ```
 //!
-//! C is the compute of a set. Of a chain both kinds say the same.
+//! C is the compute of a set. For a chain, line and relaxed space are equal.
 
 use crate::partition::bounds::min_cut_bytes::MinCutBytes;
 use crate::partition::search::downsets::DownSets;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
-/// The most ops of which the relaxed terrain follows who precedes whom, which takes the square of their number.
+/// Largest number of ops for which the relaxed space tracks predecessors, which takes quadratic time.
 const MOST_OPS: usize = 40_000;
 
-/// Sums of the same numbers in other orders differ by less than this fraction of the whole.
+/// Relative rounding error of sums in different orders.
 const ROUNDING: f64 = 1e-11;
 
-/// Stretches, ascending. The first is the empty set, the last the whole model.
+/// Intervals of compute, ascending, from the empty set to the whole model.
 #[derive(Clone, Debug)]
 pub struct CutSpace {
-    /// Compute at the start of each stretch, in microseconds.
+    /// Start of each interval, in microseconds.
     pub from: Vec<f64>,
-    /// Compute at its end.
+    /// End of each interval, in microseconds.
     pub to: Vec<f64>,
-    /// Parameters of the sets of each stretch: of all sets in the last entry, of those that less crosses in earlier ones.
+    /// Weight bounds of the sets in each interval: for all sets in the last entry, for sets with fewer cut bytes in
+    /// earlier ones.
     weights: Vec<Weights>,
-    /// Bytes that cross every cut of the stretch.
+    /// Lower bound on the bytes that cross a cut in each interval.
     pub cut: Vec<f64>,
-    /// The nearest earlier stretch that less crosses; itself where there is none.
+    /// The nearest earlier interval with fewer cut bytes; the interval itself if there is none.
     lower: Vec<u32>,
 }
 
-/// Parameters of the sets that no more than some bytes cross.
+/// Weight bounds for sets with a limited number of cut bytes.
 #[derive(Clone, Debug)]
 struct Weights {
-    /// The bytes that may cross; infinite for all sets.
+    /// Largest number of cut bytes; infinite for all sets.
     most_bytes: f64,
-    /// For each stretch bytes of parameters that are in every such set.
+    /// For each interval: parameter bytes contained in every such set.
     least: Vec<f64>,
-    /// Bytes of parameters that are in any of them.
+    /// Parameter bytes contained in at least one of them.
     most: Vec<f64>,
 }
 
@@ -56,31 +56,27 @@ impl Weights {
     }
 }
 
-/// A place to cut.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CutPosition {
-    /// The stretch.
     pub stretch: usize,
-    /// Compute before the cut.
+    /// Compute before the cut, in microseconds.
     pub compute: f64,
 }
 
 impl CutPosition {
-    /// Whether this spot is further than another.
     pub fn is_beyond(&self, other: &CutPosition) -> bool {
         (self.stretch, self.compute) > (other.stretch, other.compute)
     }
 }
 
 impl CutSpace {
-    /// The places of a line, with exact figures for each: compute, bytes of parameters, and bytes that cross.
+    /// The cuts of a linear order, with the exact compute, parameter bytes and cut bytes of each.
     pub fn line(compute: Vec<f64>, weights: Vec<f64>, cut: Vec<f64>) -> CutSpace {
         let lower = lower(&cut);
         CutSpace { from: compute.clone(), to: compute, weights: Weights::of_all(weights.clone(), weights), cut, lower }
     }
 
-    /// The terrain of all closed sets of a graph. Sets that are not nested stand beside each other on it, so it is relaxed too,
-    /// though every figure of a spot is that of a set.
+    /// The space of all down-sets of a graph. It is a relaxation too, because neighbouring sets need not be nested.
     pub fn sets(space: &DownSets, model: CostModel) -> CutSpace {
         let mut most = space.weights.clone();
         for at in 1..most.len() {
@@ -96,7 +92,6 @@ impl CutSpace {
         CutSpace { from: compute.clone(), to: compute, weights: Weights::of_all(least, most), cut, lower }
     }
 
-    /// The relaxed terrain of a graph.
     pub fn relaxed(graph: &CostGraph, model: CostModel) -> CutSpace {
         let total = graph.total_us();
         let (earliest, latest) = windows(graph, total);
@@ -112,7 +107,7 @@ impl CutSpace {
         let mark = |value: f64| marks.partition_point(|mark| *mark <= value + rounding) - 1;
         let earliest: Vec<usize> = earliest.into_iter().map(mark).collect();
         let latest: Vec<usize> = latest.into_iter().map(mark).collect();
-        // Slot 2k is the mark k, slot 2k + 1 what lies between it and the next. Figures are kept as differences of neighbours.
+        // Slot 2k is mark k, slot 2k + 1 the gap up to the next mark. Figures are stored as differences.
         let slots = marks.len() * 2 - 1;
         let (mut sure, mut possible) = (vec![0.0; slots + 1], vec![0.0; slots + 1]);
         let (mut cut, mut forbidden) = (vec![0.0; slots + 1], vec![0i64; slots + 1]);
@@ -132,7 +127,7 @@ impl CutSpace {
             }
         };
         match model {
-            // All outputs of an op that has a reader beyond the cut.
+            // All outputs of an op with a reader beyond the cut.
             CostModel::Pipedream => {
                 let mut last_reader = vec![0; graph.ops.len()];
                 for (from, to) in graph.edges() {
@@ -144,7 +139,7 @@ impl CutSpace {
                 }
             }
             CostModel::Pipec | CostModel::Load | CostModel::Hybrid => {}
-            // Every tensor that is read beyond the cut.
+            // Every tensor read beyond the cut.
             CostModel::Paper => {
                 for tensor in &graph.tensors {
                     let last = tensor.consumers.iter().map(|to| earliest[to.index()]).max().unwrap_or(0);
@@ -166,11 +161,11 @@ impl CutSpace {
                 to.push(marks[slot.div_ceil(2)]);
                 least.push(sure_sum);
                 most.push(possible_sum);
-                // Differences of large sums leave a rest that is no byte.
+                // Rounding of large sums leaves residues below one byte.
                 crossed.push((cut_sum - 1.0).max(0.0));
             }
         }
-        // The whole model, beside sets that lack nothing but ops that take no time.
+        // The whole model; sets that only lack ops without compute have the same position.
         from.push(total);
         to.push(total);
         least.push(whole);
@@ -180,13 +175,12 @@ impl CutSpace {
         CutSpace { from, to, weights: Weights::of_all(least, most), cut: crossed, lower }
     }
 
-    /// The ranges of compute of all stretches.
     pub fn places(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
         self.from.iter().copied().zip(self.to.iter().copied())
     }
 
-    /// The relaxed terrain with what at least is charged at a cut by the compute before it, where that is more, and with the
-    /// parameters that sets of little charge can have.
+    /// The relaxed space with the minimum cut bytes by compute where they are larger, and with weight bounds for cheap
+    /// cuts.
     pub fn crossed(self, graph: &CostGraph, crossing: &MinCutBytes) -> CutSpace {
         let (mut from, mut to, mut cut, mut parent) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for stretch in 0..self.from.len() {
@@ -217,22 +211,21 @@ impl CutSpace {
         CutSpace { from, to, weights, cut, lower }
     }
 
-    /// Which parameters are known of the sets at cuts that are `fine`, which holds for all smaller ones.
+    /// The tightest class of weight bounds for cuts whose bytes are `fine`; the predicate must be monotonic.
     pub fn class(&self, fine: impl Fn(f64) -> bool) -> usize {
         self.weights.partition_point(|weights| fine(weights.most_bytes)).min(self.weights.len() - 1)
     }
 
-    /// The same of all sets.
     pub fn any_class(&self) -> usize {
         self.weights.len() - 1
     }
 
-    /// Bytes of parameters that are surely between two cuts of a class.
+    /// Lower bound on the parameter bytes between two cuts of a class.
     pub fn weights_between(&self, from: usize, to: usize, class: usize) -> f64 {
         (self.weights[class].least[to] - self.weights[class].most[from]).max(0.0)
     }
 
-    /// Whether a set with this compute, with parameters and bytes that cross, stands somewhere in a stretch.
+    /// Returns whether the space contains a set with this compute, parameter bytes and cut bytes.
     #[cfg(test)]
     pub fn has_room(&self, compute: f64, weights: f64, bytes: f64) -> bool {
         let rounding = self.to[self.to.len() - 1] * ROUNDING;
@@ -244,23 +237,22 @@ impl CutSpace {
         })
     }
 
-    /// The empty set.
     pub fn start(&self) -> CutPosition {
         CutPosition { stretch: 0, compute: 0.0 }
     }
 
-    /// The whole model.
     pub fn end(&self) -> CutPosition {
         let stretch = self.from.len() - 1;
         CutPosition { stretch, compute: self.to[stretch] }
     }
 
-    /// The last stretch that begins at `compute` or before.
+    /// The last interval that begins at or before `compute`.
     pub fn stretch_at(&self, compute: f64) -> usize {
         self.from.partition_point(|from| *from <= compute).saturating_sub(1)
     }
 
-    /// The furthest spot up to `spot`, and beyond `floor`, with a cut that is `fine`, which holds for all smaller ones.
+    /// The furthest position up to `spot` and beyond `floor` whose cut bytes are `fine`; the predicate must be
+    /// monotonic.
     pub fn settle(&self, spot: CutPosition, floor: CutPosition, fine: impl Fn(f64) -> bool) -> Option<CutPosition> {
         let mut at = spot;
         while !fine(self.cut[at.stretch]) {
@@ -274,8 +266,8 @@ impl CutSpace {
     }
 }
 
-/// Whether all that crosses a cut burdens the stages beside it. Under cost `pipec` a tensor goes straight to the stage that reads
-/// it, which may stand further on.
+/// Returns whether the crossing bytes of a cut count for the neighbouring stages. Under cost model `pipec` a tensor is
+/// sent directly to its reader stage, which may be further away.
 fn charges_cuts(model: CostModel) -> bool {
     model != CostModel::Pipec
 }
@@ -292,11 +284,9 @@ fn lower(cut: &[f64]) -> Vec<u32> {
     lower
 }
 
-/// Sums of bytes that come in one after the other.
 struct Rising {
-    /// When, ascending.
     at: Vec<f64>,
-    /// What has come before each, and all at the end.
+    /// Sum before each position, and the total.
     sums: Vec<f64>,
 }
 
@@ -308,13 +298,12 @@ impl Rising {
         Rising { at: entries.into_iter().map(|(at, _)| at).collect(), sums }
     }
 
-    /// What has come in before `at`.
     fn before(&self, at: f64) -> f64 {
         self.sums[self.at.partition_point(|entry| *entry < at)]
     }
 }
 
-/// `earliest` and `latest` of every op.
+/// `earliest` and `latest` of every op, as defined in the file head.
 fn windows(graph: &CostGraph, total: f64) -> (Vec<f64>, Vec<f64>) {
     let own: Vec<f64> = graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).collect();
     if own.len() > MOST_OPS {
@@ -328,10 +317,10 @@ fn windows(graph: &CostGraph, total: f64) -> (Vec<f64>, Vec<f64>) {
     (gathered(&own, &forward), latest)
 }
 
-/// For each op the compute of all ops that lead to it along `edges`, its own included. Edges are sorted so that all that lead to
-/// an op come before those that leave it.
+/// For each op: the compute of all ops that lead to it along `edges`, including its own. Edges must be sorted so that
+/// all edges into an op come before those out of it.
 ///
-/// Sixty-four ops at a time mark all that they lead to; the sums of eight marks are looked up.
+/// Processes 64 ops at a time as bit masks; a table per byte gives the sums.
 fn gathered(own: &[f64], edges: &[(usize, usize)]) -> Vec<f64> {
     let ops = own.len();
     let mut sums = vec![0.0; ops];

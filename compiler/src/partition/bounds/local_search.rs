@@ -1,8 +1,8 @@
-//! Closed sets near those that a plan is cut at, and what is won by cutting there instead.
+//! Local search around the cuts of a plan.
 //!
-//! Each cut of a plan moves a little: by single ops that are ready or that nothing inside reads, a few of them at a time, and by any
-//! op with all that must move with it. The search over closed sets then chooses among all the moved cuts at once. That is done
-//! again from where it led, until nothing is won.
+//! Each cut moves by single ops that are ready or removable, a few at a time. It also moves by any op with all ops that
+//! must move with it. PipeDream's dynamic program then optimises over the down-sets of all moved cuts together. This
+//! repeats until the plan no longer improves.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
@@ -12,35 +12,30 @@ use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
 use std::collections::{BTreeSet, VecDeque};
 
-/// How often a plan is moved at most.
 const ROUNDS: usize = 12;
 
-/// The most ops of a graph whose plans are moved.
 const MOST_OPS: usize = 8000;
 
-/// The most figures of all sets of one round: sets times ops.
+/// Limit on down-sets times ops per round.
 const MOST_FIGURES: usize = 8_000_000;
 
-/// What moving the cuts of a shape came to.
 pub struct Moved {
-    /// The best shape that was found, and its time in microseconds; nothing where none is better.
+    /// A better shape and its time in microseconds, if one was found.
     pub best: Option<(Shape, f64)>,
-    /// Sets looked at.
     pub states: u64,
 }
 
-/// Who reads whom, and what leads to what.
+/// Readers, predecessors and successors of each op.
 pub struct LocalSearch<'a> {
     problem: &'a Problem,
     reads: Vec<Vec<u32>>,
     readers: Vec<Vec<u32>>,
-    /// Each op with all that precede it, and with all that follow it, as bits.
+    /// Each op with all its predecessors, and with all its successors, as bit sets.
     before: Vec<Vec<u64>>,
     after: Vec<Vec<u64>>,
 }
 
 impl LocalSearch<'_> {
-    /// Prepares the moves of a problem; `None` for graphs that are too large.
     pub fn of(problem: &Problem) -> Option<LocalSearch<'_>> {
         let ops = problem.graph.ops.len();
         if ops > MOST_OPS {
@@ -58,7 +53,7 @@ impl LocalSearch<'_> {
         Some(LocalSearch { problem, reads, readers, before, after })
     }
 
-    /// Moves the cuts of `shape`, which takes `us`, on these levels. No round looks at more sets than `most`.
+    /// Moves the cuts of `shape`, whose time is `us`. Each round explores at most `most` down-sets.
     pub fn improve(&self, levels: &[LevelCost], shape: &Shape, us: f64, most: usize) -> Moved {
         let cost = StageCost::of(self.problem);
         let mut moved = Moved { best: None, states: 0 };
@@ -81,7 +76,7 @@ impl LocalSearch<'_> {
         moved
     }
 
-    /// The sets that a shape is cut at, without the empty one and the whole.
+    /// The down-sets at the cuts of a shape, without the empty set and the whole model.
     fn cuts(&self, shape: &Shape) -> Vec<Vec<u64>> {
         let mut set = vec![0u64; self.reads.len().div_ceil(64)];
         let leaves = shape.leaves();
@@ -93,8 +88,8 @@ impl LocalSearch<'_> {
         cuts
     }
 
-    /// At most so many closed sets around one: half of them by any op with all that must move with it, the smallest moves first;
-    /// the others by ever more single ops.
+    /// At most `most` down-sets around a cut. Half of them move any op with all ops that must move with it, smallest
+    /// moves first. The others move ever more single ops.
     fn around(&self, cut: &[u64], most: usize) -> Vec<Vec<u64>> {
         let ops = self.reads.len();
         let graph = &self.problem.graph;
@@ -138,7 +133,7 @@ impl LocalSearch<'_> {
     }
 }
 
-/// Adds an op, and all that its neighbours are already closed under, to its set.
+/// Adds an op and the closures of its neighbours to its own closure.
 fn close(sets: &mut [Vec<u64>], op: usize, neighbours: &[u32]) {
     let mut set = std::mem::take(&mut sets[op]);
     set[op / 64] |= 1 << (op % 64);

@@ -1,10 +1,9 @@
-//! What no plan can beat.
+//! Lower bounds on the time of every plan.
 //!
-//! Three bounds, of which the greatest counts: all compute on all devices at once; the op that is slowest however often it is
-//! replicated; and the time in which a pipeline gets along the relaxed terrain of the graph, which knows of weights that must be
-//! summed, of tensors that must cross, and of ops that cannot be split.
-//!
-//! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
+//! The bound is the largest of three: all compute spread over all devices; the slowest op at its best replica count;
+//! and the bottleneck search on the relaxed cut space, which accounts for weight all-reduces, crossing tensors and
+//! indivisible ops. On several levels a plan may or may not fill whole groups, so the bound is the smaller of the
+//! bounds for both cases.
 
 use crate::partition::bounds::bisect::BottleneckSearch;
 use crate::partition::bounds::cut_space::CutSpace;
@@ -15,29 +14,27 @@ use crate::plan::problem::{CostModel, Objective, Problem};
 use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
 use crate::profile::cost_graph::OpCost;
 
-/// Closed sets up to which the terrain has a spot for each, and up to which times the ops of the graph, about a second of work.
+/// Limits for enumerating all down-sets: their number, and their number times ops; about a second of work.
 const MOST_SETS: usize = 400_000;
 const MOST_FIGURES: usize = 120_000_000;
 
-/// Steps for the least charges of all cuts, about half a second.
+/// Steps for the minimum cut bytes; about half a second.
 const CROSSING_STEPS: u64 = 100_000_000;
 
-/// Steps for one bound, about two seconds.
+/// Steps for one bound; about two seconds.
 const STEPS: u64 = 60_000_000;
 
-/// The relaxed terrain of a problem and what is bounded on it.
 pub struct Bounds<'a> {
     problem: &'a Problem,
     cost: StageCost,
-    /// All closed sets, where they are not too many.
+    /// All down-sets, if there are few enough.
     pub space: Option<DownSets>,
-    /// Where few bytes cross, where they are too many.
+    /// Cheap cuts, if there are too many down-sets.
     pub narrow: Option<MinCutBytes>,
     terrain: CutSpace,
 }
 
 impl Bounds<'_> {
-    /// Prepares the bounds of a problem.
     pub fn of(problem: &Problem) -> Bounds<'_> {
         let graph = &problem.graph;
         let most = (MOST_FIGURES / graph.ops.len().max(1)).min(MOST_SETS);
@@ -51,15 +48,15 @@ impl Bounds<'_> {
         }
     }
 
-    /// Whether anything is bounded here. Under cost `pipec` other schedules than 1F1B-RR reduce more rarely or wait for each other,
-    /// and the terrain knows one speed.
+    /// Returns whether the bounds hold for a problem. Under cost model `pipec` they need 1F1B-RR: other schedules
+    /// all-reduce less often or wait for flushes. The cut space also assumes equal devices.
     pub fn speak_of(problem: &Problem) -> bool {
         let steps_in_rounds = problem.schedule.is_round_robin();
         let is_flow = steps_in_rounds && problem.objective != Objective::Latency && !problem.cluster.is_mixed();
         problem.cost != CostModel::Pipec || is_flow
     }
 
-    /// The same without a look at all closed sets.
+    /// The relaxed bounds, without enumerating down-sets.
     fn relaxed(problem: &Problem) -> Bounds<'_> {
         let graph = &problem.graph;
         let relaxed = CutSpace::relaxed(graph, problem.cost);
@@ -72,8 +69,8 @@ impl Bounds<'_> {
         Bounds { problem, cost: StageCost::of(problem), space: None, narrow, terrain }
     }
 
-    /// A time in microseconds that no plan with groups of these levels beats. Bounds above `known_us`, which some plan
-    /// reaches, are not looked for.
+    /// Lower bound in microseconds on plans whose stages fill whole groups of these levels. Bounds above `known_us`,
+    /// the time of a known plan, are not computed.
     pub fn least_us(&self, levels: &[LevelCost], known_us: f64) -> f64 {
         let devices: f64 = levels.iter().map(|level| f64::from(level.count)).product();
         let spread = self.problem.graph.total_us() / devices;
@@ -82,11 +79,11 @@ impl Bounds<'_> {
             return low;
         }
         let reach = BottleneckSearch::new(&self.terrain, &self.cost, levels, STEPS);
-        // What is reached is told apart from what is not up to rounding.
+        // Feasibility is only exact up to rounding.
         low.max(reach.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
     }
 
-    /// The same for any plan on the problem's cluster.
+    /// Lower bound on every plan for the problem's cluster.
     pub fn of_any_plan(&self, known_us: f64) -> f64 {
         let cluster = &self.problem.cluster;
         if self.problem.cost == CostModel::Pipec {
@@ -99,7 +96,7 @@ impl Bounds<'_> {
         within_groups.min(self.least_us(&stage_cost::levels(&cluster.flattened()), within_groups))
     }
 
-    /// The same under cost `pipec`, where a stage may stand anywhere: as if every link were the fastest.
+    /// Lower bound under cost model `pipec`, where a stage may be on any devices: assumes the fastest link everywhere.
     fn of_any_place(&self, known_us: f64) -> f64 {
         if !Bounds::speak_of(self.problem) {
             return 0.0;
@@ -109,10 +106,11 @@ impl Bounds<'_> {
         self.least_us(&[LevelCost { count: cluster.devices(), bytes_per_us, previous_count: 1 }], known_us)
     }
 
-    /// All closed sets but those that no plan within `us` is cut at, because more crosses than the fastest link takes.
+    /// All down-sets except those that no plan within `us` can cut at, because their cut bytes take too long on every
+    /// link.
     pub fn sets_within(&self, levels: &[LevelCost], us: f64) -> Option<DownSets> {
-        // The part after a cut has the units that the ops before it leave. Inside a group that is replicated a part may take as
-        // many times longer.
+        // The part after a cut has at most the units that the ops before it leave over. A part inside a replicated
+        // group may take proportionally longer.
         let crosses = |space: &DownSets, at: usize| {
             let mut above = 1.0;
             levels.iter().enumerate().rev().any(|(index, level)| {
@@ -126,14 +124,14 @@ impl Bounds<'_> {
         self.space.as_ref().map(|space| space.only(|at| crosses(space, at)))
     }
 
-    /// What one unit of the outermost level computes within a time.
+    /// Microseconds of compute that one outermost unit can do within `us`.
     fn of_one(&self, levels: &[LevelCost], us: f64) -> f64 {
         let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
         us * inner
     }
 }
 
-/// On one level: the op that is slowest, however often it is replicated.
+/// The slowest op on one level, at its best replica count.
 pub fn slowest_op_us(problem: &Problem, level: &LevelCost) -> f64 {
     let cost = StageCost::of(problem);
     let alone = |op: &OpCost| {
@@ -151,7 +149,6 @@ pub fn slowest_op_us(problem: &Problem, level: &LevelCost) -> f64 {
     problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
 }
 
-/// Whether what crosses a cut takes time under the problem's cost model.
 fn charges_cuts(problem: &Problem) -> bool {
     match problem.cost {
         CostModel::Pipedream => problem.activation_compression.is_some(),
@@ -167,7 +164,7 @@ mod tests {
     use crate::partition::planner::{Partitioner, PlannerOptions, plan};
     use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
 
-    /// splitmix64, so that a seed means the same graph for ever.
+    /// splitmix64; a seed always gives the same graph.
     struct Random(u64);
 
     impl Random {
@@ -180,7 +177,7 @@ mod tests {
         }
     }
 
-    /// Ops in branches of a few ops each, some of which are never read, and some skips.
+    /// Random branches with skip connections; some outputs are unread.
     fn graph(random: &mut Random) -> CostGraph {
         let ops = 3 + random.below(8) as u32;
         let mut readers: Vec<Vec<OpId>> = vec![Vec::new(); ops as usize];

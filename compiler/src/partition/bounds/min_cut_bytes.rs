@@ -1,77 +1,75 @@
-//! The least bytes that cost `pipedream` charges at a cut, by the compute that stands before the cut.
+//! Minimum bytes that cost model `pipedream` charges at a cut, as a function of the compute before the cut.
 //!
-//! A closed set S is told by its frontier F, the ops of S that no op of S reads. What `cut_bytes` charges is a union over F:
+//! A down-set S is identified by its frontier F, the ops of S without a reader in S. The charge of `cut_bytes` is a
+//! union over F:
 //!
 //! ```text
-//! charged(S) = bytes of  ∪ over f in F of  open(f)        open(f): f, and all that precedes f and is read by an op that does not
+//! charged(S) = bytes of  ∪ over f in F of  open(f)
+//! open(f)    = f, and its predecessors with a reader that does not precede f
 //! ```
 //!
-//! An op that precedes f and f' is charged when one of its readers leads to f only, and that reader does not precede f'. So the
-//! charge never falls while ops are added to F, and all frontiers within a charge are found by adding one op after the other.
-//! A frontier is left when every place that it and its additions can reach is crossed by no more already; charges are allowed in
-//! rising steps, so that cheap frontiers come first. Few hundred thousand frontiers tell the least charge everywhere, of graphs
-//! whose closed sets nobody can count.
+//! The charge never falls when ops are added to F, so all frontiers within a charge are found by adding ops one by one.
+//! A frontier is pruned if all cuts that it and its extensions can reach already have a cheaper charge. Charges are
+//! explored in rising steps, cheapest first. A few hundred thousand frontiers suffice for graphs with far too many
+//! down-sets to enumerate.
 //!
-//! Ops in a row of which each is the only reader of the one before, with equal outputs, differ as frontiers in nothing but the
-//! compute before them. They are one `Row`, and a frontier of rows stands for a range of compute.
+//! Consecutive ops with a single reader each and equal outputs differ, as frontiers, only in the compute before them.
+//! They form one `Row`, and a frontier of rows covers a range of compute.
 
 use crate::profile::cost_graph::CostGraph;
 use std::ops::RangeInclusive;
 
-/// The most ops of a graph that is looked at. Of larger ones `cut_bytes` charges less.
+/// Largest number of ops; `cut_bytes` charges less for larger graphs.
 const MOST_OPS: usize = 8000;
 
-/// Slices of compute, each with one charge.
 const SLICES: usize = 4096;
 
-/// So many slices share one set to cut at.
+/// Number of slices per returned down-set.
 const SLICES_A_SET: usize = 2;
 
-/// The charge grows by this factor from one round to the next.
 const GROWTH: f64 = 1.4;
 
-/// The most windows of weights, and steps for all of them, about a tenth of a second.
+/// Largest number of weight windows, and steps for all of them; about a tenth of a second.
 const MOST_WINDOWS: usize = 40;
 const MOST_WINDOW_STEPS: usize = 60_000_000;
 
-/// Sums of the same numbers in other orders differ by less than this fraction of the whole.
+/// Relative rounding error of sums in different orders.
 const ROUNDING: f64 = 1e-11;
 
-/// The least charge of every slice of compute.
+/// Minimum charge by compute slice.
 #[derive(Clone, Debug)]
 pub struct MinCutBytes {
-    /// Compute of the whole graph, in microseconds.
     total_us: f64,
-    /// For each slice a charge that no cut in it undercuts.
+    /// For each slice: a lower bound on the charge of its cuts.
     least: Vec<f64>,
     rows: Vec<Row>,
-    /// The rows of frontiers, and for each slice the place of the one that is charged least.
+    /// Frontiers as lists of rows; and for each slice the index of its cheapest frontier.
     frontiers: Vec<Vec<u32>>,
     best: Vec<Option<u32>>,
 }
 
-/// Ops in a row that are equal as members of a frontier.
+/// Consecutive ops that are equivalent as frontier members.
 #[derive(Clone, Debug)]
 struct Row {
-    /// The ops, each the reader of the one before.
+    /// The ops, each the only reader of the previous one.
     ops: Vec<u32>,
-    /// Compute of the first op, which is in every set with this row on its frontier.
+    /// Compute of the first op; every set with this row on its frontier contains it.
     first_us: f64,
-    /// Compute of all ops.
     all_us: f64,
-    /// What an op of the row is charged as a frontier.
+    /// Charge of one op of the row as a frontier member.
     bytes: f64,
-    /// Rows that precede it, as bits.
+    /// Preceding rows, as a bit set.
     before: Vec<u64>,
-    /// Those of them whose last op is charged when the row is on the frontier, because something else reads it too.
+    /// Preceding rows whose last op is charged with this row, because it has another reader.
     open: Vec<u64>,
 }
 
 impl MinCutBytes {
-    /// The charges that so many steps of some nanoseconds show. `None` for graphs that are too large.
+    /// Computes the charges within a step limit (a step takes a few nanoseconds). Returns `None` if the graph is too
+    /// large.
     ///
-    /// `order` is topological and does not depend on the order in which a file lists the ops; then the charges do not either. Sets
-    /// stand in the `places`, ranges of compute, and nowhere else.
+    /// `order` must be topological and independent of the op order in the file, so that the result is too. `places` are
+    /// the ranges of compute that contain down-sets.
     pub fn of(
         graph: &CostGraph,
         order: &[u32],
@@ -90,7 +88,7 @@ impl MinCutBytes {
         let mut search = Search { rows: &rows, total_us, least, frontiers: Vec::new(), best, steps: 0, most_steps };
         let cheapest =
             rows.iter().map(|row| search.charge(row, &vec![0; row.open.len()])).fold(f64::INFINITY, f64::min);
-        // All that costs no more is known.
+        // All charges up to `shown` have been explored.
         let mut shown = -1.0;
         let mut within = cheapest.max(1.0).min(most_bytes);
         while search.least.iter().any(|bytes| bytes.is_infinite()) && shown < most_bytes {
@@ -105,7 +103,7 @@ impl MinCutBytes {
         Some(MinCutBytes { total_us, least, rows, frontiers, best })
     }
 
-    /// For every second slice a closed set that is charged the least, or nearly so; sets of bits.
+    /// For every second slice a down-set with (nearly) the minimum charge, as bit sets.
     pub fn sets(&self, graph: &CostGraph) -> Vec<Vec<u64>> {
         let us = |op: u32| graph.ops[op as usize].fwd_us + graph.ops[op as usize].bwd_us;
         let width = self.total_us / SLICES as f64;
@@ -130,7 +128,7 @@ impl MinCutBytes {
             for &op in whole.chain(frontier.iter().map(|row| &self.rows[*row as usize].ops[0])) {
                 reached = take(op);
             }
-            // The rest of the rows until the slice is reached.
+            // Extends the rows until the slice is reached.
             let rest = frontier.iter().flat_map(|row| {
                 let ops = &self.rows[*row as usize].ops;
                 (1..ops.len()).map(move |at| (at == 1, ops[at]))
@@ -149,9 +147,9 @@ impl MinCutBytes {
         sets
     }
 
-    /// What is known of the weights of sets that are charged no more than some bytes, for rising bytes.
+    /// Weight bounds of sets with a limited charge, for rising limits.
     ///
-    /// An op is in such a set only if some op that it leads to, or itself, may be on the frontier.
+    /// Such a set contains an op only if the op, or one of its successors, may be on the frontier.
     pub fn windows(&self, graph: &CostGraph) -> Vec<Window> {
         let words = self.rows.len().div_ceil(64);
         let none = vec![0u64; words];
@@ -181,7 +179,7 @@ impl MinCutBytes {
                     if leads(end) {
                         earliest = earliest.min(ends[end]);
                     }
-                    // Of a row that ends there its last op may be missing.
+                    // The last op of a row that ends the set may be missing.
                     if end == row || !leads(end) {
                         without.iter_mut().zip(&self.rows[end].before).for_each(|(set, before)| *set |= before);
                         without[end / 64] |= 1 << (end % 64);
@@ -195,7 +193,7 @@ impl MinCutBytes {
         windows
     }
 
-    /// The charges along a range of compute. Where two slices meet the lesser counts.
+    /// The charges along a range of compute. At a slice boundary the smaller charge counts.
     pub fn pieces(&self, from_us: f64, to_us: f64) -> Vec<Piece> {
         let width = self.total_us / SLICES as f64;
         let mut pieces: Vec<Piece> = Vec::new();
@@ -210,7 +208,7 @@ impl MinCutBytes {
                 _ => pieces.push(piece),
             }
         }
-        // The last border is a product; the range ends where it ends.
+        // Avoids rounding of the last boundary.
         if let Some(last) = pieces.last_mut() {
             last.to_us = to_us;
         }
@@ -218,50 +216,43 @@ impl MinCutBytes {
     }
 }
 
-/// When parameters are in sets that are charged no more than some bytes.
+/// Positions of parameters in sets with a limited charge.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// The charge.
     pub most_bytes: f64,
-    /// The compute that any such set with some parameters has at least, in microseconds, infinite if there is none; and their bytes.
+    /// Smallest compute (microseconds; infinite if none) of such a set with some parameters, and their bytes.
     pub earliest: Vec<(f64, f64)>,
-    /// The compute that any such set without all of some parameters has at most, and their bytes.
+    /// Largest compute of such a set that lacks some of these parameters, and their bytes.
     pub latest: Vec<(f64, f64)>,
 }
 
-/// A range of compute with one charge.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece {
-    /// Where it begins, in microseconds.
     pub from_us: f64,
-    /// Where it ends.
     pub to_us: f64,
-    /// No cut in it is charged less.
+    /// Lower bound on the charge of its cuts.
     pub bytes: f64,
 }
 
-/// The slices that a range of compute touches.
+/// The slices that overlap a range of compute.
 fn slices(total_us: f64, from_us: f64, to_us: f64) -> RangeInclusive<usize> {
     let rounding = total_us * ROUNDING;
     let slice = |us: f64| ((us / total_us * SLICES as f64) as usize).min(SLICES - 1);
     slice(from_us - rounding)..=slice(to_us + rounding)
 }
 
-/// One frontier, and the rows that may be added to it.
+/// A frontier and the rows that may extend it.
 struct Frontier {
-    /// Its rows.
     rows: Vec<u32>,
-    /// Rows of which every op is in the set.
+    /// Rows that are contained completely.
     full: Vec<u64>,
-    /// Rows that are charged beside the frontier.
+    /// Rows charged in addition to the frontier.
     open: Vec<u64>,
-    /// Compute of the full rows.
     full_us: f64,
-    /// Compute of the first ops, and of all ops, of the rows of the frontier.
+    /// Compute of the frontier rows: first ops only, and all ops.
     own_us: (f64, f64),
-    /// Its charge.
     bytes: f64,
-    /// What may be added, and how many of them have been.
+    /// Candidate rows, and the number of them already tried.
     more: Vec<u32>,
     next: usize,
 }
@@ -277,7 +268,7 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Looks at all frontiers that are charged no more than `within`. Says whether the steps were enough.
+    /// Explores all frontiers with a charge of at most `within`; returns whether the steps were enough.
     fn round(&mut self, within: f64) -> bool {
         let words = self.rows.len().div_ceil(64);
         let none = vec![0; words];
@@ -307,7 +298,7 @@ impl Search<'_> {
         true
     }
 
-    /// The frontier with one more row, if something can still be added to it that tells more.
+    /// Extends a frontier by one row; `None` if no further extension can improve a slice.
     fn grown(&mut self, frontier: &Frontier, at: usize, within: f64) -> Option<Frontier> {
         let row = &self.rows[at];
         let words = row.open.len();
@@ -352,18 +343,17 @@ impl Search<'_> {
         (tells_more && !more.is_empty()).then_some(Frontier { rows, full, open, full_us, own_us, bytes, more, next: 0 })
     }
 
-    /// What a row adds to the charge of a frontier.
     fn charge(&self, row: &Row, open: &[u64]) -> f64 {
         row.bytes + bits(&row.open, open).map(|other| self.rows[other].bytes).sum::<f64>()
     }
 
-    /// Compute of the rows that are in one set and not in the other.
+    /// Compute of the rows in `set` that are not in `without`.
     fn compute_us(&self, set: &[u64], without: &[u64]) -> f64 {
         bits(set, without).map(|row| self.rows[row].all_us).sum()
     }
 }
 
-/// The rows of a graph, along a topological order.
+/// Groups the ops of a graph into rows, along a topological order.
 fn rows(graph: &CostGraph, order: &[u32]) -> Option<Vec<Row>> {
     let count = graph.ops.len();
     if count > MOST_OPS {
@@ -419,7 +409,7 @@ fn rows(graph: &CostGraph, order: &[u32]) -> Option<Vec<Row>> {
     Some(rows)
 }
 
-/// The places of the bits that are set in one set and not in the other.
+/// Indices of the bits in `set` that are not in `without`.
 fn bits<'a>(set: &'a [u64], without: &'a [u64]) -> impl Iterator<Item = usize> + 'a {
     set.iter().zip(without).enumerate().flat_map(|(at, (set, without))| {
         let mut word = set & !without;
@@ -470,7 +460,7 @@ mod tests {
 
     #[test]
     fn the_least_charge_of_every_place_is_found() {
-        // Two branches of two ops leave op 0 and meet in op 5; op 6 follows.
+        // Two branches of two ops leave op 0 and join in op 5; op 6 follows.
         let edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5), (5, 6)];
         let graph = graph(&edges, &[7, 20, 3, 30, 5, 40, 1]);
         let crossing = crossing(&graph, 1_000_000).unwrap();
@@ -482,7 +472,7 @@ mod tests {
             let pieces = crossing.pieces(compute, compute);
             assert_eq!(pieces, [Piece { from_us: compute, to_us: compute, bytes: least }], "{ops} ops");
         }
-        // Nothing ends between two ops.
+        // No down-set has a compute between two multiples of 100.
         assert!(crossing.pieces(120.0, 130.0).iter().all(|piece| piece.bytes.is_infinite()));
         for set in crossing.sets(&graph) {
             assert!(edges.iter().all(|&(from, to)| has(&set, from as usize) || !has(&set, to as usize)), "{set:?}");
@@ -491,10 +481,10 @@ mod tests {
 
     #[test]
     fn what_leads_to_an_open_branch_is_charged_though_it_is_read_inside() {
-        // Op 4 is never read: with it on the frontier, op 0 is charged as long as anything else goes on.
+        // Op 4 is unread: with it on the frontier, op 0 is charged while any other branch continues.
         let graph = graph(&[(0, 1), (1, 2), (2, 3), (0, 4)], &[100, 1, 1, 1, 1]);
         let crossing = crossing(&graph, 1_000_000).unwrap();
-        // Ops 0, 1, 2, 3 without op 4, or with it and without op 3.
+        // Ops 0 to 3 without op 4, or all ops without op 3.
         assert_eq!(crossing.pieces(400.0, 400.0)[0].bytes, 101.0);
         let windows = crossing.windows(&graph);
         assert!(windows.iter().all(|window| window.earliest.is_empty()), "no op has parameters");

@@ -1,9 +1,9 @@
-//! What every partition needs of memory: where a device has less, nothing fits, and nothing has to be walked through to say so.
+//! Lower bound on the peak memory of every partition, to detect infeasibility without a full search.
 //!
-//! The search for least bytes over all closed sets, of `tables`, with each choice taken at its best: every stage by itself recomputed
-//! or not, constraints left out but for replicas that are refused. It is the truth where a schedule tells a stage's items in flight
-//! from the devices after it. Where they follow from the workers of the whole pipeline, each number is asked about by itself; where, with
-//! vertical sync, weight versions follow from the first stage, each first stage is.
+//! Uses the smallest-memory table of `suffix_dp` over all down-sets with the most favourable choices: free
+//! recomputation per stage and no constraints except "no replication". The bound is exact if a stage's in-flight count
+//! depends only on the devices after it. If it depends on the workers of the whole pipeline, each worker count is
+//! tried. With vertical sync, weight versions depend on the first stage, so each first stage is tried.
 
 use crate::partition::heterogeneous::device_ranges;
 use crate::partition::search::build_plan;
@@ -18,11 +18,11 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::{First, Lanes};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 
-/// The most closed sets, and steps of about ten nanoseconds.
+/// Largest number of down-sets, and steps of about ten nanoseconds.
 const MOST_SETS: usize = 4000;
 const STEPS: f64 = 2e7;
 
-/// Whether it is shown that no partition fits. That one was not found shows nothing.
+/// Returns true only if it is proven that no partition fits.
 pub fn proves_none(problem: &Problem) -> bool {
     let most = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
     let own = problem.cluster.classes.iter().map(|class| class.device.memory.0.min(most)).max();
@@ -30,7 +30,7 @@ pub fn proves_none(problem: &Problem) -> bool {
     most < u64::MAX && least_bytes(problem).is_some_and(|least| least > most)
 }
 
-/// Bytes that the fullest stage of every partition holds at least; `None` where there are too many closed sets to tell.
+/// Lower bound on the peak memory in bytes; `None` if there are too many down-sets.
 fn least_bytes(problem: &Problem) -> Option<u64> {
     if problem.chunks > 1 || matches!(problem.in_flight, InFlight::Given(_)) {
         return None;
@@ -59,7 +59,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let table = |devices: u32, first: First| {
         let placing = PlacementQuery {
             places: &places,
-            // What a stage holds does not follow from where it stands.
+            // Memory does not depend on the position in the levels.
             levels: &problem.cluster.levels[..1],
             fleet: &device_ranges::ALIKE,
             devices,
@@ -88,6 +88,6 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             tables.flat_map(values).reduce(f64::min)
         }
     };
-    // Sizes beyond 2^53 are rounded here; what is lost is left to the limit.
+    // Bytes above 2^53 are rounded; the bound is lowered accordingly.
     least.filter(|least| least.is_finite()).map(|least| (least * (1.0 - 1e-15)) as u64)
 }

@@ -1,34 +1,29 @@
-//! Placements without the rule of contiguity: a local search from a known placement.
+//! Non-contiguous placement: simulated annealing from a known placement (Kirkpatrick, Gelatt and Vecchi 1983).
 //!
-//! A unit, or a connected part of a device, moves to another device, or two units change places. A worse state is taken with a chance that falls with the turns
-//! (simulated annealing, Kirkpatrick, Gelatt and Vecchi 1983). What is made less is the sum of a high power of the loads, which
-//! unlike their maximum tells of two full devices which is nearer to being emptied; the best maximum met is kept. The numbers
-//! that look random come from a fixed seed.
+//! A move puts a unit, or a connected part of a device, on another device, or swaps two units. The energy is the p-norm
+//! of the device loads with a high power: unlike the maximum, it tells which of two equally loaded devices is easier to
+//! relieve. The placement with the smallest maximum load is kept. Random numbers come from a fixed seed.
 
 use crate::partition::device_placement::units::Units;
 
-/// Power of the loads. High enough that the fullest device rules, low enough that the others have a say.
+/// Exponent of the energy; high, so that the largest load dominates, but other loads still count.
 const POWER: i32 = 12;
 
-/// Turns for each unit, and the most in all.
 const TURNS: (usize, usize) = (6_000, 3_000_000);
 
-/// Starts from the same placement with other numbers.
 const STARTS: u64 = 3;
 
-/// Highest heat, as a share of the first energy.
+/// Initial temperature, relative to the initial energy.
 const HEAT: f64 = 0.02;
 
-/// What a search is bound by.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Devices there are.
     pub devices: usize,
-    /// Bytes on each.
+    /// Bytes per device.
     pub bytes: f64,
 }
 
-/// A placement at least as good as `start`: the device of each unit.
+/// Returns a placement (device of each unit) that is at least as good as `start`.
 pub fn anywhere(units: &Units, start: &[u32], limits: Limits, seed: u64) -> Vec<u32> {
     let begin = State::new(units, start.to_vec(), limits);
     let mut best = (begin.worst(), start.to_vec());
@@ -64,7 +59,6 @@ pub fn anywhere(units: &Units, start: &[u32], limits: Limits, seed: u64) -> Vec<
     best.1
 }
 
-/// xorshift64*, seeded.
 struct Numbers(u64);
 
 impl Numbers {
@@ -91,7 +85,7 @@ struct State<'a> {
     device_of: Vec<u32>,
     loads: Vec<f64>,
     bytes: Vec<f64>,
-    /// Units that each unit exchanges tensors with or is ordered against.
+    /// Units that share a tensor or a precedence with each unit.
     near: Vec<Vec<u32>>,
 }
 
@@ -122,14 +116,14 @@ impl State<'_> {
         state
     }
 
-    /// Adds or takes what every device is charged for a tensor.
+    /// Adds (sign 1) or removes (sign -1) the load of a tensor on every device.
     fn charge(&mut self, tensor: usize, sign: f64) {
         let tensor = &self.units.tensors[tensor];
         let home = self.device_of[tensor.from as usize];
         let mut leaves = false;
         for (at, &to) in tensor.to.iter().enumerate() {
             let device = self.device_of[to as usize];
-            // Readers are few: looking back for one on the same device is faster than a set.
+            // There are few readers, so a linear scan is faster than a set.
             let is_new = !tensor.to[..at].iter().any(|&other| self.device_of[other as usize] == device);
             if device != home && is_new {
                 self.loads[device as usize] += sign * tensor.cost;
@@ -152,7 +146,7 @@ impl State<'_> {
         units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, 1.0));
     }
 
-    /// Moves a unit, or a connected part of a device, or changes two units; gives what was moved and from where.
+    /// Proposes a move; `moved` receives the moved units with their previous devices.
     fn propose(&mut self, numbers: &mut Numbers, moved: &mut Vec<(usize, u32)>) {
         moved.clear();
         let unit = numbers.below(self.units.len());
@@ -167,7 +161,7 @@ impl State<'_> {
             }
             return;
         }
-        // Most often to where a neighbour is: elsewhere every tensor must travel.
+        // Usually to a neighbour's device; elsewhere every tensor would have to be sent.
         let near = &self.near[unit];
         let device = match numbers.below(4) {
             0 => numbers.below(self.limits.devices) as u32,
@@ -214,7 +208,7 @@ impl State<'_> {
 
     fn energy(&self) -> f64 {
         let worst = self.worst().max(f64::MIN_POSITIVE);
-        // The largest load is taken out first, so that no power overflows.
+        // Divides by the largest load so that the power cannot overflow.
         worst * self.loads.iter().map(|load| (load / worst).powi(POWER)).sum::<f64>().powf(1.0 / f64::from(POWER))
     }
 }

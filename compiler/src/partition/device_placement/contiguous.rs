@@ -1,35 +1,33 @@
-//! The best pipeline of contiguous stages: the dynamic program of Tarnawski et al. (NeurIPS 2020, section 5.1) over closed sets.
+//! The best pipeline of contiguous stages: dynamic program over down-sets (Tarnawski et al., NeurIPS 2020, section
+//! 5.1).
 //!
 //! ```text
-//! best(k, I) = min over closed J in I of  max( best(k - 1, J), load(I \ J) )
+//! best(k, I) = min over down-sets J in I of  max( best(k - 1, J), load(I \ J) )
 //! ```
 //!
-//! | equation   | here              | unit        |
-//! | ---        | ---               | ---         |
-//! | k          | devices used      |             |
-//! | I, J       | sets of `Lattice` |             |
-//! | best(k, I) | `Table::at`       | as the file |
-//! | load       | `Walk::load`      | as the file |
+//! | equation   | here              | unit                 |
+//! | ---        | ---               | ---                  |
+//! | k          | devices used      |                      |
+//! | I, J       | sets of `Lattice` |                      |
+//! | best(k, I) | `Table::at`       | as in the input file |
+//! | load       | `Walk::load`      | as in the input file |
 //!
-//! Where we go beyond it: a known plan bounds the search. A stage whose time alone is above the bound is not grown further, and a set
-//! after which the rest would not fit on the devices left is not left at all. From one set all larger ones are reached by
-//! adding units one by one, which changes the load only by the tensors that touch the unit added.
+//! In addition, a known plan prunes the search: stages slower than the bound are not extended, and sets are skipped if
+//! the rest cannot fit on the remaining devices. From each set, supersets are reached by adding units one by one; the
+//! load changes only by the tensors of the added unit.
 
 use crate::partition::device_placement::units::Units;
 use crate::partition::search::downset_lattice::Lattice;
 
-/// What a search is bound by.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Devices there are.
     pub devices: usize,
-    /// Bytes on each.
     pub bytes: f64,
-    /// A load that is known to be reached: only lower ones are of interest.
+    /// A load that is known to be feasible; only smaller loads are of interest.
     pub below: f64,
 }
 
-/// The stages of the best pipeline, as units, and its largest load. `None` if nothing fits below the bound.
+/// The largest load and the stages (as units) of the best pipeline; `None` if nothing is below the bound.
 pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f64, Vec<Vec<u32>>)> {
     let (sets, devices) = (lattice.len(), limits.devices.min(units.len()));
     let all = sets - 1;
@@ -38,7 +36,7 @@ pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f
     table.best[0] = (0.0, 0);
     let mut walk = Walk::new(units, lattice);
     for from in 0..all {
-        // Of what is left, the devices left can take no more than the bound each.
+        // Each remaining device can take at most `below` of the remaining time.
         let below = limits.below.min(table.least(all));
         let leaves = |used: usize| total - lattice.time[from] <= (devices - used) as f64 * below * (1.0 + 1e-12);
         let useful: Vec<usize> = (0..devices).filter(|&used| table.at(used, from).0 < below && leaves(used)).collect();
@@ -92,13 +90,13 @@ impl Table {
     }
 }
 
-/// A walk from one closed set to the larger ones.
+/// Enumerates the supersets of a down-set.
 struct Walk<'a> {
     units: &'a Units,
     lattice: &'a Lattice,
-    /// The sets reached, the nearest first.
+    /// The supersets reached, nearest first.
     reached: Vec<u32>,
-    /// For each set reached: load, time and bytes of what was added.
+    /// For each superset: load, time and bytes of the added units.
     load: Vec<f64>,
     time: Vec<f64>,
     bytes: Vec<f64>,

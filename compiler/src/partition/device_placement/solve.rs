@@ -1,7 +1,7 @@
-//! The door of placement: the best placement that can be found, as a plan.
+//! Entry point of device placement: returns the best placement found as a plan.
 //!
-//! Contiguous placements are searched over all closed sets while these are few enough, which proves the best; else along some
-//! orders, with a warning. Without the rule of contiguity the answer is improved by local search, and only a bound says how good it is.
+//! Contiguous placements are optimal if all down-sets can be searched; otherwise only some linear orders are, with a
+//! warning. Non-contiguous placements are improved by local search, and only a lower bound indicates their quality.
 
 use crate::cluster::Bytes;
 use crate::cluster::read::{self, ClusterError};
@@ -22,61 +22,47 @@ use crate::profile::placement::{NOMINAL, Node, Placement};
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// Closed sets that are looked at when `--budget` does not say.
+/// Down-sets to explore if `--budget` is not set.
 pub const DEFAULT_BUDGET: usize = 60_000;
 
-/// Entries of the table of the dynamic program, at most.
+/// Largest table of the dynamic program, in entries.
 const MOST_ENTRIES: usize = 1 << 27;
 
-/// What is asked of a placement.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
-    /// Whether a device may hold nodes from anywhere in the graph.
+    /// Allows non-contiguous placements.
     pub anywhere: bool,
-    /// Closed sets to look at before falling back.
+    /// Down-sets to explore before falling back.
     pub budget: Option<u64>,
-    /// Where the local search's numbers start.
+    /// Seed of the local search.
     pub seed: u64,
-    /// Bytes on one device, instead of the instance's.
+    /// Bytes per device; overrides the instance.
     pub memory: Option<Bytes>,
-    /// The instance, for the plan.
     pub model: PlannedModel,
-    /// Where its times come from, for the plan.
+    /// SHA-256 of the instance, recorded in the plan.
     pub sha256: String,
 }
 
-/// Why there is no placement.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SolveError {
-    /// An answer: nothing that was found fits.
+    /// Infeasible: no placement was found.
     #[error("no placement on {devices} devices of {limit} bytes was found: {why}; {smallest} bytes each would do")]
     Infeasible {
-        /// Devices there are.
         devices: u32,
-        /// Bytes on each.
         limit: u64,
-        /// What does not fit.
         why: String,
-        /// The least found to do.
+        /// Smallest number of bytes per device for which a placement was found.
         smallest: u64,
     },
-    /// Devices that make no cluster.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// More than is planned for.
     #[error("{units} units on {devices} devices are more than placement takes")]
-    TooLarge {
-        /// Units.
-        units: usize,
-        /// Devices.
-        devices: u32,
-    },
-    /// A placement that the judge refuses: a fault of ours, never of the input.
+    TooLarge { units: usize, devices: u32 },
+    /// The plan checker rejected the placement. This is a bug in the search, never an input error.
     #[error("internal fault: the placement does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
 }
 
-/// A placement of units, and what is known of it.
 struct Answer {
     stages: Vec<Vec<u32>>,
     states: usize,
@@ -84,7 +70,6 @@ struct Answer {
     fallback: Option<String>,
 }
 
-/// Finds a placement and makes it a plan.
 pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveError> {
     let units = Units::of(placement);
     let bytes = request.memory.map_or(placement.bytes_per_device, |bytes| bytes.0 as f64);
@@ -165,7 +150,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         proven_optimal: answer.is_proven || meets,
         baselines: Baselines {
             single,
-            // Such devices do not replicate: one device is all that data parallelism can have.
+            // Devices cannot be replicas here, so data parallelism uses a single device.
             data_parallel: single,
             uniform: even,
             fits: Fits { single: holds_all, data_parallel: holds_all, uniform: false },
@@ -185,14 +170,13 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     Ok(plan)
 }
 
-/// The best chain of closed sets that can be found.
 fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Answer> {
     let mut best: Option<(f64, Vec<Vec<u32>>)> = None;
     let mut states = 0;
     for order in downset_lattice::orders(&units.before, &units.after) {
         let lattice = Lattice::along(&units.time, &order);
         states += lattice.len();
-        // No partition of an order is above the best cut of it by equal time, which bounds the walk on long orders.
+        // An even cut of the order bounds the search on long orders.
         let greedy = order_bound(units, &order, devices, bytes);
         let below = best.as_ref().map_or(f64::INFINITY, |(value, _)| *value).min(greedy);
         best = contiguous(units, &lattice, Limits { devices, bytes, below }).or(best);
@@ -208,7 +192,7 @@ fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Ans
     best.map(|(_, stages)| Answer { stages, states, is_proven: true, fallback: None })
 }
 
-/// A little above the load of an order cut where each part has its share of the time; infinite where a part does not fit.
+/// Slightly above the largest load of an order cut into parts of equal time; infinite if a part does not fit.
 fn order_bound(units: &Units, order: &[u32], devices: usize, bytes: f64) -> f64 {
     let stages = cut(units, order, devices);
     if stages.iter().any(|stage| stage.iter().map(|&unit| units.bytes[unit as usize]).sum::<f64>() > bytes) {
@@ -331,7 +315,7 @@ fn ranges(ops: &[usize]) -> Vec<(u32, u32)> {
     ranges
 }
 
-/// What goes from device to device; costs are told as bytes at the nominal bandwidth.
+/// The transfers between devices; costs are converted to bytes at the nominal bandwidth.
 fn edges(placement: &Placement, stages: &[Stage]) -> Vec<Edge> {
     let mut stage_of = vec![0u32; placement.nodes.len()];
     for stage in stages {
@@ -352,7 +336,7 @@ fn edges(placement: &Placement, stages: &[Stage]) -> Vec<Edge> {
     edges.into_values().collect()
 }
 
-/// The explained no: the least bytes on a device that were found to do, by halving.
+/// The infeasibility report, with the smallest sufficient number of bytes by bisection.
 fn infeasible(placement: &Placement, units: &Units, bytes: f64) -> SolveError {
     let devices = placement.devices as usize;
     let total: f64 = units.bytes.iter().sum();

@@ -1,45 +1,41 @@
-//! Nodes joined to the units that a search places.
+//! Merges nodes into the units that the search places.
 //!
-//! Nodes of one colour are one unit. Between units stands an order: forward edges as they are, and backward edges as they are or
-//! turned round, since some instances write a backward pass from the loss to the inputs and others mirror the forward pass;
-//! of the two readings the one that leaves more units apart is taken. Units in a ring are one unit. Edges between forward and
-//! backward nodes carry tensors and order nothing: a pipeline runs the two passes at their own times.
+//! Nodes of one colour form a unit. Forward edges order units; backward edges do as written or reversed, because some
+//! instances write the backward pass from loss to inputs and others mirror the forward pass. The reading with more
+//! units is used. Units on a cycle are merged. Edges between forward and backward nodes carry tensors but impose no
+//! order, because a pipeline schedules the passes separately.
 
 use crate::profile::placement::Placement;
 use std::collections::BTreeMap;
 
-/// One output that units share.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
-    /// Who makes it.
     pub from: u32,
-    /// Who reads it, ascending, without the maker.
+    /// The reading units, ascending, without the producer.
     pub to: Vec<u32>,
-    /// Cost of a device's end of the transfer.
+    /// Load on a device at either end of the transfer.
     pub cost: f64,
 }
 
-/// The units of a placement, in a topological order of their precedence.
+/// The units of a placement, in a topological order.
 #[derive(Clone, Debug, Default)]
 pub struct Units {
     /// Unit of each node.
     pub of_node: Vec<u32>,
-    /// Time of each.
+    /// Per unit.
     pub time: Vec<f64>,
-    /// Bytes of each.
+    /// Per unit.
     pub bytes: Vec<f64>,
-    /// What must come before each, ascending.
+    /// Predecessors of each unit, ascending.
     pub before: Vec<Vec<u32>>,
-    /// What must come after each, ascending.
+    /// Successors of each unit, ascending.
     pub after: Vec<Vec<u32>>,
-    /// Outputs read by other units.
     pub tensors: Vec<Tensor>,
-    /// The tensors that each unit makes or reads.
+    /// Tensors that each unit produces or reads.
     pub touching: Vec<Vec<u32>>,
 }
 
 impl Units {
-    /// Joins the nodes of a placement.
     pub fn of(placement: &Placement) -> Units {
         let (colour_of, colours) = colours(placement);
         let [mirrored, turned] = [false, true].map(|turns| {
@@ -74,17 +70,15 @@ impl Units {
         units
     }
 
-    /// How many there are.
     pub fn len(&self) -> usize {
         self.time.len()
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.time.is_empty()
     }
 
-    /// What a set is charged for one tensor.
+    /// Load of a set of units due to one tensor.
     pub fn charge(&self, tensor: u32, holds: impl Fn(u32) -> bool) -> f64 {
         let tensor = &self.tensors[tensor as usize];
         let pays = match holds(tensor.from) {
@@ -94,7 +88,7 @@ impl Units {
         if pays { tensor.cost } else { 0.0 }
     }
 
-    /// The outputs that leave a unit; those of one unit with the same readers are one.
+    /// Collects the outputs read by other units; outputs of a unit with the same readers are merged.
     fn join_tensors(&mut self, placement: &Placement) {
         let mut joined: BTreeMap<(u32, Vec<u32>), f64> = BTreeMap::new();
         for (node, &from) in placement.nodes.iter().zip(&self.of_node) {
@@ -115,7 +109,7 @@ impl Units {
     }
 }
 
-/// The colour of each node, numbered densely in the order of the nodes, and how many there are.
+/// The colour of each node, numbered densely in node order, and the number of colours.
 fn colours(placement: &Placement) -> (Vec<u32>, usize) {
     let mut known: BTreeMap<u64, u32> = BTreeMap::new();
     let mut count = 0;
@@ -146,9 +140,9 @@ fn precedence(placement: &Placement, of_node: &[u32], turns: bool) -> Vec<(u32, 
     edges
 }
 
-/// The ring (strongly connected component) of each of `count` vertices, numbered in topological order, and how many there are.
+/// The strongly connected component of each of `count` vertices, in topological order, and the number of components.
 ///
-/// Kosaraju's two walks, each with its own stack: a chain may be as long as the file.
+/// Kosaraju's algorithm with explicit stacks, because a chain may be as long as the input file.
 fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
     let mut forward = vec![Vec::new(); count];
     let mut backward = vec![Vec::new(); count];
@@ -227,7 +221,7 @@ mod tests {
 
     #[test]
     fn rings_come_in_topological_order() {
-        // 3 -> {1, 2 in a ring} -> 0
+        // 3 -> {1, 2 on a cycle} -> 0
         let (ring_of, rings) = rings(4, &[(3, 1), (1, 2), (2, 1), (2, 0)]);
         assert_eq!((ring_of, rings), (vec![2, 1, 1, 0], 3));
     }

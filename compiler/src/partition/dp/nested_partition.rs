@@ -1,7 +1,7 @@
-//! What a partitioner finds: groups of ops, nested by the levels of the cluster, and how often each is replicated.
+//! The result of a partitioner: groups of ops nested by cluster level, with a replica count for each group.
 //!
-//! On one level a shape is a list of stages. On two, each outer group takes whole servers, and inside it stands a pipeline of
-//! inner groups that is the same on each of its servers.
+//! On one level a shape is a list of stages. On two, each outer group takes whole servers, and every server of the
+//! group runs the same pipeline of inner groups.
 
 use crate::cluster::Cluster;
 use crate::plan::LevelPlacement;
@@ -10,75 +10,66 @@ use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
 use std::borrow::Cow;
 
-/// Some ops on some units of one level.
+/// Consecutive ops assigned to some units of one level.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// Units that share the minibatches.
+    /// Number of units that process minibatches in turn.
     pub replicas: u32,
-    /// What runs on one unit.
     pub body: StageBody,
 }
 
-/// What runs on one unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StageBody {
-    /// A pipeline of groups of the level below.
     Groups(Vec<Group>),
-    /// At the innermost level: the ops, ascending.
+    /// Innermost level: op ids, ascending.
     Ops(Vec<u32>),
 }
 
-/// A whole partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Groups of the outermost level, in topological order.
     pub groups: Vec<Group>,
-    /// Whether the cluster was taken as one level at its slowest bandwidth, because stages do not take whole groups.
+    /// True if stages do not fill whole groups; the cluster then counts as one level at its slowest bandwidth.
     pub is_flat: bool,
 }
 
-/// One stage of a shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leaf<'a> {
-    /// The ops, ascending.
     pub ops: &'a [u32],
-    /// Product of the replicas over all levels.
+    /// Product of the replica counts of all levels.
     pub replicas: u32,
-    /// Innermost first.
+    /// Innermost level first.
     pub hierarchy: Vec<LevelPlacement>,
 }
 
 impl Shape {
-    /// Stages side by side on one level.
+    /// A single level of stages, given as ops and replicas.
     pub fn flat(stages: Vec<(Vec<u32>, u32)>, is_flat: bool) -> Shape {
         let groups = stages.into_iter().map(|(ops, replicas)| Group { replicas, body: StageBody::Ops(ops) }).collect();
         Shape { groups, is_flat }
     }
 
-    /// The cluster as this shape sees it.
+    /// The cluster as this shape uses it: flattened if `is_flat`.
     pub fn cluster<'a>(&self, cluster: &'a Cluster) -> Cow<'a, Cluster> {
         let flattens = self.is_flat && cluster.levels.len() > 1;
         if flattens { Cow::Owned(cluster.flattened()) } else { Cow::Borrowed(cluster) }
     }
 
-    /// The stages, in topological order.
     pub fn leaves(&self) -> Vec<Leaf<'_>> {
         let mut leaves = Vec::new();
         descend(&self.groups, &mut Vec::new(), &mut leaves);
         leaves
     }
 
-    /// Replicas of each stage.
     pub fn replicas(&self) -> Vec<u32> {
         self.leaves().iter().map(|leaf| leaf.replicas).collect()
     }
 
-    /// Time of the slowest stage or link for one minibatch, in microseconds, by the problem's cost model.
+    /// Microseconds of the slowest stage or link for one minibatch, under the problem's cost model.
     pub fn minibatch_us(&self, problem: &Problem) -> f64 {
         self.on_levels_us(problem, &stage_cost::levels(&self.cluster(&problem.cluster)))
     }
 
-    /// The same on given levels.
     pub fn on_levels_us(&self, problem: &Problem, levels: &[LevelCost]) -> f64 {
         let leaves = self.leaves();
         let mut stage_of = vec![0usize; problem.graph.ops.len()];

@@ -1,46 +1,44 @@
-//! The hierarchical partitioner of PipeDream (Narayanan et al., SOSP 2019, section 3.1), over the closed sets of a graph.
+//! PipeDream's hierarchical partitioner (Narayanan et al., SOSP 2019, section 3.1), over the down-sets of a graph.
 //!
 //! ```text
 //! A_k(i..j, m) = min( T_k(i..j, m),  min over s, m' of  max( A_k(i..s, m - m'),  T_k(s+1..j, m') ) )
 //! ```
 //!
-//! | paper          | here                             | unit         |
-//! | ---            | ---                              | ---          |
-//! | i..j           | two nested sets of a [`DownSets`]   |              |
-//! | T_k            | `StageCost::part_us`, which holds the links at the cuts too | microseconds |
-//! | A_k(i..j, m)   | `best`                           | microseconds |
-//! | m_k, B_k       | `LevelCost`                      |              |
+//! | paper          | here                                                      | unit         |
+//! | ---            | ---                                                       | ---          |
+//! | i..j           | two nested sets of a [`DownSets`]                         |              |
+//! | T_k            | `StageCost::part_us`, including the links at the cuts     | microseconds |
+//! | A_k(i..j, m)   | `best`                                                    | microseconds |
+//! | m_k, B_k       | `LevelCost`                                               |              |
 //!
-//! The outermost level needs only runs that start at the empty set; every inner level needs all runs, because any of them may
-//! become a group. Three things make it fast and change no result. The cost of a last part does not depend on where the span
-//! begins, so it is worked out once for all spans. On the outermost level a bound from outside (the best cut of a linear order)
-//! discards what costs more, cuts that more crosses than a link takes within the bound, and what leaves more work than the other
-//! units can do. And values come first, without a record of choices: the answer is read off in a second pass that looks, within
-//! the optimum, for the fewest parts.
+//! The outermost level needs only ranges that start at the empty set; every inner level needs all ranges, because any
+//! of them may become a group. Three optimisations keep the result unchanged:
+//! - The cost of the last part does not depend on the start of the range, so it is computed once for all starts.
+//! - On the outermost level the time of a known plan (the best cut of a linear order) prunes slower parts and costly
+//!   cuts. It also prunes states that leave more work than the remaining units can do.
+//! - The first pass computes values only. A second pass reconstructs the optimum with the fewest parts.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::downsets::DownSets;
 use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 
-/// Values this close are the same value; far below the 1e-6 to which objectives are compared.
+/// Relative tolerance for equal values; far below the 1e-6 to which objectives are compared.
 const SAME: f64 = 1e-12;
 
-/// The best partition of a space, for exactly so many units of the outermost level.
 #[derive(Clone, Debug)]
 pub struct Solution {
-    /// Objective in microseconds.
     pub minibatch_us: f64,
-    /// The least objective with any number of units of the outermost level, in microseconds.
+    /// Smallest objective for any number of outermost units, in microseconds.
     pub least_us: f64,
-    /// What reaches it with the fewest parts.
+    /// The optimal shape with the fewest parts.
     pub shape: Shape,
-    /// Sets looked at.
     pub states: u64,
 }
 
-/// Finds the best partition of `space` on `levels` with all units of every level, or with at most all where `may_leave_units` is set.
+/// Finds the best partition of `space` on `levels`. All units of every level are used, unless `may_leave_units` is set.
 ///
-/// `bound_us` is a value that some partition is known to reach, or infinity. Gives `None` only if no partition reaches it.
+/// `bound_us` is a time that some partition is known to reach, or infinity. Returns `None` only if no partition reaches
+/// it.
 pub fn solve(
     space: &DownSets,
     cost: &StageCost,
@@ -70,7 +68,7 @@ pub fn solve(
     Some(Solution { minibatch_us: optimum, least_us, shape, states: space.len() as u64 })
 }
 
-/// The work of [`solve`] for so many sets, in steps of about a nanosecond, and the bytes of its tables.
+/// Cost of [`solve`] for this many sets: steps of about a nanosecond, and bytes of its tables.
 pub fn effort(levels: &[LevelCost], sets: usize) -> (f64, f64) {
     let sets = sets as f64;
     let pairs = |level: &LevelCost| f64::from(level.count) * (f64::from(level.count) + 1.0) / 2.0;
@@ -88,12 +86,12 @@ struct Solver<'a> {
     cost: &'a StageCost,
     levels: &'a [LevelCost],
     may_leave_units: bool,
-    /// For each solved level: the value of the run from set p to set q on all units, at `p * sets + q`.
+    /// For each solved level: the value of the range from set p to set q on all units, at `p * sets + q`.
     inner: Vec<Vec<f64>>,
 }
 
 impl Solver<'_> {
-    /// T_k: the run from set `from` to set `to` as one part.
+    /// T_k: the range from set `from` to set `to` as one part.
     fn part_us(&self, level: usize, from: usize, to: usize, replicas: usize, is_first: bool) -> f64 {
         let space = self.space;
         let inner_us = match level.checked_sub(1) {
@@ -112,12 +110,12 @@ impl Solver<'_> {
         self.cost.part_us(&self.levels[level], &part)
     }
 
-    /// What any part that begins at set `at`, and not at the start of its span, takes at least.
+    /// Lower bound on a part that begins at set `at`, if it is not the first part of its range.
     fn entry_us(&self, level: usize, at: usize) -> f64 {
         self.cost.entry_us(&self.levels[level], self.space.cut[at], self.levels[level].count)
     }
 
-    /// A_k of every run, on all units of `level`, or on the best number of them.
+    /// A_k of every range, on all units of `level`, or on the best number of them.
     fn all_runs(&self, level: usize) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
@@ -156,8 +154,8 @@ impl Solver<'_> {
         (0..sets * sets).map(|at| (least..=units).map(|used| with(at, used)).fold(f64::INFINITY, f64::min)).collect()
     }
 
-    /// A_k of the runs that start at the empty set: entry `to * units + m - 1`. Values above `bound` may be infinite, or larger
-    /// than the true ones.
+    /// A_k of the ranges that start at the empty set, at `to * units + m - 1`. Values above `bound` may be infinite or
+    /// too large.
     fn first_runs(&self, level: usize, bound: f64) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
@@ -198,16 +196,17 @@ impl Solver<'_> {
         best
     }
 
-    /// For each set between two, how many units the run up to it can have used if no part may be slower than `bound`.
+    /// For each intermediate set: the number of units that its prefix can have used if no part is slower than `bound`.
     fn windows(&self, level: usize, from: usize, to: usize, units: usize, bound: f64, may_leave: bool) -> Windows<'_> {
         let capacity = bound * self.levels[..level].iter().map(|level| f64::from(level.count)).product::<f64>();
         Windows { compute: &self.space.compute, from, to, units, capacity, may_leave }
     }
 
-    /// The fewest parts that cover the run on exactly `units` units, none slower than `limit`; inner parts likewise.
+    /// Covers the range with the fewest parts on exactly `units` units, none slower than `limit`; likewise in inner
+    /// groups.
     fn fewest_parts(&self, level: usize, from: usize, to: usize, units: usize, limit: f64) -> Option<Vec<Group>> {
         let sets = to + 1 - from;
-        // fewest[(at - from) * (units + 1) + used]: parts, then where the last part begins and how many units it has.
+        // fewest[(at - from) * (units + 1) + used]: number of parts, start of the last part, units of the last part.
         let none = (u32::MAX, 0usize, 0usize);
         let mut fewest = vec![none; sets * (units + 1)];
         fewest[0] = (0, from, 0);
@@ -250,7 +249,7 @@ impl Solver<'_> {
             let body = match level.checked_sub(1) {
                 None => StageBody::Ops(self.space.between(split, at)),
                 Some(below) => {
-                    // One unit may take longer than its best as long as the part stays within the limit.
+                    // An inner pipeline may be slower than its optimum as long as the part stays within the limit.
                     let best = self.inner[below][split * self.space.len() + at];
                     let slack = (limit - self.part_us(level, split, at, last, split == from)) * last as f64;
                     let allowed = (best + slack * (1.0 - 1e-9)).max(best) * (1.0 + SAME);
@@ -269,21 +268,20 @@ impl Solver<'_> {
     }
 }
 
-/// How many units a run needs at least, and may take at most, because no part may be slower than a bound and no part is faster
-/// than its compute on all its devices.
+/// Range of unit counts for each prefix: no part may be slower than a bound, and no part is faster than its compute
+/// divided by its devices.
 struct Windows<'a> {
     compute: &'a [f64],
     from: usize,
     to: usize,
     units: usize,
-    /// What one unit computes within the bound, in microseconds.
+    /// Microseconds of compute that one unit can do within the bound.
     capacity: f64,
-    /// Whether units may stay unused.
     may_leave: bool,
 }
 
 impl Windows<'_> {
-    /// Least and most units of the run up to set `at`, or `None` if it cannot be done.
+    /// Least and most units of the prefix up to set `at`; `None` if the prefix is infeasible.
     fn of(&self, at: usize) -> Option<(usize, usize)> {
         let least = self.units_between(self.from, at).max(1);
         let rest = if at == self.to { 0 } else { self.units_between(at, self.to).max(1) };
@@ -292,15 +290,15 @@ impl Windows<'_> {
         (least <= most).then_some((least, most))
     }
 
-    /// Units that the run between two sets needs at least. A little is left for rounding.
+    /// Least number of units for the range between two sets, with slack for rounding.
     fn units_between(&self, from: usize, to: usize) -> usize {
         let need = (self.compute[to] - self.compute[from]) / self.capacity * (1.0 - 1e-9);
-        // Nothing over nothing, where all costs are zero, needs no unit; `as` takes the rest to a number.
+        // 0/0 (all costs zero) is NaN and needs no unit; `as` saturates infinity.
         if need.is_nan() { 0 } else { need.ceil() as usize }
     }
 }
 
-/// The least of `start` and of the greater of each pair. Four running values, so that the compiler can use vectors.
+/// Minimum of `start` and the pairwise maxima. Four accumulators let the compiler vectorise the loop.
 fn least_of_greater(left: &[f64], right: &[f64], start: f64) -> f64 {
     let mut least = [start; 4];
     let (left_four, left_rest) = left.as_chunks::<4>();

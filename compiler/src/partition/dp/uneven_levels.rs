@@ -1,8 +1,8 @@
-//! What the links of units add to costs that know whole groups only.
+//! Shared-link lower bound for cost models `paper` and `pipedream`.
 //!
-//! Costs `paper` and `pipedream` give every group at a level a link of its own. Where a plan does not take whole groups, or a level
-//! says that its link is shared, all that stands in a unit sends over one link: the time of a plan is then never less than
-//! what its busiest such link takes for one item. Bytes are counted as `plan::traffic` tells, here from ranges of devices.
+//! Those models give every group at a level its own link. If stages do not fill whole groups, or the level's link is
+//! shared, all stages of a unit share one link. No plan is faster than its busiest link. Bytes are counted as in
+//! `plan::traffic`, computed here from device ranges.
 
 use crate::cluster::Level;
 use crate::partition::dp::nested_partition::Shape;
@@ -12,7 +12,7 @@ use crate::plan::ScheduleKind;
 use crate::plan::problem::{CostModel, Problem};
 use std::collections::BTreeMap;
 
-/// A stage's first device and the one after its last.
+/// The devices of a stage, from `first` to before `end`.
 #[derive(Clone, Copy)]
 struct Range {
     first: u64,
@@ -24,7 +24,7 @@ impl Range {
         self.end - self.first
     }
 
-    /// The part of it on a unit, as places in the stage.
+    /// The replicas of the stage that are on a unit, as a range of replica indices.
     fn on(self, unit: u64, size: u64) -> (u64, u64) {
         let place = |device: u64| device.clamp(self.first, self.end) - self.first;
         (place(unit * size), place((unit + 1) * size))
@@ -35,7 +35,7 @@ impl Range {
     }
 }
 
-/// Microseconds that the busiest link needs for one item; 0 where every device has its own.
+/// Microseconds of the busiest shared link per microbatch; 0 if every device has its own link.
 pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> f64 {
     let levels = &problem.cluster.levels;
     let spans = shape.is_flat && levels.len() > 1;
@@ -94,12 +94,11 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
     busiest
 }
 
-/// Devices of one unit of a level.
 fn unit(levels: &[Level], at: usize) -> u64 {
     levels[..at].iter().fold(1, |size, level| size.saturating_mul(u64::from(level.count.max(1))))
 }
 
-/// The share of items whose sender and receiver both stand at these places of their stages.
+/// Fraction of microbatches whose sender and receiver replicas both lie in these replica ranges.
 fn meeting(left: (u64, u64), right: (u64, u64), from: Range, to: Range) -> f64 {
     if left.0 >= left.1 || right.0 >= right.1 {
         return 0.0;
@@ -108,15 +107,15 @@ fn meeting(left: (u64, u64), right: (u64, u64), from: Range, to: Range) -> f64 {
     while rest > 0 {
         (divisor, rest) = (rest, divisor % rest);
     }
-    // Places below `end` with that remainder.
+    // Replica indices below `end` with that remainder.
     let below = |end: u64, rest: u64| (end + divisor - 1 - rest) / divisor;
     let of = |(first, end): (u64, u64), rest: u64| (below(end, rest) - below(first, rest)) as f64;
     let pairs: f64 = (0..divisor).map(|rest| of(left, rest) * of(right, rest)).sum();
     pairs / (from.len() / divisor * to.len()) as f64
 }
 
-/// How often a stage's weights leave a unit of level `at` in one all-reduce: in the ring of that level, and in those further out of
-/// which the unit carries a part.
+/// Bytes that one all-reduce sends out of a unit of level `at`, as a multiple of the stage's weights. Counts the ring
+/// of that level, and the outer rings to which the unit contributes a part.
 fn ring_parts(levels: &[Level], at: usize, range: Range, own: u64) -> f64 {
     let mut parts = 0.0;
     let (low, high) = range.on(own, unit(levels, at));

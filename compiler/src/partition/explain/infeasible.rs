@@ -1,13 +1,12 @@
-//! The explained no: what is missing where nothing fits, and the least that would do.
+//! Infeasibility report: which stage lacks memory if no plan fits, and the smallest limit that would be enough.
 //!
-//! A device holds what the question limits and no more than it has itself. So a plan that does not fit needs one of these, and of all that
-//! were found the one that needs the least is told:
+//! A device holds at most the smaller of the requested limit and its own memory. A candidate that does not fit needs
+//! one of the following; the report describes the candidate with the smallest need.
 //!
 //! ```text
-//! a higher limit       every stage is within what its devices hold themselves: the limit must be its fullest stage
-//! a class that holds   without the limit too some stages are too large for their devices; of one class, if that held more, they
-//!   more               were not
-//! more on every device several classes hold too little
+//! Limit   every stage fits in its devices' own memory: the limit must be raised to the peak stage memory
+//! Class   some stages exceed the memory of their devices, and more memory in one device class would fix all of them
+//! Every   several device classes have too little memory
 //! ```
 
 use crate::cluster::DeviceClass;
@@ -20,33 +19,26 @@ use crate::plan::problem::Problem;
 use std::error::Error;
 use std::fmt;
 
-/// Classes of which it is asked how much they would have to hold, those that hold most first.
+/// Number of classes, largest memory first, for which the required memory is computed.
 pub const MOST_CLASSES: usize = 4;
 
-/// An answer: nothing fits whatever the limit is, because devices hold too little themselves.
+/// No plan fits at any limit: device memory is too small.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Infeasible {
-    /// The class that would have to hold more, by its place in the cluster; none where several would.
+    /// Index in the cluster of the class that needs more memory; `None` if several do.
     pub class: Option<u32>,
-    /// Its kind.
     pub kind: String,
-    /// Bytes of its devices, of the smallest of all where several classes hold too little.
+    /// Bytes per device of that class; of the smallest class if several are too small.
     pub memory: u64,
-    /// Bytes they have too few.
     pub missing: u64,
-    /// The least bytes of its devices, or of all, with which a partition was found.
+    /// Fewest bytes per device (of that class, or of all) for which a partition was found.
     pub smallest: u64,
-    /// The least limit that goes with them, where a lower one was given.
+    /// Smallest limit that also has to be granted, if the given one is lower.
     pub limit: Option<u64>,
-    /// The stage that holds most of them.
     pub stage: usize,
-    /// Stages of that partition.
     pub stages: usize,
-    /// Replicas of that stage.
     pub replicas: u32,
-    /// Its first op by name.
     pub first_op: String,
-    /// Its last op by name.
     pub last_op: String,
 }
 
@@ -71,26 +63,22 @@ impl fmt::Display for Infeasible {
 
 impl Error for Infeasible {}
 
-/// What a plan needs; the least first.
+/// The requirement of an infeasible plan; smaller requirements compare less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Need {
-    /// A limit of so many bytes.
     Limit(u64),
-    /// So many bytes more on the devices of a class, which then hold so many.
+    /// More memory on every device of one class.
     Class {
-        /// Bytes more.
         missing: u64,
-        /// Bytes that its devices would hold.
+        /// Bytes per device that the class then has.
         bytes: u64,
-        /// The class, by the first of the same figures.
+        /// Index of the first class with the same figures.
         class: u32,
     },
-    /// So many bytes on every device.
     Every(u64),
 }
 
 impl Need {
-    /// That of a plan which does not fit.
     pub fn of(problem: &Problem, fleet: &DeviceRanges, candidate: &PlanCandidate) -> Need {
         let peak = candidate.peak();
         let replicas = candidate.shape.replicas();
@@ -99,7 +87,7 @@ impl Need {
             let lacks = |first: u32, count: u32, total: u64| fleet.memory(first, count).is_some_and(|own| total > own);
             stages().any(|((spot, &count), held)| lacks(spot.first, count, held.total))
         };
-        // Chunks of one rank, whose bytes add up, do not go with classes.
+        // Interleaved chunks, whose memory adds up on a rank, are not supported with device classes.
         if !over(fleet) {
             return Need::Limit(peak);
         }
@@ -114,7 +102,7 @@ impl Need {
     }
 }
 
-/// Partitions of these places that need the least, by what they need.
+/// Partitions that need the least memory, one for each kind of need.
 pub fn least(placing: &PlacementQuery<'_>) -> Vec<Vec<StagePlacement>> {
     let seats = |counted: MemoryScope| placing.least_memory(counted).map(|(_, seats)| seats);
     if placing.fleet.is_boundless() {
@@ -128,7 +116,7 @@ pub fn least(placing: &PlacementQuery<'_>) -> Vec<Vec<StagePlacement>> {
     if all.is_empty() { seats(MemoryScope::All).into_iter().collect() } else { all }
 }
 
-/// The least need of these candidates, none of which fits, as an error.
+/// Builds the error from infeasible candidates: it describes the one with the smallest need.
 pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> PlanError {
     let problem = question.problem;
     let fleet = DeviceRanges::of(&problem.cluster.classes);
@@ -196,12 +184,11 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
     }))
 }
 
-/// Whether an error says that memory lacks.
 pub fn is_of_memory(error: &PlanError) -> bool {
     matches!(error, PlanError::Infeasible { .. } | PlanError::TooSmall(_))
 }
 
-/// What an error says is needed; what needs less is less.
+/// Sort key of an error: a smaller need compares less.
 pub fn needs(error: &PlanError) -> (u8, u64) {
     match error {
         PlanError::Infeasible { smallest_limit, .. } => (0, *smallest_limit),
@@ -211,7 +198,7 @@ pub fn needs(error: &PlanError) -> (u8, u64) {
     }
 }
 
-/// Of two explained noes the one that needs less.
+/// Returns the report with the smaller need.
 pub fn nearer(known: Option<PlanError>, error: PlanError) -> PlanError {
     match known {
         Some(known) if needs(&known) <= needs(&error) => known,
@@ -219,7 +206,7 @@ pub fn nearer(known: Option<PlanError>, error: PlanError) -> PlanError {
     }
 }
 
-/// An error about devices in another order, told of the cluster's own classes.
+/// Maps the class index of an error from a reordered device list (`of`) back to the cluster's classes (`own`).
 pub fn told(error: PlanError, of: &[DeviceClass], own: &[DeviceClass]) -> PlanError {
     match error {
         PlanError::TooSmall(small) => {

@@ -1,17 +1,17 @@
-//! One table for all orders of unlike devices on one level.
+//! Dynamic program over all device orders of a heterogeneous cluster with a single level.
 //!
-//! On one level links are alike. All that a stage asks of the order is how many devices of each class it takes, of which the slowest tells
-//! its pace and the smallest what it may hold, and how many devices come after it. So in the place of the tables of every order, of
-//! `tables`, there is one over how many devices of each class are left:
+//! On one level all links are equal. A stage depends on the order only through its number of devices per class and the
+//! number of devices after it. The classes give its speed and memory limit. So one table over the devices left per
+//! class replaces the tables of `suffix_dp` for each order:
 //!
 //! ```text
 //! B(i, n) = min over j, r of  max( busiest(i..j, r),  B(j, n - r) )
-//! S(i, n) = min over j, r of       way(i..j, r)     + S(j, n - r)         where a sum is part of the objective
+//! S(i, n) = min over j, r of   latency(i..j, r)     + S(j, n - r)      if latency is part of the objective
 //! ```
 //!
-//! i is a set; n and r hold a number for every class. The least values hold for every order, and the partition that has them tells one:
-//! what it leaves unused first, then the devices of each stage. With bytes in the place of time the same tells what is needed where nothing
-//! fits.
+//! i is a down-set; n and r are vectors with one count per class. The smallest value is a bound for every order. Its
+//! partition defines an order: unused devices first, then the devices of each stage. With bytes instead of time, the
+//! table yields the memory that is needed if nothing fits.
 
 use crate::cluster::DeviceClass;
 use crate::partition::heterogeneous::device_orders::Sequence;
@@ -21,11 +21,10 @@ use crate::partition::search::range_costs::Run;
 use crate::partition::search::suffix_dp::Measure;
 use std::collections::BTreeMap;
 
-/// The most pairs of what a stage takes and what is left after it, and the most entries of a table.
+/// Limits: pairs of a stage's devices and the remaining devices; and table entries.
 const MOST_PAIRS: f64 = 4e5;
 const MOST_ENTRIES: usize = 8_000_000;
 
-/// The devices of one class.
 struct Kind {
     class: u32,
     count: u32,
@@ -33,25 +32,25 @@ struct Kind {
     memory: u64,
 }
 
-/// Devices that a stage takes.
+/// A set of devices for one stage.
 struct Take {
-    /// How many of each class, and of all.
+    /// Number of devices per class, and in total.
     held: Vec<u32>,
     devices: u32,
-    /// The same as a difference of states.
+    /// Difference in the state index.
     index: usize,
     pace: f64,
-    /// Which of all paces that is.
+    /// Index of `pace` among the distinct speeds.
     which: usize,
-    /// What may be left after it: from where to where in the list of rests.
+    /// Possible remaining devices, as a range of `rests`.
     rests: (usize, usize),
 }
 
-/// The classes of a cluster, and all that stages may take of them.
+/// The device classes and all device sets that a stage may take.
 pub struct ClassDp {
     kinds: Vec<Kind>,
     takes: Vec<Take>,
-    /// States with their devices.
+    /// States with their number of devices.
     rests: Vec<(u32, u32)>,
     states: usize,
     paces: usize,
@@ -71,16 +70,15 @@ struct Table {
     sets: usize,
 }
 
-/// What was found.
 pub struct Solved {
-    /// No partition of any order is faster; infinite where none fits.
+    /// Lower bound for all orders; infinite if nothing fits.
     pub bound_us: f64,
-    /// Orders of the partitions that were found.
+    /// Device orders of the partitions found.
     pub orders: Vec<Sequence>,
 }
 
 impl ClassDp {
-    /// The devices of these classes; `None` where there are too many ways to take some of them.
+    /// Prepares the table; `None` if there are too many device sets.
     pub fn of(classes: &[DeviceClass]) -> Option<ClassDp> {
         let mut kinds: BTreeMap<u32, Kind> = BTreeMap::new();
         for own in classes {
@@ -123,14 +121,14 @@ impl ClassDp {
         Some(ClassDp { kinds, takes, rests, states, paces: paces.len(), devices: all.iter().sum() })
     }
 
-    /// The steps of a table over so many sets; infinite where it would be too large.
+    /// Steps of a table over this many sets; infinite if the table would be too large.
     pub fn effort(&self, sets: usize, layers: usize) -> f64 {
         let is_large = sets.saturating_mul(self.states).saturating_mul(layers + 1) > MOST_ENTRIES;
         let steps = (sets * sets) as f64 / 2.0 * self.rests.len() as f64 * layers as f64;
         if is_large { f64::INFINITY } else { steps }
     }
 
-    /// The least time of all orders, as far as it is below what is known, and the orders that have it.
+    /// Searches for the smallest time below `known_us` over all orders; returns the bound and the orders that reach it.
     pub fn solve(&self, placing: &PlacementQuery<'_>, known_us: f64) -> Solved {
         let known = known_us * (1.0 + 1e-9);
         let adds = placing.asked.adds();
@@ -165,7 +163,6 @@ impl ClassDp {
         Solved { bound_us: least_busiest + least_way, orders }
     }
 
-    /// The order of the partition that holds the fewest bytes, of those that count.
     pub fn least_memory(&self, placing: &PlacementQuery<'_>, counted: MemoryScope) -> Option<Sequence> {
         self.read(placing, &self.table(placing, Measure::Bytes, f64::INFINITY, counted))
     }
@@ -234,7 +231,7 @@ impl ClassDp {
         table
     }
 
-    /// The least value of a whole partition, its layer and its state.
+    /// The smallest value of a whole partition, with its layer and state.
     fn least(&self, placing: &PlacementQuery<'_>, table: &Table) -> (f64, (usize, usize)) {
         let mut best = (f64::INFINITY, (0, 0));
         let widths = placing.widths();
@@ -250,7 +247,7 @@ impl ClassDp {
         best
     }
 
-    /// The order of the partition that a table's best value stands for.
+    /// Reconstructs the device order of a table's best value.
     fn read(&self, placing: &PlacementQuery<'_>, table: &Table) -> Option<Sequence> {
         let (value, (mut layer, mut state)) = self.least(placing, table);
         if !value.is_finite() {
@@ -274,22 +271,21 @@ impl ClassDp {
     }
 }
 
-/// What one run costs as a stage of some devices, each worked out once.
 struct Costs<'a> {
     counts: &'a ClassDp,
     placing: &'a PlacementQuery<'a>,
     measure: Measure,
-    /// The run, and how often one was begun.
+    /// The current range, and a counter of ranges that marks valid cache entries.
     from: usize,
     to: usize,
     stage: Option<usize>,
     run: Run,
     begun: u32,
-    /// By devices and pace, plain and recomputed: busiest and way.
+    /// By devices and speed, without and with recomputation: busiest time and latency.
     shares: Vec<(u32, [[f64; 2]; 2])>,
-    /// By devices and devices after: bytes, plain and recomputed.
+    /// By devices and devices after them: bytes, without and with recomputation.
     bytes: Vec<(u32, [u64; 2])>,
-    /// For each take what its devices may hold, and whether it counts.
+    /// For each device set: its memory limit, and whether its memory is minimised.
     limits: Vec<(u64, bool)>,
 }
 
@@ -332,7 +328,7 @@ impl<'a> Costs<'a> {
         self.begun += 1;
     }
 
-    /// Busiest and way in microseconds, and bytes; `None` where they do not fit.
+    /// Busiest time and latency in microseconds, and bytes; `None` if the range does not fit.
     #[inline]
     fn part(&mut self, at: usize, after: u32) -> Option<[f64; 3]> {
         let take = &self.counts.takes[at];

@@ -1,53 +1,48 @@
-//! The orders of unlike devices along a pipeline.
+//! Device orders of a heterogeneous cluster along a pipeline.
 //!
-//! Searches put stages on devices from the first to the last, so on a cluster of several classes the order of the devices is a choice of
-//! its own. At every level units of one group may change places: every link stays what it is. So an order is told by the classes
-//! that follow each other, and there are as many as those changes give. Where these are few all of them are listed, which on one
-//! level covers every assignment of devices to stages. Else a search begins at orders that keep the classes together and goes from one to
-//! the next by [`Units::moves`].
+//! Searches assign stages to devices in order, so with several device classes the order itself is a choice. Units of
+//! one group may be swapped at every level without changing any link. An order is therefore given by its sequence of
+//! classes. If there are few orders, all are enumerated, which on a single level covers every assignment of devices to
+//! stages. Otherwise a local search starts from orders that keep classes together and uses [`Units::moves`].
 
 use crate::cluster::{Cluster, DeviceClass, class};
 use crate::partition::heterogeneous::device_ranges::first_alike;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Classes of which every rank is a start; of more, only by speed.
+/// Largest number of classes for which every class permutation is a start; with more, only the orders by speed.
 const MOST_RANKED: usize = 4;
 
-/// Lengths of blocks that are moved, and places that they are moved to, beside the borders.
+/// Numbers of block lengths and of target positions tried per run, in addition to the borders.
 const MOST_LENGTHS: usize = 8;
 const MOST_PLACES: usize = 16;
 
-/// Moves that are listed of one order.
 const MOST_MOVES: usize = 10_000;
 
-/// One order of devices.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceOrder {
-    /// The classes in this order.
     pub classes: Vec<DeviceClass>,
-    /// For each place in this order the device that stands there.
+    /// The device id at each position.
     pub device: Vec<u32>,
 }
 
-/// The class of the device at each place, by its number in the cluster.
+/// The class index of the device at each position.
 pub type Sequence = Vec<u32>;
 
-/// A block of equal units of one group that goes elsewhere in the group.
+/// Moves a block of equal units to another position in its group.
 #[derive(Clone, Copy, Debug)]
 pub struct Move {
-    /// Where the group begins, and its devices.
+    /// Start and size of the group, in devices.
     start: usize,
     group: usize,
-    /// Devices of a unit.
+    /// Number of devices per unit.
     size: usize,
-    /// Units of the group: where the block begins, how many it has, and before which of the others it goes.
+    /// In units of the group: block start, block length, and target position.
     from: usize,
     length: usize,
     place: usize,
 }
 
 impl Move {
-    /// The order that it leads to.
     pub fn of(&self, sequence: &[u32]) -> Sequence {
         let mut moved = sequence.to_vec();
         let at = |unit: usize| self.start + unit * self.size;
@@ -61,19 +56,16 @@ impl Move {
     }
 }
 
-/// The units of a cluster's levels.
 pub struct Units<'a> {
     cluster: &'a Cluster,
-    /// The cluster's own order.
     own: Sequence,
-    /// Devices of one unit of each level, a device being the first, and of all.
+    /// Number of devices per unit at each level, from a single device to the whole cluster.
     sizes: Vec<usize>,
 }
 
 impl Units<'_> {
-    /// Those of a cluster.
     pub fn of(cluster: &Cluster) -> Units<'_> {
-        // Classes of equal figures are one, wherever the cluster names them.
+        // Classes with equal figures count as one.
         let repeated =
             |class: &DeviceClass| std::iter::repeat_n(first_alike(&cluster.classes, class), class.count as usize);
         let mut sizes = vec![1];
@@ -83,7 +75,7 @@ impl Units<'_> {
         Units { cluster, own: cluster.classes.iter().flat_map(repeated).collect(), sizes }
     }
 
-    /// All orders, that of the cluster first; `None` if there are more than `most`.
+    /// All orders, the original one first; `None` if there are more than `most`.
     pub fn all(&self, most: usize) -> Option<Vec<Sequence>> {
         let mut found = vec![self.own.clone()];
         let mut seen = BTreeSet::from([self.own.clone()]);
@@ -112,8 +104,8 @@ impl Units<'_> {
         Some(found)
     }
 
-    /// Orders to begin with: the cluster's, and those that keep classes together at every level, in every rank of the classes
-    /// where these are few and otherwise by speed.
+    /// Start orders: the original one, and those that keep classes together at every level, for every class permutation
+    /// if there are few classes, otherwise by speed.
     pub fn starts(&self) -> Vec<Sequence> {
         let mut classes: Vec<u32> = self.own.clone();
         classes.sort_unstable();
@@ -146,7 +138,7 @@ impl Units<'_> {
         starts
     }
 
-    /// Sorts the units of every group, from the innermost level to that of `level`.
+    /// Sorts the units of every group, from the innermost level up to `level`.
     fn sort<K: Ord>(&self, group: &mut [u32], level: usize, key: &impl Fn(&[u32]) -> K) {
         let Some(below) = level.checked_sub(1) else { return };
         let mut units: Vec<Vec<u32>> = group.chunks(self.sizes[below]).map(<[u32]>::to_vec).collect();
@@ -155,8 +147,8 @@ impl Units<'_> {
         group.iter_mut().zip(units.concat()).for_each(|(place, class)| *place = class);
     }
 
-    /// Ways from one order to those near it: a block of equal units of a group stands elsewhere in the group. It goes to where other
-    /// units begin or end, or to one of `borders`, places where a stage ends; in small groups to any place.
+    /// Moves to neighbouring orders: a block of equal units goes to another position in its group. Positions are run
+    /// boundaries, stage ends (`borders`) and, in small groups, all others.
     pub fn moves(&self, sequence: &[u32], borders: &[u32]) -> Vec<Move> {
         let mut found = Vec::new();
         for pair in self.sizes.windows(2).rev() {
@@ -184,7 +176,7 @@ impl Units<'_> {
         found
     }
 
-    /// The devices in the order of a sequence that this cluster has; of units that are alike those first that are first in the cluster.
+    /// Assigns the cluster's devices to a class sequence; equal units keep their original order.
     pub fn order(&self, sequence: &[u32]) -> DeviceOrder {
         let mut order = DeviceOrder { classes: Vec::new(), device: Vec::with_capacity(sequence.len()) };
         self.place(sequence, self.sizes.len() - 1, 0, &mut order.device);
@@ -198,7 +190,7 @@ impl Units<'_> {
         order
     }
 
-    /// Gives the places of a group the devices of the cluster's group that begins at device `first`.
+    /// Assigns the devices of the original group that begins at `first` to the positions of a group.
     fn place(&self, group: &[u32], level: usize, first: usize, device: &mut Vec<u32>) {
         let Some(below) = level.checked_sub(1) else { return device.push(first as u32) };
         let size = self.sizes[below];
@@ -218,7 +210,6 @@ impl Units<'_> {
     }
 }
 
-/// The runs of equal units, from one to before another.
 fn runs(units: &[&[u32]]) -> Vec<(usize, usize)> {
     let mut runs = Vec::new();
     let mut from = 0;
@@ -235,7 +226,7 @@ fn same(left: &DeviceClass, right: &DeviceClass) -> bool {
     left.device == right.device && left.speed == right.speed
 }
 
-/// The next arrangement in lexicographic order, if there is one.
+/// Advances to the next permutation in lexicographic order, if there is one.
 fn advance(sequence: &mut [u32]) -> bool {
     let Some(at) = (1..sequence.len()).rev().find(|&at| sequence[at - 1] < sequence[at]) else { return false };
     let larger = (at..sequence.len()).rev().find(|&with| sequence[with] > sequence[at - 1]);
@@ -244,7 +235,7 @@ fn advance(sequence: &mut [u32]) -> bool {
     true
 }
 
-/// Whether every order of the cluster's devices is as good as any other.
+/// Returns whether all device orders are equivalent: equal speed and memory.
 pub fn is_alike(cluster: &Cluster) -> bool {
     let all = 0..cluster.devices();
     let slowest = class::slowest(&cluster.classes, all);
@@ -286,7 +277,8 @@ mod tests {
 
     #[test]
     fn units_change_places_within_their_group_and_groups_whole() {
-        // Servers of two: fast and slow, two slow, two faster. Six orders of the servers, two of the first one's devices.
+        // Servers of two devices: fast and slow, two slow, two faster. 6 server orders times 2 orders in the first
+        // server.
         let cluster = mixed("2:10GB/s,3:1GB/s", &[(1, 2.0), (3, 1.0), (2, 3.0)]);
         let units = Units::of(&cluster);
         let found = units.all(100).unwrap();
@@ -296,7 +288,6 @@ mod tests {
             let own = |&device: &u32| [2, 1, 1, 1, 3, 3][device as usize];
             assert_eq!(speeds(&order), order.device.iter().map(own).collect::<Vec<u32>>());
         }
-        // Every move leads to an order that the cluster has.
         for sequence in &found {
             assert!(units.moves(sequence, &[1, 3]).iter().all(|way| found.contains(&way.of(sequence))));
         }
@@ -323,7 +314,7 @@ mod tests {
         assert_eq!(starts("32:1GB/s", &[(8, 2.0), (16, 1.0), (8, 3.0)]).len(), 6);
         let counts: Vec<(u32, f64)> = (1..=8).map(|speed| (2, f64::from(speed))).collect();
         assert_eq!(starts("16:1GB/s", &counts).len(), 2, "up, which the cluster has, and down");
-        // A fast device in each server: first in both, or last.
+        // One fast device per server: first in both, or last.
         let split = starts("2:9GB/s,2:1GB/s", &[(1, 2.0), (2, 1.0), (1, 2.0)]);
         assert_eq!(split, [vec![0, 1, 1, 0], vec![0, 1, 0, 1], vec![1, 0, 1, 0]]);
     }

@@ -1,27 +1,25 @@
-//! The devices of a row, and what those of any range do together, looked up in a few steps.
+//! Speed and memory of device ranges in constant time.
 //!
-//! `cluster/class` tells the same by going through the classes. A search asks in its innermost step, and there may be as many classes as
-//! devices, so here the least of every range of 2^k devices stands in a table: any range is two of them, which may overlap.
-//!
-//! A fleet may also put aside what one class holds, to ask how much it would have to hold.
+//! `cluster::class` computes the same by scanning the classes. The search needs it in its innermost loop, so a sparse
+//! table stores the minimum of every range of 2^k devices; any range is the union of two of them. The memory of one
+//! class can be overridden, to find out how much it would need.
 
 use crate::cluster::{DeviceClass, class};
 
-/// Devices from the first to the last; of no classes where all are alike: then of speed 1, and of the memory that the question limits.
+/// The devices in order. Without classes all devices have speed 1, and only the problem limits their memory.
 #[derive(Clone, Debug)]
 pub struct DeviceRanges {
-    /// The class of each device, by the first class of the same figures.
+    /// The class of each device, as the index of the first class with the same figures.
     class: Vec<u32>,
     paces: Least<f64>,
     memories: Least<u64>,
     fastest: f64,
-    /// The classes, each once, and the memory of each.
+    /// Distinct classes with their memory in bytes.
     classes: Vec<(u32, u64)>,
-    /// Where one class alone counts: for each device how many of its class come before it.
+    /// If one class alone counts: the number of its devices before each device.
     counted: Vec<u32>,
 }
 
-/// Devices that are all alike.
 pub static ALIKE: DeviceRanges = DeviceRanges {
     class: Vec::new(),
     paces: Least { rows: Vec::new() },
@@ -32,7 +30,6 @@ pub static ALIKE: DeviceRanges = DeviceRanges {
 };
 
 impl DeviceRanges {
-    /// The devices of these classes, in their order.
     pub fn of(classes: &[DeviceClass]) -> DeviceRanges {
         if classes.is_empty() {
             return ALIKE.clone();
@@ -53,44 +50,39 @@ impl DeviceRanges {
         }
     }
 
-    /// Whether they are all alike.
     pub fn is_alike(&self) -> bool {
         self.class.is_empty()
     }
 
-    /// The same devices, each holding whatever it is given.
     pub fn boundless(self) -> DeviceRanges {
         DeviceRanges { memories: Least { rows: Vec::new() }, ..self }
     }
 
-    /// Whether each holds whatever it is given, as far as the question does not limit it.
     pub fn is_boundless(&self) -> bool {
         self.memories.rows.is_empty()
     }
 
-    /// The classes, each once by the first of the same figures, those that hold most first.
+    /// Distinct classes, largest memory first.
     pub fn largest(&self) -> Vec<u32> {
         let mut classes = self.classes.clone();
         classes.sort_by_key(|&(class, memory)| (std::cmp::Reverse(memory), class));
         classes.into_iter().map(|(class, _)| class).collect()
     }
 
-    /// How many times as fast the slowest of some devices is.
     pub fn pace(&self, first: u32, count: u32) -> f64 {
         self.paces.of_range(first, count).unwrap_or(1.0)
     }
 
-    /// How many times as fast the fastest of all is.
     pub fn fastest(&self) -> f64 {
         self.fastest
     }
 
-    /// The memory of the smallest of some devices, in bytes; none where only the question limits it.
+    /// Smallest device memory of a range in bytes; `None` if only the problem limits it.
     pub fn memory(&self, first: u32, count: u32) -> Option<u64> {
         self.memories.of_range(first, count)
     }
 
-    /// The same devices with those of one class holding so many bytes; what these hold is all that counts.
+    /// The same devices with `memory` bytes in one class; only the memory of that class counts.
     pub fn with(&self, class: u32, memory: u64) -> DeviceRanges {
         let own = self.memories.rows.first().into_iter().flatten();
         let held = self.class.iter().zip(own).map(|(&own_class, &own)| if own_class == class { memory } else { own });
@@ -101,19 +93,19 @@ impl DeviceRanges {
         DeviceRanges { memories: Least::of(held.collect()), counted, ..self.clone() }
     }
 
-    /// Whether the bytes of a stage on some devices count.
+    /// Returns whether the memory of a stage on these devices counts.
     pub fn counts(&self, first: u32, count: u32) -> bool {
         self.counted.is_empty() || self.counted[first as usize] < self.counted[(first + count) as usize]
     }
 }
 
-/// The first of some classes that has the figures of this one.
+/// Index of the first class with the same figures.
 pub fn first_alike(classes: &[DeviceClass], own: &DeviceClass) -> u32 {
     let same = |other: &DeviceClass| other.speed == own.speed && other.device == own.device;
     classes.iter().position(same).unwrap_or_default() as u32
 }
 
-/// Row k, place i: the least of the 2^k values from the i-th on.
+/// Sparse table; row k, index i: the minimum of the 2^k values from i.
 #[derive(Clone, Debug)]
 struct Least<T> {
     rows: Vec<Vec<T>>,
@@ -171,7 +163,7 @@ mod tests {
             }
         }
         assert_eq!((fleet.fastest(), fleet.largest()), (3.0, vec![1, 4, 0, 2]));
-        // The class of the first two devices is also that of the seventh.
+        // The first two devices and the seventh share a class.
         let with = fleet.with(0, 1000);
         assert_eq!((with.memory(0, 2), with.memory(1, 2), with.memory(6, 1)), (Some(1000), Some(90), Some(1000)));
         assert_eq!(

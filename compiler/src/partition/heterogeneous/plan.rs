@@ -1,13 +1,12 @@
-//! Planning for devices that differ: the planner is asked about orders of the devices, and the best answer is given the devices that it
-//! stands for.
+//! Planning for heterogeneous devices: runs the planner for several device orders and maps the best answer back to the
+//! cluster's devices.
 //!
-//! Small questions are asked about every order: first by tables alone, whose bounds leave out most orders, and the others once more.
-//! Else each order gets a glance, a search along a coarse line, and the best a whole search: every order has its glance where they
-//! are not too many, and otherwise a walk goes from the best order so far to those near it, as long as one of them is better. The plan
-//! says when there were orders that nobody looked at.
+//! Small problems try every order: tables first, whose bounds eliminate most orders, then full searches for the rest.
+//! Otherwise every order is ranked by a coarse search (`Depth::Glance`), and the best get a full search. If there are
+//! too many orders for that, a local search over orders is used, and the plan says that not all orders were tried.
 //!
-//! A bound of one order is a bound of the stages along that order. Where all orders were asked about, the least of their bounds holds
-//! for all plans; else all compute on all devices at once, each at its speed.
+//! A bound for one order holds for stages along that order. If all orders were searched, the smallest of their bounds
+//! holds for all plans; otherwise the bound is all compute spread over all devices.
 
 use crate::cluster::Cluster;
 use crate::partition::bounds::min_memory;
@@ -27,20 +26,20 @@ use crate::plan::check::verify;
 use crate::plan::problem::Problem;
 use std::collections::BTreeSet;
 
-/// The most orders that are all searched: by tables, by integer programs, and through everything.
+/// Largest number of orders that are all searched: by tables, by integer programs, and by enumeration.
 const MOST_TABLES: usize = 120;
 const MOST_WHOLE: usize = 24;
 const MOST_EXHAUSTIVE: usize = 5040;
 
-/// The most glances; and the steps for all of them, about a second.
+/// Largest number of coarse searches, and the steps for all of them; about a second.
 const MOST_GLANCES: usize = 400;
 const GLANCES: f64 = 3e7;
 
-/// How many of the best orders are searched whole after the glances, those that seemed so much slower at most.
+/// Number of best orders that get a full search, and how much slower than the best they may have seemed.
 const MOST_CLOSELY: usize = 3;
 const NEAR: f64 = 1.02;
 
-/// Makes a plan for `problem`, on a cluster of several classes; `question` is the same over joined ops.
+/// Plans for a cluster of several classes; `question` holds `problem` over fused ops.
 pub fn plan(
     problem: &Problem,
     question: &SearchContext<'_>,
@@ -49,7 +48,7 @@ pub fn plan(
     let units = Units::of(&problem.cluster);
     let known = PlannerOptions { partitioner: Partitioner::Pipec, ..*options };
     let options = match options.partitioner {
-        // What memory alone rules out in any order is not walked through.
+        // Skips the search if memory alone proves that nothing fits in any order.
         Partitioner::Milp | Partitioner::Exhaustive if min_memory::proves_none(question.problem) => &known,
         _ => options,
     };
@@ -66,7 +65,7 @@ pub fn plan(
     let blended = blended(question, options)?;
     let mut is_shown = false;
     if let Some(Blended { orders, bound_us, .. }) = &blended {
-        // One table for all orders shows that none fits, or bounds them all.
+        // A table over all orders proves that nothing fits, or bounds all orders.
         is_shown = bound_us.is_infinite() && !orders.is_empty();
         if is_shown {
             search.options = &known;
@@ -97,17 +96,17 @@ pub fn plan(
             search.ask(order, SearchLimits { orders: (next.len() - at) as u32, ..SearchLimits::ALONE })?;
         }
     } else {
-        // Where the orders are ranked, the first is worth more work than the others.
+        // Orders are ranked, so the first gets a larger share of the work.
         let share = |at: usize| if is_all || at == first { shared } else { 4 };
         (first..count).try_for_each(|at| search.ask(at, SearchLimits { orders: share(at), ..SearchLimits::ALONE }))?;
     }
-    // The best order once more, with all the work for itself.
+    // The best order once more, with the full budget.
     if let (true, Some((_, at))) = (count > 1 && options.partitioner != Partitioner::Exhaustive, &search.best) {
         search.ask(*at, SearchLimits::ALONE)?;
     }
     let least_us = search.least_us;
     let Some((answer, mut at)) = search.best.take() else {
-        // There is always an order: what was refused says why.
+        // At least one order was tried, so there is an error.
         return Err(search.refused.unwrap_or(PlanError::Unsound(vec![PlanFault::NoStages])));
     };
     let mut planned = search.planned(problem, answer, at)?;
@@ -117,7 +116,7 @@ pub fn plan(
         let Ok(answer) = along(question, options, &search.asked[other].order, among) else { continue };
         let mut next = search.planned(problem, answer, other)?;
         if next.plan.predicted.minibatch_us < known_us {
-            // Those that stand here are the least of all orders that were asked about.
+            // These baselines are the best over all orders.
             next.plan.baselines = planned.plan.baselines;
             (planned, at) = (next, other);
         }
@@ -148,7 +147,7 @@ pub fn plan(
              not all; another may be better"
         ));
     }
-    // Units have changed places, and their links with them.
+    // Devices, and so links, have been renumbered.
     plan.predicted.busiest_link = None;
     let checked = verify::check(problem, &plan).map_err(PlanError::Unsound)?;
     if !simulate_candidate::tells(&plan.predicted.bottleneck) {
@@ -158,10 +157,9 @@ pub fn plan(
     Ok(Planned { plan, compared })
 }
 
-/// An order that is asked about.
 struct Asked {
     order: DeviceOrder,
-    /// The best time that was found in it, and one that no stages along it beat.
+    /// The best time found, and a lower bound for stages along this order.
     us: f64,
     bound_us: f64,
 }
@@ -171,16 +169,14 @@ struct Search<'a> {
     options: &'a PlannerOptions<'a>,
     units: &'a Units<'a>,
     asked: Vec<Asked>,
-    /// What no plan beats, in whatever order.
     least_us: f64,
-    /// The best answer, and its order.
+    /// The best answer, and the index of its order.
     best: Option<(Answer, usize)>,
     refused: Option<PlanError>,
     states: u64,
 }
 
 impl Search<'_> {
-    /// Adds orders to ask about, each once.
     fn add(&mut self, orders: &[Sequence]) {
         for sequence in orders {
             let order = self.units.order(sequence);
@@ -190,13 +186,12 @@ impl Search<'_> {
         }
     }
 
-    /// Whether the best is as fast as any plan can be.
     fn is_met(&self) -> bool {
         let best = self.best.as_ref().map(|(best, _)| best.chosen.minibatch_us);
         best.is_some_and(|us| us <= self.least_us || same(us, self.least_us))
     }
 
-    /// Asks about one order, unless nothing better than what is known is to be had there.
+    /// Searches one order, unless its bound shows that it cannot improve the best answer.
     fn ask(&mut self, at: usize, among: SearchLimits) -> Result<(), PlanError> {
         let known_us = self.best.as_ref().map_or(f64::INFINITY, |(best, _)| best.chosen.minibatch_us);
         let Asked { order, us, bound_us } = &mut self.asked[at];
@@ -213,7 +208,7 @@ impl Search<'_> {
             Err(refused) => {
                 *bound_us = bound_us.max(refused.bound_us);
                 match refused.error {
-                    // Nothing better was found here.
+                    // Not an error: nothing faster than the known plan was found.
                     _ if known_us.is_finite() => {}
                     error if infeasible::is_of_memory(&error) => {
                         let error = infeasible::told(error, &order.classes, &self.question.problem.cluster.classes);
@@ -226,14 +221,14 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// The plan of an answer along one order, its devices numbered along it.
+    /// The plan of an answer, with its devices numbered along the order.
     fn planned(&self, problem: &Problem, answer: Answer, at: usize) -> Result<Planned, PlanError> {
         let order = &self.asked[at].order;
         let (ordered, joined) = (in_order(problem, order), in_order(self.question.problem, order));
         conclude(&ordered, &self.question.about(&joined), self.options, answer)
     }
 
-    /// Other orders whose plans may take less time than the program of this one, where that waits: some of those that promise most.
+    /// Other orders that may be faster than the simulated time of this plan, most promising first.
     fn promising(&self, plan: &Plan, at: usize) -> Vec<usize> {
         let known_us = plan.predicted.minibatch_us;
         if self.options.partitioner != Partitioner::Pipec || plan.predicted.by_equations_us() >= ENOUGH * known_us {
@@ -248,12 +243,10 @@ impl Search<'_> {
     }
 }
 
-/// The orders that get a whole search.
 struct Chosen {
     orders: Vec<Sequence>,
-    /// How many got a glance.
+    /// Number of orders that had a coarse search.
     looked: usize,
-    /// Whether there are no others.
     is_all: bool,
 }
 
@@ -274,12 +267,12 @@ fn chosen(
     };
     if let Some(orders) = units.all(most) {
         let all = SearchContext { among: SearchLimits { orders: orders.len() as u32, ..question.among }, ..*question };
-        // What is wrong with the question is told when it is asked.
+        // An error in the problem is reported by the search itself.
         if !searches || pipec_rules::affords_all(&all).unwrap_or(true) {
             return Chosen { looked: orders.len(), orders, is_all: true };
         }
     }
-    // Of more orders those that one table for all has told are the best that tables can tell.
+    // The table over all orders already returned the best orders that tables can find.
     let seeds = match blended {
         Some(blended) if blended.is_whole => {
             return Chosen { looked: blended.orders.len(), orders: Vec::new(), is_all: false };
@@ -288,7 +281,7 @@ fn chosen(
     };
     let glances = (GLANCES / pipec_rules::glance_effort(question).unwrap_or(GLANCES).max(1.0)) as usize;
     let glances = glances.clamp(MOST_CLOSELY, MOST_GLANCES);
-    // The plain alternatives are their own glance.
+    // Baselines need no coarse search.
     let partitioner = match options.partitioner {
         plain @ (Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform) => plain,
         _ => Partitioner::Pipec,
@@ -305,14 +298,13 @@ fn chosen(
     Chosen { orders: near.map(|glance| glance.order).collect(), looked, is_all: false }
 }
 
-/// What a glance at an order told.
 struct Glance {
     order: Sequence,
-    /// Microseconds of the best that fits, infinite where nothing does.
+    /// Microseconds of the best plan that fits; infinite if none fits.
     us: f64,
-    /// What the best that was found needs where nothing fits.
+    /// Memory need if nothing fits.
     needs: (u8, u64),
-    /// Where its stages end.
+    /// First device after each stage.
     borders: Vec<u32>,
 }
 
@@ -326,13 +318,12 @@ impl Glance {
     }
 }
 
-/// A walk over orders, with a glance at each.
 struct Walk<'a> {
     question: &'a SearchContext<'a>,
     options: PlannerOptions<'a>,
     units: &'a Units<'a>,
     seen: BTreeSet<Sequence>,
-    /// What was looked at, the best first, the earlier of equals.
+    /// Evaluated orders, best first; the earlier of equals.
     ranked: Vec<Glance>,
 }
 
@@ -349,14 +340,14 @@ impl Walk<'_> {
                 let borders = ends.map(|(spot, replicas)| spot.first + replicas).collect();
                 Glance { us: chosen.minibatch_us, borders, ..nothing((0, 0)) }
             }
-            // What is wrong with the question itself is told by a whole search, which finds more than a glance does.
+            // Errors in the problem are reported by the full search.
             Err(Refused { error, .. }) => nothing(infeasible::needs(&error)),
         };
         let at = self.ranked.iter().position(|other| glance.beats(other)).unwrap_or(self.ranked.len());
         self.ranked.insert(at, glance);
     }
 
-    /// Looks at the starts, and from the best at those near it, until none is better or as many were looked at as may be.
+    /// Hill climbing from the start orders, until no neighbour is better or `most` orders were evaluated.
     fn climb(&mut self, seeds: Vec<Sequence>, most: usize) {
         for order in seeds.into_iter().chain(self.units.starts()).take(most) {
             self.look(order);
@@ -378,7 +369,7 @@ impl Walk<'_> {
     }
 }
 
-/// What one table for all orders tells, where there is one level and the partitioner is free to use it.
+/// Searches a table over all orders, if there is one level and the partitioner allows it.
 fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Option<Blended>, PlanError> {
     let cluster = &question.problem.cluster;
     let is_ours = matches!(options.partitioner, Partitioner::Pipec | Partitioner::Milp);
@@ -389,13 +380,11 @@ fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result
     Ok(pipec_rules::blended(question, &counts)?)
 }
 
-/// The problem with its devices in this order.
 fn in_order(problem: &Problem, order: &DeviceOrder) -> Problem {
     let cluster = Cluster { classes: order.classes.clone(), ..problem.cluster.clone() };
     Problem { cluster, ..problem.clone() }
 }
 
-/// The answer along one order.
 fn along(
     question: &SearchContext<'_>,
     options: &PlannerOptions<'_>,
@@ -406,7 +395,7 @@ fn along(
     answer(&SearchContext { among, ..question.about(&problem) }, options)
 }
 
-/// The faster of two with their orders, the earlier of equals, with the better of their plain alternatives.
+/// Keeps the faster answer (the earlier of equals) with the better of both sets of baselines.
 fn better(known: Option<(Answer, usize)>, answer: Answer, order: usize) -> (Answer, usize) {
     let Some((known, before)) = known else { return (answer, order) };
     let (us, known_us) = (answer.chosen.minibatch_us, known.chosen.minibatch_us);
@@ -416,7 +405,7 @@ fn better(known: Option<(Answer, usize)>, answer: Answer, order: usize) -> (Answ
     }
 }
 
-/// The plain alternatives may stand on any devices too.
+/// Keeps the better baselines; they may use any devices.
 fn least_baselines(mut answer: Answer, others: [PlanCandidate; 3]) -> Answer {
     for (own, other) in answer.baselines.iter_mut().zip(others) {
         if (other.fits && !own.fits) || (other.fits == own.fits && other.minibatch_us < own.minibatch_us) {

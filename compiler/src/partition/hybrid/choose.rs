@@ -1,30 +1,27 @@
-//! The choices of one stage: one for each layer, such that times sum up to a limit and bytes to another.
+//! Chooses one option per layer of a stage, with limits on the sums of time and bytes: a multiple-choice knapsack.
 //!
-//! That is a knapsack, but one whose answer is mostly near: either the fastest choices fit, or the leanest do not. Between, the
-//! layers go from fast to lean in the order of time lost for bytes saved. What is lost when the last step is taken in part is the
-//! least that any choices lose; when it is taken whole, choices that fit. Only where the limit is between the two, all sums of choices
-//! are listed layer by layer, those that are beaten in both left out.
+//! Usually the fastest options fit, or the leanest do not. In between, layers switch from fast to lean in the order of
+//! time lost per byte saved. With a fractional last switch this gives a lower bound on the time; with a whole one a
+//! feasible choice. If the limit lies between the two, all Pareto-optimal sums are listed layer by layer.
 
-/// Sums of choices that are kept for each layer, and for all together, at most.
+/// Largest number of Pareto-optimal sums per layer, and for all layers together.
 const MOST_SUMS: usize = 4096;
 const MOST_SUMS_TOGETHER: usize = 1 << 18;
 
-/// What came of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chosen {
-    /// The place of each layer's choice in its list.
+    /// Index of each layer's option.
     Picks(Vec<u16>),
-    /// There are none.
+    /// Proven infeasible.
     No,
-    /// None were found, and not all were looked at.
+    /// Nothing found, but not all sums were listed.
     Unknown,
 }
 
-/// Time and bytes of one choice.
 pub type Offer = (f64, f64);
 
-/// Picks one of the offers of each layer, of `time` and `bytes` in sum at most. No list is empty. Adds the sums that were listed to
-/// `listed`.
+/// Picks one option per layer with sums of at most `time` and `bytes`. No layer may be empty. Adds the number of listed
+/// sums to `listed`.
 pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
     let pick = |better: fn(&Offer, &Offer) -> std::cmp::Ordering| -> Vec<u16> {
         let first = |offers: &Vec<Offer>| {
@@ -66,7 +63,6 @@ pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) ->
     if whole <= time && held <= bytes { Chosen::Picks(picks) } else { list(layers, bytes, time, listed) }
 }
 
-/// From one choice of a layer to the next leaner one.
 struct Step {
     layer: usize,
     to: u16,
@@ -74,8 +70,8 @@ struct Step {
     saves: f64,
 }
 
-/// The steps from the fastest choices to the leanest, those that lose least for what they save first. The steps of one layer are
-/// those of the lower hull of its choices, so that they come in their order.
+/// The switches from the fastest to the leanest options, smallest loss per saved byte first. The switches of a layer
+/// follow the lower convex hull of its options, so they come in order.
 fn steps(layers: &[Vec<Offer>], fastest: &[u16]) -> Vec<Step> {
     let mut steps = Vec::new();
     for (layer, offers) in layers.iter().enumerate() {
@@ -94,16 +90,16 @@ fn steps(layers: &[Vec<Offer>], fastest: &[u16]) -> Vec<Step> {
     steps
 }
 
-/// All sums, layer by layer, without those that are beaten in time and bytes or cannot end within the limits.
+/// Lists all sums layer by layer, without dominated ones and those that cannot stay within the limits.
 fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
     let most = MOST_SUMS.min(MOST_SUMS_TOGETHER / layers.len().max(1));
-    // What the layers from each on take at least.
+    // Smallest time and bytes of the layers from each one on.
     let mut rest = vec![(0.0, 0.0); layers.len() + 1];
     for (at, offers) in layers.iter().enumerate().rev() {
         let least = |part: fn(&Offer) -> f64| offers.iter().map(part).fold(f64::INFINITY, f64::min);
         rest[at] = (rest[at + 1].0 + least(|offer| offer.0), rest[at + 1].1 + least(|offer| offer.1));
     }
-    // Time, bytes, the sum it came from, the pick that made it.
+    // Time, bytes, index of the previous sum, chosen option.
     let mut sums: Vec<Vec<(f64, f64, u32, u16)>> = vec![vec![(0.0, 0.0, 0, 0)]];
     let mut is_whole = true;
     for (at, offers) in layers.iter().enumerate() {
@@ -143,7 +139,6 @@ fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chose
 mod tests {
     use super::*;
 
-    /// xorshift64*.
     fn next(state: &mut u64, below: u64) -> u64 {
         *state ^= *state >> 12;
         *state ^= *state << 25;

@@ -1,42 +1,39 @@
-//! Layers as the search walks them: from the end of the pipeline, since what a stage holds follows from the stages after it.
+//! Layers prepared for the search, numbered from the end of the pipeline, because a stage's memory depends on later
+//! stages.
 //!
-//! A layer that weighs nothing, such as the mask of an attention, would only multiply the closed sets: it is left out, those before
-//! it come before those after it, and at the end it stands where its last input does.
+//! A layer without time and bytes, such as an attention mask, would only multiply the down-sets. It is left out of the
+//! search, its precedence is kept, and finally it joins the stage of its last input.
 
 use crate::profile::hybrid::{Choice, Hybrid, Layer};
 use std::collections::BTreeSet;
 
-/// Pairs of neighbours that leaving a layer out may make.
+/// Largest number of new edges from removing a layer.
 const MOST_PAIRS: usize = 64;
 
-/// The layers that weigh something, numbered from the end.
+/// The layers with a cost ("units").
 #[derive(Clone, Debug)]
 pub struct Layers<'a> {
-    /// The instance.
     pub hybrid: &'a Hybrid,
-    /// Degrees of tensor parallelism that some layer has and the devices allow, ascending.
+    /// Tensor-parallel degrees that some layer offers and the devices allow, ascending.
     pub degrees: Vec<u32>,
-    /// The layer of each unit.
     pub layer: Vec<u32>,
-    /// The unit of each layer, or none where it is left out.
+    /// The unit of each layer; `None` if it is left out.
     unit: Vec<Option<u32>>,
-    /// What reads each unit, and so comes before it here.
+    /// Units that read each unit; they come first in this numbering.
     pub before: Vec<Vec<u32>>,
-    /// What each unit reads.
     pub after: Vec<Vec<u32>>,
-    /// Neighbours of each unit and the bytes between.
+    /// Linked units of each unit, with the bytes of the link.
     pub links: Vec<Vec<(u32, f64)>>,
-    /// Least time of each unit over its choices.
+    /// Smallest time of each unit over its options.
     pub time: Vec<f64>,
-    /// Least time of each unit times the devices of a replica.
+    /// Smallest product of time and devices per replica of each unit.
     pub device_time: Vec<f64>,
-    /// Whether any choice moves bytes besides those of the links.
+    /// True if any option moves more bytes than its links.
     pub syncs: bool,
     order: Vec<u32>,
 }
 
 impl Layers<'_> {
-    /// The layers of an instance.
     pub fn of(hybrid: &Hybrid) -> Layers<'_> {
         let degrees: BTreeSet<u32> =
             hybrid.layers.iter().flat_map(|layer| layer.choices.iter().map(|(degree, _)| *degree)).collect();
@@ -103,32 +100,29 @@ impl Layers<'_> {
         }
     }
 
-    /// All layers in an order that links follow.
+    /// All layers in topological order.
     pub fn in_order(&self) -> &[u32] {
         &self.order
     }
 
-    /// The unit of a layer, unless it was left out.
+    /// The unit of a layer; `None` if it is left out.
     pub fn unit_of(&self, layer: u32) -> Option<u32> {
         self.unit[layer as usize]
     }
 
-    /// How many units there are.
     pub fn len(&self) -> usize {
         self.layer.len()
     }
 
-    /// Whether every layer weighs nothing.
     pub fn is_empty(&self) -> bool {
         self.layer.is_empty()
     }
 
-    /// The choices of a unit at a degree of tensor parallelism.
     pub fn choices(&self, unit: u32, degree: u32) -> &[Choice] {
         self.hybrid.layers[self.layer[unit as usize] as usize].at(degree)
     }
 
-    /// What a choice of a unit moves besides where its links leave the stage, whose units `holds` tells.
+    /// Additional bytes that an option moves on links that leave the stage; `holds` tells the units of the stage.
     pub fn synced(&self, unit: u32, choice: &Choice, holds: &dyn Fn(u32) -> bool) -> f64 {
         let at = self.layer[unit as usize];
         let mut bytes = 0.0;
@@ -142,7 +136,7 @@ impl Layers<'_> {
         bytes
     }
 
-    /// The stage of every layer, from those of the units: what weighs nothing joins its last input.
+    /// The stage of every layer; a layer without cost joins its last input.
     pub fn spread(&self, stage_of_unit: &[u32]) -> Vec<u32> {
         let mut stage_of = vec![0; self.hybrid.layers.len()];
         for &at in &self.order {
@@ -155,8 +149,8 @@ impl Layers<'_> {
     }
 }
 
-/// Whether a layer may stand anywhere that its links allow without a difference: at every degree it has a choice that takes
-/// nothing, and so have its links.
+/// Returns whether a layer can be left out: at every degree it has an option without cost, and its links carry no
+/// bytes.
 fn is_light(hybrid: &Hybrid, degrees: &[u32], syncs: &[bool], at: u32) -> bool {
     let layer: &Layer = &hybrid.layers[at as usize];
     let is_free = |link: u32| {
@@ -167,13 +161,12 @@ fn is_light(hybrid: &Hybrid, degrees: &[u32], syncs: &[bool], at: u32) -> bool {
         && layer.links.iter().all(|&link| is_free(link))
 }
 
-/// Whether some choice of a layer moves bytes besides those of the links.
+/// Returns whether some option of a layer moves more bytes than its links.
 fn syncs(layer: &Layer) -> bool {
     let mut choices = layer.choices.iter().flat_map(|(_, choices)| choices);
     choices.any(|choice| choice.sync.iter().any(|&bytes| bytes > 0.0))
 }
 
-/// Whether a choice spends no time and holds no bytes.
 pub fn takes_nothing(choice: &Choice) -> bool {
     [choice.time, choice.weight_bytes, choice.bytes_in_flight, choice.bytes_standing].iter().all(|&part| part == 0.0)
 }
@@ -189,7 +182,7 @@ mod tests {
             let choice = Choice { time, sync: vec![0.0; links.len()], ..Choice::default() };
             Layer { choices: vec![(1, vec![choice])], links: links.to_vec(), ..Layer::default() }
         };
-        // 0 -> 1 -> 2, where 1 weighs nothing, and 3 -> 2.
+        // 0 -> 1 -> 2, layer 1 has no cost; and 3 -> 2.
         let layers = vec![layer(1.0, &[0]), layer(0.0, &[0, 1]), layer(2.0, &[1, 2]), layer(4.0, &[2])];
         let link = |from: u32, to: u32| Link { from, to, bytes: 0.0 };
         let hybrid =

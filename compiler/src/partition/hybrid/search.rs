@@ -1,51 +1,49 @@
-//! Whether a pipeline exists whose time per sample is at most a limit, and which: a dynamic program over closed sets, from the end.
+//! Decides whether a pipeline within a time per sample exists, and constructs it: a backward dynamic program over
+//! down-sets.
 //!
 //! ```text
-//! needs(I) = the least of  needs(J) + (d, d t)  over closed J in I, over d and t with  time(I \ J; d, t, y) <= limit
-//!                                                                          and memory(I \ J; d, t, y) <= M
+//! needs(I) = smallest  needs(J) + (d, d t)  over down-sets J in I, over d and t with  time(I \ J; d, t, y) <= limit
+//!                                                                                and memory(I \ J; d, t, y) <= M
 //! ```
 //!
-//! | equation   | here                                   |
-//! | ---        | ---                                    |
-//! | I, J       | sets of `Lattice`, closed under "is read by" |
-//! | needs(I)   | `Need`: replicas and devices in sum; of several, those that none beats in both |
-//! | y          | replicas of J and d, over d, rounded up |
-//! | time(..)   | `Search::stage`                        |
+//! | equation   | here                                                                      |
+//! | ---        | ---                                                                       |
+//! | I, J       | sets of `Lattice`, closed under "is read by"                              |
+//! | needs(I)   | `Need`: total replicas and devices; all Pareto-optimal pairs              |
+//! | d, t       | replicas and tensor-parallel degree of the stage                          |
+//! | y          | replicas of J plus d, divided by d, rounded up: microbatches in flight    |
+//! | time(..)   | `Search::stage`                                                           |
 //!
-//! Piper's own program (section 4) asks for the least time of every number of devices and replicas. To ask the other way round, for the fewest
-//! devices and replicas at a given time, leaves one entry for a set instead of one for each number, and lets the limit prune: a
-//! stage that is too slow at the most replicas there may be is not grown, and one that leaves too few for the rest is not kept.
-//! At one d and t more replicas after a stage never make it hold less, so fewer are never worse.
+//! Piper's program (section 4) minimises time for every number of devices and replicas. Minimising devices and replicas
+//! for a given time needs fewer entries per set, and the limit prunes: stages that are too slow at the largest replica
+//! count are not extended, and stages that leave too little for the rest are dropped. At fixed d and t, more replicas
+//! in later stages never reduce the memory of a stage, so fewer are never worse.
 
 use crate::partition::hybrid::choose::{Chosen, Offer, choose};
 use crate::partition::hybrid::layers::Layers;
 use crate::partition::search::downset_lattice::Lattice;
 use crate::profile::hybrid::Choice;
 
-/// What rounding may add to a sum of bytes.
+/// Rounding tolerance for sums of bytes.
 const ROUNDING: f64 = 1.0 + 1e-12;
 
-/// One stage as the search found it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Its units.
     pub units: Vec<u32>,
-    /// Devices of each replica.
     pub degree: u32,
-    /// Its replicas.
     pub replicas: u32,
-    /// Micro-batches in flight on each replica.
+    /// Microbatches in flight per replica.
     pub in_flight: u32,
-    /// The place of each unit's choice among those it has at the degree.
+    /// Index of each unit's option at this degree.
     pub picks: Vec<u16>,
 }
 
-/// What a set takes, and how that came about.
+/// Replicas and devices that a set needs, with a back pointer.
 #[derive(Clone, Copy, Debug)]
 struct Need {
     replicas: u32,
     devices: u32,
-    /// The set before, its need, and the stage between.
+    /// The previous set and the index of its need.
     from: (u32, u32),
     degree: u32,
     count: u32,
@@ -54,40 +52,38 @@ struct Need {
 /// Sums over the units of a stage at one degree.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
-    /// Units that do not have the degree.
+    /// Number of units without this degree.
     lacking: u32,
-    /// Of the least over choices, each for itself.
+    /// Sums of the smallest value of each unit, independently.
     least_time: f64,
     least_weights: f64,
     least_in_flight: f64,
     least_standing: f64,
-    /// Of the fastest choices.
+    /// Sums for the fastest options.
     time: f64,
     weights: f64,
     in_flight: f64,
     standing: f64,
 }
 
-/// A stage that grows.
+/// Sums of a stage under construction.
 #[derive(Clone, Copy, Debug, Default)]
 struct Grown {
-    /// Least time, and least time times devices, over degrees.
+    /// Smallest time, and smallest product of time and devices, over all degrees.
     time: f64,
     device_time: f64,
-    /// Bytes of the links that leave it.
+    /// Bytes of the links that leave the stage.
     crossing: f64,
     units: u32,
 }
 
-/// The search over one family of closed sets.
 pub struct Search<'a> {
     layers: &'a Layers<'a>,
     lattice: &'a Lattice,
     counts: Vec<u32>,
     bytes: f64,
-    /// Sums of single units, by unit and degree.
     of_unit: Vec<Sums>,
-    /// What is left above each set: least time, and that times devices.
+    /// Remaining work after each set: smallest time, and smallest product of time and devices.
     left: Vec<(f64, f64)>,
     needs: Vec<Vec<Need>>,
     grown: Vec<Grown>,
@@ -95,16 +91,13 @@ pub struct Search<'a> {
     seen: Vec<u32>,
     turn: u32,
     reached: Vec<u32>,
-    /// Steps taken.
     pub steps: u64,
-    /// Steps that may be taken.
     pub most_steps: u64,
-    /// Whether the choices of some stage were not all looked at.
+    /// True if some stage's options were not all examined.
     pub is_unsure: bool,
 }
 
 impl<'a> Search<'a> {
-    /// A search that knows nothing yet.
     pub fn new(layers: &'a Layers<'a>, lattice: &'a Lattice, bytes: f64, most_steps: u64) -> Search<'a> {
         let (sets, degrees) = (lattice.len(), layers.degrees.len());
         let mut of_unit = Vec::with_capacity(layers.len() * degrees);
@@ -138,12 +131,11 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether the steps came to an end before the answer did.
     pub fn is_exhausted(&self) -> bool {
         self.steps >= self.most_steps
     }
 
-    /// The stages of a pipeline of at most `limit`, first stage first.
+    /// The stages of a pipeline with at most `limit` per sample, first stage first.
     pub fn within(&mut self, limit: f64) -> Option<Vec<Span>> {
         let hybrid = self.layers.hybrid;
         let all = self.lattice.len() - 1;
@@ -168,7 +160,7 @@ impl<'a> Search<'a> {
         self.spans(limit)
     }
 
-    /// Reaches all larger sets whose added units take no more than so much time at the least, the nearest first.
+    /// Enumerates the supersets whose added units need at most these times; nearest first.
     fn walk(&mut self, start: usize, time: f64, device_time: f64) {
         let (layers, lattice, degrees) = (self.layers, self.lattice, self.layers.degrees.len());
         self.turn += 1;
@@ -194,7 +186,7 @@ impl<'a> Search<'a> {
                     self.sums[set * degrees + degree] = sums;
                     fits |= sums.lacking == 0 && sums.least_in_flight + sums.least_standing <= self.bytes;
                 }
-                // More units lack no less and hold no less.
+                // More units cannot need fewer bytes or offer more degrees.
                 if !fits {
                     continue;
                 }
@@ -210,7 +202,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Tries the stage between two sets at every degree, after everything that the first may need.
+    /// Tries the stage between two sets at every degree, for every need of the first set.
     fn stages(&mut self, from: usize, to: usize, limit: f64) {
         let hybrid = self.layers.hybrid;
         for index in 0..self.layers.degrees.len() {
@@ -232,7 +224,7 @@ impl<'a> Search<'a> {
                         let devices = devices.min(u64::from(hybrid.devices)) as u32;
                         let from = (from as u32, before as u32);
                         self.keep(to, Need { replicas, devices, from, degree, count });
-                        // More replicas than needed are never better.
+                        // More replicas are never better.
                         break;
                     }
                 }
@@ -240,7 +232,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether enough replicas and devices are left for what is left of the work.
+    /// Returns whether the remaining replicas and devices suffice for the remaining work.
     fn leaves(&self, to: usize, replicas: u32, devices: u64, limit: f64) -> bool {
         let (most, there) = (self.layers.hybrid.most_replicas(), u64::from(self.layers.hybrid.devices));
         if replicas > most || devices > there {
@@ -252,7 +244,7 @@ impl<'a> Search<'a> {
         fits(time, f64::from(most - replicas)) && fits(device_time, (there - devices) as f64)
     }
 
-    /// Whether a stage keeps within the limit and the memory; the sums decide most cases.
+    /// Returns whether a stage meets the limits; sums decide most cases without choosing options.
     fn stage(&mut self, from: usize, to: usize, index: usize, (count, in_flight): (u32, u32), limit: f64) -> bool {
         let sums = &self.sums[to * self.layers.degrees.len() + index];
         let crossing = self.grown[to].crossing;
@@ -290,7 +282,7 @@ impl<'a> Search<'a> {
         (0..self.layers.len() as u32).filter(is_added).collect()
     }
 
-    /// Keeps a need unless another is as good.
+    /// Adds a need unless it is dominated.
     fn keep(&mut self, to: usize, need: Need) {
         let kept = &mut self.needs[to];
         if kept.iter().any(|known| known.replicas <= need.replicas && known.devices <= need.devices) {
@@ -309,7 +301,7 @@ impl<'a> Search<'a> {
             let units = self.between(from, set);
             let in_flight = need.replicas.div_ceil(need.count);
             let counts = (need.count, in_flight);
-            // Found once, so found again; rounding of the sums may stand against it.
+            // The options were found before; only rounding of the sums can prevent finding them again.
             let limits = (self.bytes, limit * ROUNDING);
             let Chosen::Picks(picks) = picks(self.layers, &units, need.degree, counts, limits, &mut self.steps) else {
                 self.is_unsure = true;
@@ -323,7 +315,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Choices of a stage under limits of bytes and time. Adds the sums of choices that were listed to `listed`.
+/// Chooses the options of a stage within limits on bytes and time. Adds the number of listed sums to `listed`.
 pub fn picks(
     layers: &Layers<'_>,
     units: &[u32],
@@ -352,7 +344,6 @@ pub fn picks(
     choose(&offers, bytes, limit, listed)
 }
 
-/// What time, transfers and weights come to at so many replicas.
 #[derive(Clone, Copy, Debug)]
 pub struct Price {
     share: f64,
@@ -361,21 +352,19 @@ pub struct Price {
 }
 
 impl Price {
-    /// At `count` replicas.
     pub fn of(layers: &Layers<'_>, count: u32) -> Price {
         let (hybrid, count) = (layers.hybrid, f64::from(count));
         let per_weight = 4.0 * (count - 1.0) / count / f64::from(hybrid.microbatches) / hybrid.bandwidth;
         Price { share: 1.0 / count, per_byte: 2.0 / count / hybrid.bandwidth, per_weight }
     }
 
-    /// Compute, transfers, and the average over replicas.
+    /// Time per sample: compute, transfers and weight all-reduce.
     pub fn stage(&self, time: f64, crossing: f64, weights: f64) -> f64 {
         time * self.share + crossing * self.per_byte + weights * self.per_weight
     }
 }
 
 impl Sums {
-    /// Of one unit with these choices.
     fn of(choices: &[Choice]) -> Sums {
         let key = |choice: &Choice| [choice.time, choice.weight_bytes, choice.bytes_standing + choice.bytes_in_flight];
         let order = |a: &&Choice, b: &&Choice| {

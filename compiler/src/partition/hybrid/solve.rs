@@ -1,7 +1,8 @@
-//! The door of planning layers with choices: the least time per sample that can be found, as a plan.
+//! Entry point of hybrid planning: finds the smallest time per sample and returns the plan.
 //!
-//! The time is halved between a bound and the best pipeline known, asking `search` each time whether one exists. Over all closed sets
-//! that proves the best; where these are too many, or the search takes too many steps, some orders are cut and a warning says so.
+//! Bisects the time between a lower bound and the best known pipeline; `search` decides each step. Over all down-sets
+//! the result is optimal. If there are too many, or the search runs out of steps, some linear orders are cut and the
+//! plan has a warning.
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond};
@@ -21,74 +22,60 @@ use crate::profile::Method;
 use crate::profile::hybrid::Hybrid;
 use std::collections::BTreeMap;
 
-/// Closed sets that are looked at when `--budget` does not say.
+/// Down-sets to explore if `--budget` is not set.
 pub const DEFAULT_BUDGET: usize = 60_000;
 
-/// Sums that are held, one for each closed set and degree, at most.
+/// Largest number of sums, one per down-set and degree.
 const MOST_SUMS: usize = 1 << 20;
 
-/// Steps over all closed sets, and along one order.
+/// Step limit over all down-sets, and along one order.
 const MOST_STEPS: u64 = 50_000_000;
 const MOST_STEPS_ALONG: u64 = 5_000_000;
 
-/// Figures of closed sets, one for each of their units, at most.
 const MOST_FIGURES: usize = 200_000_000;
 
-/// Replica counts of a single stage that are looked at before the search, the largest.
+/// Number of replica counts of a single stage tried before the search, largest first.
 const MOST_COUNTS: usize = 8;
 
-/// The part of a time that is not told apart.
+/// Relative precision of the time.
 const PRECISION: f64 = 1e-9;
 
-/// What is asked.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
-    /// Closed sets to look at before falling back.
+    /// Down-sets to explore before falling back.
     pub budget: Option<u64>,
-    /// The seed that the plan states; nothing is random here.
+    /// Recorded in the plan; the search is deterministic.
     pub seed: u64,
-    /// The instance, for the plan.
     pub model: PlannedModel,
-    /// Where its times come from, for the plan.
+    /// SHA-256 of the instance, recorded in the plan.
     pub sha256: String,
 }
 
-/// Why there is no plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SolveError {
-    /// An answer: nothing that was found fits.
+    /// Infeasible: no plan was found within memory.
     #[error("no plan for {devices} devices of {limit} bytes was found; {smallest} bytes each would do")]
     Memory {
-        /// Devices there are.
         devices: u32,
-        /// Bytes on each.
         limit: u64,
-        /// The least found to do.
+        /// Smallest number of bytes per device for which a plan was found.
         smallest: u64,
     },
-    /// An answer: no stages have the degrees that their layers ask for.
+    /// Infeasible: no stages match the degrees that their layers offer.
     #[error("no plan for {devices} devices was found at any memory: {why}")]
-    Devices {
-        /// Devices there are.
-        devices: u32,
-        /// What stands against it.
-        why: String,
-    },
-    /// Devices that make no cluster.
+    Devices { devices: u32, why: String },
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// A plan that the judge refuses: a fault of ours, never of the input.
+    /// The plan checker rejected the plan. This is a bug in the search, never an input error.
     #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
 }
 
-/// A pipeline and its time per sample.
 struct Found {
     time: f64,
     spans: Vec<Span>,
 }
 
-/// What is known when the search ends.
 struct Answer {
     found: Found,
     low: f64,
@@ -96,7 +83,6 @@ struct Answer {
     fallback: Option<String>,
 }
 
-/// Finds a pipeline and makes it a plan.
 pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     let layers = Layers::of(hybrid);
     if let Some(unit) = (0..layers.len()).find(|&unit| layers.time[unit].is_infinite()) {
@@ -176,7 +162,6 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     Ok(plan)
 }
 
-/// The best pipeline that can be found.
 fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<Answer> {
     let mut known = plain(layers, bytes);
     let mut states = 0;
@@ -202,14 +187,15 @@ fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<An
     known.map(|found| Answer { found, low, states, fallback })
 }
 
-/// Halves the time between a bound and what is known; gives the largest time below which the family of sets is known to have none.
+/// Bisects the time between `bound` and the known pipeline; returns the largest time proven infeasible for this
+/// lattice.
 fn halve(search: &mut Search<'_>, layers: &Layers<'_>, bound: f64, known: &mut Option<Found>) -> f64 {
     let mut low = bound;
     if known.is_none() {
         *known = search.within(f64::INFINITY).map(|spans| priced(layers, spans));
     }
     let Some(best) = known else { return low };
-    // The bound itself is often met.
+    // The bound itself is often feasible.
     let mut middle = low * (1.0 + PRECISION / 2.0);
     while best.time > low * (1.0 + PRECISION) && !search.is_exhausted() {
         let found = search.within(middle).map(|spans| priced(layers, spans)).filter(|found| found.time < best.time);
@@ -228,7 +214,6 @@ fn priced(layers: &Layers<'_>, spans: Vec<Span>) -> Found {
     Found { time, spans }
 }
 
-/// What a stage spends on a micro-batch.
 fn time(layers: &Layers<'_>, span: &Span) -> f64 {
     let holds = |unit: u32| span.units.binary_search(&unit).is_ok();
     let (mut time, mut moved, mut weights) = (0.0, 0.0, 0.0);
@@ -243,7 +228,7 @@ fn time(layers: &Layers<'_>, span: &Span) -> f64 {
     Price::of(layers, span.replicas).stage(time, moved, weights)
 }
 
-/// Stages of so many replicas at one degree, first stage first, with the fastest choices that were found to fit.
+/// Stages with the same degree and replica count, first stage first, with the fastest options that fit.
 fn straight(layers: &Layers<'_>, parts: Vec<Vec<u32>>, degree: u32, replicas: u32, bytes: f64) -> Option<Vec<Span>> {
     let stages = parts.len() as u32;
     let span = |(at, units): (usize, Vec<u32>)| {
@@ -256,7 +241,7 @@ fn straight(layers: &Layers<'_>, parts: Vec<Vec<u32>>, degree: u32, replicas: u3
     parts.into_iter().enumerate().map(span).collect()
 }
 
-/// The parts of a straight pipeline with as many stages as devices and layers allow, each of as many layers as the others.
+/// Parts of a straight pipeline with as many stages as possible and equal numbers of layers.
 fn even(layers: &Layers<'_>, degree: u32) -> Vec<Vec<u32>> {
     let hybrid = layers.hybrid;
     let order = layers.in_order();
@@ -273,7 +258,7 @@ fn even(layers: &Layers<'_>, degree: u32) -> Vec<Vec<u32>> {
     parts
 }
 
-/// The best of the plain plans that fit: everything in one stage, and equal numbers of layers.
+/// The best simple plan that fits: a single stage, or equal numbers of layers per stage.
 fn plain(layers: &Layers<'_>, bytes: f64) -> Option<Found> {
     let all: Vec<u32> = (0..layers.len() as u32).collect();
     let mut best: Option<Found> = None;
@@ -289,7 +274,7 @@ fn plain(layers: &Layers<'_>, bytes: f64) -> Option<Found> {
             best = [best, found].into_iter().flatten().min_by(|a, b| a.time.total_cmp(&b.time));
         }
     }
-    // Nothing weighs anything: one stage of nothing.
+    // No layer has a cost: one empty stage.
     let nothing = || Found {
         time: 0.0,
         spans: vec![Span { units: all.clone(), degree: 1, replicas: 1, in_flight: 1, picks: Vec::new() }],
@@ -297,7 +282,8 @@ fn plain(layers: &Layers<'_>, bytes: f64) -> Option<Found> {
     if all.is_empty() { Some(nothing()) } else { best }
 }
 
-/// One device, everything on all devices, and equal numbers of layers: time, and whether it fits. The least degree is taken.
+/// Time of the baselines (one device, all devices, equal numbers of layers) at the smallest common degree, and whether
+/// each fits.
 fn baselines(layers: &Layers<'_>) -> [(f64, bool); 3] {
     let hybrid = layers.hybrid;
     let all: Vec<u32> = (0..layers.len() as u32).collect();
@@ -310,7 +296,7 @@ fn baselines(layers: &Layers<'_>) -> [(f64, bool); 3] {
         let within = |bytes: f64| straight(layers, parts.clone(), degree, count, bytes);
         let fitting = within(hybrid.bytes_per_device);
         let is_fitting = fitting.is_some();
-        // Without a choice at one degree for all layers there is no such plan; what it would take is at least the bound.
+        // Without a common degree there is no such plan; the lower bound is reported.
         let spans = fitting.or_else(|| within(f64::INFINITY));
         (spans.map_or(hybrid.lower_bound(), |spans| priced(layers, spans).time), is_fitting)
     })
@@ -360,7 +346,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),
             recompute: ops.iter().any(|op| choice(op).recomputes),
-            // The file gives forward and backward in one.
+            // The instance combines forward and backward time.
             fwd_us: sum(&|choice| choice.time),
             bwd_us: 0.0,
             weight_us: None,
@@ -384,7 +370,6 @@ fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
     ranges
 }
 
-/// What goes from stage to stage for one micro-batch.
 fn edges(hybrid: &Hybrid, stages: &[Stage]) -> Vec<Edge> {
     let mut stage_of = vec![0u32; hybrid.layers.len()];
     for stage in stages {
@@ -407,7 +392,7 @@ fn edges(hybrid: &Hybrid, stages: &[Stage]) -> Vec<Edge> {
     edges.into_values().collect()
 }
 
-/// The explained no: the least bytes on a device that were found to do along some orders, by halving.
+/// The infeasibility report, with the smallest sufficient number of bytes along some orders by bisection.
 fn infeasible(layers: &Layers<'_>, hybrid: &Hybrid) -> SolveError {
     let orders = downset_lattice::orders(&layers.before, &layers.after);
     let lattices: Vec<Lattice> = orders.iter().map(|order| Lattice::along(&layers.time, order)).collect();

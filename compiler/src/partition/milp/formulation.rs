@@ -1,29 +1,29 @@
-//! The integer program of one choice of replicas: which op stands before which cut.
+//! The integer program for fixed replica counts: decides for each op which cuts it precedes.
 //!
 //! ```text
 //! minimise T
-//!   y(v,c) in {0,1}        op v stands in one of the first c stages, 0 < c < stages;  y(v,0) = 0,  y(v,stages) = 1
-//!   y(v,c) <= y(v,c+1)     stages follow each other
-//!   y(v,c) <= y(u,c)       where v reads u: what precedes an op of the first stages is in them too
-//!   x(v,s) = y(v,s+1) - y(v,s)                           op v stands in stage s;  sum over v of x(v,s) >= 1
+//!   y(v,c) in {0,1}        op v is in one of the first c stages, 0 < c < stages;  y(v,0) = 0,  y(v,stages) = 1
+//!   y(v,c) <= y(v,c+1)     stages are ordered
+//!   y(v,c) <= y(u,c)       if v reads u
+//!   x(v,s) = y(v,s+1) - y(v,s)                           op v is in stage s;  sum over v of x(v,s) >= 1
 //! paper        sum t_v x(v,s) <= m T       2 (m-1) / B sum w_v x(v,s) <= m T        2 / B sum a_e z(e,c) <= T
 //! pipedream    sum t_v x(v,s) + 4 (m-1) / (B m) sum w_v x(v,s) <= m T               2 / (B m r) sum out_v g(v,c) <= T
-//! pipec        k_m max( C_s, q_m R_s, sum over its messages + q_m R_s ) + what fills and drains <= T
-//! memory       every size of `plan/memory` times what it is held for <= limit
+//! pipec        k_m max( C_s, q_m R_s, sum over its messages + q_m R_s ) + fill and drain <= T
+//! memory       every size in `plan/memory` times its multiplier <= limit
 //! ```
 //!
 //! | equation | here |
 //! | --- | --- |
 //! | y | `Formulation::before` |
 //! | T | `Program::least`, in units of `Scope::unit_us` |
-//! | m, B, r | replicas of stage s, bytes per microsecond, the compression ratio |
-//! | z(e,c) >= y(u,c) - y(v,c) | tensor e of op u is read by some v beyond cut c |
+//! | m, B, r | replicas of stage s, bytes per microsecond, compression ratio |
+//! | z(e,c) >= y(u,c) - y(v,c) | tensor e of op u has a reader v beyond cut c |
 //! | g(v,c) | PipeDream charges the outputs of v at cut c, see `cut_bytes` |
-//! | k_m, q_m, C_s, R_s | as in `outlook` |
+//! | k_m, q_m, C_s, R_s | as in `plan/cost_estimate` |
 //!
-//! Cumulative y say more to the relaxation than x would, and a program of them branches on cuts. All other variables cost
-//! something wherever they occur, so they are as small as they may be, and need not be integer. An op whose predecessors alone
-//! fill the first c stages beyond the time that is known cannot stand in them: such y are constants.
+//! Cumulative variables y give a tighter relaxation than x, and branching on them decides cuts. All other variables
+//! only add cost, so they take their smallest value and need not be integer. If the predecessors of an op alone exceed
+//! the known time of the first c stages, y is a constant.
 
 use crate::partition::milp::order::Order;
 use crate::partition::milp::replica_choices::Choice;
@@ -35,39 +35,33 @@ use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::{OpId, ParamCost};
 use good_lp::{Constraint, Expression, IntoAffineExpression, ProblemVariables, Variable, variable};
 
-/// What is the same for every choice.
 pub struct Scope<'a> {
-    /// The problem, on one level.
+    /// Must have a single level.
     pub problem: &'a Problem,
-    /// How items flow under cost `pipec`.
     pub asked: FlowQuery,
-    /// What decides how many weight versions are held.
+    /// Determines the weight versions.
     pub flow: ScheduleFlow,
-    /// Microseconds that count as 1 in the programs.
+    /// Microseconds per unit of time in the programs.
     pub unit_us: f64,
-    /// The most that T may be, in that unit.
+    /// Upper bound on T, in that unit.
     pub most: f64,
-    /// The part of the room below which a size is left out. Programs with fewer small numbers are easier on the solver and never
-    /// stricter: what none of them allows is not there.
+    /// Terms smaller than this fraction of their row are dropped. That helps the solver numerically and only relaxes
+    /// the program, so infeasibility still holds.
     pub finest: f64,
-    /// Ops and the stages that they are pinned to.
     pub pins: &'a [(u32, usize)],
-    /// Where cuts are given: the stage of each op.
+    /// The stage of each op, if cuts are given.
     pub fixed: Option<&'a [usize]>,
-    /// The graph's order.
     pub order: &'a Order,
 }
 
-/// Whether an op stands before a cut.
 #[derive(Clone, Copy)]
 enum Before {
     Never,
     Always,
-    /// If this variable is 1, whose place among all is told.
+    /// Free; the variable and its index.
     Free(Variable, usize),
 }
 
-/// A program under way.
 pub struct Formulation<'a> {
     pub(super) scope: &'a Scope<'a>,
     pub(super) choice: &'a Choice,
@@ -76,12 +70,12 @@ pub struct Formulation<'a> {
     pub(super) least: Variable,
     /// `before[c - 1][v]` is y(v,c).
     before: Vec<Vec<Before>>,
-    /// Bytes per microsecond, and microseconds before the first byte arrives.
+    /// Bandwidth and latency of the level.
     pub(super) wire: Wire,
 }
 
 impl<'a> Formulation<'a> {
-    /// Writes down the program of one choice; `None` where it is plain that no partition obeys it.
+    /// Builds the program for a replica choice; `None` if it is trivially infeasible.
     pub fn of(scope: &'a Scope<'a>, choice: &'a Choice) -> Option<Formulation<'a>> {
         let mut variables = ProblemVariables::new();
         let least = variables.add(variable().min(0.0).max(scope.most));
@@ -99,12 +93,11 @@ impl<'a> Formulation<'a> {
         Some(program)
     }
 
-    /// Variables and rows.
     pub fn size(&self) -> (usize, usize) {
         (self.variables.len(), self.rows.len())
     }
 
-    /// The program, and what its solutions mean.
+    /// The finished program, and the decoder of its solutions.
     pub fn into_parts(self) -> (Program, Meaning) {
         let meaning = Meaning { ops: self.ops(), before: self.before };
         (Program { variables: self.variables, rows: self.rows, least: self.least }, meaning)
@@ -118,7 +111,7 @@ impl<'a> Formulation<'a> {
         self.choice.replicas.len()
     }
 
-    /// How often the item of a stage's replica counts in T: k_m.
+    /// k_m: factor of a microbatch's time in T.
     pub(super) fn weight(&self, stage: usize) -> f64 {
         let replicas = self.choice.replicas[stage];
         match self.scope.problem.cost {
@@ -127,20 +120,20 @@ impl<'a> Formulation<'a> {
         }
     }
 
-    /// Time of an op in a stage, in the unit.
+    /// Time of an op in a stage, in units of T.
     pub(super) fn time(&self, op: usize, stage: usize) -> f64 {
         let again = if self.choice.recompute[stage] { self.scope.problem.graph.ops[op].fwd_us } else { 0.0 };
         (self.scope.order.times[op] + again) / self.scope.unit_us / self.choice.paces[stage]
     }
 
-    /// Adds the y, as constants where they have no choice.
+    /// Adds the y, as constants if they have only one possible value.
     fn place(&mut self) -> Option<()> {
         let (ops, stages) = (self.ops(), self.stages());
         if ops < stages {
             return None;
         }
         let order = self.scope.order;
-        // What the stages before and after each cut can do in the time that is known, and a little more.
+        // Compute that the stages before and after each cut can do within the known time, with slack for rounding.
         let most_us = self.scope.most * self.scope.unit_us * (1.0 + 1e-9);
         let done = |stage: usize| most_us / self.weight(stage) * self.choice.paces[stage];
         let of = |stage| if self.weight(stage) > 0.0 { done(stage) } else { f64::INFINITY };
@@ -196,7 +189,7 @@ impl<'a> Formulation<'a> {
         self.add_before(sum, -factor, op, stage);
     }
 
-    /// A variable that is at least every one of these sums, and at least 0.
+    /// A variable that is at least 0 and at least each of these sums.
     pub(super) fn at_least(&mut self, sums: Vec<Expression>) -> Variable {
         let most = self.variables.add(variable().min(0.0));
         for sum in sums {
@@ -205,7 +198,7 @@ impl<'a> Formulation<'a> {
         most
     }
 
-    /// Adds a row, unless nothing in it is free.
+    /// Adds a row, unless it has no variables and holds.
     pub(super) fn keep(&mut self, row: Constraint) {
         let is_free = row.expression().linear_coefficients().next().is_some();
         if is_free || row.expression().constant() > 1e-9 {
@@ -213,8 +206,8 @@ impl<'a> Formulation<'a> {
         }
     }
 
-    /// A factor of something that is 0 or 1, in a sum of such things that must not exceed `room`: nothing where it hardly counts, and
-    /// no more than what is too much anyway, so that a program never has numbers of very different size.
+    /// Scales the coefficient of a 0/1 variable in a sum bounded by `room`. Negligible coefficients are dropped and
+    /// large ones capped at twice `room`, to keep the program well-conditioned.
     pub(super) fn factor(&self, factor: f64, room: f64) -> Option<f64> {
         (factor > room * self.scope.finest).then(|| factor.min(2.0 * room))
     }
@@ -246,7 +239,7 @@ impl<'a> Formulation<'a> {
         }
     }
 
-    /// The sum over the ops of a stage of what each has of something, as far as `room` lets it matter.
+    /// Sum of a quantity over the ops of a stage; negligible terms are dropped.
     pub(super) fn sum(&self, stage: usize, room: f64, of: impl Fn(usize) -> f64) -> Expression {
         let mut sum = Expression::default();
         for op in 0..self.ops() {
@@ -257,7 +250,7 @@ impl<'a> Formulation<'a> {
         sum
     }
 
-    /// The sum over the parameters that a stage uses of what each has of something, as far as `room` lets it matter.
+    /// Sum of a quantity over the distinct parameters of a stage; negligible terms are dropped.
     pub(super) fn parameters(&mut self, stage: usize, room: f64, of: impl Fn(&ParamCost) -> f64) -> Expression {
         let mut sum = Expression::default();
         for param in &self.scope.problem.graph.params {
@@ -275,7 +268,7 @@ impl<'a> Formulation<'a> {
         sum
     }
 
-    /// The bytes of sums of the parameters that a stage uses and others use as well, times `factor`.
+    /// Gradient-sum bytes of parameters used in this stage and in others, times `factor`.
     pub(super) fn shared(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
         let mut sum = Expression::default();
         for param in self.scope.problem.graph.params.iter().filter(|param| param.users.len() > 1) {
@@ -285,13 +278,13 @@ impl<'a> Formulation<'a> {
             let (is_used, is_used_outside) = (self.at_least(inside), self.at_least(outside));
             sum.add_mul(factor, is_used);
             sum.add_mul(factor, is_used_outside);
-            // One of them is always true.
+            // used + used outside - 1: at least one of the two is true.
             sum += -factor;
         }
         sum
     }
 
-    /// For each of these ops whether it is in a stage.
+    /// For each of these ops: x(op, stage).
     fn each_inside(&self, ops: &[OpId], stage: usize) -> Vec<Expression> {
         let inside = |op: &OpId| {
             let mut inside = Expression::default();
@@ -302,14 +295,13 @@ impl<'a> Formulation<'a> {
     }
 }
 
-/// What the values of a solution mean.
 pub struct Meaning {
     before: Vec<Vec<Before>>,
     ops: usize,
 }
 
 impl Meaning {
-    /// The ops of each stage, ascending; `None` where a stage has none.
+    /// The ops of each stage, ascending; `None` if a stage is empty.
     pub fn stages(&self, values: &[f64]) -> Option<Vec<Vec<u32>>> {
         let is_before = |before: &Before| match *before {
             Before::Never => false,

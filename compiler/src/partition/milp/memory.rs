@@ -1,4 +1,4 @@
-//! The rows of an integer program that keep what each stage holds within the limit.
+//! Rows of the integer program that limit the memory of each stage.
 
 use crate::partition::milp::formulation::Formulation;
 use crate::plan::ScheduleKind;
@@ -10,12 +10,12 @@ use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
 use good_lp::{Expression, variable};
 
-/// The gradients that a stage gives for one item.
+/// Input gradients that a stage sends back per microbatch.
 #[derive(Default)]
 struct Back {
-    /// Each tensor's bytes, and whether it is there.
+    /// Bytes of each tensor, and whether it is an input of the stage.
     tensors: Vec<(u64, Expression)>,
-    /// What one place for all of them takes of the limit, and the most that it can be.
+    /// Size of one buffer for all of them relative to the limit, and its maximum.
     held: Expression,
     most: f64,
 }
@@ -29,8 +29,8 @@ impl Back {
 }
 
 impl Formulation<'_> {
-    /// What a replica of each stage holds is within the limit of its devices, if they have one. What a byte of each kind adds is asked of `MemoryTerms::held`, which is
-    /// linear but for the rounding of optimizer state.
+    /// Limits the memory per replica of each stage. The coefficients come from `MemoryTerms::held`, which is linear
+    /// except for the rounding of optimizer state.
     pub(super) fn memory(&mut self) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
@@ -66,12 +66,12 @@ impl Formulation<'_> {
                 let moved = summed * param.sum_bytes as f64 + masters * param.master_bytes() as f64;
                 weights * param.bytes as f64 + moved
             });
-            // Of weights that are shared out, those of other stages too are held whole.
+            // ZeRO: weights that are also used by other stages are not sharded.
             let whole = each(MemoryTerms { weights: MANY, shared: MANY, ..none }) - weights;
             sum += self.shared(stage, whole, 1.0);
             let [saved, terms] = [MemoryTerms { saved: MANY, ..none }, MemoryTerms { terms: MANY, ..none }].map(each);
             let put_by = each(MemoryTerms { put_by: MANY, ..none });
-            // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
+            // Conservative: every stage but the first sends input gradients, and no output gradient arrives unchanged.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
             sum += self.sum(stage, 1.0, |op| {
                 let gradients = terms * used[op] as f64;
@@ -100,13 +100,13 @@ impl Formulation<'_> {
             if problem.schedule != ScheduleKind::Inference {
                 sum += self.second_places(stage, back);
             }
-            // No stage has an op that uses more than any does.
+            // Conservative: assumes that each stage contains the op with the largest parameters.
             let largest = problem.graph.largest_bytes().into_iter().max().unwrap_or(0);
             let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
             sum += each(MemoryTerms { largest: MANY, ..none }) * largest as f64;
             sum += each(MemoryTerms { needed: MANY, ..none }) * needed as f64;
             let arena = each(MemoryTerms { arena: Arena::always(MANY), ..none });
-            // A stage that gets nothing from others has a whole backward: the larger counts.
+            // A stage without inputs has a whole backward; the larger of both variants counts.
             let way = multiples.way(u64::from(stage > 0));
             let whole = Way { is_split: false, ..way };
             let mut scratch = Vec::new();
@@ -123,12 +123,12 @@ impl Formulation<'_> {
                 }
             }
             sum += self.at_least(scratch);
-            // Sums of many sizes are not exact to the last bit, and what fits exactly fits.
+            // Tolerance for rounding in long sums.
             self.keep(sum.leq(1.0 + 1e-9));
         }
     }
 
-    /// The places of an op in its stage where it needs different arenas, and the ops that stand there with it.
+    /// The positions of an op in its stage that need different arenas, each with the ops that must be in the stage too.
     fn ends(&self, flows: &Flows, op: usize) -> Vec<(ArenaPosition, Vec<usize>)> {
         let [before, after] = [&flows.before[op], &flows.after[op]];
         let of = |first: bool, last: bool| self.scope.problem.graph.ops[op].arena(ArenaPosition { first, last });
@@ -148,13 +148,14 @@ impl Formulation<'_> {
         ends
     }
 
-    /// What the second places of a stage's gradients take of the limit: as much as the first where they are slow (see `passing`), else nothing.
+    /// Size of the second gradient buffers relative to the limit: doubled if transfers are slow (see
+    /// `plan/gradient_buffers`), otherwise 0.
     fn second_places(&mut self, stage: usize, back: Back) -> Expression {
         let problem = self.scope.problem;
         let GradientBuffers { wire: Some(wire), pace } = GradientBuffers::of(&problem.cluster) else {
             return Expression::default();
         };
-        // In forwards of the whole model: what takes longer than that is slow whatever the stage has.
+        // Times are relative to the forward of the whole model; a longer transfer is always slow.
         let whole = problem.graph.ops.iter().map(|op| op.fwd_us).sum::<f64>() / pace;
         let latency = wire.latency_us / whole;
         if back.tensors.is_empty() {
@@ -182,7 +183,7 @@ impl Formulation<'_> {
         self.at_least(vec![beyond]).into()
     }
 
-    /// Whether a tensor comes into a stage from another, or goes out of it.
+    /// 1 if a tensor enters a stage from another stage (`comes_in`) or leaves it, otherwise 0.
     fn crosses(&mut self, tensor: usize, stage: usize, comes_in: bool) -> Expression {
         let tensor = &self.scope.problem.graph.tensors[tensor];
         let mut sums = Vec::with_capacity(tensor.consumers.len());

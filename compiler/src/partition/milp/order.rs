@@ -1,29 +1,26 @@
-//! Who precedes whom in a graph, and how much work that is.
+//! Precedence of the ops in a graph, with the work before and after each op.
 
 use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::OpCost;
 
-/// Who precedes whom.
 pub struct Order {
-    /// Microseconds of each op for one item, without recomputation.
+    /// Microseconds of each op per microbatch, without recomputation.
     pub times: Vec<f64>,
-    /// Of all that precede an op and itself.
+    /// Time of each op and all its predecessors.
     pub head: Vec<f64>,
-    /// Of all that follow it and itself.
+    /// Time of each op and all its successors.
     pub tail: Vec<f64>,
-    /// For each op a bit for all that precede it, itself included.
+    /// For each op a bit set of its predecessors and itself.
     above: Vec<Vec<u64>>,
-    /// Pairs of an op and one that reads it, but for those that follow from others.
+    /// Edges from op to reader, without those implied by others (transitive reduction).
     pub edges: Vec<(usize, usize)>,
-    /// The ops that read each op, as in `edges`.
+    /// Readers of each op, as in `edges`.
     pub next: Vec<Vec<usize>>,
-    /// All ops that read each op.
     pub readers: Vec<Vec<usize>>,
 }
 
 impl Order {
-    /// The order of a problem's graph.
     pub fn of(problem: &Problem, asked: &FlowQuery) -> Order {
         let ops = problem.graph.ops.len();
         let mut readers = vec![Vec::new(); ops];
@@ -55,12 +52,12 @@ impl Order {
         Order { times, head, tail, above, edges, next, readers }
     }
 
-    /// Whether `later` follows `op`, or is it.
+    /// Returns whether `later` is `op` or a successor of it.
     pub fn precedes(&self, op: usize, later: usize) -> bool {
         has(&self.above[later], op)
     }
 
-    /// Those of `ops` that none of the others follows.
+    /// Those of `ops` that precede none of the others.
     pub fn last(&self, ops: &[usize]) -> Vec<usize> {
         let is_last = |op: &&usize| !ops.iter().any(|other| other != *op && self.precedes(**op, *other));
         ops.iter().filter(is_last).copied().collect()

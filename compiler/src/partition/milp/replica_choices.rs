@@ -1,8 +1,8 @@
-//! What is chosen outside the integer program: how many stages, the replicas of each, and which of them are recomputed.
+//! Enumerates the choices outside the integer program: number of stages, replicas per stage, and recomputed stages.
 //!
-//! Times fall with 1/m, memory depends on the replicas of all later stages, and an all-reduce on whether there is one. Once these
-//! are fixed everything else is linear, so every choice has a program of its own. On d devices there are 2^d - 1 ways to give out
-//! replicas; those that could not do the work in the time that is known are left out.
+//! Times scale with 1/m, memory depends on the replicas of later stages, and an all-reduce exists or not. With these
+//! fixed everything else is linear, so each choice has its own program. d devices allow 2^d - 1 replica lists; those
+//! that cannot do the work within the known time are skipped.
 
 use crate::cluster::class;
 use crate::partition::search::build_plan;
@@ -11,45 +11,39 @@ use crate::plan::in_flight;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use std::ops::Range;
 
-/// The most choices that are looked at.
 pub const MOST_CHOICES: usize = 1200;
 
-/// The most ways to give out replicas that are walked through.
 const MOST_STEPS: u64 = 1 << 20;
 
-/// Replicas and recomputation of every stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
-    /// Replicas of each stage.
     pub replicas: Vec<u32>,
-    /// Whether each stage runs forward again before backward.
     pub recompute: Vec<bool>,
-    /// Micro-batches in flight on one replica of each stage.
+    /// Microbatches in flight per replica of each stage.
     pub caps: Vec<u32>,
-    /// How many times as fast as the device whose costs are used the slowest device of each stage is.
+    /// Relative speed of the slowest device of each stage.
     pub paces: Vec<f64>,
 }
 
 impl Choice {
-    /// The devices of a stage: stages stand side by side from the first device on.
+    /// The devices of a stage; stages are side by side from device 0.
     pub fn devices(&self, stage: usize) -> Range<u32> {
         let first = self.replicas[..stage].iter().sum();
         first..first + self.replicas[stage]
     }
 }
 
-/// What limits the choices beside the problem's own constraints.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
-    /// Stages, where cuts are given.
+    /// Exact number of stages, if cuts are given.
     pub stages: Option<usize>,
-    /// Stages at least, where ops are pinned to the later ones.
+    /// Smallest number of stages, if ops are pinned.
     pub least_stages: usize,
-    /// Microseconds that a plan may take.
+    /// Upper bound on the plan's time, in microseconds.
     pub within_us: f64,
 }
 
-/// All choices that a plan may make, those with the most devices first; `None` if they are more than [`MOST_CHOICES`].
+/// All choices, those with the most devices first; `None` if there are more than [`MOST_CHOICES`].
 pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
     let constraints = &problem.constraints;
     let devices = problem.cluster.devices();
@@ -79,7 +73,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
             && (constraints.target.is_none() || replicas.iter().all(|count| *count == replicas[0]))
     };
     walk.found.retain(is_wanted);
-    // Lists of one length and sum keep the order in which they were found.
+    // The sort is stable: lists of equal length and sum keep their order.
     walk.found.sort_by_key(|replicas| (std::cmp::Reverse(replicas.iter().sum::<u32>()), replicas.len()));
     let mut choices = Vec::new();
     for replicas in walk.found {
@@ -100,20 +94,20 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
     Some(choices)
 }
 
-/// Whether running forward again can make a plan fit that would not otherwise: it never makes one faster.
+/// Returns whether recomputation is worth trying: it never makes a plan faster, only smaller.
 fn may_recompute(problem: &Problem) -> bool {
     let trains = problem.schedule != ScheduleKind::Inference;
     problem.cost == CostModel::Pipec && problem.recompute && trains && build_plan::is_limited(problem)
 }
 
-/// Microseconds that all ops take on one device, where stages that share the work must do at least that; 0 where they need not.
+/// Total work on one device in microseconds, if the stages' throughput must cover it; otherwise 0.
 fn least_work_us(problem: &Problem) -> f64 {
     let forward = || problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build_plan::asked(problem);
     match problem.cost {
         CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => problem.graph.total_us(),
         CostModel::Pipec if asked.latency || !problem.schedule.is_continuous() => 0.0,
-        // Under 2BW for all items of a minibatch.
+        // 2BW: for all microbatches of a minibatch.
         CostModel::Pipec if asked.trains() => asked.link_weight() * problem.graph.total_us(),
         CostModel::Pipec => forward(),
     }
@@ -131,14 +125,14 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Adds all lists that begin with `replicas` and go on with the devices `left`; `None` once that is too much work.
+    /// Adds all lists that begin with `replicas` and use at most `left` more devices; `None` if there are too many.
     fn extend(&mut self, left: u32) -> Option<()> {
         self.steps += 1;
         if self.steps > MOST_STEPS || self.found.len() > MOST_CHOICES {
             return None;
         }
         let used = self.problem.cluster.devices() - left;
-        // What is lost in rounding must not cost a plan.
+        // Slack for rounding, so that no plan is lost.
         let done_us = f64::from(used) * class::fastest(&self.problem.cluster.classes) * self.within_us;
         let enough = done_us * (1.0 + 1e-9) >= self.work_us;
         if !self.replicas.is_empty() && self.replicas.len() >= self.least && enough {
@@ -180,7 +174,6 @@ mod tests {
         let expected: [&[u32]; 7] = [&[3], &[1, 2], &[2, 1], &[1, 1, 1], &[2], &[1, 1], &[1]];
         assert_eq!(replicas(&three, &FREE), expected);
         assert_eq!(choices(&problem(9, "8:1GB/s", CostModel::Paper), &FREE).unwrap().len(), 255);
-        // No more stages than ops.
         assert_eq!(replicas(&problem(1, "3:1GB/s", CostModel::Paper), &FREE), [[3], [2], [1]]);
         assert_eq!(choices(&problem(99, "64:1GB/s", CostModel::Paper), &FREE), None);
     }

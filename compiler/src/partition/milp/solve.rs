@@ -1,12 +1,12 @@
-//! The door of mixed-integer planning: improves a known plan, or shows that it cannot be improved.
+//! Entry point of MILP planning: improves a known plan, or proves that it cannot be improved.
 //!
-//! Every choice of replicas is a program of its own, asked for a partition that is faster than the best that is known. Most are
-//! refused by their relaxation. What remains is branched on in two rounds, a few nodes for each program and then what is left of
-//! the budget, those with the lowest bound first. If all are refused the best is proven; if the budget ends first, the least bound
-//! of those still open bounds every plan, and the answer says that it is not proven.
+//! Each replica choice is a separate program, asked for a plan faster than the best known one. Most are infeasible
+//! already in their LP relaxation. The rest is branched in two rounds: a few nodes per program, then the remaining
+//! budget in order of their bounds. If all programs are infeasible, the best plan is optimal. If the budget ends first,
+//! the smallest open bound bounds every plan, and the plan is not marked as proven.
 //!
-//! What is too large for the solver is not begun. Programs are solved in floating point: a plan that is better by less than one
-//! part in 10^8 is not looked for.
+//! Programs that are too large for the solver are not started. Arithmetic is floating point; improvements below 1e-8
+//! are ignored.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::milp::formulation::{Formulation, Scope};
@@ -22,41 +22,36 @@ use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use std::time::Duration;
 
-/// Nodes that are solved when `--budget` does not say, in programs of a few hundred variables some seconds of work.
+/// Nodes to solve if `--budget` is not set; a few seconds for a few hundred variables.
 pub const DEFAULT_NODES: u64 = 4000;
 
-/// Nodes for each program in the first round.
 const FIRST_NODES: u64 = 20;
 
-/// The most ops, which are ordered against each other.
+/// Largest number of ops; precedence is quadratic.
 const MOST_OPS: usize = 256;
 
-/// The most variables, and rows, of one program.
 const MOST_COLUMNS: usize = 1500;
 const MOST_ROWS: usize = 4000;
 
-/// Variables times rows of all programs together, beyond which even the relaxations take minutes.
+/// Limit on the sum of variables times rows over all programs; beyond it even the relaxations take minutes.
 const MOST_WORK: usize = 60_000_000;
 
-/// How long all programs together may take when nothing else is said. The nodes end a search long before; simplex that cycles
-/// would not end.
+/// Wall-clock limit for all programs together. The node limit is reached much earlier, except when simplex cycles.
 pub const LONGEST: Duration = Duration::from_secs(300);
 
-/// What must at least be gained, as a part of the whole.
 const GAIN: f64 = 1e-8;
 
-/// Ways to write a program down, each for a solver whose arithmetic broke down over the one before: the part of a sum below which
-/// sizes are left out, and whether rows come in reverse.
+/// Formulations to try in turn after numerical failures: the fraction below which terms are dropped, and whether rows
+/// are reversed.
 const WAYS: [(f64, bool); 4] = [(1e-11, false), (1e-11, true), (1e-5, false), (1e-5, true)];
 
-/// A program and where it stands.
 struct Open<'a> {
     choice: &'a Choice,
-    /// No partition of it is faster, in microseconds.
+    /// Lower bound on its plans, in microseconds.
     bound_us: f64,
 }
 
-/// Improves what is known; its candidates are kept. `longest` ends the search by the clock.
+/// Improves the known plans, whose candidates are kept. `longest` is a wall-clock limit.
 pub fn refine(
     question: &SearchContext<'_>,
     known: SearchResult,
@@ -68,11 +63,11 @@ pub fn refine(
     }
     let fits = known.candidates.iter().filter(|candidate| candidate.fits);
     let best_us = fits.map(|candidate| candidate.minibatch_us).min_by(f64::total_cmp);
-    // What other orders of the devices reach has to be beaten here too.
+    // Plans of other device orders are also to be beaten.
     let known_us = Some(question.among.known_us).filter(|us| us.is_finite());
     let best_us = best_us.into_iter().chain(known_us).min_by(f64::total_cmp);
     let slowest = known.candidates.iter().map(|candidate| candidate.minibatch_us).fold(0.0, f64::max);
-    // Where nothing that is known fits, a plan is worth some time to find.
+    // If no known plan fits, a slower plan is acceptable.
     let unit_us = best_us.unwrap_or(slowest);
     if !(unit_us.is_normal() && unit_us > 0.0) {
         return Ok(left_alone(known, "there is no time to save".to_string()));
@@ -126,7 +121,7 @@ pub fn refine(
         best_us,
         nodes: question.budget.unwrap_or(DEFAULT_NODES),
         used: 0,
-        // Each program has its share of the clock, so that no program can take all of it.
+        // Each program gets a part of the time, so that none can use all of it.
         clock: longest.unwrap_or(LONGEST),
         ended: Ended::Proven,
     };
@@ -134,10 +129,10 @@ pub fn refine(
     Ok(search.conclude(known, &open, choices.len()))
 }
 
-/// How many times slower than all that does not fit a plan that fits may be.
+/// Largest accepted slowdown over the known plans if none of them fits.
 const SLOWER: f64 = 16.0;
 
-/// Why these programs cannot be written down for a problem.
+/// The reason why the problem has no MILP formulation, if it has none.
 fn unsuited(problem: &Problem) -> Option<String> {
     let why = match problem.cost {
         _ if problem.objective == Objective::Memory => "it minimises time, not memory",
@@ -154,7 +149,7 @@ fn unsuited(problem: &Problem) -> Option<String> {
     Some(why.to_string())
 }
 
-/// What is known, and why no program was solved.
+/// Returns the known result, with the reason why no program was solved.
 fn left_alone(known: SearchResult, why: String) -> SearchResult {
     let why = format!("no integer program was solved: {why}");
     let fallback = Some(match known.fallback {
@@ -164,7 +159,6 @@ fn left_alone(known: SearchResult, why: String) -> SearchResult {
     SearchResult { fallback, ..known }
 }
 
-/// The stage of each op, where the cuts are given.
 fn fixed(question: &SearchContext<'_>) -> Result<Option<Vec<usize>>, ProblemError> {
     let graph = &question.problem.graph;
     let Some(names) = &question.problem.constraints.cut_after else { return Ok(None) };
@@ -180,25 +174,23 @@ struct Search<'a> {
     question: &'a SearchContext<'a>,
     scope: Scope<'a>,
     best: Option<PlanCandidate>,
-    /// The time of the best that is known.
     best_us: Option<f64>,
-    /// Nodes that are left, and that were used.
     nodes: u64,
     used: u64,
     clock: Duration,
-    /// The worst way in which a program ended.
+    /// The most severe reason why a program stayed undecided.
     ended: Ended,
 }
 
 impl Search<'_> {
-    /// Solves what the budget allows; what is left open comes back.
+    /// Solves the programs within the budget; returns the undecided ones.
     fn run<'c>(&mut self, choices: &'c [Choice]) -> Vec<Open<'c>> {
         let share = self.clock / (choices.len().max(1) as u32 * 2);
         let mut open = Vec::new();
         for choice in choices {
             self.ask(choice, FIRST_NODES.min(self.nodes), share, &mut open);
         }
-        // A program whose bound is lowest decides what is proven; equal ones keep their order.
+        // Programs with the lowest bounds first, because they determine the proven bound; the sort is stable.
         open.sort_by(|left: &Open<'_>, right| left.bound_us.total_cmp(&right.bound_us));
         let mut left = Vec::new();
         let half = self.clock / 2;
@@ -209,15 +201,15 @@ impl Search<'_> {
             }
             let mut again = Vec::new();
             self.ask(choice, self.nodes, half / (open.len() - at) as u32, &mut again);
-            // The first round's bound holds as well.
+            // The bound of the first round also holds.
             left.extend(again.into_iter().map(|again| Open { bound_us: again.bound_us.max(*bound_us), ..again }));
         }
-        // Solutions that were found later refuse more.
+        // Later solutions may close earlier programs.
         left.retain(|open| self.best_us.is_none_or(|best| open.bound_us < best * (1.0 - GAIN)));
         left
     }
 
-    /// Solves one program with so many nodes, and keeps it in `open` if that was not enough.
+    /// Solves one program with a node limit; adds it to `open` if it stays undecided.
     fn ask<'c>(&mut self, choice: &'c Choice, nodes: u64, clock: Duration, open: &mut Vec<Open<'c>>) {
         if let Some(best) = self.best_us {
             self.scope.most = best / self.scope.unit_us * (1.0 - GAIN);
@@ -242,12 +234,12 @@ impl Search<'_> {
         self.used += answer.nodes.max(1);
         let mut is_closed = answer.ended == Ended::Proven;
         if let Some(values) = &answer.values {
-            // What the solver holds for a solution may, for rounding, be none; then it has shown nothing.
+            // Rounding can make the solver's solution infeasible; then nothing is proven.
             let offered = meaning.stages(values).map(|stages| self.offer(choice, stages));
             is_closed &= offered == Some(true);
         }
         if !is_closed {
-            // The bound is that of a program solved in floating point.
+            // Slack, because the bound was computed in floating point.
             let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
             let bound_us = bound * self.scope.unit_us;
             open.push(Open { choice, bound_us });
@@ -263,7 +255,7 @@ impl Search<'_> {
         }
     }
 
-    /// Prices a partition by the cost model itself; whether it fits and is the best so far.
+    /// Prices a partition with the cost model; returns whether it fits and is the best so far.
     fn offer(&mut self, choice: &Choice, stages: Vec<Vec<u32>>) -> bool {
         let shape = Shape::flat(stages.into_iter().zip(choice.replicas.iter().copied()).collect(), false);
         let mut spots: Vec<StagePosition> = build_plan::side_by_side(&shape);
@@ -277,11 +269,11 @@ impl Search<'_> {
         is_better
     }
 
-    /// What is known now, `open` of all `programs` being undecided.
+    /// Builds the result; `open` are the undecided of all `programs`.
     fn conclude(self, known: SearchResult, open: &[Open<'_>], programs: usize) -> SearchResult {
         let mut found = SearchResult { states: known.states + self.used, ..known };
         found.candidates.extend(self.best);
-        // What lies between the halves of split backwards is reckoned with a little too much.
+        // The rows overestimate the memory of split backwards, so infeasibility proves nothing.
         let problem = self.question.problem;
         if open.is_empty() && build_plan::is_limited(problem) && problem.schedule.splits_backward() {
             return found;

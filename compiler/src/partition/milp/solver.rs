@@ -1,53 +1,40 @@
-//! The solver behind good_lp: microlp, in Rust, or HiGHS where pipec was built with the feature `highs`.
+//! The MILP solver behind good_lp: microlp (pure Rust), or HiGHS with the feature `highs`.
 //!
-//! The work is bounded by nodes of the search tree, which is the same on every machine. Simplex may cycle on a hostile program,
-//! and nothing but a clock ends that, so there is a clock too; an answer that it cut short says so.
+//! Work is limited by search-tree nodes, which is reproducible. Simplex may cycle on ill-conditioned programs, so there
+//! is also a wall-clock limit; an answer stopped by it says so.
 
 use good_lp::{Constraint, ProblemVariables, Variable};
 use std::time::Duration;
 
-/// A program: minimise `least` over these variables and rows.
 pub struct Program {
-    /// The variables.
     pub variables: ProblemVariables,
-    /// What must hold.
     pub rows: Vec<Constraint>,
-    /// What is made least.
     pub least: Variable,
 }
 
-/// How much work may go into one program.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Nodes of the search tree beside its root.
+    /// Nodes of the search tree besides the root.
     pub nodes: u64,
-    /// Time by the clock.
     pub clock: Duration,
 }
 
-/// Why the solver stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// The answer is proven: the best there is, or that there is none.
+    /// The solution is optimal, or the program is infeasible.
     Proven,
-    /// The nodes were used up.
     Nodes,
-    /// The clock ran out.
     Clock,
-    /// The arithmetic broke down.
     Failed,
 }
 
-/// What the solver found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
-    /// A value for each variable, in the order in which they were added; `None` if no solution was found.
+    /// Values in the order in which variables were added; `None` if no solution was found.
     pub values: Option<Vec<f64>>,
-    /// No solution is less: infinite if there is none, 0 if nothing was proven.
+    /// Lower bound on the objective: infinite if infeasible, 0 if nothing was proven.
     pub bound: f64,
-    /// Nodes that were solved.
     pub nodes: u64,
-    /// Why it stopped.
     pub ended: Ended,
 }
 
@@ -58,9 +45,9 @@ impl Answer {
     }
 }
 
-/// Solves a program whose variables and optimum are not negative.
+/// Solves a program whose variables and optimum are non-negative.
 pub fn solve(program: Program, limits: &Limits) -> Answer {
-    // The solvers assert what rounding may break. That is no fault of the program, and no reason to end ours.
+    // The solvers contain assertions that rounding can violate; such a panic counts as a numerical failure.
     let solved = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| within(program, limits)));
     solved.unwrap_or_else(|_| Answer::nothing(Ended::Failed))
 }
@@ -74,7 +61,7 @@ fn within(program: Program, limits: &Limits) -> Answer {
     for row in program.rows {
         model.add_constraint(row);
     }
-    // good_lp has no name for a limit on nodes, microlp has.
+    // good_lp does not expose a node limit; microlp does.
     let mut options = SolveOptions::default();
     options.node_limit = Some(limits.nodes);
     options.time_limit = Some(limits.clock);
@@ -91,7 +78,7 @@ fn within(program: Program, limits: &Limits) -> Answer {
         _ => Ended::Failed,
     };
     let values = outcome.solution().map(|solution| solution.iter().map(|(_, value)| value).collect());
-    // An LP that the clock stopped has a value but no bound.
+    // An LP stopped by the clock has a value but no bound.
     let bound = if ended == Ended::Clock && stats.nodes_solved == 0 { 0.0 } else { stats.best_bound.unwrap_or(0.0) };
     Answer { values, bound: bound.max(0.0), nodes: stats.nodes_solved, ended }
 }
@@ -118,12 +105,12 @@ fn within(program: Program, limits: &Limits) -> Answer {
             let values: Vec<f64> = all.iter().map(|&variable| solution.value(variable)).collect();
             let is_proven = matches!(solution.status(), SolutionStatus::Optimal);
             let bound = if is_proven { solution.value(program.least).max(0.0) } else { 0.0 };
-            // It does not say which limit it met; the clock's is the one that promises less.
+            // HiGHS does not report which limit it reached; the clock is the weaker claim.
             let ended = if is_proven { Ended::Proven } else { Ended::Clock };
             Answer { values: Some(values), bound, nodes: limits.nodes, ended }
         }
         Err(ResolutionError::Infeasible) => Answer::nothing(Ended::Proven),
-        // What it says when a limit comes before any solution.
+        // Returned if a limit is reached before any solution is found.
         Err(ResolutionError::Other("NoSolutionFound")) => Answer::nothing(Ended::Clock),
         Err(_) => Answer::nothing(Ended::Failed),
     }
@@ -136,7 +123,7 @@ mod tests {
 
     const LIMITS: Limits = Limits { nodes: 1000, clock: Duration::from_secs(60) };
 
-    /// Items to two bins of least weight.
+    /// Distribute items to two bins so that the heavier bin is as light as possible.
     fn bins(weights: &[f64], most: f64) -> Program {
         let mut variables = ProblemVariables::new();
         let least = variables.add(variable().min(0.0).max(most));

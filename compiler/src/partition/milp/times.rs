@@ -1,5 +1,5 @@
-//! The rows of an integer program that say how long stages and the links between them take, for each cost model. The head of
-//! `formulation` gives the equations.
+//! Rows of the integer program for the time of stages and links, per cost model. The head of `formulation` gives the
+//! equations.
 
 use crate::partition::milp::formulation::Formulation;
 use crate::plan::stage_cost;
@@ -44,7 +44,7 @@ impl Formulation<'_> {
         }
         let Some(ratio) = self.scope.problem.activation_compression else { return };
         for cut in 1..self.stages() {
-            // A cut is charged to the stage after it and, but for the first stage, to the one before it.
+            // A cut is charged to the stage after it and, except for the first stage, to the one before it.
             let before = if cut == 1 { u32::MAX } else { self.choice.replicas[cut - 1] };
             let m = f64::from(before.min(self.choice.replicas[cut]));
             let mut sum = Expression::default();
@@ -59,12 +59,12 @@ impl Formulation<'_> {
         }
     }
 
-    /// Bytes per microsecond of the one level, whatever `Wire` makes of those below it.
+    /// Bytes per microsecond of the level itself; `Wire` also includes the levels below.
     fn wire_alone(&self) -> f64 {
         stage_cost::levels(&self.scope.problem.cluster)[0].bytes_per_us
     }
 
-    /// Whether op stands before the cut and one of these beyond it.
+    /// 1 if `op` is before the cut and one of `readers` beyond it, otherwise 0.
     fn leaves(&mut self, op: usize, readers: &[usize], cut: usize) -> Expression {
         let mut sums = Vec::with_capacity(readers.len());
         for &reader in readers {
@@ -74,7 +74,7 @@ impl Formulation<'_> {
             sums.push(sum);
         }
         match sums.pop() {
-            // It is never below 0, since a reader follows what it reads.
+            // Never negative, because a reader follows what it reads.
             Some(alone) if sums.is_empty() => alone,
             Some(last) => {
                 sums.push(last);
@@ -84,8 +84,8 @@ impl Formulation<'_> {
         }
     }
 
-    /// Whether PipeDream charges an op at a cut: it has no reader before it, or one beyond it, or readers that do not all lead to the
-    /// same ops without a reader before it.
+    /// 1 if PipeDream charges an op at a cut: it has no reader before the cut, or one beyond it, or its readers do
+    /// not all lead to the same frontier ops.
     fn charged(&mut self, op: usize, cut: usize) -> Expression {
         let order = self.scope.order;
         let readers = &order.readers[op];
@@ -121,7 +121,7 @@ impl Formulation<'_> {
     pub(super) fn pipec(&mut self) {
         let asked = self.scope.asked;
         let (comes_in, goes_out) = self.messages();
-        // T is the busiest stage's item, and under a flush what fills and drains as well.
+        // T is the time of the busiest stage; with flushes plus fill and drain time.
         let (busiest, reduced) = match asked.adds() {
             true => (self.variables.add(variable().min(0.0)), self.variables.add(variable().min(0.0))),
             false => (self.least, self.least),
@@ -150,7 +150,7 @@ impl Formulation<'_> {
         }
     }
 
-    /// More than an item of any stage may take under cost `pipec`.
+    /// Upper bound on a microbatch's time in any stage under cost model `pipec`.
     fn room(&self) -> f64 {
         if self.scope.asked.adds() {
             return self.scope.most;
@@ -159,15 +159,15 @@ impl Formulation<'_> {
         self.scope.most / slowest
     }
 
-    /// For each stage the time of all messages of one item that come into it, and of all that go out of it.
+    /// For each stage the time of its incoming and of its outgoing messages per microbatch.
     ///
-    /// A tensor is sent once to each stage that reads it, from the stage that makes it, and the tensors between two stages are one
-    /// message.
+    /// A tensor is sent once to each stage that reads it, directly from its producer. All tensors between two stages
+    /// form one message.
     fn messages(&mut self) -> (Vec<Expression>, Vec<Expression>) {
         let (stages, room) = (self.stages(), self.room());
         let per_byte = 1.0 / (self.wire.bytes_per_us * self.scope.unit_us);
         let latency = self.factor(self.wire.latency_us / self.scope.unit_us, room);
-        // Nothing comes into the first stage.
+        // The first stage receives nothing.
         let mut comes_in = vec![Expression::default()];
         let mut goes_out = vec![Expression::default(); stages];
         for to in 1..stages {
@@ -208,7 +208,7 @@ impl Formulation<'_> {
         (comes_in, goes_out)
     }
 
-    /// The all-reduce of a stage in the unit: 2 (m-1) l + 2 (m-1) / m w / B; each parameter counts once in every stage that uses it.
+    /// All-reduce time of a stage: 2 (m-1) l + 2 (m-1) / m w / B. A parameter counts once in every stage that uses it.
     fn reduce(&mut self, stage: usize) -> Expression {
         let m = f64::from(self.choice.replicas[stage]);
         if m < 2.0 || !self.scope.asked.trains() {

@@ -1,7 +1,8 @@
-//! The forward search of `placed`: branch and bound from the first stage, every prefix priced exactly.
+//! Forward branch and bound for the search in `pipec`: extends a pipeline from the first stage and prices every prefix
+//! exactly.
 //!
-//! Going forward, a tensor that two later stages read is charged to its maker when the second of them is set, a message knows both of
-//! its ends, and shared ports have their sums. `tables` bound what is left.
+//! Going forward, both ends of a message are known, tensors with several reader stages are charged correctly, and
+//! traffic on shared ports is summed. The tables of `suffix_dp` bound the remaining stages.
 
 use crate::partition::search::pipec::{PlacementQuery, StagePlacement};
 use crate::partition::search::suffix_dp::Table;
@@ -9,7 +10,7 @@ use crate::plan::cost_estimate::{PlacedStage, outlook};
 use crate::plan::{Edge, StageId};
 use std::collections::BTreeMap;
 
-/// The first stages of a partition, priced exactly but for what later stages will read of them.
+/// The first stages of a pipeline. The price is exact except for tensors that later stages will read.
 #[derive(Clone, Default)]
 pub struct Prefix {
     seats: Vec<StagePlacement>,
@@ -18,7 +19,6 @@ pub struct Prefix {
 }
 
 impl Prefix {
-    /// Adds a stage.
     pub fn push(&mut self, placing: &PlacementQuery<'_>, seat: StagePlacement) {
         let run = placing.places.run(seat.from, seat.to).at(placing.pace(seat.first, seat.replicas));
         let again = if seat.recompute { run.forward_us } else { 0.0 };
@@ -50,36 +50,31 @@ impl Prefix {
         self.edges.retain(|edge| edge.to.0 != last);
     }
 
-    /// The objective of these stages alone.
     pub fn us(&self, placing: &PlacementQuery<'_>) -> f64 {
         outlook(&placing.asked, placing.levels, &self.stages, &self.edges).minibatch_us
     }
 
-    /// The busiest, the way, and the all-reduce of these stages apart.
+    /// Splits the objective into the busiest stage or link and the terms that are added to it: latency and all-reduce.
     fn parts(&self, placing: &PlacementQuery<'_>) -> (f64, f64) {
         let looked = outlook(&placing.asked, placing.levels, &self.stages, &self.edges);
         (looked.busiest_us, looked.minibatch_us - looked.busiest_us)
     }
 }
 
-/// The forward search.
 pub struct BranchAndBound<'a, 'b> {
-    /// The question.
     pub placing: &'a PlacementQuery<'b>,
-    /// Bounds on the busiest.
+    /// Bounds on the busiest stage of the remaining ops.
     pub busiest: &'a Table,
-    /// Bounds on the way, where it counts.
+    /// Bounds on the latency of the remaining ops, if latency is part of the objective.
     pub way: Option<&'a Table>,
-    /// The best that was met.
     pub best: Option<(f64, Vec<StagePlacement>)>,
-    /// What has to be beaten.
+    /// Only pipelines faster than this are of interest.
     pub best_us: f64,
-    /// Steps taken.
     pub steps: u64,
 }
 
 impl BranchAndBound<'_, '_> {
-    /// Whether it ran to its end.
+    /// Runs the search; returns false if it ran out of steps.
     pub fn run(&mut self) -> bool {
         for layer in self.placing.finals() {
             if self.placing.layers().is_some_and(|most| layer > most) {
@@ -144,7 +139,7 @@ impl BranchAndBound<'_, '_> {
             }
             prefix.push(placing, seat);
             let mut starts = vec![rest];
-            // The next stage may begin at the border of a unit.
+            // The next stage may also begin at the next unit boundary.
             if let [inner, _, ..] = placing.levels {
                 let border = rest - rest % inner.count.max(1);
                 starts.extend((border != rest && (border > 0) && seat.to != whole).then_some(border));

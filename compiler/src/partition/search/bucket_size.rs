@@ -1,8 +1,8 @@
-//! The size of the parts in which replicas sum their gradients, where the planner may choose it.
+//! Chooses the size of the gradient buckets for all-reduce.
 //!
-//! Small parts are on their way early, and each pays the latency of its links. Which size is best depends on what a backward makes when and on
-//! what else goes over those links, so the plan's program is played with every power of two. Of sizes that take equally long the usual one is the answer,
-//! then the largest, which makes the fewest parts.
+//! Small buckets start early, but each pays the link latency. The best size depends on the order of gradients in the
+//! backward pass and on competing traffic. So the plan's schedule is simulated for every power of two. Ties go to the
+//! default size, then to the largest, which gives the fewest buckets.
 
 use crate::cluster::Bytes;
 use crate::partition::planner::{PlanError, Planned};
@@ -14,16 +14,14 @@ use crate::schedule::pipeline::{pipeline_of, schedule_of};
 use crate::simulate::step_time;
 use serde_json::json;
 
-/// The sizes that are tried, as powers of two.
 const SIZES: std::ops::RangeInclusive<u32> = 12..=30;
 
-/// The size that is asked for first: about the usual one.
+/// The size tried first; close to PyTorch's default of 25 MB.
 pub const FIRST: u64 = 1 << 25;
 
-/// A program that takes less than this part of another's time is preferred to it.
+/// A size must be faster than another by this factor to be preferred.
 const CLEARLY: f64 = 1.0 - 1e-6;
 
-/// Makes a plan with buckets of the best size, in which it says what that is.
 pub fn best(problem: &Problem, ask: &dyn Fn(&Problem) -> Result<Planned, PlanError>) -> Result<Planned, PlanError> {
     let at = |size: u64| ask(&Problem { bucket: Bytes(size), ..problem.clone() });
     let mut planned = at(FIRST)?;
@@ -38,7 +36,7 @@ pub fn best(problem: &Problem, ask: &dyn Fn(&Problem) -> Result<Planned, PlanErr
     Ok(planned)
 }
 
-/// The size with which the plan's program takes least time; nothing where no replicas sum anything, or no program can be played.
+/// The size with the fastest simulated step; `None` if no stage is replicated or the schedule cannot be simulated.
 pub fn fastest(problem: &Problem, plan: &Plan) -> Option<u64> {
     let degree = plan.stages.first().map_or(1, Stage::degree);
     let of_groups = problem.shared.iter().find(|costs| costs.devices == degree).map(|costs| &costs.graph);
@@ -68,7 +66,6 @@ pub fn fastest(problem: &Problem, plan: &Plan) -> Option<u64> {
     best.map(|(size, _)| size)
 }
 
-/// The stage with buckets of this size.
 fn cut(graph: &CostGraph, stage: &Stage, size: u64) -> Stage {
     let ops: Vec<u32> = stage.op_ids().collect();
     let buckets: Vec<GradientBucket> = if stage.replicas > 1 { buckets(graph, &ops, size) } else { Vec::new() };

@@ -1,4 +1,5 @@
-//! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
+//! Builds the parts of a plan from a shape: numbers stages and devices, lists edges, and sums the time and memory of
+//! stages.
 
 use crate::cluster::class;
 use crate::partition::dp::nested_partition::{Leaf, Shape};
@@ -17,16 +18,13 @@ use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
 
-/// Where a stage stands, and whether it is recomputed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagePosition {
-    /// Its first device; the others follow.
     pub first: u32,
-    /// Whether forward runs again before backward.
     pub recompute: bool,
 }
 
-/// Stages side by side from the first device on, none recomputed.
+/// Places the stages side by side from device 0, without recomputation.
 pub fn side_by_side(shape: &Shape) -> Vec<StagePosition> {
     let mut next = 0u32;
     let mut spot = |replicas: u32| {
@@ -37,12 +35,10 @@ pub fn side_by_side(shape: &Shape) -> Vec<StagePosition> {
     shape.replicas().into_iter().map(&mut spot).collect()
 }
 
-/// What a problem asks of time under cost `pipec`.
 pub fn asked(problem: &Problem) -> FlowQuery {
     FlowQuery::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
 }
 
-/// The stages of a shape in their places.
 pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
@@ -61,7 +57,6 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
     shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
 }
 
-/// What the stages of a shape do together under cost `pipec`.
 pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[StagePosition]) -> CostEstimate {
     let stages = placed(problem, shape, spots);
     let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
@@ -71,12 +66,12 @@ pub fn outlook(problem: &Problem, asked: &FlowQuery, shape: &Shape, spots: &[Sta
     }
 }
 
-/// How fast a stage goes: as its slowest device.
 fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
     class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
 }
 
-/// Whether what devices hold can matter: a stage that held everything, as often as may be, would not fit on each of them.
+/// Returns whether device memory can matter: false if a stage with all ops and the largest possible multipliers fits
+/// everywhere.
 pub fn is_limited(problem: &Problem) -> bool {
     let Some(limit) = problem.limit_of(0..problem.cluster.devices()) else { return false };
     let graph = &problem.graph;
@@ -121,9 +116,8 @@ pub fn is_limited(problem: &Problem) -> bool {
     all.held(&once).total > limit
 }
 
-/// Whether every stage fits on its devices.
 pub fn fits(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> bool {
-    // Chunks of one rank stand on the same devices.
+    // Interleaved chunks of one rank share its devices.
     let mut held: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for ((spot, replicas), memory) in spots.iter().zip(shape.replicas()).zip(memory) {
         let sum = held.entry((spot.first, replicas)).or_default();
@@ -146,23 +140,20 @@ pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -
     }
 }
 
-/// The schedule settings of a problem for a pipeline of `workers`.
+/// The schedule settings of a problem for a pipeline with this many workers.
 pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
     let &Problem { schedule, microbatches, chunks, room, .. } = problem;
     ScheduleFlow { schedule, microbatches, chunks, workers, room }
 }
 
-/// The caps that the schedule's own rule gives a shape.
 pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
     in_flight::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
 }
 
-/// Weight versions of each stage of a shape under such caps.
 pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
     of_lanes(problem, shape, caps, ScheduleFlow::versions)
 }
 
-/// What a flow says of each stage of a shape under such caps.
 fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&ScheduleFlow, Lanes, First) -> u32) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
     let lanes = shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| Lanes { replicas, in_flight });
@@ -171,7 +162,7 @@ fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&ScheduleFl
     lanes.into_iter().map(|own| says(&flow, own, first)).collect()
 }
 
-/// What each stage of a shape holds, before anything is multiplied.
+/// The memory terms of each stage, before multipliers.
 pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
     let mut inside = vec![false; problem.graph.ops.len()];
     let (flows, passing) = (problem.graph.flows(), GradientBuffers::of(&problem.cluster));
@@ -184,12 +175,13 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
     all
 }
 
-/// The items of each stage between the halves of their backward, by the schedule's own rule under such caps; none where it is whole.
+/// Pending weight gradients of each stage for the given caps; empty if backwards are not split.
 pub fn apart(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
     in_flight::apart(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
 }
 
-/// What each stage of a shape holds under such caps and with so many items apart, `holdings` being what it holds once.
+/// The memory of each stage; `holdings` are its memory terms, `caps` and `apart` the in-flight caps and pending weight
+/// gradients.
 pub fn memory(
     problem: &Problem,
     shape: &Shape,
@@ -216,7 +208,6 @@ pub fn memory(
     holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
 }
 
-/// The stages of a shape, with the memory given.
 pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> Vec<Stage> {
     let ops = &problem.graph.ops;
     let mut stages = Vec::new();
@@ -266,14 +257,14 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
     stages
 }
 
-/// Bytes of the parameters that these ops use, ascending.
+/// Bytes of the parameters used by these ops; `ops` must be sorted.
 fn parameter_bytes(problem: &Problem, ops: &[u32]) -> u64 {
     let is_used = |users: &[OpId]| users.iter().any(|user| ops.binary_search(&user.0).is_ok());
     let used = problem.graph.params.iter().filter(|param| is_used(&param.users));
     used.fold(0, |sum: u64, param| sum.saturating_add(param.bytes))
 }
 
-/// The tensors that cross stages, from the stage that makes each straight to every stage that reads it.
+/// The tensors sent between stages, each directly from its producer to every stage that reads it.
 pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
     let mut stage_of = vec![0u32; problem.graph.ops.len()];
     for (at, leaf) in shape.leaves().iter().enumerate() {

@@ -1,7 +1,7 @@
-//! The searches behind the names: each gives candidates, and says how complete it was.
+//! The searches for cost models `paper` and `pipedream`; each returns candidates and reports whether it was complete.
 //!
-//! Work is bounded. A graph with more closed sets than the budget is searched along linear orders; a line longer than can be
-//! borne is grouped. The best cut of a line is found first in any case, because it bounds the search over sets.
+//! Work is bounded. A graph with more down-sets than the budget is searched along linear orders, and ops of a long
+//! order are grouped. The best cut of a linear order is always found first, because it prunes the down-set search.
 
 use crate::partition::baselines::{data_parallel, exhaustive, single, uniform};
 use crate::partition::bounds::local_search::LocalSearch;
@@ -23,40 +23,32 @@ use crate::plan::stage_cost::{self, LevelCost, StageCost};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
 
-/// Closed sets that are looked at when `--budget` does not say.
+/// Down-sets to explore if `--budget` is not set.
 pub const DEFAULT_BUDGET: u64 = 10_000;
 
-/// Sets around the cuts of a plan that are searched at once.
+/// Largest number of down-sets per round of local search around a plan's cuts.
 const MOST_MOVED: usize = 1500;
 
-/// A shape with what it costs and holds.
 #[derive(Clone, Debug)]
 pub struct PlanCandidate {
-    /// Who made it.
     pub name: &'static str,
-    /// The partition.
     pub shape: Shape,
-    /// Its time in microseconds for one minibatch.
     pub minibatch_us: f64,
-    /// In-flight caps by the schedule's rule, or as given.
+    /// In-flight caps, published or given.
     pub caps: Vec<u32>,
-    /// Items between the halves of their backward; none where it is whole.
+    /// Pending weight gradients per stage; empty if backwards are not split.
     pub apart: Vec<u32>,
-    /// Where each stage stands.
     pub spots: Vec<build_plan::StagePosition>,
-    /// What each stage holds under them.
     pub memory: Vec<StageMemory>,
-    /// Whether all of it is within the limit.
     pub fits: bool,
 }
 
 impl PlanCandidate {
-    /// Bytes of the fullest device.
     pub fn peak(&self) -> u64 {
         fullest(&self.spots, &self.memory)
     }
 
-    /// Devices that its stages stand on: chunks of one rank on the same.
+    /// Number of distinct devices; interleaved chunks of one rank share devices.
     pub fn devices(&self) -> u32 {
         let ranks: BTreeMap<u32, u32> =
             self.spots.iter().zip(self.shape.replicas()).map(|(spot, replicas)| (spot.first, replicas)).collect();
@@ -64,7 +56,7 @@ impl PlanCandidate {
     }
 }
 
-/// Bytes of the fullest device: chunks of one rank stand on the same.
+/// Peak memory of any device, in bytes; interleaved chunks of one rank add up.
 pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u64 {
     let mut held: BTreeMap<u32, u64> = BTreeMap::new();
     for (spot, memory) in spots.iter().zip(memory) {
@@ -74,89 +66,76 @@ pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u
     held.into_values().max().unwrap_or(0)
 }
 
-/// What a partitioner says about its answer.
 pub struct SearchResult {
-    /// In no order.
     pub candidates: Vec<PlanCandidate>,
-    /// Sets or steps looked at.
     pub states: u64,
-    /// Why the search was not complete, if it was not.
     pub fallback: Option<String>,
-    /// The least time that any partition needs, where a complete search has shown it.
+    /// The optimum, if a complete search proved it.
     pub proven_us: Option<f64>,
-    /// A time that no partition beats; 0 where none was looked for.
+    /// Lower bound on the time of every partition; 0 if none was computed.
     pub bound_us: f64,
 }
 
 impl SearchResult {
-    /// One candidate and no search.
     pub fn of(candidate: PlanCandidate) -> SearchResult {
         SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::nothing() }
     }
 
-    /// Nothing yet.
     pub fn nothing() -> SearchResult {
         SearchResult { candidates: Vec::new(), states: 0, fallback: None, proven_us: None, bound_us: 0.0 }
     }
 }
 
-/// A problem, and how much work may go into it.
+/// A problem with the search budget.
 pub struct SearchContext<'a> {
-    /// The problem, over joined ops.
+    /// The problem over fused ops.
     pub problem: &'a Problem,
-    /// How they come together.
     pub joined: &'a FusedGraph<'a>,
-    /// Closed sets to look at before falling back.
     pub budget: Option<u64>,
-    /// The other questions beside it.
     pub among: SearchLimits,
 }
 
-/// Where the same is asked about several orders of the devices: how many share the work, and what is known from those before.
+/// Limits for one of several searches over different device orders.
 #[derive(Clone, Copy, Debug)]
 pub struct SearchLimits {
-    /// How many.
+    /// Number of device orders that share the work.
     pub orders: u32,
-    /// A time that some plan reaches, or infinity.
+    /// A time that some plan is known to reach, or infinity.
     pub known_us: f64,
-    /// How closely this one is looked at.
     pub depth: Depth,
 }
 
-/// How closely an order of the devices is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// Along one coarse line, to tell it from other orders.
+    /// One coarse linear order, to rank device orders.
     Glance,
-    /// Over all closed sets, by their tables alone, whose bounds tell what may be left out.
+    /// All down-sets, with tables only; their bounds prune device orders.
     Tables,
-    /// As if it were the only one.
     Whole,
 }
 
 impl SearchLimits {
-    /// No other.
+    /// A single search without a known plan.
     pub const ALONE: SearchLimits = SearchLimits { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
 
-    /// Whether nothing else was asked before or will be.
     pub fn is_alone(&self) -> bool {
         self.orders == 1 && self.known_us.is_infinite() && self.depth == Depth::Whole
     }
 }
 
 impl SearchContext<'_> {
-    /// The same about a problem that differs in its devices only.
+    /// The same search for a problem with another device order.
     pub fn about<'b>(&'b self, problem: &'b Problem) -> SearchContext<'b> {
         SearchContext { problem, joined: self.joined, budget: self.budget, among: self.among }
     }
 
-    /// A shape with its costs.
+    /// Prices a shape whose stages are placed side by side.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> PlanCandidate {
         let spots = build_plan::side_by_side(&shape);
         self.placed(name, shape, spots)
     }
 
-    /// A shape whose stages stand there, with its costs.
+    /// Prices a shape with the given stage positions.
     pub fn placed(&self, name: &'static str, shape: Shape, spots: Vec<build_plan::StagePosition>) -> PlanCandidate {
         let problem = self.problem;
         let caps = match &problem.in_flight {
@@ -170,7 +149,6 @@ impl SearchContext<'_> {
         PlanCandidate { name, shape, minibatch_us, caps, apart, spots, memory, fits }
     }
 
-    /// One device, data parallelism, and the uniform pipeline, in this order.
     pub fn baselines(&self) -> [PlanCandidate; 3] {
         let (graph, cluster) = (&self.problem.graph, &self.problem.cluster);
         let order: Vec<u32> = (0..graph.ops.len() as u32).collect();
@@ -181,7 +159,8 @@ impl SearchContext<'_> {
         ]
     }
 
-    /// The hierarchical search over closed sets; for `Growth::All` also with fewer devices and with stages that span groups.
+    /// Hierarchical search over down-sets. `Growth::All` also tries fewer devices and stages that do not fill whole
+    /// groups.
     pub fn hierarchical(&self, growth: Growth, baselines: &[PlanCandidate; 3]) -> SearchResult {
         let problem = self.problem;
         let is_ours = growth == Growth::All;
@@ -208,7 +187,7 @@ impl SearchContext<'_> {
             found.bound_us = found.bound_us.min(searched.bound_us);
         }
         if !is_ours && problem.cluster.levels.len() > 1 {
-            // Plans whose stages do not take whole groups were not searched, but are bounded.
+            // Plans whose stages do not fill whole groups were bounded but not searched.
             is_proven = false;
             found.bound_us = bounds.of_any_plan(found.bound_us);
         }
@@ -217,8 +196,8 @@ impl SearchContext<'_> {
         let fits = |found: &SearchResult| found.candidates.iter().any(|candidate| candidate.fits);
         let fitted = fits(&found);
         let within = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
-        // The least memory comes last: where the workers of a pipeline are only bounded while it is searched, it may fit though
-        // the search for time within the limit found nothing.
+        // Least memory comes last. The search uses an upper bound on the workers for in-flight counts. So this shape
+        // may fit although the search for time found nothing.
         for least in [FitObjective::Time { within }, FitObjective::Memory] {
             if if least == FitObjective::Memory { wants_memory || !fits(&found) } else { !wants_memory && !fitted } {
                 for (levels, is_flat) in &searches {
@@ -238,9 +217,9 @@ impl SearchContext<'_> {
         found
     }
 
-    /// The best shape on these levels: along lines, and then over closed sets within their bound.
+    /// The best shape on these levels: first along linear orders, then over the down-sets that can still improve it.
     ///
-    /// `best_us` is what a plan on other levels is known to reach.
+    /// `best_us` is the time of the best plan known on other levels.
     fn search(
         &self,
         levels: &[LevelCost],
@@ -271,7 +250,7 @@ impl SearchContext<'_> {
             }
         }
         let budget = self.budget.unwrap_or_else(|| {
-            // Over several levels little is ruled out before it is worked out.
+            // On several levels the pruning is weaker.
             let most = if levels.len() > 1 { 2e9 } else { 4e9 };
             let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= most;
             largest(DEFAULT_BUDGET as usize, affordable) as u64
@@ -321,7 +300,8 @@ impl SearchContext<'_> {
         let exact = grown.and_then(|space| {
             states += space.len() as u64;
             let within = pipedream::solve(&space, &cost, levels, is_ours, known_us);
-            // PipeDream's growth may leave out the sets with which the line reached the bound; then it is no bound here.
+            // PipeDream's growth may omit the sets with which the linear order reached the bound; then the bound is not
+            // valid here.
             let reaches = |solution: &pipedream::Solution| solution.minibatch_us <= known_us * (1.0 + 1e-9);
             let free = || pipedream::solve(&space, &cost, levels, is_ours, f64::INFINITY);
             within.filter(reaches).or_else(free)
@@ -333,7 +313,7 @@ impl SearchContext<'_> {
         Searched { shapes, states, fallback, is_proven: proven.is_some(), bound_us }
     }
 
-    /// What fits best along each line, and among all closed sets where they are few.
+    /// The best fitting shapes along each linear order, and among all down-sets if there are few.
     pub fn fitting(&self, levels: &[LevelCost], least: FitObjective) -> Vec<Shape> {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
         let passing = GradientBuffers::of(&self.problem.cluster);
@@ -359,7 +339,7 @@ impl SearchContext<'_> {
         linear_search::orders(graph).into_iter().map(along).chain(all).filter_map(solve).collect()
     }
 
-    /// What obeys the user's constraints; with the least memory where nothing fits.
+    /// Plans that obey the user's constraints; those with the least memory if nothing fits.
     pub fn pinned(&self) -> Result<SearchResult, ProblemError> {
         let wants_memory = self.problem.objective == Objective::Memory;
         let mut found = SearchResult { states: 1, ..SearchResult::nothing() };
@@ -372,7 +352,7 @@ impl SearchContext<'_> {
         Ok(found)
     }
 
-    /// Everything.
+    /// Exhaustive enumeration; an error if the problem is too large.
     pub fn exhaustive(&self) -> Result<SearchResult, ProblemError> {
         let problem = self.problem;
         let (graph, cost) = (&problem.graph, StageCost::of(problem));
@@ -401,22 +381,22 @@ struct Searched {
     shapes: Vec<Shape>,
     states: u64,
     fallback: Option<String>,
-    /// Whether the bound is reached by a partition, which a complete search has shown.
+    /// True if a complete search proved that the bound is reached.
     is_proven: bool,
     bound_us: f64,
 }
 
-/// Whether two times are the same but for rounding.
+/// Equality up to rounding.
 pub fn same(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.abs().max(right.abs())
 }
 
-/// Whether a bound leaves too little to look for.
+/// Returns whether the gap to the bound is too small to search further.
 fn is_near(us: f64, bound_us: f64) -> bool {
     us <= bound_us * (1.0 + 3e-5)
 }
 
-/// The largest number up to `most` that is `affordable`, which holds for all smaller ones; at least 2.
+/// The largest number from 2 to `most` that is `affordable`; the predicate must be monotonic.
 pub fn largest(most: usize, affordable: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (2, most.max(2));
     while low < high {

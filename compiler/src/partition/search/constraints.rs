@@ -1,13 +1,14 @@
-//! Cuts in the user's words: a source node's name, a module path, or an op id becomes a set of ops that ends a stage.
+//! Resolves user constraints (`--cut-after`, `--pin`): node names, module paths and op ids become sets of ops.
 
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::plan::problem::ProblemError;
 use crate::profile::cost_graph::CostGraph;
 use crate::text::suggest::hint;
 
-/// An order of the ops of `graph`, which are `joined`, and the ends of the stages in it, for cuts after each of `names`. A stage
-/// holds what its name stands for and all that precedes it; the last stage holds the rest. Names may come in any order, and
-/// name ops of the whole graph: one that joins another stands for that.
+/// Returns an order of the fused ops and the stage ends in it, for cuts after each of `names`.
+///
+/// A stage contains the named ops and all their predecessors that are in no earlier stage; the last stage contains the
+/// rest. Names may come in any order and refer to the unfused graph; a fused op stands for its leader.
 pub fn resolve(
     graph: &CostGraph,
     joined: &FusedGraph<'_>,
@@ -51,7 +52,7 @@ pub fn resolve(
     Ok((order, ends))
 }
 
-/// For each of `names` that only stands for ops which join others, where the cut is instead.
+/// Notes for names that only match ops which are fused into others, and so move the cut.
 pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
     let mut told = Vec::new();
     for name in names {
@@ -72,7 +73,7 @@ pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
     told
 }
 
-/// The joined ops that each pin names, with the stage it pins them to.
+/// The fused ops matched by each pin, with their stage.
 pub fn pinned(joined: &FusedGraph<'_>, pins: &[(String, u32)]) -> Result<Vec<(u32, usize)>, ProblemError> {
     let mut all: Vec<(u32, usize)> = Vec::new();
     for (name, stage) in pins {
@@ -90,7 +91,7 @@ pub fn pinned(joined: &FusedGraph<'_>, pins: &[(String, u32)]) -> Result<Vec<(u3
     Ok(all)
 }
 
-// A node name goes before an op id, and that before a module, so that a node called "12" can be meant.
+// Node names take precedence over op ids, and op ids over modules, so that a node named "12" can be addressed.
 fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>, ProblemError> {
     let every = |matches: &dyn Fn(&str, &str) -> bool| -> Vec<usize> {
         let ops = graph.ops.iter().enumerate();

@@ -1,34 +1,31 @@
-//! Closed sets of units, each with the larger sets that one more unit makes.
+//! A lattice of down-sets of units, with edges that add one unit.
 //!
-//! A set is closed when it holds everything that must come before its members. A pipeline of contiguous stages is a chain of closed
-//! sets, a stage the difference of two. All of them together are exact; where they are too many, those along some orders.
+//! A down-set contains all predecessors of its members. A pipeline of contiguous stages is a chain of down-sets, and a
+//! stage is the difference of two. A search over all down-sets is exact; if there are too many, only those along some
+//! linear orders are used.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-/// Some closed sets, from the empty one to that of all units, in order of size.
+/// Down-sets in order of size, from the empty set to the set of all units.
 #[derive(Clone, Debug)]
 pub struct Lattice {
     words: usize,
     bits: Vec<u64>,
-    /// For each set the units that may be added, with the sets that makes.
+    /// For each set: the units that can be added, and the resulting set.
     pub grows: Vec<Vec<(u32, u32)>>,
-    /// Time of all units in each set.
     pub time: Vec<f64>,
-    /// Whether these are all closed sets that there are.
     pub is_whole: bool,
 }
 
 impl Lattice {
-    /// All closed sets, or `None` where they are more than `budget`.
-    ///
-    /// `before` names for each unit what must come before it, `time` is that of each.
+    /// All down-sets, or `None` if there are more than `budget`. `before` lists the predecessors of each unit.
     pub fn whole(before: &[Vec<u32>], time: &[f64], budget: usize) -> Option<Lattice> {
         let mut lattice = Lattice::empty(before.len());
         lattice.is_whole = true;
         let mut known: HashMap<Box<[u64]>, u32> = HashMap::new();
         known.insert(vec![0; lattice.words].into(), 0);
-        // Sets of one size after those of the size before, so that ids are in order of size.
+        // Breadth-first by size, so that ids are in order of size.
         let mut at = 0;
         while at < lattice.len() {
             for unit in 0..before.len() as u32 {
@@ -58,7 +55,6 @@ impl Lattice {
         Some(lattice)
     }
 
-    /// The closed sets along one order of all units.
     pub fn along(time: &[f64], order: &[u32]) -> Lattice {
         let mut lattice = Lattice::empty(order.len());
         for (at, &unit) in order.iter().enumerate() {
@@ -78,23 +74,21 @@ impl Lattice {
         Lattice { words, bits: vec![0; words], grows: vec![Vec::new()], time: vec![0.0], is_whole: false }
     }
 
-    /// How many sets there are, the empty one among them.
     pub fn len(&self) -> usize {
         self.grows.len()
     }
 
-    /// Whether there are none: never.
     pub fn is_empty(&self) -> bool {
         self.grows.is_empty()
     }
 
-    /// Whether a set holds a unit.
     pub fn holds(&self, set: usize, unit: u32) -> bool {
         self.bits[set * self.words + unit as usize / 64] >> (unit % 64) & 1 == 1
     }
 }
 
-/// Some topological orders of units that are numbered along one: by first come, by last come, and by the end that is farthest.
+/// Some topological orders: first ready first, last ready first, and longest remaining path first. Units must be
+/// numbered in a topological order.
 pub fn orders(before: &[Vec<u32>], after: &[Vec<u32>]) -> Vec<Vec<u32>> {
     let mut distance = vec![0u32; after.len()];
     for unit in (0..after.len()).rev() {
@@ -112,7 +106,6 @@ pub fn orders(before: &[Vec<u32>], after: &[Vec<u32>]) -> Vec<Vec<u32>> {
     orders
 }
 
-/// Which of the units that may come next comes next, by its place among them.
 type Pick<'a> = dyn Fn(&[u32]) -> usize + 'a;
 
 fn order(before: &[Vec<u32>], after: &[Vec<u32>], pick: &Pick<'_>) -> Vec<u32> {

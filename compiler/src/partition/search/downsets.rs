@@ -1,31 +1,27 @@
-//! The places where a model can be cut: sets of ops that are closed under predecessors, and their sums.
+//! Down-sets of a graph (sets of ops that are closed under predecessors), with their compute, weights and cut bytes.
 //!
-//! A [`DownSets`] is a list of such sets, each before every set that contains it, from the empty set to the whole model. What lies
-//! between two nested sets is a run of ops that can be a stage. PipeDream calls the sets states and names each by the antichain
-//! of its last ops.
+//! [`DownSets`] lists such sets from the empty set to the whole model; each set comes before its supersets. The
+//! difference of two nested sets can become a stage. PipeDream calls the sets states and identifies each by its
+//! antichain of last ops.
 
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 use std::collections::HashSet;
 
-/// From where the sets are grown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Growth {
-    /// From the first op, adding each time a reader of what is inside with all that precedes it. This is PipeDream's growth. It
-    /// leaves out sets that hold a later source without any reader of it.
+    /// PipeDream's growth: starts at the first op and adds a reader of the current set with all its predecessors. Omits
+    /// sets that contain a later source but none of its readers.
     FirstSource,
-    /// Every closed set.
     All,
 }
 
-/// A list of nested places to cut.
 #[derive(Clone, Debug)]
 pub struct DownSets {
     sets: Sets,
-    /// Forward plus backward microseconds of each set, never falling.
+    /// Forward plus backward microseconds of each set; non-decreasing.
     pub compute: Vec<f64>,
-    /// Parameter bytes of each set.
     pub weights: Vec<f64>,
     /// Bytes that cross the cut after each set.
     pub cut: Vec<f64>,
@@ -33,14 +29,13 @@ pub struct DownSets {
 
 #[derive(Clone, Debug)]
 enum Sets {
-    /// Bit sets, `words` words each.
+    /// Bit sets of `words` words each.
     Bits { words: usize, bits: Vec<u64> },
     /// Prefixes of one order: set i holds `order[..ends[i]]`.
     Chain { order: Vec<u32>, ends: Vec<usize> },
 }
 
 impl DownSets {
-    /// All closed sets of `graph` that `growth` reaches, or `None` if they are more than `budget`.
     pub fn grow(graph: &CostGraph, model: CostModel, growth: Growth, budget: usize) -> Option<DownSets> {
         let ops = graph.ops.len();
         if ops >= budget {
@@ -49,7 +44,7 @@ impl DownSets {
         Some(DownSets::of(graph, model, closed_sets(graph, growth, budget)?))
     }
 
-    /// Closed sets that are given as bits; the empty set and the whole model are added, doubles are left out.
+    /// Builds the list from bit sets; adds the empty set and the whole model, and removes duplicates.
     pub fn of(graph: &CostGraph, model: CostModel, mut bits: Vec<Vec<u64>>) -> DownSets {
         let ops = graph.ops.len();
         let words = ops.div_ceil(64);
@@ -63,7 +58,7 @@ impl DownSets {
             let compute = sum(&set, &|op| graph.ops[op].fwd_us + graph.ops[op].bwd_us);
             sets.push((compute, set.iter().map(|word| word.count_ones()).sum(), set));
         }
-        // Sums of non-negative terms in one order never fall when terms are added, so a subset is never after its superset.
+        // Sums of non-negative terms in a fixed order are monotonic, so a subset never sorts after its superset.
         sets.sort_by(|left, right| {
             left.0.total_cmp(&right.0).then(left.1.cmp(&right.1)).then_with(|| left.2.cmp(&right.2))
         });
@@ -76,7 +71,8 @@ impl DownSets {
         DownSets { sets: Sets::Bits { words, bits }, compute, weights, cut }
     }
 
-    /// Prefixes of `order`, which is topological; set i holds the first `ends[i]` ops. `ends` rises from 0 to the number of ops.
+    /// Prefixes of `order` (a topological order); set i holds the first `ends[i]` ops. `ends` rises from 0 to the
+    /// number of ops.
     pub fn chain(graph: &CostGraph, model: CostModel, order: Vec<u32>, ends: Vec<usize>) -> DownSets {
         let charged = CutBytes::new(model, graph);
         let mut place = vec![0usize; order.len()];
@@ -99,7 +95,7 @@ impl DownSets {
         DownSets { sets: Sets::Chain { order, ends }, compute, weights, cut }
     }
 
-    /// The same with only the sets that are `fine`, told by their place, and the empty set and the whole model.
+    /// Keeps the sets whose index satisfies `fine`, the empty set and the whole model.
     pub fn only(&self, fine: impl Fn(usize) -> bool) -> DownSets {
         let last = self.len() - 1;
         let kept: Vec<usize> = (0..=last).filter(|&at| at == 0 || at == last || fine(at)).collect();
@@ -116,7 +112,7 @@ impl DownSets {
         DownSets { sets, compute: pick(&self.compute), weights: pick(&self.weights), cut: pick(&self.cut) }
     }
 
-    /// At most about so many of the sets: of those with nearly the same compute the one that the least crosses.
+    /// Keeps about `most` sets: of those with nearly equal compute the one with the fewest cut bytes.
     pub fn cheapest(&self, most: usize) -> DownSets {
         let whole = self.compute[self.len() - 1].max(f64::MIN_POSITIVE);
         let mut best: Vec<Option<usize>> = vec![None; most.max(1)];
@@ -131,17 +127,15 @@ impl DownSets {
         self.only(|at| is_best[at])
     }
 
-    /// Number of sets, the empty one and the whole included.
     pub fn len(&self) -> usize {
         self.compute.len()
     }
 
-    /// Whether there is nothing but the empty set.
     pub fn is_empty(&self) -> bool {
         self.len() < 2
     }
 
-    /// Whether set `inner`, which comes before set `outer` in the list, is contained in it.
+    /// Returns whether set `inner` is contained in set `outer`; `inner` must come first in the list.
     pub fn nested(&self, inner: usize, outer: usize) -> bool {
         match &self.sets {
             Sets::Chain { .. } => true,
@@ -153,7 +147,6 @@ impl DownSets {
         }
     }
 
-    /// The ops in set `outer` that are not in set `inner`, ascending.
     pub fn between(&self, inner: usize, outer: usize) -> Vec<u32> {
         match &self.sets {
             Sets::Chain { order, ends } => {
@@ -183,7 +176,7 @@ fn closed_sets(graph: &CostGraph, growth: Growth, budget: usize) -> Option<Vec<V
         before[to.index()].push(from.index());
         after[from.index()].push(to.index());
     }
-    // Each op with all that precedes it; ops are in topological order, so predecessors are ready.
+    // Each op with its predecessors; ops are in topological order.
     let mut closure: Vec<Vec<u64>> = Vec::with_capacity(ops);
     for op in 0..ops {
         let mut set = vec![0u64; words];
@@ -212,7 +205,7 @@ fn closed_sets(graph: &CostGraph, growth: Growth, budget: usize) -> Option<Vec<V
                 readers
             }
         };
-        // The start, and models of several parts that nothing joins: the next part goes on from its first op.
+        // The empty set, and disconnected graphs: continue at the first remaining op.
         if grows.is_empty() {
             grows.extend((0..ops).find(|&op| !has(&set, op)));
         }
@@ -256,7 +249,7 @@ mod tests {
         assert_eq!(space.between(0, 1), [0]);
         assert_eq!(space.between(1, 5), [1, 2, 3]);
         assert!(space.nested(2, 4) && space.nested(3, 4) && !space.nested(2, 3));
-        // After {0, 1} or {0, 2}: op 0 goes to one branch, op 1 or 2 to op 3.
+        // After {0, 1} or {0, 2}: op 0 sends to one branch, op 1 or 2 to op 3.
         assert_eq!((space.cut[2], space.cut[3]), (10.0 + 20.0, 10.0 + 40.0));
         assert!(DownSets::grow(&diamond, COST, Growth::FirstSource, 5).is_none());
     }

@@ -1,4 +1,4 @@
-//! From a chosen candidate to a plan: fills in what every plan states, and has it judged.
+//! Turns the chosen candidate into a complete plan and verifies it.
 
 use crate::cluster::class;
 use crate::partition::bounds::lower_bound::slowest_op_us;
@@ -16,31 +16,24 @@ use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predic
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// What a plan states beside its stages.
 pub struct Statement<'a> {
-    /// How it was found.
     pub found: &'a SearchResult,
-    /// One device, data parallelism, the uniform pipeline.
+    /// Single device, data parallelism, uniform pipeline.
     pub baselines: &'a [PlanCandidate; 3],
-    /// Name of the method.
     pub method: &'a str,
-    /// Name of the partitioner that was asked for.
     pub partitioner: &'a str,
-    /// Budget that was set.
     pub budget: Option<u64>,
-    /// Seed that was set.
     pub seed: u64,
-    /// The caps of the one that was chosen, and what its program takes.
+    /// In-flight caps and simulated time of the chosen candidate.
     pub played: &'a Played,
-    /// Whether programs are played at all.
     pub is_played: bool,
-    /// The problem over joined ops, as it was searched.
+    /// The problem over fused ops, as searched.
     pub asked: &'a Problem,
-    /// What the reader should know of how the question was understood.
+    /// Notes on how the user's constraints were interpreted; they become warnings.
     pub notes: Vec<String>,
 }
 
-/// Makes the plan and checks it. The faults, if there are any, are ours.
+/// Builds and verifies the plan. A fault is a bug in the partitioner.
 pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'_>) -> Result<Plan, Vec<PlanFault>> {
     let Statement { found, baselines, .. } = statement;
     let mut warnings = statement.notes.clone();
@@ -79,7 +72,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
             memory_per_device: problem.memory_limit,
             device: problem.cluster.device.clone(),
             classes: problem.cluster.classes.clone(),
-            // Stages may still be moved.
+            // Devices may still be renumbered.
             idle: Vec::new(),
         },
         cost: problem.cost,
@@ -127,11 +120,11 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     Ok(plan)
 }
 
-/// A time that no plan beats, and whether this one is proven the fastest: of `bound_us`, which no plan beats by the equations, and what
-/// the equations and the program of this one give.
+/// Returns the plan's lower bound and whether the plan is proven optimal. `bound_us` is a bound under the closed-form
+/// cost model, `objective_us` the closed-form time, and `minibatch_us` the simulated time.
 ///
-/// Bounds are of time and prove nothing about memory. They are of the equations. Those of a flush may say more than a program takes to
-/// fill and drain, so that where programs are played, or follow a table, they tell nothing of other plans; the work itself does.
+/// Bounds concern time, never memory. For flushed schedules the closed form can exceed the simulated fill and drain
+/// time. If schedules are simulated or come from a table, only total compute bounds other plans.
 pub fn certificate(
     problem: &Problem,
     objective_us: f64,
@@ -152,8 +145,8 @@ pub fn certificate(
     (lower_bound_us, meets && is_of_time && is_near(minibatch_us, objective_us))
 }
 
-/// A time that no partition beats, as far as the search and what is known without one tell: that of `chosen` where they meet it,
-/// however little was searched.
+/// Lower bound on the time of every partition from the search and from total compute; equals the time of `chosen` if a
+/// bound reaches it.
 pub fn bound_us(problem: &Problem, chosen: &PlanCandidate, found: &SearchResult) -> f64 {
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound = lower_bound(problem, flattens).max(found.bound_us);
@@ -161,15 +154,15 @@ pub fn bound_us(problem: &Problem, chosen: &PlanCandidate, found: &SearchResult)
     if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) }
 }
 
-/// What no partition beats under cost `pipec`: all compute on all devices at once, each at its speed, and one item's way on the
-/// fastest.
+/// Lower bound under cost model `pipec`: all compute spread over all devices at their speeds, and the latency of one
+/// microbatch on the fastest device.
 pub fn spread(problem: &Problem) -> f64 {
     let (devices, fastest) = (class::together(&problem.cluster), class::fastest(&problem.cluster.classes));
     let m = f64::from(problem.microbatches);
     let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build_plan::asked(problem);
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
-    // The second half of a backward is on nobody's way; a table says which backwards are split.
+    // Weight-gradient passes are not on the critical path; for a table it is unknown which backwards are split.
     let may_split = problem.schedule.splits_backward() || problem.schedule == ScheduleKind::Csv;
     let later: f64 = problem.graph.ops.iter().map(|op| op.weight_part_us()).sum();
     let way = if may_split && asked.trains() { (total - later).max(forward) } else { total };
@@ -180,7 +173,7 @@ pub fn spread(problem: &Problem) -> f64 {
     }
 }
 
-/// All compute on all devices at once; and on one level, the op that is slowest however often it is replicated.
+/// All compute spread over all devices; on one level also the slowest op at its best replica count.
 fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     if problem.cost == CostModel::Pipec {
         return spread(problem);
@@ -192,7 +185,7 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     slowest_op_us(problem, &stage_cost::levels(&problem.cluster)[0]).max(spread)
 }
 
-/// Whether a played time is the equations', up to what caps are allowed to cost.
+/// Returns whether the simulated time equals the closed form, up to the loss that in-flight caps may cause.
 fn is_near(played_us: f64, objective_us: f64) -> bool {
     played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
 }
@@ -206,7 +199,7 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
         let asked = build_plan::asked(problem);
         let looked = |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots);
         let CostEstimate { step_us, bubble, .. } = looked(&asked);
-        // While one item is on its way others follow, as fast as the slowest stage lets them.
+        // Throughput is set by the slowest stage, because microbatches overlap.
         let following = looked(&FlowQuery { latency: false, ..asked }).step_us;
         let Some(objective) = objective_us else {
             let throughput_per_s = rate(following);
@@ -220,7 +213,7 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
                 busiest_link,
             };
         };
-        // The busiest stage works as long, in another time.
+        // Busy time is unchanged; only the total differs.
         let busy_us = (1.0 - bubble) * objective;
         let flushes = !problem.schedule.is_continuous();
         let bubble = if flushes && minibatch_us > 0.0 { (1.0 - busy_us / minibatch_us).max(0.0) } else { bubble };

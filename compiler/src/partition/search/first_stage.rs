@@ -1,12 +1,13 @@
-//! The first stages that a pipeline may have. With vertical sync every stage holds weight versions as the first one's replicas and
-//! items in flight say, and where nothing is flushed sums of the parameters that stages share wait as long, which a search that begins at
-//! the end does not know: so it asks about each by itself.
+//! Enumerates possible first stages, for searches that start at the last stage.
+//!
+//! With vertical sync, weight versions in all stages depend on the replicas and in-flight microbatches of the first
+//! stage. Without flushes, pending gradient sums of tied weights do too. A backward search does not know the first
+//! stage, so it runs once for each.
 
 use crate::plan::ScheduleKind;
 use crate::plan::in_flight::Lanes;
 use crate::plan::problem::{InFlight, Problem};
 
-/// Whether what a stage holds depends on the first.
 pub fn matters(problem: &Problem) -> bool {
     match problem.schedule {
         ScheduleKind::RoundRobinVsync => true,
@@ -15,7 +16,7 @@ pub fn matters(problem: &Problem) -> bool {
     }
 }
 
-/// Every number of replicas, with every number of items in flight that the problem gives it.
+/// All combinations of replica count and in-flight count that the problem allows for the first stage.
 pub fn each(problem: &Problem) -> impl Iterator<Item = Lanes> + use<> {
     let (devices, room) = (problem.cluster.devices(), problem.room);
     let given = match &problem.in_flight {
@@ -23,13 +24,12 @@ pub fn each(problem: &Problem) -> impl Iterator<Item = Lanes> + use<> {
         _ => None,
     };
     (1..=devices).flat_map(move |replicas| {
-        // By the rule as many as all workers make of a replica's share: one at least, and all devices' at the most.
+        // The published rule gives ceil(workers / replicas): at least 1, at most all devices divided by the replicas.
         let published = 1u32.saturating_add(room)..=devices.div_ceil(replicas).saturating_add(room);
         given.map_or(published, |cap| cap..=cap).map(move |in_flight| Lanes { replicas, in_flight })
     })
 }
 
-/// Every number of items in flight by itself.
 pub fn caps(problem: &Problem) -> Vec<u32> {
     let mut caps: Vec<u32> = each(problem).map(|first| first.in_flight).collect();
     caps.sort_unstable();

@@ -1,11 +1,11 @@
-//! The best plan of a given number of stages, for users who fix the replicas, the cuts, or the caps of each stage.
+//! The best plan with a fixed number of stages, for users who fix replicas, cuts or in-flight caps.
 //!
 //! ```text
 //! H(t, i, w) = min over j, m of  max( T(i..j, m) if it fits,  H(t - 1, j, w - m) )
 //! ```
 //!
-//! t counts stages from the end, so that workers and stages after a stage, and with them its caps and its memory, are known.
-//! Such plans need not take whole groups, so a cluster of several levels counts as one at its slowest bandwidth.
+//! t counts stages from the end, so the workers after a stage, and hence its in-flight cap and memory, are known.
+//! Stages need not fill whole groups; a cluster of several levels counts as one level at its slowest bandwidth.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::candidates::largest;
@@ -19,9 +19,9 @@ use crate::plan::memory::MemoryMultipliers;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
 
-/// The best shapes that obey the problem's constraints, along each line: none if nothing fits.
+/// The best shapes that obey the constraints, one per linear order; empty if nothing fits.
 ///
-/// The problem is that of the `joined` ops. With `least_memory` they are those that need the least, whatever the limit.
+/// The problem is over the fused ops of `joined`. `least_memory` minimises memory and ignores the limit.
 pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) -> Result<Vec<Shape>, ProblemError> {
     let (graph, cost) = (&problem.graph, StageCost::of(problem));
     let flattened = problem.cluster.flattened();
@@ -91,30 +91,22 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     Ok(lines.into_iter().filter_map(solve).collect())
 }
 
-/// What is fixed, and the settings of the search.
 #[derive(Clone, Copy, Debug)]
 pub struct Pinned<'a> {
-    /// Where it may cut.
     pub line: &'a LinearOrder,
-    /// Cost model.
     pub cost: &'a StageCost,
-    /// The one level.
     pub level: LevelCost,
-    /// What decides how much is in flight; `workers` is a bound.
+    /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
-    /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
-    /// The level of ZeRO of stages with replicas.
     pub zero: u32,
-    /// Number of stages.
     pub stages: usize,
-    /// Replicas of each stage, or free.
+    /// Replicas of each stage; `None` leaves them free.
     pub replicas: Option<&'a [u32]>,
-    /// Caps of each stage, or the schedule's rule.
+    /// In-flight cap of each stage; `None` uses the schedule's rule.
     pub caps: Option<&'a [u32]>,
-    /// Bytes on one device.
     pub memory_limit: Option<u64>,
-    /// Whether to make the fullest stage least instead of the slowest.
+    /// Minimises the peak stage memory instead of the time.
     pub least_memory: bool,
 }
 
@@ -125,7 +117,7 @@ struct Entry {
     replicas: usize,
 }
 
-/// Finds the best such plan: its value, microseconds or bytes, and its shape, or `None` if nothing fits.
+/// Returns the best value (microseconds or bytes) and its shape, or `None` if nothing fits.
 pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
     let space = &settings.line.space;
     let places = space.len();
@@ -144,9 +136,9 @@ pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
             Some(replicas) => replicas[stage] as usize..=replicas[stage] as usize,
             None => 1..=units,
         };
-        // The first stage starts at the first place, every other after as many as there are stages before it, and leaves as many as come.
+        // A stage needs at least one place per earlier stage before it and one per later stage after it.
         let starts = if stage == 0 { 0..1 } else { stage..places - 1 - after };
-        // Where replicas are given, so are the workers of later stages.
+        // Given replicas also fix the number of workers in later stages.
         let rests = match settings.replicas {
             Some(replicas) => {
                 let rest = replicas[stage + 1..].iter().fold(0usize, |sum, &one| sum.saturating_add(one as usize));

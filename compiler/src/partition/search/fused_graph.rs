@@ -1,8 +1,9 @@
-//! The graph that partitioners see: every op together with those that join it.
+//! The graph that partitioners search: ops that must share a stage are fused.
 //!
-//! What depends on parameters alone, a transposed weight for example, could stand in any stage before its reader. Left free, such
-//! ops multiply the closed sets of a graph and never make a plan better: their result would have to be sent. So they are made part
-//! of the op they join before any search begins, and a shape that was found is spread over all ops after it.
+//! An op that depends only on parameters (for example a weight transpose) could run in any stage before its reader.
+//! Such ops multiply the number of down-sets and never improve a plan, because their result would have to be sent. So
+//! they are fused with their reader (the leader) before the search, and the resulting shape is expanded to all ops
+//! afterwards.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::plan::problem::Problem;
@@ -10,21 +11,17 @@ use crate::profile::arena::{Arena, Live, Needs};
 use crate::profile::cost_graph::{CostGraph, Members, OpCost, OpId, ParamCost, TensorCost};
 use std::borrow::Cow;
 
-/// How the ops of a graph come together.
 #[derive(Clone, Debug)]
 pub struct FusedGraph<'a> {
-    /// The whole graph.
     pub full: &'a CostGraph,
-    /// For each op of the whole graph the op it became part of.
+    /// For each op: the fused op that contains it.
     place: Vec<u32>,
-    /// For each joined op the ops of the whole graph that it consists of, ascending.
+    /// For each fused op: the ids of its ops, ascending.
     members: Vec<Vec<u32>>,
-    /// For each joined op the one that the others join.
     leaders: Vec<u32>,
 }
 
 impl<'a> FusedGraph<'a> {
-    /// The joined ops of a graph that has passed its check.
     pub fn of(full: &'a CostGraph) -> FusedGraph<'a> {
         let leaders: Vec<u32> =
             (0..full.ops.len() as u32).filter(|&op| full.ops[op as usize].joins.is_none()).collect();
@@ -38,27 +35,23 @@ impl<'a> FusedGraph<'a> {
         FusedGraph { full, place, members, leaders }
     }
 
-    /// The joined op that an op of the whole graph is part of.
     pub fn place(&self, op: usize) -> usize {
         self.place[op] as usize
     }
 
-    /// Number of joined ops.
     pub fn len(&self) -> usize {
         self.leaders.len()
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.leaders.is_empty()
     }
 
-    /// The op of the whole graph that a joined op is named after.
+    /// The op that a fused op is named after.
     pub fn leader(&self, op: u32) -> u32 {
         self.leaders[op as usize]
     }
 
-    /// The same question about the joined ops.
     pub fn problem<'p>(&self, problem: &'p Problem) -> Cow<'p, Problem> {
         if self.leaders.len() == self.place.len() {
             return Cow::Borrowed(problem);
@@ -68,14 +61,15 @@ impl<'a> FusedGraph<'a> {
         Cow::Owned(joined)
     }
 
-    /// Times and sizes add up, scratch is that of the largest; tensors that do not leave a joined op are gone.
+    /// The fused cost graph. Times and sizes add up, scratch is the maximum; tensors internal to a fused op are
+    /// removed.
     pub fn graph(&self) -> CostGraph {
         let all = |ops: &[OpId]| {
             let mut all: Vec<OpId> = ops.iter().map(|op| OpId(self.place[op.index()])).collect();
             all.sort_unstable();
             all
         };
-        // Of each op whether what it makes is read by those that it stands with, and whether others read it.
+        // Per op: whether its output is read inside its fused op, and whether it is read outside.
         let mut stays = vec![false; self.full.ops.len()];
         let mut goes = vec![false; self.full.ops.len()];
         for tensor in &self.full.tensors {
@@ -92,7 +86,8 @@ impl<'a> FusedGraph<'a> {
             sum.id = at as u32;
             (sum.between_bytes, sum.arriving_bytes, sum.unsaved) = (0, 0, false);
             for (op, cost) in members.iter().map(|&op| (op as usize, &self.full.ops[op as usize])) {
-                // Only what none of its own reads may come from another stage as it is.
+                // A gradient can arrive unchanged from another stage only if no member of the fused op reads the
+                // tensor.
                 let is_kept = stays[op] || !goes[op];
                 let place = if is_kept { &mut sum.between_bytes } else { &mut sum.arriving_bytes };
                 *place += cost.arriving_bytes;
@@ -141,7 +136,7 @@ impl<'a> FusedGraph<'a> {
         CostGraph { ops, tensors, params: params.collect() }
     }
 
-    /// The shape over all ops of the whole graph.
+    /// Expands a shape over fused ops to all ops.
     pub fn spread(&self, shape: &Shape) -> Shape {
         Shape { groups: self.groups(&shape.groups), is_flat: shape.is_flat }
     }
@@ -170,7 +165,7 @@ mod tests {
     use crate::plan::memory::MemoryTerms;
     use crate::profile::arena::{ArenaPosition, Way};
 
-    // 0 makes a weight that 3 and 5 read, by way of 1 for 3; 2, 3, 5 are a chain; 4 makes a weight for 5.
+    // Op 0 makes a weight read by 5, and by 3 through 1. Ops 2, 3, 5 form a chain. Op 4 makes a weight for 5.
     fn graph() -> CostGraph {
         let op = |id: u32, joins: Option<u32>| OpCost {
             id,
@@ -218,7 +213,7 @@ mod tests {
         assert_eq!(small.ops.iter().map(|op| op.saved_bytes).collect::<Vec<_>>(), [40, 110, 480]);
         let scratch = |op: &OpCost| op.arena(ArenaPosition::default()).of(Way::default());
         assert_eq!(small.ops.iter().map(scratch).collect::<Vec<_>>(), [98, 100, 96]);
-        // Of op 3 and those that join it, t0 and t3 leave.
+        // t0 and t3 leave the fused op of op 3.
         assert_eq!(small.ops.iter().map(|op| op.out_bytes).collect::<Vec<_>>(), [100, 200, 100]);
         let wires = small.tensors.iter().map(|t| (t.name.as_str(), t.producer.0, t.consumers.clone()));
         let wanted = [("t0", 1, vec![OpId(2)]), ("t2", 0, vec![OpId(1)]), ("t3", 1, vec![OpId(2)]), ("t5", 2, vec![])];
@@ -229,7 +224,7 @@ mod tests {
         assert_eq!((joined.place(0), joined.place(4), joined.leader(1)), (1, 2, 3));
     }
 
-    // Four times three ops that stand as one, the second of which all later ones of its own read; views at the ends of two of them.
+    // Four fused ops of three ops each; later members read the second op; two fused ops end in views.
     fn runs() -> CostGraph {
         let op = |id: u32| OpCost {
             id,

@@ -1,11 +1,14 @@
-//! Choosing in-flight caps: more minibatches in flight keep workers busy, and cost stash memory and staleness.
+//! Chooses in-flight caps: more microbatches in flight reduce idle time but cost memory for saved activations and
+//! weight versions, and increase staleness.
 //!
-//! The start is the published rule, or as many as a way down the pipeline and back takes where transfers make that more: with
-//! fewer the throughput cannot be had (`simulate::steady` says why). Then one cap at a time is raised: the one that brings the
-//! most efficiency, and of equals the one that costs the least memory. Where no single step helps, or where trying each would
-//! take long, all that still fit and hold up work are raised together. Where that does not help either, all stages are raised at once,
-//! and each gives back what it does not need. It ends when the efficiency reaches [`ENOUGH`], or when
-//! nothing more fits or helps, or when enough has been played.
+//! The search starts from the published rule, or from the round-trip time of a microbatch if transfers make that
+//! longer. Lower caps cannot reach the throughput (see `simulate::one_f_one_b_rr`).
+//!
+//! 1. Raise the single cap that improves throughput most; ties go to the cap that costs less memory.
+//! 2. If no single cap helps, or trying each is too slow, raise all caps that hold back work and still fit.
+//! 3. If that does not help, raise all stages at once and lower each cap that is not needed.
+//!
+//! The search ends at an efficiency of [`ENOUGH`], if nothing fits or helps, or when the simulation budget is used up.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
@@ -18,37 +21,34 @@ use crate::simulate::inference;
 use crate::simulate::one_f_one_b_rr;
 use crate::simulate::one_f_one_b_rr::Steady;
 
-/// The fraction of the ideal throughput at which raising stops: 0.98, and what a program's own waits may cost beside.
+/// Efficiency (fraction of the ideal throughput) at which raising stops: 0.98 plus 0.005 for waits of the schedule
+/// itself.
 pub const ENOUGH: f64 = 0.985;
 
-/// No cap is raised by more than this over the start; by measurement three suffice for every known plan.
+/// Largest increase of a cap over its start; in measurements 3 was enough for every known plan.
 const MOST: u32 = 6;
 
-/// Pieces of work up to which each cap is tried by itself, in one step and in all, and up to which anything is tried.
+/// Simulation budget in forwards and backwards: to try each cap in one step, to try each cap in all steps, and in
+/// total.
 const PIECES_OF_A_STEP: u64 = 400_000;
 const PIECES_ALONE: u64 = 4_000_000;
 const PIECES: u64 = 12_000_000;
 
-/// How stages, with these transfers between them, run under caps.
 pub type Efficiency<'a> = dyn Fn(&[Stage], &[Edge], &[u32]) -> Steady + 'a;
 
-/// Caps, and what they reach.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
-    /// For each stage.
     pub caps: Vec<u32>,
-    /// The fraction of the ideal throughput.
     pub share: f64,
-    /// Whether more were left out because they do not fit.
+    /// True if higher caps were rejected because of memory.
     pub lacks_memory: bool,
 }
 
-/// Whether items of several minibatches are in flight, so that caps bound the throughput.
+/// Returns whether caps bound the throughput: several minibatches are in flight.
 pub fn matters(problem: &Problem) -> bool {
     problem.schedule.is_continuous() && problem.objective != Objective::Latency
 }
 
-/// The efficiency that `shape` reaches under given caps.
 pub fn reached(
     problem: &Problem,
     shape: &Shape,
@@ -61,7 +61,6 @@ pub fn reached(
     efficiency(&stages, &build_plan::edges(problem, shape), caps).share
 }
 
-/// Caps for `shape`, and the efficiency they reach.
 pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficiency: &Efficiency<'_>) -> Chosen {
     let published = build_plan::published_caps(problem, shape);
     if !matters(problem) {
@@ -74,7 +73,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficie
     let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
     let peak = memory(&published).iter().map(|held| held.total).max().unwrap_or(0);
     let limit = match problem.objective {
-        // Where bytes are what counts, the fullest device gets none more.
+        // If memory is the objective, the peak must not grow.
         Objective::Memory => peak,
         _ => problem.memory_limit.map_or(u64::MAX, |limit| limit.0),
     };
@@ -87,7 +86,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficie
     let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
         Ok(mut pipeline) => {
             if problem.schedule == ScheduleKind::TwoBw {
-                // Its rounds are minibatches, so that items do not wait for the all-reduce of the one before.
+                // Under 2BW each round is a whole minibatch, so microbatches do not wait for the previous all-reduce.
                 pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
             }
             start(pipeline, &published, problem.schedule, &fits, &mut lacks_memory)
@@ -143,7 +142,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficie
     Chosen { caps, share: steady.share, lacks_memory }
 }
 
-/// More than these caps for `shape`, as far as they help by another judge of efficiency.
+/// Raises the given caps further, as measured by another efficiency function.
 pub fn more(
     problem: &Problem,
     shape: &Shape,
@@ -169,8 +168,8 @@ pub fn more(
     Chosen { caps, share: steady.share, lacks_memory }
 }
 
-/// All caps raised by the same number, as far as each fits, until enough is reached; then one after the other lowered again, as long as
-/// no share is lost that counts.
+/// Raises all caps by the same number while they fit, until the efficiency suffices. Then lowers each cap again as far
+/// as the efficiency allows.
 fn at_once(
     start: &[u32],
     steady: Steady,
@@ -219,8 +218,8 @@ fn at_once(
     (caps, best)
 }
 
-/// The published caps, and more where the way of an item takes more. Where those do not fit, no stage gets more than goes with
-/// what the others can have.
+/// The published caps, raised to cover the round-trip time of a microbatch. If those do not fit, each cap is limited to
+/// what the caps of the other stages can make use of.
 fn start(
     pipeline: Pipeline,
     published: &[u32],

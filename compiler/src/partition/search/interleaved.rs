@@ -1,9 +1,9 @@
-//! Plans whose ranks hold several stages: the model is cut into v chunks for each of p ranks, all chunks about equally long.
+//! Interleaved schedules: each of p ranks runs v model chunks of about equal time.
 //!
-//! For every number of ranks that the devices divide into, and along several linear orders: the shortest longest chunk is found by
-//! bisection; among all cuts whose chunks are a little longer than that at most, those that send the fewest bytes, by a dynamic
-//! program over places and chunks; and last single cuts are moved as long as the cost model gains. What comes out is the best known,
-//! not proven: the plan says so.
+//! For every rank count that divides the devices, and along several linear orders: (1) find the smallest possible
+//! longest chunk by bisection; (2) among cuts with chunks at most slightly longer, minimise the bytes sent by a dynamic
+//! program over cuts and chunks; (3) move single cuts while the cost model improves. The result is not proven optimal,
+//! and the plan says so.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
@@ -21,16 +21,15 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, StageSpec};
 use std::collections::BTreeMap;
 
-/// How much longer than the shortest longest chunk the longest may be, so that less is sent.
+/// Tolerances over the shortest longest chunk, to trade balance for fewer bytes.
 const SLACK: [f64; 4] = [0.0, 0.01, 0.04, 0.15];
 
-/// Steps of one dynamic program, and evaluations times ops of the last moves.
+/// Step limit of one dynamic program; a quarter of it bounds evaluations times ops in the final moves.
 const MOST_STEPS: usize = 50_000_000;
 
-/// The most numbers of ranks that are tried.
 const MOST_CHOICES: usize = 24;
 
-/// Micro-batches, for each stage, after which no schedule holds more in flight; but for bfs, which holds all.
+/// Microbatches per stage after which no schedule has more in flight; except bfs, which keeps all in flight.
 const SETTLED: u32 = 4;
 
 /// The best plan with `problem.chunks` stages on every rank.
@@ -69,7 +68,7 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
     Ok(found)
 }
 
-/// The ranks, and the replicas of each: those that are given, or all that use the devices best.
+/// Pairs of rank count and replicas: the given ones, or those that use the devices best.
 fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
     let (devices, chunks) = (problem.cluster.devices(), problem.chunks);
     if let Some(given) = &problem.constraints.replicas {
@@ -99,15 +98,14 @@ fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
     Ok(all)
 }
 
-/// A linear order, and what lies before each place where it may be cut.
+/// A linear order with prefix sums at each possible cut.
 struct Line<'a> {
     problem: &'a Problem,
     order: Vec<u32>,
-    /// Places in the order.
+    /// Possible cuts, as positions in `order`.
     ends: Vec<usize>,
-    /// Compute before each of them, in microseconds.
+    /// Compute before each cut, in microseconds.
     before: Vec<f64>,
-    /// Bytes that a cut there sends.
     sent: Vec<f64>,
 }
 
@@ -141,7 +139,7 @@ impl<'a> Line<'a> {
         Line { problem, order, ends, before, sent }
     }
 
-    /// Adds the best of some cuts.
+    /// Adds the best candidate of this order for a rank count.
     fn cut(&self, question: &SearchContext<'_>, ranks: u32, replicas: u32, found: &mut SearchResult) {
         let stages = (ranks * self.problem.chunks) as usize;
         if stages >= self.ends.len() || stages.saturating_mul(self.ends.len()) > MOST_STEPS {
@@ -165,7 +163,7 @@ impl<'a> Line<'a> {
         let Some((us, mut cuts)) = best else { return };
         self.improve(&mut cuts, us, replicas, &spots(false), found);
         let plain = self.candidate(question, &cuts, replicas, spots(false), &counts);
-        // Where it fits as it is, nothing is computed twice.
+        // Recomputes only if the plan does not fit otherwise.
         if !plain.fits && self.problem.recompute {
             let again = self.candidate(question, &cuts, replicas, spots(true), &counts);
             let chosen = self.recomputed(&plain, &again);
@@ -174,8 +172,8 @@ impl<'a> Line<'a> {
         found.candidates.push(plain);
     }
 
-    /// Of each device that holds too much, the chunks that let go the most bytes for the time of their forward, until it fits; where
-    /// it does not, all that let go any.
+    /// On each device over the limit, recomputes the chunks that free the most bytes per forward time until it fits. If
+    /// it never fits, recomputes all chunks that free memory.
     fn recomputed(&self, plain: &PlanCandidate, again: &PlanCandidate) -> Vec<StagePosition> {
         let limit = self.problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
         let ops = &self.problem.graph.ops;
@@ -200,7 +198,6 @@ impl<'a> Line<'a> {
         spots
     }
 
-    /// The least that the longest of so many chunks can be.
     fn shortest(&self, stages: usize) -> f64 {
         let fits = |most: f64| {
             let (mut used, mut start) = (0, 0);
@@ -225,8 +222,8 @@ impl<'a> Line<'a> {
         high * (1.0 + 1e-9)
     }
 
-    /// Places of `stages + 1` ends, the first and the last among them, such that no chunk is longer than `most` and the fewest
-    /// bytes are sent.
+    /// Cuts into `stages` chunks of at most `most` microseconds with the fewest bytes sent; `stages + 1` indices into
+    /// `ends`, including both ends.
     fn cheapest(&self, stages: usize, most: f64) -> Option<Vec<usize>> {
         let places = self.ends.len();
         let mut least = vec![f64::INFINITY; places];
@@ -234,7 +231,7 @@ impl<'a> Line<'a> {
         let mut from = vec![vec![0u32; places]; stages];
         for (chunk, from) in from.iter_mut().enumerate() {
             let mut next = vec![f64::INFINITY; places];
-            // Places that may be the start, from the cheapest on; a later one that is no dearer replaces those before it.
+            // Monotonic queue of start positions by cost; a later one that costs no more replaces earlier ones.
             let mut window: std::collections::VecDeque<usize> = std::collections::VecDeque::new();
             for place in chunk + 1..places {
                 let start = place - 1;
@@ -268,7 +265,6 @@ impl<'a> Line<'a> {
         Some(cuts)
     }
 
-    /// Moves single cuts as long as that helps.
     fn improve(
         &self,
         cuts: &mut [usize],
@@ -339,12 +335,10 @@ impl<'a> Line<'a> {
     }
 }
 
-/// What the schedule's own program has at each stage at once.
 #[derive(Clone)]
 struct Counts {
-    /// Items in flight.
     caps: Vec<u32>,
-    /// Those of them between the halves of their backward; none where it is whole.
+    /// Those with a pending weight gradient; empty if backwards are not split.
     apart: Vec<u32>,
 }
 

@@ -1,17 +1,18 @@
-//! Ops by size, from which the largest of a run is found without going through all of them.
+//! Largest op in a range, without scanning the whole range.
 
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Ops by size, those of the largest first. Of deep models many ops have the same size and a run has few of them, which stand together.
+/// Ops grouped by size, largest first. Deep models have many ops of equal size, and a range contains few consecutive
+/// ones.
 #[derive(Clone, Debug, Default)]
 pub struct Ranking {
-    /// Sizes, descending, each with the ops that have it, ascending.
+    /// Sizes, descending, each with its ops, ascending.
     sizes: Vec<(u64, Vec<u32>)>,
 }
 
 impl Ranking {
-    /// Ops by the size of each; those of size 0 are left out.
+    /// Ranks ops by size; ops of size 0 are omitted.
     pub fn of(sizes: impl Iterator<Item = u64>) -> Ranking {
         let mut ops: Vec<(Reverse<u64>, u32)> =
             sizes.enumerate().filter(|(_, size)| *size > 0).map(|(op, size)| (Reverse(size), op as u32)).collect();
@@ -20,7 +21,6 @@ impl Ranking {
         Ranking { sizes: same.map(|ops| (ops[0].0.0, ops.iter().map(|(_, op)| *op).collect())).collect() }
     }
 
-    /// The ops that lie in a span, those of the largest size first.
     pub fn within(&self, span: Range<usize>) -> impl Iterator<Item = (u64, usize)> + '_ {
         self.sizes.iter().flat_map(move |(size, ops)| {
             let ops = &ops[ops.partition_point(|&op| (op as usize) < span.start)..];

@@ -1,4 +1,4 @@
-//! The best cuts of linear orders: exactly where a line is short, and by how far a pipeline gets where it is long.
+//! Best cuts of linear orders: exact for short orders, by bottleneck search for long ones.
 
 use crate::partition::bounds::bisect::BottleneckSearch;
 use crate::partition::bounds::cut_space::CutSpace;
@@ -12,36 +12,29 @@ use crate::plan::cut_bytes::CutBytes;
 use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
 
-/// The most places of a line that are cut exactly. Each is priced over the whole graph, which for more would cost more than it
-/// brings.
+/// Largest number of cuts that are solved exactly. Each is priced over the whole graph, which is too slow for more.
 const MAX_PLACES: usize = 2000;
 
-/// The most places with exact bytes on a line that is walked by reach.
+/// Largest order length with exact cut bytes in the bottleneck search.
 const MOST_PRICED: usize = 6000;
 
-/// Steps for one line, about a second.
+/// Steps per order; about a second.
 const STEPS: u64 = 30_000_000;
 
-/// The lines of a problem.
 pub struct Lines<'a> {
     problem: &'a Problem,
     cost: StageCost,
     levels: &'a [LevelCost],
     orders: Vec<Vec<u32>>,
-    /// The most places that are cut exactly.
     places: usize,
 }
 
-/// The best of some lines.
 pub struct Best {
-    /// Its time by the cost model.
     pub us: f64,
-    /// The partition.
     pub shape: Shape,
 }
 
 impl Lines<'_> {
-    /// The orders of a problem that are worth a try on these levels.
     pub fn of<'a>(problem: &'a Problem, levels: &'a [LevelCost]) -> Lines<'a> {
         let ops = problem.graph.ops.len();
         let places = largest((ops + 1).min(MAX_PLACES), |sets| {
@@ -51,12 +44,12 @@ impl Lines<'_> {
         Lines { problem, cost: StageCost::of(problem), levels, orders: linear_search::orders(&problem.graph), places }
     }
 
-    /// Whether every op is a place of its own when a line is cut exactly.
+    /// Returns whether the exact search may cut after every op.
     pub fn are_whole(&self) -> bool {
         self.places > self.problem.graph.ops.len()
     }
 
-    /// All prefixes of all orders, as bits; none where that is too much.
+    /// All prefixes of all orders, as bit sets; empty if the graph is too large.
     pub fn sets(&self) -> Vec<Vec<u64>> {
         let ops = self.problem.graph.ops.len();
         if ops >= MAX_PLACES {
@@ -73,8 +66,8 @@ impl Lines<'_> {
         sets
     }
 
-    /// The best exact cut, and the sets looked at: a coarse line first, then fine ones; each only has to look for what beats
-    /// the one before.
+    /// The best exact cut, and the number of sets explored. Each order is solved coarsely first, and each solution
+    /// bounds the next search.
     pub fn exact(&self, may_leave_units: bool) -> (Option<pipedream::Solution>, u64) {
         let (graph, model) = (&self.problem.graph, self.cost.model);
         let (mut best, mut states): (Option<pipedream::Solution>, u64) = (None, 0);
@@ -93,7 +86,8 @@ impl Lines<'_> {
         (best, states)
     }
 
-    /// What lines that are too long for that give, if it is less than `known_us`. Nothing is faster than `low_us`.
+    /// Bottleneck search on long orders; returns a result only if it is faster than `known_us`. `low_us` is a lower
+    /// bound.
     pub fn far(&self, low_us: f64, known_us: f64) -> (Option<Best>, u64) {
         let (mut best, mut known, mut states): (Option<Best>, f64, u64) = (None, known_us, 0);
         for order in &self.orders {

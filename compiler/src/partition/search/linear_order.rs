@@ -1,7 +1,7 @@
-//! A line of places to cut, or all closed sets where they are few, and what every run between two of them holds in memory.
+//! A linear order of cuts (or all down-sets, if few) with the memory terms of every range between two cuts.
 //!
-//! Along a line all runs can be summed up beforehand, exactly: parameters once for each run that uses them, and tensors that
-//! come into a run once for that run.
+//! Along an order the terms of all ranges are precomputed exactly: each parameter counts once per range that uses it,
+//! and each input tensor once per range.
 
 use crate::partition::search::downsets::DownSets;
 use crate::partition::search::range_costs::RangeCosts;
@@ -12,17 +12,17 @@ use crate::plan::problem::CostModel;
 use crate::profile::arena::{ArenaPosition, Needs};
 use crate::profile::cost_graph::CostGraph;
 
-/// A chain of sets, or any sets of which only nested ones make a run, with the holdings of every run.
+/// A chain of sets, or arbitrary sets of which only nested ones form a range, with the memory terms of every range.
 #[derive(Clone, Debug)]
 pub struct LinearOrder {
-    /// The places to cut, set 0 being empty and the last the whole model.
+    /// The cuts: set 0 is empty, the last set is the whole model.
     pub space: DownSets,
     holdings: Vec<MemoryTerms>,
 }
 
 impl LinearOrder {
-    /// The line along `order`, cut after `ends[1]`, `ends[2]` … ops; see [`DownSets::chain`]. Takes the square of the places in
-    /// memory and their number times the size of the graph in time.
+    /// Builds the ranges along `order`, cut after `ends[1]`, `ends[2]` … ops; see [`DownSets::chain`]. Memory is
+    /// quadratic in the number of cuts; time is that number times the size of the graph.
     pub fn new(
         graph: &CostGraph,
         model: CostModel,
@@ -34,7 +34,7 @@ impl LinearOrder {
         LinearOrder { space: DownSets::chain(graph, model, order, ends), holdings }
     }
 
-    /// Any sets in the place of a line.
+    /// As [`LinearOrder::new`], for any down-sets instead of an order.
     pub fn over(graph: &CostGraph, space: DownSets, passing: GradientBuffers) -> LinearOrder {
         let sets = space.len();
         let mut holdings = vec![MemoryTerms::default(); sets * sets];
@@ -47,16 +47,15 @@ impl LinearOrder {
         LinearOrder { space, holdings }
     }
 
-    /// What the run from place `from` to place `to` holds.
     pub fn holdings(&self, from: usize, to: usize) -> &MemoryTerms {
         &self.holdings[from * self.space.len() + to]
     }
 }
 
-/// How often the longest stage's time is halved: as exact as anyone measures.
+/// Bisection steps for the time of the longest stage.
 const HALVINGS: usize = 48;
 
-/// Where a line along `order` is cut if it may have at most `limit` runs: everywhere, or where the least crosses.
+/// Chooses the cuts of an order for at most `limit` ranges: everywhere, or where the fewest bytes cross.
 pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) -> Vec<usize> {
     let limit = limit.max(1);
     if order.len() <= limit {
@@ -70,7 +69,7 @@ pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) ->
     };
     let total: f64 = order.iter().map(|&op| weight(op)).sum();
     let cuts = CutBytes::new(model, graph).estimates(order);
-    // One cut for each of `limit - 1` slices of equal weight: the cheapest position inside the slice.
+    // Divides the order into `limit - 1` slices of equal weight and takes the cheapest cut in each.
     let slices = (limit - 1).max(1);
     let mut best: Vec<Option<usize>> = vec![None; slices];
     let mut sum = 0.0;
@@ -88,8 +87,8 @@ pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) ->
     ends
 }
 
-/// The same, with room for so many stages: where grouping by weight leaves too few places, or none where stages of this many replicas would
-/// take equally long, those are places too. Gives as many runs as `replicas` has stages at least, if there are as many ops.
+/// As [`ends`], plus the balanced cuts for stages with these replicas. Gives at least one range per stage if there are
+/// enough ops.
 pub fn ends_for(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize, replicas: &[u32]) -> Vec<usize> {
     let mut ends = ends(graph, model, order, limit);
     if ends.len() <= order.len() && replicas.len() > 1 {
@@ -100,7 +99,8 @@ pub fn ends_for(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize
     ends
 }
 
-/// Where as many stages as there are numbers of replicas end, at least one op in each, so that the longest takes least for a replica.
+/// Cuts into one stage per entry of `replicas`, each with at least one op, that minimise the longest stage time per
+/// replica.
 pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize> {
     let stages = replicas.len();
     if stages > order.len() {
@@ -112,7 +112,8 @@ pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize
         sums.push(sums[sums.len() - 1] + op.fwd_us + op.bwd_us);
     }
     let share = |stage: usize| f64::from(replicas[stage].max(1));
-    // As much in every stage as goes into such a time, and what each later one needs left for it; none if the last takes longer.
+    // Fills every stage up to the given time, leaving one op for each later stage; `None` if the last stage takes
+    // longer.
     let filled = |longest: f64| {
         let mut ends = vec![0];
         for stage in 0..stages {
@@ -135,7 +136,7 @@ pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize
             None => least = middle,
         }
     }
-    // Times that are no numbers balance nothing.
+    // NaN times cannot be balanced.
     best.unwrap_or_else(|| (0..stages).chain([order.len()]).collect())
 }
 
@@ -152,7 +153,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
         tensor.consumers.iter().for_each(|op| inputs[op.index()].push(at));
     }
     let mut made: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
-    // Where a tensor is read for the last time; 0, before which nothing is made, if nowhere.
+    // Position of the last reader; 0 if there is none.
     let mut last_reader: Vec<usize> = vec![0; graph.tensors.len()];
     for (at, tensor) in graph.tensors.iter().enumerate() {
         made[tensor.producer.index()].push(at);
@@ -199,7 +200,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     }
                 }
                 for &tensor in &inputs[op] {
-                    // What is made inside and read inside for the last time goes nowhere.
+                    // A tensor whose last reader is inside is not an output.
                     let is_last = last_reader[tensor] == place[op];
                     if is_last && place[graph.tensors[tensor].producer.index()] >= ends[from] {
                         run.outputs -= graph.tensors[tensor].bytes;
@@ -219,7 +220,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                     run.halves += graph.ops[op].arriving_bytes;
                 }
                 run.saved += graph.ops[op].kept_bytes();
-                // Those that it reads are no longer the last.
+                // The ops it reads are no longer last in the range.
                 let before = flows.before[op].iter().map(|&made| made as usize);
                 let is_within = before.filter(|&made| place[made] >= ends[from]);
                 let mut reads = false;

@@ -1,13 +1,13 @@
-//! Linear orders of a model, for searches that cut one order instead of a graph.
+//! Topological orders for searches that cut a linear order instead of a graph.
 //!
-//! Cutting a line is fast at any size, and every cut of a topological order is a legal cut of the graph. What is lost are stages
-//! that take a part of one branch and a part of another in a proportion that the order does not offer.
+//! Cutting an order is fast at any size, and every cut of a topological order is legal. It misses stages that combine
+//! parts of several branches in a way that the order does not offer.
 
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
-/// Orders to try: what is ready first, what has the longest way to the end first, and one that finishes a branch before it begins
-/// the next. Names decide between equals, so that the order in which a file lists its ops does not matter.
+/// Three orders: by depth, by longest remaining path, and depth-first (one branch after the other). Ties are broken by
+/// name, so that the op order in the file does not matter.
 pub fn orders(graph: &CostGraph) -> Vec<Vec<u32>> {
     let edges = Edges::of(graph);
     let mut tried: Vec<Vec<u32>> = Vec::new();
@@ -22,9 +22,8 @@ pub fn orders(graph: &CostGraph) -> Vec<Vec<u32>> {
 struct Edges {
     pairs: Vec<(usize, usize)>,
     after: Vec<Vec<u32>>,
-    /// How many precede each op.
+    /// Number of predecessors of each op.
     waits: Vec<u32>,
-    /// The place of each op when all are sorted by their names.
     rank: Vec<usize>,
 }
 
@@ -46,7 +45,7 @@ impl Edges {
         Edges { pairs, after, waits, rank }
     }
 
-    /// Ops on the longest way from the start to each.
+    /// Length of the longest path from a source to each op, in ops.
     fn depths(&self) -> Vec<f64> {
         let mut depths = vec![0.0f64; self.after.len()];
         for &(from, to) in &self.pairs {
@@ -55,7 +54,7 @@ impl Edges {
         depths
     }
 
-    /// Minus the compute on the longest way from each to the end.
+    /// Negated compute of the longest path from each op to a sink.
     fn ways(&self, graph: &CostGraph) -> Vec<f64> {
         let mut ways: Vec<f64> = graph.ops.iter().map(|op| -(op.fwd_us + op.bwd_us)).collect();
         for &(from, to) in self.pairs.iter().rev() {
@@ -65,7 +64,7 @@ impl Edges {
         ways
     }
 
-    /// Of what is ready the op with the least value first.
+    /// Kahn's algorithm, smallest value first.
     fn by(&self, values: &[f64]) -> Vec<u32> {
         let mut sorted: Vec<usize> = (0..values.len()).collect();
         sorted.sort_by(|&left, &right| {
@@ -89,7 +88,7 @@ impl Edges {
         order
     }
 
-    /// Kahn's algorithm with a stack: what became ready last goes first.
+    /// Kahn's algorithm with a stack: the op that became ready last goes first.
     fn depth_first(&self) -> Vec<u32> {
         let mut waits = self.waits.clone();
         let mut stack: Vec<u32> = (0..waits.len() as u32).filter(|&op| waits[op as usize] == 0).collect();

@@ -1,15 +1,14 @@
-//! The best partition of a line, or of a few closed sets, whose every stage fits in memory.
+//! The best partition of a linear order (or of few down-sets) with every stage within the memory limit.
 //!
-//! How much a stage holds depends on how many micro-batches it has in flight, and so on the workers after it. Hence the search
-//! goes from the end: when the run [i, j) with m units is put before a suffix that takes w units, all that decides its memory is
-//! known exactly, and it is left out if it does not fit.
+//! A stage's memory depends on its microbatches in flight, and so on the workers after it. So the search runs
+//! backwards: when the range [i, j) with m units is put before a suffix of w units, its memory is known exactly.
 //!
 //! ```text
 //! G_k(i, w) = min over j, m' of  max( T_k(i..j, m') if it fits,  G_k(j, w - m') )
 //! ```
 //!
-//! The same search with bytes in the place of T finds the least memory that any partition of the line needs.
-//! At inner levels the workers after a span and the copies of it are part of the question, so a table is kept for each.
+//! With bytes instead of T the same search finds the smallest peak memory. At inner levels, memory also depends on the
+//! workers after the span and on its number of copies. There is one table for each combination.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::linear_order::LinearOrder;
@@ -19,37 +18,28 @@ use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 use crate::profile::arena::{Arena, Way};
 use std::collections::HashMap;
 
-/// What is made least.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FitObjective {
-    /// The time of the slowest part, among partitions in which every stage takes at most so many bytes.
+    /// Time of the slowest part, with every stage within a memory limit.
     Time {
-        /// Bytes on one device.
         within: u64,
     },
-    /// The bytes of the fullest stage.
     Memory,
 }
 
-/// The settings of a search.
 #[derive(Clone, Copy, Debug)]
 pub struct Fit<'a> {
-    /// Where it may cut.
     pub line: &'a LinearOrder,
-    /// Cost model.
     pub cost: &'a StageCost,
-    /// Levels, innermost first.
     pub levels: &'a [LevelCost],
-    /// What decides how much is in flight; `workers` is a bound.
+    /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
-    /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
-    /// The level of ZeRO of stages with replicas.
     pub zero: u32,
 }
 
-/// Finds the partition that makes `least` least, using any number of outermost units and all units of inner levels. Gives its
-/// value, microseconds or bytes, or `None` if nothing fits.
+/// Finds the best partition with any number of outermost units and all units of inner levels. Returns its value
+/// (microseconds or bytes), or `None` if nothing fits.
 pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<(f64, Shape)> {
     let outermost = settings.levels.len().checked_sub(1)?;
     let whole = settings.line.space.len() - 1;
@@ -67,7 +57,7 @@ pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<(f64, Shape)> {
     Some((best, Shape { groups: search.groups(key, 0, used), is_flat: false }))
 }
 
-/// The steps of [`fit`] for a line of so many places, in units of about ten nanoseconds.
+/// Steps of [`fit`] for this many cuts, in units of about ten nanoseconds.
 pub fn effort(levels: &[LevelCost], places: usize) -> f64 {
     let places = places as f64;
     let Some((outer, inner)) = levels.split_last() else { return 0.0 };
@@ -83,7 +73,7 @@ pub fn effort(levels: &[LevelCost], places: usize) -> f64 {
     steps
 }
 
-/// A span of one level: it ends at place `to`, has so many workers after it, and runs in so many copies.
+/// A span at one level: its end, the workers after it, and the number of copies it runs in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     level: usize,
@@ -95,23 +85,23 @@ struct Key {
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     value: f64,
-    /// Where the first part ends, and its units.
+    /// End and units of the first part.
     end: usize,
     replicas: usize,
 }
 
-/// Entry `from * (units + 1) + used`: the run from place `from` to the end of the span on `used` units.
+/// Entry `from * (units + 1) + used`: the range from `from` to the end of the span on `used` units.
 struct Table {
-    /// With the first part being the first of its span.
+    /// The first part begins the span.
     first: Vec<Entry>,
-    /// With another part before it.
+    /// Another part precedes the first part.
     later: Vec<Entry>,
 }
 
 struct FitSearch<'a> {
     settings: &'a Fit<'a>,
     least: FitObjective,
-    /// Whether each set contains all before it.
+    /// True if each set contains all sets before it.
     is_line: bool,
     tables: HashMap<Key, Table>,
 }
@@ -132,7 +122,7 @@ impl FitSearch<'_> {
                 if !space.nested(from, end) {
                     continue;
                 }
-                // What the weights and saved tensors alone make too large does not fit with more ops either.
+                // If weights and saved tensors alone exceed the limit, longer ranges do not fit either.
                 if self.never_fits(from, end) {
                     if self.is_line {
                         break;
@@ -164,8 +154,8 @@ impl FitSearch<'_> {
         self.tables.insert(key, table);
     }
 
-    /// Whether neither this run fits nor any that has its ops, on any number of replicas: with more ops fewer tensors may go in and out,
-    /// and fewer parameters be shared with other stages, but nothing else is less.
+    /// Returns whether neither this range nor any superset fits on any number of replicas. Adding ops can only reduce
+    /// inputs, outputs, and parameters shared with other stages.
     fn never_fits(&self, from: usize, end: usize) -> bool {
         let FitObjective::Time { within } = self.least else { return false };
         let own = self.settings.line.holdings(from, end);
@@ -182,19 +172,19 @@ impl FitSearch<'_> {
                 zero: self.settings.zero,
                 optimizer_state: self.settings.optimizer_state,
                 schedule: self.settings.flow.schedule,
-                // With more replicas nothing may be put by.
+                // With more replicas, weight gradients may not be batched.
                 microbatches: 1,
             };
             holdings.held(&alone).total
         };
-        // At inner levels a run may be cut again; its ops fit or do not where they become a stage.
+        // At inner levels a range is cut further, and the check happens there.
         self.settings.levels.len() == 1
             && least(1, inside) > within
-            // Who shares with many holds least, of what no other stage holds.
+            // With ZeRO, many replicas need the least memory.
             && (self.settings.zero == 0 || least(u32::MAX, MemoryTerms { shared: 0, ..inside }) > within)
     }
 
-    /// Microseconds (or bytes) of one unit of the run [from, end), or infinity if it does not fit.
+    /// Microseconds (or bytes) of one unit for the range [from, end); infinity if it does not fit.
     fn inner(&mut self, key: Key, from: usize, end: usize, rest: usize, replicas: usize) -> f64 {
         if let Some(inner) = self.inner_key(key, end, rest, replicas) {
             self.prepare(inner);
@@ -289,7 +279,7 @@ mod tests {
     use crate::plan::problem::CostModel;
     use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 
-    /// Six ops in a row, with parameters of these bytes for each pair of ops.
+    /// A chain of six ops, with parameters of these bytes, each used by a pair of ops.
     fn graph(params: &[(u32, u32, u64)]) -> CostGraph {
         let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, saved_bytes: 3, out_bytes: 8, ..OpCost::default() };
         let tensor = |at| TensorCost {
@@ -310,8 +300,8 @@ mod tests {
         }
     }
 
-    /// All pairs of ops that may tie a parameter, all levels, with and without state: what is ruled out fits on no replicas, and neither does
-    /// what has its ops. Limits are those at which something just fits.
+    /// All tied pairs, ZeRO stages, and optimizer states: a range that `never_fits` rejects must not fit with any
+    /// replicas or as part of a longer range. The limits are the exact memory of some range.
     #[test]
     fn what_is_ruled_out_never_fits() {
         let passing = GradientBuffers::of(&levels("4:1GB/s").unwrap());

@@ -1,32 +1,30 @@
-//! The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.
+//! Module boundaries for frameworks that keep modules whole: top-level modules, or the items of a numbered list.
 //!
-//! `layers.3.attention.wq` is part of `layers.3`, `norm.weight` of `norm`. What only wraps a model is looked through: where layers are
-//! called `transformer.h.0`, `transformer` is no unit, and `transformer.wte` and `transformer.ln_f` are two.
+//! `layers.3.attention.wq` belongs to unit `layers.3`, and `norm.weight` to `norm`. Wrapper modules are no units: with
+//! `transformer.h.0`, the units are `transformer.h.0`, `transformer.wte` and `transformer.ln_f`.
 
 use crate::partition::search::fused_graph::FusedGraph;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What is known of a model's modules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Units {
-    /// Modules around numbered lists that are not of the first level.
+    /// Modules that enclose a numbered list below the first level.
     wrappers: BTreeSet<String>,
 }
 
 impl Units {
-    /// Those of a model with these module paths.
     pub fn of<'a>(modules: impl IntoIterator<Item = &'a str>) -> Units {
         let mut wrappers = BTreeSet::new();
         for module in modules {
             let parts = parts(module);
             let Some(number) = parts.iter().position(|part| is_number(part)) else { continue };
-            // The list itself is the part before its number.
+            // The list itself is the path component before its number.
             wrappers.extend((1..number).map(|count| parts[..count].join(".")));
         }
         Units { wrappers }
     }
 
-    /// The unit that a module is part of; empty for the model itself and for what wraps it.
+    /// The unit of a module; empty for the model itself and for its wrappers.
     pub fn name(&self, module: &str) -> String {
         let parts = parts(module);
         let mut name = String::new();
@@ -44,14 +42,12 @@ impl Units {
     }
 }
 
-/// The units that ops are of.
 pub struct Borders {
-    /// Those of each joined op: of what several devices share as one there may be many.
+    /// Units of each fused op; a fused op may span several.
     units: Vec<BTreeSet<usize>>,
 }
 
 impl Borders {
-    /// Those of a model.
     pub fn of(joined: &FusedGraph<'_>) -> Borders {
         let ops = &joined.full.ops;
         let names = Units::of(ops.iter().map(|op| op.module.as_str()));
@@ -67,7 +63,7 @@ impl Borders {
         Borders { units }
     }
 
-    /// Where an order of the joined ops can be cut without cutting a unit.
+    /// The positions in an order of fused ops where no unit is cut.
     pub fn ends(&self, order: &[u32]) -> Vec<usize> {
         let mut last: BTreeMap<usize, usize> = BTreeMap::new();
         for (at, &op) in order.iter().enumerate() {

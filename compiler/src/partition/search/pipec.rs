@@ -1,12 +1,12 @@
-//! The search under cost model `pipec`: stages in a row on the devices of a cluster, each in its own place.
+//! The search under cost model `pipec`: stages placed side by side on the devices of a cluster.
 //!
-//! Backwards from the end of the model everything that a stage costs by itself is known: the devices after it, and with them its
-//! place in the levels, its caps and its memory. So least values are worked out for every set and every number of devices from
-//! the end; `tables` does that. A run that does not fit in memory is recomputed in backward if that makes it fit, and left out if not.
+//! A backward dynamic program (`suffix_dp`) computes the smallest value for every down-set and number of remaining
+//! devices. Going backwards, the devices after a stage are known, and so are its position in the levels, its in-flight
+//! cap and its memory. A range that does not fit is recomputed if that makes it fit, and skipped otherwise.
 //!
-//! These values leave out what a stage cannot know by itself. Hence a second search, forward from the first stage, branch and
-//! bound with the tables as bounds on the rest: it prices every prefix exactly. Where it runs to its end the best is proven; where
-//! its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
+//! These values omit costs that depend on other stages, so they are lower bounds. A forward branch and bound
+//! (`branch_and_bound`) uses them to bound the rest and prices every prefix exactly. If it finishes, the result is
+//! optimal; if it runs out of steps, the result is the best pipeline found, with the bound of the tables.
 
 use crate::cluster::Level;
 use crate::partition::heterogeneous::device_ranges::{ALIKE, DeviceRanges};
@@ -18,104 +18,82 @@ use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
 use crate::plan::memory::MemoryMultipliers;
 use std::ops::RangeInclusive;
 
-/// What stages are allowed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rules {
-    /// Exactly so many stages.
     pub stages: Option<usize>,
-    /// At most so many.
     pub most_stages: Option<usize>,
-    /// Replicas of each stage; with `stages`.
+    /// Replicas of each stage; requires `stages`.
     pub replicas: Option<Vec<u32>>,
-    /// Replicas that all stages have.
+    /// Replica count common to all stages.
     pub equal: Option<u32>,
-    /// In-flight caps of each stage; with `stages`.
+    /// In-flight caps of each stage; requires `stages`.
     pub caps: Option<Vec<u32>>,
-    /// Ops and the stages that they stand in; with `stages`.
+    /// Ops with the stage they are pinned to; requires `stages`.
     pub pins: Vec<(u32, usize)>,
-    /// Whether a stage may be recomputed.
     pub recompute: bool,
 }
 
-/// A question to the search.
 #[derive(Clone, Debug)]
 pub struct PlacementQuery<'a> {
-    /// Where it may cut.
     pub places: &'a RangeCosts<'a>,
-    /// Levels of the cluster, innermost first.
     pub levels: &'a [Level],
-    /// The devices, and what any of them do together.
     pub fleet: &'a DeviceRanges,
-    /// Devices.
     pub devices: u32,
-    /// What is asked of time.
     pub asked: FlowQuery,
-    /// What decides how much is in flight.
     pub flow: ScheduleFlow,
-    /// With vertical sync, the first stage: one of so many replicas, with so much in flight at the most.
+    /// Assumed first stage, if memory depends on it: its replicas, and an upper bound on its in-flight count.
     pub first: First,
-    /// Bytes of optimizer state for each byte of weights.
+    /// Bytes of optimizer state per byte of weights.
     pub optimizer_state: f64,
-    /// The level of ZeRO of stages with replicas.
+    /// ZeRO stage for replicated stages.
     pub zero: u32,
-    /// Bytes on one device.
+    /// Bytes per device.
     pub memory_limit: Option<u64>,
-    /// Exactly so many devices, counted from a stage's first to the last of all; absent means any number.
+    /// Exact number of devices, from the first device of the first stage to the last device; `None` allows any number.
     pub exactly: Option<u32>,
-    /// What is allowed.
     pub rules: &'a Rules,
-    /// Steps that the forward search may take; 0 for the tables alone.
+    /// Step limit of the forward search; 0 uses the tables only.
     pub steps: u64,
 }
 
-/// Whose bytes are made least.
+/// Devices whose memory is minimised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryScope {
-    /// Those of every device, whatever it holds.
+    /// All devices, ignoring their own memory.
     All,
-    /// Those of every device, none being given more than it holds.
+    /// All devices, each within its own memory.
     Within,
-    /// Those of the devices of one class, whatever these hold; the others are given no more than they hold.
+    /// Devices of one class, ignoring their own memory; the others stay within theirs.
     Class(u32),
 }
 
-/// A stage that was found.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StagePlacement {
-    /// The set before it.
+    /// Index of the down-set before it.
     pub from: usize,
-    /// The set with it.
+    /// Index of the down-set that includes it.
     pub to: usize,
-    /// Its first device.
     pub first: u32,
-    /// Its replicas.
     pub replicas: u32,
-    /// Whether it is recomputed.
     pub recompute: bool,
 }
 
-/// What was found.
 #[derive(Clone, Debug)]
 pub struct PlacedPipeline {
-    /// The stages, first to last.
     pub seats: Vec<StagePlacement>,
-    /// The objective, exactly.
     pub us: f64,
-    /// No partition of these places is faster.
+    /// Lower bound for all partitions into these ranges.
     pub bound_us: f64,
-    /// Whether the search ran to its end.
     pub is_complete: bool,
-    /// Sets and steps looked at.
     pub states: u64,
 }
 
 impl PlacementQuery<'_> {
-    /// The best partition that is faster than `known_us`, which some partition reaches, or infinity; or a time that none beats. It
-    /// is infinite where it is shown that none is allowed and fits.
+    /// Returns the best partition faster than `known_us` (a time that some partition reaches, or infinity). The error
+    /// is a lower bound on all partitions; it is infinite if no partition is allowed and fits.
     pub fn solve(&self, known_us: f64) -> Result<PlacedPipeline, f64> {
         let known = known_us * (1.0 + 1e-9);
         let adds = self.asked.adds();
-        // What is busier than all that is known takes is in no partition that is better.
         let way = adds.then(|| self.table(Measure::Way, known));
         let least_way = way.as_ref().map_or(0.0, |way| self.least(way).0);
         if !least_way.is_finite() {
@@ -137,7 +115,7 @@ impl PlacementQuery<'_> {
         };
         if adds {
             offer(way.as_ref().and_then(|table| self.read(table)));
-            // The shortest ways among partitions whose busiest stage takes at most so much, the least of it first.
+            // Tries the smallest latency under rising limits on the busiest stage.
             let mut limit = least_busiest * (1.0 + 1e-9);
             for _ in 0..3 {
                 offer(self.read(&self.table(Measure::Way, limit)));
@@ -167,7 +145,7 @@ impl PlacementQuery<'_> {
         Ok(PlacedPipeline { seats: self.shifted(seats), us, bound_us, is_complete, states })
     }
 
-    /// The partition whose fullest stage takes the fewest bytes, of those that count; and that number.
+    /// The partition with the smallest peak memory on the devices in `counted`, and that peak in bytes.
     pub fn least_memory(&self, counted: MemoryScope) -> Option<(u64, Vec<StagePlacement>)> {
         let fleet_of = |memory: u64| match counted {
             MemoryScope::All => ALIKE.clone(),
@@ -190,7 +168,7 @@ impl PlacementQuery<'_> {
         Some((bytes as u64, self.shifted(seats)))
     }
 
-    /// A pipeline that leaves whole outermost units free begins at the first of the others.
+    /// Moves a pipeline that leaves whole outermost units unused to the first unit.
     fn shifted(&self, mut seats: Vec<StagePlacement>) -> Vec<StagePlacement> {
         if !self.fleet.is_alike() {
             return seats;
@@ -205,8 +183,8 @@ impl PlacementQuery<'_> {
         seats
     }
 
-    /// Devices that the last stage may leave unused after it. Where devices are alike they stand before the first as well; where they
-    /// differ a stage may want the last of one unit and the first of the next.
+    /// Number of devices that may stay unused after the last stage. Homogeneous devices can be left unused before the
+    /// first stage instead; with heterogeneous devices the position matters.
     pub fn unused_after(&self) -> u32 {
         match self.levels {
             [inner, _, ..] if !self.fleet.is_alike() => inner.count.saturating_sub(1).min(self.devices - 1),
@@ -214,12 +192,11 @@ impl PlacementQuery<'_> {
         }
     }
 
-    /// The most stages, where they are limited.
     pub fn layers(&self) -> Option<usize> {
         self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
     }
 
-    /// How many stages a whole partition may have, as layers of a table.
+    /// Possible stage counts of a whole partition, as table layers.
     pub fn finals(&self) -> RangeInclusive<usize> {
         match (self.rules.stages, self.layers()) {
             (Some(exactly), _) => exactly..=exactly,
@@ -228,12 +205,12 @@ impl PlacementQuery<'_> {
         }
     }
 
-    /// The devices that a whole partition may take.
+    /// Possible device counts of a whole partition.
     pub fn widths(&self) -> RangeInclusive<u32> {
         self.exactly.map_or(1..=self.devices, |exactly| exactly..=exactly)
     }
 
-    /// The replicas that a stage may have.
+    /// Possible replica counts of a stage.
     pub fn replicas(&self, stage: Option<usize>) -> RangeInclusive<u32> {
         match (&self.rules.replicas, self.rules.equal, stage) {
             (Some(list), _, Some(stage)) => list[stage]..=list[stage],
@@ -242,40 +219,38 @@ impl PlacementQuery<'_> {
         }
     }
 
-    /// The devices after a stage, where the replicas of all stages are given and none stays unused between them.
+    /// Number of devices after a stage, if all replicas are given and no device stays unused in between.
     pub fn rest(&self, stage: usize) -> Option<u32> {
         let later = self.rules.replicas.as_ref().filter(|_| self.levels.len() == 1)?.get(stage + 1..)?;
         Some(later.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas)))
     }
 
-    /// The place of a stage that has so many stages after it, where the number of stages is fixed.
+    /// Index of the stage at a table layer (layers count from the end), if the number of stages is fixed.
     pub fn stage(&self, layer: usize) -> Option<usize> {
         self.rules.stages.and_then(|stages| stages.checked_sub(layer))
     }
 
-    /// Whether all pins let a run be this stage.
     pub fn is_allowed(&self, from: usize, to: usize, stage: Option<usize>) -> bool {
         let Some(stage) = stage else { return true };
         let inside = |op: u32| self.places.has(to, op as usize) && !self.places.has(from, op as usize);
         self.rules.pins.iter().all(|&(op, wanted)| inside(op) == (wanted == stage))
     }
 
-    /// How fast the slowest of some devices is.
     pub fn pace(&self, first: u32, replicas: u32) -> f64 {
         self.fleet.pace(first, replicas)
     }
 
-    /// What a run computes at the least for one item: on the fastest devices.
+    /// Lower bound on the compute of a range for one microbatch: on the fastest device.
     pub fn least_us(&self, from: usize, to: usize) -> f64 {
         self.places.compute_us(from, to, self.asked.trains()) / self.fleet.fastest()
     }
 
-    /// The bytes that each of some devices may hold; none where that is not limited.
+    /// Memory limit of these devices in bytes; `None` if there is none.
     pub fn limit(&self, first: u32, replicas: u32) -> Option<u64> {
         self.fleet.memory(first, replicas).into_iter().chain(self.memory_limit).min()
     }
 
-    /// Whether a run is recomputed as such a stage; `None` if it does not fit either way.
+    /// Returns whether a stage must be recomputed; `None` if it does not fit either way.
     pub fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
         let first = self.devices - rest - replicas;
         let Some(limit) = self.limit(first, replicas) else { return Some(false) };
@@ -285,13 +260,12 @@ impl PlacementQuery<'_> {
         (self.rules.recompute && self.bytes(run, replicas, rest, true, stage) <= limit).then_some(true)
     }
 
-    /// Whether the run is recomputed as the stage at place `at`; `None` if it does not fit.
+    /// As [`PlacementQuery::recomputes`], for the stage at index `at`.
     pub fn chosen(&self, from: usize, to: usize, replicas: u32, rest: u32, at: usize) -> Option<bool> {
         let stage = self.rules.stages.map(|_| at);
         self.recomputes(&self.places.run(from, to), replicas, rest, stage)
     }
 
-    /// What one replica of such a stage holds.
     pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
         let position = Position { replicas, workers_after: rest };
         let rule = || self.flow.in_flight(position);
@@ -299,7 +273,7 @@ impl PlacementQuery<'_> {
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
         let own = Lanes { replicas, in_flight };
         let first = if run.is_first { First::Known(own) } else { self.first };
-        // A question is about some first stages; others are no answer to it.
+        // The query assumes a first stage; a different first stage is not allowed.
         let is_another = match self.first {
             First::Known(first) => in_flight > first.in_flight || replicas != first.replicas,
             First::Capped(cap) => in_flight > cap,
@@ -327,7 +301,7 @@ impl PlacementQuery<'_> {
         run.holdings.held(&multiples).total
     }
 
-    /// The objective of a whole partition, exactly.
+    /// The exact objective of a whole partition; `None` if it is not finite.
     fn price(&self, seats: &[StagePlacement]) -> Option<f64> {
         let mut prefix = Prefix::default();
         seats.iter().for_each(|seat| prefix.push(self, *seat));

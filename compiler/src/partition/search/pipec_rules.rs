@@ -1,8 +1,8 @@
-//! Planning under cost model `pipec`: which places and rules are searched, and what comes of it.
+//! Planning under cost model `pipec`: chooses the cuts and constraints to search, and collects the candidates.
 //!
-//! Two linear orders first, coarse and fine, because they are fast at any size and bound what follows; then every closed set, if
-//! there are not too many. Constraints become rules of the search: a pinned number of stages, equal replicas for frameworks that
-//! know no others, cuts at the borders of modules only.
+//! Linear orders come first, coarse and fine, because they are fast at any size and bound the rest; then all down-sets
+//! if there are few enough. User constraints become `Rules`: a pinned number of stages, equal replicas for frameworks
+//! that require them. Cuts may be restricted to module boundaries.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::explain::infeasible;
@@ -28,32 +28,32 @@ use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 
-/// The most places of a line, and of a coarse one.
+/// Largest number of cuts along an order: fine, and coarse.
 const MAX_PLACES: usize = 1000;
 const COARSE: usize = 48;
 
-/// Steps of the forward search over all closed sets, if they are few; fewer elsewhere.
+/// Steps of the forward search for at most `FEW` down-sets; a sixteenth elsewhere.
 const STEPS: u64 = 400_000;
 
-/// So many sets are few.
+/// Largest number of down-sets for the full number of steps.
 const FEW: usize = 2000;
 
-/// Steps for the tables of all orders at once, of about three nanoseconds.
+/// Steps for the tables over all device orders; about three nanoseconds each.
 const BLEND: f64 = 4e8;
 
-/// Steps that go into one order of devices where only the best of many orders are looked at closely.
+/// Steps per device order in the ranking of many orders.
 const GLANCE: f64 = 4e5;
 
-/// Up to so many devices each number of workers is a question of its own, where memory depends on it.
+/// Largest number of devices for which each worker count is searched separately, if memory depends on it.
 const MOST_WORKERS: u32 = 16;
 
-/// Up to so many first stages each is a question of its own, where memory depends on it.
+/// Largest number of first stages that are searched separately, if memory depends on them.
 const MOST_FIRSTS: usize = 24;
 
-/// The most stages among which a pinned plan is looked for.
+/// Largest number of stages tried for pinned ops.
 const MOST_PINNED: usize = 16;
 
-/// All candidates under the problem's constraints, the baselines that obey them among them.
+/// All candidates that satisfy the problem's constraints; includes the baselines if there are no constraints.
 pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
     let rules = rules(question)?;
@@ -63,7 +63,7 @@ pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Re
         let fits = |candidate: &&PlanCandidate| candidate.fits;
         let best = baselines.iter().filter(fits).map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
         search.found.candidates.extend(baselines.iter().cloned());
-        // What does all the work on all devices at once cannot be beaten.
+        // Optimal: the baseline spreads all compute over all devices.
         if problem.objective != Objective::Memory && best <= finish_plan::spread(problem) * (1.0 + 1e-9) {
             search.found.states = baselines.len() as u64;
             search.found.proven_us = Some(best);
@@ -88,7 +88,7 @@ fn keeps(problem: &Problem) -> Option<()> {
     problem.constraints.target.filter(|target| target.keeps_modules()).map(|_| ())
 }
 
-/// The sets of rules, one of which a plan must obey.
+/// The alternative sets of rules; a plan must satisfy one of them.
 fn rules(question: &SearchContext<'_>) -> Result<Vec<Rules>, ProblemError> {
     let problem = question.problem;
     let constraints = &problem.constraints;
@@ -159,7 +159,7 @@ impl Search<'_> {
         let problem = self.question.problem;
         let graph = &problem.graph;
         let mut known = known_us;
-        // Several orders of devices share the work.
+        // The budget is shared between the device orders.
         let SearchLimits { orders, depth, .. } = self.question.among;
         let orders = f64::from(orders);
         let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7) };
@@ -178,19 +178,19 @@ impl Search<'_> {
         let replicas = rules.iter().find_map(|rules| rules.replicas.clone()).unwrap_or_else(|| vec![1; pinned - 1]);
         let mut lines = linear_search::orders(graph);
         match depth {
-            // The last finishes one branch before it begins the next.
+            // The last order is depth-first.
             Depth::Glance => lines = lines.split_off(lines.len() - 1),
-            // The prefixes of lines are closed sets themselves.
+            // Prefixes of linear orders are down-sets themselves.
             Depth::Tables => lines.clear(),
             Depth::Whole => {}
         }
         let twice = |order: Vec<u32>| {
-            // Where many stages are fixed both have as few places as there may be.
+            // Skips the coarse pass if many fixed stages leave it as fine as the other one.
             let is_coarser = fine.max(pinned) > COARSE.max(pinned);
             let coarse = (depth == Depth::Whole && is_coarser).then(|| (order.clone(), fine.min(COARSE)));
             coarse.into_iter().chain([(order, fine)])
         };
-        // Pins may forbid it, and under the objective of memory no time says anything.
+        // Pins may forbid the balanced partition; with the memory objective its time is no bound.
         let is_timed = problem.objective != Objective::Memory && problem.constraints.pins.is_empty();
         let mut fixed_first = is_timed && problem.constraints.replicas.is_some() && replicas.len() > 1;
         for (order, places) in lines.into_iter().flat_map(twice) {
@@ -222,8 +222,8 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Offers stages of these replicas that take equally long, side by side: where many are fixed, a search that knows nothing looks long.
-    /// Gives its time where it fits, else infinity.
+    /// Offers the balanced partition for the given replicas, to bound a search with many fixed stages. Returns its time
+    /// if it fits, otherwise infinity.
     fn balanced(&mut self, order: &[u32], replicas: &[u32]) -> f64 {
         let problem = self.question.problem;
         let ends = linear_order::balanced(&problem.graph, order, replicas);
@@ -240,7 +240,7 @@ impl Search<'_> {
         us
     }
 
-    /// Searches one space under each set of rules.
+    /// Searches one list of down-sets under each set of rules.
     fn within(&mut self, space: &DownSets, rules: &[Rules], known: &mut f64, is_whole: bool) {
         let problem = self.question.problem;
         let places = RangeCosts::new(&problem.graph, space, GradientBuffers::of(&problem.cluster));
@@ -258,14 +258,14 @@ impl Search<'_> {
             if problem.objective == Objective::Memory {
                 let Some((bytes, seats)) = placing.least_memory(MemoryScope::All) else { continue };
                 self.offer(&places, &seats);
-                // Of all that take no more, the fastest.
+                // Then the fastest partition with this peak memory.
                 placing.memory_limit = Some(bytes);
                 self.found.states += places.len() as u64;
             }
             let free = *known;
             let PlacedPipeline { seats, us, bound_us, states, .. } = match placing.solve(free) {
                 Ok(seated) => seated,
-                // Nothing was found that is faster than what is known, or nothing fits.
+                // Nothing is faster than the known plan, or nothing fits.
                 Err(bound_us) => {
                     proven = proven.map(|least| least.min(bound_us));
                     continue;
@@ -278,13 +278,13 @@ impl Search<'_> {
             }
             proven = proven.map(|least| least.min(bound_us));
         }
-        // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
+        // On several levels, stages that are not side by side are not searched.
         let is_proof = is_whole
             && numbers.are_exact
             && problem.cluster.levels.len() == 1
             && problem.objective != Objective::Memory;
         self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
-        // Where something is known that fits, nobody asks what needs the least.
+        // The smallest memory is only needed for the infeasibility report.
         if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
             for placing in numbers.placings(problem, &places, &fleet, rules) {
                 let placing = PlacementQuery { memory_limit: None, ..placing };
@@ -295,7 +295,6 @@ impl Search<'_> {
         }
     }
 
-    /// Adds a candidate; says whether it fits.
     fn offer(&mut self, places: &RangeCosts<'_>, seats: &[StagePlacement]) -> bool {
         let problem = self.question.problem;
         let stages = seats.iter().map(|seat| (places.space.between(seat.from, seat.to), seat.replicas)).collect();
@@ -315,18 +314,17 @@ impl Search<'_> {
     }
 }
 
-/// The devices of a problem, whose memory is left out where it cannot matter.
+/// The devices of a problem, without their memory if it cannot matter.
 fn fleet(problem: &Problem) -> DeviceRanges {
     let fleet = DeviceRanges::of(&problem.cluster.classes);
     if build_plan::is_limited(problem) { fleet } else { fleet.boundless() }
 }
 
-/// The pipelines that are asked about, each by itself: those of so many workers, or with such a first stage.
+/// The separate searches: one per assumed worker count or first stage.
 ///
-/// Stages with split backwards hold as many items as there are workers in the whole pipeline, and with vertical sync as many versions as the
-/// first stage makes of them; neither is known before the end. So each is a question of its own, where there are few; else all devices
-/// count, or every number of items in flight at the first stage on however many replicas, which is too many, and a stage may be
-/// recomputed that need not be.
+/// With split backwards, a stage's memory depends on the number of workers in the whole pipeline. With vertical sync,
+/// weight versions depend on the first stage. A backward search knows neither, so each value is searched separately if
+/// there are few. Otherwise an upper bound is assumed, and some stages may be recomputed without need.
 struct Numbers {
     list: Vec<(Option<u32>, First)>,
     are_exact: bool,
@@ -350,7 +348,7 @@ impl Numbers {
         Numbers { list, are_exact }
     }
 
-    /// What is asked of some places under each set of rules and for each number.
+    /// The queries over these ranges, for each set of rules and each separate search.
     fn placings<'a>(
         &'a self,
         problem: &'a Problem,
@@ -393,17 +391,15 @@ impl Numbers {
     }
 }
 
-/// What one table for all orders of the devices tells.
 pub struct Blended {
-    /// The orders that it read, the most promising first.
+    /// The orders, most promising first.
     pub orders: Vec<Sequence>,
-    /// No partition on any order is faster; 0 where not all were looked at, infinite where it is shown that none fits.
+    /// Lower bound for all orders; 0 if the search was incomplete, infinite if no plan fits.
     pub bound_us: f64,
-    /// Whether it went over all closed sets.
     pub is_whole: bool,
 }
 
-/// Looks for the best orders of the devices of one level, by tables for all of them; `None` where these would be too large.
+/// Searches all device orders of one level with a common table; `None` if the table would be too large.
 pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<Blended>, ProblemError> {
     let problem = question.problem;
     let graph = &problem.graph;
@@ -447,7 +443,7 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
     for placing in numbers.placings(problem, &places, &fleet, &rules) {
         let solved = counts.solve(&placing, known_us);
         bound_us = bound_us.min(solved.bound_us);
-        // What was found takes no less than its bound, and may take more: only what is known leaves others out.
+        // The table's value may be below the true time, so only `known_us` prunes.
         known_us = known_us.min(question.among.known_us);
         orders.push((solved.bound_us, solved.orders));
     }
@@ -477,20 +473,19 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
     Ok(Some(Blended { orders: once, bound_us: if is_bound { bound_us } else { 0.0 }, is_whole }))
 }
 
-/// The most closed sets that are searched.
+/// Largest number of down-sets that may be searched.
 fn affordable(question: &SearchContext<'_>, rules: &[Rules]) -> usize {
     let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
     let orders = f64::from(question.among.orders);
     largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8)
 }
 
-/// Whether the search over all closed sets is affordable, in as many orders of the devices as the question says.
+/// Returns whether all down-sets can be searched in every device order.
 pub fn affords_all(question: &SearchContext<'_>) -> Result<bool, ProblemError> {
     let most = affordable(question, &rules(question)?);
     Ok(DownSets::grow(&question.problem.graph, CostModel::Paper, Growth::All, most).is_some())
 }
 
-/// A glance's steps: how much less than a whole search it is.
 pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> {
     let most = (question.problem.graph.ops.len() + 1).min(COARSE);
     let rules = rules(question)?;
@@ -498,12 +493,11 @@ pub fn glance_effort(question: &SearchContext<'_>) -> Result<f64, ProblemError> 
     Ok(effort(question.problem, &rules, places))
 }
 
-/// The steps of a search over so many places.
 fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     let (places, devices) = (places as f64, f64::from(problem.cluster.devices()));
     let one = |rules: &Rules| {
         let choices = match (rules.equal, &rules.replicas) {
-            // The workers after a stage are given with those of each, and what is left are a few checks.
+            // Given replicas fix the workers after each stage; only a few checks remain.
             (_, Some(_)) if problem.cluster.levels.len() == 1 => devices.min(8.0),
             (None, None) => devices * devices / 2.0,
             _ => devices,
@@ -511,7 +505,7 @@ fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
         let layers = rules.stages.or(rules.most_stages).unwrap_or(1) as f64;
         places * places / 2.0 * choices * layers
     };
-    // Under a flush nothing tells how many devices a run needs at least, and several tables are filled.
+    // With flushes nothing bounds the devices of a range from below, and several tables are filled.
     let loose = if build_plan::asked(problem).adds() { 8.0 } else { 1.0 };
     let questions = Numbers::of(problem).list.len() as f64;
     questions * loose * rules.iter().map(one).sum::<f64>()

@@ -1,8 +1,8 @@
-//! What every run between two places to cut computes, holds and exchanges with the others, exactly.
+//! Exact time, memory and traffic of every range between two down-sets.
 //!
-//! A [`DownSets`] knows what crosses a cut. A run needs more: of the tensors that cross the cut before it, those that it reads; of
-//! those that cross the cut after it, those that it makes; and each parameter once, however many of its ops use it. Few
-//! tensors cross any cut, so they are listed for every place and gone through for every run.
+//! [`DownSets`] only knows which bytes cross a cut. A range also needs: the crossing tensors that it reads, those that
+//! it produces, and each parameter once even if several ops use it. Few tensors cross a cut, so each set lists its
+//! crossing tensors, and each range scans that list.
 
 use crate::partition::search::downsets::DownSets;
 use crate::partition::search::largest_in_range::Ranking;
@@ -12,76 +12,68 @@ use crate::profile::arena::{Arena, ArenaPosition, Needs, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 use std::ops::Range;
 
-/// The places of a space with their sums.
 #[derive(Clone, Debug)]
 pub struct RangeCosts<'a> {
-    /// The graph.
     pub graph: &'a CostGraph,
-    /// The space.
     pub space: &'a DownSets,
     words: usize,
     bits: Vec<u64>,
     forward: Vec<f64>,
     backward: Vec<f64>,
-    /// Bytes of the parameters that one op uses.
+    /// Bytes of parameters with a single user.
     weights: Vec<u64>,
-    /// The same of the sums of their gradients.
+    /// Bytes of the gradient sums of those.
     summed: Vec<u64>,
-    /// The same of their masters.
+    /// Bytes of the master weights of those.
     masters: Vec<u64>,
-    /// Bytes of sums of the parameters that each op uses, summed up.
+    /// Bytes of gradient sums, counted once per use of a parameter.
     terms: Vec<u64>,
     saved: Vec<u64>,
-    /// Parameters that several ops use.
     tied: Vec<usize>,
-    /// What split backwards keep between their halves.
+    /// Bytes kept between the input-gradient and the weight-gradient pass.
     halves: Vec<u64>,
-    /// What decides the places of gradients on their way.
+    /// Determines whether output gradients need a second buffer.
     passing: GradientBuffers,
-    /// The tensors that each op makes.
     made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
     crossing: Vec<Vec<u32>>,
-    /// Ops by the bytes of parameters that they use, and that they need.
+    /// Ops ranked by the bytes of their parameters, and by those of parameters and gradient sums needed at the same
+    /// time.
     by_use: Ranking,
     by_need: Ranking,
-    /// What each op needs of an arena.
     needs: Vec<Needs>,
     flows: Flows,
-    /// Whether gradients of several items at once make any difference.
+    /// True if batched weight gradients change any arena.
     is_joint: bool,
-    /// By way ops by what they need of an arena within a run.
+    /// For each `Way`: ops ranked by their arena bytes inside a range.
     by_arena: [Ranking; 4],
-    /// What is put by where gradients of several items are made at once.
+    /// Bytes buffered for batched weight gradients.
     put_by: Vec<u64>,
 }
 
-/// One run.
+/// The ops between two nested down-sets: a possible stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Run {
-    /// Forward microseconds of an item.
+    /// Per microbatch.
     pub forward_us: f64,
-    /// Backward microseconds of an item.
+    /// Per microbatch.
     pub backward_us: f64,
-    /// Bytes that come in; each tensor once.
+    /// Bytes of input tensors, each counted once.
     pub in_bytes: u64,
-    /// Bytes of the tensors that go out, each once, however many stages will read it.
+    /// Bytes of output tensors, each counted once, regardless of the number of reader stages.
     pub out_bytes: u64,
-    /// What it holds.
     pub holdings: MemoryTerms,
-    /// Whether nothing comes before it.
+    /// True if it begins at the empty set.
     pub is_first: bool,
 }
 
 impl Run {
-    /// The same on devices that are so many times as fast.
     pub fn at(self, pace: f64) -> Run {
         Run { forward_us: self.forward_us / pace, backward_us: self.backward_us / pace, ..self }
     }
 }
 
 impl<'a> RangeCosts<'a> {
-    /// Sums up the places of `space`.
     pub fn new(graph: &'a CostGraph, space: &'a DownSets, passing: GradientBuffers) -> RangeCosts<'a> {
         let ops = graph.ops.len();
         let words = ops.div_ceil(64);
@@ -128,7 +120,7 @@ impl<'a> RangeCosts<'a> {
             places.made[tensor.producer.index()].push(at as u32);
         }
         for set in 1..count {
-            // Along a line each set adds to the one before; among closed sets one starts anew where it does not.
+            // Along an order each set extends the previous one; otherwise sums start from the empty set.
             let base = if space.nested(set - 1, set) { set - 1 } else { 0 };
             let added = space.between(base, set);
             places.bits.copy_within(base * words..(base + 1) * words, set * words);
@@ -156,28 +148,24 @@ impl<'a> RangeCosts<'a> {
         places
     }
 
-    /// Number of places.
     pub fn len(&self) -> usize {
         self.forward.len()
     }
 
-    /// Whether there is nothing but the empty set.
     pub fn is_empty(&self) -> bool {
         self.len() < 2
     }
 
-    /// Whether an op is in a set.
     pub fn has(&self, set: usize, op: usize) -> bool {
         self.bits[set * self.words + op / 64] >> (op % 64) & 1 == 1
     }
 
-    /// Whether set `inner` is contained in set `outer`, which comes after it.
     pub fn nested(&self, inner: usize, outer: usize) -> bool {
         let words = |set: usize| &self.bits[set * self.words..(set + 1) * self.words];
         words(inner).iter().zip(words(outer)).all(|(inner, outer)| inner & !outer == 0)
     }
 
-    /// Ops of which none is left out that a run has.
+    /// A range of op ids, rounded to words of 64, that contains the ops of the range.
     fn span(&self, from: usize, to: usize) -> Range<usize> {
         let has_any = |&word: &usize| self.bits[to * self.words + word] & !self.bits[from * self.words + word] != 0;
         let first = (0..self.words).find(has_any).unwrap_or(0);
@@ -189,13 +177,12 @@ impl<'a> RangeCosts<'a> {
         self.graph.tensors[tensor as usize].consumers.iter().any(|to| !self.has(set, to.index()))
     }
 
-    /// Compute of a run, in microseconds for one item: forward and backward, or forward alone.
+    /// Compute of a range in microseconds per microbatch: forward and backward, or forward only.
     pub fn compute_us(&self, from: usize, to: usize, trains: bool) -> f64 {
         let forward = self.forward[to] - self.forward[from];
         if trains { forward + self.backward[to] - self.backward[from] } else { forward }
     }
 
-    /// The tensors that come into the run from set `from` to set `to`.
     pub fn inputs(&self, from: usize, to: usize) -> impl Iterator<Item = u32> + '_ {
         let reads = move |tensor: &&u32| {
             let mut consumers = self.graph.tensors[**tensor as usize].consumers.iter();
@@ -204,7 +191,7 @@ impl<'a> RangeCosts<'a> {
         self.crossing[from].iter().filter(reads).copied()
     }
 
-    /// Whether a tensor is the first of an op of which nothing is read before the cut after a set, and something after it.
+    /// Returns whether a tensor is the first crossing output of an op whose outputs are read only after the cut.
     fn is_first_of_sent(&self, tensor: u32, set: usize) -> bool {
         let producer = self.graph.tensors[tensor as usize].producer.index();
         if self.graph.ops[producer].arriving_bytes == 0 {
@@ -216,13 +203,12 @@ impl<'a> RangeCosts<'a> {
         tensors.iter().find(|tensor| self.leaves(**tensor, set)) == Some(&tensor) && !tensors.iter().any(read)
     }
 
-    /// The ways whose arenas may differ.
     fn ways(&self) -> impl Iterator<Item = Way> + use<> {
         let is_joint = self.is_joint;
         Way::ALL.into_iter().filter(move |way| is_joint || !way.is_joint)
     }
 
-    /// What the arena of a run holds at the op that needs most.
+    /// Arena bytes at the op that needs most.
     fn arena(&self, from: usize, to: usize, span: &Range<usize>) -> Arena {
         let inside = |op: usize| self.has(to, op) && !self.has(from, op);
         let most = |way: Way| {
@@ -242,7 +228,6 @@ impl<'a> RangeCosts<'a> {
         Arena::by(|way| found[Way { is_joint: way.is_joint && self.is_joint, ..way }.index()])
     }
 
-    /// The run from set `from` to set `to`.
     pub fn run(&self, from: usize, to: usize) -> Run {
         let bytes = |tensor: u32| self.graph.tensors[tensor as usize].bytes;
         let in_bytes = self.inputs(from, to).map(bytes).sum();
@@ -250,7 +235,7 @@ impl<'a> RangeCosts<'a> {
         let out_bytes = self.crossing[to].iter().copied().filter(made).map(bytes).sum();
         let sent = self.crossing[to].iter().filter(|tensor| made(tensor) && self.graph.is_only_sent(**tensor as usize));
         let sent = sent.copied().map(bytes).sum();
-        // A gradient that comes from another stage as it is lies between no halves.
+        // A gradient that arrives unchanged from another stage is not kept between the two backward passes.
         let whole = self.crossing[to].iter().filter(|tensor| made(tensor) && self.is_first_of_sent(**tensor, to));
         let producer = |tensor: &u32| self.graph.tensors[*tensor as usize].producer.index();
         let arriving: u64 = whole.map(|tensor| self.graph.ops[producer(tensor)].arriving_bytes).sum();

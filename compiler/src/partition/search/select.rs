@@ -1,8 +1,8 @@
-//! Which of the candidates becomes the plan: the programs of the best by the equations are played.
+//! Final selection: simulates the best candidates and chooses the plan.
 //!
-//! The searches count the in-flight caps of the schedule's rule. Where those keep the busiest stage waiting, and memory lets them rise
-//! no further, other stages may be faster that leave more of it free. So the same is asked again with room for more items in every
-//! stage, as long as the equations of the answer promise less time than the best program takes.
+//! The searches assume the in-flight caps of the schedule's rule. If these caps keep the busiest stage waiting and
+//! memory does not allow higher ones, other partitions with more free memory may be faster. So the search is repeated
+//! with memory reserved for more in-flight microbatches, while the estimate is below the simulated time.
 
 use crate::partition::planner::{Partitioner, PlannerOptions, order};
 use crate::partition::search::build_plan;
@@ -13,21 +13,22 @@ use crate::partition::search::pipec_rules;
 use crate::partition::search::simulate_candidate::{Played, played};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 
-/// Candidates whose programs are played beside that of the best by the equations; and under a flush, whose equations tell less.
+/// Number of candidates that are simulated besides the best one, and the number for flushed schedules, whose estimates
+/// are less exact.
 const MOST_PLAYED: usize = 4;
 const MOST_FLUSHED: usize = 8;
 
-/// A program that takes less than this part of another's time is preferred to it.
+/// A candidate must be faster than another by this factor to be preferred.
 const CLEARLY: f64 = 0.995;
 
-/// What part of the equations' time the program of a flush may take.
+/// Smallest assumed ratio of the simulated time to the estimate for flushed schedules.
 const LEAST_OF_EQUATIONS: f64 = 0.6;
 
-/// For how many more items than the rule's room is asked for.
+/// Largest number of extra in-flight microbatches that memory is reserved for.
 const MOST_ROOM: u32 = 4;
 
-/// The best that fits, and what its program takes: by the equations, unless the program of another takes clearly less time. What was
-/// not chosen is left in `found`.
+/// Returns the best candidate and its simulation. Another candidate replaces the best estimate only if its simulated
+/// time is clearly smaller. The others stay in `found`.
 pub fn best(
     problem: &Problem,
     question: &SearchContext<'_>,
@@ -41,7 +42,7 @@ pub fn best(
         return (chosen, known);
     }
     let mut best = (chosen, known);
-    // The equations never say less than such a program takes, but those of a flush may say more.
+    // Without flushes the estimate never exceeds the simulated time; with flushes it may.
     let (least, most) = match problem.schedule.is_continuous() {
         true => (1.0, MOST_PLAYED),
         false => (LEAST_OF_EQUATIONS, MOST_FLUSHED),
@@ -65,7 +66,7 @@ pub fn best(
     }
     for room in 1..=MOST_ROOM {
         let (candidate, known) = &best;
-        // Where nothing lacks memory, caps have risen as far as they help.
+        // If memory is not the limit, the caps already are as high as useful.
         if !known.lacks_memory || candidate.minibatch_us >= ENOUGH * known.minibatch_us {
             break;
         }
@@ -76,7 +77,8 @@ pub fn best(
     relieved(question, best, play)
 }
 
-/// The same with no stage recomputed that fits as it is under the caps that were chosen: room for more items was not used up everywhere.
+/// Turns off recomputation in stages that fit without it under the chosen caps; reserved memory may not be used up
+/// everywhere.
 fn relieved(
     question: &SearchContext<'_>,
     (candidate, played): (PlanCandidate, Played),
@@ -99,12 +101,12 @@ fn relieved(
     if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
 }
 
-/// What is found with room for so many more items in every stage that promises less than what is known; the best first.
+/// Candidates found with memory reserved for `room` more microbatches and an estimate below `known_us`; best first.
 fn roomier(question: &SearchContext<'_>, room: u32, known_us: f64, found: &mut SearchResult) -> Vec<PlanCandidate> {
     let problem = Problem { room, ..question.problem.clone() };
     let among = SearchLimits { known_us, ..question.among };
     let asked = SearchContext { problem: &problem, among, ..*question };
-    // What the baselines promise by the equations is no reason to look no further.
+    // The baselines must not stop the search early.
     let mut baselines = question.baselines();
     baselines.iter_mut().for_each(|baseline| baseline.fits = false);
     let Ok(more) = pipec_rules::found(&asked, &baselines) else { return Vec::new() };
@@ -119,8 +121,8 @@ fn roomier(question: &SearchContext<'_>, room: u32, known_us: f64, found: &mut S
     candidates
 }
 
-/// Has the programs of baselines played whose equations may say more than those take, under a flush, or that would seem faster than the
-/// plan by the equations alone.
+/// Simulates the baselines whose estimates are not comparable: all under a flush, otherwise those that seem faster than
+/// the plan.
 pub fn play_baselines(
     problem: &Problem,
     question: &SearchContext<'_>,

@@ -1,12 +1,11 @@
-//! What a candidate takes when its own program runs: its in-flight caps are chosen, and the program is played.
+//! Simulates a candidate: chooses its in-flight caps and runs its schedule.
 //!
-//! The searches compare plans by the equations of the cost model, which can be summed stage by stage. Those leave out that caps may
-//! keep the busiest stage waiting, and take filling and draining of every flush as that of 1F1B over equal stages. Here the caps are
-//! chosen, the program is made and played, and what it takes is what a plan predicts.
+//! The searches compare plans with the closed-form cost model. It ignores that caps may keep the busiest stage waiting,
+//! and it assumes the fill and drain time of 1F1B with equal stages. The predicted time T of a plan is therefore:
 //!
 //! ```text
-//! never flushed   T = the equations, or the program where it takes longer by more than caps are allowed to cost
-//! flushed         T = the program
+//! without flushes   the closed form, or the simulated time if it is larger by more than 1 - ENOUGH
+//! with flushes      the simulated time
 //! ```
 
 use crate::partition::dp::nested_partition::Shape;
@@ -22,34 +21,30 @@ use crate::simulate::inference;
 use crate::simulate::one_f_one_b_rr::Steady;
 use crate::simulate::step_time;
 
-/// How the bottleneck is told where caps keep the busiest stage waiting.
+/// Text of the bottleneck if in-flight caps keep the busiest stage waiting.
 const HELD: &str = "the in-flight caps";
 
-/// The same where transfers do, which begin when the buffers of those before are free.
+/// Text of the bottleneck if transfers do; a transfer waits until the buffer of an earlier one is free.
 const WAITS: &str = "waiting for transfers";
 
-/// Whether a bottleneck was told from what was played, and not by the judge.
+/// Returns whether a bottleneck comes from the simulation and not from the plan checker.
 pub fn tells(bottleneck: &str) -> bool {
     bottleneck.starts_with(HELD) || bottleneck.starts_with(WAITS)
 }
 
-/// Caps, and what the stages take with them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Played {
-    /// In-flight caps of each stage.
     pub caps: Vec<u32>,
-    /// Microseconds of one minibatch.
     pub minibatch_us: f64,
-    /// What keeps the busiest stage waiting, if anything does.
+    /// The reason why the busiest stage waits, if it does.
     pub held: Option<String>,
-    /// What the reader should know of it.
     pub warning: Option<String>,
-    /// Whether caps were left lower than would have helped, for want of memory.
+    /// True if higher caps would help but do not fit in memory.
     pub lacks_memory: bool,
 }
 
-/// What stages take that the equations give `objective_us`, with the caps of their schedule's rule, or better ones. Nothing is played
-/// without `efficiency`.
+/// Simulates a candidate whose closed-form time is `objective_us`, with chosen caps or the rule's. Returns the closed
+/// form if `efficiency` is `None`.
 pub fn played(
     problem: &Problem,
     shape: &Shape,
@@ -68,7 +63,7 @@ pub fn played(
     };
     let is_auto = problem.in_flight == InFlight::Auto;
     let mut share = 1.0;
-    // Chunks are worked on in a fixed order, which says how many items are in flight.
+    // Interleaved schedules have a fixed order, which determines the in-flight counts.
     if in_flight::matters(problem) && is_auto && problem.chunks == 1 {
         let chosen = in_flight::choose(problem, shape, spots, efficiency);
         (played.caps, share, played.lacks_memory) = (chosen.caps, chosen.share, chosen.lacks_memory);
@@ -79,7 +74,8 @@ pub fn played(
     let by_steady = if is_starved && share > 0.0 { objective_us / share } else { objective_us };
     let percent = |us: f64| if us > 0.0 { objective_us / us * 100.0 } else { 100.0 };
     if problem.cost != CostModel::Pipec {
-        // Those equations are compared with the literature, whose links are others than the program's.
+        // The models `paper` and `pipedream` assume other links than the simulation and are compared with the
+        // literature.
         if is_starved && played.lacks_memory {
             played.minibatch_us = by_steady;
             played.warning = Some(told("within memory the", percent(by_steady)));
@@ -91,7 +87,7 @@ pub fn played(
         return played;
     }
     let Some(pipeline) = pipeline(problem, shape, spots, &played.caps) else { return played };
-    // One stage on its own has no other chunk to take turns with.
+    // A single stage has no other chunk to alternate with.
     let is_whole = pipeline.stages.len() == 1 && problem.schedule.has_chunks();
     let program = if is_whole { Some(Schedule::OneFOneB) } else { schedule_of(problem.schedule).ok() };
     let program = program.and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok().flatten());
@@ -101,10 +97,10 @@ pub fn played(
         }
         return played;
     }
-    // A pipeline that is too large for its program is taken as its rule was played.
+    // A pipeline too large for a full simulation uses the steady-state result.
     let mut us = program.unwrap_or(by_steady);
     if is_auto && !is_starved && program.is_some() && objective_us < in_flight::ENOUGH * us {
-        // The program waits where the rule alone did not: it may need more.
+        // The schedule waits although the steady state did not; higher caps may help.
         let programmed = |_: &[Stage], _: &[Edge], caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
         let more = in_flight::more(problem, shape, spots, &played.caps, &programmed);
         if more.share > 0.0 {
@@ -123,7 +119,7 @@ pub fn played(
             played.warning = Some(told(which, percent(us)));
             played.held = Some(format!("{HELD}{why}"));
         } else {
-            // A program has fewer buffers than a play of the rule alone, which has one for each transfer.
+            // The schedule has fewer transfer buffers than the steady-state simulation, which has one per transfer.
             let percent = percent(us);
             let what = "waiting for transfers lets this plan reach";
             played.warning = Some(format!("{what} {percent:.0} % of what its busiest stage or link would let it"));
@@ -151,7 +147,7 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u
     pipeline_of(&problem.cluster.levels, &stages, &edges, caps).ok()
 }
 
-/// The steady state of schedules whose rule is not 1F1B's. One that cannot be played is taken as never waiting.
+/// Steady state of schedules that do not follow 1F1B; assumed free of waits if it cannot be simulated.
 fn own_steady(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
     let steady = pipeline.and_then(|pipeline| match problem.schedule {
@@ -161,14 +157,14 @@ fn own_steady(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32])
     steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
 }
 
-/// How the program runs under caps. Which of them hold it back is not known: any may.
+/// Efficiency of the full schedule under these caps. The limiting caps are unknown, so all are marked as held.
 fn programmed(problem: &Problem, pipeline: &Pipeline, objective_us: f64, caps: &[u32]) -> Steady {
     let held = vec![true; caps.len()];
     let pipeline = pipeline.clone().with_caps(caps);
     let us = schedule_of(problem.schedule)
         .ok()
         .and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok()?);
-    // A program is many times as long as a play of the rule alone, and never shorter than a few hundred items.
+    // A full schedule costs many times a steady-state simulation, at least that of a few hundred microbatches.
     let pieces = 40 * 720 * caps.len() as u64;
     Steady { share: us.map_or(0.0, |us| if us > 0.0 { objective_us / us } else { 1.0 }), held, pieces }
 }

@@ -1,13 +1,13 @@
-//! Least values of everything that a pipeline can end with, worked out backwards: the tables of `placed`.
+//! Backward dynamic program for the search in `pipec`: smallest values over all pipeline suffixes.
 //!
 //! ```text
 //! B(i, w) = min over j, r of  max( busiest(i..j, r, w),  B(j, w - r) )
-//! S(i, w) = min over j, r of       way(i..j, r, w)     + S(j, w - r)         where a sum is part of the objective
+//! S(i, w) = min over j, r of   latency(i..j, r, w)     + S(j, w - r)      if latency is part of the objective
 //! ```
 //!
-//! i is a set, w the devices from the run's first to the last of all. What a stage cannot know by itself is left out of these
-//! values, so that they are never above the truth: that two later stages may read the same tensor, how far a neighbour reaches
-//! beyond a level, who else sends over a shared port.
+//! i is a down-set, w the number of devices from the first of the range to the last of the cluster. Values are lower
+//! bounds, because they omit costs that depend on other stages: a tensor read by two later stages, the interconnect
+//! level of a neighbour, other traffic on a shared port.
 
 use crate::partition::search::pipec::{PlacementQuery, StagePlacement};
 use crate::partition::search::range_costs::Run;
@@ -15,42 +15,38 @@ use crate::plan::cost_estimate::{Message, PlacedStage, StageLoad};
 use crate::plan::links::Wire;
 use std::collections::HashMap;
 
-/// Paces of which the shares of one run are kept.
+/// Number of device speeds for which the loads of one range are cached.
 const MOST_PACES: usize = 8;
 
-/// What a run takes at some paces, not recomputed and recomputed, as far as it was asked.
+/// Loads of a range by device speed, without and with recomputation; filled on demand.
 type Paced = Vec<(f64, [Option<StageLoad>; 2])>;
 
-/// What the tables hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
-    /// The busiest stage.
     Busiest,
-    /// One item's way.
+    /// Latency of one microbatch.
     Way,
-    /// Bytes of the fullest stage.
     Bytes,
-    /// Stages, none busier than the limit.
+    /// Number of stages, none busier than the limit.
     Stages,
-    /// As `Busiest`, with links as they are most likely to be. No bound.
+    /// Like `Busiest`, with the most likely link levels; not a lower bound.
     Likely,
 }
 
-/// One entry of a table.
 #[derive(Clone, Copy)]
 pub struct Entry {
     value: f64,
     to: u32,
-    /// Replicas; 0 where devices up to the next unit stay unused.
+    /// Replicas; 0 if the devices up to the next unit boundary stay unused, which is then in `to`.
     replicas: u32,
 }
 
-/// Entry `(layer · sets + from) · (devices + 1) + w`. With layers, layer t is of exactly t stages.
+/// Entry `(layer · sets + from) · (devices + 1) + w`. In a layered table, layer t has exactly t stages.
 pub struct Table {
     entries: Vec<Entry>,
     sets: usize,
     width: usize,
-    /// Whether it has layers.
+    /// True if there is one layer per number of stages.
     pub layered: bool,
 }
 
@@ -59,14 +55,14 @@ impl Table {
         (if self.layered { layer * self.sets + set } else { set }) * self.width + w
     }
 
-    /// The least value of the run from a set to the end on so many devices.
+    /// The smallest value from a set to the end on `w` devices.
     pub fn value(&self, layer: usize, set: usize, w: usize) -> f64 {
         self.entries[self.at(layer, set, w)].value
     }
 }
 
 impl PlacementQuery<'_> {
-    /// Works out a table. What is busier than the limit is left out.
+    /// Fills a table; omits stages busier than `limit`.
     pub fn table(&self, measure: Measure, limit: f64) -> Table {
         let (sets, devices) = (self.places.len(), self.devices as usize);
         let (whole, width) = (sets - 1, devices + 1);
@@ -81,7 +77,7 @@ impl PlacementQuery<'_> {
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
         let mut known: Paced = Vec::with_capacity(MOST_PACES);
-        // Where replicas are given and all devices are on one level, a run costs in every layer what it costs in one.
+        // With given replicas on a single level, the load of a range is the same in every layer.
         let keeps = table.layered && self.levels.len() == 1 && self.rules.replicas.is_some();
         let mut runs: HashMap<(usize, usize), Run> = HashMap::new();
         let mut shares: HashMap<(usize, usize, u32), Paced> = HashMap::new();
@@ -93,7 +89,7 @@ impl PlacementQuery<'_> {
             let weight = self.asked.weight(*self.replicas(stage).end());
             for from in starts.rev() {
                 let before = self.needs(self.least_us(0, from), capped).max(u32::from(from > 0));
-                // Every stage that comes needs a set of its own.
+                // Each later stage needs at least one more set.
                 let last = if table.layered { whole.saturating_sub(layer - 1) } else { whole };
                 for to in from + 1..=last {
                     let compute = self.least_us(from, to);
@@ -168,7 +164,7 @@ impl PlacementQuery<'_> {
         table
     }
 
-    /// A run may begin at the border of a unit, with the last devices of the unit before it unused.
+    /// Allows a range to begin at a unit boundary and leave the last devices of the unit before it unused.
     fn leave_units_free(&self, table: &mut Table, layer: usize, set: usize) {
         let [inner, _, ..] = self.levels else { return };
         let unit = inner.count.max(1) as usize;
@@ -182,7 +178,7 @@ impl PlacementQuery<'_> {
         }
     }
 
-    /// The least value of a whole partition, and the layer and the devices at which it stands.
+    /// The smallest value of a whole partition, with its layer and number of devices.
     pub fn least(&self, table: &Table) -> (f64, (usize, usize)) {
         let mut best = (f64::INFINITY, (0, 0));
         for layer in self.finals() {
@@ -200,7 +196,7 @@ impl PlacementQuery<'_> {
         best
     }
 
-    /// The stages that a table's best value stands for.
+    /// Reconstructs the stages of a table's best value.
     pub fn read(&self, table: &Table) -> Option<Vec<StagePlacement>> {
         let (value, (mut layer, mut w)) = self.least(table);
         if !value.is_finite() {
@@ -225,18 +221,18 @@ impl PlacementQuery<'_> {
         Some(seats)
     }
 
-    /// Devices that the compute of a run needs if none may be busier than the limit.
+    /// Smallest number of devices for a range if no device may be busier than `limit`.
     fn needs(&self, compute_us: f64, limit: f64) -> u32 {
         if self.asked.latency || !self.asked.schedule.is_continuous() || !limit.is_finite() {
             return 0;
         }
-        // Under 2BW the limit is that of all items of a minibatch.
+        // Under 2BW the limit covers all microbatches of a minibatch.
         let need = (compute_us * self.asked.link_weight() / limit * (1.0 - 1e-9)).ceil();
         if need.is_nan() { 0 } else { need as u32 }
     }
 
-    /// What a run costs as a stage of so many replicas before `rest` devices: `None` if it does not fit.
-    #[allow(clippy::too_many_arguments)] // The innermost step of the search; a struct for it would be built at every step.
+    /// Cost of a range as a stage with these replicas and `rest` devices after it; `None` if it does not fit.
+    #[allow(clippy::too_many_arguments)] // Innermost loop; a struct would be built at every step.
     fn part(
         &self,
         measure: Measure,
@@ -261,7 +257,7 @@ impl PlacementQuery<'_> {
         let recompute = self.recomputes(run, replicas, rest, stage)?;
         let pace = self.pace(self.devices - rest - replicas, replicas);
         let share = || self.share(measure, run, (from, to), replicas, rest, recompute, pace);
-        // On one level only the pace of its devices tells one place of a stage from another.
+        // On a single level the load depends on the devices only through their speed.
         let share = match self.levels.len() {
             1 => {
                 let at = known.iter().position(|known| known.0 == pace).unwrap_or_else(|| {
@@ -278,7 +274,7 @@ impl PlacementQuery<'_> {
         Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes: 0 })
     }
 
-    /// What a run costs as a stage of so many replicas before `rest` devices, the slowest of which goes at this pace.
+    /// Load of a range as a stage with these replicas and `rest` devices after it, at relative speed `pace`.
     #[allow(clippy::too_many_arguments)] // As above.
     pub fn share(
         &self,
@@ -317,7 +313,7 @@ impl PlacementQuery<'_> {
         if self.levels.len() == 1 || measure == Measure::Likely {
             return StageLoad::of(&self.asked, self.levels, &stage, &messages);
         }
-        // Which level a message goes over is not certain, so that it may not be added to what else goes over that level.
+        // The link level of a message is uncertain, so it is not added to other traffic of that level.
         let alone = StageLoad::of(&self.asked, self.levels, &stage, &[]);
         let longest = messages.iter().map(|message| message.us).fold(0.0, f64::max);
         let comes_in: f64 = messages.iter().filter(|message| message.comes_in).map(|message| message.us).sum();

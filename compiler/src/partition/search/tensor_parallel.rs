@@ -1,11 +1,11 @@
-//! Plans whose replicas are groups of devices that share every op: the same question about groups.
+//! Tensor-parallel plans: plans over tensor-parallel groups instead of single devices.
 //!
-//! A group of t devices is asked about as one device that takes the times and holds the bytes of each of them (`profile/shared.rs`), on levels with a
-//! t-th as many members innermost (`plan/groups.rs`). So everything that is known about plans of single devices finds those of
-//! groups: replicas, stages across servers, recompute, caps, schedules. What is found is written down with all devices, judged as any plan is, and
-//! the best of all sizes of groups is the answer.
+//! A group of t devices is treated as one device with the per-device time and memory of its sharded ops
+//! (`profile/shared.rs`); the innermost level then has a t-th of its members (`plan/groups.rs`). All planning features
+//! apply unchanged: replicas, several servers, recomputation, in-flight caps, schedules. The result is expanded to all
+//! devices and verified, and the best degree wins.
 //!
-//! All stages of a plan have groups of one size, which is what the runtime and the frameworks that plans are exported for can run.
+//! All stages of a plan use the same degree, which is what the runtime and the export targets support.
 
 use crate::partition::explain::infeasible;
 use crate::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
@@ -20,7 +20,7 @@ use crate::profile::shared::SharedCosts;
 use serde_json::json;
 use std::cmp::Ordering;
 
-/// The best plan of all sizes of groups; of single devices too, unless all stages are to be shared.
+/// The best plan over all tensor-parallel degrees, including degree 1 unless tensor parallelism is required.
 pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let mut planned: Vec<Planned> = Vec::new();
     let (mut missing, mut impossible): (Option<PlanError>, Option<PlanError>) = (None, None);
@@ -34,7 +34,7 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             Ok(())
         }
         Err(error @ PlanError::Unsound(_)) => Err(error),
-        // What cannot be asked of some groups may be asked of others, and of single devices.
+        // A problem that is invalid at one degree may be valid at another.
         Err(error) => {
             impossible.get_or_insert(error);
             Ok(())
@@ -64,15 +64,15 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         .options
         .insert("tensor".to_string(), if problem.constraints.tensor { json!(sizes) } else { json!("auto") });
     for (at, other) in all.enumerate() {
-        // What groups of single devices are compared with is the same for all.
+        // The baselines are the same for all degrees.
         let is_new = |name: &str| at == 0 || name == "pipec";
         best.compared.extend(other.compared.into_iter().filter(|candidate| is_new(candidate.name)));
     }
     Ok(best)
 }
 
-/// The best plan, also of those with equally many replicas of all stages. Under a flush the equations make too little of replicas that
-/// meet others in turns, and a program of equal ones may be faster than that of any the search prefers.
+/// The best plan, also among plans with equal replicas in all stages. With flushes the closed form underestimates the
+/// cost of unequal replicas, so an equal plan may be faster in simulation.
 fn evenly(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let free = plan(problem, options);
     let constraints = &problem.constraints;
@@ -98,13 +98,13 @@ fn evenly(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, Pl
     }
 }
 
-/// Nothing was asked: no size of groups divides the fastest level.
+/// The error if no degree divides the innermost level.
 fn none() -> PlanError {
     let what = "the devices of the fastest level are no whole number of the groups that are asked for".to_string();
     PlanError::Problem(ProblemError::Unmet { what })
 }
 
-/// Better plans first: by the objective, then by fewer devices in a group, then by fewer stages.
+/// Orders plans: by the objective, then smaller degree, then fewer stages.
 fn order(objective: Objective, left: &Plan, right: &Plan) -> Ordering {
     let time = |plan: &Plan| plan.predicted.minibatch_us;
     let peak = |plan: &Plan| plan.stages.iter().map(|stage| stage.memory.total).max();
@@ -117,7 +117,7 @@ fn order(objective: Objective, left: &Plan, right: &Plan) -> Ordering {
     first.then(size(left).cmp(&size(right)))
 }
 
-/// The question about groups, if whole groups stand side by side.
+/// The problem over groups; `None` if the degree does not divide the innermost level.
 fn asked(problem: &Problem, costs: &SharedCosts) -> Option<Problem> {
     let degree = costs.devices;
     let mut levels = groups::seen(&problem.cluster.levels, degree);
@@ -161,7 +161,6 @@ fn of_groups(
     Ok(planned)
 }
 
-/// A stage of groups with all devices of those.
 fn whole(stage: &Stage, degree: u32) -> Stage {
     let all = |group: &u32| group * degree..(group + 1) * degree;
     Stage { devices: stage.devices.iter().flat_map(all).collect(), tensor_degree: Some(degree), ..stage.clone() }
@@ -178,7 +177,6 @@ fn sharing(problem: &Problem, costs: &SharedCosts, stage: &Stage) -> TensorParal
     }
 }
 
-/// The plain alternatives, which share nothing.
 fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) -> Baselines {
     let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);

@@ -1,7 +1,8 @@
-//! The level of ZeRO, where the planner may choose it.
+//! Chooses the ZeRO stage for `--zero auto`.
 //!
-//! Without shares first: where memory rules nothing out that is the answer. Else every level is asked for a plan, and of plans that fit
-//! the best one is taken, of equals the one of the least level: a higher one never takes less time, and may leave room for stages that do.
+//! ZeRO 0 is tried first and kept if memory rules nothing out. Otherwise all ZeRO stages are planned and the best plan
+//! wins; ties go to the lowest stage. A higher stage is never faster by itself, but may free memory for a faster
+//! partition.
 
 use crate::partition::planner::{PlanError, Planned, PlannerOptions, plan};
 use crate::partition::search::build_plan;
@@ -11,7 +12,6 @@ use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Plan, zero};
 use serde_json::json;
 
-/// Makes a plan of the best level.
 pub fn least(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let at = |zero: u32| plan(&Problem { zero, ..problem.clone() }, options);
     let mut best = at(0);
@@ -20,7 +20,7 @@ pub fn least(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned,
         best = match (best, at(level)) {
             (Ok(known), Ok(next)) if is_better(problem, &next.plan, &known.plan) => Ok(next),
             (Ok(known), _) => Ok(known),
-            // The highest level says what memory would do.
+            // The highest ZeRO stage needs the least memory, so its report is returned.
             (Err(_), next) => next,
         };
     }

@@ -1,8 +1,8 @@
-//! What of a backward run is kept between its halves where it is split, by the op that answers for it.
+//! Splits a backward into input-gradient and weight-gradient passes, and attributes the bytes kept between them to ops.
 //!
-//! A stage splits its backward by the gradients that leave it (`pass::split`). Which do is not known before there are stages, so
-//! here every gradient that flows from one op to an earlier one counts as one that is waited for: what it is made of is the first
-//! half. For a stage in the middle of a model that is the same; the first stage, which nobody waits for, keeps nothing between.
+//! A stage splits its backward by the gradients it sends (`pass::split_backward`), which are unknown before stages
+//! exist. Here every gradient from one op to an earlier one counts as sent, and its dependencies form the first part.
+//! This is exact for middle stages. The first stage sends no gradients, so it keeps nothing between the parts.
 
 use super::{owner, owners, runs};
 use crate::graph::{Graph, order};
@@ -11,37 +11,36 @@ use crate::pass::backward::{Backward, Made};
 use crate::pass::gradient_accumulation::root;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-/// The halves of a backward run.
+/// The input-gradient and weight-gradient parts of a backward.
 pub struct Halves {
-    /// The nodes of the second half.
     pub second: HashSet<NodeId>,
-    /// What the first half makes for the second.
+    /// Values that the first part computes for the second.
     pub between: HashSet<Value>,
-    /// For every op what its own halves keep between them, and what they keep of the gradients of its outputs.
+    /// Per op, the bytes kept between its own parts, and the bytes kept of its output gradients.
     pub bytes: [Vec<u64>; 2],
 }
 
 impl Halves {
-    /// The order of a run of which the second half comes after the first.
+    /// Moves the second part to the end of an execution order.
     pub fn in_order(&self, order: &[NodeId]) -> Vec<NodeId> {
         let (second, first): (Vec<NodeId>, Vec<NodeId>) = order.iter().partition(|id| self.second.contains(id));
         first.into_iter().chain(second).collect()
     }
 }
 
-/// Tells the halves apart. `leaders` names for every op the one whose stage it shares: itself where it depends on data, and gradients
-/// flow to those alone.
+/// Splits a backward. `leaders` gives each op's stage representative: the op itself if it depends on data. Gradients
+/// flow only to those.
 pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
     let backward = &made.graph;
     let order = order::canonical(backward);
     let owners = owners(backward, &order);
-    // What no rule wrote, the sum of a parameter's gradient, is nobody's.
+    // Nodes that no rule emitted (sums of parameter gradients) have no op.
     let own = |id: NodeId| owner(backward.node(id));
     let flows = |value: &Value, reader: NodeId| {
         let (made, read) = (owners.get(&value.node).copied(), own(reader));
         made != read && read.is_some_and(|read| leaders[read] == Some(read)) && !is_source(backward, value.node)
     };
-    // What leaves the stage is waited for, too.
+    // Gradients that leave the stage also belong to the first part.
     let leaves = made.makes.iter().zip(&backward.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
     let mut queue: Vec<NodeId> = leaves.map(|(_, output)| output.value.node).collect();
     for &id in &order {
@@ -72,7 +71,8 @@ pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
         if is_source(backward, value.node) || !(runs(&backward.node(value.node).op) || value.output > 0) {
             continue;
         }
-        // Ops that a gradient passes through unchanged share it; the last of them makes the tensor that it is the gradient of.
+        // Ops that pass a gradient through unchanged share it; it counts for the last of them, which computes the
+        // corresponding tensor.
         let reader = readers.into_iter().filter_map(|reader| leaders[reader]).filter(|reader| *reader != maker).max();
         let (kind, op) = reader.map_or((0, maker), |reader| (1, reader));
         let size = backward.fact(value).bytes().unwrap_or(u64::MAX);

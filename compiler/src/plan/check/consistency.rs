@@ -1,5 +1,5 @@
-//! What must hold of a plan by itself, before anyone runs or simulates it. Whether its figures follow from a model is judged by
-//! `check`, which needs the model's costs.
+//! Internal consistency of a plan, checked before it is run or simulated. `verify` checks the values against the
+//! model's costs.
 
 use crate::cluster::MAX_DEVICES;
 use crate::plan::buckets;
@@ -11,9 +11,11 @@ use crate::plan::{Plan, ScheduleKind, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Gives every fault that can be told apart. A plan that passes has stages that hold each op of the model once, as many devices as
-/// replicas, all of them in the cluster and none in more stages than the schedule has chunks, caps and versions of at least 1, gradients in whole buckets, edges that go forward between
-/// stages that exist, and memory sums that add up and fit.
+/// Returns all faults found.
+///
+/// In a plan that passes, each op is in exactly one stage and edges go forward between existing stages. Every replica
+/// has a device of the cluster, and no device has more stages than the schedule has chunks. Caps and weight versions
+/// are at least 1, buckets cover whole gradients, and memory sums add up and fit.
 pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
     let mut faults = Vec::new();
     if plan.stages.is_empty() {
@@ -122,7 +124,7 @@ fn devices(plan: &Plan, faults: &mut Vec<PlanFault>) {
             }
         }
     }
-    // An instance of layers with choices knows no levels that a group could be within.
+    // Hybrid instances have no levels that could contain a group.
     if plan.cost != CostModel::Hybrid {
         faults.extend(groups::wrong(plan).into_iter().map(|(stage, what)| PlanFault::Devices { stage, what }));
     }
@@ -131,7 +133,7 @@ fn devices(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// What is wrong with chunks: stages on the same devices share all of them in one order, as many stages as there are chunks.
+/// Checks chunks: each group of devices has as many stages as there are chunks, and groups do not overlap.
 fn chunks(plan: &Plan) -> Option<String> {
     let mut held: BTreeMap<&[u32], u32> = BTreeMap::new();
     for stage in &plan.stages {
@@ -154,7 +156,7 @@ fn edges(plan: &Plan, faults: &mut Vec<PlanFault>) {
         let mut fault = |said: &str, found: &str| {
             faults.push(PlanFault::Edge { from, to, said: said.to_string(), found: found.to_string() });
         };
-        // A placement may hold nodes from anywhere, so that tensors go both ways.
+        // A placement may put any node anywhere, so tensors may go both ways.
         let goes_back = if plan.cost == CostModel::Load { from == to } else { from >= to };
         if goes_back || edge.to.index() >= plan.stages.len() {
             fault("it", "edges from an earlier to a later stage only");
@@ -185,7 +187,6 @@ fn memory(plan: &Plan, faults: &mut Vec<PlanFault>) {
             let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());
             faults.push(PlanFault::Figure { what, said: held.total.to_string(), found });
         }
-        // A device holds all its stages.
         let beside = plan.stages[..at].iter().filter(|other| other.devices == stage.devices);
         let needed = beside.fold(held.total, |sum, other| sum.saturating_add(other.memory.total));
         if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| needed > limit.0) {

@@ -1,7 +1,7 @@
-//! The judge's own reckoning of cost `pipec`, for any devices in any order, plainly and from the definitions.
+//! Recomputes cost `pipec` from the definitions, for any devices in any order.
 //!
-//! It shares nothing with `outlook` and `links`, which give the equations: here every port of every device and of every shared
-//! unit has a sum of its own, and what is largest is the answer.
+//! It shares no code with `cost_estimate` and `links`, which have the equations. Every port of every device and of
+//! every shared unit has its own sum; the largest counts.
 
 pub mod chunks;
 
@@ -11,32 +11,27 @@ use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Plan, ScheduleKind, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Microseconds over one level for each item.
+/// Microseconds per item over one level.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LevelLoad {
-    /// Of activations in.
     pub comes: f64,
-    /// Of activations out.
     pub goes: f64,
-    /// Of one all-reduce.
     pub reduces: f64,
 }
 
-/// What the stages of a plan compute, weigh and send, wherever it is known from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Loads {
-    /// Microseconds of forward for each item, on the slowest of a stage's devices.
+    /// Forward microseconds per item, on the slowest device of the stage.
     pub forward: Vec<f64>,
-    /// The same of all that is computed for it.
+    /// As `forward`, plus backward and recomputation.
     pub compute: Vec<f64>,
-    /// Bytes of weights, each parameter once.
+    /// Weight bytes; each parameter counts once.
     pub weights: Vec<f64>,
-    /// Bytes of an item from stage to stage, one way.
+    /// Forward bytes per item between stages.
     pub sent: BTreeMap<(usize, usize), f64>,
 }
 
 impl Loads {
-    /// By the costs of the model.
     fn of_model(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Loads {
         let count = plan.stages.len();
         let trains = plan.schedule.kind != ScheduleKind::Inference;
@@ -70,7 +65,6 @@ impl Loads {
         Loads { forward, compute, weights, sent }
     }
 
-    /// By what the plan says of itself.
     pub fn stated(plan: &Plan) -> Loads {
         let trains = plan.schedule.kind != ScheduleKind::Inference;
         let all = |of: &dyn Fn(&Stage) -> f64| plan.stages.iter().map(of).collect();
@@ -87,15 +81,15 @@ impl Loads {
     }
 }
 
-/// What the plan's objective comes to, in microseconds, and what sets it.
+/// The plan's objective in microseconds, and its bottleneck.
 pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String) {
     under(&problem.cluster.levels, problem.objective, plan, &Loads::of_model(problem, plan, stage_of))
 }
 
-/// The same for such loads.
+/// [`time`] for given loads.
 pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
     let Loads { forward, compute, weights, sent } = loads;
-    // Of devices that share a replica one stands for all.
+    // One device represents each tensor-parallel group.
     if let Some((levels, stages)) = groups::led(levels, &plan.stages) {
         return under(&levels, objective, &Plan { stages, ..plan.clone() }, loads);
     }
@@ -132,7 +126,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "one item's way through".to_string());
     }
 
-    // What each adds to the time, what it has to do in all, and its name.
+    // Contribution to the objective, total time, and name.
     let mut loads: Vec<(f64, f64, String)> = Vec::new();
     let mut ports: BTreeMap<(usize, u64), [f64; 3]> = BTreeMap::new();
     for (at, stage) in plan.stages.iter().enumerate() {
@@ -202,7 +196,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
     (worst + way + reduce.iter().copied().fold(0.0, f64::max), busiest.1)
 }
 
-/// Replicas take minibatches in turns, so the slowest sets the pace of all.
+/// Speed of a stage's slowest device. Replicas work round-robin, so it determines the speed of all.
 pub fn pace(problem: &Problem, stage: &Stage) -> f64 {
     let mut slowest: Option<f64> = None;
     for &device in &stage.devices {
@@ -212,7 +206,7 @@ pub fn pace(problem: &Problem, stage: &Stage) -> f64 {
     slowest.unwrap_or(1.0)
 }
 
-/// The class of one device, where devices differ.
+/// The class of a device; `None` on a homogeneous cluster.
 pub fn class_of(classes: &[DeviceClass], device: u32) -> Option<&DeviceClass> {
     let mut left = device;
     for class in classes {
@@ -224,7 +218,7 @@ pub fn class_of(classes: &[DeviceClass], device: u32) -> Option<&DeviceClass> {
     None
 }
 
-/// The outermost level on which any two of the devices are apart.
+/// The outermost level that separates any two of the devices.
 fn farthest(levels: &[Level], devices: &[u32]) -> Option<usize> {
     let mut unit = 1u64;
     let mut found = None;
@@ -246,8 +240,8 @@ fn bytes_per_us(levels: &[Level], level: usize) -> f64 {
     levels[..=level].iter().map(|level| level.bandwidth.0 / 1e6).fold(f64::INFINITY, f64::min)
 }
 
-/// A ring at each level, over as many units as the fullest unit above has, of what one of the shards below amounts to; at a shared
-/// level all shards go over one port.
+/// All-reduce time per level: a ring over the most units in one unit above, for one shard of the level below. At a
+/// shared level all shards use one port.
 fn rings(levels: &[Level], stage: &Stage, weights: f64) -> Vec<(usize, f64)> {
     let mut rings = Vec::new();
     let (mut unit, mut shards) = (1u64, 1u64);

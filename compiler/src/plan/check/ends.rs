@@ -1,11 +1,14 @@
-//! Which ops stand at the ends of their stages, where what crosses the cut lies among messages and not in the arena.
+//! Finds ops at stage boundaries, whose inputs or outputs are messages and not part of the arena.
 
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
-/// For each op 1 if all that comes to it and those that are joined with it comes from other stages, and 2 more if all that goes from them
-/// goes to other stages. What only passes through views comes from before them, and goes where it is read after them. Where several read
-/// the same, gradients are added up, which is nowhere an end.
+/// For each op, a bit mask over it and the ops fused with it. Bit 0: all inputs come from other stages. Bit 1: all
+/// outputs go to other stages.
+///
+/// Views are transparent: their input counts as coming from the op before, their output as going to the readers after.
+/// An op with several readers never has bit 1, because their gradients are summed.
+/// An op with several readers never has bit 1, because their gradients are summed.
 pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     let leader = |op: usize| graph.ops[op].joins.map_or(op, |to| to.index());
     let mut does_something = vec![false; graph.ops.len()];
@@ -17,7 +20,7 @@ pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
         let from = leader(tensor.producer.index());
         readers[from].extend(tensor.consumers.iter().map(|to| leader(to.index())).filter(|&to| to != from));
     }
-    // Of each joined op, at both sides: whether there is anything, and whether any of it is in the same stage.
+    // For each fused op, on the input and on the output side: any tensor at all, and any within the stage.
     let mut reads = vec![[false; 2]; graph.ops.len()];
     let mut stays = vec![[false; 2]; graph.ops.len()];
     for from in (0..graph.ops.len()).filter(|&op| does_something[op]) {

@@ -1,21 +1,21 @@
-//! Whether a plan's figures follow from each other: what can be told of them without the model.
+//! Checks values of a plan that follow from other values of the same plan, without the model.
 //!
-//! `sound` looks at what stages hold and where they stand, `check` works everything out from the model's costs. Between them lies what a
-//! plan says twice:
+//! `consistency` checks structure, `verify` recomputes everything from the model's costs. This module checks the
+//! redundant values:
 //!
-//! | figure | follows from |
+//! | value | follows from |
 //! | --- | --- |
-//! | `memory.messages` of a stage | the bytes of its edges: those that come in once or, where their gradients are slow, twice, those that go out once |
+//! | `memory.messages` of a stage | the bytes of its edges: incoming once, or twice if their gradients are slow; outgoing once |
 //! | `cluster.idle` | the devices of all stages |
 //! | `memory.versions` of a stage | `memory.weights`, `schedule.weight_versions` |
 //! | `schedule.weight_versions` | `schedule.in_flight` |
-//! | `baselines.single` | what all stages compute |
-//! | the objective under cost `pipec` | times, weights and devices of the stages, the edges, the levels: the judge's equations |
-//! | the objective under the other costs | at least the slowest stage; under `load`, at most that with each edge by itself |
+//! | `baselines.single` | compute time of all stages |
+//! | the objective under cost `pipec` | times, weights and devices of the stages, edges and levels: the checker's equations |
+//! | the objective under other costs | at least the slowest stage; under `load`, at most that with each edge counted separately |
 //! | `predicted.step_us`, `throughput_per_s`, `bubble` | `predicted.minibatch_us` and the schedule |
 //!
-//! A tensor that goes to several stages is in several edges and leaves its own once, so that the bytes that leave are known within
-//! bounds. Under costs `paper` and `pipedream` links are charged by tensors and ops, which a plan does not list.
+//! A tensor read by several stages is in several edges but is sent once, so outgoing bytes are only bounded. Costs
+//! `paper` and `pipedream` charge links by tensors and ops, which a plan does not list.
 
 use crate::plan::check::cost;
 use crate::plan::check::cost::Loads;
@@ -27,10 +27,10 @@ use crate::plan::{Plan, ScheduleKind};
 use crate::profile::placement::NOMINAL;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The largest difference between two shares of a step that are the same.
+/// Largest absolute difference between two equal fractions of a step.
 const SHARE: f64 = 1e-9;
 
-/// Gives every figure of a plan that contradicts another. The plan is sound by itself (`sound` says so), and edges join stages that it has.
+/// Returns all contradictions between a plan's values. The plan must pass `consistency`.
 pub fn figures(plan: &Plan) -> Vec<PlanFault> {
     let mut faults = Vec::new();
     match plan.cost {
@@ -66,7 +66,7 @@ pub fn figures(plan: &Plan) -> Vec<PlanFault> {
     faults
 }
 
-/// Plans of before idle devices were named say nothing of them.
+/// Plans written before `idle` existed have none.
 fn idle(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let said = &plan.cluster.idle;
     let has_stage = |device: u32| plan.stages.iter().any(|stage| stage.devices.contains(&device));
@@ -83,7 +83,7 @@ fn idle(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// Bytes that come into each stage, and the least and the most that leave it.
+/// Bytes into each stage, and lower and upper bounds of the bytes out of it.
 fn moved(plan: &Plan) -> Vec<(u64, u64, u64)> {
     let mut moved = vec![(0u64, 0u64, 0u64); plan.stages.len()];
     for edge in &plan.edges {
@@ -96,13 +96,13 @@ fn moved(plan: &Plan) -> Vec<(u64, u64, u64)> {
 }
 
 fn messages(plan: &Plan, faults: &mut Vec<PlanFault>) {
-    // Plans of before messages were counted say nothing of them.
+    // Plans written before `messages` existed have 0.
     if !plan.edges.is_empty() && plan.stages.iter().all(|stage| stage.memory.messages == 0) {
         return;
     }
     let trains = plan.schedule.kind != ScheduleKind::Inference;
     for (at, (stage, (into, least, most))) in plan.stages.iter().zip(moved(plan)).enumerate() {
-        // One place for the gradients of what comes in or two, by times of ops that a plan need not have.
+        // Gradients may be single- or double-buffered, depending on op times that are not in the plan.
         let (least, most) = match trains {
             true => (into.saturating_add(least), into.saturating_mul(2).saturating_add(most)),
             false => (into, into),
@@ -148,7 +148,7 @@ fn objective(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// What all stages compute is what one device would, where all devices are alike.
+/// On a homogeneous cluster, one device takes the compute time of all stages.
 fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let kind = plan.schedule.kind;
     if !plan.cluster.classes.is_empty() {
@@ -178,14 +178,13 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// From one minibatch to the next, and what follows from that.
 fn step(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let (predicted, kind) = (&plan.predicted, plan.schedule.kind);
     let m = f64::from(plan.schedule.microbatches.max(1));
     let fill = if kind.is_continuous() { 0.0 } else { plan.stages.len() as f64 - 1.0 };
     let is_whole = plan.cost == CostModel::Pipec;
     let step = predicted.minibatch_us * if is_whole { 1.0 } else { m + fill };
-    // While one item is on its way others follow, as fast as the slowest stage lets them.
+    // In a pipeline, throughput depends on the slowest stage and not on the latency.
     let following = match is_whole && plan.objective == Objective::Latency && predicted.objective_us.is_none() {
         true => cost::under(&plan.cluster.levels, Objective::Throughput, plan, &Loads::stated(plan)).0,
         false => step,
@@ -205,7 +204,7 @@ fn step(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// The share of a step of a flush in which the busiest devices do not compute.
+/// Fraction of a flushed step in which the busiest devices do not compute.
 fn waiting(plan: &Plan) -> f64 {
     let mut work: BTreeMap<&[u32], f64> = BTreeMap::new();
     for stage in &plan.stages {
@@ -219,7 +218,7 @@ fn waiting(plan: &Plan) -> f64 {
     }
 }
 
-/// What a device computes, receives and sends of a placement, one after the other.
+/// Checks the load of a placement: compute, receive and send of each device, in sequence.
 fn load(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let us = |bytes: u64| bytes as f64 * 1e6 / NOMINAL.0;
     let (mut least, mut most) = (0.0f64, 0.0f64);
@@ -237,7 +236,7 @@ fn load(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// The step and the rate of an instance, whose objective is the time of one sample.
+/// Checks step and throughput of an instance whose objective is the time per sample.
 fn paced(plan: &Plan, samples: f64, faults: &mut Vec<PlanFault>) {
     let predicted = &plan.predicted;
     let us = predicted.minibatch_us;

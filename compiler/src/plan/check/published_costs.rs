@@ -1,6 +1,6 @@
-//! The judge's own reckoning of costs `paper`, `pipedream` and `load`: the time of nested groups, outermost level first.
+//! Recomputes costs `paper`, `pipedream`, `load` and `hybrid` over nested groups, outermost level first.
 //!
-//! It shares nothing with `stage_cost` and `cut_bytes`, which give the equations: everything is written here a second time, plainly.
+//! It shares no code with `stage_cost` and `cut_bytes`, which have the equations.
 
 use crate::cluster::Cluster;
 use crate::plan::check::error::PlanFault;
@@ -8,7 +8,6 @@ use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::OpId;
 
-/// Works out the time of nested groups, outermost level first.
 struct Clock<'a> {
     problem: &'a Problem,
     cluster: Cluster,
@@ -17,7 +16,7 @@ struct Clock<'a> {
     faults: &'a mut Vec<PlanFault>,
 }
 
-/// What the plan's objective comes to, in microseconds, and what sets it.
+/// The plan's objective in microseconds, and its bottleneck.
 pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) -> (f64, String) {
     let levels = problem.cluster.levels.len();
     let depth = plan.stages.first().map_or(0, |stage| stage.hierarchy.len());
@@ -38,7 +37,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec
 }
 
 impl Clock<'_> {
-    /// Time of the stages [from, to), which fill one member of the level above `level`, and what sets it.
+    /// Time of the stages [from, to), which fill one unit of the level above `level`, and its bottleneck.
     fn span(&mut self, level: usize, from: usize, to: usize) -> (f64, String) {
         let mut worst = (0.0, String::new());
         let (mut start, mut group, mut units) = (from, 0u32, 0u64);
@@ -141,9 +140,9 @@ impl Clock<'_> {
         crossing.map(|tensor| tensor.bytes as f64).sum()
     }
 
-    /// Bytes of all outputs of the ops before stage `cut` that nothing before it reads (the frontier), and of the ops that precede
-    /// a frontier op and have a reader that neither precedes it nor is it. An op counts together with those that join it, of which
-    /// only what leaves them is charged.
+    /// The PipeDream charge at a cut. It counts all outputs of frontier ops (no reader before the cut), and of their
+    /// predecessors with a reader that does not precede the frontier op. Fused ops count as one op, whose internal
+    /// tensors are free.
     fn charged_outputs(&self, cut: usize) -> f64 {
         let graph = &self.problem.graph;
         let with = |op: OpId| graph.ops[op.index()].joins.unwrap_or(op).index();
@@ -168,7 +167,7 @@ impl Clock<'_> {
             charged[last] = true;
             let mut precedes = vec![false; graph.ops.len()];
             precedes[last] = true;
-            // Edges are sorted by producer, and producers come before consumers, so one walk from behind is enough.
+            // Edges are sorted by producer in topological order, so one reverse pass is enough.
             for &(from, to) in edges.iter().rev().filter(|(_, to)| *to <= last) {
                 precedes[from] |= precedes[to];
             }

@@ -1,13 +1,13 @@
-//! The judge's own reckoning of what replicas share, from the definitions.
+//! Recomputes the memory of ZeRO shards, from the definitions.
 
 use crate::plan::check::error::PlanFault;
 use crate::plan::{Plan, ScheduleKind, Stage};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
-/// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each of them, of their masters, of one sum
-/// for each use of each, of those that other stages hold too, of those of the op that uses most, with what it reads at the same time where
-/// that is gathered, and of the optimizer's state for each byte.
+/// Unsharded bytes of a stage: `summed` has one gradient sum per parameter, `terms` one per use, `shared` those of tied
+/// weights. `largest` is the most of any op, with its weights if these are gathered at the same time. `state` is
+/// optimizer bytes per byte.
 pub struct Of {
     pub weights: u64,
     pub summed: u64,
@@ -18,7 +18,7 @@ pub struct Of {
     pub state: f64,
 }
 
-/// Levels that do not go with the stages, and parameters of which replicas have shares that are not those of the model.
+/// ZeRO stages that do not match the replicas, and values of `parameter_bytes` that differ from the model.
 pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFault> {
     let mut faults = Vec::new();
     let mut whole = vec![0u64; plan.stages.len()];
@@ -43,19 +43,19 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFau
     faults
 }
 
-/// Bytes of one version of the weights that each replica holds.
+/// Bytes of one weight version per replica.
 pub fn kept(stage: &Stage, of: &Of) -> u64 {
     if stage.zero < 3 {
         return of.weights;
     }
-    // Every replica has all that other stages hold too, and one of r parts of the rest.
+    // Tied weights are not sharded.
     let r = u64::from(stage.replicas.max(1));
     let apart = of.weights.saturating_sub(of.shared).div_ceil(r);
     of.weights.min(apart.saturating_add(of.shared))
 }
 
-/// Rounds that a stage is ahead of the slowest one with which it shares parameters, so that its sums for these wait. Round robin the first
-/// stage is the slowest: an item is that many minibatches further there, and a replica of this one takes one of so many.
+/// Rounds by which a stage is ahead of the first stage, so that its tied-weight sums wait. Under 1F1B-RR the first
+/// stage is the slowest; the lead in minibatches is divided by the stage's replicas.
 pub fn late(plan: &Plan, stage: usize) -> u64 {
     let (own, in_flight) = (&plan.stages[stage], u64::from(plan.schedule.in_flight[stage]));
     let replicas = u64::from(own.replicas.max(1));
@@ -68,37 +68,35 @@ pub fn late(plan: &Plan, stage: usize) -> u64 {
     }
 }
 
-/// Bytes of gradients and of the optimizer's state on each replica, of a stage with so many versions of its weights.
+/// Bytes of gradients and optimizer state per replica, with the given number of weight versions.
 pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
-    // Sums over the items of the replica, and those with what other stages have.
     let own = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 || stage.zero == 0 {
-        // With other replicas, the sum of all of them as well.
         let with_others = match stage.replicas {
             0 | 1 => 0,
-            // One version is left when that is made, and what the other took is free, if it is as wide.
+            // Under 2BW it reuses the buffer of the released version if that is as wide.
             _ if kind == ScheduleKind::TwoBw && of.masters == 0 => of.terms.saturating_sub(of.weights),
             _ => of.terms,
         };
         return (own.saturating_add(with_others), state(of.summed, of.masters));
     }
-    // What one of r has of so many bytes, no less than its part of each; of what other stages hold too, all.
+    // One shard, rounded up; tied weights are whole.
     let part = |bytes: u64, shared: u64| {
         let (r, rest) = (u64::from(stage.replicas), bytes.saturating_sub(shared));
         (rest / r + u64::from(!rest.is_multiple_of(r))).saturating_add(shared)
     };
-    // With older versions others add to the sums of a round before a replica is done with those of the one before, and under 2BW it does itself.
+    // With several versions, the next round's sums start before the previous round is stepped; under 2BW the replica
+    // does this too.
     let of_others = match stage.zero {
         1 if kind == ScheduleKind::TwoBw => {
-            // Of the weights one version is left then, and what the other took is free, if it is as wide.
             let free = if of.masters == 0 { of.weights.min(of.terms) } else { 0 };
             of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared).saturating_sub(free)
         }
         2.. if versions > 1 => part(of.terms, of.shared).saturating_mul(2),
         _ => part(of.terms, of.shared),
     };
-    // From the second level on a replica has of its own what one op makes at a time, or what is then added up with other stages.
+    // From ZeRO 2, a replica holds the gradients of the running op, or during their all-reduce those of tied weights.
     let of_its_own = if stage.zero == 1 { own } else { of.largest.max(of.shared) };
     let stepped = state(part(of.summed, of.shared), part(of.masters, of.shared.min(of.masters)));
     (of_its_own.saturating_add(of_others), stepped)

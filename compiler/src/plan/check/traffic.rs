@@ -1,34 +1,32 @@
-//! The judge's count of what leaves and enters every unit of a cluster for one item, a server for example.
+//! Counts the bytes out of and into every unit of a cluster (a server, for example) per item.
 //!
-//! Each message and each ring of an all-reduce is followed from device to device. A message counts at every level at which it leaves
-//! a unit: at the server's link, and where the other server is in another rack, at the rack's too. Items go round the replicas,
-//! so that item b goes from replica b mod r_s to replica b mod r_t, each pair with the same remainder by the greatest common divisor
-//! equally often. A ring of m units takes 2 (m - 1) / m of the weights out of each and into each; the devices of a unit carry equal
-//! parts of it. Under 1F1B-RR a stage reduces once a round of r items, else once for the micro-batches of a minibatch.
+//! Each message and each ring is followed from device to device. A message counts at every level at which it leaves a
+//! unit: at the server's link and, between racks, also at the rack's. Items are distributed round-robin: item b goes
+//! from replica b mod r_s to replica b mod r_t. Each pair with equal remainders modulo the greatest common divisor is
+//! used equally often. A ring of m units moves 2 (m - 1) / m of the weights out of and into each unit, divided equally
+//! over its devices. Under 1F1B-RR a stage all-reduces once per round of r items, else once per minibatch.
 //!
-//! Where groups of devices share replicas, every device sends to the one in its place of another group.
+//! In tensor-parallel plans, every device sends to the same tensor rank of the other group.
 //!
-//! A unit's devices have one link together where the level is shared, and wherever a plan does not take whole groups though its cost
-//! model knows whole groups only; else each device has its own.
+//! A unit's devices share one link if the level is shared. They also do if the cost model only supports whole groups
+//! and the plan does not use whole groups. Otherwise each device has its own link.
 
 use crate::plan::in_flight::common_divisor;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, Plan, ScheduleKind, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Bytes out of a unit and into it, for one item.
+/// Bytes out of and into each unit per item, by level and unit.
 type Ports = BTreeMap<(usize, u64), [f64; 2]>;
 
-/// The links that have most to do for one item.
 pub struct Traffic {
-    /// Of all.
     pub busiest: BusiestLink,
-    /// Of those that are part of the objective, and the microseconds that it takes: the links of shared levels, and of plans that
-    /// do not take whole groups. Cost `pipec` counts shared links by itself.
+    /// The busiest link that is part of the objective, and its microseconds: links of shared levels, and of plans that
+    /// do not use whole groups. `None` under cost `pipec`, which includes shared links.
     pub binding: Option<(BusiestLink, f64)>,
 }
 
-/// Counts what goes over the links of all units; nothing does on one level.
+/// Counts the traffic of all units. `None` on a single level.
 pub fn traffic(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Option<Traffic> {
     let levels = &problem.cluster.levels;
     let mut sizes = vec![1u64];
@@ -62,7 +60,7 @@ pub fn traffic(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Option<Tra
 fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> Ports {
     let mut ports = Ports::new();
     let trains = plan.schedule.kind != ScheduleKind::Inference;
-    // PipeDream's optimizer takes transfers as free without a compression ratio, and divides by it with one.
+    // PipeDream's optimizer treats transfers as free without a compression ratio, and divides by it otherwise.
     let compression = match (problem.cost, problem.activation_compression) {
         (CostModel::Pipedream, None) => f64::INFINITY,
         (CostModel::Pipedream, Some(ratio)) => ratio,
@@ -82,7 +80,6 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
             for rank in 0..ranks(plan) {
                 let [from, to] = [from, to].map(|stage| of_rank(&plan.stages[stage], rank));
                 for (unit, [out, into]) in leaving(&from, &to, &unit) {
-                    // Activations one way, gradients the other.
                     let port = ports.entry((level, unit)).or_default();
                     port[0] += bytes * (out + if trains { into } else { 0.0 });
                     port[1] += bytes * (into + if trains { out } else { 0.0 });
@@ -107,17 +104,16 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
     ports
 }
 
-/// Places in the groups of devices that share a replica.
 fn ranks(plan: &Plan) -> usize {
     plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
 }
 
-/// The devices in one place of each group: they send to each other, and their parts of gradients are summed.
+/// The devices of one tensor rank. They exchange messages and all-reduce their gradients.
 fn of_rank(stage: &Stage, rank: usize) -> Vec<u32> {
     stage.devices.iter().copied().skip(rank).step_by(stage.degree() as usize).collect()
 }
 
-/// For each unit the share of items that go out of it from one stage to another, and into it.
+/// Per unit, the fraction of items that leave it and that enter it between two stages.
 fn leaving(from: &[u32], to: &[u32], unit: &dyn Fn(u32) -> u64) -> BTreeMap<u64, [f64; 2]> {
     let divisor = common_divisor(from.len() as u64, to.len() as u64) as usize;
     let pairs = (from.len() / divisor * to.len()) as f64;
@@ -143,7 +139,7 @@ fn leaving(from: &[u32], to: &[u32], unit: &dyn Fn(u32) -> u64) -> BTreeMap<u64,
     shares
 }
 
-/// A ring at each level among the units that one unit above joins.
+/// Adds a ring at each level, among the units in one unit above.
 fn rings(devices: &[u32], weights: f64, sizes: &[u64], ports: &mut Ports) {
     for level in 1..sizes.len() {
         let above = |device: u32| sizes.get(level + 1).map_or(0, |size| u64::from(device) / size);
@@ -173,11 +169,12 @@ mod tests {
 
     #[test]
     fn items_leave_by_pairs_of_replicas() {
-        // Six replicas on units 0 and 1, then two on unit 1: odd items go from 1, 3, 5 to 7, even ones from 0, 2, 4 to 6.
+        // Six replicas on units 0 and 1, then two on unit 1: odd items go from 1, 3, 5 to 7, even ones from 0, 2, 4 to
+        // 6.
         let found = leaving(&[0, 1, 2, 3, 4, 5], &[6, 7], &|device| u64::from(device) / 4);
         assert_eq!(found[&0], [4.0 / 6.0, 0.0]);
         assert_eq!(found[&1], [0.0, 4.0 / 6.0]);
-        // Two and three: every pair once in six items.
+        // Two and three replicas: every pair once in six items.
         let found = leaving(&[2, 3], &[4, 5, 3], &|device| u64::from(device) / 4);
         assert_eq!(found[&0], [2.0 / 3.0, 0.0]);
     }
@@ -185,9 +182,10 @@ mod tests {
     #[test]
     fn rings_pass_every_level_below() {
         let mut ports = Ports::new();
-        // Two racks of two servers of two devices; five devices.
+        // Two racks of two servers of two devices; five devices are used.
         rings(&[0, 1, 2, 3, 4], 120.0, &[1, 2, 4], &mut ports);
-        // Between servers 0 and 1 all of it, between the racks all of it, of which each server of the first carries half.
+        // The whole ring passes between servers 0 and 1 and between the racks. Each server of the first rack carries
+        // half of the latter.
         assert_eq!(ports[&(1, 0)], [120.0 + 60.0; 2]);
         assert_eq!(ports[&(2, 0)], [120.0; 2]);
         assert_eq!(ports[&(1, 2)], [120.0; 2]);

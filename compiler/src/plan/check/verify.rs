@@ -1,9 +1,8 @@
-//! The judge of plans: works out coverage, order, devices, edges, memory and time of any plan from the definitions.
+//! The plan checker: recomputes coverage, order, devices, edges, memory and time from the definitions.
 //!
-//! It shares no code with any partitioner, nor the cost functions and memory sums they use: everything is written here a second
-//! time, plainly. Time is worked out by `judge` under cost `pipec`, by `clock` under the others, what the links
-//! carry by `traffic`. A plan that leaves the planner has
-//! passed it, and a plan that was written by hand can be given to it.
+//! It shares no code with the partitioners or their cost and memory functions. `cost` recomputes the time under cost
+//! `pipec`, `published_costs` under the others, `traffic` the link load. Every plan of the planner is checked here;
+//! plans written by hand can be checked too.
 
 use super::{cost, ends, published_costs, shares, traffic};
 use crate::cluster::{Cluster, DeviceClass, class};
@@ -20,23 +19,18 @@ use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// What the judge worked out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked {
-    /// Time of the slowest stage or link for one minibatch, in microseconds.
     pub minibatch_us: f64,
-    /// What sets it, by words.
     pub bottleneck: String,
-    /// The link of a group of devices that has most to do.
     pub busiest_link: Option<BusiestLink>,
-    /// Memory of each stage.
     pub memory: Vec<StageMemory>,
 }
 
-/// The largest relative difference between a time in a plan and the same time worked out again.
+/// Largest relative difference between a stated and a recomputed time.
 pub const TOLERANCE: f64 = 1e-9;
 
-/// Judges `plan` as an answer to `problem`. Gives every fault that can be told apart.
+/// Checks `plan` as a solution of `problem`. Returns all faults found.
 pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let alone = problem;
@@ -56,7 +50,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> 
             let what = format!("memory of stage {at}");
             faults.push(PlanFault::Figure { what, said: format!("{:?}", stage.memory), found: format!("{found:?}") });
         }
-        // With chunks a device holds several stages, and the sum of them is what it needs.
+        // With chunks a device holds several stages; their sum counts.
         let beside =
             (0..at).filter(|&other| plan.stages[other].devices == stage.devices).map(|other| memory[other].total);
         let needed = beside.fold(found.total, u64::saturating_add);
@@ -93,8 +87,8 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> 
     if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
 }
 
-/// What the stages of `plan` come to by the same reckoning, whatever figures it states: for stages that no planner has chosen. Its
-/// edges and times are not looked at, and a stage that is too large is no fault here.
+/// Recomputes time and memory of any stages, such as a user's. The plan's stated values, edges and memory limits are
+/// ignored.
 pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let problem = &*shared(problem, plan, &mut faults);
@@ -117,7 +111,7 @@ pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>>
     if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
 }
 
-/// The objective by the problem's cost model, links of groups aside, and what sets it.
+/// The objective under the problem's cost model without `traffic`, and the bottleneck.
 fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) -> (f64, String) {
     match problem.cost {
         CostModel::Pipec => cost::time(problem, plan, stage_of),
@@ -131,13 +125,12 @@ fn link_told(link: &BusiestLink) -> String {
     format!("the link of unit {} on {}", link.unit, link.level.escape_debug())
 }
 
-/// Whether two figures are further apart than [`TOLERANCE`].
+/// True if two values differ by more than [`TOLERANCE`], relative.
 pub fn differs(said: f64, found: f64) -> bool {
     let close = (said - found).abs() <= TOLERANCE * said.abs().max(found.abs()).max(1e-6);
     !close
 }
 
-/// Whether both tell of the same link, up to rounding.
 fn matches(said: &Option<BusiestLink>, found: &Option<BusiestLink>) -> bool {
     let (Some(said), Some(found)) = (said, found) else { return said.is_none() && found.is_none() };
     let same = BusiestLink { share: found.share, ..said.clone() } == *found;
@@ -222,7 +215,7 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// The problem at the costs of groups, where groups of devices share the replicas of a plan.
+/// The problem with the tensor-parallel costs of the plan's degree.
 fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) -> Cow<'a, Problem> {
     faults.extend(groups::wrong(plan).into_iter().map(|(stage, what)| PlanFault::Devices { stage, what }));
     let degree = plan.stages.first().map_or(1, Stage::degree);
@@ -237,7 +230,6 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
     Cow::Owned(Problem { graph: costs.graph.clone(), ..problem.clone() })
 }
 
-/// What a plan says of the gains and pains of sharing.
 fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
     let costs = alone.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
     let mut found = vec![[0.0; 4]; plan.stages.len()];
@@ -269,7 +261,7 @@ fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Pl
     }
 }
 
-/// Lists of the schedule with one entry for each stage, and versions that follow from the caps.
+/// Checks that schedule lists have one entry per stage, and that weight versions follow from the caps.
 pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let schedule = &plan.schedule;
     for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
@@ -298,8 +290,9 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
     }
 }
 
-/// What is wrong with the micro-batches between the halves of their backward. Under zb-h1 and zb-h2 a stage begins with second halves
-/// when it has done as many first ones as there are stages before it, or twice as many; a plan with chunks says what its table does.
+/// Checks pending weight gradients. Under zb-h1 and zb-h2 a stage starts weight-gradient passes after as many
+/// input-gradient passes as there are workers before it, or twice as many. Plans with chunks state the peaks of their
+/// compute table.
 fn apart(plan: &Plan) -> Option<String> {
     let PlannedSchedule { kind, in_flight, apart, .. } = &plan.schedule;
     if !kind.splits_backward() {
@@ -328,7 +321,7 @@ fn apart(plan: &Plan) -> Option<String> {
     None
 }
 
-/// Compares the bytes of a plan's edges, whatever tensors they carry, with those found for each pair of stages.
+/// Compares the bytes of a plan's edges with those found per pair of stages; tensor names are ignored.
 pub fn edge_bytes(plan: &Plan, found: &BTreeMap<(u32, u32), u64>, faults: &mut Vec<PlanFault>) {
     let said: BTreeMap<(u32, u32), u64> =
         plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
@@ -400,7 +393,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut only_sent = vec![0u64; plan.stages.len()];
     let mut halves = vec![0u64; plan.stages.len()];
     let mut forward_us = vec![0.0; plan.stages.len()];
-    // Of each op: whether its own stage reads what it makes, and whether anyone does.
+    // For each op: read within its stage, and read at all.
     let mut stays = vec![false; graph.ops.len()];
     let mut is_read = vec![false; graph.ops.len()];
     for param in &graph.params {
@@ -414,7 +407,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         for stage in stages {
             weights[stage] = weights[stage].saturating_add(param.bytes);
             summed[stage] = summed[stage].saturating_add(param.sum_bytes);
-            // Narrow parameters follow from wide ones, which are moved.
+            // Optimizers update master copies of narrow parameters.
             let is_narrow = param.sum_bytes > param.bytes;
             masters[stage] = masters[stage].saturating_add(if is_narrow { param.sum_bytes } else { 0 });
         }
@@ -443,7 +436,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         largest[stage] = largest[stage].max(used[op.id as usize]);
         let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
         needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
-        // A worker with so many micro-batches of a minibatch makes their gradients of weights at once.
+        // With enough micro-batches per minibatch, a worker batches their weight gradients.
         let replicas = plan.stages[stage].replicas.max(1);
         let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
         let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
@@ -491,14 +484,15 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let between = match apart {
             0 => 0,
             _ => {
-                // Who gets nothing from others makes nothing that others wait for: all of its backward is the second half.
+                // Without inputs there is no input-gradient pass: the whole backward is the weight-gradient pass.
                 let own = if received[stage] > 0 { halves[stage].saturating_mul(apart) } else { 0 };
                 own.saturating_add(sent[stage].saturating_mul(apart - 1))
             }
         };
         let messages = match trains {
             true => {
-                // Gradients that may still be on the slowest link after the forward of the fastest device lie in two places.
+                // Double-buffer gradients that may still be on the slowest link after the forward on the fastest
+                // device.
                 let us = wire.map_or(0.0, |wire| wire.time(received[stage] as f64));
                 let places = if us > forward_us[stage] / pace * (1.0 + TOLERANCE) { 2 } else { 1 };
                 received[stage].saturating_mul(places).saturating_add(sent[stage])
@@ -513,7 +507,6 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     (0..plan.stages.len()).map(one).collect()
 }
 
-/// Each device of a class holds what that class holds.
 pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<PlanFault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let own = stage.devices.iter().filter_map(|&device| cost::class_of(classes, device));
@@ -524,7 +517,6 @@ pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<PlanF
     }
 }
 
-/// Whether buckets are these, but for rounding.
 fn same(said: &[GradientBucket], found: &[GradientBucket]) -> bool {
     let same = |(said, found): (&GradientBucket, &GradientBucket)| {
         said.parameters == found.parameters && said.bytes == found.bytes && !differs(said.ready, found.ready)
@@ -539,7 +531,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
     for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
         forward[stage] += op.fwd_us;
         backward[stage] += op.bwd_us;
-        // An op whose costs do not tell the part counts with half.
+        // Ops without a measured weight-gradient time count with half of their backward.
         weights[stage] += match op.weight_us {
             Some(part) => part,
             None => 0.5 * op.bwd_us,
@@ -551,7 +543,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
         }
         let pace = cost::pace(problem, stage);
         (forward[at], backward[at], weights[at]) = (forward[at] / pace, backward[at] / pace, weights[at] / pace);
-        // A plan that says nothing of buckets sums all gradients at once.
+        // Without buckets, all gradients are all-reduced at once.
         if !stage.buckets.is_empty() {
             let ops: Vec<u32> = stage.ops.iter().flat_map(|&(from, to)| from..to).collect();
             let size = problem.bucket.0;
@@ -560,7 +552,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
                 faults.push(PlanFault::Schedule { what });
             }
         }
-        // A plan that says nothing of the weights, an older one for example, says nothing wrong.
+        // `weight_us` is optional: older plans do not state it.
         let said_of_weights = stage.weight_us.unwrap_or(weights[at]);
         for (name, said, found) in [
             ("fwd_us", stage.fwd_us, forward[at]),

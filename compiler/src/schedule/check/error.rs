@@ -1,39 +1,17 @@
-//! What can be wrong with a program, and where.
+//! Errors that the program checker reports.
 
 use crate::schedule::{MicrobatchId, Payload, Slot, Token, Version};
 
-/// A fault and its place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CheckError {
-    /// The program as a whole does not hang together.
     #[error("program: {reason}")]
-    Shape {
-        /// What was found and what was expected.
-        reason: String,
-    },
-    /// One instruction breaks a promise.
+    Shape { reason: String },
     #[error("worker {worker}, instruction {at} (`{instruction}`): {fault}")]
-    At {
-        /// The worker, `rank.replica`.
-        worker: String,
-        /// The instruction's place in the worker's list, from 0.
-        at: usize,
-        /// The instruction as text.
-        instruction: String,
-        /// What is wrong.
-        fault: Fault,
-    },
-    /// A worker came to its end and left something undone.
+    At { worker: String, at: usize, instruction: String, fault: Fault },
     #[error("worker {worker}, at its end: {fault}")]
-    End {
-        /// The worker, `rank.replica`.
-        worker: String,
-        /// What is wrong.
-        fault: Fault,
-    },
+    End { worker: String, fault: Fault },
 }
 
-/// What is wrong with one instruction, or with all of a worker's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Fault {

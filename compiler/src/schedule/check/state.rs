@@ -1,7 +1,7 @@
-//! What one worker holds of one of its stages while a program is checked: items in flight, slots, gradients, weight versions.
+//! State of one stage on one worker while a program is checked: items in flight, slots, gradients, weight versions.
 //!
-//! Every method plays one instruction and says what forbids it there. A fault depends on the worker's own list alone; what
-//! lies between workers is the checker's.
+//! Each method executes one instruction and reports its violations. These depend only on the worker's own list;
+//! `verify` checks interaction between workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,23 +11,20 @@ use crate::schedule::dense_map::DenseMap;
 use crate::schedule::semantics::{Rule, dealt};
 use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version, WorkerProgram};
 
-/// Gradients of one edge that a worker may be sending when it runs the next backward: one being sent, one being made.
+/// Gradient buffers per edge: one being sent, one being computed.
 const GRADIENT_BUFFERS: u32 = 2;
 
-/// An item that has run forward here.
 struct Flight {
-    /// The weights of its backward.
+    /// Version of its backward.
     version: Version,
     slot: Slot,
-    /// Whether its forward has run again.
     again: bool,
-    /// Whether its gradients for other stages are made, and those of weights.
+    /// True if its input gradients, or its weight gradients, are made.
     input: bool,
     weight: bool,
 }
 
 impl Flight {
-    /// Whether these are the weights that its backward uses, and the slot of its forward.
     fn uses(&self, version: Version, slot: Slot) -> Result<(), Fault> {
         if self.version != version {
             return Err(Fault::OtherVersion { found: version, forward: self.version });
@@ -39,21 +36,21 @@ impl Flight {
     }
 }
 
-/// What a slot holds, and how many Sends out of it have not been waited for.
+/// A slot's item, and its Sends that have not been waited for.
 #[derive(Default)]
 struct Place {
     item: Option<MicrobatchId>,
     sends: u32,
 }
 
-/// An edge of the stage: its items on their way, and outgoing gradient buffers that are held by a Send.
+/// An edge of the stage: its items, and the outgoing gradient buffers that a Send holds.
 struct Side {
     edge: EdgeId,
     items: DenseMap<Passage>,
     sending: u32,
 }
 
-/// What has been posted for one item over one edge, and whether what came over it has been waited for and not yet used.
+/// Posted transfers of one item over one edge; `is_here` if received data is not used yet.
 #[derive(Default)]
 struct Passage {
     activation: bool,
@@ -62,7 +59,7 @@ struct Passage {
 }
 
 impl Passage {
-    /// Notes that its Send or Recv is posted; false if it was before.
+    /// Marks the transfer as posted; false if it was posted before.
     fn post(&mut self, kind: Payload) -> bool {
         let posted = match kind {
             Payload::Activation => &mut self.activation,
@@ -72,26 +69,22 @@ impl Passage {
     }
 }
 
-/// Buckets of a version whose gathering is posted, and those that have been waited for.
+/// Buckets of an all-gathered version that are posted, and that have been waited for.
 #[derive(Default)]
 struct Gathered {
     posted: u32,
     waited: u32,
 }
 
-/// What a worker holds of a stage and has done for it.
 pub struct CheckState {
     stage: StageId,
     replica: u32,
     replicas: u32,
     cap: u32,
-    /// Parts of an all-reduce.
     buckets: u32,
-    /// The level of ZeRO.
     zero: u32,
-    /// Whether a forward runs again before its backward.
     recomputes: bool,
-    /// Edges that bring activations, and edges that bring gradients.
+    /// Edges of incoming activations, and of outgoing activations.
     incoming: Vec<Side>,
     outgoing: Vec<Side>,
     loaded: DenseMap<()>,
@@ -102,13 +95,13 @@ pub struct CheckState {
     slots: DenseMap<Place>,
     in_flight: u32,
     versions: BTreeSet<Version>,
-    /// Backwards done in the round that gradients are now added to, and buckets of it that are posted.
+    /// Backwards done in the current round, and its posted buckets.
     round_items: u32,
     posted: u32,
-    /// Rounds that are closed, the buckets of them that have been waited for, and rounds applied.
+    /// Rounds closed; buckets waited for, by round.
     closed: u32,
     reduced: BTreeMap<u32, u32>,
-    /// Versions that are in shares, with what of them is gathered.
+    /// Sharded versions that are not fully gathered.
     shares: BTreeMap<Version, Gathered>,
     applied: u32,
     forwards: u32,
@@ -116,10 +109,9 @@ pub struct CheckState {
 }
 
 impl CheckState {
-    /// Of a worker that has done nothing: it holds version 0.
     pub fn new(program: &Program, stage: StageId, worker: &WorkerProgram) -> Self {
         let of = program.stages[stage.index()];
-        // No number that a worker needs for every item is far beyond its instructions.
+        // Per-item keys are at most about as large as the number of instructions.
         let limit = worker.instructions.len();
         let edges = |mine: fn(&(StageId, StageId)) -> StageId| {
             let numbered = (0..).map(EdgeId).zip(&program.edges);
@@ -155,12 +147,11 @@ impl CheckState {
         }
     }
 
-    /// Whose it is.
     pub fn stage(&self) -> StageId {
         self.stage
     }
 
-    /// Whether the rule gives this worker the item.
+    /// Checks that the rule assigns the item to this worker.
     pub fn mine(&self, rule: &Rule, item: MicrobatchId) -> Result<(), Fault> {
         if item.0 >= rule.items || rule.replica(self.stage, item) != self.replica {
             return Err(Fault::NotMyItem(item));
@@ -168,13 +159,11 @@ impl CheckState {
         Ok(())
     }
 
-    /// Load.
     pub fn load(&mut self, rule: &Rule, item: MicrobatchId) -> Result<(), Fault> {
         self.mine(rule, item)?;
         if self.loaded.insert(item.0, ()).is_none() { Ok(()) } else { Err(Fault::Again(item)) }
     }
 
-    /// Forward.
     pub fn forward(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
         self.mine(rule, item)?;
         let expected = rule.version(self.stage, item);
@@ -195,7 +184,7 @@ impl CheckState {
         if self.slots.get(slot.0).is_some_and(|place| place.item.is_some() || place.sends > 0) {
             return Err(Fault::SlotTaken(slot));
         }
-        // In inference, what nobody listens to is not in flight.
+        // In inference, an item without readers is not in flight.
         if rule.schedule.trains() || !self.outgoing.is_empty() {
             self.in_flight += 1;
             self.slots.entry(slot.0).item = Some(item);
@@ -210,7 +199,7 @@ impl CheckState {
         Ok(())
     }
 
-    /// Recompute: between the forward and the backward, once.
+    /// Recompute: once, between forward and backward.
     pub fn recompute(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
         self.mine(rule, item)?;
         let flight = self.flights.get_mut(item.0).filter(|flight| rule.schedule.trains() && !flight.input);
@@ -222,7 +211,7 @@ impl CheckState {
         still_held(&self.versions, &self.slots, item, version, slot)
     }
 
-    /// BackwardInput, and the first half of Backward.
+    /// BackwardInput, and the input-gradient pass of Backward.
     pub fn backward_input(
         &mut self,
         rule: &Rule,
@@ -254,7 +243,7 @@ impl CheckState {
         Ok(())
     }
 
-    /// BackwardWeight, and the second half of Backward.
+    /// BackwardWeight, and the weight-gradient pass of Backward.
     pub fn backward_weight(
         &mut self,
         rule: &Rule,
@@ -269,7 +258,7 @@ impl CheckState {
         if flight.weight {
             return Err(Fault::Again(item));
         }
-        // Gradients are summed in the order of items, so that the sum has the same bits under every schedule.
+        // Gradients are accumulated in item order, so that sums are bitwise equal under every schedule.
         if let Some(after) = self.last_weight.filter(|&after| rule.is_out_of_order(item, after)) {
             return Err(Fault::OutOfOrder { item, after });
         }
@@ -288,7 +277,7 @@ impl CheckState {
         Ok(())
     }
 
-    /// Send: what it sends is there, for the first time, and held until its Wait.
+    /// Send: the data exists, is sent once, and is held until its Wait.
     pub fn send(&mut self, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
         match (kind, self.flights.get(item.0)) {
             (Payload::Activation, Some(flight)) if holds(&self.slots, flight.slot, item) => {
@@ -310,7 +299,7 @@ impl CheckState {
         } else if let Some(slot) = self.flights.get(item.0).map(|flight| flight.slot) {
             let place = self.slots.entry(slot.0);
             place.sends = place.sends.saturating_sub(1);
-            // In inference nothing is kept but what is being sent.
+            // In inference an output is kept until it is sent.
             if place.sends == 0 && !rule.schedule.trains() && place.item == Some(item) {
                 place.item = None;
                 self.in_flight -= 1;
@@ -319,7 +308,6 @@ impl CheckState {
         Ok(())
     }
 
-    /// Recv.
     pub fn recv(&mut self, rule: &Rule, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
         self.mine(rule, item)?;
         self.post(edge, kind, item)
@@ -340,8 +328,8 @@ impl CheckState {
         sides.find(|side| side.edge == edge).ok_or(Fault::NotMine)
     }
 
-    /// AllReduce, of the round's next bucket. Several may be posted before the round's last backward, one only after it. True if
-    /// its gradients are made.
+    /// AllReduce of the round's next bucket. Several buckets may be posted before the round's last backward, a single
+    /// one only after it. Returns true if its gradients are complete.
     pub fn all_reduce(&mut self, rule: &Rule, round: u32, bucket: u32) -> Result<bool, Fault> {
         if self.zero > 0 {
             return Err(Fault::Zero { level: self.zero, needs: "reduce-scatters" });
@@ -349,7 +337,7 @@ impl CheckState {
         self.reduce(rule, round, bucket)
     }
 
-    /// ReduceScatter, of the round's next bucket: as AllReduce, where replicas have shares.
+    /// ReduceScatter of the round's next bucket: the ZeRO form of AllReduce.
     pub fn reduce_scatter(&mut self, rule: &Rule, round: u32, bucket: u32) -> Result<bool, Fault> {
         if self.zero == 0 {
             return Err(Fault::Zero { level: 0, needs: "all-reduces" });
@@ -372,7 +360,7 @@ impl CheckState {
         Ok(missing == 0)
     }
 
-    /// Whether the stage's next collective may be one of this round.
+    /// Checks that a collective of this round is allowed.
     fn reduces(&self, rule: &Rule, round: u32) -> Result<(), Fault> {
         if self.replicas == 1 {
             return Err(Fault::RoundIncomplete { round, reason: "one replica has nothing to reduce" });
@@ -380,7 +368,7 @@ impl CheckState {
         self.is_next(rule, round)
     }
 
-    /// AllGather: of the next bucket of a version that is in shares, from the last to the first.
+    /// AllGather of the next bucket of a sharded version, from the last to the first.
     pub fn all_gather(&mut self, version: Version, bucket: u32) -> Result<(), Fault> {
         let buckets = self.buckets;
         let of = self.shares.get_mut(&version).ok_or(Fault::NoVersion(version))?;
@@ -402,8 +390,8 @@ impl CheckState {
         }
     }
 
-    /// Checkpoint: of a version that is whole, and under ZeRO 3 of which no replica has let its share go, as under a flush each does
-    /// after its last backward of a round.
+    /// Checkpoint of a fully gathered version. Under ZeRO 3 with a flush, replicas release their shard after their last
+    /// backward of a round.
     pub fn checkpoint(&self, rule: &Rule, version: Version) -> Result<(), Fault> {
         if self.zero >= 3 && rule.schedule.flushes() && version.0 < self.closed {
             return Err(Fault::NoVersion(version));
@@ -411,7 +399,7 @@ impl CheckState {
         self.has_whole(version)
     }
 
-    /// What is used: a version that is there, and all of it.
+    /// Checks that a version exists and is fully gathered.
     pub fn has_whole(&self, version: Version) -> Result<(), Fault> {
         if !self.versions.contains(&version) {
             return Err(Fault::NoVersion(version));
@@ -424,7 +412,6 @@ impl CheckState {
         *self.reduced.entry(round).or_default() += 1;
     }
 
-    /// Ends the round that gradients are added to: it must be `round`, with all of this worker's items.
     fn close(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
         self.is_next(rule, round)?;
         if self.missing(rule) > 0 {
@@ -441,12 +428,11 @@ impl CheckState {
         Err(Fault::WrongRound { found: round, expected: self.closed })
     }
 
-    /// Backwards that are missing in the round that gradients are added to.
     fn missing(&self, rule: &Rule) -> u64 {
         self.dealt(rule.count(self.stage, self.closed)).saturating_sub(u64::from(self.round_items))
     }
 
-    /// Ends the round that gradients are added to if all its buckets are posted and all its backwards done.
+    /// Closes the current round if all buckets are posted and all backwards done.
     fn close_posted(&mut self, rule: &Rule) {
         if self.posted == self.buckets && self.missing(rule) == 0 {
             self.begin_next_round();
@@ -458,23 +444,21 @@ impl CheckState {
         (self.round_items, self.posted) = (0, 0);
     }
 
-    /// This worker's part of so many items that are dealt to the replicas in turn.
+    /// This worker's number of `items`, assigned round-robin.
     fn dealt(&self, items: u32) -> u64 {
         dealt(items, self.replicas, self.replica)
     }
 
-    /// Whether nothing is missing for the step of a round, or it has been made.
+    /// True if the step of a round is done or possible.
     pub fn is_done(&self, rule: &Rule, round: u32) -> bool {
         let is_whole = || if self.replicas == 1 { self.missing(rule) == 0 } else { self.is_reduced(round) };
         self.applied > round || is_whole()
     }
 
-    /// Whether every bucket of the round has been waited for.
     fn is_reduced(&self, round: u32) -> bool {
         self.reduced.get(&round) == Some(&self.buckets)
     }
 
-    /// Step.
     pub fn step(
         &mut self,
         rule: &Rule,
@@ -503,7 +487,7 @@ impl CheckState {
         if count != expected {
             return Err(Fault::WrongCount { found: count, expected });
         }
-        // What a replica does not step of it goes on as it is.
+        // A version that is partly sharded cannot be stepped from: unstepped parameters carry over unchanged.
         self.has_whole(from)?;
         if in_place {
             self.versions.remove(&from);
@@ -516,7 +500,7 @@ impl CheckState {
         Ok(())
     }
 
-    /// Drop: of any version but the newest.
+    /// Drop, of any version but the newest.
     pub fn drop_version(&mut self, version: Version) -> Result<(), Fault> {
         if self.shares.contains_key(&version) {
             return Err(Fault::NotGathered(version));
@@ -524,9 +508,9 @@ impl CheckState {
         if version.0 < self.applied && self.versions.remove(&version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
     }
 
-    /// The end of the list: everything must be done, and one version left.
+    /// End of the list: all work is done, and one version is left.
     pub fn end(&self, rule: &Rule) -> Result<(), Fault> {
-        // Under flush, items are dealt anew for each minibatch.
+        // With a flush, items are assigned anew for each minibatch.
         let whole = rule.schedule.is_round_robin() || !rule.schedule.trains();
         let deal = if whole { rule.items } else { rule.microbatches };
         let items = self.dealt(deal) * u64::from(rule.items / deal);
@@ -541,7 +525,7 @@ impl CheckState {
     }
 }
 
-/// Takes what every one of these edges has brought for the item.
+/// Consumes the data that these edges delivered for the item.
 fn use_all(sides: &mut [Side], item: MicrobatchId, kind: Payload) -> Result<(), Fault> {
     for side in sides {
         let passage = side.items.get_mut(item.0);
@@ -556,7 +540,7 @@ fn holds(slots: &DenseMap<Place>, slot: Slot, item: MicrobatchId) -> bool {
     slots.get(slot.0).is_some_and(|place| place.item == Some(item))
 }
 
-/// Refuses a backward whose weights have been dropped, or whose slot holds another item.
+/// Checks that a backward's weights and slot still exist.
 fn still_held(
     versions: &BTreeSet<Version>,
     slots: &DenseMap<Place>,

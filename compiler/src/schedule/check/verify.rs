@@ -1,19 +1,19 @@
-//! Plays a program with no device and proves what it promises before anything runs.
+//! Simulates a program without devices and proves its guarantees before it runs.
 //!
-//! Every worker runs as far as it can; channels hold nothing, so a Send is complete when its Recv is posted and a Recv when
-//! its Send is. Posts never block and a Wait names what it waits for, so if this one way of interleaving comes to the
-//! end, every one does. On the way:
-//! - each Send meets the Recv of the same item: both ends of a channel agree on the order;
-//! - each item runs forward and backward once at each stage, on the replica that the rule names, after everything it
-//!   depends on has arrived, in item order;
-//! - forward and backward use the version that the rule gives, and the version exists; all but the last end;
-//! - all replicas of a rank come to their collectives in the same order; where ZeRO shares a stage, each round is reduced to shares, and
-//!   no version is used, stepped from or dropped before all its buckets have been gathered;
-//! - no slot, gradient buffer or token is used while something still needs it; in-flight items stay within the cap;
-//! - under ZeRO 2 the items of a round add their gradients in their order, whoever has them, and under a flush when all have its weights;
+//! Every worker runs as far as it can. Channels have no buffer: a Send completes when its Recv is posted, and vice
+//! versa. Posts never block and a Wait names its operation, so if this interleaving terminates, all do. The checks:
+//! - each Send matches the Recv of the same item: both ends of a channel agree on the order;
+//! - each item runs forward and backward once per stage, on the replica of the rule, after its inputs have arrived, in
+//!   item order;
+//! - forward and backward use the version of the rule, which exists; all versions but the last are dropped;
+//! - all replicas of a rank post their collectives in the same order. Under ZeRO each round is reduce-scattered, and no
+//!   version is used, stepped from or dropped before all its buckets are gathered;
+//! - no slot, gradient buffer or token is reused while in use; items in flight stay within the cap;
+//! - under ZeRO 2 the items of a round accumulate gradients in item order across replicas. With a flush they do so
+//!   after all replicas have gathered the round's weights;
 //! - each round is reduced over all replicas and applied, once, in order, with the right count.
 //!
-//! It shares with the generators only the [`Rule`], which is the meaning of the schedules, and nothing of how they order.
+//! It shares only the [`Rule`], the semantics of the schedules, with the generators.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -33,7 +33,7 @@ use crate::schedule::{
     WorkerProgram,
 };
 
-/// Says what is wrong with the program, if anything is.
+/// Proves that a program runs to its end and keeps the guarantees above; returns the first violation.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     shape(program)?;
     Checker::new(program).run()
@@ -87,7 +87,6 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// What is wrong with the level of ZeRO of a stage.
 fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
     let (zero, replicas) = (stage.zero, stage.replicas);
     match zero {
@@ -100,7 +99,7 @@ fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
     }
 }
 
-/// Both ends of a channel: how many are posted at each, and the items of those that the other end has not come to.
+/// Posts at both ends of a channel, and the items posted at one end only.
 #[derive(Default)]
 struct Ends {
     sends: u32,
@@ -109,7 +108,7 @@ struct Ends {
 }
 
 impl Ends {
-    /// Posts the next Send or Recv; where the other end came first, it was for the same item.
+    /// Posts the next Send or Recv, which must match the item of the other end.
     fn post(&mut self, item: MicrobatchId, sends: bool) -> Result<u32, Fault> {
         let (mine, others, other) =
             if sends { (&mut self.sends, self.recvs, "Recv") } else { (&mut self.recvs, self.sends, "Send") };
@@ -129,7 +128,7 @@ impl Ends {
     }
 }
 
-/// What a token stands for: the place of a Send or Recv in the channel with this number, or an all-reduce.
+/// Operation of a token: a Send or Recv (index in its channel), or a collective.
 #[derive(Clone, Copy)]
 enum Posted {
     Send { channel: u32, place: u32, item: MicrobatchId },
@@ -137,16 +136,13 @@ enum Posted {
     Meeting(Meeting),
 }
 
-/// Where a worker is in its list.
 struct Hands {
     at: usize,
     tokens: DenseMap<Posted>,
-    /// For each of its stages.
     ledgers: Vec<CheckState>,
-    /// Reductions and gathers posted, and those of them whose gradients are not yet made.
+    /// Posted reductions and all-gathers, and those whose gradients are not complete.
     joined: [usize; 2],
     due: Vec<Meeting>,
-    /// Whether it stands among those that may go on.
     is_awake: bool,
 }
 
@@ -162,13 +158,11 @@ struct Checker<'a> {
     layout: Layout,
     hands: Vec<Hands>,
     channels: Channels,
-    /// By the number of the channel.
     ends: Vec<Ends>,
-    /// Members that have joined each collective.
     joined: HashMap<Meeting, u32>,
-    /// Of stages whose replicas sum gradients as they are made: items of a round that have added theirs.
+    /// For ZeRO 2 and 3: items whose gradients are accumulated, by stage and round.
     added: HashMap<(StageId, u32), u32>,
-    /// For each rank, the order in which its first replica to get there came to its reductions, and to its gathers.
+    /// For each rank, the order of its reductions and of its all-gathers, as first posted by any replica.
     collectives: Vec<[Vec<Meeting>; 2]>,
     awake: VecDeque<WorkerId>,
 }
@@ -237,8 +231,8 @@ impl<'a> Checker<'a> {
         CheckError::At { worker: self.program.worker_name(worker), at, instruction, fault }
     }
 
-    /// Where a worker that waits for ever leads to: whoever it waits for may wait for another in turn. That ends at one that waits for
-    /// what nobody has in its list any more, or else in a circle, all of whose members are to blame.
+    /// Follows the wait-for chain of a blocked worker. It ends at a worker whose operation has no counterpart, or in a
+    /// cycle, all of whose members are at fault.
     fn root(&self, stuck: WorkerId) -> WorkerId {
         let mut seen = vec![false; self.hands.len()];
         let mut worker = stuck;
@@ -251,7 +245,7 @@ impl<'a> Checker<'a> {
         worker
     }
 
-    /// Who still has in its list what this worker waits for.
+    /// The worker that still has to post the counterpart of the blocking operation.
     fn owes(&self, worker: WorkerId) -> Option<WorkerId> {
         match *self.posted(worker)? {
             Posted::Send { channel, item, .. } => {
@@ -283,7 +277,6 @@ impl<'a> Checker<'a> {
         }
     }
 
-    /// What a worker has not come to.
     fn rest(&self, worker: WorkerId) -> &'a [Instruction] {
         let list = self.program.workers.get(worker.index()).zip(self.hands.get(worker.index()));
         list.and_then(|(program, hands)| program.instructions.get(hands.at..)).unwrap_or_default()
@@ -319,7 +312,7 @@ impl<'a> Checker<'a> {
         }
     }
 
-    /// Runs one instruction; false if it must wait.
+    /// Executes one instruction; false if it must wait.
     fn advance(&mut self, worker: WorkerId, instruction: Instruction) -> Result<bool, Fault> {
         if !self.is_turn(&instruction) {
             return Ok(false);
@@ -383,7 +376,7 @@ impl<'a> Checker<'a> {
                 self.meet(worker, instruction, true)?;
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
-                // Steps of a rank's stages come together, when all are done with the round: they may share parameters.
+                // Steps of a rank's stages are made together when all are done with the round, because of tied weights.
                 if hands.ledgers.len() > 1 && !hands.ledgers.iter().all(|ledger| ledger.is_done(rule, round)) {
                     let reason = "another stage of the worker is not done with it";
                     return Err(Fault::RoundIncomplete { round, reason });
@@ -396,7 +389,7 @@ impl<'a> Checker<'a> {
         Ok(true)
     }
 
-    /// Whether an instruction that sums gradients as they are made may: the items of its round before it have.
+    /// True unless the instruction accumulates gradients before its turn: earlier items of the round go first.
     fn is_turn(&self, instruction: &Instruction) -> bool {
         let (stage, item) = match *instruction {
             Instruction::Backward { stage, item, .. } | Instruction::BackwardWeight { stage, item, .. } => {
@@ -405,12 +398,12 @@ impl<'a> Checker<'a> {
             _ => return true,
         };
         let sums = self.program.stages.get(stage.index()).is_some_and(|stage| stage.zero >= 2);
-        // An item that is not there is told of where it is run.
+        // Invalid items are reported when they run.
         if !sums || item.0 >= self.rule.items {
             return true;
         }
         let round = self.rule.round(stage, item);
-        // Under a flush owners have room for the sums of a round when they have gathered its weights.
+        // With a flush, a replica reuses the gradient shard buffer once it has gathered the round's weights.
         let has_room = |worker: WorkerId| {
             let ledgers = &self.hands[worker.index()].ledgers;
             ledgers.iter().any(|ledger| ledger.stage() == stage && ledger.has_whole(Version(round)).is_ok())
@@ -420,7 +413,6 @@ impl<'a> Checker<'a> {
             && (!self.rule.schedule.flushes() || self.layout.holders(stage).all(has_room))
     }
 
-    /// An item's gradients are in the sums of its round.
     fn add(&mut self, stage: StageId, item: MicrobatchId) {
         if self.program.stages[stage.index()].zero >= 2 {
             *self.added.entry((stage, self.rule.round(stage, item))).or_default() += 1;
@@ -428,7 +420,7 @@ impl<'a> Checker<'a> {
         }
     }
 
-    /// The stage at this end of a transfer, and that at the other.
+    /// The stage at this end of a transfer, and the one at the other end.
     fn ends(&self, edge: EdgeId, kind: Payload, sends: bool) -> Result<(StageId, StageId), Fault> {
         let &(from, to) = self.program.edges.get(edge.index()).ok_or(Fault::NotMine)?;
         if kind == Payload::Gradient && !self.rule.schedule.trains() {
@@ -437,7 +429,6 @@ impl<'a> Checker<'a> {
         Ok(if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) })
     }
 
-    /// Whether the peer is the worker that has the item at that stage.
     fn peer(&self, stage: StageId, item: MicrobatchId, peer: WorkerId) -> Result<(), Fault> {
         let expected = self.layout.worker(stage, self.rule.replica(stage, item));
         if peer == expected { Ok(()) } else { Err(Fault::NotMine) }
@@ -451,7 +442,8 @@ impl<'a> Checker<'a> {
         number
     }
 
-    /// Posts a collective; all replicas of a rank come to their reductions in one order, and to their gathers in one. The worker has joined it when what it brings is made.
+    /// Posts a collective. All replicas of a rank must use the same order. The worker counts as joined once its data is
+    /// complete.
     fn meet(&mut self, worker: WorkerId, instruction: Instruction, is_made: bool) -> Result<(), Fault> {
         let Some((meeting, token)) = instruction.meeting() else { return Ok(()) };
         let hands = &mut self.hands[worker.index()];
@@ -475,7 +467,7 @@ impl<'a> Checker<'a> {
         Ok(())
     }
 
-    /// Joins the stage's collectives that waited for a backward, if that was it.
+    /// Joins the stage's collectives that were waiting for this backward.
     fn bring(&mut self, worker: WorkerId, stage: StageId) {
         let hands = &mut self.hands[worker.index()];
         if hands.due.is_empty() {

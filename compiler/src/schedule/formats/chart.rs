@@ -1,19 +1,19 @@
-//! A program drawn the way it runs: a row for each worker, a column for each unit of time.
+//! Draws a program as a chart: one row per worker, one column per time unit.
 //!
 //! ```text
 //! 0.0 | F0 F1  . B0 F2 B1  . B2
 //! 1.0 |  . F0 B0 F1 B1 F2 B2  .
 //! ```
 //!
-//! Every forward, backward, part of a backward and forward that runs again (`R2`) takes one unit, everything else takes none. A cell
-//! leaves out the row's own stage where the row has one.
+//! Every forward, backward (or pass of a split one) and recomputation (`R2`) takes one unit, everything else none.
+//! Cells omit the stage if the rank has only one.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::schedule::collective::Meeting;
 use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, Token, WorkerId};
 
-/// The chart, one line for each worker. Fails if the program waits for ever.
+/// Draws the chart, one line per worker. Fails on a deadlock.
 pub fn chart(program: &Program) -> Result<String, ScheduleError> {
     let rows = Drawing::new(program).run()?;
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -39,12 +39,11 @@ struct Drawing<'a> {
     program: &'a Program,
     rows: Vec<Vec<Option<String>>>,
     at: Vec<usize>,
-    /// What each token of a worker stands for, until its Wait.
+    /// The operation of each pending token, by worker.
     posted: Vec<BTreeMap<Token, Posted>>,
-    /// Times of Sends and Recvs of each channel, in order.
+    /// Times of the Sends and Recvs of each channel, in order.
     sends: BTreeMap<Channel, Vec<usize>>,
     recvs: BTreeMap<Channel, Vec<usize>>,
-    /// Times at which the members of a collective came to it.
     joined: BTreeMap<Meeting, Vec<usize>>,
 }
 
@@ -70,7 +69,7 @@ impl<'a> Drawing<'a> {
     }
 
     fn run(mut self) -> Result<Vec<Vec<Option<String>>>, ScheduleError> {
-        // Whoever posts something may end another's wait, so everyone is asked again until nobody moves.
+        // A post may unblock another worker, so workers are retried until none makes progress.
         let mut asked: VecDeque<u32> = (0..self.rows.len() as u32).collect();
         let mut still = 0;
         while let Some(worker) = asked.pop_front() {
@@ -90,7 +89,7 @@ impl<'a> Drawing<'a> {
         Ok(self.rows)
     }
 
-    /// Runs the worker's next instruction, unless it must wait or there is none.
+    /// Executes the worker's next instruction; false if it must wait or there is none.
     fn advance(&mut self, worker: WorkerId) -> bool {
         let index = worker.index();
         let Some(&instruction) = self.program.workers[index].instructions.get(self.at[index]) else { return false };
@@ -145,7 +144,7 @@ impl<'a> Drawing<'a> {
         true
     }
 
-    /// When what the token names was complete, if it is.
+    /// Completion time of the token's operation; `None` if incomplete.
     fn ends(&self, worker: usize, token: Token) -> Option<usize> {
         match *self.posted[worker].get(&token)? {
             Posted::Send(channel, place) => self.recvs.get(&channel)?.get(place).copied(),
@@ -175,7 +174,7 @@ mod tests {
         assert_eq!(trimmed(&drawn), trimmed(expected), "drawn:\n{drawn}");
     }
 
-    /// 1F1B-RR with published caps, every forward and backward one unit.
+    /// 1F1B-RR with published caps; every forward and backward takes one unit.
     fn assert_chart(replicas: &[u32], minibatches: u32, expected: &str) {
         assert_caps_chart(replicas, &crate::schedule::published_caps(replicas), minibatches, expected);
     }

@@ -1,19 +1,19 @@
-//! The compute-only table that torch's pipeline runtime reads and writes: a row for each worker, a cell for each piece of work.
+//! The compute-only table of torch's pipeline runtime: one row per rank, one cell per action.
 //!
 //! ```text
 //! 0F0,0F1,0B0,0B1
 //! ,1F0,1B0,1F1,1B1
 //! ```
 //!
-//! `I` and `W` are the two parts of a backward, an empty cell is idle time, and `(0F3;7B0)OVERLAP_F_B` are pieces of work that torch
-//! runs beside each other and a worker here one after the other. A table prints as it was read, to the byte, but for what spreadsheets
-//! and hands add, which is left out: spaces, quotes around a cell, a mark of byte order, zeros in front of a number, lines of nothing at
-//! the end.
+//! `I` and `W` are the two passes of a split backward, and an empty cell is idle. `(0F3;7B0)OVERLAP_F_B` are actions
+//! that torch overlaps and that run in sequence here. Tables are printed byte for byte as read, except for what
+//! spreadsheets and editors add: spaces, quotes, a byte-order mark, leading zeros, trailing empty lines.
 //!
-//! Stages with replicas have a row for each rank, which all replicas follow for the items that they are dealt, or a row for each worker,
-//! as programs print: then replicas must do their items in one order.
+//! Stages with replicas have one row per rank, which each replica follows for its own items. One row per worker, as
+//! programs print, is also accepted if all replicas use the same order.
 //!
-//! It says neither versions nor transfers, so it carries a synchronous schedule whole and an asynchronous one only in order.
+//! A table has no versions or transfers, so it describes a synchronous schedule completely and an asynchronous one only
+//! in its order.
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,15 +26,14 @@ use crate::schedule::custom::OrderOfWork;
 use crate::schedule::semantics::{StepCount, dealt};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// Cells that a table may have: beyond it no program of this form could be made.
+/// Most cells of a table: no larger program is possible.
 const MAX_CELLS: usize = 1 << 24;
 
 const OVERLAP: &str = "OVERLAP_F_B";
 
-/// What some programs write before a text, to say how its bytes are ordered.
 const BYTE_ORDER: char = '\u{feff}';
 
-/// The table of a program, one line for each worker.
+/// The table of a program, one line per worker.
 pub fn csv(program: &Program) -> String {
     let mut text = String::new();
     for worker in &program.workers {
@@ -46,44 +45,30 @@ pub fn csv(program: &Program) -> String {
     text
 }
 
-/// One cell.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Cell {
-    /// Nothing is computed.
     Idle,
-    /// One piece of work.
     Work(Work),
-    /// Pieces of work that may run beside each other.
     Overlap(Vec<Work>),
 }
 
-/// A table as it stands in a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ComputeTable {
-    /// A row for each rank.
     pub rows: Vec<Vec<Cell>>,
-    /// What ends a line.
     newline: &'static str,
-    /// Whether the last line is ended too.
     is_ended: bool,
 }
 
-/// Where and why a text is not a table.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("row {row}, cell {cell}: expected {expected}, found `{found}`")]
 pub struct TableError {
-    /// The row, from 1.
     pub row: usize,
-    /// The cell, from 1.
     pub cell: usize,
-    /// What should stand there.
     pub expected: &'static str,
-    /// What stands there.
     pub found: String,
 }
 
 impl ComputeTable {
-    /// What a rank computes, in order.
     pub fn row(&self, rank: RankId) -> impl Iterator<Item = Work> + '_ {
         let cells = self.rows.get(rank.index()).into_iter().flatten();
         cells
@@ -99,30 +84,28 @@ impl ComputeTable {
         (0..self.rows.len() as u32).flat_map(|rank| self.row(RankId(rank)))
     }
 
-    /// Items of the minibatch that it orders.
+    /// Micro-batches of the minibatch.
     pub fn microbatches(&self) -> u32 {
         self.work().map(|work| work.item.0.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// Stages that it speaks of.
     pub fn stages(&self) -> u32 {
         self.work().map(|work| work.stage.0.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// Whether a backward in it comes in two parts.
     pub fn splits_backward(&self) -> bool {
         self.work().any(|work| work.part == Phase::BackwardWeight)
     }
 
-    /// The program in which every rank of the pipeline follows its row, for so many minibatches. The table is for all microbatches
-    /// of one; replicas of a rank take their share of its row.
+    /// The program in which every rank follows its row for `minibatches` minibatches. Replicas of a rank divide the
+    /// items of its row.
     pub fn program(&self, pipeline: &Pipeline, minibatches: u32) -> Result<Program, ScheduleError> {
         pipeline.validate()?;
         let wrong = |what: String| Err(ScheduleError::Table { what });
         let ranks = pipeline.ranks.iter().map(|rank| rank.index() + 1).max().unwrap_or(0);
         let replicas = equal_replicas(Schedule::Csv, pipeline)?;
         let workers = ranks.saturating_mul(replicas as usize);
-        // Rows of workers without work are not there where they come last.
+        // Trailing rows of workers without actions are omitted in the file.
         if replicas > 1 && (ranks + 1..workers).contains(&self.rows.len()) {
             let mut rows = self.rows.clone();
             rows.resize(workers, Vec::new());
@@ -145,8 +128,8 @@ impl ComputeTable {
         custom::program(self, pipeline, count)
     }
 
-    /// The rows of the first replica of each rank, where rows are those of workers and all replicas of a rank do as their first: what it
-    /// does with the items that it is dealt the others do with as many of theirs.
+    /// For one row per worker: the rows of each rank's first replica, provided that all replicas follow the same order
+    /// with their own items.
     fn first_replicas(&self, replicas: u32) -> Result<ComputeTable, String> {
         let items = self.microbatches();
         let mut rows = Vec::with_capacity(self.rows.len() / replicas as usize);
@@ -175,7 +158,7 @@ impl ComputeTable {
 }
 
 impl OrderOfWork for ComputeTable {
-    /// Replica 0's share of the row stands for all that are dealt as many: only the order counts.
+    /// Replica 0's items represent those of any replica with as many: only the order counts.
     fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
         let replicas = pipeline.stages.first().map_or(1, |stage| stage.replicas.max(1));
         let of_share =
@@ -234,7 +217,7 @@ impl FromStr for ComputeTable {
                         .ok_or_else(|| error("work such as 2F0, 2B0, 2I0 or 2W0, nothing, or (2F1;2B0)OVERLAP_F_B"))?,
                 );
             }
-            // A row without work is one idle cell in print and none at all in meaning.
+            // An empty row prints as one idle cell and means no action.
             rows.push(read);
         }
         Ok(Self { rows, newline, is_ended })
@@ -260,13 +243,13 @@ fn read_work(word: &str) -> Option<Work> {
     Some(Work { stage: StageId(number(&word[..at])?), item: MicrobatchId(number(&word[at + 1..])?), part })
 }
 
-/// A cell without what spreadsheets put around it.
+/// Removes quotes and spaces around a cell.
 fn bare(word: &str) -> &str {
     let word = word.trim();
     word.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(word).trim()
 }
 
-/// Digits and nothing else: no sign.
+/// Digits only, without a sign.
 fn number(digits: &str) -> Option<u32> {
     digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
 }
@@ -322,7 +305,7 @@ mod tests {
         assert_eq!(read("\u{feff} 0F0,\"0B0\"").to_string(), "0F0,0B0");
     }
 
-    /// What programs print is read back where stages have replicas too, and is the same order.
+    /// Printed programs with replicas parse back to the same order.
     #[test]
     fn rows_may_be_those_of_workers() {
         let mut count = 0;

@@ -8,7 +8,7 @@
 //!    {"op": "forward", "stage": 0, "item": 0, "version": 0, "slot": 0}]}]}
 //! ```
 //!
-//! What is read need not be a program that runs: the checker says whether it is.
+//! Parsed programs are not validated here; the checker does that.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use crate::plan::StageId;
 use crate::profile::json;
 use crate::schedule::{Program, ProgramStage, Schedule, WorkerProgram};
 
-/// The name and version that a program states in its `schema` field.
+/// Value of the `schema` field.
 pub const SCHEMA: &str = "pipec.program/1";
 
 /// The file.
@@ -41,7 +41,6 @@ struct File {
     workers: Vec<WorkerProgram>,
 }
 
-/// Why a text is not a program.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum JsonError {
@@ -53,7 +52,6 @@ pub enum JsonError {
     Schedule { found: String },
 }
 
-/// The program as JSON text.
 pub fn to_json(program: &Program) -> Result<String, JsonError> {
     let Program { schedule, items, microbatches, ref stages, ref edges, ref workers } = *program;
     let (schema, schedule) = (SCHEMA.to_string(), schedule.name().to_string());
@@ -62,9 +60,8 @@ pub fn to_json(program: &Program) -> Result<String, JsonError> {
     Ok(json::print(&file)?)
 }
 
-/// The program of a JSON text.
 pub fn from_json(text: &str) -> Result<Program, JsonError> {
-    // Where it stumbled is looked for only then: programs are long.
+    // The slower reader is used only to locate an error: programs are long.
     let file: File = serde_json::from_str(text).or_else(|_| json::read(text))?;
     if file.schema != SCHEMA {
         return Err(JsonError::Schema { found: shown(&file.schema) });
@@ -74,7 +71,6 @@ pub fn from_json(text: &str) -> Result<Program, JsonError> {
     Ok(Program { schedule, items, microbatches, stages, edges, workers })
 }
 
-/// The JSON Schema of the file.
 pub fn json_schema() -> serde_json::Value {
     schemars::schema_for!(File).to_value()
 }

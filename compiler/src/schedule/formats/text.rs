@@ -1,4 +1,4 @@
-//! Programs as text, printed and read back.
+//! The text format of programs: printer and parser.
 //!
 //! ```text
 //! program 1f1b-rr {
@@ -8,31 +8,31 @@
 //!   stage 1 replicas=1 cap=1
 //!   edge 0 > 1
 //!   worker 0.0 {
-//!     load 0F0                        fetch what 0F0 reads of item 0
+//!     load 0F0                        fetch the inputs of 0F0 for item 0
 //!     0F0                             stage 0, forward, item 0; version 0, slot 0
-//!     send 0F0 > 1.0 #0               what 0F0 made, to worker 1.0; token 0
-//!     recv 1B0 < 1.0 #1               what 1B0 made, from worker 1.0
+//!     send 0F0 > 1.0 #0               the output of 0F0, to worker 1.0; token 0
+//!     recv 1B0 < 1.0 #1               the gradients of 1B0, from worker 1.0
 //!     wait #1
-//!     0B2@v1[3]                       backward of item 2 with version 1, in slot 3; 0I2 and 0W2 are its two parts
+//!     0B2@v1[3]                       backward of item 2 with version 1, in slot 3; 0I2 and 0W2 if split
 //!     all-reduce 0 round 0 #2
-//!     step 0 round 0 v0 > v1 mean 2   `=>` instead of `>` where v1 is written over v0
+//!     step 0 round 0 v0 > v1 mean 2   `=>` instead of `>` if v1 overwrites v0
 //!     drop 0 v0
-//!     recompute 0F2@v1[3]             the forward of 0F2 again, for its backward
-//!     reduce-scatter 0 round 1 #3     this worker's share of what all-reduce would give
-//!     all-gather 0 v2 #4              the shares of version 2 of all workers; as above a bucket may be named in both
+//!     recompute 0F2@v1[3]             reruns forward 0F2 for its backward
+//!     reduce-scatter 0 round 1 #3     the all-reduce under ZeRO: this worker gets its shard
+//!     all-gather 0 v2 #4              gathers the shards of version 2; both take a bucket like all-reduce
 //!     checkpoint 0 v2
 //!   }
 //! }
 //! ```
 //!
-//! Version 0, slot 0 and bucket 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
-//! where it is not; a stage that sums its gradients in parts has `buckets=3` behind its cap, and then its all-reduces say `all-reduce 0
-//! round 0 bucket 2 #4`; one whose replicas share what they hold has `zero=1`, the level, behind that; one whose forwards keep only what they read has `recompute` at the end. A transfer is told by what made
-//! it and the two workers; where the receiver has several stages, also by the stage that takes it: `send 0F0 > 1.0 as 5 #7`.
-//! Gradients are told as `1B0`, also where `1I0` made them.
+//! Version 0, slot 0 and bucket 0 are omitted, and the rank of a stage if it equals the stage number (else `stage 4
+//! rank=0 replicas=1 cap=3`). Optional stage fields after the cap are `buckets=3` (the collectives then name it:
+//! `all-reduce 0 round 0 bucket 2 #4`), `zero=1` and `recompute`. A transfer is named by the action that produced it
+//! and by both workers. If the receiver has several stages, the receiving one is added: `send 0F0 > 1.0 as 5 #7`.
+//! Gradients are named `1B0`, also if `1I0` made them.
 //!
-//! A version is that of the stage's own parameters. One that several stages hold, where they step at different times, is seen by all of
-//! them in the oldest of the versions that they have for the item: programs know stages, and no parameters.
+//! A version refers to the stage's own parameters. A tied weight of stages that step at different times uses the oldest
+//! version that any of them has for the item.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -46,15 +46,11 @@ use crate::schedule::{
     WorkerId, WorkerProgram,
 };
 
-/// Where and why a text is not a program.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: expected {expected}, found `{found}`")]
 pub struct ParseError {
-    /// The line, from 1.
     pub line: usize,
-    /// What could have stood there.
     pub expected: &'static str,
-    /// What stands there.
     pub found: String,
 }
 
@@ -85,7 +81,6 @@ impl fmt::Display for Program {
 }
 
 impl Program {
-    /// One instruction as text. It needs the program for the names of workers and stages.
     pub fn show(&self, instruction: &Instruction) -> String {
         let made_by = |edge: EdgeId, kind: Payload, item: MicrobatchId| {
             let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
@@ -94,7 +89,7 @@ impl Program {
                 Payload::Gradient => format!("{}B{}", to.0, item.0),
             }
         };
-        // The stage that takes what is sent, where its rank has several.
+        // The receiving stage, if its rank has several.
         let taker = |edge: EdgeId, kind: Payload| {
             let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
             let taker = if kind == Payload::Activation { to } else { from };
@@ -139,7 +134,7 @@ impl Program {
     }
 }
 
-/// The bucket of a collective; the first has no name.
+/// The bucket of a collective; bucket 0 is omitted.
 fn named(bucket: u32) -> String {
     if bucket == 0 { String::new() } else { format!(" bucket {bucket}") }
 }
@@ -239,7 +234,7 @@ impl Line<'_> {
     }
 
     fn number(&self, word: &str) -> Result<u32, ParseError> {
-        // `+1` is a number to Rust and not to us: a program has one way to be written.
+        // Rust parses `+1`, the format does not accept it: there is one way to write a program.
         let plain = !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
         plain.then(|| word.parse().ok()).flatten().ok_or_else(|| self.expected("a number below 4294967296"))
     }
@@ -251,7 +246,6 @@ impl Line<'_> {
 
 struct Reader {
     program: Program,
-    /// The first worker of each rank, and the number of workers.
     first: Vec<u32>,
     edges: HashMap<(StageId, StageId), EdgeId>,
 }
@@ -401,7 +395,7 @@ impl Reader {
         })
     }
 
-    /// What travels, from `0F3`, the stage that takes it where that is told, and the ranks of sender and receiver.
+    /// Parses `0F3` and the optional receiving stage, for the given sender and receiver ranks.
     fn transfer(
         &self,
         line: &Line<'_>,

@@ -1,9 +1,9 @@
-//! Looped breadth-first: every stage of a rank runs all forwards of a minibatch, then every stage all backwards (Lamy-Poirier,
-//! MLSys 2023).
+//! Looped breadth-first: each stage of a rank runs all forwards of a minibatch, then each stage all backwards
+//! (Lamy-Poirier, MLSys 2023).
 //!
-//! It is fill-drain on a loop: the bubble shrinks with the number of stages on a rank, and gradients of a stage are complete
-//! early, at the price of all activations of the minibatch. The paper's backwards go in any order; here they go in item order,
-//! so that gradients are summed as under every other schedule.
+//! It is GPipe on a loop. The bubble shrinks with the number of stages per rank and gradients of a stage are complete
+//! early, but all activations of the minibatch are saved. The paper does not order the backwards; here they are in item
+//! order, so that gradient sums match those of other schedules.
 
 use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
@@ -12,7 +12,6 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{looped, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// All forwards stage by stage, all backwards stage by stage, step.
 pub fn bfs(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     looped(Schedule::Bfs, pipeline)?;
     let (p, v) = (ranks(pipeline), pipeline.chunks());

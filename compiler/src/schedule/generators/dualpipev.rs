@@ -1,8 +1,8 @@
-//! DualPipeV: a V of two stages on each rank, whose steady state pairs a forward of one with a backward of the other (DeepSeek,
-//! DualPipe, 2025; cut in half so that no weights are held twice).
+//! DualPipeV: a V of two stages per rank whose steady state pairs a forward of one with a backward of the other
+//! (DeepSeek, DualPipe, 2025). Cutting DualPipe in half avoids duplicate weights.
 //!
-//! Rank r of p holds stage r, on the way down, and stage 2p - 1 - r, on the way up. The pairs are there so that a device can run the
-//! transfers of one beside the computation of the other; a worker here runs them one after the other.
+//! Rank r of p holds stage r (down) and stage 2p - 1 - r (up). The pairs allow a device to overlap the transfers of one
+//! action with the compute of the other; a worker here runs them in sequence.
 //!
 //! | step | rank r does                           | times          |
 //! | ---  | ---                                   | ---            |
@@ -11,11 +11,11 @@
 //! | 3    | I up, W up, F up                      | p - r - 1      |
 //! | 4    | F down, B up, F up, B down            | m - 2p + r + 1 |
 //! | 5    | B up, F up, B down                    | p - r - 1      |
-//! | 6    | B up, B down; from half way on I only | r + 1          |
-//! | 7    | W that is left, I down                | p - r - 1      |
-//! | 8    | W that is left                        | r + 1          |
+//! | 6    | B up, B down; from half way on only I | r + 1          |
+//! | 7    | pending W, I down                     | p - r - 1      |
+//! | 8    | pending W                             | r + 1          |
 //!
-//! Fewer than 2p items take the rows of 2p without the items that do not exist.
+//! With fewer than 2p items, the rows for 2p are used without the missing items.
 
 use std::collections::VecDeque;
 
@@ -26,14 +26,12 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{folded, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// Forwards and backwards in pairs on ranks that hold two stages of a V.
 pub fn dualpipev(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     folded(Schedule::DualPipeV, pipeline)?;
     let p = ranks(pipeline);
     follow(Schedule::DualPipeV, pipeline, count, |rank, items| row(p, rank, items))
 }
 
-/// The two ways of the V on a rank, by direction.
 const DOWN: usize = 0;
 const UP: usize = 1;
 
@@ -41,7 +39,6 @@ struct Row {
     stages: [StageId; 2],
     forwards: [u32; 2],
     backwards: [u32; 2],
-    /// W of items whose I is done.
     left: VecDeque<Work>,
     work: Vec<Work>,
 }
@@ -94,7 +91,7 @@ fn row(p: u32, rank: RankId, items: u32) -> Vec<Work> {
         row.forward(UP);
         row.backward(DOWN, Phase::Backward);
     }
-    // The second half of these leaves W for later: on odd ranks from a whole pair on, on even ranks from the middle of one.
+    // The second half defers W: on odd ranks from a whole pair on, on even ranks from the middle of one.
     let half = r.div_ceil(2);
     let part = |split: bool| if split { Phase::BackwardInput } else { Phase::Backward };
     for i in 0..=r {

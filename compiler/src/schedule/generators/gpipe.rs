@@ -1,8 +1,7 @@
-//! Fill-drain: all forwards of a minibatch, then all its backwards, then the update (GPipe, Huang et al., NeurIPS 2019).
+//! GPipe: all forwards of a minibatch, then all backwards, then the update (Huang et al., NeurIPS 2019).
 //!
-//! A replica keeps the activations of all its microbatches, whatever the pipeline's in-flight caps say, and the
-//! program's caps say so. Backwards go in item order, as forwards do, so that gradients are summed in the same order as
-//! under every other schedule.
+//! A replica saves the activations of all its micro-batches, regardless of the pipeline's caps; the program's caps are
+//! set accordingly. Backwards are in item order, so that gradient sums match those of other schedules.
 
 use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
@@ -12,7 +11,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
 
-/// All forwards, all backwards, step.
 pub fn gpipe(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::Gpipe, pipeline)?;
     let mut rule = Rule::new(Schedule::Gpipe, pipeline, count)?;

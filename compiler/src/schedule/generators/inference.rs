@@ -1,4 +1,4 @@
-//! Forwards only, items round-robin over the replicas; the in-flight cap bounds outputs that nobody has taken yet.
+//! Forward only, items round-robin over the replicas. The in-flight cap bounds outputs that are not received yet.
 
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
@@ -6,7 +6,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// Every item's forward through every stage.
 pub fn inference(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::Inference, pipeline)?;
     let rule = Rule::new(Schedule::Inference, pipeline, count)?;

@@ -1,8 +1,8 @@
-//! 1F1B with flush: one forward, one backward, and every update waits for all microbatches of its minibatch.
+//! 1F1B with a flush: alternates forwards and backwards; every update waits for all micro-batches of its minibatch.
 //!
 //! The gradient is exactly that of the unpipelined minibatch. On a straight pipeline of p stages, stage i starts with
-//! min(p − i − 1, M) forwards and never holds more than p − i items (Megatron-LM, Narayanan et al., SC 2021, section
-//! 2.2.1); the in-flight caps of the pipeline say the same, and also serve stages that differ in replicas.
+//! min(p − i − 1, M) forwards. It holds at most p − i items (Megatron-LM, Narayanan et al., SC 2021, section 2.2.1).
+//! The in-flight caps give the same, and also work for unequal replica counts.
 
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
@@ -10,7 +10,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B with a flush after every minibatch.
 pub fn one_f_one_b(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::OneFOneB, pipeline)?;
     let rule = Rule::new(Schedule::OneFOneB, pipeline, count)?;

@@ -1,11 +1,11 @@
-//! 1F1B-RR: one forward, one backward, items round-robin over the replicas, weights stashed, never a flush (PipeDream,
-//! Narayanan et al., SOSP 2019, section 3.2), and the same with vertical sync (section 3.3).
+//! 1F1B-RR: 1F1B with items round-robin over the replicas, weight stashing and no flush (PipeDream, Narayanan et al.,
+//! SOSP 2019, section 3.2), optionally with vertical sync (section 3.3).
 //!
-//! The paper starts each stage with a closed-form number of warm-up forwards. Where replicas differ from stage to stage
-//! that starves the pipeline (1-3-1 reaches half of the ideal throughput), so here the order is played, work-conserving,
-//! under an in-flight cap of each stage. The cap is part of the meaning: it fixes the versions (see
-//! [`rule`](crate::schedule::semantics)). With the published caps, [`published_caps`](crate::schedule::published_caps),
-//! a straight pipeline gets exactly the published program.
+//! The paper starts each stage with a closed-form number of warm-up forwards. With unequal replica counts that starves
+//! the pipeline (1-3-1 reaches half of the ideal throughput). Here the order comes from the list scheduler,
+//! work-conserving and with an in-flight cap per stage. The cap is part of the semantics: it determines the versions
+//! (see [`semantics`](crate::schedule::semantics)). With [`published_caps`](crate::schedule::published_caps), a
+//! straight pipeline gets exactly the published program.
 
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
@@ -13,12 +13,10 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B-RR with weight stashing.
 pub fn one_f_one_b_rr(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     generate(Schedule::OneFOneBRr, pipeline, count)
 }
 
-/// 1F1B-RR with vertical sync: every stage runs an item with weights that have seen what stage 0's have.
 pub fn one_f_one_b_rr_vsync(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     generate(Schedule::OneFOneBRrVsync, pipeline, count)
 }
@@ -38,7 +36,7 @@ mod tests {
     use crate::schedule::check::verify::check;
     use crate::schedule::{Instruction, published_caps};
 
-    /// The most versions that a worker of each stage holds while the program runs.
+    /// Peak number of versions per worker of each stage.
     fn held(program: &Program) -> Vec<u32> {
         let mut most = vec![1; program.stages.len()];
         for worker in &program.workers {
@@ -55,8 +53,8 @@ mod tests {
         most
     }
 
-    /// Programs in step with their first stage hold no more versions than are planned, and as many where stages have one replica; where
-    /// replicas are equal that is the first stage's cap.
+    /// Vertical sync never needs more versions than planned, and exactly as many if the stage has one replica. With
+    /// equal replica counts that is the first stage's cap.
     #[test]
     fn versions_are_those_that_are_planned() {
         let mut alone = 0;
@@ -84,7 +82,8 @@ mod tests {
                 if own == replicas[0] {
                     assert_eq!(planned, caps[0], "{replicas:?} caps {caps:?}");
                 }
-                // While replicas wait for each other's gradients, one may be done with what the oldest versions are for.
+                // While replicas wait for each other's gradients, one may already be past the items of the oldest
+                // versions.
                 if own == 1 {
                     assert_eq!(held, planned, "{replicas:?} caps {caps:?}");
                     alone += 1;

@@ -1,11 +1,11 @@
-//! 1F1B-RR without weight stashing: one version of the weights, which forwards and backwards each use as it is (the baseline of
-//! PipeDream, Narayanan et al., SOSP 2019, section 3.3; the order of SpecTrain and PipeMare).
+//! 1F1B-RR without weight stashing: forward and backward each use the newest version. It is the baseline of PipeDream
+//! (Narayanan et al., SOSP 2019, section 3.3) and the order of SpecTrain and PipeMare.
 //!
-//! So that one version is enough, the order of a worker is fixed: its first cap − 1 forwards, then one forward and one backward in
-//! turn. The forward of round k then runs after the update of round k − c and before that of round k − c + 1, and its backward after the
-//! update of round k − 1: the version of the one is max(0, k − (c − 1)), that of the other k, whatever the times.
+//! One version suffices because the order of a worker is fixed: cap − 1 forwards, then alternating forwards and
+//! backwards. The forward of round k runs between the updates of rounds k − c and k − c + 1. Its backward runs after
+//! the update of round k − 1. The versions are max(0, k − (c − 1)) and k, independent of the times.
 //!
-//! A stage can only have begun what the stages before it have: caps are lowered to what those let through.
+//! Caps are lowered to the number of items that the earlier stages allow.
 
 use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
@@ -15,7 +15,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B-RR with the newest weights at each run.
 pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     let schedule = Schedule::OneFOneBRrNewest;
     one_stage_each(schedule, pipeline)?;
@@ -27,8 +26,8 @@ pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Pr
     Ok(lower(&pipeline, &rule, &order))
 }
 
-/// Before the backward of item b, a stage of r replicas lets through the items up to b + (c − 1)·r for sure: the next round waits for
-/// all of an earlier one. A later stage may not ask for more.
+/// Before the backward of item b, a stage of r replicas has started items up to b + (c − 1)·r at most. The next round
+/// waits for an earlier one. Later stages cannot have more in flight.
 fn caps(pipeline: &Pipeline) -> Vec<u32> {
     let mut ahead = u64::MAX;
     let lowered = pipeline.stages.iter().map(|stage| {
@@ -40,7 +39,6 @@ fn caps(pipeline: &Pipeline) -> Vec<u32> {
     lowered.collect()
 }
 
-/// What each worker computes, in order.
 fn lists(rule: &Rule) -> Vec<Vec<Work>> {
     let mut lists = vec![Vec::new(); Layout::new(&rule.stages).workers()];
     let layout = Layout::new(&rule.stages);
@@ -67,7 +65,7 @@ mod tests {
     use crate::schedule::check::verify::check;
     use crate::schedule::{Instruction, published_caps};
 
-    /// Every program holds, and every step but the first is made over the only version there is.
+    /// All programs pass the checker, and every step but the first overwrites the only version.
     #[test]
     fn one_version_is_enough() {
         for replicas in

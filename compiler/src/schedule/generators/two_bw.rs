@@ -2,9 +2,9 @@
 //!
 //!   W(t+1) = W(t) − ν ∇f(W(t−1))
 //!
-//! A minibatch of M microbatches makes one update, from gradients at the version before the newest, so the next
-//! minibatch can start before the last one has ended: no flush, and never more than two versions. The paper asks for
-//! M ≥ p; smaller M is as correct, and stalls.
+//! A minibatch of M micro-batches makes one update, from gradients of the version before the newest. The next minibatch
+//! can start before the previous one ends: no flush, and at most two versions. The paper requires M ≥ p; smaller M is
+//! correct but stalls.
 
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
@@ -12,7 +12,6 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// 1F1B over microbatches, one update delayed by one for each minibatch.
 pub fn two_bw(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::TwoBw, pipeline)?;
     let rule = Rule::new(Schedule::TwoBw, pipeline, count)?;

@@ -1,8 +1,7 @@
 //! Zero bubble on a V (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024; schedule V-ZB).
 //!
-//! Rank r of p holds stage r, on the way down, and stage 2p - 1 - r, on the way up. An item's last forward is on the rank of its
-//! first, so the first backward comes early, and every rank holds the same: p items' worth of a rank's activations. Where
-//! F = I = W there is no bubble.
+//! Rank r of p holds stage r (down) and stage 2p - 1 - r (up). The last forward of an item is on the rank of its first,
+//! so the first backward starts early. Every rank saves the activations of p items. If F = I = W there is no bubble.
 //!
 //! | phase   | rank r does                                                  | times        |
 //! | ---     | ---                                                          | ---          |
@@ -12,9 +11,9 @@
 //! | steady  | F, I, W down, then F, I, W up, as long as there is a forward | the rest     |
 //! | drain   | I down, I up                                                 | r            |
 //! |         | I down, W down                                               | p - r        |
-//! |         | W up, then W down, all that are left                         |              |
+//! |         | W up, then W down, all that are pending                      |              |
 //!
-//! Fewer than 2p - 1 items take the rows of 2p - 1 without the items that do not exist.
+//! With fewer than 2p - 1 items, the rows for 2p - 1 are used without the missing items.
 
 use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
@@ -23,14 +22,13 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{folded, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// Zero bubble on ranks that hold two stages of a V.
 pub fn zbv(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     folded(Schedule::Zbv, pipeline)?;
     let p = ranks(pipeline);
     follow(Schedule::Zbv, pipeline, count, |rank, items| row(p, rank, items))
 }
 
-/// One way of the V on a rank, and how many items have come to each part.
+/// One direction of the V on a rank, and the next item of each phase.
 struct Way {
     stage: StageId,
     forward: u32,

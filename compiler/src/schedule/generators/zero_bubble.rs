@@ -1,19 +1,20 @@
-//! Zero bubble with one stage on each rank: 1F1B whose backward is in two parts, I for the stages before and W for the weights, so
-//! that W fills what would be idle (Qi et al., ICLR 2024, section 2; schedules H1 and H2).
+//! Zero bubble with one stage per rank: 1F1B with a backward split into I (input gradients) and W (weight gradients); W
+//! fills the bubbles (Qi et al., ICLR 2024, section 2; schedules H1 and H2).
 //!
-//! Rank r of p starts with d (p - r - 1) forwards, then does F and I in turn, and begins with W when d r of its I are done:
+//! Rank r of p starts with d (p - r - 1) forwards, then alternates F and I. It starts with W when d r of its I are
+//! done:
 //!
 //! | d | name | bubble of a minibatch   | in flight    |
 //! | - | ---  | ---                     | ---          |
 //! | 1 | H1   | (p - 1) (F + I - W)     | p            |
 //! | 2 | H2   | (p - 1) (F + I - 2 W)   | 2 p - 1      |
 //!
-//! H2 has no bubble where F = I = W in this sense: ranks start one after the other and end one after the other, so that the next
-//! minibatch follows without a gap. The paper lets the step run ahead of a check that all ranks share; here a stage's
-//! step needs the stage's own gradients only, and nothing is taken back.
+//! H2 has no bubble if F = I = W: ranks start and end staggered, so the next minibatch follows without a gap. The paper
+//! steps optimistically and rolls back after a global check. Here a stage's step needs only its own gradients, so
+//! nothing is rolled back.
 //!
-//! Unequal replicas have no such rows. For them the order is played: I before F before W, under a cap of d p - d + 1 items for all
-//! workers of the pipeline, shared by the replicas, and W once as many I are done as a row of as many ranks would leave.
+//! Unequal replica counts use the list scheduler: I before F before W, with a total cap of d p - d + 1 items over p
+//! workers, divided by the replicas. W comes first once as many are pending as in the row of a rank at that position.
 
 use crate::plan::in_flight;
 use crate::plan::in_flight::ScheduleFlow;
@@ -26,12 +27,12 @@ use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::{one_stage_each, ranks};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
-/// H1: no more activations than 1F1B's first rank holds.
+/// H1: no more activations than on 1F1B's first rank.
 pub fn zb_h1(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     zero_bubble(Schedule::ZbH1, 1, pipeline, count)
 }
 
-/// H2: nearly twice the activations, and no bubble.
+/// H2: nearly twice the activations, without a bubble.
 pub fn zb_h2(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     zero_bubble(Schedule::ZbH2, 2, pipeline, count)
 }
@@ -53,7 +54,7 @@ fn zero_bubble(
     for stage in &mut rule.stages {
         stage.cap = (depth * workers - depth + 1).div_ceil(stage.replicas);
     }
-    // What plans count memory for.
+    // The same limit as in the plan's memory model.
     let kind = if depth == 1 { ScheduleKind::ZbH1 } else { ScheduleKind::ZbH2 };
     let flow = ScheduleFlow { schedule: kind, microbatches: rule.microbatches, chunks: 1, workers, room: 0 };
     let (replicas, most): (Vec<u32>, Vec<u32>) = rule.stages.iter().map(|stage| (stage.replicas, stage.cap)).unzip();

@@ -1,4 +1,4 @@
-//! Slices picked by indices of their own for each example of a batch, and their gradient.
+//! Gather with separate indices for each example of a batch, and its gradient.
 
 use super::gather::{add, check, row};
 use super::real::Real;
@@ -8,7 +8,7 @@ use compiler::op::{BatchGather, BatchScatterAdd};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
-/// Slices of `x`, any element type.
+/// For any element type.
 pub fn gather(op: &BatchGather, x: &TensorLayout, indices: &TensorLayout) -> Option<FastKernel> {
     let size = x.shape[op.batch];
     let each: usize = indices.shape[op.batch..].iter().product();
@@ -26,7 +26,7 @@ pub fn gather(op: &BatchGather, x: &TensorLayout, indices: &TensorLayout) -> Opt
     }))
 }
 
-/// Slices of `dy` added where they came from, in the order of the indices.
+/// Adds slices of `dy` in index order.
 pub fn scatter_add(
     op: &BatchScatterAdd,
     dy: &TensorLayout,

@@ -1,4 +1,4 @@
-//! Batch normalisation over `[N, C, D…]` and its gradient; statistics and what lies between are in `f64`.
+//! Batch normalisation over `[N, C, D…]` and its gradient; statistics and intermediates are in `f64`.
 
 use super::real::Real;
 use super::sum::{sum_of, sum_of_pairs};
@@ -9,10 +9,10 @@ use compiler::op::BatchNorm;
 use compiler::tensor::DType;
 use std::ops::Range;
 
-/// What stays in the second-level cache while a run of channels is gone through again.
+/// Part of the second-level cache for channels that are read several times.
 const CACHED_BYTES: usize = 512 << 10;
 
-/// Normalisation with the statistics of the batch.
+/// Normalises with batch statistics.
 pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<FastKernel> {
     let planes = Planes::of(x);
     match x.dtype {
@@ -22,7 +22,6 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<FastKernel> {
     }
 }
 
-/// Its gradient.
 pub fn grad(x: &TensorLayout) -> Option<FastKernel> {
     let planes = Planes::of(x);
     match x.dtype {
@@ -32,13 +31,12 @@ pub fn grad(x: &TensorLayout) -> Option<FastKernel> {
     }
 }
 
-/// `x` as planes of `inner` elements, one for each image and channel.
+/// `x` as planes of `inner` elements, one per image and channel.
 #[derive(Clone, Copy)]
 struct Planes {
     channels: usize,
     inner: usize,
     images: usize,
-    /// Elements of a channel.
     count: f64,
 }
 
@@ -48,18 +46,18 @@ impl Planes {
         Planes { channels: x.shape[1], inner, images: x.shape[0], count: (x.shape[0] * inner) as f64 }
     }
 
-    /// Runs of channels whose images fit the second-level cache together with as many other tensors, so that later passes find them there.
+    /// Channel ranges for which `tensors` tensors fit into the second-level cache, so later passes find them there.
     fn runs(self, tensors: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
         let channel = (tensors * self.count as usize * size).max(1);
         let each = (CACHED_BYTES / channel).clamp(1, self.channels.max(1));
         (0..self.channels).step_by(each).map(move |first| first..self.channels.min(first + each))
     }
 
-    /// The elements of some channels, image by image.
+    /// Element ranges of some channels, by image.
     fn images(self, run: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let (first, last) = (run.start * self.inner, run.end * self.inner);
         let size = self.channels * self.inner;
-        // Of planes without elements there is nothing to go through.
+        // Avoids iterating over images of empty planes.
         let images = if self.inner > 0 { self.images } else { 0 };
         (0..images).map(move |image| image * size + first..image * size + last)
     }
@@ -115,7 +113,7 @@ fn backward<T: Real>(planes: Planes) -> FastKernel {
     fast.with_workspace(2 * c * size_of::<f64>())
 }
 
-// Without spatial dims the channels are neighbours, and are done side by side; else each plane is a row.
+// Without spatial dimensions, channels are adjacent and vectorised together; otherwise each plane is a row.
 
 wide! {
     fn add_sums[T: Real](planes: Planes, run: &Range<usize>, x: &[T], sums: &mut [f64]) {
@@ -171,7 +169,7 @@ wide! {
 }
 
 wide! {
-    // Given are scale and bias, and means and reciprocal deviations.
+    // `given` are scale and bias, `found` are means and reciprocal standard deviations.
     fn normalise[T: Real](planes: Planes, run: &Range<usize>, x: &[T], given: [&[T]; 2], found: [&[f64]; 2], y: &mut [T]) {
         let ([scale, bias], [means, rstds]) = (given.map(|g| &g[run.clone()]), found.map(|f| &f[run.clone()]));
         for image in planes.images(run) {
@@ -193,7 +191,7 @@ wide! {
 }
 
 wide! {
-    // dx = rstd scale (dy - mean(dy) - x̂ mean(dy x̂)); found are the means of dy x̂ and of dy.
+    // dx = rstd scale (dy - mean(dy) - x̂ mean(dy x̂)); `found` are the means of dy x̂ and of dy.
     fn input_grad[T: Real](planes: Planes, run: &Range<usize>, given: [&[T]; 5], found: [&[f64]; 2], dx: &mut [T]) {
         let [dy, x, scale, mean, rstd] = given;
         let [scale, mean, rstd] = [scale, mean, rstd].map(|g| &g[run.clone()]);

@@ -1,4 +1,4 @@
-//! Casts between the element types that models cast between.
+//! Casts between common element types.
 
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
@@ -6,7 +6,6 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use half::{bf16, f16};
 
-/// One value as another element type.
 trait CastTo<U>: Pod {
     fn cast(self) -> U;
 }
@@ -47,7 +46,7 @@ casts! {
     bf16 => f32: |x| x.to_f32();
 }
 
-/// A cast to the element type of `y`. Here `u8` stands for `bool`.
+/// Casts to the element type of `y`. `u8` stands for `bool` here.
 pub fn kernel(x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     use DType::*;
     Some(match (x.dtype, y.dtype) {

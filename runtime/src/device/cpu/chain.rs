@@ -1,7 +1,7 @@
-//! Elementwise ops that run together, piece by piece: what lies between them stays in the first-level cache.
+//! Fused elementwise ops, run tile by tile so that intermediates stay in the first-level cache.
 //!
-//! A piece is as many of the outermost rows as have about `PIECE` elements. Every op is a kernel of its own, made for the shape of a
-//! piece, so that it rounds as it does alone; operands that are stretched are stretched within it.
+//! A tile is a range of outermost rows with about `PIECE` elements. Every op has its own kernel for the tile shape, so
+//! it rounds as when run alone. Broadcast operands are broadcast within the tile.
 
 use super::table;
 use super::walk::stretched;
@@ -9,70 +9,66 @@ use super::{ALIGNMENT, FastKernel, TensorLayout};
 use compiler::op::{KernelError, Op};
 use compiler::pass::fuse::{MOST_READ, MOST_WRITTEN};
 
-/// Elements of a piece: a few tensors of it fit the first-level cache.
+/// Elements per tile: a few tensors of it fit into the first-level cache.
 const PIECE: usize = 2048;
-/// Dims outside a piece, after joining, at most.
+/// Maximum dimensions outside a tile, after merging.
 const MOST_OUTER: usize = 8;
-/// Tensors of a piece that lie between ops at once, at most.
+/// Maximum live intermediates of a tile.
 const MOST_SLOTS: usize = 8;
-/// Operands of an elementwise op, at most.
+/// Maximum operands of an op.
 const MOST_OPERANDS: usize = 3;
 
-/// Where an op of a chain finds an operand.
+/// An operand of a fused op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operand {
-    /// Among the tensors that the chain reads.
+    /// Index into the chain's inputs.
     Given(usize),
     /// The result of an earlier op of the chain.
     Made(usize),
 }
 
-/// One op of a chain.
 pub struct Link {
-    /// The op.
     pub op: Op,
-    /// Its operands.
     pub operands: Vec<Operand>,
-    /// Its result, of the shape that all results have.
+    /// All results have the same shape.
     pub result: TensorLayout,
-    /// Whether the chain writes it, after those of the ops before.
+    /// True if the result is an output of the chain; outputs are in op order.
     pub is_written: bool,
 }
 
-/// A chain at fixed shapes, ready to run.
+/// A chain at concrete shapes.
 pub struct Chain {
     given: Vec<Given>,
     written: Vec<TensorLayout>,
     steps: Vec<Step>,
-    /// Joined dims outside a piece, and the one that is cut into pieces.
+    /// Merged dimensions outside a tile; `rows` is the dimension split into tiles.
     outer: Vec<usize>,
     rows: usize,
-    /// Rows of a piece, and elements of a row.
+    /// Rows per tile, and elements per row.
     height: usize,
     width: usize,
     slots: usize,
     slot_bytes: usize,
 }
 
-/// How a tensor that is read moves from piece to piece, in bytes.
+/// A chain input and its strides between tiles, in bytes.
 struct Given {
     layout: TensorLayout,
-    /// For the outer dims.
     outer: Vec<usize>,
     row: usize,
-    /// Bytes of one row, or of all where rows are the same.
+    /// Bytes of one row, or of the whole tile if rows are broadcast.
     bytes: usize,
 }
 
 #[derive(Clone, Copy)]
 enum At {
     Given(usize),
-    /// Between ops, with the bytes of an element.
+    /// An intermediate: slot and bytes per element.
     Slot(usize, usize),
     Written(usize),
 }
 
-/// Where a piece lies: the first byte of its part of each tensor that is read, its first element of those that are written, its rows.
+/// Position of a tile: start byte in each input, first output element, number of rows.
 struct Piece {
     starts: [usize; MOST_READ],
     first: usize,
@@ -80,14 +76,14 @@ struct Piece {
 }
 
 struct Step {
-    /// For a whole piece and for the last one of a few rows.
+    /// For a full tile and for the last, smaller one.
     kernels: [Option<FastKernel>; 2],
     operands: Vec<At>,
     result: At,
 }
 
 impl Chain {
-    /// A chain of these ops that reads tensors of these layouts. Nothing where an op has no fast kernel, or shapes do not suit.
+    /// `None` if an op has no fast kernel or the shapes are unsuitable.
     pub fn new(links: &[Link], given: &[TensorLayout]) -> Option<Chain> {
         let shape = &links.first()?.result.shape;
         let written: Vec<TensorLayout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
@@ -103,7 +99,7 @@ impl Chain {
         }
         let width: usize = dims[cut + 1..].iter().product();
         let height = (PIECE / width).clamp(1, dims[cut]);
-        // A tensor's part of a piece of so many rows.
+        // Shape of an input within a tile of `rows` rows.
         let part = |of: usize, rows: usize| -> Vec<usize> {
             let size = |axis: usize| if axis == cut { rows } else { dims[axis] };
             (cut..dims.len()).map(|axis| if strides[of][axis] == 0 { 1 } else { size(axis) }).collect()
@@ -142,17 +138,16 @@ impl Chain {
         Some(Chain { given: given_parts, written, steps, outer, rows, height, width, slots, slot_bytes })
     }
 
-    /// How many ops it is.
     pub fn ops(&self) -> usize {
         self.steps.len()
     }
 
-    /// Bytes of scratch for [`run`](Chain::run), to be aligned to [`ALIGNMENT`].
+    /// Scratch bytes for [`run`](Chain::run), aligned to [`ALIGNMENT`].
     pub fn workspace(&self) -> usize {
         self.slots * self.slot_bytes
     }
 
-    /// Runs on row-major buffers that are aligned for their elements. Panics when a buffer has not the bytes of its layout.
+    /// Runs on aligned row-major buffers. Panics if a buffer length does not match its layout.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         let lengths = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
         let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(TensorLayout::bytes));
@@ -192,7 +187,7 @@ impl Chain {
         Ok(())
     }
 
-    /// One piece.
+    /// Runs one tile.
     fn piece(
         &self,
         inputs: &[&[u8]],
@@ -202,7 +197,7 @@ impl Chain {
     ) -> Result<(), KernelError> {
         let (first, count) = (piece.first, piece.rows * self.width);
         for step in &self.steps {
-            // What is written is taken from its place meanwhile, so that the rest can be read.
+            // Move the output out so that the other buffers can be borrowed.
             match step.result {
                 At::Slot(slot, size) => {
                     let whole = std::mem::take(&mut slots[slot]);
@@ -223,7 +218,6 @@ impl Chain {
         Ok(())
     }
 
-    /// One op of a piece.
     fn step(
         &self,
         step: &Step,
@@ -256,7 +250,7 @@ impl Chain {
     }
 }
 
-/// Where each result goes, and how many slots there are. A slot is free again behind the last op that reads it.
+/// Result locations and the number of slots. A slot is free after the last op that reads it.
 fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
     let mut last: Vec<usize> = (0..links.len()).collect();
     for (at, link) in links.iter().enumerate() {
@@ -274,7 +268,7 @@ fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
             written += 1;
             continue;
         }
-        // What is read here is not free yet.
+        // Operands of this op are still in use.
         let slot = busy_until.iter().position(|until| until.is_none_or(|until| until < at)).unwrap_or(busy_until.len());
         if slot == busy_until.len() {
             busy_until.push(None);
@@ -285,7 +279,7 @@ fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
     (busy_until.len() <= MOST_SLOTS).then_some((places, busy_until.len()))
 }
 
-/// A shape with the strides of some operands; dims of one element left out, neighbours joined where every operand crosses them evenly.
+/// Drops dimensions of size 1 and merges adjacent dimensions that are contiguous for every operand.
 fn joined(shape: &[usize], strides: &[Vec<isize>]) -> (Vec<usize>, Vec<Vec<isize>>) {
     let mut dims: Vec<usize> = Vec::new();
     let mut joined: Vec<Vec<isize>> = vec![Vec::new(); strides.len()];
@@ -321,10 +315,9 @@ mod tests {
         &mut bytemuck::cast_slice_mut(buffer)[..bytes]
     }
 
-    /// Ops with their operands, and whether their results are written.
     type Ops = Vec<(Op, Vec<Operand>, bool)>;
 
-    /// Runs the ops one by one and as a chain, and wants the same bytes of both.
+    /// Requires equal bytes from the separate ops and the chain.
     fn same_as_apart(ops: &Ops, given: &[TensorLayout], shape: &[usize]) {
         let fact = |layout: &TensorLayout| Fact::of(layout.dtype, &layout.shape);
         let inputs: Vec<Vec<u64>> = given

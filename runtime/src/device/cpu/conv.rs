@@ -1,8 +1,8 @@
-//! Convolution and its gradients as products with matrices of patches.
+//! Convolution and its gradients as products with im2col matrices.
 //!
-//! With `P [C/g·K, E]` the patches of an image for one group, `y = w P`, `dw += dy Pᵀ` and `P' = wᵀ dy`, which is added
-//! back into `dx`. The patches are made a `Tile` at a time, so that they stay in the cache: some rows of windows of a
-//! large image, or several small images side by side, so that the product is never a thin one.
+//! With `P [C/g·K, E]` the patches of an image for one group: `y = w P`, `dw += dy Pᵀ` and `P' = wᵀ dy`, which is added
+//! back into `dx`. Patches are built one `Tile` at a time to stay in the cache: some rows of windows of a large image,
+//! or several small images side by side, which avoids thin products.
 
 use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
@@ -16,23 +16,23 @@ use compiler::op::Window;
 use compiler::tensor::DType;
 use std::ops::Range;
 
-/// Elements of a tile of patches: about the second-level cache.
+/// Elements of a patch tile: about the second-level cache.
 const TILE_ELEMENTS: usize = 256 * 1024;
-/// Columns that a tile has at least, where the data have as many.
+/// Minimum columns of a tile, if the data has as many.
 const MIN_COLUMNS: usize = 384;
 
-/// Which of the three convolutions.
+/// The convolution pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// `y` from `x` and `w`.
+    /// Computes `y` from `x` and `w`.
     Forward,
-    /// `dx` from `dy` and `w`.
+    /// Computes `dx` from `dy` and `w`.
     InputGrad,
-    /// `dw` from `dy` and `x`.
+    /// Computes `dw` from `dy` and `x`.
     WeightGrad,
 }
 
-/// A convolution, by the layouts of x (or its gradient), w (or its gradient) and y (or its gradient).
+/// Layouts are those of x, w and y, or of their gradients.
 pub fn kernel(
     role: Role,
     window: &Window,
@@ -41,7 +41,7 @@ pub fn kernel(
     w: &TensorLayout,
     y: &TensorLayout,
 ) -> Option<FastKernel> {
-    // Nothing but padding is left to the reference.
+    // Empty tensors use the reference.
     if x.is_empty() || w.is_empty() || y.is_empty() {
         return None;
     }
@@ -69,11 +69,11 @@ pub fn kernel(
     }
 }
 
-/// The windows that are done in one product.
+/// The windows computed in one product.
 #[derive(Clone, Copy)]
 struct Tile {
     images: usize,
-    /// Rows of windows; all of them where there are several images.
+    /// Rows of windows; all of them if there are several images.
     rows: usize,
 }
 
@@ -82,7 +82,7 @@ impl Tile {
         let (depth, width) = ((ins * grid.taps()).max(1), grid.out[2].max(1));
         let columns = (TILE_ELEMENTS / depth).max(MIN_COLUMNS);
         if grid.out_len() * 2 > columns || images <= 1 {
-            // Tiles of about one size, so that the last one is not a thin one.
+            // Equal tile sizes avoid a thin last tile.
             let rows = (columns / width).clamp(1, grid.rows().max(1));
             return Tile { images: 1, rows: grid.rows().max(1).div_ceil(grid.rows().max(1).div_ceil(rows)) };
         }
@@ -91,21 +91,19 @@ impl Tile {
     }
 }
 
-/// Sizes of a convolution.
 #[derive(Clone, Copy)]
 struct Shape {
     grid: Grid,
     images: usize,
     groups: usize,
-    /// Input channels of a group.
+    /// Input channels per group.
     ins: usize,
-    /// Output channels of a group.
+    /// Output channels per group.
     outs: usize,
     tile: Tile,
 }
 
 impl Shape {
-    /// Rows of the matrix of patches.
     fn depth(&self) -> usize {
         self.ins * self.grid.taps()
     }
@@ -114,17 +112,16 @@ impl Shape {
         self.tile.images * self.tile.rows * self.grid.out[2]
     }
 
-    /// Whether every channel has a filter of its own.
+    /// True for a depthwise convolution.
     fn has_own_filters(&self) -> bool {
         self.ins == 1 && self.outs == 1 && self.groups > 1
     }
 
-    /// Whether the data are the patches.
+    /// True if the data itself is the patch matrix.
     fn is_direct(&self) -> bool {
         self.grid.is_pointwise() && self.tile.images == 1
     }
 
-    /// All tiles: a range of images and a range of rows of windows.
     fn tiles(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + use<> {
         let (tile, images, rows) = (self.tile, self.images, self.grid.rows());
         (0..images).step_by(tile.images).flat_map(move |image| {
@@ -133,14 +130,14 @@ impl Shape {
         })
     }
 
-    /// Where the channels of a group of an image begin in x.
+    /// Element range of an image's group in x.
     fn x_of(&self, image: usize, group: usize) -> Range<usize> {
         let size = self.ins * self.grid.data_len();
         let at = (image * self.groups + group) * size;
         at..at + size
     }
 
-    /// Where the channels of a group of an image begin in y.
+    /// Element range of an image's group in y.
     fn y_of(&self, image: usize, group: usize) -> Range<usize> {
         let size = self.outs * self.grid.out_len();
         let at = (image * self.groups + group) * size;
@@ -253,7 +250,7 @@ fn weight_grad<T: Real>(
     }
 }
 
-/// `dy` of a tile as one matrix: as it lies, or with several images copied side by side.
+/// `dy` of a tile as one matrix, in place or with several images copied side by side.
 fn side_by_side<'a, T: Real>(
     s: &Shape,
     dy: &'a [T],
@@ -320,10 +317,11 @@ pub(super) mod tests {
     use compiler::op::{Conv, ConvInputGrad, ConvWeightGrad, Op};
     use compiler::tensor::fact::Fact;
 
-    /// Images, groups, channels of a group in and out; height and width; padding on all sides.
+    /// Images, groups, input and output channels per group; height and width; padding on all sides.
     pub type Case = ([usize; 4], [usize; 2], usize);
 
-    /// Asks a way of doing convolutions of 3 × 3 in `f32` for what the definition makes in `f64`, and counts the cases that it takes by role.
+    /// Compares an `f32` 3×3 convolution algorithm with the `f64` reference. Returns the number of supported cases by
+    /// role.
     pub fn met(cases: &[Case], way: impl Fn(Role, &Grid, Sizes) -> Option<FastKernel>) -> [usize; 3] {
         let mut met = [0; 3];
         for &([images, groups, ins, outs], [height, width], pad) in cases {
@@ -353,7 +351,7 @@ pub(super) mod tests {
         met
     }
 
-    /// How far what a kernel makes is from the definition, in their norms.
+    /// Relative error norm against the `f64` reference.
     fn distance(op: &Op, fast: &FastKernel, facts: [&Fact; 2]) -> f64 {
         let out = rule(op).infer(&facts).unwrap().remove(0);
         let of = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);

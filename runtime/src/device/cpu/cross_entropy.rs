@@ -9,7 +9,6 @@ use compiler::op::{CrossEntropy, CrossEntropyGrad, KernelError};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
-/// The loss.
 pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
     match logits.dtype {
@@ -19,7 +18,6 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     }
 }
 
-/// Its gradient.
 pub fn grad(op: &CrossEntropyGrad, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
     match logits.dtype {
@@ -29,7 +27,7 @@ pub fn grad(op: &CrossEntropyGrad, logits: &TensorLayout, target: &TensorLayout)
     }
 }
 
-/// How logits and targets lie.
+/// Layout of logits and targets.
 struct Rows {
     classes: usize,
     inner: usize,
@@ -43,7 +41,7 @@ impl Rows {
         Rows { classes: logits.shape[axis], inner, target: target.clone(), ignore }
     }
 
-    /// The class of row `i`, or `None` when it is ignored.
+    /// The class of row `i`; `None` if it is ignored.
     fn class(&self, target: &View<'_>, i: usize) -> Result<Option<usize>, KernelError> {
         let label = target.i64(i);
         if self.ignore == Some(label) {
@@ -53,7 +51,7 @@ impl Rows {
         class.map(Some).ok_or(KernelError::Label { label, classes: self.classes })
     }
 
-    /// The index of the first logit of row `i`; the next ones are `inner` apart.
+    /// Index of the first logit of row `i`; the others follow at stride `inner`.
     fn first(&self, i: usize) -> usize {
         i / self.inner * self.classes * self.inner + i % self.inner
     }

@@ -1,6 +1,6 @@
-//! Convolution with a filter of its own for every channel: a plane at a time, without patches.
+//! Depthwise convolution, one plane at a time, without patches.
 //!
-//! All windows of a plane see at one tap one run of what is laid out, as [`planes`](super::planes) says.
+//! For each tap, the windows of a plane read one contiguous run of the rearranged data; see [`planes`](super::planes).
 
 use super::patches::Grid;
 use super::planes::{LANES, Planes, Seen, lay, take};
@@ -9,12 +9,12 @@ use super::wide::wide;
 use super::{FastKernel, conv::Role};
 use bytemuck::{cast_slice, cast_slice_mut};
 
-/// Vectors that are worked out together, so that one does not wait for the other.
+/// Vectors computed together, to hide the addition latency.
 const TOGETHER: usize = 4;
-/// Products that a lane sums up in the type of the data.
+/// Products per lane that are summed in the data type before accumulating in `f64`.
 const SUMMED: usize = 64;
 
-/// A convolution by a filter for each of so many channels.
+/// A depthwise convolution over `channels` channels.
 pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<FastKernel> {
     let planes = Planes::new(grid, channels)?;
     let bytes = planes.workspace::<T>();
@@ -36,7 +36,7 @@ pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<FastK
 }
 
 wide! {
-    // Channel by channel: its filter stays at hand.
+    // The loop over channels is outermost to keep the filter in registers.
     fn forward[T: Real](planes: &Planes, x: &[T], w: &[T], y: &mut [T], data: &mut [T], windows: &mut [T]) {
         let (taps, images) = (planes.seen.len(), y.len() / (planes.channels * planes.out_len));
         let windows = &mut windows[..planes.whole_windows()];
@@ -55,7 +55,7 @@ wide! {
 wide! {
     fn input_grad[T: Real](planes: &Planes, dy: &[T], w: &[T], dx: &mut [T], data: &mut [T], windows: &mut [T]) {
         let (taps, images) = (planes.seen.len(), dy.len() / (planes.channels * planes.out_len));
-        // What no window sees.
+        // For elements that no window reads.
         dx.fill(T::ZERO);
         for channel in 0..planes.channels {
             let w = &w[channel * taps..(channel + 1) * taps];
@@ -73,7 +73,7 @@ wide! {
 }
 
 wide! {
-    // Products of one tap are summed up in lanes, over all images, and the lanes at the end.
+    // Each tap's products are summed in lanes over all images, and the lanes at the end.
     fn weight_grad[T: Real](planes: &Planes, dy: &[T], x: &[T], dw: &mut [T], laid: [&mut [T]; 2], sums: &mut [f64], add: bool) {
         let (taps, images) = (planes.seen.len(), dy.len() / (planes.channels * planes.out_len));
         let [data, windows] = laid;
@@ -96,7 +96,7 @@ wide! {
     }
 }
 
-/// `to[i] = Σ w[tap] · from[seen + i]`, in the order of taps.
+/// `to[i] = Σ w[tap] · from[seen + i]`, in tap order.
 #[inline(always)]
 fn correlate<T: Real>(seen: &[Seen], w: &[T], from: &[T], to: &mut [T]) {
     let mut at = 0;
@@ -129,7 +129,7 @@ fn correlate<T: Real>(seen: &[Seen], w: &[T], from: &[T], to: &mut [T]) {
     }
 }
 
-/// Adds products of whole vectors to lanes of sums.
+/// Adds products of whole vectors to lane sums.
 #[inline(always)]
 fn add_products<T: Real>(a: &[T], b: &[T], sums: &mut [f64]) {
     let mut at = 0;

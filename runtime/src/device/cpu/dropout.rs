@@ -1,4 +1,4 @@
-//! Dropout: the mask is computed where it is used.
+//! Dropout: the mask is recomputed wherever it is used.
 
 use super::real::Real;
 use super::wide::wide;
@@ -8,7 +8,7 @@ use compiler::op::dropout::Mask;
 use compiler::op::{Dropout, DropoutPart, KernelError};
 use compiler::tensor::DType;
 
-/// Dropout of all elements; its gradient is the same kernel.
+/// Its gradient is the same kernel.
 pub fn kernel(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(of::<f32>(*op)),
@@ -17,7 +17,7 @@ pub fn kernel(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
     }
 }
 
-/// Dropout of a device's part.
+/// Dropout of a tensor-parallel shard, with the mask of the whole tensor.
 pub fn part(op: &DropoutPart, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(part_of::<f32>(*op)),

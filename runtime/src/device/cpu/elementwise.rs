@@ -1,4 +1,4 @@
-//! Elementwise ops: unary, binary, compare, select. Casts have a file of their own.
+//! Elementwise ops: unary, binary, compare, select. Casts are in `cast`.
 
 use super::function::*;
 use super::real::Real;
@@ -9,7 +9,6 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{Binary, Compare, Unary};
 use compiler::tensor::DType;
 
-/// A unary op.
 pub fn unary(op: Unary, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => unary_real::<f32>(op),
@@ -74,7 +73,6 @@ wide! {
     }
 }
 
-/// A binary op.
 pub fn binary(op: Binary, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let walk = joint(a, b, y)?;
     match a.dtype {
@@ -103,7 +101,6 @@ fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<FastKernel> {
     })
 }
 
-/// A comparison.
 pub fn compare(op: Compare, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let walk = joint(a, b, y)?;
     match a.dtype {
@@ -164,7 +161,7 @@ wide! {
                     }
                 }
             }
-            // Both operands stand still: broadcasting never stretches an axis of every operand.
+            // Both operands are constant; broadcasting never stretches an axis of every operand.
             _ => {
                 for [y_at, a_at, b_at] in walk.runs() {
                     y[y_at..y_at + n].fill(f.at(a[a_at], b[b_at]));
@@ -174,7 +171,7 @@ wide! {
     }
 }
 
-/// Choice by a condition, for elements of any type.
+/// Select, for any element type.
 pub fn select(condition: &TensorLayout, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let strides = [condition, a, b].map(|l| stretched(&l.shape, &y.shape));
     let walk = Walk::new(&y.shape, [&row_major(&y.shape), &strides[0], &strides[1], &strides[2]], [0; 4])?;

@@ -1,5 +1,5 @@
-//! Convolutions of `f32` with few windows and many filters, as the last layers of a network have them in a small micro-batch. Filters
-//! take longer to be read than to be multiplied, so they are read once, in the order in which they lie, and only the patches are turned.
+//! `f32` convolutions with few windows and many filters, as in the last layers at a small micro-batch. They are bound
+//! by reading the filters, which are therefore read once, in memory order; only the patches are transposed.
 //!
 //! ```text
 //! y  [window, out]    = p [window, in·tap]   wᵀ [in·tap, out]      sums along two rows in memory
@@ -19,15 +19,15 @@ use super::patches::Grid;
 use super::{ALIGNMENT, FastKernel};
 use bytemuck::{cast_slice, cast_slice_mut};
 
-/// Up to so many windows the filters are what takes time. Measured.
+/// Maximum number of windows for which this is faster, measured.
 const MOST_FOR_INPUTS: usize = 56;
 const MOST_FOR_WEIGHTS: usize = 64;
 
-/// Filters and their depth from which on this is worth while.
+/// Minimum number of filters and filter size for which this is faster.
 const MANY_FILTERS: usize = 64;
 const LONG_FILTER: usize = 256;
 
-/// A convolution of these sizes, none of them 0. Nothing where the processor does not suit, or nothing is won.
+/// Sizes are non-zero. `None` if the processor is unsuitable or another algorithm is faster.
 pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let (windows, depth) = (sizes.images.checked_mul(grid.out_len())?, sizes.ins.checked_mul(grid.taps())?);
     let most = match role {
@@ -44,7 +44,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     }
 }
 
-/// What belongs to a group in x, w and y, and what an image of x and of y has.
+/// Elements per group in x, w and y; elements per image in x and y.
 fn parts(grid: &Grid, Sizes { groups, ins, outs, .. }: Sizes) -> ([usize; 3], [usize; 2]) {
     let [x, w, y] = [ins * grid.data_len(), outs * ins * grid.taps(), outs * grid.out_len()];
     ([x, w, y], [groups * x, groups * y])
@@ -64,8 +64,8 @@ fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
         let (patches, rest) = workspace.split_at_mut(of_patches);
         for group in 0..groups {
             let [x_at, w_at, y_at] = of_group.map(|size| group * size);
-            // SAFETY: the lengths are checked, the windows are those of these images, and the processor has been asked. What is
-            // only read is never written through its address.
+            // SAFETY: lengths are checked, the windows belong to these images, and the processor features are present.
+            // Nothing writes through addresses of read-only data.
             unsafe {
                 let turned = |x: &[f32]| PatchesTurned(Patches { windows: &places, x: x[x_at..].as_ptr() });
                 if role == Role::Forward {
@@ -103,7 +103,7 @@ fn input_grad(grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let (of_group, [x_image, y_image]) = parts(grid, sizes);
     let (plane, count) = (grid.data_len(), grid.out_len());
     let (depth, windows) = (ins * grid.taps(), images * count);
-    // What elements see of the terms, whose images lie side by side.
+    // The terms that each element sums; the terms of all images are side by side.
     let elements = Windows::new(&grid.flipped()?, images, [count, x_image])?;
     let (across, pitch) = (outs.next_multiple_of(LANES), windows.next_multiple_of(LANES));
     let sizes = [windows * across, windows * depth, depth * pitch].map(|size| size.next_multiple_of(ALIGNMENT));
@@ -116,8 +116,8 @@ fn input_grad(grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
         let (by_window, terms) = rest.split_at_mut(sizes[1]);
         for group in 0..groups {
             let [x_at, w_at, y_at] = of_group.map(|size| group * size);
-            // SAFETY: the lengths have been checked, so has the workspace, the windows are those of these images, and the processor has been
-            // asked.
+            // SAFETY: lengths and workspace are checked, the windows belong to these images, and the processor features
+            // are present.
             unsafe {
                 for image in 0..images {
                     let dy = Rows { at: dy[image * y_image + y_at..].as_ptr(), row: 1, step: count };

@@ -1,4 +1,4 @@
-//! Slices picked by indices, and their gradient.
+//! Gather and its gradient.
 
 use super::real::Real;
 use super::wide::wide;
@@ -8,7 +8,7 @@ use compiler::op::{Gather, KernelError, ScatterAdd};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
-/// Slices of `x`, any element type.
+/// For any element type.
 pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout) -> Option<FastKernel> {
     let outer: usize = x.shape[..op.axis].iter().product();
     let size = x.shape[op.axis];
@@ -29,8 +29,8 @@ pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout) -> Option<F
     }))
 }
 
-/// Slices of `dy` added where they came from, in the order of the indices. Added to what is there, the slices that go to one place are summed
-/// up before: no place but theirs is touched.
+/// Adds slices of `dy` in index order. When accumulating, slices with the same target are summed first and no other
+/// element is touched.
 pub fn scatter_add(op: &ScatterAdd, dy: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     match dy.dtype {
         DType::F32 => Some(scatter::<f32>(op.axis, indices, y)),
@@ -45,7 +45,7 @@ fn scatter<T: Real>(axis: usize, indices: &TensorLayout, y: &TensorLayout) -> Fa
     let run: usize = y.shape[axis + 1..].iter().product();
     let indices = indices.clone();
     let count: usize = indices.shape.iter().product();
-    // Where slices go, in order, and the sum of those that go to one place.
+    // Workspace: sorted (target, source) pairs, and the sum for one target.
     let (places, sum) = ((count * size_of::<[usize; 2]>()).next_multiple_of(ALIGNMENT), run * size_of::<T>());
     let fast = FastKernel::adding(true, move |inputs, outputs, workspace, adds| {
         let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
@@ -91,12 +91,12 @@ wide! {
     }
 }
 
-/// Refuses the first index outside an axis of this size.
+/// Rejects indices outside an axis of this size.
 pub(super) fn check(indices: &View<'_>, size: usize) -> Result<(), KernelError> {
     (0..indices.len()).try_for_each(|i| row(indices, i, size).map(|_| ()))
 }
 
-/// Index `i` as it lies in an axis of this size: one below zero counts from the end.
+/// Normalises index `i`: negative indices count from the end.
 pub(super) fn row(indices: &View<'_>, i: usize, size: usize) -> Result<usize, KernelError> {
     let index = indices.i64(i);
     let from_end = || size.checked_sub(index.unsigned_abs() as usize).filter(|_| indices.dtype != DType::U64);

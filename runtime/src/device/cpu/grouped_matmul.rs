@@ -1,4 +1,4 @@
-//! Products of rows with the matrix of their group: one product for each group that has rows.
+//! Grouped matrix products: one product per non-empty group of rows.
 
 use super::matmul::{Matrix, product};
 use super::real::Real;
@@ -8,7 +8,6 @@ use compiler::op::GroupedMatMul;
 use compiler::op::grouped_matmul::groups;
 use compiler::tensor::DType;
 
-/// Rows by matrices.
 pub fn kernel(op: &GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(rows::<f32>(*op, x, w, ends)),
@@ -17,7 +16,7 @@ pub fn kernel(op: &GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &Ten
     }
 }
 
-/// Rows by rows.
+/// Gradient with respect to the matrices.
 pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
     match a.dtype {
         DType::F32 => Some(sums::<f32>(a, b, ends)),

@@ -1,5 +1,4 @@
-//! Gated recurrent units and their gradient: products by `gemm`, one or two a step where the steps depend on each other,
-//! one for the whole sequence where they do not.
+//! GRU and its gradient: one or two `gemm` products per step for the recurrence, one for the whole sequence otherwise.
 
 use super::lstm::{Sizes, logistic, of_state, plain, turned};
 use super::matmul::{Matrix, product};
@@ -13,7 +12,6 @@ use compiler::op::lstm::{before, order};
 use compiler::op::{Gru, GruGrad};
 use compiler::tensor::DType;
 
-/// The forward run.
 pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
@@ -23,7 +21,6 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKer
     }
 }
 
-/// The gradient.
 pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
@@ -33,7 +30,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastK
     }
 }
 
-/// A matrix whose rows are `row` elements apart, from column `first` on.
+/// A matrix with row stride `row`, from column `first` on.
 fn from_column<T>(values: &[T], first: usize, row: usize) -> Matrix<'_, T> {
     Matrix { values: values.get(first..).unwrap_or_default(), strides: (row, 1) }
 }
@@ -41,7 +38,7 @@ fn from_column<T>(values: &[T], first: usize, row: usize) -> Matrix<'_, T> {
 fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKernel {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four) = (2 * hidden, 3 * hidden, 4 * hidden);
-    // The candidate's product follows when it is known what the reset gate leaves of the state.
+    // If the reset gate applies before the product, the candidate's product must follow the gate.
     let together = if reset_after { three } else { two };
     let all = Recurrent::of::<T>(steps, [batch, together, hidden], true);
     let alone = Recurrent::of::<T>(steps, [batch, if reset_after { 0 } else { hidden }, hidden], true);
@@ -82,7 +79,7 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKerne
 }
 
 wide! {
-    // One row of the batch: r and z get their values, and behind the candidate stands what r leaves of the state.
+    // One batch row: activates r and z, and stores `r * h` after the candidate.
     fn open[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T]) {
         let hidden = h.len();
         let (both, rest) = gates.split_at_mut(2 * hidden);
@@ -97,7 +94,7 @@ wide! {
 }
 
 wide! {
-    // One row of the batch: the candidate and the new state.
+    // One batch row: the candidate and the new state.
     fn mix[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T], y: &mut [T], reset_after: bool) {
         let hidden = h.len();
         let (r, rest) = gates.split_at_mut(hidden);
@@ -139,7 +136,8 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
             (of_gates.laid(w_gates, gate_room), of_candidate.laid(w_candidate, candidate_room));
         let (sums, rest) = rest.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..three];
-        // What arrives at the sums from x, at those of the candidate from h, and through the candidate's weight.
+        // Gradients at the pre-activations (`da`), at the candidate's recurrent term (`e`), and through the candidate's
+        // weight.
         let (da, rest) = cast_slice_mut::<u8, T>(rest).split_at_mut(rows * three);
         let (e, rest) = rest.split_at_mut(rows * hidden);
         let through = &mut rest[..batch * hidden];
@@ -183,7 +181,7 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
 }
 
 wide! {
-    // One row of the batch: from the new state to z and the candidate. dh gets what arrives from y.
+    // One batch row: gradients of z and the candidate from the new state. Adds dy to dh.
     fn mix_grad[T: Real](dy: &[T], dh: &mut [T], gates: &[T], h: &[T], da: &mut [T], e: &mut [T], reset_after: bool) {
         let hidden = h.len();
         let (r, rest) = gates.split_at(hidden);
@@ -201,7 +199,7 @@ wide! {
 }
 
 wide! {
-    // One row of the batch: from the candidate to r, and what goes on to the state before.
+    // One batch row: gradient of r, and of the previous state.
     fn open_grad[T: Real](dh: &mut [T], gates: &[T], h: &[T], through: &[T], da: &mut [T], reset_after: bool) {
         let hidden = h.len();
         let (r, rest) = gates.split_at(hidden);

@@ -1,7 +1,5 @@
-//! Kernels of the two-byte types `f16` and `bf16`: what is read is widened to `f32`, the kernel of `f32` computes, and what it
-//! writes is rounded, once, to the nearest.
-//!
-//! So sums, means and products within an op are those of `f32`, and only what is stored is narrow.
+//! Kernels for `f16` and `bf16`: inputs are widened to `f32`, the `f32` kernel computes, and outputs are rounded once,
+//! to nearest. Sums, means and products within an op therefore have `f32` precision.
 
 use super::table::fast;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
@@ -11,12 +9,12 @@ use compiler::tensor::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Whether it is one of the two.
+/// True for `f16` and `bf16`.
 pub fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::Bf16)
 }
 
-/// `to = from`. Panics when `dtype` is none of the two.
+/// `to = from`. Panics for other types.
 pub fn widen(dtype: DType, from: &[u8], to: &mut [f32]) {
     match dtype {
         DType::F16 => cast_slice::<u8, f16>(from).convert_to_f32_slice(to),
@@ -25,7 +23,7 @@ pub fn widen(dtype: DType, from: &[u8], to: &mut [f32]) {
     }
 }
 
-/// `to = from`, rounded to the nearest. Panics when `dtype` is none of the two.
+/// `to = from`, rounded to nearest. Panics for other types.
 pub fn narrow(dtype: DType, from: &[f32], to: &mut [u8]) {
     match dtype {
         DType::F16 => cast_slice_mut::<u8, f16>(to).convert_from_f32_slice(from),
@@ -34,7 +32,7 @@ pub fn narrow(dtype: DType, from: &[f32], to: &mut [u8]) {
     }
 }
 
-/// The kernel of an op some of whose operands have two bytes, where there is one in `f32`.
+/// The kernel of an op with 16-bit operands, if there is one for `f32`.
 pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<FastKernel> {
     if !inputs.iter().chain(outputs).any(|layout| is_half(layout.dtype)) {
         return None;
@@ -88,12 +86,12 @@ fn widened(layout: &TensorLayout) -> TensorLayout {
     TensorLayout { dtype, shape: layout.shape.clone() }
 }
 
-/// Bytes of scratch for an operand in `f32`.
+/// Scratch bytes of an operand widened to `f32`.
 fn room(layout: &TensorLayout) -> usize {
     (layout.len() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
 }
 
-/// The operand's part of what is left of the scratch.
+/// Splits the operand's part off the scratch.
 fn take<'a>(rest: &mut &'a mut [u8], layout: &TensorLayout) -> &'a mut [u8] {
     let (piece, after) = std::mem::take(rest).split_at_mut(room(layout));
     *rest = after;
@@ -108,7 +106,7 @@ mod tests {
     use compiler::tensor::Tensor;
     use compiler::tensor::fact::Fact;
 
-    /// Every op that has a kernel in `f32` has one in the narrow types, and it is the reference to the rounding of what is written.
+    /// Every op with an `f32` kernel has 16-bit kernels, which match the reference up to output rounding.
     #[test]
     fn narrow_kernels_are_those_of_f32_rounded() {
         let mut checked = 0;

@@ -1,4 +1,4 @@
-//! Convolutions of `f32` as products whose panels are filled straight from images: no matrix of patches stands in memory.
+//! Implicit-GEMM convolutions in `f32`: panels are filled directly from images, without a patch matrix in memory.
 //!
 //! ```text
 //! y  [out, window]    = w [out, in·tap]      patches of x [in·tap, window]
@@ -6,7 +6,7 @@
 //! dx [in, window]     = w, flipped [in, out·tap]   patches of dy [out·tap, window]     where windows stand at every element
 //! ```
 //!
-//! The windows of all images are the columns of one product, so that small images fill tiles together.
+//! The windows of all images are the columns of one product, so small images share tiles.
 
 use super::FastKernel;
 use super::conv::Role;
@@ -18,20 +18,15 @@ use super::panels::{Rows, is_at_hand};
 use super::patches::Grid;
 use bytemuck::{cast_slice, cast_slice_mut};
 
-/// A convolution's sizes.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    /// Images.
     pub images: usize,
-    /// Groups.
     pub groups: usize,
-    /// Channels of a group in.
     pub ins: usize,
-    /// Channels of a group out.
     pub outs: usize,
 }
 
-/// A convolution of these sizes, none of them 0. Nothing where the processor or the windows do not suit.
+/// Sizes are non-zero. `None` if the processor or the windows are unsuitable.
 pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     if !is_at_hand() {
         return None;
@@ -40,7 +35,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let (data, windows) = (grid.data_len(), grid.out_len());
     let (x_image, y_image) = (groups * ins * data, groups * outs * windows);
     let filters = outs * ins * grid.taps();
-    // What a group's part begins with in x, w and y.
+    // Start of a group in x, w and y.
     let starts = move |group: usize| [group * ins * data, group * filters, group * outs * windows];
     let depth = ins * grid.taps();
     if role == Role::InputGrad {
@@ -55,7 +50,8 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
                 let filters = Flipped { w: w[w_at..].as_ptr(), ins, taps };
                 let patches = Patches { windows: &places, x: dy[y_at..].as_ptr() };
                 let result = Results { windows: &places, y: dx[x_at..].as_mut_ptr() };
-                // SAFETY: the lengths have been checked, the windows are those of these images, and the processor has been asked.
+                // SAFETY: lengths are checked, the windows belong to these images, and the processor features are
+                // present.
                 unsafe { product([ins, places.columns, outs * taps], &filters, &patches, &result, false) };
             }
             Ok(())
@@ -67,8 +63,8 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         for group in 0..groups {
             let [x_at, w_at, y_at] = starts(group);
-            // SAFETY: the lengths are checked, the windows are those of these images, and the processor has been asked. What is
-            // only read is never written through its address.
+            // SAFETY: lengths are checked, the windows belong to these images, and the processor features are present.
+            // Nothing writes through addresses of read-only data.
             unsafe {
                 if role == Role::Forward {
                     assert!(a.len() == images * x_image && b.len() == groups * filters && c.len() == images * y_image);

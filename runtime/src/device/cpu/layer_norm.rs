@@ -1,4 +1,4 @@
-//! Layer normalisation and its gradient; statistics and what lies between are in `f64`.
+//! Layer normalisation and its gradient; statistics and intermediates are in `f64`.
 
 use super::real::Real;
 use super::sum::{sum_of, sum_of_pairs};
@@ -8,7 +8,7 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::LayerNorm;
 use compiler::tensor::DType;
 
-/// Normalisation of rows as long as the scale.
+/// Normalises rows of the scale's length.
 pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(forward::<f32>(op.epsilon, scale.len())),
@@ -17,7 +17,6 @@ pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<
     }
 }
 
-/// Its gradient.
 pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(backward::<f32>(scale.len())),
@@ -84,7 +83,7 @@ wide! {
             scale_sums[i] += dy[i].wide() * ((x[i].wide() - mean) * rstd);
             bias_sums[i] += dy[i].wide();
         }
-        // g stands in dx for a moment.
+        // dx temporarily holds g.
         for ((g, dy), scale) in dx.iter_mut().zip(dy).zip(scale) {
             *g = *dy * *scale;
         }

@@ -1,5 +1,4 @@
-//! The long short-term memory and its gradient: products by `gemm`, one a step where the steps depend on each other,
-//! one for the whole sequence where they do not.
+//! LSTM and its gradient: one `gemm` product per step for the recurrence, one for the whole sequence otherwise.
 
 use super::matmul::{Matrix, product};
 use super::real::Real;
@@ -10,7 +9,6 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::tensor::DType;
 
-/// Steps, rows of the batch, width of the input, units.
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub steps: usize,
@@ -25,13 +23,12 @@ impl Sizes {
         Some(Sizes { steps, batch, width, hidden })
     }
 
-    /// The rows of step `t` in a sequence with this many columns.
+    /// Range of step `t` in a sequence with this many columns.
     pub fn step(self, t: usize, columns: usize) -> std::ops::Range<usize> {
         t * self.batch * columns..(t + 1) * self.batch * columns
     }
 }
 
-/// The forward run.
 pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
@@ -41,7 +38,6 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Fa
     }
 }
 
-/// The gradient.
 pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
@@ -51,12 +47,12 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Fast
     }
 }
 
-/// A matrix as it lies.
+/// A row-major matrix.
 pub(super) fn plain<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (row, 1) }
 }
 
-/// A matrix that lies transposed.
+/// A transposed matrix.
 pub(super) fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (1, row) }
 }
@@ -92,7 +88,7 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
     fast.with_workspace(recurrent.bytes::<T>())
 }
 
-/// What is not yet written of y and of the cells, so that the step before can be read while the next one is written.
+/// The unwritten rest of y and of the cells, so that the previous step can be read while the next is written.
 struct Sequences<'a, T> {
     reverse: bool,
     batch: usize,
@@ -118,14 +114,13 @@ impl<'a, T> Sequences<'a, T> {
     }
 }
 
-/// `1/(1 + e^-x)`
 #[inline(always)]
 pub(super) fn logistic<T: Real>(x: T) -> T {
     T::ONE / (T::ONE + (-x).exp())
 }
 
 wide! {
-    // One row of the batch: gates hold x W_ihᵀ + h W_hhᵀ and get their values.
+    // One batch row: gates hold x W_ihᵀ + h W_hhᵀ and get their activations.
     fn cell[T: Real](gates: &mut [T], b_ih: &[T], b_hh: &[T], c: &[T], new_c: &mut [T], y: &mut [T]) {
         let hidden = c.len();
         for ((a, b), b_hh) in gates.iter_mut().zip(b_ih).zip(b_hh) {
@@ -190,8 +185,8 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
     fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * wide * size_of::<T>())
 }
 
-/// The gradient of the first `n` rows of a recurrent weight, from what arrives at the sums, `row` of it a step and row
-/// of the batch. All steps but the first one read the y of the step before, which lies beside them.
+/// The gradient of the first `n` rows of a recurrent weight; `row` is the row length of `da`. Every step except the
+/// first multiplies the previous step's y, which is adjacent in memory.
 pub(super) fn of_state<T: Real>(
     reverse: bool,
     sizes: Sizes,
@@ -214,7 +209,7 @@ pub(super) fn of_state<T: Real>(
 }
 
 wide! {
-    // One row of the batch; dc becomes that of the step before.
+    // One batch row; dc becomes that of the previous step.
     fn cell_grad[T: Real](dy: &[T], dh: &[T], dc: &mut [T], gates: &[T], c: &[T], c_before: &[T], da: &mut [T]) {
         let hidden = c.len();
         let (i, rest) = gates.split_at(hidden);

@@ -1,12 +1,12 @@
-//! Functions of one `f32` without branches, so that loops over them become vector code.
+//! Branch-free `f32` functions, so that loops over them vectorise.
 //!
-//! Each is within about 2 units in the last place (`tanh` and `erf` 3) of the true value, NaN stays NaN, and overflow, underflow and
-//! subnormal results are right. The polynomials that are no series were fitted for the least largest error in `f64`.
+//! Errors are within about 2 units in the last place (3 for `tanh` and `erf`). NaN propagates, and overflow, underflow
+//! and subnormal results are correct. Polynomials other than series are minimax fits in `f64`.
 
-const LN_2_HIGH: f32 = 0.693_359_4; // 355/512: its products with exponents are exact
+const LN_2_HIGH: f32 = 0.693_359_4; // 355/512: products with exponents are exact
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 
-/// `2^n` for whole `n` in [-126, 127].
+/// `2^n` for integers `n` in [-126, 127].
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
@@ -15,10 +15,10 @@ fn power_of_two(n: i32) -> f32 {
 /// `e^x` as `2^n · e^r` with `|r| ≤ ln 2 / 2`.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Beyond these the result is 0 or infinite; the comparisons let NaN pass.
+    // Clamps to the range of finite non-zero results; the comparisons let NaN pass.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
-    // Adding 1.5·2²³ rounds to a whole number, which then stands in the low bits.
+    // Adding 1.5·2²³ rounds to an integer, which is then in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
@@ -30,14 +30,14 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 1.0 / 6.0;
     p = p * r + 0.5;
     p = p * r * r + r + 1.0;
-    // Two factors, since 2^128 and 2^-150 are no f32. For NaN they are anything, and the product is NaN.
+    // Two factors, since 2^128 and 2^-150 exceed the `f32` range. For NaN they are arbitrary and the product is NaN.
     let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
     p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }
 
-/// Natural logarithm: `x = 2^k (1+f)` with `1+f` in [√½, √2), and `log(1+f)` by the series of the inverse hyperbolic
-/// tangent of `s = f/(2+f)`, arranged as `f - s(f - R)` so that the leading term is exact.
+/// Natural logarithm: `x = 2^k (1+f)` with `1+f` in [√½, √2). `log(1+f)` is the series of the inverse hyperbolic
+/// tangent of `s = f/(2+f)`. It is arranged as `f - s(f - R)`, so that the leading term is exact.
 #[inline(always)]
 pub fn ln(x: f32) -> f32 {
     let subnormal = x < f32::MIN_POSITIVE;
@@ -59,7 +59,7 @@ pub fn ln(x: f32) -> f32 {
     if x < 0.0 { f32::NAN } else { y }
 }
 
-/// `log(1+x)` for `x` in [0, 1]; the rounding of `1+x` is made good by the last factor.
+/// `log(1+x)` for `x` in [0, 1]; the last factor corrects the rounding of `1+x`.
 #[inline(always)]
 pub fn ln_1p(x: f32) -> f32 {
     let u = 1.0 + x;
@@ -95,7 +95,7 @@ pub fn erf(x: f32) -> f32 {
     p = p * z - 3.761_246_5e-1;
     p = p * z + 1.283_791_5e-1;
     let near = x + x * p;
-    // From 4 on, erf is 1 to the last bit.
+    // For x ≥ 4, erf rounds to 1.
     let t = if a > 4.0 { 4.0 } else { a };
     let mut q = -2.090_956e-5;
     q = q * t + 4.323_030_4e-4;
@@ -113,7 +113,7 @@ pub fn erf(x: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The largest error of `f` against `truth`, in units of the last place of the result.
+    /// Maximum error of `f` against `truth`, in units in the last place.
     fn worst(f: fn(f32) -> f32, truth: fn(f64) -> f64, from: f32, to: f32) -> f64 {
         let count = 200_000;
         (0..=count)

@@ -1,4 +1,4 @@
-//! Matrix products on one thread: of `f32` by our own panels where the processor has AVX-512, else by the `gemm` crate.
+//! Single-threaded matrix products: own AVX-512 panels for `f32` if available, else the `gemm` crate.
 
 use super::movement::transpose_matrix;
 #[cfg(target_arch = "x86_64")]
@@ -11,13 +11,13 @@ use compiler::op::MatMul;
 use compiler::tensor::DType;
 use gemm_common::Parallelism;
 
-/// From this size on, a transposed right operand is laid out before the product: about the first-level cache.
+/// Minimum size at which a transposed right operand is copied first: about the first-level cache.
 const TURN_ELEMENTS: usize = 16 * 1024;
 
-/// From so many columns on a product is one of panels: fewer would leave most lanes empty.
+/// Minimum columns for panels: fewer would leave most lanes empty.
 const MIN_COLUMNS: usize = 8;
 
-/// A matrix product with leading dims.
+/// A matrix product with batch dimensions.
 pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
     match a.dtype {
         DType::F32 => batched::<f32>(op, a, b, c),
@@ -37,21 +37,21 @@ fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorL
     let strides = [row_major(shape), stretched(&a_lead, shape), stretched(&b_lead, shape)];
     let walk = Walk::new(shape, [&strides[0], &strides[1], &strides[2]], [0; 3])?;
     let matrices: usize = shape.iter().product();
-    // One right operand for a batch of left ones is one tall product.
+    // A batch with a shared right operand is one tall product.
     let is_tall = shared_b && !op.transpose_a && a_lead.iter().product::<usize>() == matrices && matrices > 1;
     if is_tall {
         m *= matrices;
     }
     let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
-    // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
+    // `gemm` packs a large transposed right operand slowly, so copy it first; for one row that does not pay off.
     let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
     let fast = FastKernel::adding(true, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
         let mut held = None;
-        // Which matrices of c, a and b belong together is walked, and never listed: a planner asks kernels of any batch what they hold.
+        // Matrix indices are generated, not stored: the planner creates kernels for any batch size.
         for [c_at, a_at, b_at] in walk.elements().take(if is_tall { 1 } else { matrices }) {
             let a = Matrix { values: &a[a_at * m * k..(a_at + 1) * m * k], strides: a_strides };
             let b = &b[b_at * k * n..(b_at + 1) * k * n];
@@ -71,7 +71,7 @@ fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorL
     Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
 }
 
-/// Whether a product of so many rows and columns is one of panels, which read transposed factors as well as others.
+/// True if a product of this size uses panels, which read transposed operands equally fast.
 pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     return T::DTYPE == DType::F32 && m > 1 && n >= MIN_COLUMNS && panels::is_at_hand();
@@ -79,16 +79,15 @@ pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     return false;
 }
 
-/// A matrix to read.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a, T> {
-    /// The values, from the first one.
+    /// Elements from the first one on.
     pub values: &'a [T],
-    /// Distance between rows and between columns, in elements.
+    /// Row and column stride, in elements.
     pub strides: (usize, usize),
 }
 
-/// `c = a b`, or `c += a b` with `add`; sizes are m, n, k, and rows of `c` are `c_row` elements apart.
+/// `c = a b`, or `c += a b` with `add`. Sizes are m, n, k; `c_row` is the row stride of `c`.
 pub fn product<T: Real>(
     [m, n, k]: [usize; 3],
     a: Matrix<'_, T>,
@@ -113,7 +112,7 @@ pub fn product<T: Real>(
     if has_panels::<T>(m, n) {
         let rows =
             |of: Matrix<'_, T>| panels::Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 };
-        // SAFETY: the asserts above keep every element that is read or written inside its slice, `c` is borrowed alone, and `T` is `f32`.
+        // SAFETY: the asserts above keep every access inside its slice, `c` is borrowed exclusively, and `T` is `f32`.
         return unsafe { panels::product::matrices([m, n, k], rows(a), rows(b), (c.as_mut_ptr().cast(), c_row), add) };
     }
     let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
@@ -121,10 +120,10 @@ pub fn product<T: Real>(
     let (b_rows, b_columns) = (b.strides.0 as isize, b.strides.1 as isize);
     let (a, b, c_row, read) = (a.values.as_ptr(), b.values.as_ptr(), c_row as isize, add);
     let (c, one, multiply) = (c.as_mut_ptr(), Parallelism::None, T::multiply());
-    // SAFETY: the asserts above keep every element that is read or written inside its slice, and `c` is borrowed alone.
+    // SAFETY: the asserts above keep every access inside its slice, and `c` is borrowed exclusively.
     unsafe {
         if c_row > 1 {
-            // The micro-kernel writes columns: what is multiplied is the transpose, bᵀ aᵀ.
+            // The micro-kernel writes columns, so compute the transpose, bᵀ aᵀ.
             let (c_columns, c_rows) = (c_row, 1);
             multiply(
                 n, m, k, c, c_columns, c_rows, read, b, b_rows, b_columns, a, a_rows, a_columns, alpha, beta, false,

@@ -1,4 +1,4 @@
-//! Ops that move elements and compute nothing: any element type, by its size.
+//! Data movement ops, for any element type by its size.
 
 use super::walk::{Walk, join, row_major, stretched};
 use super::wide::wide;
@@ -8,10 +8,10 @@ use compiler::op::{Concat, Flip, Iota, OpRule, Pad, Slice, Transpose};
 use compiler::tensor::dim::Dim;
 use compiler::tensor::view::ViewMut;
 
-/// Side of the square that a transposition moves at a time: a cache line of 4-byte elements.
+/// Side of a transposition tile: a cache line of 4-byte elements.
 const TILE: usize = 16;
 
-/// The bytes of the first input as they are.
+/// Copies the first input.
 pub fn copy() -> FastKernel {
     FastKernel::new(|inputs, outputs, _| {
         outputs[0].copy_from_slice(inputs[0]);
@@ -19,7 +19,7 @@ pub fn copy() -> FastKernel {
     })
 }
 
-/// The same bytes every time.
+/// Writes constant bytes.
 pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
     FastKernel::new(move |_, outputs, _| {
         outputs[0].copy_from_slice(bytes.as_ref());
@@ -27,38 +27,34 @@ pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
     })
 }
 
-/// Counting along an axis: the values are worked out once.
+/// Iota; the values are computed once.
 pub fn iota(op: &Iota, y: &TensorLayout) -> Option<FastKernel> {
     let mut bytes = vec![0; y.bytes()];
     op.reference(&[], &mut [ViewMut::new(y.dtype, &y.shape, &mut bytes)]).ok()?;
     Some(given(bytes))
 }
 
-/// Axes in another order.
 pub fn transpose(op: &Transpose, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let own = row_major(&x.shape);
     let strides: Vec<isize> = op.perm.iter().map(|&axis| own[axis]).collect();
     pick(y, &strides, 0)
 }
 
-/// Stretching.
 pub fn broadcast(x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     pick(y, &stretched(&x.shape, &y.shape), 0)
 }
 
-/// Every few elements of each axis.
 pub fn slice(op: &Slice, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let own = row_major(&x.shape);
     if y.is_empty() {
         return Some(copy_nothing());
     }
-    // Where one element is taken the step does not matter, and may be too large to multiply.
+    // For a single element the step is irrelevant, and may be too large to multiply.
     let step = |axis: usize| if y.shape[axis] > 1 { own[axis] * op.step[axis] as isize } else { 0 };
     let strides: Vec<isize> = (0..own.len()).map(step).collect();
     pick(y, &strides, origin(&op.begin, &own)?)
 }
 
-/// Axes backward.
 pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let mut strides = row_major(&x.shape);
     if y.is_empty() {
@@ -72,7 +68,7 @@ pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel>
     pick(y, &strides, start)
 }
 
-/// A border, and room between neighbours.
+/// Edge and interior padding.
 pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let own = row_major(&y.shape);
     let mut value = vec![0; y.dtype.size()];
@@ -104,7 +100,6 @@ fn place<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> FastKernel {
     })
 }
 
-/// Inputs one behind the other.
 pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<FastKernel> {
     let outer: usize = y.shape[..op.axis].iter().product();
     let run = |layout: &TensorLayout| layout.shape[op.axis..].iter().product::<usize>() * layout.dtype.size();
@@ -129,7 +124,7 @@ fn origin(at: &[Dim], strides: &[isize]) -> Option<isize> {
     at.iter().zip(strides).map(|(dim, &stride)| Some(isize::try_from(dim.known()?).ok()? * stride)).sum()
 }
 
-/// Writes `y` in order from `x` read at strides.
+/// Writes `y` in order from `x` read with strides.
 fn pick(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
     match y.dtype.size() {
         1 => pick_as::<u8>(y, strides, start),
@@ -142,7 +137,7 @@ fn pick(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel>
 fn pick_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], start: isize) -> Option<FastKernel> {
     let own = row_major(&y.shape);
     let mut joined = join(&y.shape, [&own, strides]);
-    // Another axis is the one without gaps in x: move squares, so that both sides stay within cache lines.
+    // If another axis is contiguous in x, transpose in square tiles, so that both sides use whole cache lines.
     let dense = joined.iter().position(|(_, [_, x])| *x == 1).filter(|&axis| axis + 1 < joined.len());
     if let (Some(dense), Some(&(columns, [_, step]))) = (dense, joined.last())
         && step > 1
@@ -172,7 +167,7 @@ fn pick_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], start: isi
     }))
 }
 
-/// Transposes matrices from each pair of first indices.
+/// Transposes a matrix at each pair of start indices.
 fn swap<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [usize; 2]) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
@@ -191,8 +186,8 @@ wide! {
             let height = TILE.min(rows - r0);
             for c0 in (0..columns).step_by(TILE) {
                 let width = TILE.min(columns - c0);
-                // Through a square of its own, so that each line of x and of y is touched once: lines that are a power
-                // of two apart drive each other out of the cache.
+                // A local tile reads and writes each line of x and y once: lines a power of two apart evict each other
+                // from the cache.
                 let mut square = [[T::zeroed(); TILE]; TILE];
                 for (c, line) in square.iter_mut().enumerate().take(width) {
                     let from = r0 + (c0 + c) * step;

@@ -1,19 +1,16 @@
-//! Windows over one to three spatial dims, and the matrix of patches (im2col) that turns a convolution into a product.
+//! Sliding windows over one to three spatial dimensions, and the im2col matrix that turns a convolution into a product.
 //!
-//! One and two spatial dims are three with leading dims of 1, so everything here has one shape of loop.
+//! One and two dimensions are padded to three with leading dimensions of 1, so all loops have the same form.
 
 use super::real::Real;
 use compiler::op::Window;
 use std::ops::Range;
 
-/// Where windows lie over the data.
+/// Geometry of the windows over the data.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
-    /// Sizes of the data.
     pub data: [usize; 3],
-    /// Sizes of a window.
     pub kernel: [usize; 3],
-    /// How many windows there are.
     pub out: [usize; 3],
     pub(super) stride: [isize; 3],
     pub(super) dilation: [isize; 3],
@@ -21,13 +18,13 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// The grid of a window over `data` with `out` places; the lists have one entry a spatial dim, at most three.
+    /// Lists have one entry per spatial dimension, at most three.
     pub fn new(window: &Window, data: &[usize], kernel: &[usize], out: &[usize]) -> Option<Grid> {
         let missing = 3usize.checked_sub(data.len())?;
         let three = |list: &[usize], fill: usize| -> [usize; 3] {
             std::array::from_fn(|axis| axis.checked_sub(missing).map_or(fill, |a| list[a]))
         };
-        // Distances that do not fit would leave any data in memory; the reference knows what to do with them.
+        // Larger distances would leave any data in memory; the reference handles them.
         let near = |list: [usize; 3]| list.iter().all(|&v| v < 1 << 30).then(|| list.map(|v| v as isize));
         Some(Grid {
             data: near(three(data, 1))?.map(|v| v as usize),
@@ -39,20 +36,20 @@ impl Grid {
         })
     }
 
-    /// The index in the data that window `at` sees at `tap`, along one axis, if it is inside.
+    /// The data index that window `at` reads at `tap` along one axis; `None` in the padding.
     #[inline(always)]
     pub fn element(&self, axis: usize, at: usize, tap: usize) -> Option<usize> {
         let index = at as isize * self.stride[axis] + self.offset(axis, tap);
         (0..self.data[axis] as isize).contains(&index).then_some(index as usize)
     }
 
-    /// The index that window 0 sees at `tap`: below zero in the padding.
+    /// The data index that window 0 reads at `tap`; negative in the padding.
     #[inline(always)]
     pub fn offset(&self, axis: usize, tap: usize) -> isize {
         tap as isize * self.dilation[axis] - self.before[axis]
     }
 
-    /// The windows that see data at `tap`, along one axis.
+    /// The windows that read data, not padding, at `tap` along one axis.
     #[inline(always)]
     pub fn seeing(&self, axis: usize, tap: usize) -> Range<usize> {
         let (offset, stride) = (self.offset(axis, tap), self.stride[axis]);
@@ -64,22 +61,22 @@ impl Grid {
         from.min(to)..to
     }
 
-    /// Distance between the elements that neighbouring windows of a row see.
+    /// Distance between the elements that adjacent windows of a row read.
     pub fn row_step(&self) -> usize {
         self.stride[2] as usize
     }
 
-    /// Elements of one plane of data.
+    /// Elements per data plane.
     pub fn data_len(&self) -> usize {
         self.data.iter().product()
     }
 
-    /// Taps of a window.
+    /// Taps per window.
     pub fn taps(&self) -> usize {
         self.kernel.iter().product()
     }
 
-    /// Windows.
+    /// Number of windows.
     pub fn out_len(&self) -> usize {
         self.out.iter().product()
     }
@@ -89,28 +86,28 @@ impl Grid {
         self.out[0] * self.out[1]
     }
 
-    /// Whether each window sees its own element and nothing else.
+    /// True if each window reads exactly its own element.
     pub fn is_pointwise(&self) -> bool {
         self.taps() == 1 && self.stride == [1; 3] && self.before == [0; 3] && self.data == self.out
     }
 
-    /// The grid whose windows see at each tap, in the opposite order, the windows of this one that see their element: data and windows
-    /// change places. Only where windows stand at every element.
+    /// The grid of the input gradient: data and windows exchange roles and taps are reversed. `None` unless the stride
+    /// is 1.
     pub fn flipped(&self) -> Option<Grid> {
         let before =
             std::array::from_fn(|axis| self.dilation[axis] * (self.kernel[axis] as isize - 1) - self.before[axis]);
         (self.stride == [1; 3]).then_some(Grid { data: self.out, out: self.data, before, ..*self })
     }
 
-    /// The tiles of 4 × 4 data that make 2 × 2 neighbouring results each, of filters of 3 × 3 that stand at every element of images; the
-    /// last of a row and of a column may make fewer.
+    /// The overlapping 4×4 data tiles that produce 2×2 outputs (Winograd), for 3×3 filters with stride 1. The last tile
+    /// of a row or column may produce fewer.
     pub fn tiles(&self) -> Option<Grid> {
         let is_plain = self.kernel == [1, 3, 3] && self.stride == [1; 3] && self.dilation[1..] == [1, 1];
         let tiled = Grid { kernel: [1, 4, 4], out: self.pairs(), stride: [1, 2, 2], dilation: [1; 3], ..*self };
         (is_plain && self.before[0] == 0 && self.data[0] == self.out[0]).then_some(tiled)
     }
 
-    /// The same tiles as windows over the results.
+    /// The same tiles as windows over the outputs.
     pub fn pairs_of_results(&self) -> Grid {
         let (kernel, stride) = ([1, 2, 2], [1, 2, 2]);
         Grid { data: self.out, kernel, out: self.pairs(), stride, dilation: [1; 3], before: [0; 3] }
@@ -120,13 +117,13 @@ impl Grid {
         [self.out[0], self.out[1].div_ceil(2), self.out[2].div_ceil(2)]
     }
 
-    /// Whether windows are squares of two by two that share nothing and leave nothing out.
+    /// True for 2×2 windows that tile the data exactly.
     pub fn is_of_squares(&self) -> bool {
         let squares = self.kernel == [1, 2, 2] && self.stride == [1, 2, 2] && self.dilation[1..] == [1, 1];
         squares && self.before == [0; 3] && self.data == [self.out[0], 2 * self.out[1], 2 * self.out[2]]
     }
 
-    /// Whether one window sees all the data, each element once.
+    /// True if one window reads every element once.
     pub fn is_global(&self) -> bool {
         self.out_len() == 1
             && self.kernel == self.data
@@ -134,8 +131,8 @@ impl Grid {
             && (0..3).all(|axis| self.dilation[axis] == 1 || self.kernel[axis] == 1)
     }
 
-    /// What the windows see at `tap`, the taps counted in row-major order: runs of one length over neighbouring windows,
-    /// each with the index of its first window and of the element in the plane that this one sees.
+    /// The reads of all windows at `tap` (row-major tap index): the common run length, and for each run the first
+    /// window and the data index that it reads.
     #[inline(always)]
     pub fn runs_at(&self, tap: usize) -> (usize, impl Iterator<Item = (usize, usize)> + use<>) {
         let [_, height, width] = self.kernel;
@@ -143,7 +140,7 @@ impl Grid {
         let [depths, heights, widths] = [0, 1, 2].map(|axis| self.seeing(axis, taps[axis]));
         let [d, h, w] = [0, 1, 2].map(|axis| self.offset(axis, taps[axis]));
         let (grid, run) = (*self, widths.len());
-        // Without a window that sees data in its row, there is no run at all.
+        // Without windows that read data along a row there are no runs.
         let depths = if run == 0 { 0..0 } else { depths };
         let starts = depths.flat_map(move |at_d| {
             let (widths, out) = (widths.start, (at_d * grid.out[1]) * grid.out[2]);
@@ -157,7 +154,7 @@ impl Grid {
         (run, starts)
     }
 
-    /// Where the row of windows `row` finds tap `(d, h, ·)` in its plane: the first index of a row of data.
+    /// The data row that window row `row` reads at tap `(d, h, ·)`: its first index.
     #[inline(always)]
     pub fn data_row(&self, row: usize, d: usize, h: usize) -> Option<usize> {
         let (at_d, at_h) = (row / self.out[1], row % self.out[1]);
@@ -165,8 +162,8 @@ impl Grid {
     }
 }
 
-/// Writes the patches of rows of windows `rows` of one image: row `c·taps + tap` of the matrix holds what the windows see
-/// at that tap of channel `c`, or 0 in the padding. Rows of the matrix are `pitch` apart.
+/// Writes the patches of window rows `rows` of one image. Matrix row `c·taps + tap` holds what the windows read at that
+/// tap of channel `c`, 0 in the padding. `pitch` is the row stride.
 #[inline(always)]
 pub fn gather_patches<T: Real>(grid: &Grid, x: &[T], rows: Range<usize>, patches: &mut [T], pitch: usize) {
     let (width, step) = (grid.out[2], grid.row_step());
@@ -194,12 +191,12 @@ pub fn gather_patches<T: Real>(grid: &Grid, x: &[T], rows: Range<usize>, patches
     }
 }
 
-/// Reads every `step`-th element of a plane from `first` on, as many as there is room for, and one at least.
+/// Reads every `step`-th element from `first` on, filling `target`, which is not empty.
 #[inline(always)]
 pub(super) fn gather_run<T: Real>(plane: &[T], first: usize, step: usize, target: &mut [T]) {
     match step {
         1 => target.copy_from_slice(&plane[first..first + target.len()]),
-        // A distance that the compiler knows.
+        // A constant stride vectorises.
         2 => {
             let source = &plane[first..first + 2 * target.len() - 1];
             target.iter_mut().enumerate().for_each(|(i, v)| *v = source[2 * i]);
@@ -208,7 +205,7 @@ pub(super) fn gather_run<T: Real>(plane: &[T], first: usize, step: usize, target
     }
 }
 
-/// Adds patches back to where [`gather_patches`] took them from.
+/// Adds patches to the elements that [`gather_patches`] reads.
 #[inline(always)]
 pub fn scatter_patches<T: Real>(grid: &Grid, patches: &[T], pitch: usize, rows: Range<usize>, x: &mut [T]) {
     let (width, step) = (grid.out[2], grid.row_step());

@@ -1,6 +1,6 @@
-//! Planes of data laid out for windows that move over them: padding included, and apart by what remains of an index when it is divided
-//! by the stride. So whatever the stride and the dilation, all windows of a plane see at one tap one run of elements, some way into
-//! the plane. Windows that would begin in the padding between two rows are worked out too, and passed over.
+//! Rearranges planes for sliding windows: padding is included, and elements are grouped by index modulo stride. For any
+//! stride and dilation, all windows of a plane then read one contiguous run per tap. Windows starting in the padding
+//! between two rows are computed too and discarded.
 //!
 //! ```text
 //! 5 data, stride 2, one of padding:    0 a b c d e 0    every second one:   0 b d 0    and   a c e
@@ -10,42 +10,41 @@
 use super::patches::{Grid, gather_run};
 use super::real::Real;
 
-/// Lanes of a vector.
 pub(super) const LANES: usize = 16;
 
-/// A plane that is laid out may be so many times as large as what it is made of, and so much larger.
+/// Limits on the size of a rearranged plane: factor of the original size, and additional elements.
 const MOST_TIMES: usize = 8;
 const MOST_MORE: usize = 1 << 16;
 
-/// Where what the windows see at a tap begins, and which tap that is.
+/// Start of the run that the windows read at a tap, and the tap.
 pub(super) type Seen = (usize, usize);
 
-/// A run of a plane: where it lies when it is laid out, where it lies in the plane, and its length.
+/// A run of a plane: offset in the rearranged plane, offset in the plane, length.
 pub(super) type Run = (usize, usize, usize);
 
-/// How the planes of a convolution are laid out.
+/// The rearranged layout of a convolution's planes.
 pub(super) struct Planes {
     pub channels: usize,
-    /// Elements of a plane of data and of one of results.
+    /// Elements of a data plane and of an output plane.
     pub data_len: usize,
     pub out_len: usize,
-    /// Distance between neighbours of a run in the plane.
+    /// Stride between neighbours of a run in the plane.
     pub step: usize,
-    /// Elements that are laid out: so many parts of one size.
+    /// Number and size of the groups by index modulo stride.
     pub parts: usize,
     pub part: usize,
     pub data: Vec<Run>,
     pub results: Vec<Run>,
-    /// Windows from the first to the last, those between rows included.
+    /// Windows from the first to the last, including those between rows.
     pub windows: usize,
     pub seen: Vec<Seen>,
-    /// For each part, where its elements find the windows that see them, of windows laid out behind so many zeros.
+    /// For each group, the runs of windows that read its elements; windows are stored after `zeros` zeros.
     pub seeing: Vec<Vec<Seen>>,
     pub zeros: usize,
 }
 
 impl Planes {
-    /// Nothing where padding or distances are out of all proportion, or windows are few for what they see: products with patches do less.
+    /// `None` if padding or distances are too large, or there are too few windows: im2col is faster then.
     pub fn new(grid: &Grid, channels: usize) -> Option<Planes> {
         let at = |axis: usize, tap: usize| tap * grid.dilation[axis] as usize;
         let stride = grid.stride.map(|stride| stride as usize);
@@ -78,7 +77,7 @@ impl Planes {
         }
         let zeros = ways.iter().flatten().map(|&(way, _)| way).max().unwrap_or(0);
         let seeing = ways.into_iter().map(|ways| ways.into_iter().map(|(way, tap)| (zeros - way, tap)).collect());
-        // Of the elements of a part along an axis, those that are data, and the first one's index there.
+        // Along an axis, the elements of a group that are data, and the data index of the first one.
         let known = |axis: usize, remainder: usize| {
             let (before, stride) = (grid.before[axis] as usize, stride[axis]);
             let first = before.saturating_sub(remainder).div_ceil(stride);
@@ -121,17 +120,17 @@ impl Planes {
         })
     }
 
-    /// Elements of data that are laid out; beyond the last one a vector may be read.
+    /// Elements of rearranged data, with padding for a vector read past the end.
     pub fn data_room(&self) -> usize {
         self.parts * self.part + LANES
     }
 
-    /// Windows in whole vectors.
+    /// Number of windows rounded up to whole vectors.
     pub fn whole_windows(&self) -> usize {
         self.windows.next_multiple_of(LANES)
     }
 
-    /// Windows that are laid out behind zeros, and read as far as the elements of a part go.
+    /// Elements of windows after their leading zeros, as far as the reads of a group reach.
     pub fn window_room(&self) -> usize {
         self.zeros + self.part
     }
@@ -141,7 +140,7 @@ impl Planes {
     }
 }
 
-/// Lays runs of a plane out.
+/// Copies runs of a plane to their rearranged positions.
 #[inline(always)]
 pub(super) fn lay<T: Real>(runs: &[Run], step: usize, plane: &[T], laid: &mut [T]) {
     for &(to, from, count) in runs {
@@ -149,7 +148,7 @@ pub(super) fn lay<T: Real>(runs: &[Run], step: usize, plane: &[T], laid: &mut [T
     }
 }
 
-/// Takes runs of a plane from where they are laid out.
+/// Copies runs of a plane back.
 #[inline(always)]
 pub(super) fn take<T: Real>(runs: &[Run], step: usize, laid: &[T], plane: &mut [T]) {
     for &(from, to, count) in runs {

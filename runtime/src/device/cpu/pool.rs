@@ -1,4 +1,4 @@
-//! The largest element and the mean of each window, and their gradients: a plane at a time, tap by tap.
+//! Max and average pooling and their gradients: one plane at a time, tap by tap.
 
 use super::patches::Grid;
 use super::real::Real;
@@ -9,7 +9,6 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{AvgPool, MaxPool};
 use compiler::tensor::DType;
 
-/// Largest elements.
 pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     match x.dtype {
@@ -19,7 +18,6 @@ pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKerne
     }
 }
 
-/// The gradient of [`max`].
 pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &dy.shape[2..])?;
     u32::try_from(grid.data_len()).ok()?;
@@ -30,7 +28,6 @@ pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<Fas
     }
 }
 
-/// Means.
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     let shares = Shares::of(op, &grid, &x.shape[2..]);
@@ -41,7 +38,6 @@ pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKerne
     }
 }
 
-/// The gradient of [`avg`].
 pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
     let shares = Shares::of(op, &grid, &dx.shape[2..]);
@@ -52,7 +48,7 @@ pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<Fa
     }
 }
 
-/// The part that one element has in the mean of its window, as a product over the axes; 0 for an empty window.
+/// The weight of an element in the mean of its window, as a product over the axes; 0 for an empty window.
 struct Shares([Vec<f64>; 3]);
 
 impl Shares {
@@ -76,7 +72,7 @@ impl Shares {
         }))
     }
 
-    /// The part of the two outer axes for a row of windows.
+    /// Product of the two outer axes for a window row.
     #[inline(always)]
     fn row(&self, grid: &Grid, row: usize) -> f64 {
         self.0[0][row / grid.out[1]] * self.0[1][row % grid.out[1]]
@@ -97,11 +93,11 @@ fn max_of<T: Real>(grid: Grid) -> FastKernel {
 }
 
 wide! {
-    // Rows of windows, each over two rows of data, follow each other through all planes.
+    // Window rows, each over two data rows, are consecutive through all planes.
     fn max_of_squares[T: Real](width: usize, x: &[T], y: &mut [T]) {
         for (x, y) in x.chunks_exact((4 * width).max(1)).zip(y.chunks_exact_mut(width.max(1))) {
             let (upper, lower) = x.split_at(2 * width);
-            // Pairs of known length leave no bounds to check, and the loop becomes vector code.
+            // Pairs of constant length need no bounds checks, so the loop vectorises.
             for ((y, above), below) in y.iter_mut().zip(upper.chunks_exact(2)).zip(lower.chunks_exact(2)) {
                 *y = above[0].larger(above[1]).larger(below[0].larger(below[1]));
             }
@@ -123,7 +119,7 @@ wide! {
             for tap in 0..grid.taps() {
                 let (run, starts) = grid.runs_at(tap);
                 for (to, from) in starts {
-                    // Steps that are written out become vector loads.
+                    // Constant strides compile to vector loads.
                     let (y, x) = (&mut y[to..to + run], &x[from..from + (run - 1) * step + 1]);
                     match step {
                         1 => {
@@ -169,7 +165,7 @@ fn max_grad_of<T: Real>(grid: Grid) -> FastKernel {
     fast.with_workspace(first + windows * size_of::<u32>())
 }
 
-/// Puts the value that each window sees, and its index, where it beats the best so far.
+/// Updates the maximum and its index for each window; NaN wins.
 #[inline(always)]
 #[allow(clippy::eq_op)]
 fn take_larger<T: Real>(best: &mut [T], index: &mut [u32], first: u32, step: u32, seen: impl Fn(usize) -> T) {
@@ -213,7 +209,7 @@ wide! {
         for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
             let plane = i * grid.data_len()..(i + 1) * grid.data_len();
             let (x, dx) = (&x[plane.clone()], &mut dx[plane]);
-            // No index yet: whatever comes first is the largest so far.
+            // Without an index, the first element becomes the maximum.
             index.fill(u32::MAX);
             best.fill(T::LOWEST);
             for tap in 0..grid.taps() {
@@ -221,7 +217,7 @@ wide! {
                 for (to, from) in starts {
                     let (best, index) = (&mut best[to..to + run], &mut index[to..to + run]);
                     let x = &x[from..from + (run - 1) * step + 1];
-                    // Steps that are written out become vector loads.
+                    // Constant strides compile to vector loads.
                     match step {
                         1 => take_larger(best, index, from as u32, 1, |i| x[i]),
                         2 => take_larger(best, index, from as u32, 2, |i| x[2 * i]),

@@ -1,4 +1,4 @@
-//! The element types that the fast kernels compute in: `f32` and `f64`.
+//! The element types of the fast kernels: `f32` and `f64`.
 
 use super::math;
 use bytemuck::Pod;
@@ -7,8 +7,9 @@ use compiler::tensor::DType;
 use gemm_common::Parallelism;
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
-/// A product of the `gemm` crates, `c = alpha·c + beta·a·b`: sizes m, n, k; then for `c` its first element, the distance between columns
-/// and between rows, and whether it is read; the same for `a` and `b`; alpha and beta; three conjugations; threads.
+/// A product of the `gemm` crates, `c = alpha·c + beta·a·b`. Arguments: m, n, k; then for `c` its address, column
+/// stride, row stride and whether it is read; address and strides of `a` and `b`; alpha and beta; three conjugation
+/// flags; threads.
 pub type Multiply<T> = unsafe fn(
     usize,
     usize,
@@ -31,7 +32,7 @@ pub type Multiply<T> = unsafe fn(
     Parallelism,
 );
 
-/// `f32` or `f64`. Every function is inlined into the loop that calls it, so that it is compiled for that loop's vectors.
+/// `f32` or `f64`. Every function is inlined into the calling loop to be compiled for that loop's vector width.
 pub trait Real:
     Pod
     + PartialOrd
@@ -43,49 +44,36 @@ pub trait Real:
     + Send
     + Sync
 {
-    /// The element type.
     const DTYPE: DType;
-    /// The fastest matrix product of this machine.
+    /// The fastest matrix product for this processor.
     fn multiply() -> Multiply<Self>;
-    /// 0.
     const ZERO: Self;
-    /// 1.
     const ONE: Self;
-    /// -∞.
     const LOWEST: Self;
-    /// The nearest number.
+    /// Rounds to nearest.
     fn of(value: f64) -> Self;
-    /// The same number.
     fn wide(self) -> f64;
-    /// `|x|`
     fn abs(self) -> Self;
-    /// `√x`
     fn sqrt(self) -> Self;
-    /// `e^x`
     fn exp(self) -> Self;
-    /// Natural logarithm.
     fn ln(self) -> Self;
     /// `log(1+x)` for `x` in [0, 1].
     fn ln_1p(self) -> Self;
-    /// Hyperbolic tangent.
     fn tanh(self) -> Self;
-    /// Gauss error function.
     fn erf(self) -> Self;
-    /// Largest whole number not above.
     fn floor(self) -> Self;
-    /// Smallest whole number not below.
     fn ceil(self) -> Self;
-    /// Nearest whole number, halves to even.
+    /// Rounds half to even.
     fn round(self) -> Self;
 
-    /// The larger; NaN wins.
+    /// Maximum; propagates NaN.
     #[inline(always)]
     #[allow(clippy::eq_op)]
     fn larger(self, other: Self) -> Self {
         if self >= other || self != self { self } else { other }
     }
 
-    /// The smaller; NaN wins.
+    /// Minimum; propagates NaN.
     #[inline(always)]
     #[allow(clippy::eq_op)]
     fn smaller(self, other: Self) -> Self {

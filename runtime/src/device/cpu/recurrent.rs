@@ -1,4 +1,4 @@
-//! The recurrent weight of a layer, which every step multiplies: laid out once for a run, as its products read it fastest.
+//! The recurrent weight of a layer, rearranged once per run for the fastest product in every step.
 
 use super::ALIGNMENT;
 use super::matmul::{Matrix, has_panels, product};
@@ -8,35 +8,33 @@ use super::panels::{Rows, laid};
 use super::real::Real;
 use bytemuck::cast_slice_mut;
 
-/// From so many steps on panels take less time to make than they save.
+/// Minimum steps at which building panels pays off.
 const STEPS: usize = 8;
 
-/// Bytes of a part of a weight without panels, a quarter of the second-level cache, …
+/// Bytes of a weight block without panels: a quarter of the second-level cache.
 const PART_BYTES: usize = 512 * 1024;
-/// … of so many rows and more, so that products stay large ones.
+/// Minimum rows of a block, to keep products large.
 const PART_ROWS: usize = 256;
 
-/// How the weight of products of sizes m, n, k is laid out.
+/// Layout of the weight for products of sizes m, n, k.
 #[derive(Clone, Copy)]
 pub(super) struct Recurrent {
     sizes: [usize; 3],
-    /// Whether it is `[n, k]` in memory, and not `[k, n]`.
+    /// True if it is `[n, k]` in memory, false for `[k, n]`.
     is_transposed: bool,
     way: Way,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// In panels.
     Panels,
     /// Transposed: without panels every step would pack a transposed weight slowly.
     Turned,
-    /// As it lies.
+    /// Unchanged.
     AsItLies,
 }
 
 impl Recurrent {
-    /// The weight of a layer of so many steps.
     pub fn of<T: Real>(steps: usize, sizes: [usize; 3], is_transposed: bool) -> Recurrent {
         let [m, n, k] = sizes;
         let way = if steps >= STEPS && has_panels::<T>(m.max(2), n) && fits_panels(k) {
@@ -49,7 +47,7 @@ impl Recurrent {
         Recurrent { sizes, is_transposed, way }
     }
 
-    /// The room that it takes.
+    /// Workspace bytes.
     pub fn bytes<T>(&self) -> usize {
         let [_, n, k] = self.sizes;
         let elements = match self.way {
@@ -60,7 +58,7 @@ impl Recurrent {
         (elements * size_of::<T>()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Lays it out in its [room](Recurrent::bytes).
+    /// Rearranges the weight in a workspace of [`bytes`](Recurrent::bytes).
     pub fn laid<'a, T: Real>(&self, weight: &'a [T], room: &'a mut [u8]) -> Laid<'a, T> {
         let [_, n, k] = self.sizes;
         assert!(weight.len() >= n * k && room.len() >= self.bytes::<T>(), "a weight or its room is too short");
@@ -82,18 +80,16 @@ impl Recurrent {
     }
 }
 
-/// A weight as it has been laid out.
 pub(super) struct Laid<'a, T> {
     how: Recurrent,
-    /// Its panels, or the matrix.
     weight: Matrix<'a, T>,
 }
 
 impl<T: Real> Laid<'_, T> {
-    /// `c = a w`, or `c += a w` with `add`, in step `t`, the rows of `c` so far apart.
+    /// `c = a w`, or `c += a w` with `add`, in step `t`; `c_row` is the row stride of `c`.
     ///
-    /// A weight that is larger than the second-level cache would be read from beyond it in every step; so one step goes through it forward
-    /// and the next one backward, and begins with what is still there.
+    /// Odd steps traverse the weight backwards. A weight larger than the second-level cache would otherwise be evicted
+    /// in every step.
     pub fn multiply(&self, t: usize, a: Matrix<'_, T>, c: &mut [T], c_row: usize, add: bool) {
         let [m, n, k] = self.how.sizes;
         let backwards = !t.is_multiple_of(2);
@@ -134,10 +130,10 @@ fn rows<T>(of: Matrix<'_, T>) -> Rows {
     Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 }
 }
 
-/// Writes the panels of a weight of so many columns and so much depth.
+/// Writes the panels of an `[k, n]` weight.
 #[cfg(target_arch = "x86_64")]
 fn lay<T: Real>(weight: Matrix<'_, T>, [n, k]: [usize; 2], room: &mut [T]) {
-    // SAFETY: panels are for `f32` on processors that have them, and the caller has compared the lengths.
+    // SAFETY: panels require `f32` and AVX-512, and the caller has checked the lengths.
     unsafe { laid::lay(&rows(weight), [n, k], room.as_mut_ptr().cast()) }
 }
 
@@ -156,7 +152,8 @@ fn by_panels<T: Real>(
     let last = |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
     assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product leaves its matrix");
     assert!(last(m, k, a.strides) < a.values.len(), "the left factor is too short");
-    // SAFETY: the asserts keep every element inside its slice, the panels are of these sizes, `c` is borrowed alone, and `T` is `f32`.
+    // SAFETY: the asserts keep every access inside its slice, the panels have these sizes, `c` is borrowed exclusively,
+    // and `T` is `f32`.
     unsafe {
         laid::product([m, n, k], rows(a), panels.as_ptr().cast(), (c.as_mut_ptr().cast(), c_row), add, backwards);
     }

@@ -1,4 +1,4 @@
-//! Reductions over any axes: one `f64` accumulator for each output, the input walked once in its own order.
+//! Reductions over any axes: one `f64` accumulator per output, the input read once in order.
 
 use super::real::Real;
 use super::sum::{largest, smallest, sum_of};
@@ -9,7 +9,6 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{ArgReduce, Reduce, ReduceKind};
 use compiler::tensor::DType;
 
-/// A reduction.
 pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => reduce::<f32>(op, x, y),
@@ -23,7 +22,7 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
     if count == 1 {
         return Some(movement::copy());
     }
-    // Dropping dims of 1 leaves the order as it is, so the walk may always keep them.
+    // Keeping reduced dimensions as 1 does not change the order.
     let narrow: Vec<usize> =
         x.shape.iter().enumerate().map(|(i, &d)| if op.axes.contains(&i) { 1 } else { d }).collect();
     let mut strides = row_major(&narrow);
@@ -88,7 +87,7 @@ joins! {
     join_products: |row| row.iter().fold(1.0, |p, v| p * v.wide()), |a, b| a * b;
 }
 
-/// The index of the largest or smallest element.
+/// Argmax or argmin.
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(arg_of::<f32>(op, x)),
@@ -110,7 +109,7 @@ fn arg_of<T: Real + Pod>(op: &ArgReduce, x: &TensorLayout) -> FastKernel {
                 let mut best = (0, element(0));
                 for k in 1..size {
                     let v = element(k);
-                    // NaN beats every number, and the first one stays.
+                    // NaN wins, and the first of equal elements stays.
                     if best.1 == best.1 && (v > best.1 || v != v) {
                         best = (k, v);
                     }

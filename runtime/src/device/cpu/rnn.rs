@@ -1,5 +1,4 @@
-//! Plain recurrent layers and their gradient: products by `gemm`, one a step where the steps depend on each other, one
-//! for the whole sequence where they do not.
+//! Elman RNN and its gradient: one `gemm` product per step for the recurrence, one for the whole sequence otherwise.
 
 use super::lstm::{Sizes, logistic, of_state, plain, turned};
 use super::matmul::product;
@@ -12,7 +11,6 @@ use compiler::op::lstm::order;
 use compiler::op::{Activation, Rnn, RnnGrad};
 use compiler::tensor::DType;
 
-/// The forward run.
 pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
@@ -22,7 +20,6 @@ pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKer
     }
 }
 
-/// The gradient.
 pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
     match x.dtype {
@@ -32,7 +29,7 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastK
     }
 }
 
-/// The part of a sequence that is written next, so that the step before can be read meanwhile.
+/// Splits off the next step of a sequence, so that the previous step can be read while it is written.
 pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) -> &'a mut [T] {
     let all = std::mem::take(from);
     let at = if reverse { all.len() - size } else { size };
@@ -65,7 +62,7 @@ fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast
 }
 
 wide! {
-    // One row of the batch: sums become values.
+    // One batch row: adds biases and applies the activation.
     fn cell[T: Real](sums: &mut [T], b_ih: &[T], b_hh: &[T], activation: Activation) {
         for ((a, b), b_hh) in sums.iter_mut().zip(b_ih).zip(b_hh) {
             *a = *a + *b + *b_hh;
@@ -110,7 +107,7 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
     fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * hidden * size_of::<T>())
 }
 
-/// The sum of every column of a matrix whose rows have `row` columns.
+/// Column sums of a matrix with `row` columns.
 pub(super) fn columns<T: Real>(matrix: &[T], row: usize, sums: &mut [f64]) {
     sums.fill(0.0);
     for row in matrix.chunks_exact(row.max(1)) {

@@ -1,4 +1,4 @@
-//! Softmax and its logarithm along one axis.
+//! Softmax and log-softmax along one axis.
 
 use super::real::Real;
 use super::sum::{largest, sum_exp, sum_of};
@@ -7,7 +7,6 @@ use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 
-/// Softmax along `axis`, or its logarithm.
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
         DType::F32 => Some(along::<f32>(axis, logarithm, x)),
@@ -58,7 +57,7 @@ wide! {
 }
 
 wide! {
-    // The axis stands outside `inner` neighbours, which are done side by side.
+    // `inner` adjacent columns are vectorised together.
     fn columns[T: Real](x: &[T], y: &mut [T], sizes: [usize; 2], logarithm: bool, max: &mut [f64], sum: &mut [f64]) {
         let [size, inner] = sizes;
         for (x, y) in x.chunks_exact(size * inner).zip(y.chunks_exact_mut(size * inner)) {

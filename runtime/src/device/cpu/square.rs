@@ -3,11 +3,10 @@
 use super::real::Real;
 use super::wide::wide;
 
-/// Partial sums that are kept side by side; their number is part of the result.
+/// Parallel partial sums; their number affects rounding.
 const LANES: usize = 16;
 
 wide! {
-    /// The sum of squares.
     pub fn squares[T: Real](x: &[T]) -> f64 {
         let mut lanes = [0.0f64; LANES];
         let mut rows = x.chunks_exact(LANES);

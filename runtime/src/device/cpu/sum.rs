@@ -1,13 +1,13 @@
-//! Sums and extremes of a row: 16 lanes joined in a fixed tree, accumulated in `f64`.
+//! Row sums and extremes: 16 lanes combined in a fixed tree, accumulated in `f64`.
 
 use super::real::Real;
 
 const LANES: usize = 16;
 
-/// Lanes of an extreme, which is the same in any order: enough to have the next comparison begin before the last one is over.
+/// Lanes of an extreme, which is independent of the order: enough to hide the comparison latency.
 const WIDE: usize = 4 * LANES;
 
-// Loops over indices: iterators of chunks side by side are not always compiled into what calls them.
+// These are index loops, because zipped chunk iterators are not always inlined into the caller.
 
 /// Σ f(x) over a row.
 #[inline(always)]
@@ -26,7 +26,7 @@ pub fn sum_of<T: Real>(x: &[T], f: impl Fn(f64) -> f64) -> f64 {
     tree(lanes, |a, b| a + b)
 }
 
-/// Σ f(a, b) over two rows of one length.
+/// Σ f(a, b) over two rows of equal length.
 #[inline(always)]
 pub fn sum_of_pairs<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
     let mut lanes = [0.0f64; LANES];
@@ -59,7 +59,7 @@ pub fn sum_exp<T: Real>(x: &[T], shift: T) -> f64 {
     tree(lanes, |a, b| a + b)
 }
 
-/// The largest of a row; NaN wins. -∞ for an empty one.
+/// Maximum of a row; NaN wins; -∞ for an empty row.
 #[inline(always)]
 pub fn largest<T: Real>(x: &[T]) -> T {
     let mut lanes = [T::LOWEST; WIDE];
@@ -75,7 +75,7 @@ pub fn largest<T: Real>(x: &[T]) -> T {
     tree(lanes, T::larger)
 }
 
-/// The smallest of a row; NaN wins. ∞ for an empty one.
+/// Minimum of a row; NaN wins; ∞ for an empty row.
 #[inline(always)]
 pub fn smallest<T: Real>(x: &[T]) -> T {
     let mut lanes = [-T::LOWEST; WIDE];

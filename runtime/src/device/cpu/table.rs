@@ -1,14 +1,14 @@
-//! Which core op has which fast kernel.
+//! Dispatch of core ops to fast kernels.
 
 use super::conv::Role;
 use super::*;
 
 impl Kernel {
-    /// The kernel of an op at these concrete facts: a fast one where there is one, else the op's reference rule.
+    /// The kernel of an op at concrete facts: a fast one if there is one, else the reference.
     pub fn new(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Kernel {
         let inputs: Vec<TensorLayout> = inputs.iter().map(TensorLayout::of).collect();
         let outputs: Vec<TensorLayout> = outputs.iter().map(TensorLayout::of).collect();
-        // Where there is nothing to be fast about, the reference rules say what comes of no elements.
+        // The reference defines the results for empty tensors.
         let empty = inputs.iter().chain(&outputs).any(TensorLayout::is_empty);
         let fast =
             if empty { None } else { fast(op, &inputs, &outputs).or_else(|| half::kernel(op, &inputs, &outputs)) };
@@ -16,7 +16,7 @@ impl Kernel {
     }
 }
 
-/// The fast kernel of an op, where there is one for these element types.
+/// The fast kernel of an op for these element types, if there is one.
 pub(super) fn fast(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<FastKernel> {
     match (op, inputs, outputs) {
         (Op::Unary(op), [x], _) => elementwise::unary(*op, x),

@@ -1,20 +1,20 @@
-//! The order in which several strided operands are walked together.
+//! Joint iteration over several strided operands.
 //!
-//! Dims of one element are dropped and neighbours that every operand crosses evenly become one, so that equal shapes, a
-//! scalar, a row vector, a channel vector and most transposes each come down to a short list of outer dims around one
-//! long inner run, in which every operand moves by a fixed step.
+//! Dimensions of size 1 are dropped, and adjacent dimensions that are contiguous for every operand are merged. Equal
+//! shapes, scalars, row vectors, channel vectors and most transposes reduce to a few outer dimensions and one long
+//! inner run. Each operand has a fixed step in the inner run.
 
 use compiler::tensor::view::strides;
 
-/// More outer dims than this, after joining, is no case for a fast kernel.
+/// Maximum outer dimensions after merging.
 const MAX_OUTER: usize = 8;
 
-/// A walk over `N` operands.
+/// An iteration over `N` operands.
 #[derive(Clone, Debug)]
 pub struct Walk<const N: usize> {
-    /// Elements of one inner run.
+    /// Elements of an inner run.
     pub inner: usize,
-    /// How far each operand moves between elements of a run.
+    /// Step of each operand within a run.
     pub steps: [isize; N],
     dims: Vec<usize>,
     strides: Vec<[isize; N]>,
@@ -23,8 +23,8 @@ pub struct Walk<const N: usize> {
 }
 
 impl<const N: usize> Walk<N> {
-    /// The walk over `shape`, in which operand `i` moves by `strides[i][axis]` and begins at `start[i]`. None when
-    /// there are too many dims.
+    /// Iterates over `shape`; operand `i` has stride `strides[i][axis]` and starts at `start[i]`. `None` if there are
+    /// too many dimensions.
     pub fn new(shape: &[usize], strides: [&[isize]; N], start: [isize; N]) -> Option<Walk<N>> {
         let mut joined = join(shape, strides);
         let (inner, steps) = joined.pop().unwrap_or((1, [1; N]));
@@ -36,7 +36,7 @@ impl<const N: usize> Walk<N> {
         Some(Walk { inner, steps, dims, strides, start, runs })
     }
 
-    /// The index of every element in each operand.
+    /// Every element's index in each operand.
     pub fn elements(&self) -> impl Iterator<Item = [usize; N]> + '_ {
         self.runs().flat_map(move |at| {
             (0..self.inner as isize)
@@ -44,15 +44,14 @@ impl<const N: usize> Walk<N> {
         })
     }
 
-    /// The first index of every run in each operand.
+    /// Every run's first index in each operand.
     #[inline(always)]
     pub fn runs(&self) -> Runs<'_, N> {
         Runs { walk: self, left: self.runs, counters: [0; MAX_OUTER], at: self.start }
     }
 }
 
-/// The dims of a shape with the strides of `N` operands; dims of one element left out, neighbours joined where every
-/// operand crosses them evenly.
+/// Drops dimensions of size 1 and merges adjacent dimensions that are contiguous for every operand.
 pub fn join<const N: usize>(shape: &[usize], strides: [&[isize]; N]) -> Vec<(usize, [isize; N])> {
     let mut joined: Vec<(usize, [isize; N])> = Vec::new();
     for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
@@ -68,7 +67,7 @@ pub fn join<const N: usize>(shape: &[usize], strides: [&[isize]; N]) -> Vec<(usi
     joined
 }
 
-/// The first indices of the runs of a [`Walk`].
+/// Iterator over the runs of a [`Walk`].
 pub struct Runs<'a, const N: usize> {
     walk: &'a Walk<N>,
     left: usize,
@@ -85,7 +84,7 @@ impl<const N: usize> Iterator for Runs<'_, N> {
             return None;
         }
         self.left -= 1;
-        // A loop, because a closure would not be compiled for the vectors of who walks.
+        // A loop, because a closure would not be compiled for the caller's vector width.
         let mut now = [0; N];
         for (now, at) in now.iter_mut().zip(&self.at) {
             *now = *at as usize;
@@ -113,7 +112,7 @@ pub fn row_major(shape: &[usize]) -> Vec<isize> {
     strides(shape).into_iter().map(|s| s as isize).collect()
 }
 
-/// Strides of `shape` seen as the broadcast shape `to`: 0 where it is stretched.
+/// Strides of `shape` broadcast to `to`: 0 on stretched axes.
 pub fn stretched(shape: &[usize], to: &[usize]) -> Vec<isize> {
     let own = row_major(shape);
     let missing = to.len() - shape.len();

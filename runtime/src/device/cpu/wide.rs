@@ -1,12 +1,12 @@
-//! Compiles a function for the vectors of this machine.
+//! Compiles a function for several vector widths and selects one at run time.
 //!
-//! `wide!` writes a function three times, for AVX-512, for AVX2 and for the plain target, and asks the processor at run
-//! time which one to call. The bodies are ordinary loops that the compiler vectorises. What they call in the loop must be
-//! `#[inline(always)]`, else it is compiled for the plain target. No loop fuses a multiplication with an addition
-//! on its own and every reduction fixes its lanes, so all three give the same bits.
+//! `wide!` emits a function for AVX-512, for AVX2 and for the baseline target. Bodies are ordinary loops that the
+//! compiler vectorises. Functions called in the loop must be `#[inline(always)]`, otherwise they are compiled for the
+//! baseline. No loop fuses multiply and add by itself and every reduction fixes its lanes, so all three give equal
+//! bits.
 //!
-//! Generic parameters stand in brackets, and each must follow from the arguments:
-//! `wide! { pub fn add[T: Real](x: &[T], y: &mut [T]) { .. } }`.
+//! Generic parameters are in brackets, and each must follow from the arguments: `wide! { pub fn add[T: Real](x: &[T],
+//! y: &mut [T]) { .. } }`.
 
 macro_rules! wide {
     ($(#[$doc:meta])* $vis:vis fn $name:ident[$($generics:tt)*]($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)? $body:block) => {
@@ -31,11 +31,11 @@ macro_rules! wide {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512bw");
                 if has_512 {
-                    // SAFETY: the processor has just been asked for these features.
+                    // SAFETY: the processor has these features.
                     return unsafe { avx512($($arg),*) };
                 }
                 if is_x86_feature_detected!("avx2") {
-                    // SAFETY: the processor has just been asked for this feature.
+                    // SAFETY: the processor has this feature.
                     return unsafe { avx2($($arg),*) };
                 }
             }

@@ -1,14 +1,14 @@
-//! Convolutions of `f32` with filters of 3 × 3 by Winograd's minimal filtering: fewer multiplications, where transforming data and
-//! filters costs less than is won.
+//! `f32` 3×3 convolutions by Winograd's minimal filtering F(2×2, 3×3), if the saved multiplications outweigh the
+//! transforms.
 //!
 //! ```text
 //! y    u [16][out][in]  = filters        v [16][in][tile] = data        u v = [16][out][tile]   results
 //! dx   the same, with filters turned around and dy as data
 //! dw   d [16][out][tile] = dy            v [16][in][tile] = x           d vᵀ = [16][out][in]    filters
 //! ```
-//!
-//! Tiles go through in runs, so that what is transformed stays in the second-level cache. Sums in `f32` are a few times as far off as those of
-//! the definition: 4 additions in each transform, factors of 1 and 1/2 (the larger tiles of F(4×4, 3×3) lose two digits).
+//! Tiles are processed in runs that stay in the second-level cache. `f32` errors are a few times those of the direct
+//! algorithm: each transform has 4 additions with factors 1 and 1/2. The larger tiles of F(4×4, 3×3) would lose two
+//! digits.
 
 use super::FastKernel;
 use super::conv::Role;
@@ -24,30 +24,29 @@ use super::patches::Grid;
 use bytemuck::{cast_slice, cast_slice_mut};
 use std::ops::Range;
 
-/// What a tile of a channel takes to be transformed there and back, in multiplications that could be done meanwhile. Measured, as is what
-/// a filter takes.
+/// Cost of transforming a tile of a channel forward and back, and of a filter, in multiplications. Measured.
 const TILE: f64 = 200.0;
 const FILTER: f64 = 450.0;
 
-/// Numbers between the elements of tiles, whose addresses would else be alike and drive each other from the cache.
+/// Padding between transform elements, to avoid cache conflicts between equal low address bits.
 const APART: usize = LANES;
 
-/// Numbers that the second-level cache holds.
+/// Numbers that fit into the second-level cache.
 const CACHE: usize = 256 * 1024;
 
-/// A convolution of these sizes, none of them 0. Nothing where the processor does not suit, or less is won than lost.
+/// Sizes are non-zero. `None` if the processor is unsuitable or another algorithm is faster.
 pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, ins, outs, .. } = sizes;
     let tiles_of_image = grid.tiles()?.out_len();
     let filters = ins as f64 * outs as f64;
     let [windows, tiles] = [grid.out_len(), tiles_of_image].map(|of_image| images as f64 * of_image as f64);
     let tiled = ELEMENTS as f64 * filters * tiles + FILTER * filters + TILE * (ins + outs) as f64 * tiles;
-    // Half a vector of channels would be multiplied for nothing.
+    // With fewer channels than lanes, part of each vector would be wasted.
     let pays = ins.min(outs) >= LANES && 1.1 * tiled <= 9.0 * filters * windows;
     if pays && is_at_hand() { made(role, grid, sizes) } else { None }
 }
 
-/// The convolution, whatever is won or lost by it.
+/// The convolution, without the check that it pays off.
 fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     let Sizes { images, groups, ins, outs } = sizes;
     let filters = ins * outs;
@@ -80,23 +79,22 @@ fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
     }
 }
 
-/// Data to results.
+/// Forward or input-gradient convolution.
 struct Way {
     tiles: Windows,
     results: Results,
     /// Channels of the data and of the results.
     channels: [usize; 2],
-    /// Elements of a plane of results.
     plane: usize,
     turned: bool,
-    /// Vectors of tiles in a run.
+    /// Vectors of tiles per run.
     run: usize,
 }
 
 impl Way {
     fn new(grid: &Grid, images: usize, sizes: [usize; 2], channels: [usize; 2], turned: bool) -> Option<Way> {
         let tiles = Windows::new(&grid.tiles()?, images, sizes)?;
-        // Images with depth have their planes one behind the other.
+        // Volumetric images are not supported: their planes are consecutive.
         let [depth, height, width] = grid.out;
         let results = Results::new(&tiles, [depth * height, width], sizes[1]);
         let is_flat = depth == 1;
@@ -104,13 +102,13 @@ impl Way {
         is_flat.then_some(Way { tiles, results, channels, plane: grid.out_len(), turned, run })
     }
 
-    /// The kernel, where `parts` gives data, filters and results of a group.
+    /// Builds the kernel; `parts` returns the addresses of a group's data, filters and results.
     fn kernel<P>(self, groups: usize, parts: P) -> FastKernel
     where
         P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
     {
         let ([ins, outs], pitch) = (self.channels, self.run * LANES);
-        // Filters stay in the order in which they lie: their outs are rows, whichever way data go.
+        // Filters keep their memory order in both passes: output channels are rows.
         let [rows_of_filters, columns] = if self.turned { [ins, outs] } else { [outs, ins] };
         let across = columns.next_multiple_of(LANES);
         let [filters, data, results] =
@@ -124,8 +122,8 @@ impl Way {
             let [u, v, m] = [(u, rows_of_filters, across), (v, ins, pitch), (m, outs, pitch)].map(laid_out);
             for group in 0..groups {
                 let (x, w, y) = parts(group, [a, b], to);
-                // SAFETY: lengths have been checked, tiles are those of these images, the workspace has room for a run, and the processor has
-                // been asked.
+                // SAFETY: lengths are checked, the tiles belong to these images, the workspace fits a run, and the
+                // processor features are present.
                 unsafe {
                     filters_in(w, [rows_of_filters, columns], self.turned, u);
                     for vectors in runs(&self.tiles, self.run) {
@@ -184,11 +182,11 @@ where
     Some(fast.with_workspace((sums + data + results) * size_of::<f32>()))
 }
 
-/// So many tiles at least go through together where they are summed up: sums are read and written for each run.
+/// Minimum tiles per run if they are summed: the sums are read and written for each run.
 const MIN_DEPTH: usize = 192;
 
-/// Vectors of tiles in a run: where filters are few, as many as stay in the second-level cache with all their elements; else as many as do with
-/// the filters of one element.
+/// Vectors of tiles per run. With few filters, all elements of the tiles must fit into the second-level cache;
+/// otherwise the tiles and filters of one element.
 fn run(tiles: &Windows, [ins, outs]: [usize; 2]) -> usize {
     let all = tiles.columns.div_ceil(LANES);
     let together = match ELEMENTS * ins * outs <= CACHE / 2 {
@@ -208,7 +206,7 @@ fn laid_out((numbers, channels, channel): (&mut [f32], usize, usize)) -> Transfo
     Transformed { at: numbers.as_mut_ptr(), element: channels * channel + APART, channel }
 }
 
-/// The matrix of one element of tiles, a row for each channel.
+/// The matrix of one transform element, with a row per channel.
 fn rows(of: Transformed, element: usize) -> Rows {
     Rows { at: of.place(element, 0, 0), row: of.channel, step: 1 }
 }

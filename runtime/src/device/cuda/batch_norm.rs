@@ -1,4 +1,4 @@
-//! Batch normalisation: a block for each channel.
+//! Batch normalisation: one block per channel.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -6,7 +6,7 @@ use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::BatchNorm;
 
-/// The loop over the elements of channel `i`, with `p` as the place of each.
+/// The loop over the elements of channel `i`; `p` is the index of each.
 fn members(x: &TensorLayout, lines: &str) -> String {
     let (batch, channels, inner) = (x.shape[0], x.shape[1], x.shape[2..].iter().product::<usize>());
     format!(
@@ -15,7 +15,7 @@ fn members(x: &TensorLayout, lines: &str) -> String {
     )
 }
 
-/// y, mean, variance and reciprocal deviation.
+/// Outputs y, mean, variance and reciprocal standard deviation.
 pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
     let kind = held(accumulator(x.dtype));
@@ -42,7 +42,7 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     Some(LaunchPlan::of(draft.block_each(channels, count, &lines)))
 }
 
-/// dx, dscale and dbias.
+/// Outputs dx, dscale and dbias.
 pub fn grad(x: &TensorLayout) -> Option<LaunchPlan> {
     let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
     let kind = held(accumulator(x.dtype));

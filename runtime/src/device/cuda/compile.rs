@@ -1,16 +1,14 @@
-//! From a kernel's text to what a device runs, through NVRTC; no GPU is needed for it.
+//! Compiles kernel source to device code with NVRTC; no GPU is needed.
 
 use super::library::{self, FOLDERS};
 use cudarc::nvrtc::{result, sys};
 use std::ffi::CString;
 use thiserror::Error;
 
-/// A device's generation, as in `sm_90`.
+/// Compute capability, as in `sm_90`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Architecture {
-    /// The compute capability's first number.
     pub major: u32,
-    /// Its second number.
     pub minor: u32,
 }
 
@@ -20,7 +18,6 @@ impl std::fmt::Display for Architecture {
     }
 }
 
-/// Why a text was not compiled.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CompileFault {
@@ -37,23 +34,22 @@ pub enum CompileFault {
     Library(result::NvrtcError),
 }
 
-/// A program of the compiler, freed when it is dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program was created by `result::create_program` and is freed here alone.
+        // SAFETY: created by `result::create_program` and destroyed only here.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }
 
-/// The machine code of a kernel for a device of this architecture.
+/// Compiles a kernel for this architecture.
 pub fn cubin(text: &str, architecture: Architecture) -> Result<Vec<u8>, CompileFault> {
     library::nvrtc().ok_or(CompileFault::NoCompiler)?;
     let source = CString::new(text).map_err(|_| CompileFault::Text)?;
     let program = Program(result::create_program(&source, None).map_err(CompileFault::Library)?);
     let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_string()];
-    // SAFETY: the program lives.
+    // SAFETY: the program is live.
     if unsafe { result::compile_program(program.0, &options) }.is_err() {
         // SAFETY: as above.
         let log = unsafe { result::get_program_log(program.0) }.map_err(CompileFault::Library)?;
@@ -61,7 +57,7 @@ pub fn cubin(text: &str, architecture: Architecture) -> Result<Vec<u8>, CompileF
         return Err(CompileFault::Refused { architecture, log: String::from_utf8_lossy(&log).into_owned() });
     }
     let mut size = 0;
-    // SAFETY: the program lives and was compiled for a real architecture; `code` has the size that the library asks for.
+    // SAFETY: the program is live and compiled for a real architecture; `code` has the reported size.
     unsafe {
         sys::nvrtcGetCUBINSize(program.0, &mut size).result().map_err(CompileFault::Library)?;
         let mut code = vec![0u8; size];

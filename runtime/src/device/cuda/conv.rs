@@ -1,6 +1,6 @@
-//! Convolution and both its gradients, straight from their definition: a thread for each element of a result, or a block for each weight.
+//! Direct convolution and its gradients: one thread per result element, or one block per weight.
 //!
-//! This serves every window, group and element type. Where the vendor's library is found, convolutions go there.
+//! Supports every window, group count and element type. If cuDNN is found, convolutions use it instead.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -10,7 +10,7 @@ use crate::device::layout::TensorLayout;
 use compiler::op::Window;
 use std::fmt::Write;
 
-/// Shapes of a convolution: x `[N, C, D…]`, w `[O, C/groups, K…]`, y `[N, O, E…]`.
+/// Shapes: x `[N, C, D…]`, w `[O, C/groups, K…]`, y `[N, O, E…]`.
 struct Shapes<'a> {
     x: &'a [usize],
     w: &'a [usize],
@@ -68,7 +68,7 @@ pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLa
     Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
-/// The gradient for x: each element asks which windows saw it.
+/// The gradient of x: each element gathers from the windows that read it.
 pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &dx.shape, w: &w.shape, y: &dy.shape };
     let kind = held(accumulator(dx.dtype));
@@ -101,7 +101,7 @@ pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &Ten
     Some(LaunchPlan::of(draft.each(dx.len(), &body)))
 }
 
-/// The gradient for w: a block for each weight goes over all windows.
+/// The gradient of w: one block per weight reduces over all windows.
 pub fn weight_grad(window: &Window, dy: &TensorLayout, x: &TensorLayout, dw: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &dw.shape, y: &dy.shape };
     let kind = held(accumulator(dw.dtype));

@@ -1,4 +1,4 @@
-//! The mean cross-entropy of logits and its gradient: a block for each target, then one for the mean.
+//! Mean cross-entropy and its gradient: one block per target, then one for the mean.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -7,16 +7,16 @@ use super::softmax::most_and_total;
 use crate::device::layout::TensorLayout;
 use compiler::op::{CrossEntropy, CrossEntropyGrad};
 
-/// Whether a label counts, in terms of the label `t`.
+/// C++ condition that label `t` is not ignored.
 fn counts(ignore: Option<i64>) -> String {
     match ignore {
-        // The least number has no literal of its own.
+        // The minimum i64 has no literal of its own.
         Some(label) => format!("(t != (i64){}ull)", label as u64),
         None => "true".to_string(),
     }
 }
 
-/// One block that counts the targets and refuses a label outside the classes, the first one where there are several.
+/// One block that counts targets. A label outside the classes sets the fault cell; the first one wins.
 fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64>, to: At) -> Launch {
     let mut draft = Draft::new(target.len());
     draft.reads("target", target.dtype, At::input(input));
@@ -37,7 +37,7 @@ fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64
     draft.block_each(1, target.len(), &lines)
 }
 
-/// The loss and the log-sum-exp of every line.
+/// Outputs the loss and the log-sum-exp of every row.
 pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<LaunchPlan> {
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
     let sums = accumulator(logits.dtype);
@@ -77,7 +77,6 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     Some(recipe)
 }
 
-/// The gradient for the logits.
 pub fn grad(
     op: &CrossEntropyGrad,
     dloss: &TensorLayout,

@@ -1,20 +1,19 @@
-//! A kernel's text while it is written, with the arguments that it will take.
+//! A builder of kernel source and its argument list.
 
 use super::element::stored;
 use super::prelude::{ENTRY, PRELUDE};
 use super::recipe::{At, Launch};
 use compiler::tensor::DType;
 
-/// Threads of a block where every thread works for itself.
+/// Threads per block for elementwise kernels.
 pub const THREADS: u32 = 256;
 
-/// More blocks than this do not make a GPU busier: their threads take several elements each.
+/// Maximum blocks of an elementwise launch; more do not increase occupancy, so threads loop.
 const MOST_BLOCKS: usize = 16384;
 
-/// Indices beyond this are of 64 bits.
+/// From this many elements on, indices have 64 bits.
 const NARROW: usize = 1 << 31;
 
-/// A kernel's text while it is written.
 #[derive(Default)]
 pub struct Draft {
     parameters: Vec<String>,
@@ -24,36 +23,36 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// A kernel that indexes no more than `reach` elements of any operand.
+    /// `reach` is the largest element count indexed in any operand.
     pub fn new(reach: usize) -> Draft {
         Draft { is_wide: reach >= NARROW, ..Draft::default() }
     }
 
-    /// Takes the address of a tensor to read, under a name.
+    /// Adds a pointer parameter to read.
     pub fn reads(&mut self, name: &str, dtype: DType, at: At) {
         self.parameters.push(format!("const {}* __restrict__ {name}", stored(dtype)));
         self.arguments.push(at);
     }
 
-    /// Takes the address of a tensor to write, under a name. It may be one that is read as well.
+    /// Adds a pointer parameter to write. It may alias one that is read.
     pub fn writes(&mut self, name: &str, dtype: DType, at: At) {
         self.parameters.push(format!("{}* {name}", stored(dtype)));
         self.arguments.push(at);
     }
 
-    /// Takes the fault cell, under the name `fault`.
+    /// Adds the fault cell as parameter `fault`.
     pub fn faults(&mut self, at: At) {
         self.parameters.push("Fault* fault".to_string());
         self.arguments.push(at);
     }
 
-    /// Adds lines to the body.
+    /// Appends lines to the body.
     pub fn add(&mut self, lines: &str) {
         self.body.push_str(lines.trim_end());
         self.body.push('\n');
     }
 
-    /// A launch in which `i` goes over `count` elements, in any order.
+    /// A launch in which `i` covers `count` elements, in any order.
     pub fn each(mut self, count: usize, lines: &str) -> Launch {
         self.add(&format!(
             "for (at i = (at)blockIdx.x * blockDim.x + threadIdx.x; i < (at){count}; i += (at)gridDim.x * blockDim.x) {{\n{lines}\n}}"
@@ -62,13 +61,12 @@ impl Draft {
         self.launch(blocks, THREADS)
     }
 
-    /// A launch in which each of `count` blocks has an `i`; the threads of a block are as many as `size` elements want.
+    /// A launch with one block per `i` in `0..count`, with enough threads for `size` elements.
     pub fn block_each(mut self, count: usize, size: usize, lines: &str) -> Launch {
         self.add(&format!("for (at i = blockIdx.x; i < (at){count}; i += gridDim.x) {{\n{lines}\n}}"));
         self.launch(count.clamp(1, NARROW - 1), threads_for(size))
     }
 
-    /// A launch of this geometry.
     pub fn launch(self, blocks: usize, threads: u32) -> Launch {
         let at = if self.is_wide { "unsigned long long" } else { "unsigned int" };
         let text = format!(
@@ -81,7 +79,7 @@ impl Draft {
     }
 }
 
-/// The threads of a block that goes over `size` elements together.
+/// Threads of a block that processes `size` elements together.
 pub fn threads_for(size: usize) -> u32 {
     size.next_power_of_two().clamp(32, THREADS as usize) as u32
 }

@@ -1,15 +1,13 @@
-//! Element types in the words of a kernel's text: how an element is stored, what it is while it is computed with, and how
-//! one becomes the other.
+//! Element types in kernel source: storage type, compute type, and conversions between them.
 
 use compiler::tensor::DType;
 
-/// The type of an element in memory: those of a kernel's text are called as ours are. Truth is a byte.
+/// The storage type; booleans are bytes.
 pub fn stored(dtype: DType) -> &'static str {
     if dtype == DType::Bool { DType::U8.name() } else { dtype.name() }
 }
 
-/// The type that holds an element while it is computed with: floats narrower than `f32` as `f32`, whole numbers as `i64`
-/// (the widest without a sign as `u64`), truth as `bool`.
+/// The compute type: `f32` for narrower floats, `i64` for integers (`u64` for `u64`), `bool` for booleans.
 pub fn held(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "f64",
@@ -20,12 +18,12 @@ pub fn held(dtype: DType) -> &'static str {
     }
 }
 
-/// The element type of sums and of what is kept between launches: `f64` for `f64`, else `f32`.
+/// The type of sums and intermediates: `f64` for `f64`, else `f32`.
 pub fn accumulator(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// A type of whole numbers as large as the element, to move its bits.
+/// An unsigned integer type of equal size, to move bits.
 pub fn bits(dtype: DType) -> DType {
     match dtype.size() {
         1 => DType::U8,
@@ -35,7 +33,7 @@ pub fn bits(dtype: DType) -> DType {
     }
 }
 
-/// A stored element as it is held.
+/// A stored element in its compute type.
 pub fn load(dtype: DType, element: &str) -> String {
     match dtype {
         DType::F64 | DType::F32 | DType::I64 | DType::U64 => element.to_string(),
@@ -45,7 +43,7 @@ pub fn load(dtype: DType, element: &str) -> String {
     }
 }
 
-/// A held value as it is stored; a float may be held wider than [`held`] says.
+/// A computed value in its storage type; a float may be wider than [`held`].
 pub fn store(dtype: DType, value: &str) -> String {
     match dtype {
         DType::F16 => format!("narrow_f16({value})"),
@@ -55,7 +53,7 @@ pub fn store(dtype: DType, value: &str) -> String {
     }
 }
 
-/// A held value of one type as another one is held, as [`Cast`](compiler::op::Cast) means it.
+/// A value converted between compute types, with the semantics of [`Cast`](compiler::op::Cast).
 pub fn cast(from: DType, to: DType, value: &str) -> String {
     match (from.is_float(), to) {
         (true, DType::F64) => format!("(f64)({value})"),
@@ -63,14 +61,14 @@ pub fn cast(from: DType, to: DType, value: &str) -> String {
         (true, DType::U64) => format!("whole_u64((f64)({value}))"),
         (true, DType::Bool) => format!("(({value}) != 0)"),
         (true, _) => format!("whole((f64)({value}))"),
-        // Through f64, as the reference goes.
+        // Through f64, like the reference.
         (false, to) if to.is_float() => format!("(f64)({value})"),
         (false, DType::Bool) => format!("(({value}) != 0)"),
         (false, to) => format!("({})({value})", held(to)),
     }
 }
 
-/// A number as a literal of the type that holds it.
+/// A literal of the compute type.
 pub fn literal(dtype: DType, value: f64) -> String {
     let held = held(dtype);
     let text = match value {
@@ -80,6 +78,6 @@ pub fn literal(dtype: DType, value: f64) -> String {
         v if held == "f32" => format!("{:?}f", v as f32),
         v => format!("{v:?}"),
     };
-    // A float's own text may be that of a whole number with an exponent: `1e20` is a float in C as well.
+    // Rust may print a float as an integer with exponent: `1e20` is a float in C++ too.
     format!("({held})({text})")
 }

@@ -1,4 +1,4 @@
-//! Elementwise ops: one thread an element. Each op is an expression over its operands, so that chains of them can become one.
+//! Elementwise ops, one thread per element. Each op is an expression over its operands, so chains could be fused.
 
 use super::draft::Draft;
 use super::element::{cast, held, load, store};
@@ -8,7 +8,7 @@ use crate::device::layout::TensorLayout;
 use compiler::op::{Binary, Compare, Op, Unary};
 use compiler::tensor::DType;
 
-/// The expression of an elementwise op over held operands of these element types; `None` for other ops.
+/// The expression of an elementwise op over operands in compute type; `None` for other ops.
 pub fn expression(op: &Op, dtypes: &[DType], operands: &[String]) -> Option<String> {
     Some(match (op, operands) {
         (Op::Unary(op), [x]) => unary(*op, dtypes[0], x),
@@ -31,7 +31,7 @@ fn unary(op: Unary, dtype: DType, x: &str) -> String {
             Unary::Neg => format!("({})(0ull - (u64){x})", held(dtype)),
             Unary::Abs => format!("((i64){x} < 0 ? (i64)(0ull - (u64){x}) : (i64){x})"),
             Unary::Sign => format!("((i64){x} > 0 ? 1 : (i64){x} < 0 ? -1 : 0)"),
-            // What is left of the functions on whole numbers.
+            // Relu, the only function left that is defined on integers.
             _ => format!("((i64){x} < 0 ? 0 : (i64){x})"),
         };
     }
@@ -76,7 +76,7 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> String {
     }
 }
 
-/// An elementwise op, its operands stretched to the output.
+/// An elementwise op with its operands broadcast to the output.
 pub fn kernel(op: &Op, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
     let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &y.shape)).collect();

@@ -1,7 +1,7 @@
-//! Slices picked by indices, and slices written where indices say.
+//! Gather and scatter.
 //!
-//! Slices that meet in one place are joined in the order of their indices: each place knows the first index that names it, each index the
-//! next one that names the same place, and a thread for each element goes along this chain.
+//! Slices with the same target are combined in index order without atomics. Each target stores the first index that
+//! names it, and each index the next one with the same target; one thread per element follows this list.
 
 use super::draft::{Draft, threads_for};
 use super::element::{accumulator, bits, held, load, store};
@@ -10,13 +10,13 @@ use crate::device::layout::TensorLayout;
 use compiler::op::{BatchGather, BatchScatterAdd, Gather, Scatter, ScatterAdd, ScatterKind};
 use compiler::tensor::DType;
 
-/// What indices name: rows of one axis, or of an axis for each example of a batch, one behind the other.
+/// The index space: rows of one axis, or of one axis per example of a batch, consecutively.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     indices: &'a TensorLayout,
-    /// Rows of an axis.
+    /// Axis size.
     size: usize,
-    /// How many examples have an axis and indices of their own.
+    /// Number of examples with separate axes and indices.
     examples: usize,
 }
 
@@ -25,7 +25,7 @@ impl Rows<'_> {
         self.size * self.examples
     }
 
-    /// The row that index `k` names, below [`Rows::count`]; an index outside names `~0`.
+    /// Expression for the row of index `k`, below [`Rows::count`]; `~0` for an index out of range.
     fn row(&self, k: &str) -> String {
         let (dtype, size) = (self.indices.dtype, self.size);
         let element = load(dtype, &format!("indices[{k}]"));
@@ -42,7 +42,7 @@ impl Rows<'_> {
     }
 }
 
-/// One block that refuses the first index outside.
+/// One block that sets the fault cell for the first index out of range.
 fn check(rows: Rows<'_>, input: usize) -> Launch {
     let Rows { indices, size, .. } = rows;
     let mut draft = Draft::new(indices.len().max(rows.count()));
@@ -59,7 +59,6 @@ fn check(rows: Rows<'_>, input: usize) -> Launch {
     draft.block_each(1, indices.len(), &lines)
 }
 
-/// Slices of x.
 pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let (size, run) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: 1 };
@@ -78,7 +77,7 @@ pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout, y: &TensorL
     Some(LaunchPlan { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
 }
 
-/// Slices of x by indices of their own for each example.
+/// Gather with separate indices for each example.
 pub fn batch_gather(
     op: &BatchGather,
     x: &TensorLayout,
@@ -100,7 +99,7 @@ pub fn batch_gather(
     Some(LaunchPlan { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
 }
 
-/// The chains: `first` of each place and `next` of each index, `~0` where there is none.
+/// The lists: `first` per target and `next` per index; `~0` ends a list.
 fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
     let (indices, size) = (rows.indices, rows.count());
     let (first, next) = (recipe.take(size * 8), recipe.take(indices.len() * 8));
@@ -111,7 +110,7 @@ fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
     draft.reads("indices", indices.dtype, At::input(1));
     draft.writes("first", DType::U64, first);
     draft.writes("next", DType::U64, next);
-    // A block looks for the nearest neighbours of its index that name the same place.
+    // A block finds the nearest smaller and larger index with the same target.
     let count = indices.len();
     let lines = format!(
         "at place = {};\nu64 before = ~0ull, behind = ~0ull;\n\
@@ -127,13 +126,13 @@ fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
     (first, next)
 }
 
-/// Slices of `dy` added where they came from.
+/// Adds slices of `dy` at their indices.
 pub fn scatter_add(op: &ScatterAdd, dy: &TensorLayout, indices: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
     join(rows, y.shape[op.axis + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
 }
 
-/// Slices of `dy` added where they came from, by indices of their own for each example.
+/// Adds slices of `dy`, with separate indices for each example.
 pub fn batch_scatter_add(
     op: &BatchScatterAdd,
     dy: &TensorLayout,
@@ -144,7 +143,7 @@ pub fn batch_scatter_add(
     join(rows, y.shape[op.batch + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
 }
 
-/// Slices of the third input joined with those of the first.
+/// Combines slices of the third input with the first input.
 pub fn scatter(op: &Scatter, indices: &TensorLayout, updates: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
     join(rows, y.shape[op.axis + 1..].iter().product(), op.kind, Some(At::input(0)), (At::input(2), updates), y)

@@ -1,4 +1,4 @@
-//! Products of rows with the matrix of their group: a thread for each element of the result.
+//! Grouped matrix products: one thread per result element.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -6,10 +6,9 @@ use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::GroupedMatMul;
 
-/// Steps `end` on to the end of group `g`, as [`groups`](compiler::op::grouped_matmul::groups) has it.
+/// Advances `end` to the end of group `g`; see [`groups`](compiler::op::grouped_matmul::groups).
 const NEXT: &str = "i64 to = ends[g];\nto = to < end ? end : to;\nend = to > rows ? rows : to;\n";
 
-/// Rows by matrices.
 pub fn kernel(
     op: &GroupedMatMul,
     x: &TensorLayout,
@@ -37,7 +36,7 @@ pub fn kernel(
     Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
-/// Rows by rows.
+/// Gradient with respect to the matrices.
 pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
     let (rows, m, n) = (a.shape[0], a.shape[1], b.shape[1]);
     let mut draft = Draft::new(a.len().max(b.len()).max(c.len()));

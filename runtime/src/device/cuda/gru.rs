@@ -1,5 +1,5 @@
-//! A gated recurrent unit and its gradient; see [`lstm`](super::lstm) for how the work is cut. Where the reset gate works on the state,
-//! a step takes two launches, because the candidate's product reads all units.
+//! GRU and its gradient; see [`lstm`](super::lstm) for the structure. With the reset gate before the product a step
+//! takes two launches, because the candidate's product reads all units.
 
 use super::draft::Draft;
 use super::element::{held, load, store};
@@ -10,7 +10,7 @@ use crate::device::layout::TensorLayout;
 use compiler::op::lstm::order;
 use compiler::op::{Gru, GruGrad};
 
-/// y, the last state and the gates.
+/// Outputs y, the last state and the gates.
 pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
@@ -19,7 +19,7 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
     let [y, last_h, gates] = [0, 1, 2].map(At::output);
     let place = format!("at j = i % (at){hidden}, n = i / (at){hidden}, to = n * (at){} + j;\n", 4 * hidden);
-    // The sum of a gate from the state, or from what stands in its place.
+    // The recurrent pre-activation of a gate, from the state or its replacement.
     let from_h = |gate: usize, state: &str| {
         format!(
             "{kind} h{gate} = {};\nfor (at l = 0; l < (at){hidden}; l++) h{gate} += {} * {};\n",
@@ -92,10 +92,10 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     Some(recipe)
 }
 
-/// dx, dw_ih, dw_hh, db_ih, db_hh, dh0.
+/// Outputs dx, dw_ih, dw_hh, db_ih, db_hh, dh0.
 ///
-/// `da` is what arrives at the sums from x; `e` what arrives at those from h, which differs for the candidate alone; `dh` the
-/// gradient of the state so far, and `d = e_n U_n`.
+/// `da` are gradients at the input pre-activations. `e` are those at the recurrent pre-activations, which differ only
+/// for the candidate. `dh` is the accumulated gradient of the state, and `d = e_n U_n`.
 pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
@@ -112,7 +112,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     let gate = |g: usize| load(dtype, &format!("gates[from + {g} * (at){hidden}]"));
     let reach = s.batch * wide * hidden.max(4);
     for (n, t) in order(s.steps, !op.reverse).enumerate() {
-        // What arrives at the update gate and the candidate.
+        // Gradients at the update gate and the candidate.
         let mut draft = Draft::new(reach);
         let so_far = match n {
             0 => {
@@ -140,7 +140,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
             load(dtype, "h[i]"),
         );
         recipe.launches.push(draft.each(s.batch * hidden, &lines));
-        // What arrives at the reset gate.
+        // Gradient at the reset gate.
         let mut draft = Draft::new(reach);
         draft.reads("w", dtype, w_hh);
         draft.reads("gates", dtype, gates.after(t * s.step(4 * hidden)));
@@ -160,7 +160,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
             load(dtype, &format!("w[(2 * (at){hidden} + k) * (at){hidden} + j]"))
         );
         recipe.launches.push(draft.each(s.batch * hidden, &lines));
-        // What the state before gets.
+        // Gradient of the previous state.
         let mut draft = Draft::new(reach);
         draft.reads("w", dtype, w_hh);
         draft.reads("gates", dtype, gates.after(t * s.step(4 * hidden)));
@@ -187,7 +187,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         return Some(recipe);
     }
     s.state_weight_grad(&mut recipe, e, h0, y, dw_hh, [0, 2 * hidden]);
-    // The candidate's weight met the state after the reset gate.
+    // The candidate's weight multiplied the state after the reset gate.
     let (size, kept) = (dtype.size(), s.sums.size());
     let matrices = [
         Matrix::rows(e.after(2 * hidden * kept), s.sums, wide).turned(),

@@ -1,4 +1,4 @@
-//! Layer normalisation: a block for each row. Its gradients for scale and bias are sums over rows, taken in two steps.
+//! Layer normalisation: one block per row. Gradients of scale and bias are sums over rows, in two passes.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -7,7 +7,7 @@ use super::reduce::reduce;
 use crate::device::layout::TensorLayout;
 use compiler::op::{LayerNorm, ReduceKind};
 
-/// y, mean and reciprocal deviation.
+/// Outputs y, mean and reciprocal standard deviation.
 pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     let size: usize = x.shape[op.axis..].iter().product();
     let kind = held(accumulator(x.dtype));
@@ -34,7 +34,7 @@ pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     Some(LaunchPlan::of(draft.block_each(x.len() / size, size, &lines)))
 }
 
-/// dx, dscale and dbias.
+/// Outputs dx, dscale and dbias.
 pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let size = scale.len();
     let rows = x.len() / size;

@@ -1,30 +1,30 @@
-//! Where the vendor's libraries are. Nothing of them is linked: each is looked for when it is first asked for, by its name as the
-//! system's loader finds it, then in the folders where toolkits and Python wheels put them.
+//! Locates NVIDIA's libraries, which are not linked. Each is searched on first use: by the system loader, then in the
+//! folders of CUDA toolkits and Python wheels.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The variable that names folders to look in first, separated as in `PATH`.
+/// Environment variable with folders to search first, separated as in `PATH`.
 pub const FOLDERS: &str = "PIPEC_CUDA_LIBS";
 
-/// A library that can be called.
+/// A loaded library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The file, or the name by which the system's loader knows it.
+    /// Path, or the name known to the system loader.
     pub place: String,
 }
 
-/// The compiler of kernels, `libnvrtc`.
+/// The kernel compiler, `libnvrtc`.
 pub fn nvrtc() -> Option<&'static Found> {
     static FOUND: OnceLock<Option<Found>> = OnceLock::new();
-    // SAFETY: opening the vendor's library runs its initialisers, which is what it is for.
+    // SAFETY: opening NVIDIA's library runs its initialisers, as intended.
     FOUND.get_or_init(|| find("libnvrtc.so", || unsafe { cudarc::nvrtc::sys::is_culib_present() })).as_ref()
 }
 
 /// The driver, `libcuda`.
 pub fn driver() -> Option<&'static Found> {
     static FOUND: OnceLock<Option<Found>> = OnceLock::new();
-    // SAFETY: as for the compiler.
+    // SAFETY: as for `nvrtc`.
     FOUND.get_or_init(|| find("libcuda.so", || unsafe { cudarc::driver::sys::is_culib_present() })).as_ref()
 }
 
@@ -33,7 +33,7 @@ fn find(name: &str, is_present: impl Fn() -> bool) -> Option<Found> {
         return Some(Found { place: name.to_string() });
     }
     for file in folders().iter().flat_map(|folder| files(folder, name)) {
-        // Once it is open under a path, it is found under its name as well.
+        // A library opened by path is then found by name as well.
         // SAFETY: as in `nvrtc`.
         let opened = unsafe { libloading::os::unix::Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) };
         if let Ok(library) = opened {
@@ -56,7 +56,7 @@ fn folders() -> Vec<PathBuf> {
         folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
     }
     folders.push(PathBuf::from("/usr/local/cuda/lib64"));
-    // Wheels put each library into a folder of its own.
+    // Wheels install each library into a separate folder.
     if let Some(home) = std::env::var_os("VIRTUAL_ENV") {
         for python in inside(&Path::new(&home).join("lib")) {
             folders.extend(inside(&python.join("site-packages/nvidia")).into_iter().map(|f| f.join("lib")));
@@ -65,7 +65,7 @@ fn folders() -> Vec<PathBuf> {
     folders
 }
 
-/// What lies in a folder, in order; nothing where there is none.
+/// Sorted folder entries; empty if the folder does not exist.
 fn inside(folder: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();

@@ -1,5 +1,5 @@
-//! A long short-term memory and its gradient: products with the input are taken for all steps at once; a step is one launch with a
-//! thread for each unit of each row.
+//! LSTM and its gradient: input products cover all steps at once; each step is one launch with a thread per unit and
+//! row.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -13,29 +13,23 @@ use compiler::op::ReduceKind;
 use compiler::op::lstm::{before, order};
 use compiler::tensor::DType;
 
-/// The sizes of a recurrent layer: time, batch, input, hidden, and gates of a unit.
+/// Sizes of a recurrent layer.
 #[derive(Clone, Copy)]
 pub struct Sizes {
-    /// Steps.
     pub steps: usize,
-    /// Rows of the batch.
     pub batch: usize,
-    /// Inputs of a row and step.
     pub width: usize,
-    /// Units.
     pub hidden: usize,
-    /// Rows of the weights.
+    /// Rows of the weights: gates times units.
     pub wide: usize,
-    /// The element type.
     pub dtype: DType,
-    /// That of what is kept between launches.
+    /// Element type of intermediates between launches.
     pub sums: DType,
-    /// Whether the last step comes first.
+    /// True if steps run from last to first.
     pub reverse: bool,
 }
 
 impl Sizes {
-    /// The sizes that x and w_hh have.
     pub fn of(x: &TensorLayout, w_hh: &TensorLayout, reverse: bool) -> Sizes {
         Sizes {
             steps: x.shape[0],
@@ -49,22 +43,22 @@ impl Sizes {
         }
     }
 
-    /// Bytes of one step of a tensor `[T, N, width]` of the element type.
+    /// Bytes of one step of a tensor `[T, N, width]`.
     pub fn step(&self, width: usize) -> usize {
         self.batch * width * self.dtype.size()
     }
 
-    /// Bytes of one step of a tensor that is kept between launches.
+    /// Bytes of one step of an intermediate.
     pub fn kept(&self, width: usize) -> usize {
         self.batch * width * self.sums.size()
     }
 
-    /// The states before step `t`: those after the step that runs before it, in `y` `[T, N, hidden]`, or the first ones.
+    /// The state before step `t`: in `y` `[T, N, hidden]`, or `first` for the first step.
     pub fn state_before(&self, t: usize, first: At, y: At) -> At {
         before(t, self.steps, self.reverse).map_or(first, |t| y.after(t * self.step(self.hidden)))
     }
 
-    /// `x W_ihᵀ` for all steps, `[T, N, wide]`, with x and the weight at these inputs.
+    /// `x W_ihᵀ` for all steps, `[T, N, wide]`.
     pub fn from_input(&self, recipe: &mut LaunchPlan, x: At, w_ih: At) -> At {
         let sums = recipe.take(self.steps * self.kept(self.wide));
         let matrices = [
@@ -76,7 +70,7 @@ impl Sizes {
         sums
     }
 
-    /// The state of the step that runs last, from `y` to `to`.
+    /// Copies the state of the last step from `y` to `to`.
     pub fn last(&self, recipe: &mut LaunchPlan, y: At, to: At) {
         let t = if self.reverse { 0 } else { self.steps - 1 };
         let layout = TensorLayout { dtype: self.dtype, shape: vec![self.batch * self.hidden] };
@@ -84,7 +78,7 @@ impl Sizes {
         recipe.launches.push(moved((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
     }
 
-    /// The gradients for x and W_ih of what arrives at the sums, `da` `[T, N, wide]`, and of the bias.
+    /// The gradients of x, W_ih and the bias from the pre-activation gradients `da` `[T, N, wide]`.
     pub fn input_grads(&self, recipe: &mut LaunchPlan, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
         let rows = self.steps * self.batch;
         let arrived = Matrix::rows(da, self.sums, self.wide);
@@ -97,13 +91,13 @@ impl Sizes {
         self.bias_grad(recipe, da, db);
     }
 
-    /// The gradient for a bias of what arrives at the sums.
+    /// The bias gradient from `da`.
     pub fn bias_grad(&self, recipe: &mut LaunchPlan, da: At, db: At) {
         let table = TensorLayout { dtype: self.sums, shape: vec![self.steps * self.batch, self.wide] };
         reduce(recipe, ReduceKind::Sum, &[0], (da, &table), (db, self.dtype));
     }
 
-    /// `Σ daᵀ h` over all steps, h being the state before each: `parts` are the rows of the weight, from and to.
+    /// `Σ daᵀ h` over all steps, with h the state before each. `parts` is the row range of the weight.
     pub fn state_weight_grad(&self, recipe: &mut LaunchPlan, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
         let [from, to] = parts;
         let (size, kept) = (self.dtype.size(), self.sums.size());
@@ -127,7 +121,7 @@ impl Sizes {
     }
 }
 
-/// y, the last state and cell, gates and cells.
+/// Outputs y, last state, last cell, gates and cells.
 pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, reverse);
     let kind = held(s.sums);
@@ -174,7 +168,7 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
     Some(recipe)
 }
 
-/// dx, dw_ih, dw_hh, db, dh0, dc0.
+/// Outputs dx, dw_ih, dw_hh, db, dh0, dc0.
 pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, reverse);
     let kind = held(s.sums);

@@ -1,6 +1,6 @@
-//! Matrix products, tile by tile: a block of 256 threads makes 64 × 64 elements, 16 of them a thread, from tiles in shared memory.
+//! Tiled matrix products: a block of 256 threads computes 64×64 elements, 16 per thread, from tiles in shared memory.
 //!
-//! This serves every element type, stride and batch. Where the vendor's library is found, large products go there.
+//! Supports every element type, stride and batch. If cuBLAS is found, large products use it instead.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
@@ -13,33 +13,32 @@ use compiler::tensor::DType;
 /// Rows and columns of a tile.
 const TILE: usize = 64;
 
-/// Terms that are added between two loads of tiles.
+/// Depth per shared-memory tile.
 const DEPTH: usize = 16;
 
-/// A matrix in memory, or one for each product.
+/// A strided matrix, or a batch of them.
 #[derive(Clone)]
 pub struct Matrix {
-    /// Where the first begins.
+    /// Start of the first one.
     pub at: At,
-    /// Element type.
     pub dtype: DType,
-    /// Elements between neighbours of a column and of a row.
+    /// Row and column stride, in elements.
     pub steps: [usize; 2],
 }
 
 impl Matrix {
-    /// Rows of so many elements, one behind the other.
+    /// Contiguous rows of `width` elements.
     pub fn rows(at: At, dtype: DType, width: usize) -> Matrix {
         Matrix { at, dtype, steps: [width, 1] }
     }
 
-    /// The matrix with rows and columns exchanged.
+    /// The transpose.
     pub fn turned(self) -> Matrix {
         Matrix { steps: [self.steps[1], self.steps[0]], ..self }
     }
 }
 
-/// `c = a b`, or `c += a b`, once for each index of `batch`.
+/// `c = a b`, or `c += a b`, for each index of `batch`.
 pub struct Product<'a> {
     /// Rows of `a` and `c`.
     pub rows: usize,
@@ -47,24 +46,21 @@ pub struct Product<'a> {
     pub columns: usize,
     /// Columns of `a`, rows of `b`.
     pub terms: usize,
-    /// The factors and the result.
     pub matrices: [Matrix; 3],
-    /// The shape of the batch.
     pub batch: &'a [usize],
-    /// Where in each operand the matrix of a batch index begins.
+    /// Offsets of each operand's matrix by batch index.
     pub walks: [Walk; 3],
-    /// Whether the product is added to what `c` holds.
+    /// True to accumulate into `c`.
     pub adds: bool,
 }
 
 impl Product<'_> {
-    /// One product of two matrices.
+    /// A single product.
     pub fn one([rows, columns, terms]: [usize; 3], matrices: [Matrix; 3], adds: bool) -> Product<'static> {
         let walk = || Walk { base: 0, steps: Vec::new() };
         Product { rows, columns, terms, matrices, batch: &[], walks: [walk(), walk(), walk()], adds }
     }
 
-    /// The launch.
     pub fn launch(&self) -> Launch {
         let [a, b, c] = &self.matrices;
         let sum = accumulator(c.dtype);
@@ -85,7 +81,7 @@ impl Product<'_> {
         draft.writes("c", c.dtype, c.at);
         let (high, wide) = (self.rows.div_ceil(TILE), self.columns.div_ceil(TILE));
         let (lines, places) = offsets("m", "i / tiles", self.batch, &self.walks);
-        // Threads that are neighbours load neighbours.
+        // Adjacent threads load adjacent elements.
         let tile = |name: &str, matrix: &Matrix, across: usize, along: usize, from: &str, first: &str, limit: usize| {
             let (own, depth) = if matrix.steps[along] == 1 {
                 (format!("l / {DEPTH}"), format!("l % {DEPTH}"))
@@ -140,7 +136,7 @@ impl Product<'_> {
     }
 }
 
-/// The product of the last two dims, the leading ones broadcast.
+/// The product over the last two dimensions, with leading dimensions broadcast.
 pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
     if !c.dtype.is_float() {
         return None;

@@ -1,4 +1,4 @@
-//! Ops that move elements as they are: one thread an element of the result, which knows where it comes from.
+//! Data movement ops: one thread per output element.
 
 use super::draft::Draft;
 use super::element::{bits, held, literal, load, store};
@@ -9,7 +9,7 @@ use compiler::op::slice::origin;
 use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose, Uniform};
 use compiler::tensor::view::strides;
 
-/// Element `i` of `to`, of this shape, is the element of `from` at the walk's place.
+/// Copies elements of `from` at the walk's offsets to the elements of `to` in order.
 pub fn moved(from: (At, usize), to: At, y: &TensorLayout, walk: &Walk) -> Launch {
     let dtype = bits(y.dtype);
     let mut draft = Draft::new(from.1.max(y.len()));
@@ -19,7 +19,6 @@ pub fn moved(from: (At, usize), to: At, y: &TensorLayout, walk: &Walk) -> Launch
     draft.each(y.len(), &format!("{lines}y[i] = x[{}];", places[0]))
 }
 
-/// The same elements in the same order.
 pub fn copy(x: &TensorLayout, y: &TensorLayout) -> LaunchPlan {
     let flat = TensorLayout { dtype: y.dtype, shape: vec![y.len()] };
     LaunchPlan::of(moved((At::input(0), x.len()), At::output(0), &flat, &Walk { base: 0, steps: vec![1] }))
@@ -29,27 +28,24 @@ fn from_walk(x: &TensorLayout, y: &TensorLayout, walk: Walk) -> Option<LaunchPla
     Some(LaunchPlan::of(moved((At::input(0), x.len()), At::output(0), y, &walk)))
 }
 
-/// Axes in another order.
 pub fn transpose(op: &Transpose, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let own = strides(&x.shape);
     from_walk(x, y, Walk { base: 0, steps: op.perm.iter().map(|&axis| own[axis] as isize).collect() })
 }
 
-/// Elements repeated.
 pub fn broadcast(x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     from_walk(x, y, Walk::stretched(&x.shape, &y.shape))
 }
 
-/// Every so manyth element.
+/// Strided slice.
 pub fn slice(op: &Slice, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let own = strides(&x.shape);
-    // Where one element is taken its step does not matter, and may be too large to multiply.
+    // For a single element the step is irrelevant, and may be too large to multiply.
     let step = |axis: usize| if y.shape[axis] > 1 { (own[axis] * op.step[axis]) as isize } else { 0 };
     let steps = (0..own.len()).map(step).collect();
     from_walk(x, y, Walk { base: origin(&op.begin, &x.shape).ok()?, steps })
 }
 
-/// Axes that run backward.
 pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut walk = Walk::plain(&x.shape);
     for &axis in &op.axes {
@@ -59,7 +55,7 @@ pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan>
     from_walk(x, y, walk)
 }
 
-/// The inputs one behind the other: a launch for each.
+/// Concatenation: one launch per input.
 pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
     let mut recipe = LaunchPlan::default();
     let own = Walk::plain(&y.shape);
@@ -80,11 +76,11 @@ pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<
     Some(recipe)
 }
 
-/// A value around and between the elements.
+/// Edge and interior padding.
 pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let low = origin(&op.low, &y.shape).ok()?;
     let own = Walk::plain(&y.shape);
-    // Between neighbours there is room for the step; a lone element has none, and its step may be huge.
+    // Adjacent elements bound the step; a single element does not, and its step may be huge.
     let step = |axis: usize| match x.shape[axis] {
         0 | 1 => 0,
         _ => own.steps[axis] * (op.interior[axis] as isize + 1),
@@ -94,7 +90,7 @@ pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     fill.writes("y", y.dtype, At::output(0));
     let value = match y.dtype.is_float() {
         true => store(y.dtype, &literal(y.dtype, op.value)),
-        // As the reference writes a float into a whole number.
+        // Converts like the reference writes a float to an integer type.
         false if y.dtype == compiler::tensor::DType::U64 => format!("{}ull", op.value as u64),
         false => store(y.dtype, &format!("(i64){}ull", op.value as i64 as u64)),
     };
@@ -108,7 +104,6 @@ pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     Some(LaunchPlan { launches: vec![fill, inner], scratch: 0 })
 }
 
-/// Whole numbers in order along an axis.
 pub fn iota(op: &Iota, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(y.len());
     draft.writes("y", y.dtype, At::output(0));
@@ -116,12 +111,12 @@ pub fn iota(op: &Iota, y: &TensorLayout) -> Option<LaunchPlan> {
     steps[op.axis] = 1;
     let (lines, places) = offsets("d", "i", &y.shape, &[Walk { base: 0, steps }]);
     let number = format!("(i64){}", places[0]);
-    // Through f64, as the reference goes.
+    // Through f64, like the reference.
     let number = if y.dtype.is_float() { format!("(f64){number}") } else { number };
     Some(LaunchPlan::of(draft.each(y.len(), &format!("{lines}y[i] = {};", store(y.dtype, &number)))))
 }
 
-/// Random numbers by their place; see the dictionary's uniform.
+/// Uniform random numbers by element index; see the op's definition.
 pub fn uniform(op: &Uniform, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(y.len());
     draft.reads("counter", compiler::tensor::DType::I64, At::input(0));
@@ -132,7 +127,7 @@ pub fn uniform(op: &Uniform, y: &TensorLayout) -> Option<LaunchPlan> {
     Some(LaunchPlan::of(draft.each(y.len(), &format!("y[i] = {};", store(y.dtype, &number)))))
 }
 
-/// Elements that stay or go by their place; see the dictionary's dropout.
+/// Dropout by element index; see the op's definition.
 pub fn dropout(op: &Dropout, x: &TensorLayout) -> Option<LaunchPlan> {
     let mut draft = Draft::new(x.len());
     draft.reads("x", x.dtype, At::input(0));

@@ -1,27 +1,27 @@
-//! From the flat index of an element to where each operand has it, as lines of a kernel.
+//! Generates kernel code that maps an element's flat index to its offset in each operand.
 //!
-//! Dims of one element are dropped, and neighbours that every operand crosses evenly become one, so that most ops need
-//! no division at all.
+//! Dimensions of size 1 are dropped and adjacent dimensions that are contiguous for every operand are merged, so most
+//! ops need no division.
 
 use compiler::tensor::view::strides;
 use std::fmt::Write;
 
-/// How an operand moves along each axis of a shape, and where it begins.
+/// An operand's strides over a shape, and its start.
 #[derive(Clone, Debug)]
 pub struct Walk {
-    /// The offset of the first element.
+    /// Offset of the first element.
     pub base: usize,
-    /// Elements between neighbours along each axis.
+    /// Stride of each axis, in elements.
     pub steps: Vec<isize>,
 }
 
 impl Walk {
-    /// A tensor of this shape from its first element to its last.
+    /// A contiguous tensor.
     pub fn plain(shape: &[usize]) -> Walk {
         Walk { base: 0, steps: strides(shape).into_iter().map(|s| s as isize).collect() }
     }
 
-    /// An operand of this `shape`, stretched to `out` as NumPy broadcasts.
+    /// An operand broadcast to `out`.
     pub fn stretched(shape: &[usize], out: &[usize]) -> Walk {
         let added = out.len() - shape.len();
         let own = strides(shape);
@@ -33,8 +33,8 @@ impl Walk {
     }
 }
 
-/// Lines that work out where each walk is when the flat index over `shape` is `index`, and for each walk an expression of
-/// its offset. Names of the lines begin with `prefix`.
+/// Code that computes the coordinates of flat `index` over `shape`, and an offset expression for each walk. `prefix`
+/// starts the variable names.
 pub fn offsets(prefix: &str, index: &str, shape: &[usize], walks: &[Walk]) -> (String, Vec<String>) {
     let dims = joined(shape, walks);
     let mut lines = String::new();
@@ -63,7 +63,7 @@ pub fn offsets(prefix: &str, index: &str, shape: &[usize], walks: &[Walk]) -> (S
         if walk.base != 0 || terms.is_empty() {
             terms.push(format!("(at){}", walk.base));
         }
-        // Steps may be negative: unsigned arithmetic wraps to the right place.
+        // Strides may be negative: unsigned arithmetic wraps to the right offset.
         format!("({})", terms.join(" + "))
     });
     let told = told.collect();

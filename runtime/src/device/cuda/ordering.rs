@@ -1,4 +1,4 @@
-//! Ops that compare elements along an axis: the place of the best, the best few, and running sums.
+//! Ops that compare or accumulate along an axis: argmax, top-k, and cumulative sums.
 
 use super::draft::Draft;
 use super::element::{held, load, store};
@@ -7,8 +7,8 @@ use crate::device::layout::TensorLayout;
 use compiler::op::{ArgReduce, Cumulative, CumulativeKind, TopK};
 use compiler::tensor::DType;
 
-/// Whether `a` at place `p` comes before `b` at place `q`: a NaN before every number where the largest is sought and behind it else,
-/// or, with `nan_first`, always before.
+/// C++ condition that `a` at `p` precedes `b` at `q`. NaN comes first if the largest is sought or with `nan_first`,
+/// else last.
 fn before(largest: bool, is_float: bool, nan_first: bool) -> String {
     let order = if largest { ">" } else { "<" };
     if !is_float {
@@ -22,7 +22,7 @@ fn line(shape: &[usize], axis: usize) -> (usize, usize, usize) {
     (shape[..axis].iter().product(), shape[axis], shape[axis + 1..].iter().product())
 }
 
-/// The place of the largest or smallest element.
+/// Argmax or argmin.
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let kind = held(x.dtype);
@@ -45,7 +45,7 @@ pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<LaunchPlan> {
     Some(LaunchPlan::of(draft.block_each(outer * inner, size, &lines)))
 }
 
-/// The best few, best first: each is the best of those that come behind the one before.
+/// Top-k in order: each is the best of those after the previous one.
 pub fn top_k(op: &TopK, x: &TensorLayout, values: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let count = values.shape[op.axis];
@@ -77,7 +77,7 @@ pub fn top_k(op: &TopK, x: &TensorLayout, values: &TensorLayout) -> Option<Launc
     Some(LaunchPlan::of(draft.block_each(outer * inner, size, &lines)))
 }
 
-/// At each place all up to there joined: a thread for each line.
+/// Cumulative sum or product: one thread per row.
 pub fn cumulative(op: &Cumulative, x: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let kind = held(x.dtype);

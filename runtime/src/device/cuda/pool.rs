@@ -1,5 +1,5 @@
-//! Pools and their gradients: a thread for each element of the result. A gradient asks which windows saw its element, so that
-//! nothing is added from two sides.
+//! Pooling and its gradients: one thread per result element. A gradient gathers from the windows that read its element,
+//! so no atomics are needed.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, literal, load, store};
@@ -9,7 +9,7 @@ use crate::device::layout::TensorLayout;
 use compiler::op::{AvgPool, MaxPool, Window};
 use std::fmt::Write;
 
-/// A pool's shapes: x `[N, C, D…]`, y `[N, C, E…]`.
+/// Shapes: x `[N, C, D…]`, y `[N, C, E…]`.
 struct Shapes<'a> {
     window: &'a Window,
     kernel: &'a [usize],
@@ -18,7 +18,7 @@ struct Shapes<'a> {
 }
 
 impl Shapes<'_> {
-    /// The index along each spatial axis, and `plane` of what is left of `i`.
+    /// Code that splits `i` into spatial indices and `plane`.
     fn split(&self, sizes: &[usize], name: &str) -> String {
         format!("at plane = i;\n{}", split(&sizes[2..], name, "plane"))
     }
@@ -27,12 +27,12 @@ impl Shapes<'_> {
         flat(&sizes[2..], name, "plane")
     }
 
-    /// Loops over the elements that window `e…` sees: `d…` is the index of each. Closed by [`Shapes::close`].
+    /// Loops over the elements that window `e…` reads, with indices `d…`. [`Shapes::close`] ends them.
     fn seen(&self) -> String {
         seen(self.window, self.kernel, &self.x[2..])
     }
 
-    /// Loops over the windows `e…` that see element `x…`, each at tap `t…`.
+    /// Loops over the windows `e…` that read element `x…`, with taps `t…`.
     fn seeing(&self) -> String {
         seeing(self.window, self.kernel, &self.y[2..], "x", "t")
     }
@@ -41,7 +41,7 @@ impl Shapes<'_> {
         close(self.kernel.len())
     }
 
-    /// Lines that make `divisor`, by which the sum of window `e…` is divided.
+    /// Code that computes `divisor`, the element count of window `e…`.
     fn divisor(&self, count_padding: bool) -> String {
         if !count_padding {
             return format!("at divisor = 0;\n{}divisor++;\n{}", self.seen(), self.close());
@@ -59,7 +59,7 @@ impl Shapes<'_> {
         lines
     }
 
-    /// Lines that make `best`, the place in x of the first largest element of window `e…`, NaN above all; `most` is its value.
+    /// Code that computes `best`, the index of the first maximum of window `e…` (NaN wins), and its value `most`.
     fn winner(&self, x: &TensorLayout) -> String {
         let kind = held(x.dtype);
         format!(
@@ -74,7 +74,6 @@ impl Shapes<'_> {
     }
 }
 
-/// The largest element of each window.
 pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
     let mut draft = Draft::new(x.len().max(y.len()));
@@ -84,7 +83,7 @@ pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPla
     Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
-/// Each gradient to the first largest element of its window.
+/// Routes each gradient to the first maximum of its window.
 pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &dy.shape };
     let kind = held(accumulator(x.dtype));
@@ -104,7 +103,6 @@ pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<Lau
     Some(LaunchPlan::of(draft.each(x.len(), &body)))
 }
 
-/// The mean of each window.
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
     let kind = held(accumulator(x.dtype));
@@ -123,7 +121,7 @@ pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPla
     Some(LaunchPlan::of(draft.each(y.len(), &body)))
 }
 
-/// Each gradient shared by the elements of its window.
+/// Distributes each gradient over the elements of its window.
 pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &dx.shape, y: &dy.shape };
     let kind = held(accumulator(dx.dtype));

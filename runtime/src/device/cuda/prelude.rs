@@ -1,12 +1,12 @@
-//! What every kernel's text begins with: element types, their conversions, functions of one number, and joining over a block.
+//! The common start of all kernel sources: element types, conversions, scalar functions, and block reductions.
 //!
-//! The reference rules of the dictionary say what each function means; names of functions are theirs.
+//! The compiler's reference op implementations define the semantics; function names match op names.
 
-/// The name of every kernel's entry.
+/// Entry point name of every kernel.
 pub const ENTRY: &str = "kernel";
 
-/// The text. Before it stands the type `at`, which holds every index of the kernel. Who compiles it for another machine than a GPU
-/// defines `HALF` as that machine's conversions between `f16` and `f32`.
+/// The source is preceded by a definition of `at`, the index type. On non-GPU targets define `HALF` as the conversions
+/// between `f16` and `f32`.
 pub const PRELUDE: &str = r#"
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 typedef signed char i8; typedef short i16; typedef int i32; typedef long long i64;

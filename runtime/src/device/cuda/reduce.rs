@@ -1,5 +1,5 @@
-//! Reductions: a block for each result where the elements of one lie together, else a thread for each result; where there are too few
-//! results to keep a GPU busy, each is first joined in parts.
+//! Reductions: one block per result if its elements are contiguous, else one thread per result. With too few results to
+//! fill a GPU, a first launch reduces parts.
 
 use super::draft::{Draft, THREADS};
 use super::element::{accumulator, held, load, store};
@@ -10,26 +10,26 @@ use compiler::op::{Reduce, ReduceKind};
 use compiler::tensor::DType;
 use compiler::tensor::view::strides;
 
-/// Threads that keep a GPU busy.
+/// Threads that fill a GPU.
 const ENOUGH: usize = 1 << 16;
 
-/// Elements that a part joins at least.
+/// Minimum elements per part.
 const LEAST_PART: usize = 512;
 
-/// How values are joined.
+/// A reduction operation in kernel source.
 struct Join {
-    /// The type in which.
+    /// Compute type.
     held: &'static str,
-    /// The value of no elements.
+    /// Identity element.
     start: String,
-    /// Two values as one, in terms of `a` and `b`.
+    /// Combination of `a` and `b`.
     of: String,
 }
 
 impl Join {
     fn new(kind: ReduceKind, dtype: DType) -> Join {
         let held = held(dtype);
-        // Truth is joined as a number.
+        // Booleans are combined as integers.
         let held = if held == "bool" { "i64" } else { held };
         let float = dtype.is_float();
         let start = match kind {
@@ -50,7 +50,7 @@ impl Join {
     }
 }
 
-/// The least and the greatest value of a type that is no float.
+/// Minimum and maximum of an integer type.
 fn limits(dtype: DType) -> (&'static str, &'static str) {
     match dtype {
         DType::I64 => ("(-0x7fffffffffffffffll - 1)", "0x7fffffffffffffffll"),
@@ -65,14 +65,13 @@ fn limits(dtype: DType) -> (&'static str, &'static str) {
     }
 }
 
-/// A reduction, as the dictionary has it.
 pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let mut recipe = LaunchPlan::default();
     reduce(&mut recipe, op.kind, &op.axes, (At::input(0), x), (At::output(0), y.dtype));
     Some(recipe)
 }
 
-/// Adds a reduction of `x` over `axes` to a recipe.
+/// Appends a reduction of `x` over `axes` to a plan.
 pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
     let (from, layout) = x;
     let own = strides(&layout.shape);
@@ -83,7 +82,7 @@ pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At,
     let (outer, outer_steps) = along(false);
     let (inner, inner_steps) = along(true);
     let (results, each) = (outer.iter().product::<usize>(), inner.iter().product::<usize>());
-    // Neighbours within a result lie together, or neighbouring results do.
+    // Either the elements of a result or adjacent results are contiguous.
     let by_block = inner_steps.last() == Some(&1) && each >= 32;
     let workers = if by_block { results * super::draft::threads_for(each) as usize } else { results };
     let parts = (ENOUGH / workers.max(1)).min(each / LEAST_PART).max(1);
@@ -98,7 +97,7 @@ pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At,
         recipe.launches.push(join_parts(kind, (from, layout.dtype), y, &shape, divisor));
         return;
     }
-    // What is kept between the launches has the width of what is held.
+    // Partial results keep the width of the compute type.
     let kept = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
     let partials = recipe.take(results * parts * kept.size());
     recipe.launches.push(join_parts(kind, (from, layout.dtype), (partials, kept), &shape, 1));
@@ -119,28 +118,27 @@ fn wide(dtype: DType) -> DType {
     if dtype == DType::U64 { DType::U64 } else { DType::I64 }
 }
 
-/// What is joined with what.
 struct Shape<'a> {
-    /// The results, and where each begins.
+    /// Shape of the results, and their start offsets.
     outer: (&'a [usize], Walk),
-    /// The elements of a result, from its begin.
+    /// Shape of a result's elements, and their offsets from its start.
     inner: (&'a [usize], Walk),
     results: usize,
     each: usize,
-    /// Into how many parts a result is cut, and how many elements a part has.
+    /// Number of parts per result, and elements per part.
     parts: usize,
     part: usize,
     by_block: bool,
     reach: usize,
 }
 
-/// Writes every part of every result, a result's parts side by side.
+/// Writes every part of every result; the parts of a result are adjacent.
 fn join_parts(kind: ReduceKind, x: (At, DType), y: (At, DType), shape: &Shape<'_>, divisor: usize) -> Launch {
     let Join { held, start, of } = Join::new(kind, x.1);
     let mut draft = Draft::new(shape.reach.max(shape.results * shape.parts));
     draft.reads("x", x.1, x.0);
     draft.writes("y", y.1, y.0);
-    // With the parts inside, neighbouring threads of a result-a-thread kernel would be apart: they take neighbouring results.
+    // The result index varies fastest, so that adjacent threads read adjacent results.
     let (result, part, count) = (shape.results, shape.part, shape.results * shape.parts);
     let place = format!(
         "at result = i % (at){result}, piece = i / (at){result};\nat to = result * (at){} + piece;\n",

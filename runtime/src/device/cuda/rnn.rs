@@ -1,4 +1,4 @@
-//! A plain recurrent layer and its gradient; see [`lstm`](super::lstm) for how the work is cut.
+//! Elman RNN and its gradient; see [`lstm`](super::lstm) for the structure.
 
 use super::draft::Draft;
 use super::element::{held, load, store};
@@ -16,7 +16,7 @@ fn value(activation: Activation, sum: &str) -> String {
     }
 }
 
-/// The slope of the function where it is `y`.
+/// Derivative of the activation in terms of its value `y`.
 fn slope(activation: Activation, kind: &str) -> String {
     match activation {
         Activation::Tanh => format!("(({kind})1 - y * y)"),
@@ -25,7 +25,7 @@ fn slope(activation: Activation, kind: &str) -> String {
     }
 }
 
-/// y and the last state.
+/// Outputs y and the last state.
 pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
@@ -56,7 +56,7 @@ pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     Some(recipe)
 }
 
-/// dx, dw_ih, dw_hh, db, dh0.
+/// Outputs dx, dw_ih, dw_hh, db, dh0.
 pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchPlan> {
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);

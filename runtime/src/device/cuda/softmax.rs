@@ -1,4 +1,4 @@
-//! Softmax and its logarithm: a block for each line.
+//! Softmax and log-softmax: one block per row.
 
 use super::draft::Draft;
 use super::element::{accumulator, held, literal, load, store};
@@ -6,8 +6,8 @@ use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::tensor::DType;
 
-/// Lines of a kernel that find the largest element `most` of a line and the sum `total` of its exponentials; the line's elements
-/// are `x[from + k·inner]`.
+/// Code that computes the maximum `most` of a row and the sum `total` of its exponentials. Elements are `x[from +
+/// k·inner]`.
 pub fn most_and_total(dtype: DType, size: usize, inner: usize) -> String {
     let kind = held(accumulator(dtype));
     let element = load(dtype, &format!("x[from + k * (at){inner}]"));
@@ -19,7 +19,6 @@ pub fn most_and_total(dtype: DType, size: usize, inner: usize) -> String {
     )
 }
 
-/// Softmax along an axis, or its logarithm.
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPlan> {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     let kind = held(accumulator(x.dtype));

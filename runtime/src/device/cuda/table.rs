@@ -1,4 +1,4 @@
-//! Which core op has which recipe.
+//! Dispatch of core ops to launch plans.
 
 use super::recipe::LaunchPlan;
 use super::*;
@@ -6,8 +6,7 @@ use crate::device::layout::TensorLayout;
 use compiler::op::Op;
 
 impl LaunchPlan {
-    /// What an op comes to at these shapes; `None` for ops that compute nothing (sources), and where there is no element: the
-    /// reference rule says what comes of those.
+    /// `None` for sources, and for empty tensors, for which the reference defines the result.
     pub fn new(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Option<LaunchPlan> {
         if inputs.iter().chain(outputs).any(TensorLayout::is_empty) {
             return None;

@@ -1,11 +1,12 @@
-//! Windows over spatial dims, as lines of a kernel: which elements a window sees, and which windows see an element.
+//! Generates kernel code for sliding windows: the elements that a window reads, and the windows that read an element.
 //!
-//! An index along each axis has a name and the axis: `e0`, `e1` is a window's place, `d0`, `d1` an element's, `k0`, `k1` a tap's.
+//! Index variables are named by role and axis: `e0`, `e1` for a window, `d0`, `d1` for an element, `k0`, `k1` for a
+//! tap.
 
 use compiler::op::Window;
 use std::fmt::Write;
 
-/// Lines that read the index along each axis from `rest`, which keeps what is left over.
+/// Code that splits `rest` into an index per axis, leaving the quotient in `rest`.
 pub fn split(sizes: &[usize], name: &str, rest: &str) -> String {
     let mut lines = String::new();
     for (axis, size) in sizes.iter().enumerate().rev() {
@@ -14,13 +15,13 @@ pub fn split(sizes: &[usize], name: &str, rest: &str) -> String {
     lines
 }
 
-/// The flat index of an element of plane `plane`.
+/// Flat index of an element in plane `plane`.
 pub fn flat(sizes: &[usize], name: &str, plane: &str) -> String {
     let step = |flat: String, (axis, size): (usize, &usize)| format!("({flat}) * (at){size} + {name}{axis}");
     sizes.iter().enumerate().fold(plane.to_string(), step)
 }
 
-/// The element `d` that window `e` sees at tap `k` of an axis; nothing in the padding, where the loop goes on.
+/// Code for the element `d` that window `e` reads at tap `k` of an axis; skips the padding.
 pub fn element(window: &Window, axis: usize, size: usize) -> String {
     format!(
         "at d{axis} = e{axis} * (at){} + k{axis} * (at){} - (at){};\nif (d{axis} >= (at){size}) continue;\n",
@@ -28,7 +29,7 @@ pub fn element(window: &Window, axis: usize, size: usize) -> String {
     )
 }
 
-/// Loops over the elements `d` that window `e` sees, each at its tap `k`; [`close`] ends them.
+/// Loops over the elements `d` that window `e` reads, with taps `k`. [`close`] ends them.
 pub fn seen(window: &Window, kernel: &[usize], sizes: &[usize]) -> String {
     let mut lines = String::new();
     for (axis, (taps, &size)) in kernel.iter().zip(sizes).enumerate() {
@@ -38,8 +39,7 @@ pub fn seen(window: &Window, kernel: &[usize], sizes: &[usize]) -> String {
     lines
 }
 
-/// Loops over the windows `e` that see an element, each at its tap, in the names of the element's index and of the tap's; [`close`]
-/// ends them.
+/// Loops over the windows `e` that read an element; `element` and `tap` are the index names. [`close`] ends them.
 pub fn seeing(window: &Window, kernel: &[usize], windows: &[usize], element: &str, tap: &str) -> String {
     let mut lines = String::new();
     for (axis, (taps, count)) in kernel.iter().zip(windows).enumerate() {
@@ -56,7 +56,7 @@ pub fn seeing(window: &Window, kernel: &[usize], windows: &[usize], element: &st
     lines
 }
 
-/// The end of the loops over so many axes.
+/// Ends the loops over `rank` axes.
 pub fn close(rank: usize) -> String {
     "}\n".repeat(rank)
 }

@@ -1,18 +1,18 @@
-//! Which results share the elements of an operand, so that a change of one in place changes the other.
+//! Finds the results that alias an operand, so that an in-place change of one changes the other.
 //!
-//! Most operators always give a view or never do. For `reshape`, `contiguous`, `to` and their like it depends on how the
-//! operand lies in memory and on its element type, both of which the file says.
+//! Most operators always return a view or never do. For `reshape`, `contiguous`, `to` and similar ones it depends on
+//! the operand's strides and element type, both of which the file records.
 
 use super::table;
 use crate::import::fx::program::names;
 use crate::import::fx::schema::{Argument, Node, SymInt, TensorMeta};
 use std::collections::HashMap;
 
-/// The results of a node that are views, each with the tensor that it shows.
+/// The outputs of a node that are views, each with its base.
 pub fn views<'n>(node: &'n Node, said: &HashMap<String, TensorMeta>) -> Vec<(&'n str, &'n str)> {
     let results = node.outputs.iter().flat_map(names);
     match table::name(&node.target) {
-        // As many results as there are operands, each a view of its own.
+        // One view per operand.
         "meshgrid" | "broadcast_tensors" => {
             let operands = node.inputs.first().into_iter().flat_map(|input| names(&input.arg));
             results.zip(operands).collect()
@@ -24,14 +24,14 @@ pub fn views<'n>(node: &'n Node, said: &HashMap<String, TensorMeta>) -> Vec<(&'n
     }
 }
 
-/// The tensor that an operator changes, or of which it shows elements: `self` or `input`, wherever it stands.
+/// The tensor that an operator changes or views: `self` or `input`, in any position.
 pub fn operand(node: &Node) -> Option<&str> {
     let named = |name: &str| node.inputs.iter().find(|input| input.name == name);
     let input = named("self").or_else(|| named("input")).or_else(|| node.inputs.first())?;
     names(&input.arg).next()
 }
 
-/// Whether the operator changes the shape of its operand in place and none of its elements.
+/// Tests for an operator that changes only its operand's shape in place.
 pub fn reshapes_in_place(target: &str) -> bool {
     matches!(
         table::name(target),
@@ -51,7 +51,7 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, said: &HashMap<Str
         | "chunk" | "tensor_split" | "hsplit" | "vsplit" | "dsplit" | "unbind" | "unsafe_chunk" | "unsafe_split"
         | "diagonal" | "unfold" | "as_strided" | "alias" | "detach" | "lift_fresh" | "positive" | "resolve_conj"
         | "resolve_neg" | "conj" | "real" | "imag" | "view_as_real" | "view_as_complex" => true,
-        // In evaluation, or where nothing is dropped, the operand itself.
+        // In evaluation, or with rate 0, the result is the operand itself.
         "dropout" | "feature_dropout" | "alpha_dropout" | "feature_alpha_dropout" => {
             let rate = node.inputs.iter().find(|input| input.name == "p").map(|input| &input.arg);
             let none = matches!(rate, Some(Argument::AsInt(0)))
@@ -75,7 +75,7 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, said: &HashMap<Str
     }
 }
 
-/// Sizes, and steps between neighbours, of all axes that have neighbours; `None` where a step is symbolic or left out.
+/// Size and stride of every axis longer than 1; `None` if a stride is symbolic or missing.
 fn layout(meta: &TensorMeta) -> Option<Vec<(Option<i64>, i64)>> {
     if meta.sizes.len() != meta.strides.len() {
         return None;
@@ -84,7 +84,7 @@ fn layout(meta: &TensorMeta) -> Option<Vec<(Option<i64>, i64)>> {
     axes.filter(|(size, _)| *size != Some(1)).map(|(size, step)| Some((size, step.known()?))).collect()
 }
 
-/// Whether elements follow one another in the same way; also where that is not known.
+/// Tests for equal strides; true if unknown.
 fn is_laid_alike(from: &TensorMeta, to: &TensorMeta) -> bool {
     match (layout(from), layout(to)) {
         (Some(from), Some(to)) => from.iter().map(|axis| axis.1).eq(to.iter().map(|axis| axis.1)),
@@ -92,15 +92,15 @@ fn is_laid_alike(from: &TensorMeta, to: &TensorMeta) -> bool {
     }
 }
 
-/// Whether a tensor can be read under another shape without a copy: axes that are joined or cut must lie one within the
-/// other. It is taken for so where sizes or steps are symbolic.
+/// Tests whether a tensor can take another shape without a copy: merged or split axes must be contiguous with each
+/// other. True if a size or stride is symbolic.
 fn can_view(from: &TensorMeta, to: &TensorMeta) -> bool {
     let to: Option<Vec<i64>> = to.sizes.iter().map(SymInt::known).filter(|size| *size != Some(1)).collect();
     let (Some(axes), Some(to)) = (layout(from), to) else { return true };
     let Some(axes) = axes.into_iter().map(|(size, step)| Some((size?, step))).collect::<Option<Vec<_>>>() else {
         return true;
     };
-    // Runs of axes that lie one within the other, from the last: their product and the step of the innermost.
+    // Runs of mutually contiguous axes, from the last: their product, and the stride of the innermost.
     let mut wanted = to.iter().rev();
     let mut at = axes.len();
     while at > 0 {

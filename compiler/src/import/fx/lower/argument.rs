@@ -1,4 +1,4 @@
-//! Arguments of a node, by the names that ATen has for them. Those that equal their default are left out of the file.
+//! Reads a node's arguments by their ATen names. The file omits arguments that equal their default.
 
 use super::{Known, Scope};
 use crate::import::build::Build;
@@ -12,7 +12,7 @@ use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// A Python number: its kind decides how it meets tensors.
+/// A Python number; its type decides promotion with tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Number {
@@ -22,7 +22,6 @@ pub enum Number {
 }
 
 impl Number {
-    /// The number as a tensor of rank 0.
     pub fn tensor(self, dtype: DType) -> Tensor {
         match self {
             Number::Bool(value) => Tensor::from_bool(&[], &[value]).cast(dtype),
@@ -31,7 +30,6 @@ impl Number {
         }
     }
 
-    /// The number as a float.
     pub fn float(self) -> f64 {
         match self {
             Number::Bool(value) => f64::from(u8::from(value)),
@@ -40,7 +38,7 @@ impl Number {
         }
     }
 
-    /// The element type of a tensor that is made of nothing but this number.
+    /// The element type of a tensor filled with this number.
     pub fn dtype(self) -> DType {
         match self {
             Number::Bool(_) => DType::Bool,
@@ -50,7 +48,7 @@ impl Number {
     }
 }
 
-/// A tensor, a number or a size: what elementwise operators take.
+/// An operand of an elementwise operator.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Operand {
@@ -60,7 +58,7 @@ pub enum Operand {
 }
 
 impl Scope<'_> {
-    /// The argument, unless it is left out or `None`.
+    /// The argument, unless omitted or `None`.
     pub fn argument(&self, name: &str) -> Option<&Argument> {
         let found = &self.node.inputs.iter().find(|input| input.name == name)?.arg;
         match found {
@@ -69,7 +67,6 @@ impl Scope<'_> {
         }
     }
 
-    /// Whether the argument is given.
     pub fn has(&self, name: &str) -> bool {
         self.argument(name).is_some()
     }
@@ -80,7 +77,7 @@ impl Scope<'_> {
         LowerReason::Attribute { name, found, expected }
     }
 
-    /// What is known of a tensor argument.
+    /// A tensor argument, without adding a weight to the graph.
     pub fn known(&self, name: &'static str) -> Result<Known, LowerReason> {
         match self.argument(name) {
             Some(Argument::AsTensor(tensor) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(tensor))) => {
@@ -95,18 +92,17 @@ impl Scope<'_> {
         known.ok_or_else(|| LowerReason::Inputs("a value that it reads is not a tensor".to_string()))
     }
 
-    /// A tensor argument.
+    /// A required tensor argument.
     pub fn value(&mut self, name: &'static str) -> Result<Value, LowerReason> {
         let known = self.known(name)?;
         self.read(known)
     }
 
-    /// A tensor argument that may be left out.
+    /// An optional tensor argument.
     pub fn optional(&mut self, name: &'static str) -> Result<Option<Value>, LowerReason> {
         if self.has(name) { self.value(name).map(Some) } else { Ok(None) }
     }
 
-    /// A list of tensors.
     pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, LowerReason> {
         let list = self.optional_values(name)?;
         list.into_iter()
@@ -114,7 +110,6 @@ impl Scope<'_> {
             .collect()
     }
 
-    /// A list of tensors, some of them left out.
     pub fn optional_values(&mut self, name: &'static str) -> Result<Vec<Option<Value>>, LowerReason> {
         let list: Vec<Option<String>> = match self.argument(name) {
             Some(Argument::AsTensors(list)) => list.iter().map(|n| Some(n.name.clone())).collect(),
@@ -145,19 +140,18 @@ impl Scope<'_> {
         }
     }
 
-    /// The elements between neighbours of a tensor argument, axis by axis, as the file says for its own sizes.
+    /// Strides of a tensor argument in elements, for the exported sizes.
     pub fn strides(&self, name: &str) -> Option<Vec<i64>> {
         let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
         self.said.get(&tensor.name)?.strides.iter().map(SymInt::known).collect()
     }
 
-    /// The elements before the first of a tensor argument in its memory, as the file says.
+    /// Storage offset of a tensor argument in elements.
     pub fn storage_offset(&self, name: &str) -> Option<i64> {
         let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
         self.said.get(&tensor.name)?.storage_offset.as_ref().map_or(Some(0), SymInt::known)
     }
 
-    /// A number, `None` when it is left out.
     pub fn number(&self, name: &'static str) -> Result<Option<Number>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -175,7 +169,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A tensor, number or size, `None` when it is left out.
     pub fn operand(&mut self, name: &'static str) -> Result<Option<Operand>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -190,12 +183,10 @@ impl Scope<'_> {
         }
     }
 
-    /// A float.
     pub fn float(&self, name: &'static str, default: f64) -> Result<f64, LowerReason> {
         Ok(self.number(name)?.map_or(default, Number::float))
     }
 
-    /// A whole number.
     pub fn int(&self, name: &'static str, default: i64) -> Result<i64, LowerReason> {
         match self.number(name)? {
             None => Ok(default),
@@ -204,7 +195,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A switch.
     pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, LowerReason> {
         match self.argument(name) {
             None => Ok(default),
@@ -213,7 +203,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A word.
     pub fn text(&self, name: &'static str, default: &str) -> Result<String, LowerReason> {
         match self.argument(name) {
             None => Ok(default.to_string()),
@@ -222,7 +211,6 @@ impl Scope<'_> {
         }
     }
 
-    /// An element type, `None` when it is left out.
     pub fn dtype(&self, name: &'static str) -> Result<Option<DType>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -244,7 +232,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A size, `None` when it is left out.
     pub fn dim(&self, name: &'static str) -> Result<Option<Dim>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -254,7 +241,6 @@ impl Scope<'_> {
         }
     }
 
-    /// A list of sizes, `None` when it is left out.
     pub fn dims(&self, name: &'static str) -> Result<Option<Vec<Dim>>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -265,19 +251,17 @@ impl Scope<'_> {
         }
     }
 
-    /// A list of sizes that must be given.
+    /// A required list of sizes.
     pub fn shape(&self, name: &'static str) -> Result<Vec<Dim>, LowerReason> {
         self.dims(name)?.ok_or_else(|| self.wrong(name, "a list of sizes"))
     }
 
-    /// A list of whole numbers, `None` when it is left out.
     pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         let Some(dims) = self.dims(name)? else { return Ok(None) };
         let numbers: Option<Vec<i64>> = dims.iter().map(Dim::known).collect();
         numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of whole numbers"))
     }
 
-    /// Floats, `None` when they are left out.
     pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f64>>, LowerReason> {
         match self.argument(name) {
             None => Ok(None),
@@ -289,13 +273,13 @@ impl Scope<'_> {
         }
     }
 
-    /// An axis of a tensor of `rank`, counted from the front.
+    /// An axis argument, normalised to be non-negative.
     pub fn axis(&self, name: &'static str, default: i64, rank: usize) -> Result<usize, LowerReason> {
-        // A number is treated as a vector of one element.
+        // A scalar is treated as a vector of one element.
         attribute::axis(self.int(name, default)?, rank.max(1))
     }
 
-    /// Sorted axes; all of them where none are named.
+    /// Sorted axes; all axes if the argument is omitted or empty.
     pub fn axes(&self, name: &'static str, rank: usize) -> Result<Vec<usize>, LowerReason> {
         match self.ints(name)? {
             Some(list) if !list.is_empty() && rank > 0 => attribute::axes(&list, rank),

@@ -1,4 +1,4 @@
-//! Operators that arrange elements anew: diagonals, windows as axes, blocks of channels, rolled and turned axes.
+//! Operators that rearrange elements: diagonals, unfolding, pixel shuffle, roll and rotation.
 
 use super::argument::Number;
 use super::{Outputs, Scope, many, one};
@@ -11,20 +11,20 @@ use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, ScatterAdd, V
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
-/// The most elements of an index that is made here.
+/// Size limit of a constant index.
 const MOST: i64 = 1 << 20;
 
 fn known(dim: &Dim) -> Result<i64, LowerReason> {
     dim.known().filter(|v| (0..=MOST).contains(v)).ok_or(LowerReason::NotConstant { what: "the size of the axis" })
 }
 
-/// Elements of an axis at places that are known now; they may have several axes.
+/// Gathers constant indices along an axis, which takes `shape`.
 fn taken(scope: &mut Scope<'_>, x: Value, axis: usize, shape: &[usize], places: &[i64]) -> Result<Value, LowerReason> {
     let index = scope.constant(Tensor::from_i64(shape, places))?;
     scope.add(Op::Gather(Gather { axis }), &[x, index])
 }
 
-/// Two axes exchanged, under the names that aliases have for them.
+/// Swaps two axes; the names of the axis arguments differ between aliases.
 pub fn swapped(scope: &mut Scope<'_>, first: &'static str, second: &'static str) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -36,7 +36,7 @@ pub fn swapped(scope: &mut Scope<'_>, first: &'static str, second: &'static str)
     one(transposed(scope, x, perm)?)
 }
 
-/// The last two axes exchanged.
+/// Swaps the last two axes.
 pub fn matrix_turned(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -48,7 +48,7 @@ pub fn matrix_turned(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, x, perm)?)
 }
 
-/// Axes moved to other places; the rest keep their order.
+/// `movedim`: moves axes; the others keep their order.
 pub fn moved(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -67,7 +67,6 @@ pub fn moved(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, x, perm)?)
 }
 
-/// The elements of axes moved on, those at the end to the beginning.
 pub fn roll(scope: &mut Scope<'_>) -> Outputs {
     let given = scope.value("self")?;
     let shape = scope.fact(given).shape;
@@ -102,13 +101,13 @@ pub fn roll(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// One axis run backward.
+/// Reverses one axis.
 pub fn flipped(scope: &mut Scope<'_>, axis: usize) -> Outputs {
     let x = scope.value("self")?;
     one(scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?)
 }
 
-/// A plane turned by quarters.
+/// `rot90`: rotates a plane by multiples of 90°.
 pub fn turned(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -131,7 +130,8 @@ pub fn turned(scope: &mut Scope<'_>) -> Outputs {
     })
 }
 
-/// The axes of a plane that arguments name, the operand with that plane last and flat, and the sizes of the plane.
+/// Reads the two axes of a plane; returns the operand with the plane flattened into its last axis, the axes, and the
+/// plane's sizes.
 fn plane(scope: &mut Scope<'_>) -> Result<(Value, [usize; 2], [i64; 2]), LowerReason> {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -150,14 +150,13 @@ fn plane(scope: &mut Scope<'_>) -> Result<(Value, [usize; 2], [i64; 2]), LowerRe
     Ok((scope.reshape(y, flat)?, [a, b], sizes))
 }
 
-/// The places of a diagonal in a flat plane.
+/// Indices of a diagonal in the flattened plane.
 fn diagonal_places([rows, columns]: [i64; 2], offset: i64) -> Vec<i64> {
     let (row, column) = (offset.saturating_neg().max(0), offset.max(0));
     let count = (rows.saturating_sub(row)).min(columns.saturating_sub(column)).max(0);
     (0..count).map(|i| (row + i) * columns + column + i).collect()
 }
 
-/// A diagonal of a plane as the last axis.
 pub fn diagonal(scope: &mut Scope<'_>) -> Outputs {
     let offset = scope.int("offset", 0)?;
     let (flat, _, sizes) = plane(scope)?;
@@ -166,7 +165,6 @@ pub fn diagonal(scope: &mut Scope<'_>) -> Outputs {
     one(taken(scope, flat, axis, &[places.len()], &places)?)
 }
 
-/// The sum of the diagonal of a matrix.
 pub fn trace(scope: &mut Scope<'_>) -> Outputs {
     let (flat, _, sizes) = plane(scope)?;
     let places = diagonal_places(sizes, 0);
@@ -174,7 +172,7 @@ pub fn trace(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reduce(ReduceKind::Sum, y, &[0], false)?)
 }
 
-/// `x` with a diagonal of a plane replaced.
+/// `diagonal_scatter`: replaces a diagonal of a plane.
 pub fn diagonal_written(scope: &mut Scope<'_>) -> Outputs {
     use crate::op::{Scatter, ScatterKind};
     let offset = scope.int("offset", 0)?;
@@ -197,7 +195,7 @@ pub fn diagonal_written(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, y, back)?)
 }
 
-/// The last axis as a diagonal of a plane that is zero elsewhere.
+/// `diag_embed`: the last axis as the diagonal of a zero matrix.
 pub fn diagonal_spread(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -208,7 +206,7 @@ pub fn diagonal_spread(scope: &mut Scope<'_>) -> Outputs {
     let (count, rank) = (known(last)?, shape.len() + 1);
     let size = count.checked_add(offset.saturating_abs()).filter(|m| *m <= 1 << 15 && count > 0);
     let size = size.ok_or_else(|| LowerReason::Inputs(format!("a diagonal of {count} elements at {offset}")))?;
-    // In the flat plane, neighbours on the diagonal have a row and an element between them.
+    // In the flattened plane, neighbours on the diagonal are `size + 1` apart.
     let low = if offset >= 0 { offset } else { -offset * size };
     let high = size * size - low - ((count - 1) * (size + 1) + 1);
     let mut pad = Pad {
@@ -231,7 +229,7 @@ pub fn diagonal_spread(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, y, perm)?)
 }
 
-/// Windows of an axis; their elements are a new last axis.
+/// `unfold` of a tensor: sliding windows of an axis, their elements as a new last axis.
 pub fn windows(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -251,7 +249,7 @@ pub fn windows(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, y, perm)?)
 }
 
-/// The windows of an image: for each of two axes where the elements of every window are.
+/// The patches of an image: per spatial axis, the index of every element of every window.
 struct Patches {
     kernel: [i64; 2],
     count: [i64; 2],
@@ -295,7 +293,7 @@ impl Patches {
     }
 }
 
-/// `[N, C, H, W]` as columns `[N, C·kernel, windows]`; one image has no `N`.
+/// `im2col`: `[N, C, H, W]` to `[N, C·kernel, windows]`; `N` may be missing.
 pub fn columns(scope: &mut Scope<'_>) -> Outputs {
     let given = scope.value("self")?;
     let mut shape = scope.fact(given).shape;
@@ -322,7 +320,7 @@ pub fn columns(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, wide)?)
 }
 
-/// Columns `[N, C·kernel, windows]` as an image, overlapping elements added: the reverse of [`columns`].
+/// `col2im`: `[N, C·kernel, windows]` to an image, with overlapping elements summed. The adjoint of [`columns`].
 pub fn image(scope: &mut Scope<'_>) -> Outputs {
     let given = scope.value("self")?;
     let mut shape = scope.fact(given).shape;
@@ -358,7 +356,7 @@ pub fn image(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, whole)?)
 }
 
-/// Blocks of channels spread over height and width, or with `back`, gathered from there.
+/// Pixel shuffle, or pixel unshuffle with `back`.
 pub fn blocks(scope: &mut Scope<'_>, back: bool) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -383,7 +381,7 @@ pub fn blocks(scope: &mut Scope<'_>, back: bool) -> Outputs {
     one(scope.reshape(y, [lead, &whole[..]].concat())?)
 }
 
-/// The channels of groups in turn.
+/// `channel_shuffle`: interleaves the channels of groups.
 pub fn shuffled(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -400,7 +398,7 @@ pub fn shuffled(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(y, shape)?)
 }
 
-/// Every element of an axis, or of the flat tensor, so many times.
+/// `repeat_interleave`: repeats every element of an axis, or of the flattened tensor.
 pub fn repeated(scope: &mut Scope<'_>) -> Outputs {
     let mut x = scope.value("self")?;
     let repeats = scope.dim("repeats")?.ok_or(LowerReason::NotConstant { what: "the number of repeats" })?;
@@ -418,7 +416,8 @@ pub fn repeated(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, joined)?)
 }
 
-/// Tensors side by side along `axis`, each with at least `rank` axes. A vector is a row, or with `columns`, a column.
+/// `hstack` and similar: concatenates along `axis` after padding to `rank` axes. A vector becomes a row, or a column
+/// with `columns`.
 pub fn joined(scope: &mut Scope<'_>, axis: usize, rank: usize, columns: bool) -> Outputs {
     let mut parts = scope.values("tensors")?;
     for part in &mut parts {
@@ -440,7 +439,7 @@ pub fn joined(scope: &mut Scope<'_>, axis: usize, rank: usize, columns: bool) ->
     one(if parts.len() == 1 { parts[0] } else { scope.add(Op::Concat(Concat { axis }), &parts)? })
 }
 
-/// At least `rank` axes.
+/// `atleast_nd`: extends the shape to at least `rank` axes.
 pub fn at_least(scope: &mut Scope<'_>, rank: usize) -> Outputs {
     let x = scope.value("self")?;
     let mut shape = scope.fact(x).shape;
@@ -455,7 +454,7 @@ pub fn at_least(scope: &mut Scope<'_>, rank: usize) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// Parts of an axis that differ by one element at most, or cut at places.
+/// `tensor_split`: parts of an axis that differ by at most one element, or cut at indices.
 pub fn nearly_equal(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -482,7 +481,7 @@ pub fn nearly_equal(scope: &mut Scope<'_>) -> Outputs {
     many(parts)
 }
 
-/// Every vector stretched along axes of its own.
+/// `meshgrid`: broadcasts every vector along its own axis.
 pub fn grids(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
     let exchanged = scope.text("indexing", "ij")? == "xy" && parts.len() > 1;
@@ -511,7 +510,7 @@ pub fn grids(scope: &mut Scope<'_>) -> Outputs {
     many(made)
 }
 
-/// The differences of neighbours, `n` times over.
+/// `diff`: differences of neighbours, `n` times.
 pub fn differences(scope: &mut Scope<'_>) -> Outputs {
     let mut x = scope.value("self")?;
     let at = attribute::axis(scope.int("dim", -1)?, scope.fact(x).rank())?;

@@ -29,14 +29,13 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     one(product(scope, weights, value)?)
 }
 
-/// What the products of queries and keys are multiplied by.
+/// The scale of the scores, `1/√E` by default.
 pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, LowerReason> {
     let width = scope.fact(query).shape.last().and_then(Dim::known);
     let width = width.ok_or(LowerReason::NotConstant { what: "the width of a head" })?;
     scope.float("scale", 1.0 / (width as f64).sqrt())
 }
 
-/// How much each query takes from each key.
 pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<Value, LowerReason> {
     let scale = scale_of(scope, query)?;
     let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;
@@ -61,12 +60,12 @@ pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<
     let axis = scope.fact(scores).rank() - 1;
     let weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
     let Some(mask) = truths else { return Ok(weights) };
-    // A query that sees no key gets zeros.
+    // A query whose keys are all masked yields zeros.
     let zero = scope.scalar(scope.fact(weights).dtype, 0.0)?;
     scope.select(mask, weights, zero)
 }
 
-/// Which keys a query sees: those that do not stand behind it.
+/// The causal mask: a query attends to keys up to its own position.
 fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     let shape = scope.fact(scores).shape;
     let [.., queries, keys] = shape.as_slice() else {
@@ -79,7 +78,7 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     scope.compare(Compare::LessEqual, j, i)
 }
 
-/// Scores that are not kept, at the lowest number: minus infinity would make a row of nothing else no number.
+/// Sets masked scores to the lowest finite number: a row of minus infinities would give NaN.
 fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, LowerReason> {
     let dtype = scope.fact(scores).dtype;
     let lowest = -largest(dtype);
@@ -87,7 +86,7 @@ fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Lo
     scope.select(kept, scores, never)
 }
 
-/// `x [… G, S, E]` with every head repeated, so that there are as many as the queries have.
+/// Repeats the heads of `x [… G, S, E]` to the number of query heads (grouped-query attention).
 fn shared(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     let Some(heads) = shape.len().checked_sub(3) else { return Ok(x) };

@@ -1,8 +1,7 @@
-//! Complex tensors, as two tensors of their real and imaginary parts: rotary embeddings that are written as products of
-//! complex numbers, and Fourier transforms. Both end in real tensors again; no core op knows complex numbers.
+//! Complex tensors as pairs of real tensors, for rotary embeddings written with complex products and for Fourier
+//! transforms. No core op is complex.
 //!
-//! What moves elements or adds them up is done to both parts alike. A transform along one axis is a product with a matrix
-//! that is known now.
+//! Data movement and sums apply to both parts. A transform along one axis is a product with a constant matrix.
 
 use super::resize::mixed;
 use super::table::{self, Lower};
@@ -19,13 +18,13 @@ use std::f64::consts::TAU;
 /// Real and imaginary part.
 type Parts = (Value, Value);
 
-/// How a node is lowered that makes complex tensors or reads them; `None` for all others.
+/// The lowering of a node that makes or reads complex tensors; `None` for all others.
 pub fn find(reads_complex: bool, target: &str) -> Option<Lower> {
     let refused: Lower = |_| Err(LowerReason::Unsupported("this operator on complex numbers".to_string()));
     row(reads_complex, table::name(target)).or(reads_complex.then_some(refused))
 }
 
-/// Whether an operator is lowered for some complex tensors.
+/// Tests whether an operator supports complex operands.
 pub fn knows(target: &str) -> bool {
     row(true, table::name(target)).is_some()
 }
@@ -67,7 +66,7 @@ fn pair((re, im): Parts) -> Outputs {
     Ok(Made::Tensors(vec![Known::Complex(re, im)]))
 }
 
-/// The parts of an argument; a real tensor has none that is imaginary.
+/// The parts of an argument; a real tensor has no imaginary part.
 fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Value>), LowerReason> {
     match scope.known(name)? {
         Known::Complex(re, im) => Ok((re, Some(im))),
@@ -75,7 +74,6 @@ fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Val
     }
 }
 
-/// The operand, which is complex.
 fn operand(scope: &mut Scope<'_>) -> Result<Parts, LowerReason> {
     match parts(scope, "self")? {
         (re, Some(im)) => Ok((re, im)),
@@ -86,7 +84,7 @@ fn operand(scope: &mut Scope<'_>) -> Result<Parts, LowerReason> {
     }
 }
 
-/// The last axis, of two elements, as the parts.
+/// `view_as_complex`: the last axis has the two parts.
 fn of_pairs(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -99,7 +97,7 @@ fn of_pairs(scope: &mut Scope<'_>) -> Outputs {
     pair((scope.reshape(re, rest.to_vec())?, scope.reshape(im, rest.to_vec())?))
 }
 
-/// The parts as a new last axis.
+/// `view_as_real`: the parts as a new last axis.
 fn to_pairs(scope: &mut Scope<'_>) -> Outputs {
     let (re, im) = operand(scope)?;
     let mut shape = scope.fact(re).shape;
@@ -114,14 +112,13 @@ fn of_parts(scope: &mut Scope<'_>) -> Outputs {
     pair(parts)
 }
 
-/// `abs·(cos angle + i sin angle)`
+/// `polar`: `abs·(cos angle + i sin angle)`.
 fn of_angle(scope: &mut Scope<'_>) -> Outputs {
     let (abs, angle) = (scope.value("abs")?, scope.value("angle")?);
     let (cos, sin) = (scope.unary(Unary::Cos, angle)?, scope.unary(Unary::Sin, angle)?);
     pair((scope.binary(Binary::Mul, abs, cos)?, scope.binary(Binary::Mul, abs, sin)?))
 }
 
-/// `√(re² + im²)`, whose gradient at 0 is 0.
 fn size(scope: &mut Scope<'_>) -> Outputs {
     let (re, im) = operand(scope)?;
     let (re, im) = (scope.binary(Binary::Mul, re, re)?, scope.binary(Binary::Mul, im, im)?);
@@ -134,7 +131,7 @@ fn conjugated(scope: &mut Scope<'_>) -> Outputs {
     pair((re, scope.unary(Unary::Neg, im)?))
 }
 
-/// `(a + bi)(c + di) = (ac - bd) + (ad + bc)i`; a number or a real tensor has no imaginary part.
+/// `(a + bi)(c + di) = (ac - bd) + (ad + bc)i`; real operands have no imaginary part.
 fn product(scope: &mut Scope<'_>) -> Outputs {
     if let Some(number) = scope.number("other").ok().flatten() {
         let (re, im) = operand(scope)?;
@@ -165,7 +162,7 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
     pair((re, im))
 }
 
-/// The node with real tensors in place of complex ones, as `pick` chooses them by name.
+/// Lowers the node on real tensors that `pick` chooses for the complex ones, by name.
 fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, LowerReason> {
     let lower = table::find(&scope.node.target).ok_or_else(|| LowerReason::Unsupported(scope.node.target.clone()))?;
     let real = |name: &str, known| {
@@ -191,13 +188,12 @@ fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Resu
     }
 }
 
-/// The names of the complex tensors that the node reads, in order.
 fn read<'a>(scope: &Scope<'a>) -> Vec<&'a str> {
     let read = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
     read.filter(|name| matches!(scope.names.tensors.get(*name), Some(Known::Complex(..)))).collect()
 }
 
-/// The same done to both parts. What is added must be complex as well, and what divides must not.
+/// Applies an operator to both parts. Addends must all be complex, divisors must be real.
 fn both(scope: &mut Scope<'_>) -> Outputs {
     let tensors = |scope: &Scope<'_>| {
         let read = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
@@ -223,7 +219,7 @@ fn both(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Tensors(made))
 }
 
-/// What is linear in each of two operands.
+/// Applies an operator that is linear in each of two operands.
 fn bilinear(scope: &mut Scope<'_>) -> Outputs {
     let complex = read(scope);
     match complex[..] {
@@ -244,7 +240,7 @@ fn bilinear(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// The axes of a transform, counted from the front, in the order given; the last is the one that halves.
+/// The axes of a transform in the order given; a real transform halves the last.
 fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, LowerReason> {
     let name = table::name(&scope.node.target);
     let given = match scope.ints("dim")? {
@@ -260,7 +256,6 @@ fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, LowerReason> 
     scope.fact(x).shape[axis].known().ok_or(LowerReason::NotConstant { what: "the size of a transform" })
 }
 
-/// The factor that a transform of so many elements takes in all.
 fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerReason> {
     if scope.has("normalization") {
         return match scope.int("normalization", 0)? {
@@ -281,7 +276,6 @@ fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerRe
     }
 }
 
-/// Sizes that pad or cut are not taken.
 fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), LowerReason> {
     for name in ["s", "n"] {
         let Some(asked) = scope.ints(name)? else { continue };
@@ -294,7 +288,7 @@ fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), Low
     Ok(())
 }
 
-/// Products along an axis with `cos` and `sin` of `2πkm/n`, for `k` up to `rows`.
+/// Products along an axis with `cos` and `sin` of `2πkm/n`, for `k < rows`.
 fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, LowerReason> {
     let n = length(scope, x, axis)?;
     let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
@@ -307,7 +301,7 @@ fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Part
     Ok((mixed(scope, x, axis, n, &matrix(f64::cos))?, mixed(scope, x, axis, n, &matrix(f64::sin))?))
 }
 
-/// The transform along one axis, to `rows` of its elements: `Σ x e^(∓2πikm/n)`.
+/// The first `rows` elements of the DFT along one axis: `Σ x e^(∓2πikm/n)`.
 fn along(
     scope: &mut Scope<'_>,
     (re, im): (Value, Option<Value>),
@@ -330,7 +324,6 @@ fn scaled(scope: &mut Scope<'_>, (re, im): Parts, factor: f64) -> Outputs {
     pair((scope.with_number(Binary::Mul, re, factor)?, scope.with_number(Binary::Mul, im, factor)?))
 }
 
-/// The transform along all its axes.
 fn transformed(scope: &mut Scope<'_>, forward: bool) -> Outputs {
     let mut x = parts(scope, "self")?;
     let axes = axes(scope, scope.fact(x.0).rank())?;
@@ -347,12 +340,12 @@ fn transformed(scope: &mut Scope<'_>, forward: bool) -> Outputs {
     scaled(scope, (re, im), factor)
 }
 
-/// The transform of a real tensor, of which the last axis keeps the half that says all.
+/// The DFT of a real tensor, reduced to the non-redundant half of the last axis.
 fn halved(scope: &mut Scope<'_>) -> Outputs {
     real_transformed(scope, true)
 }
 
-/// The same where an argument says whether a half is kept.
+/// The DFT of a real tensor; `onesided` selects the half.
 fn of_real(scope: &mut Scope<'_>) -> Outputs {
     let half = scope.flag("onesided", true)?;
     real_transformed(scope, half)
@@ -375,7 +368,7 @@ fn real_transformed(scope: &mut Scope<'_>, half: bool) -> Outputs {
     scaled(scope, (re, im), factor)
 }
 
-/// The real tensor whose transform has this half along the last axis: the other half is its mirror.
+/// Inverse real DFT: the missing half of the last axis is the conjugate mirror.
 fn to_real(scope: &mut Scope<'_>) -> Outputs {
     let mut x = operand(scope)?;
     let axes = axes(scope, scope.fact(x.0).rank())?;

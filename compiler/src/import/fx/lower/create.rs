@@ -1,4 +1,4 @@
-//! Operators that make tensors of nothing but sizes and numbers, and parts on one side of a diagonal.
+//! Operators that create tensors from sizes and numbers, and triangular parts.
 
 use super::argument::{Number, Operand};
 use super::{Made, Outputs, Scope, one, promote};
@@ -34,7 +34,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
         (Some(span), Some(step)) => {
             let whole = span.checked_div_euclid(step).unwrap_or(0);
             let rest = i64::from(span.checked_rem_euclid(step).unwrap_or(0) != 0);
-            // With a negative step, the Euclidean quotient is rounded up already.
+            // For a negative step, the Euclidean quotient already rounds up.
             Dim::Known(if step > 0 { whole + rest } else { whole })
         }
         (None, Some(step)) => span.div_exact(&Dim::Known(step))?,
@@ -52,7 +52,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
     one(scope.cast(y, dtype)?)
 }
 
-/// The most elements that are written out here.
+/// Limit on the elements of a computed constant.
 const MOST: f64 = (1 << 20) as f64;
 
 fn arange_of_floats(scope: &mut Scope<'_>) -> Outputs {
@@ -66,7 +66,7 @@ fn arange_of_floats(scope: &mut Scope<'_>) -> Outputs {
     one(scope.constant(Tensor::from_f64(&[values.len()], &values).cast(dtype))?)
 }
 
-/// So many numbers from `start` to `end`, both among them; with `base` powers of it.
+/// `linspace`: `steps` numbers from `start` to `end` inclusive; `logspace` with `powers`.
 pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
     let (start, end, steps) = (scope.float("start", 0.0)?, scope.float("end", 0.0)?, scope.int("steps", 100)?);
     if !(0.0..=MOST).contains(&(steps as f64)) {
@@ -80,7 +80,6 @@ pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
     one(scope.constant(Tensor::from_f64(&[values.len()], &values).cast(dtype))?)
 }
 
-/// Ones on the diagonal of a matrix of zeros.
 pub fn eye(scope: &mut Scope<'_>) -> Outputs {
     let rows = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "the number of rows" })?;
     let columns = scope.dim("m")?.unwrap_or_else(|| rows.clone());
@@ -93,7 +92,7 @@ pub fn eye(scope: &mut Scope<'_>) -> Outputs {
     one(scope.cast(on, dtype)?)
 }
 
-/// The places on one side of a diagonal: rows, then columns.
+/// `tril_indices` and `triu_indices`: row indices, then column indices.
 pub fn triangle_places(scope: &mut Scope<'_>, upper: bool) -> Outputs {
     let (rows, columns, offset) = (scope.int("row", 0)?, scope.int("col", 0)?, scope.int("offset", 0)?);
     if !(0..=1 << 10).contains(&rows) || !(0..=1 << 10).contains(&columns) {
@@ -113,7 +112,8 @@ fn size(dim: &Dim) -> Operand {
     }
 }
 
-/// A number everywhere. `constant` is the number, else it is an argument; `like` says whose shape and type it has.
+/// `full`, `zeros`, `ones` and their `_like` forms. The fill value is `constant`, or else an argument; `like` takes
+/// shape and type from `self`.
 pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs {
     let source = if scope.has("self") { Some(scope.fact_of("self")?) } else { None };
     let shape = match &source {
@@ -130,20 +130,18 @@ pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs
     one(scope.broadcast(value, shape)?)
 }
 
-/// A number as a tensor of rank 0.
 pub fn scalar_tensor(scope: &mut Scope<'_>) -> Outputs {
     let value = scope.operand("s")?.ok_or(LowerReason::NotConstant { what: "the number" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
     one(promote::value(scope, &value, dtype)?)
 }
 
-/// The part above or below a diagonal, the rest zero.
+/// `triu` or `tril`.
 pub fn part(scope: &mut Scope<'_>, upper: bool) -> Outputs {
     let (x, diagonal) = (scope.value("self")?, scope.int("diagonal", 0)?);
     one(triangle(scope, x, upper, diagonal)?)
 }
 
-/// The size of an axis.
 pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     if fact.rank() == 0 {
@@ -152,12 +150,11 @@ pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
 }
 
-/// The number of elements.
 pub fn sym_numel(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Size(volume(&scope.fact_of("self")?.shape)?))
 }
 
-/// Arithmetic on sizes, by position: these are Python's operators and do not name their operands.
+/// Arithmetic on sizes. Operands are positional: Python's operators do not name them.
 pub fn size_arithmetic(
     scope: &mut Scope<'_>,
     join: fn(&Dim, &Dim) -> Result<Dim, crate::tensor::dim::DimError>,

@@ -1,11 +1,11 @@
-//! Places where a program lets no gradient pass. Many stop nothing, since no parameter stands before them: a constant
-//! that is detached, positions that are worked out without gradients. Those go away.
+//! Removes stop-gradients without effect: no parameter precedes them, as with detached constants or positions computed
+//! under `no_grad`.
 
 use crate::graph::{Graph, order};
 use crate::op::{NodeId, Op, Value};
 use std::collections::HashSet;
 
-/// Takes out every [`StopGradient`](crate::op::StopGradient) that no gradient could reach a parameter through.
+/// Removes every [`StopGradient`](crate::op::StopGradient) that blocks no gradient of a parameter.
 pub fn settle(graph: &mut Graph) {
     let mut trained: HashSet<NodeId> = HashSet::new();
     for id in order::canonical(graph) {

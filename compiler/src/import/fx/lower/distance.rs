@@ -1,4 +1,4 @@
-//! Losses that compare a prediction with a target element by element, and similarities of vectors.
+//! Elementwise losses, and similarities and distances of vectors.
 
 use super::loss::{joined, reduction};
 use super::reduce::norm_of;
@@ -8,7 +8,6 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 
-/// The difference of prediction and target.
 fn difference(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (a, b) = (scope.value("self")?, scope.value("target")?);
     scope.binary(Binary::Sub, a, b)
@@ -23,7 +22,7 @@ fn number(scope: &mut Scope<'_>, like: Value, value: f64) -> Result<Value, Lower
     scope.scalar(scope.fact(like).dtype, value)
 }
 
-/// The square of the difference, or its size.
+/// Squared or absolute error.
 pub fn plain(scope: &mut Scope<'_>, squared: bool) -> Outputs {
     let difference = difference(scope)?;
     let each = match squared {
@@ -33,7 +32,7 @@ pub fn plain(scope: &mut Scope<'_>, squared: bool) -> Outputs {
     finished(scope, each)
 }
 
-/// Half the square of a small difference, a line beyond `bend`; with `steep` the line is as steep as the bend, else 1.
+/// Huber-like loss: quadratic up to `bend`, linear beyond. The slope beyond is `bend` if `steep`, else 1.
 fn bent(scope: &mut Scope<'_>, bend: f64, steep: bool) -> Outputs {
     let difference = difference(scope)?;
     let size = scope.unary(Unary::Abs, difference)?;
@@ -50,13 +49,12 @@ fn bent(scope: &mut Scope<'_>, bend: f64, steep: bool) -> Outputs {
     finished(scope, each)
 }
 
-/// The smooth absolute difference.
+/// Smooth L1 loss.
 pub fn smooth(scope: &mut Scope<'_>) -> Outputs {
     let beta = scope.float("beta", 1.0)?;
     bent(scope, beta, false)
 }
 
-/// Huber's loss.
 pub fn huber(scope: &mut Scope<'_>) -> Outputs {
     let delta = scope.float("delta", 1.0)?;
     bent(scope, delta, true)
@@ -70,7 +68,7 @@ fn weighted(scope: &mut Scope<'_>, each: Value) -> Outputs {
     finished(scope, each)
 }
 
-/// Cross-entropy of probabilities; logarithms are kept above -100, as PyTorch does.
+/// Binary cross-entropy of probabilities; logarithms are clamped to at least -100, as in PyTorch.
 pub fn binary_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     let (p, target) = (scope.value("self")?, scope.value("target")?);
     let unit = number(scope, p, 1.0)?;
@@ -86,7 +84,7 @@ pub fn binary_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     weighted(scope, each)
 }
 
-/// The same from logits: `(1 - t) x + (1 + (w - 1) t) log(1 + e^-x)` with a weight `w` of the positive targets.
+/// Binary cross-entropy of logits: `(1 - t) x + (1 + (w - 1) t) log(1 + e^-x)` with weight `w` of positive targets.
 pub fn binary_cross_entropy_with_logits(scope: &mut Scope<'_>) -> Outputs {
     let (x, target) = (scope.value("self")?, scope.value("target")?);
     let unit = number(scope, x, 1.0)?;
@@ -104,7 +102,7 @@ pub fn binary_cross_entropy_with_logits(scope: &mut Scope<'_>) -> Outputs {
     weighted(scope, each)
 }
 
-/// The divergence of log-probabilities from a target: `t (log t - x)`.
+/// KL divergence of log-probabilities `x` from a target: `t (log t - x)`.
 pub fn divergence(scope: &mut Scope<'_>) -> Outputs {
     let (x, target) = (scope.value("self")?, scope.value("target")?);
     let (share, log) = if scope.flag("log_target", false)? {
@@ -130,7 +128,7 @@ pub fn soft_margin(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, each)
 }
 
-/// The negative log-likelihood of counts, without the term that only the target has.
+/// Poisson negative log-likelihood, without Stirling's term.
 pub fn poisson(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("full", false)? {
         return Err(LowerReason::Unsupported("a Poisson loss with Stirling's term".to_string()));
@@ -147,7 +145,7 @@ pub fn poisson(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, each)
 }
 
-/// `x` where the target is 1, what it lacks of the margin where it is -1.
+/// Hinge embedding loss: `x` for target 1, `max(0, margin - x)` for target -1.
 pub fn hinge(scope: &mut Scope<'_>) -> Outputs {
     let (x, target) = (scope.value("self")?, scope.value("target")?);
     let margin = number(scope, x, scope.float("margin", 1.0)?)?;
@@ -162,7 +160,7 @@ pub fn hinge(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, each)
 }
 
-/// What the first of two lacks of being larger by a margin, or the other way around where the target is -1.
+/// Margin ranking loss: `max(0, -t (a - b) + margin)`.
 pub fn ranking(scope: &mut Scope<'_>) -> Outputs {
     let (a, b, target) = (scope.value("input1")?, scope.value("input2")?, scope.value("target")?);
     let difference = scope.binary(Binary::Sub, b, a)?;
@@ -172,7 +170,6 @@ pub fn ranking(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, each)
 }
 
-/// The cosine of the angle between vectors along an axis.
 pub fn cosine(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);
     let product = scope.binary(Binary::Mul, a, b)?;
@@ -188,7 +185,7 @@ pub fn cosine(scope: &mut Scope<'_>) -> Outputs {
     one(cosine)
 }
 
-/// The norm of the difference of vectors.
+/// Norm of the difference of vectors.
 pub fn pairwise(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);
     let difference = scope.binary(Binary::Sub, a, b)?;
@@ -198,7 +195,7 @@ pub fn pairwise(scope: &mut Scope<'_>) -> Outputs {
     one(norm_of(scope, shifted, order, &[axis], keep)?)
 }
 
-/// The distance of every row of one matrix from every row of another.
+/// `cdist`: the distance of every row of one matrix from every row of another.
 pub fn all_pairs(scope: &mut Scope<'_>) -> Outputs {
     use crate::tensor::dim::Dim;
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);

@@ -1,4 +1,4 @@
-//! Operators that work element by element.
+//! Elementwise operators.
 
 use super::argument::{Number, Operand};
 use super::function::toward_zero;
@@ -9,32 +9,30 @@ use crate::import::symbolic_batch;
 use crate::op::{Binary, Compare, Unary, Value};
 use crate::tensor::DType;
 
-/// An operand that must be given.
 pub fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, LowerReason> {
     let operand = scope.operand(name)?;
     operand.ok_or(LowerReason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
 }
 
-/// `f(x)`, in the element type of `x`.
+/// `f(x)` in the element type of `x`.
 pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     let x = scope.value("self")?;
     one(scope.unary(op, x)?)
 }
 
-/// `f(x)`, in floats.
+/// `f(x)` in floats.
 pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     let x = scope.value("self")?;
     let x = promote::real(scope, x)?;
     one(scope.unary(op, x)?)
 }
 
-/// The operand, as it is.
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
     Ok(Made::Tensors(vec![scope.known(name)?]))
 }
 
-/// A copy, which may be changed in place while its operand is not.
+/// `clone`: weights become graph values, so that an in-place change affects only the copy.
 pub fn duplicate(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
     match scope.known(name)? {
@@ -43,7 +41,7 @@ pub fn duplicate(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// Both operands in the type they meet in.
+/// Both operands in their promoted type.
 pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
@@ -53,13 +51,12 @@ pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     Ok((both[0], both[1]))
 }
 
-/// `f(a, b)`.
 pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
     one(scope.binary(op, a, b)?)
 }
 
-/// `a ± alpha·b`; the other way around with `reversed`. Truths are joined: their sum is "or".
+/// `a ± alpha·b`, or `rsub` with `reversed`. The sum of booleans is "or".
 pub fn add(scope: &mut Scope<'_>, op: Binary, reversed: bool) -> Outputs {
     let alpha = scope.number("alpha")?;
     let (mut a, mut b) = pair(scope)?;
@@ -68,7 +65,7 @@ pub fn add(scope: &mut Scope<'_>, op: Binary, reversed: bool) -> Outputs {
     }
     let dtype = scope.fact(a).dtype;
     if let Some(alpha) = alpha.filter(|n| n.float() != 1.0) {
-        // `rsub` scales its first operand, which stands second here.
+        // `rsub` scales its first operand, now `b`.
         let alpha = scope.constant(alpha.tensor(dtype))?;
         b = scope.binary(Binary::Mul, b, alpha)?;
     }
@@ -76,7 +73,7 @@ pub fn add(scope: &mut Scope<'_>, op: Binary, reversed: bool) -> Outputs {
     one(scope.binary(op, a, b)?)
 }
 
-/// `a·b`; of truths, "and".
+/// `a·b`; "and" of booleans.
 pub fn multiply(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
     let op = if scope.fact(a).dtype == DType::Bool { Binary::And } else { Binary::Mul };
@@ -97,7 +94,7 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
             let quotient = scope.binary(Binary::Div, a, b)?;
             one(toward_zero(scope, quotient)?)
         }
-        // Without its rest, which has the sign of the divisor, the quotient is exact and rounded down.
+        // The remainder has the divisor's sign, so `a - rest` divides exactly to the floor.
         "floor" => {
             let rest = scope.binary(Binary::Mod, a, b)?;
             let whole = scope.binary(Binary::Sub, a, rest)?;
@@ -108,7 +105,7 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
     }
 }
 
-/// `a^b`. Small whole exponents are products, as PyTorch computes them.
+/// `a^b`; small integer exponents become products, as in PyTorch.
 pub fn power(scope: &mut Scope<'_>) -> Outputs {
     let operands = [required(scope, "self")?, required(scope, "exponent")?];
     let dtype = promote::common(scope, &operands);
@@ -139,26 +136,24 @@ pub fn power(scope: &mut Scope<'_>) -> Outputs {
     })
 }
 
-/// `x²`
 pub fn square(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     one(scope.binary(Binary::Mul, x, x)?)
 }
 
-/// `a ? b`; greater is less with the sides exchanged.
+/// Compares `a` with `b`; "greater" is "less" with `exchanged` operands.
 pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
     let (a, b) = pair(scope)?;
     one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
 }
 
-/// `a ≠ b`
 pub fn differs(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
     let same = scope.compare(Compare::Equal, a, b)?;
     one(scope.unary(Unary::Not, same)?)
 }
 
-/// Whether each element is not zero.
+/// `x ≠ 0`.
 fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let dtype = scope.fact(x).dtype;
     if dtype == DType::Bool {
@@ -169,34 +164,31 @@ fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     scope.unary(Unary::Not, same)
 }
 
-/// A logical operator on the truths of both operands.
 pub fn logical(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
     let (a, b) = (truth(scope, a)?, truth(scope, b)?);
     one(scope.binary(op, a, b)?)
 }
 
-/// A bitwise operator, which on truths is the logical one. The core op knows both.
+/// A bitwise operator; on booleans the core op is logical.
 pub fn bitwise(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
     one(scope.binary(op, a, b)?)
 }
 
-/// The opposite truth, or with `bitwise`, every bit turned.
+/// Logical not, or bitwise not.
 pub fn negate(scope: &mut Scope<'_>, bitwise: bool) -> Outputs {
     let x = scope.value("self")?;
     let x = if bitwise { x } else { truth(scope, x)? };
     one(scope.unary(Unary::Not, x)?)
 }
 
-/// Whether `x` is not a number.
 pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let same = scope.compare(Compare::Equal, x, x)?;
     one(scope.unary(Unary::Not, same)?)
 }
 
-/// `condition ? self : other`.
 pub fn choose(scope: &mut Scope<'_>) -> Outputs {
     let condition = scope.value("condition")?;
     let condition = truth(scope, condition)?;
@@ -204,7 +196,7 @@ pub fn choose(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(condition, a, b)?)
 }
 
-/// `mask ? value : self`, in the type of `self`.
+/// `mask ? value : self` in the type of `self`.
 pub fn masked_fill(scope: &mut Scope<'_>) -> Outputs {
     let (x, mask) = (scope.value("self")?, scope.value("mask")?);
     let value = required(scope, "value")?;
@@ -212,7 +204,7 @@ pub fn masked_fill(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(mask, value, x)?)
 }
 
-/// `min(max(x, low), high)`; bounds are numbers or tensors, and either may be left out.
+/// `min(max(x, low), high)`; bounds are numbers or tensors, and either may be omitted.
 pub fn clamp(scope: &mut Scope<'_>, low: &'static str, high: &'static str) -> Outputs {
     let x = Operand::Tensor(scope.value("self")?);
     let (low, high) = (scope.operand(low)?, scope.operand(high)?);
@@ -228,7 +220,7 @@ pub fn clamp(scope: &mut Scope<'_>, low: &'static str, high: &'static str) -> Ou
     one(y)
 }
 
-/// `min(max(x, low), high)` with bounds of -1 and 1 unless they are given.
+/// Clamp between `min_val` and `max_val`, with defaults `low` and `high`.
 pub fn hardtanh(scope: &mut Scope<'_>, low: f64, high: f64) -> Outputs {
     let x = scope.value("self")?;
     let (low, high) = (scope.float("min_val", low)?, scope.float("max_val", high)?);
@@ -236,7 +228,7 @@ pub fn hardtanh(scope: &mut Scope<'_>, low: f64, high: f64) -> Outputs {
     one(scope.with_number(Binary::Min, y, high)?)
 }
 
-/// `x·Φ(x)`, exact or by `tanh`.
+/// `x·Φ(x)`, exact or with the `tanh` approximation.
 pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     match scope.text("approximate", "none")?.as_str() {
         "none" => real(scope, Unary::Gelu),
@@ -258,21 +250,21 @@ pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(positive, x, scaled)?)
 }
 
-/// `scale·(x > 0 ? x : alpha·(e^(input_scale·x) - 1))`. The exponential sees no positive `x`: it would overflow, and
-/// its gradient with it, though nobody looks at it there.
+/// `scale·(x > 0 ? x : alpha·(e^(input_scale·x) - 1))`. Positive `x` is clamped before the exponential: an overflow in
+/// the unselected branch would make the gradient NaN.
 pub fn elu(scope: &mut Scope<'_>) -> Outputs {
     let (alpha, scale) = (scope.float("alpha", 1.0)?, scope.float("scale", 1.0)?);
     let inner = scope.float("input_scale", 1.0)?;
     exponential(scope, alpha, scale, inner)
 }
 
-/// The same with an alpha that divides the exponent as well.
+/// ELU with an exponent divided by alpha.
 pub fn celu(scope: &mut Scope<'_>) -> Outputs {
     let alpha = scope.float("alpha", 1.0)?;
     exponential(scope, alpha, 1.0, 1.0 / alpha)
 }
 
-/// The same with numbers that keep mean and variance (Klambauer and others 2017).
+/// ELU with constants that preserve mean and variance (Klambauer et al. 2017).
 pub fn selu(scope: &mut Scope<'_>) -> Outputs {
     exponential(scope, 1.673_263_242_354_377_2, 1.050_700_987_355_480_5, 1.0)
 }
@@ -289,7 +281,7 @@ fn exponential(scope: &mut Scope<'_>, alpha: f64, scale: f64, inner: f64) -> Out
     one(if scale == 1.0 { y } else { scope.with_number(Binary::Mul, y, scale)? })
 }
 
-/// `max(0, min(1, x/6 + 1/2))`, times `x` with `gated`.
+/// `max(0, min(1, x/6 + 1/2))`; times `x` (hard swish) with `gated`.
 pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
     let x = scope.value("self")?;
     let shifted = scope.with_number(Binary::Add, x, 3.0)?;
@@ -299,7 +291,8 @@ pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
     one(if gated { scope.binary(Binary::Mul, x, gate)? } else { gate })
 }
 
-/// `log(1 + e^(beta·x))/beta`. Beyond the threshold PyTorch gives `x`, which beyond 20 the exact function equals in `f32`.
+/// `log(1 + e^(beta·x))/beta`. PyTorch returns `x` above the threshold; above 20, the exact function equals `x` in
+/// `f32`.
 pub fn softplus(scope: &mut Scope<'_>) -> Outputs {
     let (x, beta, threshold) = (scope.value("self")?, scope.float("beta", 1.0)?, scope.float("threshold", 20.0)?);
     let scaled = if beta == 1.0 { x } else { scope.with_number(Binary::Mul, x, beta)? };
@@ -321,7 +314,6 @@ pub fn mish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-/// `log(x)` in another base.
 pub fn logarithm(scope: &mut Scope<'_>, base: f64) -> Outputs {
     let x = scope.value("self")?;
     let x = promote::real(scope, x)?;
@@ -329,7 +321,7 @@ pub fn logarithm(scope: &mut Scope<'_>, base: f64) -> Outputs {
     one(scope.with_number(Binary::Div, log, base.ln())?)
 }
 
-/// Another element type, where one is named.
+/// Casts to the element type given, if any.
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     let to = match scope.has("other") {
         true => Some(scope.fact_of("other")?.dtype),
@@ -341,7 +333,7 @@ pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     one(scope.cast(x, to)?)
 }
 
-/// The elements of `src` in the shape and type of `self`.
+/// `copy_`: `src` in the shape and type of `self`.
 pub fn copy(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let source = scope.value("src")?;
@@ -350,7 +342,7 @@ pub fn copy(scope: &mut Scope<'_>) -> Outputs {
     one(scope.broadcast(source, shape)?)
 }
 
-/// The value of a number everywhere, in the shape and type of `self`.
+/// `fill_`: a number in the shape and type of `self`.
 pub fn filled(scope: &mut Scope<'_>, constant: Option<f64>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let value = match constant {

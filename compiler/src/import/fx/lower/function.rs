@@ -1,6 +1,5 @@
-//! Functions of single elements that no core op is: each is a few core ops. Where one branch of a choice would overflow
-//! or divide by zero, it is given an argument that does not: its gradient counts zero times, and zero times infinity is
-//! no number.
+//! Elementwise functions composed of core ops. If one branch of a select could overflow or divide by zero, its argument
+//! is replaced by a safe one. Otherwise its gradient would be zero times infinity, which is NaN.
 
 use super::argument::Number;
 use super::elementwise::{pair, required};
@@ -20,13 +19,12 @@ fn operand(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     promote::real(scope, x)
 }
 
-/// Both operands in the floats they meet in.
+/// Both operands in their promoted float type.
 fn floats(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let (a, b) = pair(scope)?;
     Ok((promote::real(scope, a)?, promote::real(scope, b)?))
 }
 
-/// `x ? number`
 fn compared(scope: &mut Scope<'_>, op: Compare, x: Value, number: f64) -> Result<Value, LowerReason> {
     let number = scope.scalar(scope.fact(x).dtype, number)?;
     scope.compare(op, x, number)
@@ -38,13 +36,12 @@ fn replaced(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> R
     scope.select(condition, number, x)
 }
 
-/// `x·factor`
 pub fn times(scope: &mut Scope<'_>, factor: f64) -> Outputs {
     let x = operand(scope)?;
     one(scope.with_number(Binary::Mul, x, factor)?)
 }
 
-/// `e^x - 1 = 2 e^(x/2) sinh(x/2)`, which cancels nothing near 0.
+/// `e^x - 1 = 2 e^(x/2) sinh(x/2)`, which does not cancel near 0.
 pub fn exp_minus_one(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let half = scope.with_number(Binary::Mul, x, 0.5)?;
@@ -53,14 +50,13 @@ pub fn exp_minus_one(scope: &mut Scope<'_>) -> Outputs {
     one(scope.with_number(Binary::Mul, product, 2.0)?)
 }
 
-/// `2^x`
 pub fn power_of_two(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let two = scope.scalar(scope.fact(x).dtype, 2.0)?;
     one(scope.binary(Binary::Pow, two, x)?)
 }
 
-/// `log(1 + x)`; near 0 as `2 artanh(x/(2 + x))`, which loses nothing.
+/// `log(1 + x)`; near 0 as `2 artanh(x/(2 + x))`, which keeps full precision.
 pub fn log_one_plus(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let size = scope.unary(Unary::Abs, x)?;
@@ -77,7 +73,6 @@ pub fn log_one_plus(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(near, small, large)?)
 }
 
-/// `1 - erf x`
 pub fn complementary_error(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let erf = scope.unary(Unary::Erf, x)?;
@@ -85,14 +80,12 @@ pub fn complementary_error(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Sub, one_value, erf)?)
 }
 
-/// `sin x / cos x`
 pub fn tangent(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
     one(scope.binary(Binary::Div, sin, cos)?)
 }
 
-/// The whole number next to `x` toward zero.
 pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     if !scope.fact(x).dtype.is_float() {
         return Ok(x);
@@ -102,14 +95,13 @@ pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason
     scope.select(below, up, down)
 }
 
-/// What [`toward_zero`] gives; with `rest`, what it leaves.
+/// `trunc`, or the fractional part with `rest`.
 pub fn truncated(scope: &mut Scope<'_>, rest: bool) -> Outputs {
     let x = scope.value("self")?;
     let whole = toward_zero(scope, x)?;
     one(if rest { scope.binary(Binary::Sub, x, whole)? } else { whole })
 }
 
-/// Rounding up, down or to the nearest; whole numbers are there already.
 pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     let x = scope.value("self")?;
     if !scope.fact(x).dtype.is_float() {
@@ -125,7 +117,7 @@ pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     one(scope.with_number(Binary::Div, whole, factor)?)
 }
 
-/// Whether the sign bit is set, that of `-0` too.
+/// Tests the sign bit, so that `-0` is negative.
 fn negative(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let bits = match scope.fact(x).dtype {
         DType::F64 => DType::I64,
@@ -137,13 +129,12 @@ fn negative(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     compared(scope, Compare::Less, bits, 0.0)
 }
 
-/// Whether the sign bit is set.
 pub fn sign_bit(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     one(negative(scope, x)?)
 }
 
-/// Whether `x` is infinite, or with `opposite`, a plain number.
+/// Tests for infinity, or for finite numbers with `opposite`.
 pub fn infinite(scope: &mut Scope<'_>, opposite: bool) -> Outputs {
     let x = scope.value("self")?;
     if !scope.fact(x).dtype.is_float() {
@@ -155,7 +146,6 @@ pub fn infinite(scope: &mut Scope<'_>, opposite: bool) -> Outputs {
     one(compared(scope, if opposite { Compare::Less } else { Compare::Equal }, size, f64::INFINITY)?)
 }
 
-/// The largest number of a float type.
 pub fn largest(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::MAX,
@@ -170,7 +160,6 @@ fn is_nan(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     scope.unary(Unary::Not, same)
 }
 
-/// What is no number, or infinite, replaced by numbers.
 pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dtype = scope.fact(x).dtype;
@@ -187,7 +176,7 @@ pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
     one(y)
 }
 
-/// The larger or smaller of two, where what is no number loses.
+/// `fmax` or `fmin`: NaN loses against a number.
 pub fn number_wins(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
     let better = scope.binary(op, a, b)?;
@@ -196,7 +185,7 @@ pub fn number_wins(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(scope.select(no_a, b, y)?)
 }
 
-/// The size of `a` with the sign of `b`.
+/// `copysign`: `|a|` with the sign of `b`.
 pub fn copy_sign(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let sign = negative(scope, b)?;
@@ -205,8 +194,8 @@ pub fn copy_sign(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(sign, opposite, size)?)
 }
 
-/// The angle of the point (`other`, `self`). The smaller coordinate is divided by the larger one, so that neither the
-/// quotient nor its gradient grows without bound.
+/// `atan2(self, other)`. The smaller coordinate is divided by the larger one, so that quotient and gradient stay
+/// bounded.
 pub fn angle(scope: &mut Scope<'_>) -> Outputs {
     let (y, x) = floats(scope)?;
     let dtype = scope.fact(y).dtype;
@@ -229,7 +218,6 @@ pub fn angle(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(steep, from_axis, flat)?)
 }
 
-/// `√(a² + b²)`
 pub fn hypotenuse(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let (a, b) = (scope.binary(Binary::Mul, a, a)?, scope.binary(Binary::Mul, b, b)?);
@@ -237,7 +225,7 @@ pub fn hypotenuse(scope: &mut Scope<'_>) -> Outputs {
     one(scope.unary(Unary::Sqrt, sum)?)
 }
 
-/// The rest of `a / b` with the sign of `a`.
+/// `fmod`: the remainder has the sign of `a`.
 pub fn rest(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
     let (size, by) = (scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
@@ -246,7 +234,6 @@ pub fn rest(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, rest, sign)?)
 }
 
-/// `a·2^b`
 pub fn scaled_by_power(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let two = scope.scalar(scope.fact(b).dtype, 2.0)?;
@@ -254,7 +241,7 @@ pub fn scaled_by_power(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, a, power)?)
 }
 
-/// `log(e^a + e^b)`, or with powers of two and their logarithm.
+/// `log(e^a + e^b)`, or in base 2 with `binary`.
 pub fn log_of_sum(scope: &mut Scope<'_>, binary: bool) -> Outputs {
     let (a, b) = floats(scope)?;
     let top = scope.binary(Binary::Max, a, b)?;
@@ -268,7 +255,7 @@ pub fn log_of_sum(scope: &mut Scope<'_>, binary: bool) -> Outputs {
     one(scope.binary(Binary::Add, top, more)?)
 }
 
-/// `a·log b`, and 0 where `a` is.
+/// `a·log b`, and 0 where `a` is 0.
 pub fn times_log(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = floats(scope)?;
     let none = compared(scope, Compare::Equal, a, 0.0)?;
@@ -277,7 +264,7 @@ pub fn times_log(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, a, log)?)
 }
 
-/// 0 below 0, 1 above, and `values` at 0.
+/// Heaviside step: 0 below 0, 1 above, `values` at 0.
 pub fn step(scope: &mut Scope<'_>) -> Outputs {
     let (x, values) = (scope.value("self")?, scope.value("values")?);
     let (above, at) = (compared(scope, Compare::Less, x, 0.0)?, compared(scope, Compare::Equal, x, 0.0)?);
@@ -286,7 +273,7 @@ pub fn step(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(at, values, outside)?)
 }
 
-/// `sin(πx)/(πx)`, 1 at 0.
+/// `sin(πx)/(πx)`, and 1 at 0.
 pub fn sinc(scope: &mut Scope<'_>) -> Outputs {
     let x = operand(scope)?;
     let at = compared(scope, Compare::Equal, x, 0.0)?;
@@ -297,7 +284,7 @@ pub fn sinc(scope: &mut Scope<'_>) -> Outputs {
     one(replaced(scope, at, 1.0, y)?)
 }
 
-/// `log(x/(1 - x))`, with `x` kept `eps` away from 0 and 1.
+/// `log(x/(1 - x))`, with `x` clamped to `eps .. 1 - eps`.
 pub fn logit(scope: &mut Scope<'_>) -> Outputs {
     let mut x = operand(scope)?;
     if let Some(eps) = scope.number("eps")?.map(Number::float) {
@@ -318,7 +305,7 @@ pub fn log_sigmoid(scope: &mut Scope<'_>) -> Outputs {
     one(scope.unary(Unary::Neg, soft)?)
 }
 
-/// `x` outside `-lambda..lambda`, drawn toward 0 by lambda with `soft`; 0 inside.
+/// `hardshrink`: `x` outside `-lambda..lambda`, else 0. `softshrink` with `soft` moves it toward 0 by lambda.
 pub fn shrink(scope: &mut Scope<'_>, soft: bool) -> Outputs {
     let (x, lambda) = (scope.value("self")?, scope.float("lambd", 0.5)?);
     let size = scope.unary(Unary::Abs, x)?;
@@ -332,7 +319,6 @@ pub fn shrink(scope: &mut Scope<'_>, soft: bool) -> Outputs {
     one(replaced(scope, inside, 0.0, y)?)
 }
 
-/// `x` above the threshold, else the value.
 pub fn threshold(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (threshold, value) = (scope.float("threshold", 0.0)?, scope.float("value", 0.0)?);
@@ -340,7 +326,7 @@ pub fn threshold(scope: &mut Scope<'_>) -> Outputs {
     one(replaced(scope, below, value, x)?)
 }
 
-/// `x > 0 ? x : weight·x`, with a weight for each channel or one for all.
+/// `x > 0 ? x : weight·x` with one weight, or one per channel.
 pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
     let (x, mut weight) = (scope.value("self")?, scope.value("weight")?);
     let (fact, slopes) = (scope.fact(x), scope.fact(weight));
@@ -356,7 +342,7 @@ pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
     one(scope.broadcast(y, shape)?)
 }
 
-/// The first half of an axis times the sigmoid of the second.
+/// `glu`: the first half of an axis times the sigmoid of the second.
 pub fn gated_halves(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -368,7 +354,7 @@ pub fn gated_halves(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, value, gate)?)
 }
 
-/// `self + value·(tensor1 ? tensor2)`
+/// `addcmul` or `addcdiv`: `self + value·op(tensor1, tensor2)`.
 pub fn with_pair(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let operands = [required(scope, "self")?, required(scope, "tensor1")?, required(scope, "tensor2")?];
     let dtype = promote::common(scope, &operands);
@@ -384,7 +370,7 @@ pub fn with_pair(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(scope.binary(Binary::Add, values[0], joined)?)
 }
 
-/// `self + weight·(end - self)`
+/// `lerp`: `self + weight·(end - self)`.
 pub fn between(scope: &mut Scope<'_>) -> Outputs {
     let (x, end) = (scope.value("self")?, scope.value("end")?);
     let way = scope.binary(Binary::Sub, end, x)?;
@@ -394,7 +380,6 @@ pub fn between(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, x, moved)?)
 }
 
-/// Bits moved up or down.
 pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
@@ -406,7 +391,7 @@ pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(scope.binary(op, a, b)?)
 }
 
-/// Whether two tensors are the same up to a tolerance.
+/// `isclose`.
 pub fn close(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = pair(scope)?;
     let (relative, absolute) = (scope.float("rtol", 1e-5)?, scope.float("atol", 1e-8)?);

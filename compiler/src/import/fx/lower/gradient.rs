@@ -1,4 +1,4 @@
-//! Operators that are gradients of others: they stand in graphs that hold forward and backward together.
+//! Gradient operators, which occur in joint graphs of forward and backward.
 
 use super::attention::{probabilities, scale_of};
 use super::window::pool_window;
@@ -16,10 +16,9 @@ use crate::op::{
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// A gradient that the program does not ask for.
 const UNASKED: Known = Known::Absent("a gradient that the program does not ask for");
 
-/// Which of three gradients are asked for.
+/// The gradients requested by `output_mask`; all by default.
 fn mask(scope: &Scope<'_>) -> [bool; 3] {
     match scope.argument("output_mask") {
         Some(Argument::AsBools(list)) => [0, 1, 2].map(|at| list.get(at).copied().unwrap_or(false)),
@@ -27,7 +26,6 @@ fn mask(scope: &Scope<'_>) -> [bool; 3] {
     }
 }
 
-/// The gradients of a convolution for its input, its weight and its bias.
 pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("transposed", false)? {
         return Err(LowerReason::Unsupported("the gradient of a transposed convolution".to_string()));
@@ -54,7 +52,7 @@ pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Tensors(made))
 }
 
-/// The gradient of a max pooling, from the input itself in place of the indices.
+/// Gradient of a max pooling, computed from the input instead of the indices.
 pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.value("self")?);
     if scope.fact(x).rank() != 4 {
@@ -64,7 +62,6 @@ pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::MaxPoolGrad(MaxPoolGrad { forward: MaxPool { kernel, window, ceil } }), &[x, dy])?)
 }
 
-/// The gradient of a pooling by means.
 pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.fact_of("self")?);
     if x.rank() != 4 || scope.has("divisor_override") {
@@ -78,7 +75,7 @@ pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::AvgPoolGrad(AvgPoolGrad { forward, spatial: x.shape[2..].to_vec() }), &[dy])?)
 }
 
-/// The gradient of an embedding for its table. The row of `padding_idx` has none.
+/// Gradient of an embedding table; the row `padding_idx` gets none.
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (mut dy, index) = (scope.value("grad_output")?, scope.value("indices")?);
     if scope.flag("scale_grad_by_freq", false)? {
@@ -99,7 +96,6 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::ScatterAdd(ScatterAdd { axis: 0, size }), &[dy, index])?)
 }
 
-/// The gradients of a layer normalisation for its input, scale and bias.
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_out")?, scope.value("input")?);
     let (mean, rstd) = (scope.value("mean")?, scope.value("rstd")?);
@@ -117,8 +113,8 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Tensors(made.into_iter().zip(asked).map(each).collect()))
 }
 
-/// The gradients of attention for queries, keys and values; the probabilities are worked out again:
-/// `dv = pᵀ·do`, `ds = p·(do·vᵀ - Σ p·(do·vᵀ))`, `dq = ds·k·scale`, `dk = dsᵀ·q·scale`.
+/// Gradients of attention for query, key and value, with the probabilities recomputed: `dv = pᵀ·do`, `ds = p·(do·vᵀ - Σ
+/// p·(do·vᵀ))`, `dq = ds·k·scale`, `dk = dsᵀ·q·scale`.
 pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     if scope.float("dropout_p", 0.0)? != 0.0 {
         return Err(LowerReason::Unsupported("the gradient of attention with dropout".to_string()));

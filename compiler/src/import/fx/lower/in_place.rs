@@ -1,4 +1,4 @@
-//! The way back from a view: where a program changes a view in place, the tensor that it shows gets the new elements.
+//! Inverts views: writes a view that was changed in place back into its base.
 
 use crate::import::build::Build;
 use crate::import::fx::lower::{Scope, scatter, table};
@@ -9,8 +9,7 @@ use crate::import::onnx::lower::slice::place;
 use crate::op::Value;
 use crate::tensor::dim::Dim;
 
-/// `base` with `new` in place of the elements that the view shows which `scope`'s node makes of it; `None` where no way
-/// back is known.
+/// `base` with the elements of the view made by `scope`'s node replaced by `new`; `None` if the view has no inverse.
 pub fn back(scope: &mut Scope<'_>, base: Value, new: Value) -> Result<Option<Value>, LowerReason> {
     let shape = scope.fact(base).shape;
     let rank = shape.len();

@@ -1,4 +1,4 @@
-//! Operators that pick elements by index.
+//! Operators that gather elements by index.
 
 use super::movement::stopped;
 use super::{Outputs, Scope, one};
@@ -12,7 +12,6 @@ use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// Rows of a table.
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (table, index) = (scope.value("weight")?, scope.value("indices")?);
     let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
@@ -30,7 +29,7 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(is, held, rows)?)
 }
 
-/// Slices along one axis.
+/// `index_select`.
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let rank = scope.fact(x).rank();
@@ -38,8 +37,8 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Gather(Gather { axis }), &[x, index])?)
 }
 
-/// The place in the flat tensor of every element that `index` names along an axis of a tensor of shape `dims`; along
-/// the other axes an element stands where the index does.
+/// Flat indices of the elements that `index` selects along an axis of a tensor of shape `dims`; the other coordinates
+/// are those of the index.
 pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usize) -> Result<Value, LowerReason> {
     let picked = scope.fact(index).shape;
     if picked.len() != dims.len() || dims.is_empty() {
@@ -70,7 +69,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let dims = scope.fact(x).shape;
     let along = scope.axis("dim", 0, dims.len())?;
-    // Along the other axes elements stand where the index does: where that has the batch, they do.
+    // On the other axes the coordinates are those of the index: a batch axis there is a batch axis of `x`.
     let mut wide = scope.fact(index).shape;
     if let (Some(size), Some(own)) = (wide.get_mut(along), dims.get(along)) {
         size.clone_from(own);
@@ -84,7 +83,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     from_flat(scope, x, vec![volume(&dims)?], 0, place)
 }
 
-/// The same with an index that is stretched to the input along the other axes, or the other way around.
+/// `take_along_dim`: a gather whose index and input are broadcast along the other axes.
 pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("indices")?);
     if !scope.has("dim") {
@@ -111,7 +110,6 @@ pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
     from_flat(scope, x, vec![volume(&dims)?], 0, place)
 }
 
-/// Elements of the flat tensor.
 pub fn take(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     take_from(scope, x, index)
@@ -122,22 +120,21 @@ fn take_from(scope: &mut Scope<'_>, x: Value, index: Value) -> Outputs {
     from_flat(scope, x, vec![count], 0, index)
 }
 
-/// What a list of indices means for a tensor: its axes in the order `perm`, then the shape `flat`, whose axis `lead` is
-/// indexed by `place`.
+/// An index list applied to a tensor: permute axes by `perm`, reshape to `flat`, and gather `place` along axis `lead`.
 pub struct Indexed {
-    /// The order in which the indexed axes follow one another.
+    /// Makes the indexed axes adjacent.
     pub perm: Vec<usize>,
-    /// The axes before the indexed ones.
+    /// Number of axes before the indexed ones.
     pub lead: usize,
-    /// The index of all indexed axes together.
+    /// The combined index of all indexed axes.
     pub place: Value,
-    /// The shape with the indexed axes as one.
+    /// The shape with the indexed axes merged.
     pub flat: Vec<Dim>,
 }
 
 impl Indexed {
-    /// Reads the indices of a tensor of shape `dims`, one for each of the first axes or none. Where the indexed axes do
-    /// not follow one another they come first, as NumPy has it.
+    /// Reads the indices of the first axes of a tensor of shape `dims`; `None` skips an axis. Non-adjacent indexed axes
+    /// move to the front, as in NumPy.
     pub fn read(scope: &mut Scope<'_>, dims: &[Dim], indices: Vec<Option<Value>>) -> Result<Indexed, LowerReason> {
         let given: Vec<(usize, Value)> =
             indices.into_iter().enumerate().filter_map(|(at, index)| Some((at, index?))).collect();
@@ -162,7 +159,7 @@ impl Indexed {
             let index = every(scope, index, &sizes[at])?;
             let index = scope.cast(index, DType::I64)?;
             let steps = match sizes {
-                // A gather counts from the end by itself.
+                // A gather accepts negative indices itself.
                 [_] => index,
                 _ => steps(scope, index, &sizes[at], &volume(&sizes[at + 1..])?)?,
             };
@@ -176,8 +173,8 @@ impl Indexed {
     }
 }
 
-/// `x[rows, columns]` where the rows are all there are, in order, along an axis of the result in which the columns do
-/// not differ: the same columns of every row, as masks are looked up. `None` where it is anything else.
+/// `x[rows, columns]` where `rows` is `arange` over all rows, along a result axis on which the columns are constant.
+/// This gathers the same columns of every row, as mask lookups do. `None` in all other cases.
 fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, LowerReason> {
     let Some(axis) = counted(scope, rows) else { return Ok(None) };
     let (dims, mut picked) = (scope.fact(x).shape, scope.fact(columns).shape);
@@ -185,7 +182,7 @@ fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) ->
         return Ok(None);
     }
     let own = scope.fact(rows).shape;
-    // Both in the rank in which they meet.
+    // Both at the broadcast rank.
     picked.splice(0..0, vec![Dim::Known(1); own.len().saturating_sub(picked.len())]);
     let under = axis + picked.len() - own.len();
     let count = own[axis].clone();
@@ -198,12 +195,12 @@ fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) ->
     let columns = scope.cast(columns, DType::I64)?;
     let y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, columns])?;
     let rank = scope.fact(y).rank();
-    // The rows come first; they go where they are in the index.
+    // Moves the row axis to its position in the index.
     let perm = (1..=under).chain([0]).chain(under + 1..rank).collect();
     transposed(scope, y, perm).map(Some)
 }
 
-/// An index that counts as many elements as the batch of the file has, for an axis that is the open batch, counts them all.
+/// Opens an `arange` over the exported batch size: along the batch axis it covers the symbolic batch.
 pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, LowerReason> {
     let Some(axis) = counted(scope, index) else { return Ok(index) };
     let mut shape = scope.fact(index).shape;
@@ -211,7 +208,7 @@ pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, L
     shaped(scope, index, &shape)
 }
 
-/// The one axis along which a value counts `0, 1, …` while it has a size of 1 along all others.
+/// The single axis along which a value counts `0, 1, …`; all its other axes have size 1.
 fn counted(scope: &Scope<'_>, mut value: Value) -> Option<usize> {
     let shape = scope.fact(value).shape;
     let mut wide = (0..shape.len()).filter(|at| !shape[*at].is(1));
@@ -226,7 +223,7 @@ fn counted(scope: &Scope<'_>, mut value: Value) -> Option<usize> {
     None
 }
 
-/// `x[…, index, …]` as NumPy has it, with whole numbers.
+/// `x[…, index, …]` with integer indices, as in NumPy.
 pub fn index(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;

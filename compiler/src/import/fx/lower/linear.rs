@@ -10,7 +10,7 @@ use crate::op::{Binary, GroupedMatMul, GroupedMatMulGrad, MatMul, Op, ReduceKind
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// `x·Wᵀ + b`, with `W [out, in]`.
+/// `x·Wᵀ + b` with `W [out, in]`.
 pub fn linear(scope: &mut Scope<'_>) -> Outputs {
     let (x, weight) = (scope.value("input")?, scope.value("weight")?);
     let (fact, matrix) = (scope.fact(x), scope.fact(weight));
@@ -28,7 +28,7 @@ pub fn linear(scope: &mut Scope<'_>) -> Outputs {
     })
 }
 
-/// The product of `self` and another argument, as NumPy has it.
+/// `self` times another argument, as in `numpy.matmul`.
 pub fn matmul(scope: &mut Scope<'_>, other: &'static str) -> Outputs {
     let (a, b) = (scope.value("self")?, scope.value(other)?);
     one(product(scope, a, b)?)
@@ -50,7 +50,7 @@ pub fn with_sum(scope: &mut Scope<'_>, a: &'static str, b: &'static str) -> Outp
     one(scope.binary(Binary::Add, y, sum)?)
 }
 
-/// `beta·self + alpha·Σ a·b` over the matrices of a batch.
+/// `beta·self + alpha·Σ a·b`, summed over the batch.
 pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
     let (sum, a, b) = (scope.value("self")?, scope.value("batch1")?, scope.value("batch2")?);
     let y = product(scope, a, b)?;
@@ -69,7 +69,7 @@ fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, LowerRea
     scope.binary(Binary::Mul, a, b)
 }
 
-/// Every element of one vector times every element of another; with `sum` added to `self`.
+/// Outer product of two vectors, added to `self` with `sum`.
 pub fn outer(scope: &mut Scope<'_>, sum: bool) -> Outputs {
     if !sum {
         let (a, b) = (scope.value("self")?, scope.value("vec2")?);
@@ -82,7 +82,6 @@ pub fn outer(scope: &mut Scope<'_>, sum: bool) -> Outputs {
     one(scope.binary(Binary::Add, y, own)?)
 }
 
-/// The products of the last axes, of every row with every row.
 pub fn inner(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("self")?, scope.value("other")?);
     let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
@@ -95,9 +94,8 @@ pub fn inner(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(y, [rows, columns].concat())?)
 }
 
-/// Products of rows that are sorted by group with the matrix of their group: of rows `[S, K]` and matrices `[G, K, N]`,
-/// or of two lists of rows, `[M, S]` and `[S, N]`, whose products of each group are a matrix. `offs` says where groups
-/// end. Without it both operands are batches of matrices.
+/// Grouped matrix product: rows `[S, K]`, sorted by group, times the matrices `[G, K, N]`; or `[M, S]` times `[S, N]`,
+/// one product per group. `offs` gives the end of each group. Without it, both operands are batches of matrices.
 pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
     let first = if scope.has("input") { "input" } else { "self" };
     let second = if scope.has("weight") { "weight" } else { "mat2" };
@@ -129,7 +127,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// What a batch of matrices is the transpose of, where it is one.
+/// The operand of a transpose of the last two axes.
 fn untransposed(scope: &Scope<'_>, x: Value) -> Option<Value> {
     match &scope.graph.node(x.node).op {
         Op::Transpose(op) if op.perm == [0, 2, 1] => Some(scope.graph.inputs(x.node)[0]),
@@ -137,7 +135,7 @@ fn untransposed(scope: &Scope<'_>, x: Value) -> Option<Value> {
     }
 }
 
-/// A tensor whose axes have letters.
+/// A tensor with an einsum letter per axis.
 #[derive(Clone)]
 struct Lettered {
     value: Value,
@@ -145,7 +143,7 @@ struct Lettered {
 }
 
 impl Lettered {
-    /// The sum over letters that are not `kept`.
+    /// Sums over the letters not in `kept`.
     fn summed(mut self, scope: &mut Scope<'_>, kept: &[char]) -> Result<Lettered, LowerReason> {
         let axes: Vec<usize> = (0..self.letters.len()).filter(|at| !kept.contains(&self.letters[*at])).collect();
         if !axes.is_empty() {
@@ -155,7 +153,6 @@ impl Lettered {
         Ok(self)
     }
 
-    /// The axes in another order.
     fn ordered(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, LowerReason> {
         let place = |letter: &char| self.letters.iter().position(|l| l == letter);
         let perm: Option<Vec<usize>> = letters.iter().map(place).collect();
@@ -164,7 +161,7 @@ impl Lettered {
         transposed(scope, self.value, perm)
     }
 
-    /// The product with another over the letters that both have and nobody else needs.
+    /// Multiplies with another operand and contracts the common letters that are not in `kept`.
     fn times(self, scope: &mut Scope<'_>, other: Lettered, kept: &[char]) -> Result<Lettered, LowerReason> {
         let both: Vec<char> = self.letters.iter().copied().filter(|l| other.letters.contains(l)).collect();
         let batch: Vec<char> = both.iter().copied().filter(|l| kept.contains(l)).collect();
@@ -185,7 +182,7 @@ impl Lettered {
     }
 }
 
-/// An equation with letters that it does not use in place of `...`, the last axes of which are those that operands share.
+/// Replaces `...` by unused letters; the last of them are common to all operands.
 fn without_dots(equation: &str, ranks: &[usize]) -> Option<String> {
     if !equation.contains("...") {
         return Some(equation.to_string());
@@ -215,7 +212,7 @@ fn without_dots(equation: &str, ranks: &[usize]) -> Option<String> {
         terms.iter().zip(&widths).map(|(term, width)| term.replace("...", &last(*width))).collect();
     let result = match result {
         Some(result) => result.replace("...", &last(most)),
-        // Without a result the shared axes come first, then the letters that stand once, in order.
+        // Without an explicit output: the broadcast axes, then the letters that occur once, sorted.
         None => {
             let all = || inputs.chars().filter(char::is_ascii_alphabetic);
             let mut once: Vec<char> = all().filter(|c| all().filter(|d| d == c).count() == 1).collect();
@@ -226,7 +223,6 @@ fn without_dots(equation: &str, ranks: &[usize]) -> Option<String> {
     Some(format!("{}->{result}", written.join(",")))
 }
 
-/// Einstein's sum: products over the letters that the result does not have.
 pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let given: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
     let tensors = scope.values("tensors")?;
@@ -238,7 +234,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
         None => (equation.clone(), None),
     };
     let terms: Vec<Vec<char>> = inputs.split(',').map(|term| term.chars().collect()).collect();
-    // Without a result, the letters that stand once, in order.
+    // Without an explicit output: the letters that occur once, sorted.
     let result: Vec<char> = match result {
         Some(result) => result.chars().collect(),
         None => {

@@ -7,10 +7,9 @@ use crate::import::onnx::lower::loss::{Reduction, picked};
 use crate::op::{Binary, CrossEntropy, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 
-/// The target that counts for nothing unless the program says otherwise.
+/// Default `ignore_index`.
 const IGNORED: i64 = -100;
 
-/// How the losses are joined.
 pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
     match scope.int("reduction", 1)? {
         0 => Ok(Reduction::None),
@@ -23,7 +22,7 @@ pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
     }
 }
 
-/// Scores `[N, C, …]` and their targets `[N, …]`. One example has no `N` in the file.
+/// Scores `[N, C, …]` and targets `[N, …]`. A single example has no `N` in the file.
 fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let (mut scores, mut target) = (scope.value("self")?, scope.value("target")?);
     if scope.fact(target).dtype.is_float() {
@@ -40,7 +39,7 @@ fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     Ok((scores, target))
 }
 
-/// Cross-entropy of logits against classes.
+/// Cross-entropy of logits and class indices or probabilities.
 pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     let smoothing = scope.float("label_smoothing", 0.0)?;
     if scope.fact_of("target")?.dtype.is_float() {
@@ -59,7 +58,8 @@ pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     one(picked(scope, logarithm, target, weights, reduction, ignore)?)
 }
 
-/// The same from log-probabilities. Behind a log-softmax over the classes it is the cross-entropy of that one's input.
+/// Negative log-likelihood of log-probabilities. After a log-softmax over the classes, it is the cross-entropy of the
+/// softmax's input.
 pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let (logarithm, target) = operands(scope)?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
@@ -75,7 +75,6 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
 }
 
-/// The losses of all elements, joined.
 pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Result<Value, LowerReason> {
     let axes: Vec<usize> = (0..scope.fact(each).rank()).collect();
     match reduction {
@@ -86,14 +85,14 @@ pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Resul
     }
 }
 
-/// The weights of classes as a row that meets scores `[N, C, …]`.
+/// Class weights in a shape that broadcasts against scores `[N, C, …]`.
 fn weight_row(scope: &mut Scope<'_>, weights: Value, rank: usize) -> Result<Value, LowerReason> {
     let mut shape = vec![Dim::Known(1); rank];
     shape[1] = volume(&scope.fact(weights).shape)?;
     scope.reshape(weights, shape)
 }
 
-/// Cross-entropy against probabilities: the mean is over the examples.
+/// Cross-entropy against probabilities; the mean is over examples.
 fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (mut logits, mut target) = (scope.value("self")?, scope.value("target")?);
     let shape = scope.fact(logits).shape;
@@ -128,7 +127,7 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     one(joined(scope, each, reduction)?)
 }
 
-/// Cross-entropy whose target shares `smoothing` among all classes: `(1 - s) nll + s/C Σ_c -w_c log p_c`.
+/// Cross-entropy with label smoothing: `(1 - s) nll + s/C Σ_c -w_c log p_c`.
 fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (logits, target) = operands(scope)?;
     let fact = scope.fact(logits);
@@ -149,7 +148,7 @@ fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     }
     let sum = scope.reduce(ReduceKind::Sum, all, &[1], false)?;
     let spread = scope.unary(Unary::Neg, sum)?;
-    // A log-probability of -1 everywhere counts the targets, or adds up their weights.
+    // With all log-probabilities -1, the loss counts the targets or sums their weights.
     let minus = scope.scalar(fact.dtype, -1.0)?;
     let minus = scope.broadcast(minus, fact.shape.clone())?;
     let kept = picked(scope, minus, target, None, Reduction::None, ignore)?;

@@ -1,5 +1,5 @@
-//! Operators that move elements or give them another shape. Constants of a static export that carry the batch are
-//! opened by the rule of strides that ONNX models have too.
+//! Operators that move or reshape elements. Shape constants of a static export that contain the batch size are opened
+//! by the same rule as in ONNX models.
 
 use super::resize::{self, Edge};
 use super::{Outputs, Scope, many, one};
@@ -14,7 +14,7 @@ use crate::import::onnx::name::shown;
 use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
 use crate::tensor::dim::{Dim, volume};
 
-/// The operand under the shape that argument `name` says; -1 is worked out.
+/// Reshapes to the shape in argument `name`, with -1 inferred.
 pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let asked = scope.shape(name)?;
     let input = scope.fact_of("self")?.shape;
@@ -23,15 +23,14 @@ pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// The operand under the shape of another tensor.
 pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact_of("other")?.shape;
     let x = scope.value("self")?;
     one(scope.reshape(x, shape)?)
 }
 
-/// The elements at places in memory, where those are the elements of the operand in order: axes of size 1 come and go,
-/// as in the mean of an image that lies with its channels last.
+/// `as_strided`, only if it enumerates all elements in order: axes of size 1 come and go, as for the mean of a
+/// channels-last image.
 pub fn strided(scope: &mut Scope<'_>) -> Outputs {
     let refused = || LowerReason::Unsupported("as_strided of anything but all elements in their order".to_string());
     let (sizes, strides) = (scope.shape("size")?, scope.ints("stride")?.unwrap_or_default());
@@ -57,7 +56,7 @@ pub fn strided(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// All tensors stretched to the shape they meet in.
+/// `broadcast_tensors`.
 pub fn stretched(scope: &mut Scope<'_>) -> Outputs {
     let mut values = scope.values("tensors")?;
     scope.alike(&mut values, None)?;
@@ -71,7 +70,6 @@ pub fn stretched(scope: &mut Scope<'_>) -> Outputs {
     many(values)
 }
 
-/// Several axes as one.
 pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
@@ -88,7 +86,6 @@ pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// One axis as several.
 pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
@@ -104,7 +101,6 @@ pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// Axes in another order.
 pub fn permute(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -113,7 +109,6 @@ pub fn permute(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, x, perm)?)
 }
 
-/// Two axes exchanged.
 pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -125,14 +120,13 @@ pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, x, perm)?)
 }
 
-/// A matrix transposed; a vector as it is.
+/// `t`: transposes a matrix; a vector is unchanged.
 pub fn turn(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let perm = (0..scope.fact(x).rank()).rev().collect();
     one(transposed(scope, x, perm)?)
 }
 
-/// An axis of size 1 put in.
 pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let mut shape = scope.fact(x).shape;
@@ -141,7 +135,7 @@ pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// Axes of size 1 taken away: those named, as far as they have that size, or all.
+/// Removes axes of size 1: the given ones that have that size, or all.
 pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
@@ -154,7 +148,7 @@ pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
-/// The operand stretched; -1 keeps a size. A size that the batch has in the file is the batch.
+/// Broadcasts to a shape; -1 keeps a size. A size equal to the exported batch size is the batch.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     let own = scope.fact_of("self")?.shape;
     let mut asked = match scope.has("other") {
@@ -172,13 +166,13 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     one(scope.broadcast(x, shape)?)
 }
 
-/// The operand repeated along every axis: `[a, b]` becomes `[r, a, s, b]` by stretching, then `[r·a, s·b]`.
+/// `repeat` or `tile`: broadcasts `[a, b]` to `[r, a, s, b]` and reshapes to `[r·a, s·b]`.
 pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
     let mut repeats = scope.shape(if scope.has("dims") { "dims" } else { "repeats" })?;
     let x = scope.value("self")?;
     let mut dims = scope.fact(x).shape;
     if scope.has("dims") {
-        // A tile may name fewer axes than there are.
+        // `tile` may give fewer repeats than axes.
         while repeats.len() < dims.len() {
             repeats.insert(0, Dim::Known(1));
         }
@@ -204,7 +198,7 @@ pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, joined)?)
 }
 
-/// All tensors one behind the other. Empty vectors count for nothing, as PyTorch has it.
+/// Concatenation. Empty vectors are skipped, as in PyTorch.
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
     parts.retain(|v| !matches!(scope.fact(*v).shape.as_slice(), [only] if only.is(0)));
@@ -221,7 +215,6 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// Tensors of one shape side by side along a new axis.
 pub fn stack(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
     let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
@@ -238,7 +231,6 @@ pub fn stack(scope: &mut Scope<'_>) -> Outputs {
     one(if parts.len() == 1 { parts[0] } else { scope.add(Op::Concat(Concat { axis }), &parts)? })
 }
 
-/// Axes that run backward.
 pub fn flip(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let list = scope.ints("dims")?.unwrap_or_default();
@@ -246,7 +238,7 @@ pub fn flip(scope: &mut Scope<'_>) -> Outputs {
     one(if axes.is_empty() { x } else { scope.add(Op::Flip(Flip { axes }), &[x])? })
 }
 
-/// A number around the operand; pairs of paddings from the last axis on.
+/// Padding; pairs from the last axis on.
 pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     match scope.text("mode", "constant")?.as_str() {
         "constant" => {}
@@ -268,7 +260,7 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
         let cut = |d: &Dim| zero.sub(if d.known().is_some_and(|v| v < 0) { d } else { &zero });
         let (before, after) = (cut(&pair[0])?, cut(&pair[1])?);
         if !before.is(0) || !after.is(0) {
-            // A padding below zero takes elements away.
+            // A negative padding crops.
             let end = scope.fact(x).shape[at].sub(&after)?;
             x = part(scope, x, at, before.clone(), end)?;
         }
@@ -280,13 +272,12 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x])?)
 }
 
-/// The operand without its gradient.
 pub fn detach(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     one(stopped(scope, x)?)
 }
 
-/// A value that no gradient passes. Where none could, the stop goes away again.
+/// Stops the gradient of a value. [`detach::settle`](super::detach::settle) removes stops without effect.
 pub fn stopped(scope: &mut impl Build, x: Value) -> Result<Value, LowerReason> {
     match scope.fact(x).dtype.is_float() {
         true => scope.add(Op::StopGradient(StopGradient {}), &[x]),

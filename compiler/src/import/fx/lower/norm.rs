@@ -11,7 +11,7 @@ use crate::import::onnx::lower::window::with_bias;
 use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 
-/// The first of the last axes whose shape argument `normalized_shape` says, and their sizes.
+/// The first normalised axis and the sizes, from argument `normalized_shape`.
 fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), LowerReason> {
     let shape = scope.fact(x).shape;
     let asked = scope.shape("normalized_shape")?;
@@ -21,7 +21,6 @@ fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), LowerRea
     }
 }
 
-/// Normalisation over the last axes.
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("input")?;
     let (axis, dims) = normalised(scope, x)?;
@@ -65,7 +64,7 @@ fn affine(scope: &mut Scope<'_>, mut y: Value) -> Result<Value, LowerReason> {
     Ok(y)
 }
 
-/// Groups of channels of each example normalised together; `groups` is the argument that counts them.
+/// Group normalisation; `groups` is the name of the argument for the group count.
 pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     let count = scope.int(groups, 0)?;
     if count < 1 {
@@ -80,7 +79,7 @@ pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
 }
 
-/// Each channel of each example normalised by itself, or with stored statistics.
+/// Instance normalisation with batch or stored statistics.
 pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, epsilon) = (scope.value("input")?, scope.float("eps", 1e-5)?);
     if !scope.flag("use_input_stats", true)? {
@@ -94,7 +93,7 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     one(affine(scope, y)?)
 }
 
-/// A direction `v` and its length `g` along axis `dim`: `v·g/|v|`.
+/// Weight normalisation `v·g/|v|`, with one length `g` per index of axis `dim`.
 pub fn weight_norm(scope: &mut Scope<'_>) -> Outputs {
     let (v, g) = (scope.value("v")?, scope.value("g")?);
     let rank = scope.fact(v).rank();
@@ -105,7 +104,8 @@ pub fn weight_norm(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, v, factor)?)
 }
 
-/// Batch normalisation: with the statistics of the batch, which the stored ones follow, or with the stored ones.
+/// Batch normalisation. In training it uses batch statistics and updates the running ones; otherwise it uses the
+/// running ones.
 pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     let training = scope.flag("training", training)?;
     let x = scope.value("input")?;
@@ -133,7 +133,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
             follow(scope, name, sample)?;
         }
     }
-    // Mean and reciprocal deviation of the batch are results of the core operator too.
+    // The core op also returns the batch mean and reciprocal deviation.
     Ok(Made::Tensors(vec![
         Known::Value(outputs[0]),
         Known::Value(outputs[1]),
@@ -143,7 +143,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     ]))
 }
 
-/// Lets a running statistic follow that of the batch.
+/// Updates a running statistic from that of the batch.
 fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<(), LowerReason> {
     if !scope.has(name) {
         return Ok(());
@@ -161,7 +161,6 @@ fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<()
     Ok(())
 }
 
-/// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`
 fn with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, LowerReason> {
     let mut stored = |name: &'static str| match scope.known(name)? {
         Known::Weight(at) => scope.weight(at, true),

@@ -1,5 +1,5 @@
-//! The batch of a static export: where the program makes a tensor for its own batch (zeros for a first state, a token
-//! repeated for every sample), the tensor says the same for every sample, and is made for the open batch instead.
+//! Opens the batch of a static export. A constant broadcast to the exported batch size (a zero initial state, a
+//! repeated token) is broadcast to the symbolic batch instead.
 
 use super::Scope;
 use crate::import::build::Build;
@@ -8,8 +8,8 @@ use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
 
 impl Scope<'_> {
-    /// `x` with the shape `asked`, where it was stretched to the sizes that the symbols of `asked` have in the file;
-    /// `x` itself where that is not so.
+    /// `x` broadcast to `asked`, if it was broadcast to the values that the symbols of `asked` have in the file;
+    /// otherwise `x`.
     pub fn opened(&mut self, x: Value, asked: &[Dim]) -> Result<Value, LowerReason> {
         let have = self.fact(x).shape;
         if have == asked || have.len() != asked.len() {
@@ -29,8 +29,7 @@ impl Scope<'_> {
         self.broadcast(from, asked.to_vec())
     }
 
-    /// All values with the batch of the first one that has an open axis where others have the size of the file. An axis
-    /// that is `free` may differ.
+    /// Replaces exported sizes by symbolic ones: values take the symbolic axes of the others. Axis `free` may differ.
     pub fn alike(&mut self, values: &mut [Value], free: Option<usize>) -> Result<(), LowerReason> {
         let facts: Vec<Vec<Dim>> = values.iter().map(|v| self.fact(*v).shape).collect();
         let rank = facts.iter().map(Vec::len).max().unwrap_or(0);
@@ -40,7 +39,7 @@ impl Scope<'_> {
                 let behind = own.len() - at;
                 let open =
                     facts.iter().filter_map(|f| f.get(f.len().checked_sub(behind)?)).find(|d| d.known().is_none());
-                // Axes are aligned at the right.
+                // Axes are aligned from the right.
                 if let Some(open) = open
                     && dim.known().is_some_and(|size| size > 1)
                     && free != Some(at + rank - own.len())

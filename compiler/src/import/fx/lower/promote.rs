@@ -1,7 +1,7 @@
-//! Which element type operands of different types meet in, as PyTorch has it.
+//! PyTorch's type promotion.
 //!
-//! Tensors with axes come first, tensors without any next, Python numbers last; what comes later only counts when it is
-//! of a higher kind (`bool` < whole < float). So `int32 + 1` stays `int32`, and `int32 + 1.5` is a float.
+//! Tensors with axes have priority over rank-0 tensors, and those over Python numbers. A lower priority counts only if
+//! its category is higher (`bool` < integer < float). So `int32 + 1` stays `int32`, and `int32 + 1.5` is a float.
 
 use super::Scope;
 use super::argument::{Number, Operand};
@@ -30,7 +30,7 @@ pub fn joined(a: DType, b: DType) -> DType {
         (2, _) => wider(a, b),
         _ => match (signed(a), signed(b)) {
             (x, y) if x == y => wider(a, b),
-            // An unsigned number needs a signed type with a bit more.
+            // With an unsigned type, the result is a wider signed one.
             (true, _) => mixed(a, b),
             _ => mixed(b, a),
         },
@@ -56,7 +56,6 @@ fn mixed(signed: DType, unsigned: DType) -> DType {
     }
 }
 
-/// The type that operands meet in.
 pub fn common(scope: &Scope<'_>, operands: &[Operand]) -> DType {
     let (mut axes, mut points, mut numbers) = (None, None, None);
     for operand in operands {
@@ -75,7 +74,6 @@ pub fn common(scope: &Scope<'_>, operands: &[Operand]) -> DType {
     met.unwrap_or(DType::F32)
 }
 
-/// An operand as a value of an element type.
 pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<Value, LowerReason> {
     match operand {
         Operand::Tensor(value) => scope.cast(*value, dtype),
@@ -87,7 +85,7 @@ pub fn value(scope: &mut Scope<'_>, operand: &Operand, dtype: DType) -> Result<V
     }
 }
 
-/// A tensor as floats: whole numbers become the default float, as functions such as `exp` want it.
+/// Converts integers to the default float type, as functions such as `exp` require.
 pub fn real(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     if scope.fact(x).dtype.is_float() { Ok(x) } else { scope.cast(x, DType::F32) }
 }

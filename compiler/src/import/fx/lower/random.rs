@@ -1,7 +1,7 @@
-//! Operators that draw random numbers: dropouts and distributions.
+//! Random operators: dropout and distributions.
 //!
-//! PyTorch draws from one generator in the order of calls; here every number follows from a counter and its place, so
-//! that a second forward pass, another cut and other threads draw the same.
+//! PyTorch draws from one generator in call order. Here every number is a function of a counter and its index. A
+//! recomputed forward, another cut or another thread count draws the same numbers.
 
 use super::elementwise::identity;
 use super::{Known, Made, Outputs, Scope, one};
@@ -12,12 +12,12 @@ use crate::op::{Binary, Broadcast, Compare, Dropout, Op, TopK, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// What a dropout calls its operand: `input`, or `self` where it changes it in place.
+/// The name of a dropout's operand: `input`, or `self` in place.
 fn operand(scope: &Scope<'_>) -> &'static str {
     if scope.has("self") { "self" } else { "input" }
 }
 
-/// Dropout in training mode, of single elements, or with `channels` of whole channels; else its operand.
+/// Dropout in training mode, of elements, or of whole channels with `channels`; otherwise the identity.
 pub fn dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     let p = scope.float("p", 0.5)?;
     if !scope.flag("train", true)? || p == 0.0 {
@@ -43,13 +43,13 @@ pub fn dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]))
 }
 
-/// The shape of one number for each channel of each example.
+/// `[N, C, 1, …]`: one number per channel and example.
 fn of_channels(shape: &[Dim]) -> Vec<Dim> {
     let size = |(axis, dim): (usize, &Dim)| if axis < 2 { dim.clone() } else { Dim::Known(1) };
     shape.iter().enumerate().map(size).collect()
 }
 
-/// Dropout that keeps mean and variance (Klambauer and others 2017): what is dropped becomes `-αλ`, and all is scaled.
+/// Dropout that keeps mean and variance (Klambauer et al. 2017): dropped elements become `-αλ`, then all are rescaled.
 pub fn alpha_dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     const SATURATION: f64 = 1.758_099_340_847_376_6;
     let p = scope.float("p", 0.5)?;
@@ -71,7 +71,7 @@ pub fn alpha_dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
     one(scope.with_number(Binary::Add, y, scale * SATURATION * p)?)
 }
 
-/// 1 with a probability, else 0: the argument `p`, a number or a tensor, or else each element of the operand.
+/// Bernoulli samples; the probability is argument `p`, or else the operand's elements.
 pub fn bernoulli(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     if !scope.has("p") && scope.node.target.contains("bernoulli_") {
@@ -84,7 +84,7 @@ pub fn bernoulli(scope: &mut Scope<'_>) -> Outputs {
     one(random::bernoulli(scope, probability, fact.dtype, &fact.shape)?)
 }
 
-/// The element type and shape of what is drawn: those of the operand, or as arguments say.
+/// Element type and shape of the samples: from the operand if `like`, or from arguments.
 fn asked(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Vec<Dim>), LowerReason> {
     let dtype = scope.dtype("dtype")?;
     match like {
@@ -96,7 +96,7 @@ fn asked(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Ve
     }
 }
 
-/// Numbers from 0 to 1, or with `normal`, of the normal distribution.
+/// Uniform numbers in 0..1, or standard normal ones.
 pub fn drawn(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
     let (dtype, shape) = asked(scope, like, DType::F32)?;
     one(match normal {
@@ -105,7 +105,7 @@ pub fn drawn(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
     })
 }
 
-/// Whole numbers from `low` to `high`, which is left out.
+/// Integers from `low` to `high`, exclusive.
 pub fn whole(scope: &mut Scope<'_>, like: bool) -> Outputs {
     let (dtype, shape) = asked(scope, like, DType::I64)?;
     let (low, high) = (scope.int("low", 0)?, scope.int("high", 1)?);
@@ -114,7 +114,7 @@ pub fn whole(scope: &mut Scope<'_>, like: bool) -> Outputs {
     one(scope.cast(floor, dtype)?)
 }
 
-/// The numbers from 0 to `n` in a random order.
+/// A random permutation of `0..n`.
 pub fn order(scope: &mut Scope<'_>) -> Outputs {
     let n = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "how many there are" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
@@ -123,15 +123,14 @@ pub fn order(scope: &mut Scope<'_>) -> Outputs {
     one(scope.cast(sorted[1], dtype)?)
 }
 
-/// Numbers from `from` to `to` in the shape and type of the operand.
+/// Uniform numbers in `from..to` in the operand's shape and type.
 pub fn uniform(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let range = [scope.float("from", 0.0)?, scope.float("to", 1.0)?];
     one(random::between(scope, fact.dtype, &fact.shape, range)?)
 }
 
-/// Numbers of the normal distribution: in the shape and type of the operand, or with the means or deviations of
-/// tensors.
+/// Normal samples: in the operand's shape and type, or with tensors of means or deviations.
 pub fn normal(scope: &mut Scope<'_>) -> Outputs {
     if scope.has("self") {
         let fact = scope.fact_of("self")?;
@@ -152,7 +151,7 @@ pub fn normal(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, scaled, values[0])?)
 }
 
-/// Numbers of the exponential distribution: `-ln(1 - u)/λ`.
+/// Exponential samples: `-ln(1 - u)/λ`.
 pub fn exponential(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let rate = scope.float("lambd", 1.0)?;
@@ -163,7 +162,7 @@ pub fn exponential(scope: &mut Scope<'_>) -> Outputs {
     one(scope.with_number(Binary::Mul, log, -1.0 / rate)?)
 }
 
-/// `x > 0 ? x : slope·x` with a slope that is drawn for each element in training mode, and the middle one else.
+/// `rrelu`: `x > 0 ? x : slope·x`; the slope is random per element in training and the mean slope otherwise.
 pub fn leaky(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let fact = scope.fact(x);

@@ -1,9 +1,8 @@
-//! Recurrent layers over a whole sequence: `lstm`, `gru`, `rnn_tanh` and `rnn_relu`.
+//! Recurrent layers over a sequence: `lstm`, `gru`, `rnn_tanh` and `rnn_relu`.
 //!
-//! One operator of ATen holds several layers, each in one or two directions. Every layer and direction is one core op
-//! that reads the module's own parameters, so they keep their names and get their gradients; PyTorch's order of the gates
-//! is that of the core op. The list of parameters goes layer by layer, within it direction by direction: w_ih, w_hh, and
-//! b_ih, b_hh unless the layer has no biases.
+//! An ATen operator contains several layers with one or two directions. Each layer and direction becomes one core op on
+//! the module's own parameters, which keep their names. PyTorch's gate order is that of the core ops. Parameters are
+//! ordered by layer, then direction: w_ih, w_hh, and b_ih, b_hh unless there are no biases.
 
 use super::{Outputs, Scope, many};
 use crate::import::build::Build;
@@ -14,25 +13,24 @@ use crate::import::onnx::lower::slice::part;
 use crate::op::{Activation, Concat, Dropout, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 
-/// The most layers of one operator.
+/// Limit on the layers of one operator.
 const LAYERS: i64 = 1 << 12;
 
-/// What the operators for recurrent layers share.
 struct Stack {
     /// `[T, N, I]`
     x: Value,
     layers: usize,
-    /// Whether each direction goes backward in time.
+    /// Per direction, true for the reverse one.
     directions: &'static [bool],
-    /// For each layer and direction w_ih, w_hh, b_ih and b_hh.
+    /// w_ih, w_hh, b_ih and b_hh per layer and direction.
     weights: Vec<[Value; 4]>,
     batch_first: bool,
-    /// The share that is dropped between layers.
+    /// Dropout rate between layers.
     ratio: f64,
 }
 
 impl Stack {
-    /// Reads what all recurrent operators have; `gates` rows of a weight make one unit.
+    /// Reads the common arguments; a weight has `gates` rows per unit.
     fn read(scope: &mut Scope<'_>, gates: i64) -> Result<Stack, LowerReason> {
         if scope.has("data") {
             return Err(LowerReason::Unsupported("a packed sequence".to_string()));
@@ -74,8 +72,8 @@ impl Stack {
         Ok(Stack { x, layers, directions, weights, batch_first, ratio })
     }
 
-    /// The first state `[N, H]` of every layer and direction, from `[layers·directions, N, H]`. A static export has its
-    /// own batch in a state of zeros, which is opened.
+    /// Splits `[layers·directions, N, H]` into the initial state `[N, H]` of each layer and direction. A static
+    /// export's zero state has the exported batch size, which is opened.
     fn states(&self, scope: &mut Scope<'_>, given: Value) -> Result<Vec<Value>, LowerReason> {
         let mut shape = scope.fact(given).shape;
         let cells = self.weights.len();
@@ -95,8 +93,8 @@ impl Stack {
         Ok(states)
     }
 
-    /// Runs `cell` for every layer and direction; it gives the sequence first, then the last states. Gives the sequence
-    /// of the last layer, and the last states of all layers and directions.
+    /// Runs `cell` for every layer and direction; it returns the sequence, then the final states. Returns the last
+    /// layer's sequence and all final states.
     fn run(
         &self,
         scope: &mut Scope<'_>,
@@ -137,7 +135,6 @@ impl Stack {
     }
 }
 
-/// Gated recurrent units.
 pub fn gru(scope: &mut Scope<'_>) -> Outputs {
     let stack = Stack::read(scope, 3)?;
     let h0 = scope.value("hx")?;
@@ -149,7 +146,6 @@ pub fn gru(scope: &mut Scope<'_>) -> Outputs {
     })
 }
 
-/// Plain recurrent layers.
 pub fn rnn(scope: &mut Scope<'_>, activation: Activation) -> Outputs {
     let stack = Stack::read(scope, 1)?;
     let h0 = scope.value("hx")?;
@@ -161,7 +157,7 @@ pub fn rnn(scope: &mut Scope<'_>, activation: Activation) -> Outputs {
     })
 }
 
-/// One step of a recurrent layer, as a sequence of one.
+/// A recurrent cell, as a sequence of length 1.
 pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
     let x = scope.value("input")?;
     let dtype = scope.fact(x).dtype;
@@ -186,7 +182,6 @@ pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
     many(scope.add_all(op, &inputs)?[1..=states].to_vec())
 }
 
-/// Long short-term memories.
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     let stack = Stack::read(scope, 4)?;
     let [h0, c0] = scope.values("hx")?[..] else {

@@ -8,12 +8,11 @@ use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 
-/// The axes that go away, and whether they stay as 1.
 fn axes(scope: &Scope<'_>, rank: usize) -> Result<(Vec<usize>, bool), LowerReason> {
     Ok((scope.axes("dim", rank)?, scope.flag("keepdim", false)?))
 }
 
-/// The operand in the type that `dtype` names; sums of whole numbers are `int64`.
+/// The operand cast to `dtype`; sums and products of integers are `int64`.
 fn operand(scope: &mut Scope<'_>, kind: ReduceKind) -> Result<Value, LowerReason> {
     let x = scope.value("self")?;
     let own = scope.fact(x).dtype;
@@ -25,14 +24,13 @@ fn operand(scope: &mut Scope<'_>, kind: ReduceKind) -> Result<Value, LowerReason
     scope.cast(x, dtype)
 }
 
-/// One value for all elements along the axes.
 pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
     let x = operand(scope, kind)?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
     one(if axes.is_empty() { x } else { scope.reduce(kind, x, &axes, keep)? })
 }
 
-/// The largest or smallest of all elements, or along an axis with the place where it is, or of two tensors.
+/// `max` or `min`: of all elements, along an axis with the index, or of two tensors.
 pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let (kind, op) = if largest { (ReduceKind::Max, Binary::Max) } else { (ReduceKind::Min, Binary::Min) };
     if scope.has("other") {
@@ -52,7 +50,7 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     many(vec![y, place])
 }
 
-/// The place of the largest or smallest element.
+/// `argmax` or `argmin`.
 pub fn place(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let mut x = scope.value("self")?;
     if !scope.has("dim") {
@@ -62,21 +60,21 @@ pub fn place(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     one(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)
 }
 
-/// Whether any, or every, element is not zero.
+/// `any`, or `all` with `every`.
 pub fn truth(scope: &mut Scope<'_>, every: bool) -> Outputs {
     let x = scope.value("self")?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
     let is_zero = scope.compare(Compare::Equal, x, zero)?;
     let counted = scope.cast(is_zero, DType::I64)?;
-    // The largest of `is zero` is 1 where some element is; the smallest is 1 where all are.
+    // The maximum of `is zero` is 1 if any element is zero; the minimum is 1 if all are.
     let kind = if every { ReduceKind::Max } else { ReduceKind::Min };
     let met = if axes.is_empty() { counted } else { scope.reduce(kind, counted, &axes, keep)? };
     let zero = scope.scalar(DType::I64, 0.0)?;
     one(scope.compare(Compare::Equal, met, zero)?)
 }
 
-/// The variance (its root with `with_root`), and the mean as a second output with `mean`.
+/// Variance, or standard deviation with `with_root`; `with_mean` adds the mean as a second output.
 pub fn variance(scope: &mut Scope<'_>, with_root: bool, with_mean: bool) -> Outputs {
     let x = scope.value("self")?;
     let fact = scope.fact(x);
@@ -129,7 +127,7 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, log, top)?)
 }
 
-/// `(Σ |x|^order)^(1/order)`, and its limits.
+/// `(Σ |x|^order)^(1/order)`, including orders 0 and ±∞.
 pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {
     let size = scope.unary(Unary::Abs, x)?;
     if order == 1.0 {
@@ -158,7 +156,6 @@ pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep
     }
 }
 
-/// A norm of vectors, whose order is argument `name`.
 pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let order = scope.float(name, 2.0)?;
     let x = operand(scope, ReduceKind::Mean)?;
@@ -166,7 +163,7 @@ pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     one(norm_of(scope, x, order, &axes, keep)?)
 }
 
-/// The norm of the matrices of two axes: that of all their elements.
+/// Frobenius norm over two axes.
 pub fn matrix_norm(scope: &mut Scope<'_>) -> Outputs {
     let order = scope.text("ord", "fro")?;
     if order != "fro" {
@@ -179,7 +176,7 @@ pub fn matrix_norm(scope: &mut Scope<'_>) -> Outputs {
     one(norm_of(scope, x, 2.0, &axes, keep)?)
 }
 
-/// The sum, or with `mean` the mean, of what is a number.
+/// `nansum` or `nanmean`.
 pub fn of_numbers(scope: &mut Scope<'_>, mean: bool) -> Outputs {
     let x = operand(scope, ReduceKind::Sum)?;
     let dtype = scope.fact(x).dtype;
@@ -196,7 +193,7 @@ pub fn of_numbers(scope: &mut Scope<'_>, mean: bool) -> Outputs {
     one(scope.binary(Binary::Div, sum, count)?)
 }
 
-/// How many elements are not zero.
+/// `count_nonzero`.
 pub fn count(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (axes, _) = axes(scope, scope.fact(x).rank())?;
@@ -207,7 +204,7 @@ pub fn count(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reduce(ReduceKind::Sum, counted, &axes, false)?)
 }
 
-/// The smallest and the largest element.
+/// `aminmax`.
 pub fn both_ends(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -218,7 +215,6 @@ pub fn both_ends(scope: &mut Scope<'_>) -> Outputs {
     many(vec![scope.reduce(ReduceKind::Min, x, &axes, keep)?, scope.reduce(ReduceKind::Max, x, &axes, keep)?])
 }
 
-/// Softmax along an axis, or its logarithm.
 pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     let mut x = scope.value("self")?;
     if let Some(dtype) = scope.dtype("dtype")? {
@@ -233,8 +229,8 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     one(scope.reshape(y, shape)?)
 }
 
-/// How many elements lie in each of `bins` equal spans from `min` to `max`, the last of which has `max` as well; those
-/// outside count nowhere. Without two limits they are the smallest and the largest element.
+/// Counts in `bins` equal intervals of `min..max`; the last includes `max`, and elements outside are not counted. Equal
+/// limits mean the extremes of the operand.
 pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let own = scope.fact(x);
@@ -244,7 +240,7 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
             "histc needs 1 to 65,536 bins and min ≤ max; it has {bins} bins, min {low} and max {high}"
         )));
     }
-    // Places are computed in the element type of the operand, as PyTorch does, and rounded down.
+    // Bins are computed in the operand's element type, as in PyTorch, and rounded down.
     let dtype = if own.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let x = scope.cast(x, dtype)?;
     let x = scope.reshape(x, vec![volume(&own.shape)?])?;
@@ -252,7 +248,7 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
         true => {
             let (low, high) =
                 (scope.reduce(ReduceKind::Min, x, &[0], false)?, scope.reduce(ReduceKind::Max, x, &[0], false)?);
-            // Where all elements are equal, the limits are one below and one above.
+            // If all elements are equal, the limits are widened by one on both sides.
             let is_one = scope.compare(Compare::Equal, low, high)?;
             let margin = scope.cast(is_one, dtype)?;
             (scope.binary(Binary::Sub, low, margin)?, scope.binary(Binary::Add, high, margin)?)

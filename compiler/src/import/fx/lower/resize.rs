@@ -1,5 +1,5 @@
-//! Images of another size. Along one axis, interpolation is a product with a matrix that is known now, and so is the mean
-//! of windows that do not tile; both axes follow one another. The nearest element and padding by the image itself are
+//! Resizing of images. Interpolation along one axis is a product with a constant matrix, as is the mean of windows that
+//! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
 use super::{Known, Made, Outputs, Scope, one};
@@ -12,33 +12,29 @@ use crate::op::{Concat, Gather, MatMul, Op, ReduceKind, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
-/// The largest side of an image that is resized.
+/// Limit on the side of a resized image.
 const MOST: i64 = 1 << 13;
 
-/// The most elements of a matrix that is made here.
+/// Limit on the elements of a constant matrix.
 const LARGEST: usize = 1 << 22;
 
-/// The most windows whose largest elements are taken one by one.
+/// Limit on the windows of a max pooling that are reduced one by one.
 const WINDOWS: usize = 256;
 
-/// How elements of the result are made from those of the input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Way {
-    /// The element at the same place, rounded down.
+    /// The source index rounded down.
     Nearest,
-    /// The element that is nearest to the middle.
+    /// The element nearest to the pixel centre.
     NearestExact,
-    /// Linear between two.
     Linear,
-    /// Cubic among four.
     Cubic,
-    /// A triangle as wide as what one element of the result covers.
+    /// Antialiased: a triangle filter scaled by the reduction.
     LinearSmooth,
-    /// The same of a cubic curve.
     CubicSmooth,
 }
 
-/// One spatial axis: its size now and then, and how places map.
+/// One spatial axis: sizes before and after, and the coordinate mapping.
 struct Axis {
     from: i64,
     to: i64,
@@ -47,7 +43,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// The place in the input that element `i` of the result lies at.
+    /// The source coordinate of output element `i`.
     fn place(&self, i: i64) -> f64 {
         if self.corners {
             return if self.to > 1 { i as f64 * (self.from - 1) as f64 / (self.to - 1) as f64 } else { 0.0 };
@@ -55,11 +51,10 @@ impl Axis {
         (i as f64 + 0.5) * self.scale - 0.5
     }
 
-    /// For every element of the result the input elements and their weights.
     fn weights(&self, way: Way) -> Vec<Vec<(i64, f64)>> {
         let last = self.from - 1;
         let row = |i: i64| match way {
-            // In single precision, as PyTorch computes these places: they are rounded down.
+            // In single precision, as PyTorch computes them: the result is rounded down.
             Way::Nearest => vec![(((i as f32 * self.scale as f32).floor() as i64).clamp(0, last), 1.0)],
             Way::NearestExact => {
                 let place = (i as f32 + 0.5) * self.scale as f32 - 0.5;
@@ -83,8 +78,7 @@ impl Axis {
         (0..self.to).map(row).collect()
     }
 
-    /// The weights of a filter that reaches `reach` elements to both sides, and as much further as the image shrinks;
-    /// their sum is 1.
+    /// The normalised weights of a filter with radius `reach`, scaled up when the image shrinks.
     fn smooth(&self, i: i64, reach: f64, filter: impl Fn(f64) -> f64) -> Vec<(i64, f64)> {
         let scale = match self.corners {
             true if self.to > 1 => (self.from - 1) as f64 / (self.to - 1) as f64,
@@ -112,7 +106,7 @@ fn cubic(t: f64, a: f64) -> f64 {
     }
 }
 
-/// `x` with every slice along `axis` multiplied by the matrix with these rows.
+/// Multiplies every slice along `axis` by the matrix with these rows.
 pub fn mixed(
     scope: &mut Scope<'_>,
     x: Value,
@@ -143,14 +137,13 @@ fn side(dim: &Dim) -> Result<i64, LowerReason> {
     dim.known().filter(|v| (1..=MOST).contains(v)).ok_or(LowerReason::NotConstant { what: "the size of the image" })
 }
 
-/// The image in the size or by the factors that are asked for.
 pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     let mut x = scope.value(if scope.has("input") { "input" } else { "self" })?;
     let shape = scope.fact(x).shape;
     let axes = shape.len().saturating_sub(2);
     let corners = scope.flag("align_corners", false)?;
     let asked = scope.dims("output_size")?.filter(|list| list.len() == axes);
-    // The factors come as one list or, in the other overload, one by one.
+    // The overloads give the factors as a list or one by one.
     let mut factors = scope.floats("scale_factors")?.unwrap_or_default();
     let names = ["scales_d", "scales_h", "scales_w"];
     let single = if axes == 1 && scope.has("scales") { &["scales"][..] } else { &names[3 - axes.min(3)..] };
@@ -188,7 +181,6 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     one(x)
 }
 
-/// The values of an image at the places of a grid.
 pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
     let (x, places) = (scope.value("input")?, scope.value("grid")?);
     let padding = match scope.int("padding_mode", 0)? {
@@ -213,8 +205,7 @@ fn windows(from: i64, to: i64) -> Vec<(i64, i64)> {
     (0..to).map(|i| (i * from / to, ((i + 1) * from + to - 1) / to)).collect()
 }
 
-/// As many windows along each of the last `axes` axes as are asked for, where they do not tile: their means, or their
-/// largest elements.
+/// Adaptive average or max pooling to the sizes `asked` of the last axes, for windows that do not tile the input.
 pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: bool) -> Result<Value, LowerReason> {
     let first = scope.fact(x).rank() - asked.len();
     for (at, to) in asked.iter().enumerate() {
@@ -244,18 +235,17 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: boo
     Ok(x)
 }
 
-/// What stands beyond the edge of an image.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Edge {
-    /// The image mirrored at its last element.
+    /// Mirrored around the edge element.
     Reflect,
-    /// Its last element.
+    /// The edge element repeated.
     Replicate,
-    /// The image from its other end.
+    /// Wrapped around.
     Circular,
 }
 
-/// Paddings taken from the image itself; pairs from the last axis on, below zero to cut.
+/// Padding from the image itself; pairs from the last axis on, negative values crop.
 pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
     let mut x = scope.value("self")?;
     let pads = scope.ints(name)?.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Operators that sort an axis or run along it.
+//! Sorting and cumulative operators along an axis.
 
 use super::{Known, Made, Outputs, Scope, many, one};
 use crate::import::build::Build;
@@ -9,7 +9,7 @@ use crate::op::{Cumulative, CumulativeKind, Op, TopK, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// The operand as at least a vector, its axis, and whether it had one.
+/// The operand with at least one axis, the axis, and whether it had any.
 fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), LowerReason> {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -18,7 +18,7 @@ fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), Lo
     Ok((row, axis, rank > 0))
 }
 
-/// Results under the shape of the operand, if that is a number.
+/// Restores rank 0 for a scalar operand.
 fn finished(scope: &mut Scope<'_>, values: Vec<Value>, had_axes: bool) -> Outputs {
     let mut made = Vec::with_capacity(values.len());
     for value in values {
@@ -27,7 +27,7 @@ fn finished(scope: &mut Scope<'_>, values: Vec<Value>, had_axes: bool) -> Output
     many(made)
 }
 
-/// Running sums or products. Those of whole numbers are `int64`.
+/// Cumulative sums or products; `int64` for integers.
 pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     let (x, axis, had_axes) = along(scope, 0)?;
     let own = scope.fact(x).dtype;
@@ -38,7 +38,7 @@ pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     finished(scope, vec![y], had_axes)
 }
 
-/// All elements of an axis in order, and where they were.
+/// Sorted values and indices.
 pub fn sort(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, had_axes) = along(scope, -1)?;
     let largest = scope.flag("descending", false)?;
@@ -47,7 +47,7 @@ pub fn sort(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, made, had_axes)
 }
 
-/// Where the elements of an axis were, in their order.
+/// `argsort`.
 pub fn places(scope: &mut Scope<'_>) -> Outputs {
     match sort(scope)? {
         Made::Tensors(made) => Ok(Made::Tensors(made[1..].to_vec())),
@@ -55,14 +55,14 @@ pub fn places(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// The entries of the first axis in order.
+/// `msort`: sorts along the first axis.
 pub fn sort_first(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let Some(count) = scope.fact(x).shape.first().cloned() else { return one(x) };
     one(scope.add(Op::TopK(TopK { axis: 0, count, largest: false }), &[x])?)
 }
 
-/// The `k` largest or smallest elements.
+/// The `k` largest or smallest elements and their indices.
 pub fn top(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, had_axes) = along(scope, -1)?;
     let largest = scope.flag("largest", true)?;
@@ -71,7 +71,7 @@ pub fn top(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, made, had_axes)
 }
 
-/// The element at place `k` (from 1) of the sorted axis.
+/// The `k`-th smallest element of an axis (from 1) and its index.
 fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> Result<Vec<Value>, LowerReason> {
     let mut shape = scope.fact(x).shape;
     let count = Dim::Known(k);
@@ -89,7 +89,6 @@ fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> R
     Ok(results)
 }
 
-/// The `k`-th smallest element of an axis, and where it was.
 pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, had_axes) = along(scope, -1)?;
     let keep = scope.flag("keepdim", false)? && had_axes;
@@ -101,7 +100,7 @@ pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     many(made)
 }
 
-/// The lower one of the middle elements: of all, or along an axis with the place where it was.
+/// The lower median: of all elements, or along an axis with its index.
 pub fn median(scope: &mut Scope<'_>) -> Outputs {
     let (mut x, mut axis, had_axes) = along(scope, 0)?;
     let whole = !scope.has("dim");
@@ -116,7 +115,7 @@ pub fn median(scope: &mut Scope<'_>) -> Outputs {
     if whole { one(made[0]) } else { many(made) }
 }
 
-/// What each row of the operand is among sorted boundaries: how many of them stand before it.
+/// `bucketize` or `searchsorted`: the number of boundaries before each value.
 pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static str) -> Outputs {
     use crate::op::{Compare, ReduceKind};
     let right = scope.flag("right", false)? || scope.text("side", "left")? == "right";
@@ -135,7 +134,7 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
     column.push(Dim::Known(1));
     let x = scope.reshape(x, column)?;
     if steps.rank() > 1 {
-        // A row of boundaries for each row of values.
+        // One row of boundaries per row of values.
         let mut shape = steps.shape.clone();
         shape.insert(steps.rank() - 1, Dim::Known(1));
         bounds = scope.reshape(bounds, shape)?;

@@ -1,5 +1,4 @@
-//! Operators that write elements at places that indices say. Each is a core scatter, along one axis or into the flat
-//! tensor.
+//! Operators that write elements at indices. Each becomes a core scatter, along one axis or into the flattened tensor.
 
 use super::index::{Indexed, flat_place};
 use super::{Outputs, Scope, one, promote};
@@ -18,7 +17,7 @@ use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 
-/// Writes `updates` into the flat `x` at `place`, which has their shape.
+/// Scatters `updates` into the flattened `x` at flat indices `place` of the same shape.
 fn into_flat(
     scope: &mut Scope<'_>,
     kind: ScatterKind,
@@ -32,7 +31,7 @@ fn into_flat(
     scope.reshape(y, shape)
 }
 
-/// The updates of a scatter, cut to the shape of its index: a tensor `src`, or a number.
+/// The updates, cut to the shape of the index: the tensor `src`, or a number.
 fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, LowerReason> {
     if scope.has("src") {
         let source = scope.value("src")?;
@@ -52,7 +51,7 @@ fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, L
     scope.broadcast(number, index.shape.clone())
 }
 
-/// `y[i, index[i, j], …] = src[i, j, …]`, joined with what is there as `kind` or the argument `reduce` says.
+/// `y[i, index[i, j], …] = src[i, j, …]`, combined with the old value as `kind` or argument `reduce` says.
 pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let (fact, shape) = (scope.fact(x), scope.fact(index));
@@ -85,7 +84,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     if !fact.dtype.is_float() {
         return Err(LowerReason::Unsupported("a mean of whole numbers".to_string()));
     }
-    // How many elements came together at each place.
+    // The number of elements reduced at each index.
     let number = scope.scalar(fact.dtype, 1.0)?;
     let each = scope.broadcast(number, shape.shape.clone())?;
     let ones = scope.broadcast(number, fact.shape.clone())?;
@@ -95,7 +94,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     one(scope.binary(Binary::Div, y, count)?)
 }
 
-/// `x` with what changes no join at the places that are written.
+/// Sets the written elements of `x` to the neutral element of the reduction.
 fn emptied(
     scope: &mut Scope<'_>,
     kind: ScatterKind,
@@ -118,7 +117,7 @@ fn emptied(
     into_flat(scope, ScatterKind::Replace, x, place, neutral)
 }
 
-/// `x[…, index, …] = values`, or added with `accumulate`. An index of truths chooses between the two.
+/// `x[…, index, …] = values`, or added with `accumulate`. A boolean index is a mask.
 pub fn put(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let fact = scope.fact(x);
@@ -133,7 +132,7 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
     }
     let Indexed { perm, lead, place, mut flat } = Indexed::read(scope, &fact.shape, indices)?;
     let turned = transposed(scope, x, perm.clone())?;
-    // As many places as there are elements: where those have the batch, the elements do.
+    // One update per index: both have the batch axis.
     let turned = if perm.len() == 1 { shaped(scope, turned, &scope.fact(place).shape)? } else { turned };
     let own = scope.fact(turned).shape;
     if perm.len() == 1 {
@@ -154,7 +153,7 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
     one(transposed(scope, y, back)?)
 }
 
-/// `mask ? value : x`, with one value for all.
+/// `mask ? value : x` with a single value.
 fn masked(scope: &mut Scope<'_>, x: Value, mask: Value, value: Value, accumulate: bool) -> Outputs {
     let (fact, mut shape) = (scope.fact(x), scope.fact(mask).shape);
     if !volume(&scope.fact(value).shape)?.is(1) {
@@ -167,7 +166,7 @@ fn masked(scope: &mut Scope<'_>, x: Value, mask: Value, value: Value, accumulate
     one(scope.select(mask, value, x)?)
 }
 
-/// `x[mask] = source`, which is read in order.
+/// `masked_scatter`: `x[mask] = source`, read in order.
 pub fn masked_source(scope: &mut Scope<'_>) -> Outputs {
     let (x, mask, source) = (scope.value("self")?, scope.value("mask")?, scope.value("source")?);
     let shape = scope.fact(x).shape;
@@ -177,7 +176,7 @@ pub fn masked_source(scope: &mut Scope<'_>) -> Outputs {
     let counted = scope.cast(flat, DType::I64)?;
     let sum = Cumulative { kind: CumulativeKind::Sum, axis: 0, exclusive: true, reverse: false };
     let place = scope.add(Op::Cumulative(sum), &[counted])?;
-    // Where the mask is false behind the last element that is read, anything may be read.
+    // Unselected elements after the last one may read any index.
     let most = volume(&scope.fact(source).shape)?.sub(&Dim::Known(1))?;
     let most = crate::import::onnx::lower::gather::number(scope, &most)?;
     let place = scope.binary(Binary::Min, place, most)?;
@@ -187,7 +186,7 @@ pub fn masked_source(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(mask, taken, x)?)
 }
 
-/// Slices along one axis written, or with `Add` added `alpha` times, at the places of a list.
+/// `index_copy`, or `index_add` with factor `alpha`.
 pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let fact = scope.fact(x);
@@ -217,7 +216,7 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     one(scope.add(Op::Scatter(Scatter { kind, axis }), &[x, index, updates])?)
 }
 
-/// `x` with `source` in place of the elements `begin, begin + step, …` of an axis, as many as `source` has.
+/// `x` with the elements `begin, begin + step, …` of an axis replaced by `source`.
 pub fn written(
     scope: &mut Scope<'_>,
     x: Value,
@@ -276,7 +275,6 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     one(written(scope, x, axis, &begin, 1, source)?)
 }
 
-/// One at the class of each element along a new last axis, zero elsewhere.
 pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let classes = scope.int("num_classes", -1)?;
@@ -293,7 +291,7 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     one(scope.cast(hit, DType::I64)?)
 }
 
-/// Whether each element is one of a list.
+/// `isin`.
 pub fn is_in(scope: &mut Scope<'_>) -> Outputs {
     let (x, list) = (scope.value("elements")?, scope.value("test_elements")?);
     let dtype = promote::joined(scope.fact(x).dtype, scope.fact(list).dtype);

@@ -1,4 +1,4 @@
-//! Parts of a tensor.
+//! Slices and splits of a tensor.
 
 use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
@@ -9,7 +9,7 @@ use crate::import::symbol;
 use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
 
-/// The operand with at least one axis, its shape, and the axis that is named.
+/// The operand, its shape, and argument `dim`.
 fn along(scope: &mut Scope<'_>) -> Result<(Value, Vec<Dim>, usize), LowerReason> {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
@@ -17,7 +17,7 @@ fn along(scope: &mut Scope<'_>) -> Result<(Value, Vec<Dim>, usize), LowerReason>
     Ok((x, dims, at))
 }
 
-/// Elements from `start` to `end` in steps, along one axis.
+/// Elements from `start` to `end` with a step, along one axis.
 pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let step = usize::try_from(scope.int("step", 1)?).ok().filter(|s| *s > 0);
@@ -25,7 +25,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let (zero, size) = (Dim::Known(0), &dims[at]);
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
     let end = scope.dim("end")?.unwrap_or(Dim::Known(i64::MAX));
-    // A static export cuts the batch to its own size.
+    // A static export slices the batch to the exported size.
     let frozen = size.known().is_none() && size.substitute(scope.frozen)? == end;
     let begin = place(&start, size, &zero, size)?;
     let end = if frozen { size.clone() } else { place(&end, size, &zero, size)? };
@@ -46,7 +46,7 @@ pub fn narrow(scope: &mut Scope<'_>) -> Outputs {
     one(part(scope, x, at, begin, end)?)
 }
 
-/// One slice of an axis, which goes away.
+/// One index of an axis, which is removed.
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let (x, mut dims, at) = along(scope)?;
     let index = scope.dim("index")?.ok_or(LowerReason::NotConstant { what: "the index" })?;
@@ -60,20 +60,18 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(y, dims)?)
 }
 
-/// How an operator cuts an axis.
+/// The form of a split; the string is the argument's name.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cut {
-    /// Into parts of one size; the last may be smaller.
+    /// Equal parts of a given size; the last may be smaller.
     Each(&'static str),
-    /// Into parts of these sizes.
     Sizes(&'static str),
-    /// Into so many parts.
+    /// A given number of parts.
     Count(&'static str),
-    /// Into slices without the axis.
+    /// `unbind`: slices without the axis.
     Apart,
 }
 
-/// Parts one behind the other along an axis.
 pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let size = dims[at].clone();
@@ -116,7 +114,7 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     many(outputs)
 }
 
-/// As many parts of `each` as fit, and the rest.
+/// As many parts of size `each` as fit, and the remainder.
 fn equal(size: &Dim, each: &Dim) -> Result<Vec<Dim>, LowerReason> {
     let most = 1 << 20;
     let wrong = || LowerReason::Inputs(format!("an axis of size {size} in parts of {each}"));

@@ -1,4 +1,4 @@
-//! Which operators of a program pipec cannot lower, all of them at once.
+//! Lists all operators of a program that pipec cannot lower.
 
 use super::live::live;
 use super::{complex, table};
@@ -7,7 +7,7 @@ use crate::import::fx::schema::Graph;
 use crate::import::onnx::lower::support::{Missing, Unsupported};
 use std::collections::BTreeMap;
 
-/// Whether every node can be lowered.
+/// Checks that every node can be lowered; the error lists all operators that cannot.
 pub fn check(graph: &Graph) -> Result<(), Unsupported> {
     let mut missing = BTreeMap::new();
     gather(graph, &mut missing);

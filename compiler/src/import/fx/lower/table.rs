@@ -1,6 +1,6 @@
 //! All ATen operators that pipec lowers, one row each, by family. Overloads share a row: arguments are read by name, as
-//! tensors or numbers. An operator that ends in `_` and changes its operand in place is the row without it; `walk` does
-//! the rest. [`operators`] gives the list for people.
+//! tensors or numbers. An in-place operator uses the row without the trailing `_`; `walk` rebinds the operand.
+//! [`operators`] lists the names for documentation.
 
 pub mod elementwise;
 pub mod layer;
@@ -10,40 +10,38 @@ pub mod shape;
 use super::{Outputs, Scope, create, linear, reduce};
 use crate::tensor::dim::Dim;
 
-/// Lowers one node of an operator.
+/// Lowers one node to core ops.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
-/// An operator's name, and how it is lowered.
 pub type Row = (&'static str, Lower);
 
-/// All families.
 const FAMILIES: [&[Row]; 4] = [elementwise::ELEMENTWISE, shape::SHAPE, reduction::REDUCTION, layer::LAYER];
 
-/// The names of all operators of ATen that are lowered, in alphabetical order.
+/// The names of all lowered ATen operators, sorted.
 pub fn operators() -> Vec<&'static str> {
     let mut names: Vec<&str> = FAMILIES.iter().flat_map(|rows| rows.iter().map(|row| row.0)).collect();
     names.sort_unstable();
     names
 }
 
-/// The operator of a target, without library and overload: `torch.ops.aten.add_.Tensor` is `add_`.
+/// The operator of a target without library and overload: `torch.ops.aten.add_.Tensor` is `add_`.
 pub fn name(target: &str) -> &str {
     let inner = target.strip_prefix("torch.ops.aten.").unwrap_or_else(|| target.rsplit('.').next().unwrap_or(target));
     inner.split('.').next().unwrap_or(inner)
 }
 
-/// Whether the operator changes its operand.
+/// Tests whether the operator changes its operand in place.
 pub fn in_place(target: &str) -> bool {
     let name = name(target);
     name.ends_with('_') && !name.starts_with("__")
 }
 
-/// Whether the result's element type is what the node is about.
+/// Tests for casts and copies, whose result type autocast does not decide.
 pub fn is_cast(target: &str) -> bool {
     matches!(name(target), "to" | "_to_copy" | "type_as" | "copy_" | "copy")
 }
 
-/// How nodes with this target are lowered, `None` when they are not.
+/// The lowering of a target; `None` if it is not supported.
 pub fn find(target: &str) -> Option<Lower> {
     if let Some(operator) = target.strip_prefix("_operator.") {
         return sizes(operator);
@@ -51,7 +49,7 @@ pub fn find(target: &str) -> Option<Lower> {
     let Some(inner) = target.strip_prefix("torch.ops.aten.") else {
         return (target == "torch.ops.transformers.grouped_mm_fallback.default").then_some(linear::grouped);
     };
-    // Overloads that mean something else under the same name.
+    // Overloads with another meaning under the same name.
     match inner {
         "norm.Scalar" | "norm.ScalarOpt_dim" | "norm.ScalarOpt_dim_dtype" | "norm.ScalarOpt_dtype" => {
             return Some(|s| reduce::vector_norm(s, "p"));
@@ -65,7 +63,6 @@ pub fn find(target: &str) -> Option<Lower> {
     FAMILIES.iter().flat_map(|rows| rows.iter()).find(|row| row.0 == operator).map(|row| row.1)
 }
 
-/// Arithmetic on sizes, which Python does.
 fn sizes(operator: &str) -> Option<Lower> {
     let lower: Lower = match operator {
         "add" => |s| create::size_arithmetic(s, Dim::add),

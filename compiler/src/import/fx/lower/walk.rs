@@ -1,13 +1,11 @@
-//! The walk over the nodes of a program, in order: each is lowered to core ops, and those that change their operand in
-//! place are made functional.
+//! Lowers the nodes of a program in order and functionalises in-place operators.
 //!
-//! Where an operator changes tensor `a`, its result takes the name `a` from there on, and so do all names that mean
-//! exactly the same elements. Where `a` is a view, its elements are written back into what it shows. Other views of the
-//! same elements change too: they are made again from what they show when they are read next. A buffer that merely
-//! counts minibatches is left alone: no result depends on it.
+//! After an operator changes tensor `a`, the name `a` and all exact aliases map to its result. If `a` is a view, its
+//! elements are written back into the base. Other views of the base are recomputed on their next use. Counters of
+//! minibatches are ignored: no output depends on them.
 //!
-//! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
-//! What the file says of the shape of every result is compared with what the core ops give.
+//! Errors are collected: the outputs of a failed node stay undefined, and nodes that read them are skipped. The shape
+//! of every result is compared with the file's.
 
 use super::alias::{self, operand};
 use super::live::live;
@@ -29,24 +27,23 @@ use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use std::collections::HashMap;
 
-/// What a view becomes when the elements it shows change.
+/// State of a view after its elements changed.
 const CHANGED: Known = Known::Absent("a view of a tensor that was changed in place afterwards");
 
-/// What a counter of minibatches is after it counted.
+/// State of a minibatch counter after it was incremented.
 const COUNTED: Known = Known::Absent("a counter of minibatches");
 
-/// The most names that may mean parts of one tensor where it is changed in place.
 const MOST_VIEWS: usize = 4096;
 
-/// How far back from a view of a view its elements are written.
+/// Limit on the length of a chain of views.
 const DEEPEST: usize = 32;
 
-/// Checks that every operator can be lowered at all.
+/// Checks that every operator is supported.
 pub fn check(program: &Program) -> Result<(), LowerError> {
     support::check(&program.graph).map_err(LowerError::Unsupported)
 }
 
-/// Lowers a program whose operators passed [`check`], with these facts of its inputs.
+/// Lowers a program whose operators passed [`check`], for inputs of the given types and shapes.
 pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowered, LowerError> {
     let weight = |s: &crate::import::fx::program::Source| {
         Weight::new(s.name.clone(), s.fact.clone(), s.initial.clone(), s.parameter && s.fact.dtype.is_float())
@@ -87,22 +84,22 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
 struct Walk<'a> {
     program: &'a Program,
     frozen: &'a Frozen,
-    /// Sizes that the caller gave to symbols of the file.
+    /// Values that the caller bound to symbols of the file.
     given: Bindings,
     graph: Graph,
     constants: HashMap<usize, Value>,
     ledger: ImportedWeights,
     faults: Vec<Fault>,
-    /// Whether a gradient may pass from a node of the graph to a weight, as far as was asked.
+    /// Per node of the graph, filled on demand: gradients can flow from it to a parameter.
     gradients: Vec<bool>,
 }
 
-/// Which names show elements of one tensor.
+/// Alias classes: names that view elements of one tensor.
 #[derive(Default)]
 struct Views<'g> {
     class: HashMap<String, usize>,
     members: Vec<Vec<String>>,
-    /// The node that made a view, and the tensor that it shows.
+    /// Per view, the node that made it and its base.
     makers: HashMap<String, (&'g schema::Node, &'g str)>,
 }
 
@@ -129,7 +126,7 @@ impl<'g> Views<'g> {
 }
 
 impl Walk<'_> {
-    /// Remembers which symbols of an input the caller gave a size.
+    /// Binds the symbols of an input to the sizes that the caller gave.
     fn note(&mut self, name: &str, fact: &Fact) {
         let Some(said) = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else {
             return;
@@ -159,7 +156,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Makes views again that a node reads and whose elements changed since they were made.
+    /// Recomputes stale views that a node reads.
     fn shown_anew(&mut self, node: &schema::Node, outer: &mut Names, views: &Views<'_>) {
         for input in &node.inputs {
             for name in names(&input.arg) {
@@ -172,7 +169,7 @@ impl Walk<'_> {
                 }
                 for maker in ways.into_iter().rev() {
                     let Some(lower) = table::find(&maker.target) else { break };
-                    // What cannot be made again stays broken, and whoever reads it says so.
+                    // A view that cannot be recomputed stays stale; its reader reports the error.
                     let mut scope = self.scope(maker, outer);
                     let made = lower(&mut scope).and_then(|made| match maker.region.no_gradients {
                         true => without_gradients(&mut scope, made),
@@ -189,8 +186,8 @@ impl Walk<'_> {
         }
     }
 
-    /// The names with every float tensor that a node reads in the element type that the file says for its first result,
-    /// where the two differ: autocast casts operands and leaves no trace of it.
+    /// Casts the float operands of a node under autocast to the element type that the file gives its first result.
+    /// Autocast inserts such casts without recording them. `None` if the node casts nothing.
     fn cast_operands(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Names>, LowerReason> {
         let said = &self.program.graph.tensor_values;
         let keeps_types = |node: &schema::Node| table::is_cast(&node.target) || table::in_place(&node.target);
@@ -212,7 +209,7 @@ impl Walk<'_> {
         outer.mapped(node, cast).map(Some)
     }
 
-    /// What a node makes; `Err(None)` when something that it reads is broken already.
+    /// Lowers a node; `Err(None)` if one of its inputs is undefined.
     fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<LowerReason>> {
         let whole = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
         if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(whole) {
@@ -234,7 +231,6 @@ impl Walk<'_> {
         Ok(if gradients { made } else { without_gradients(&mut scope, made)? })
     }
 
-    /// Whether a gradient passes from a value to a weight that is trained.
     fn has_gradient(&mut self, value: Value) -> bool {
         for id in self.graph.ids().skip(self.gradients.len()) {
             let node = self.graph.node(id);
@@ -261,7 +257,7 @@ impl Walk<'_> {
         }
     }
 
-    /// A change of a weight in place: a counter is passed over, anything else is refused.
+    /// Handles an in-place change of a weight: a counter is ignored, any other is refused.
     fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, LowerReason> {
         let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
         let weight = &self.ledger.weights[at];
@@ -274,7 +270,6 @@ impl Walk<'_> {
         Ok(Some(Made::Tensors(vec![COUNTED])))
     }
 
-    /// Files what a node makes under the names of its outputs.
     fn named<'g>(
         &mut self,
         node: &'g schema::Node,
@@ -302,7 +297,7 @@ impl Walk<'_> {
             false => names(output).map(Some).collect(),
         });
         for name in all {
-            // A result that is left out stands in the list still.
+            // An unused output still has a place in the list.
             let Some(name) = name else {
                 made.next();
                 continue;
@@ -323,7 +318,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Gives the operand of a change in place, and what is the same tensor, its new value.
+    /// Rebinds the operand of an in-place operator, and its aliases, to the new value.
     fn replace(
         &mut self,
         node: &schema::Node,
@@ -336,7 +331,7 @@ impl Walk<'_> {
         if old == new {
             return Ok(new);
         }
-        // The operand keeps its element type and shape, whatever it was joined with.
+        // The operand keeps its element type and shape after promotion.
         let fact = match old {
             Known::Value(value) => self.graph.fact(value).clone(),
             _ => return Err(LowerReason::Unsupported("a change in place of what is no plain tensor".to_string())),
@@ -371,8 +366,8 @@ impl Walk<'_> {
         Ok(Known::Value(value))
     }
 
-    /// The tensors that a view shows, from the nearest on, with its new elements in them, as far as the way back is
-    /// known. The list holds what each was and what it is now.
+    /// Writes a view's new elements into its bases, nearest first, as far as the views can be inverted. Appends the old
+    /// and new value of each base to `changes`.
     fn write_back(
         &mut self,
         view: &str,
@@ -398,7 +393,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Compares a result with what the file says of it, where that can be understood.
+    /// Compares a result with the type and shape in the file, if those are known.
     fn compare(&self, name: &str, known: Known) -> Result<(), LowerReason> {
         let Known::Value(value) = known else { return Ok(()) };
         let said = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta));
@@ -426,7 +421,7 @@ impl Walk<'_> {
         for (value, target) in &self.program.mutations {
             self.mutation(outer, value, target).map_err(|reason| error(value, reason))?;
         }
-        // Statistics that the gradients of the graph go with are those of the batch, always.
+        // A joint graph always uses batch statistics, as its gradients do.
         if !self.program.joint {
             self.graph.averages = std::mem::take(&mut self.ledger.averages);
         }
@@ -445,10 +440,10 @@ impl Walk<'_> {
         Ok(Lowered { graph, weights, warnings })
     }
 
-    /// Checks that a buffer's value after a run is one that averages or counting give.
+    /// Checks that a buffer mutation is a running average or a counter.
     fn mutation(&self, outer: &Names, value: &str, target: &str) -> Result<(), LowerReason> {
         match outer.tensors.get(value) {
-            // A running statistic: the average says how it moves.
+            // A running statistic, described by [`Graph::averages`].
             Some(Known::Absent(_) | Known::Weight(_)) | None => Ok(()),
             Some(Known::Complex(..)) => {
                 Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(target))))
@@ -464,7 +459,6 @@ impl Walk<'_> {
     }
 }
 
-/// The same results, through which no gradient passes.
 fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, LowerReason> {
     let Made::Tensors(mut list) = made else { return Ok(made) };
     for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
@@ -479,14 +473,14 @@ fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, LowerRea
     Ok(Made::Tensors(list))
 }
 
-/// What writes to the graph outside all nodes.
+/// A placeholder node for ops that belong to no node.
 fn nobody() -> schema::Node {
     let (metadata, region) = <(schema::Metadata, schema::Region)>::default();
     schema::Node { target: String::new(), inputs: Vec::new(), outputs: Vec::new(), metadata, name: None, region }
 }
 
-/// Whether the node came from where gradients stop. After `run_decompositions` there is no region without gradients and
-/// no `detach` any more; all that tells is which function of Python a node came from.
+/// Tests whether the node stops gradients. `run_decompositions` removes `no_grad` regions and `detach`; only the
+/// recorded Python function remains.
 fn stops(node: &schema::Node) -> bool {
     let from = node.metadata.torch_fn.as_deref().unwrap_or_default();
     let (call, kind) = from.split_once(';').unwrap_or((from, ""));

@@ -1,4 +1,4 @@
-//! Windows that move over spatial dims: convolutions and poolings.
+//! Convolutions and poolings.
 
 use super::argument::Number;
 use super::{Known, Made, Outputs, Scope, one, resize};
@@ -8,7 +8,7 @@ use crate::import::onnx::lower::window::with_bias;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, ReduceKind, Value, Window};
 use crate::tensor::dim::Dim;
 
-/// One number for each of `axes` axes, each at least `least`; a single number stands for all.
+/// One number per axis, each at least `least`; a single number applies to all `axes`.
 fn each(
     scope: &Scope<'_>,
     name: &'static str,
@@ -34,14 +34,13 @@ fn symmetric(strides: Vec<usize>, pads: Vec<usize>, dilations: Vec<usize>) -> Wi
     Window { strides, pads_begin: pads.clone(), pads_end: pads, dilations }
 }
 
-/// The weight's sizes behind its channels.
 fn kernel_of(scope: &Scope<'_>, weight: Value) -> Result<Vec<usize>, LowerReason> {
     let fact = scope.fact(weight);
     let sizes = fact.concrete().filter(|s| s.len() > 2 && s[2..].iter().all(|k| *k > 0));
     sizes.map(|s| s[2..].to_vec()).ok_or_else(|| LowerReason::Inputs(format!("its weight is {fact}")))
 }
 
-/// The input with a batch, whether it had one, and the weight's kernel.
+/// The input with a batch axis, the weight, the kernel, and whether the batch axis was added.
 fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value, Vec<usize>, bool), LowerReason> {
     let (mut x, weight) = (scope.value("input")?, scope.value("weight")?);
     let kernel = kernel_of(scope, weight)?;
@@ -77,7 +76,6 @@ fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     })
 }
 
-/// Convolution, transposed when an argument says so.
 pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("transposed", false)? {
         return conv_transpose(scope);
@@ -91,7 +89,7 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
             "valid" => {}
             "same" if window.strides.iter().all(|s| *s == 1) => {
                 for (axis, size) in kernel.iter().enumerate() {
-                    // The odd element of padding, if there is one, goes behind.
+                    // An odd element of padding goes to the end.
                     let total = window.dilations[axis].saturating_mul(size - 1);
                     (window.pads_begin[axis], window.pads_end[axis]) = (total / 2, total - total / 2);
                 }
@@ -108,14 +106,12 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, y, single)
 }
 
-/// The window and the groups of a plain convolution over `axes` spatial axes.
 pub fn convolution_window(scope: &Scope<'_>, axes: usize) -> Result<(Window, usize), LowerReason> {
     let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
     Ok((symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations), groups(scope)?))
 }
 
-/// Transposed convolution: the gradient of a convolution for its input. The weight `[C, O/groups, K…]` is that of the
-/// forward convolution.
+/// Transposed convolution: the input gradient of a convolution with weight `[C, O/groups, K…]`.
 pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let (x, weight, kernel, single) = operands(scope)?;
     let axes = kernel.len();
@@ -135,7 +131,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, y, single)
 }
 
-/// `x` as `[N, C, D…]` with `axes` spatial dims, and its own shape.
+/// `x` as `[N, C, D…]` with `axes` spatial axes, and its original shape.
 fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), LowerReason> {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
@@ -149,14 +145,14 @@ fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), Lowe
     Ok((scope.reshape(x, wide)?, shape))
 }
 
-/// `y` without the batch that the input did not have.
+/// Removes the batch axis that [`spatial`] added.
 fn narrowed(scope: &mut Scope<'_>, y: Value, input: &[Dim]) -> Result<Value, LowerReason> {
     let shape = scope.fact(y).shape;
     let extra = shape.len() - input.len();
     scope.reshape(y, shape[extra..].to_vec())
 }
 
-/// The kernel, the window and the rounding of a pooling over `axes` spatial axes.
+/// Kernel, window and `ceil_mode` of a pooling over `axes` spatial axes.
 pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec<usize>, Window, bool), LowerReason> {
     let kernel = each(scope, "kernel_size", axes, 1, 1)?;
     let strides = match scope.ints("stride")? {
@@ -168,7 +164,6 @@ pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec
     Ok((kernel, window, scope.flag("ceil_mode", false)?))
 }
 
-/// The largest element of each window.
 pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let (kernel, window, ceil) = pool_window(scope, axes, true)?;
@@ -177,12 +172,11 @@ pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
 }
 
-/// The mean of each window.
 pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let (mut kernel, window, ceil) = pool_window(scope, axes, false)?;
     if ceil {
-        // A window that reaches beyond the padded image ends there.
+        // A window that exceeds the padded image is clipped.
         let sizes = scope.fact(x).shape[2..].to_vec();
         for (axis, size) in sizes.iter().enumerate() {
             let padded = size.known().and_then(|size| usize::try_from(size).ok());
@@ -205,7 +199,7 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     one(narrowed(scope, y, &shape)?)
 }
 
-/// As many windows as are asked for, where they tile the input.
+/// Adaptive pooling to the given output sizes.
 pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let sizes = scope.fact(x).shape[2..].to_vec();

@@ -1,8 +1,8 @@
-//! Shape arithmetic: operators on lists of symbolic sizes, done while importing.
+//! Shape arithmetic: evaluates operators on lists of symbolic sizes at import time.
 //!
-//! An exporter that keeps the batch open computes shapes in the graph: `Shape`, `Gather`, `Mul`, `Concat`, then
-//! `Reshape`. [`lower`] does that on [`Dim`]s. What depends on the value of a symbol, such as whether it is larger than
-//! 512, it leaves alone; the operator then becomes core ops like any other.
+//! A dynamic-batch export computes shapes in the graph: `Shape`, `Gather`, `Mul`, `Concat`, then `Reshape`. [`lower`]
+//! evaluates these on [`Dim`]s. Results that depend on the value of a symbol, such as a comparison with 512, are not
+//! evaluated; those operators are lowered to core ops.
 
 use super::attribute::axis;
 use super::{Dims, Known, LowerReason, Scope, symbol};
@@ -11,10 +11,10 @@ use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 use std::cmp::Ordering;
 
-/// The longest list of sizes that is followed. Shapes have a handful.
+/// Maximum length of a size list that is evaluated. Shapes are much shorter.
 const LONGEST: usize = 1024;
 
-/// The outputs, when a list of sizes goes in and all is decided; else `None`.
+/// The outputs, if at least one input is a size list and the result is fully determined; else `None`.
 pub fn lower(scope: &Scope<'_>) -> Result<Option<Vec<Known>>, LowerReason> {
     if !scope.inputs.iter().flatten().any(|known| matches!(known, Known::Dims(_))) {
         return Ok(None);
@@ -61,7 +61,7 @@ pub fn lower(scope: &Scope<'_>) -> Result<Option<Vec<Known>>, LowerReason> {
     Ok(result.map(|dims| vec![dims.known()]))
 }
 
-/// Input `slot` as a list of sizes, if it is short and made of whole numbers.
+/// Input `slot` as a size list, if it is short and integral.
 fn operand(scope: &Scope<'_>, slot: usize) -> Option<Dims> {
     match scope.inputs.get(slot)?.as_ref()? {
         Known::Dims(dims) => Some(dims.clone()),
@@ -81,12 +81,12 @@ fn map(x: &Dims, f: impl Fn(&Dim) -> Option<Dim>) -> Option<Dims> {
     Some(Dims { dims, ..x.clone() })
 }
 
-/// `a / b` when it leaves no rest. Where it leaves one, integers would round and floats would not.
+/// `a / b` if exact. Otherwise integers would round and floats would not.
 fn quotient(a: &Dim, b: &Dim) -> Option<Dim> {
     a.div_exact(b).ok()
 }
 
-/// Both lists stretched to one length, and whether both are scalars.
+/// Broadcasts both lists to one length; the flag is true if both are scalars.
 fn aligned<'a>(a: Option<&'a Dims>, b: Option<&'a Dims>) -> Option<(Vec<(&'a Dim, &'a Dim)>, bool)> {
     let (a, b) = (a?, b?);
     let count = match (a.dims.len(), b.dims.len()) {
@@ -122,7 +122,7 @@ fn choose(scope: &Scope<'_>, yes: Option<&Dims>, no: Option<&Dims>) -> Option<Di
         scalar: condition.shape().is_empty(),
         dtype: DType::I64,
     };
-    // Stretch both choices against the condition, so that all three have one length.
+    // Broadcast both choices and the condition to one length.
     let yes = pairwise(yes, Some(&truth), |value, _| Some(value.clone()))?;
     let no = pairwise(no, Some(&yes), |value, _| Some(value.clone()))?;
     let yes = pairwise(Some(&yes), Some(&no), |value, _| Some(value.clone()))?;
@@ -214,7 +214,7 @@ fn total(
     join: impl Fn(&[Dim]) -> Option<Dim>,
 ) -> Result<Option<Dims>, LowerReason> {
     let keep = scope.flag("keepdims", true)?;
-    // One axis at most: whichever way the axes are given, all elements are joined, unless they are said to be none.
+    // The list has rank at most 1, so any choice of axes reduces all elements. The exception is `noop_with_empty_axes`.
     if scope.flag("noop_with_empty_axes", false)? {
         return Ok(None);
     }

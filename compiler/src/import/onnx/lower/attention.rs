@@ -1,8 +1,8 @@
-//! Attention: `Attention`, `FlexAttention`, and what models with attention put around it: `RotaryEmbedding`, `SwiGLU`.
+//! `Attention`, `FlexAttention` and the related operators `RotaryEmbedding` and `SwiGLU`.
 //!
-//! Scores are `softmax(cap(Q·Kᵀ·scale) + bias)·V`. What a query may see is gathered in the bias: 0 where it may look, -∞
-//! where it may not, so that masks of all kinds add up. A query that may see nothing gets zeros; its scores are taken out
-//! before the softmax, where they would be NaN.
+//! Computes `softmax(cap(Q·Kᵀ·scale) + bias)·V`. All masks are combined in the additive bias: 0 where a query may
+//! attend, -∞ where it may not. For fully masked queries the output is zero; their scores are replaced before the
+//! softmax, which would give NaN.
 
 use super::gather::{count, number};
 use super::movement::transposed;
@@ -14,7 +14,7 @@ use crate::op::{Binary, Compare, Concat, Gather, MatMul, Op, Pad, ReduceKind, Sl
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// `[B, S, heads·D]` as `[B, heads, S, D]`.
+/// `[B, S, heads·D]` to `[B, heads, S, D]`.
 fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [batch, steps, wide] = fact.shape.as_slice() else {
@@ -25,7 +25,7 @@ fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, Low
     transposed(scope, apart, vec![0, 2, 1, 3])
 }
 
-/// `[B, heads, S, D]` as `[B, S, heads·D]`.
+/// `[B, heads, S, D]` to `[B, S, heads·D]`.
 fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     let turned = transposed(scope, x, vec![0, 2, 1, 3])?;
     let shape = scope.fact(turned).shape;
@@ -33,7 +33,6 @@ fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     scope.reshape(turned, vec![shape[0].clone(), shape[1].clone(), wide])
 }
 
-/// The number of heads that an attribute gives.
 fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
     match scope.int(name, 0)? {
         heads if heads > 0 => Ok(heads),
@@ -41,7 +40,7 @@ fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
     }
 }
 
-/// Each head of keys or values once for every query head that shares it.
+/// Repeats each key or value head for the query heads that share it (grouped-query attention).
 fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     if shape[1] == *query_heads {
@@ -58,7 +57,7 @@ fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, L
     scope.reshape(wide, joined)
 }
 
-/// `Q·Kᵀ·scale`, with the root of the scale on both sides so that less overflows.
+/// `Q·Kᵀ·scale`, with the square root of the scale applied to both factors to reduce overflow.
 fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, LowerReason> {
     let size = scope.fact(q).shape[3].known();
     let scale = match (scope.is_set("scale"), size) {
@@ -81,18 +80,17 @@ fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Valu
     scope.select(condition, yes, no)
 }
 
-/// The furthest that a window reaches.
+/// Upper limit of a window size.
 const FURTHEST: i64 = 1 << 40;
 
-/// What each query may see.
+/// The additive attention mask under construction.
 struct Sight {
-    /// The element type of the bias.
     dtype: DType,
-    /// Queries and keys.
+    /// Number of queries and of keys.
     sizes: [Dim; 2],
-    /// All that was added up so far.
+    /// Sum of all masks so far.
     bias: Option<Value>,
-    /// Whether there may be a query that sees nothing.
+    /// True if some query may be fully masked.
     blind: bool,
 }
 
@@ -105,7 +103,7 @@ impl Sight {
         Ok(())
     }
 
-    /// The mask that the model gives, which may say nothing of the last keys: nobody sees them.
+    /// Adds the mask input. If it covers fewer keys than there are, the remaining keys are masked.
     fn mask(&mut self, scope: &mut Scope<'_>, mask: Value) -> Result<(), LowerReason> {
         let mut bias = match scope.fact(mask).dtype {
             DType::Bool => allowed(scope, mask, self.dtype)?,
@@ -130,12 +128,13 @@ impl Sight {
         self.add(scope, bias)
     }
 
-    /// Keys from `left` before to `right` behind the place of a query, which is its number plus `offset`.
+    /// Adds a sliding window: keys from `left` before to `right` after the position of a query, which is its index plus
+    /// `offset`.
     fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), LowerReason> {
         let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
         let place = scope.binary(Binary::Add, i, offset)?;
         for (side, reach) in sides.into_iter().enumerate() {
-            // What reaches further than any sequence must not overflow when a place is added.
+            // Limits the window size so that adding a position cannot overflow.
             let Some(reach) = reach.map(|reach| reach.min(FURTHEST)) else { continue };
             let reach = number(scope, &Dim::Known(reach))?;
             let seen = if side == 0 {
@@ -151,7 +150,7 @@ impl Sight {
         Ok(())
     }
 
-    /// Scores with the bias, and which queries see nothing.
+    /// The scores plus the bias, and a condition that is true for fully masked queries.
     fn applied(&self, scope: &mut Scope<'_>, scores: Value) -> Result<(Value, Option<Value>), LowerReason> {
         let Some(bias) = self.bias else { return Ok((scores, None)) };
         let sum = scope.binary(Binary::Add, scores, bias)?;
@@ -165,7 +164,7 @@ impl Sight {
     }
 }
 
-/// The element type of the softmax, where the node gives one.
+/// The element type of the softmax, if the node specifies one.
 fn precision(scope: &Scope<'_>) -> Result<Option<DType>, LowerReason> {
     if !scope.is_set("softmax_precision") {
         return Ok(None);
@@ -177,7 +176,7 @@ fn precision(scope: &Scope<'_>) -> Result<Option<DType>, LowerReason> {
     }
 }
 
-/// Scaled dot-product attention, with grouped heads, masks, a cache of earlier keys and values, windows and soft caps.
+/// Scaled dot-product attention with grouped query heads, masks, a key/value cache, windows and soft capping.
 pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let (mut q, mut k, mut v) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let dtype = scope.fact(q).dtype;
@@ -205,7 +204,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let (present_k, present_v) = (k, v);
     let query_heads = scope.fact(q).shape[1].clone();
     let (k, v) = (shared(scope, k, &query_heads)?, shared(scope, v, &query_heads)?);
-    // Halves are rounded once, at the end.
+    // Half precision is computed in F32 and rounded once at the end.
     let inner = if matches!(dtype, DType::F16 | DType::Bf16) { DType::F32 } else { dtype };
     let (q, k, v) = (scope.cast(q, inner)?, scope.cast(k, inner)?, scope.cast(v, inner)?);
     let raw = scores(scope, q, k)?;
@@ -252,7 +251,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     Ok([y, present_k, present_v, shown].map(Known::Value).to_vec())
 }
 
-/// All that keeps queries from seeing keys: causality, windows, the mask, the lengths of the sequences.
+/// Collects all masks: causal, window, mask input, sequence lengths.
 fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> Result<(), LowerReason> {
     let side = |scope: &Scope<'_>, name: &'static str| -> Result<Option<i64>, LowerReason> {
         Ok(Some(scope.int(name, -1)?).filter(|reach| *reach >= 0))
@@ -279,7 +278,7 @@ fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> 
             None => number(scope, past)?,
         };
         sight.window(scope, offset, [left, right])?;
-        // Without a left side, and from a place that is not negative, the first key is always seen.
+        // Without a left window, and with a non-negative offset, the first key is never masked.
         sight.blind |= left.is_some() || lengths.is_some();
     }
     if let Some(lengths) = lengths {
@@ -292,7 +291,7 @@ fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> 
     Ok(())
 }
 
-/// The scores of a `FlexAttention`, in the element type of its softmax.
+/// The attention scores of a `FlexAttention`, in the element type of its softmax.
 pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (q, k) = (scope.value(0)?, scope.value(1)?);
     for value in [q, k] {
@@ -308,12 +307,10 @@ pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     scope.cast(scores, inner)
 }
 
-/// The softmax of scores.
 pub fn probabilities(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     scope.add(Op::Softmax(Softmax { axis: 3 }), &[scores])
 }
 
-/// The values of a `FlexAttention`, weighted.
 pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
     let v = scope.value(2)?;
     let (fact, weights) = (scope.fact(v), scope.fact(probabilities));
@@ -326,14 +323,14 @@ pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
     Ok(vec![Known::Value(scope.cast(y, fact.dtype)?)])
 }
 
-/// Attention without masks; see `flex` for subgraphs that change its scores.
+/// `FlexAttention` without subgraphs; `flex` handles subgraphs that modify the scores.
 pub fn flex_attention(scope: &mut Scope<'_>) -> Outputs {
     let scores = flex_scores(scope)?;
     let probabilities = probabilities(scope, scores)?;
     flex_values(scope, probabilities)
 }
 
-/// Pairs of elements of every head turned by the angle of their place: halves, or neighbours.
+/// Rotary position embedding: rotates pairs of elements, either from the two halves of a head or interleaved.
 pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let flat = scope.fact(x).rank() == 3;
@@ -392,7 +389,7 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(if flat { join_heads(scope, y)? } else { y })])
 }
 
-/// The cosines or sines of every place, `[B, 1, S, half]`.
+/// The cosines or sines of all positions, `[B, 1, S, half]`.
 fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, LowerReason> {
     let mut cache = scope.value(slot)?;
     if let Some(places) = scope.optional(3)? {

@@ -1,6 +1,6 @@
-//! Attributes of a node, read with their defaults, and axes counted from the front.
+//! Access to node attributes with default values, and normalisation of axes.
 //!
-//! A field that the file leaves out of an attribute is zero: encoders may drop zeros.
+//! A missing value field of an attribute is read as zero, because encoders may omit zeros.
 
 use super::{LowerReason, Scope};
 use crate::import::onnx::model::Tensor;
@@ -25,22 +25,19 @@ impl Scope<'_> {
         }
     }
 
-    /// Whether the attribute is there.
     pub fn is_set(&self, name: &str) -> bool {
         self.node.attributes.iter().any(|a| a.name() == name)
     }
 
-    /// A whole number.
     pub fn int(&self, name: &'static str, default: i64) -> Result<i64, LowerReason> {
         Ok(self.attribute(name, AttributeType::Int)?.map_or(default, |a| a.i.unwrap_or(0)))
     }
 
-    /// A switch: zero or not.
     pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, LowerReason> {
         Ok(self.int(name, i64::from(default))? != 0)
     }
 
-    /// A finite number, as the shortest decimal that is this `f32`: what was `1e-5` in the source is `1e-5` here.
+    /// A finite number, converted to f64 through the shortest decimal of its `f32`: `1e-5` in the source stays `1e-5`.
     pub fn float(&self, name: &'static str, default: f64) -> Result<f64, LowerReason> {
         let Some(value) = self.attribute(name, AttributeType::Float)?.map(|a| a.f.unwrap_or(0.0)) else {
             return Ok(default);
@@ -51,28 +48,24 @@ impl Scope<'_> {
         Ok(value.to_string().parse().unwrap_or(f64::from(value)))
     }
 
-    /// A list of whole numbers, `None` when it is not there.
     pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Ints)?.map(|a| a.ints.clone()))
     }
 
-    /// A list of numbers, `None` when it is not there.
     pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f32>>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Floats)?.map(|a| a.floats.clone()))
     }
 
-    /// A word.
     pub fn text(&self, name: &'static str, default: &str) -> Result<String, LowerReason> {
         let found = self.attribute(name, AttributeType::String)?.map(|a| a.s.clone().unwrap_or_default());
         Ok(found.map_or(default.to_string(), |bytes| String::from_utf8_lossy(&bytes).into_owned()))
     }
 
-    /// A tensor, `None` when it is not there.
     pub fn value_of(&self, name: &'static str) -> Result<Option<Tensor>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Tensor)?.and_then(|a| a.t.as_ref()).map(payload::tensor))
     }
 
-    /// Sizes of a window, each at least `least`; `default` for every axis when the attribute is not there.
+    /// One value per spatial axis, each at least `least`; `default` for all axes if the attribute is absent.
     pub fn sizes_of(
         &self,
         name: &'static str,
@@ -92,7 +85,7 @@ impl Scope<'_> {
     }
 }
 
-/// An axis counted from the front, from one that may count from the back (-1 is the last of `rank`).
+/// Normalises an axis of a tensor of rank `rank`; -1 is the last axis.
 pub fn axis(given: i64, rank: usize) -> Result<usize, LowerReason> {
     let ranks = i64::try_from(rank).unwrap_or(i64::MAX);
     let counted = if given < 0 { given.saturating_add(ranks) } else { given };
@@ -102,7 +95,7 @@ pub fn axis(given: i64, rank: usize) -> Result<usize, LowerReason> {
     }
 }
 
-/// Axes counted from the front, sorted, none twice.
+/// Normalises and sorts axes. Duplicates are an error.
 pub fn axes(given: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
     let mut list = given.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     list.sort_unstable();

@@ -1,4 +1,4 @@
-//! Bits of whole numbers: `BitShift`, `BitCast`. The bitwise operators are rows of the table.
+//! Bit operators on integers: `BitShift` and `BitCast`. The bitwise logical operators are rows in `table`.
 
 use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
@@ -6,7 +6,6 @@ use crate::import::build::Build;
 use crate::op::{Binary, BitCast, Op};
 use crate::tensor::DType;
 
-/// Bits moved up or down.
 pub fn shift(scope: &mut Scope<'_>) -> Outputs {
     let op = match scope.text("direction", "")?.as_str() {
         "LEFT" => Binary::ShiftLeft,
@@ -23,7 +22,7 @@ pub fn shift(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(op, a, b)?)])
 }
 
-/// The same bits as another element type of equal width. As truth, every byte but 0 is true.
+/// Reinterprets the bits as an element type of equal width. For a cast to bool, every non-zero byte is true.
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     let code = scope.int("to", 0)?;
     let to = i32::try_from(code).ok().and_then(dtype_of);

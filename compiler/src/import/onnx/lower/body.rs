@@ -13,21 +13,19 @@ use crate::import::onnx::signature;
 use prost::Message;
 use std::collections::{BTreeSet, HashSet};
 
-/// Bytes of a subgraph that count as one node of work when it is read again in a turn of a loop.
+/// Subgraph bytes that count as one node against the unrolling budget each time the subgraph is read.
 const BYTES_A_NODE: u64 = 64;
 
-/// A subgraph whose wiring has been checked, in an order in which its nodes can run.
+/// A checked subgraph in topological order.
 pub struct Body {
-    /// The names of what it is given.
     pub inputs: Vec<String>,
-    /// The results: names, and what the file says of their types.
+    /// Names and declared types.
     pub outputs: Vec<crate::import::onnx::model::ValueInfo>,
     constants: Vec<(String, Known)>,
     nodes: Vec<Node>,
 }
 
 impl Body {
-    /// Reads the subgraph in attribute `name` of a node.
     pub fn read(walk: &mut Walk<'_>, node: &Node, name: &'static str) -> Result<Body, LowerReason> {
         let attribute = node.attributes.iter().find(|a| a.name() == name);
         let graph = attribute.filter(|a| matches!(a.r#type(), AttributeType::Graph | AttributeType::Undefined));
@@ -49,7 +47,7 @@ impl Body {
         Ok(Body { inputs, outputs, constants, nodes })
     }
 
-    /// Runs through it once with these inputs, in a frame within the walk's, and gives its results.
+    /// Lowers the subgraph once with these inputs, in a nested frame, and returns its results.
     pub fn run(
         &self,
         walk: &mut Walk<'_>,
@@ -66,7 +64,7 @@ impl Body {
         frame.known.extend(self.constants.iter().cloned());
         frame.known.extend(self.inputs.iter().cloned().zip(given));
         walk.within(frame, |walk| {
-            // A turn is work even if nothing is in it.
+            // An empty iteration also costs one node.
             walk.frames.spend(1)?;
             let whole = walk.nodes(&self.nodes)?;
             let result = |info: &crate::import::onnx::model::ValueInfo| match walk.frames.find(&info.name) {
@@ -82,8 +80,8 @@ impl Body {
     }
 }
 
-/// The order in which the nodes of a subgraph run, or what is wrong with its wiring. Names from around it have been
-/// checked with the graph around it.
+/// The topological order of a subgraph, or an error if its structure is invalid. Captured names were checked with the
+/// enclosing graph.
 fn order(graph: &GraphProto) -> Result<Vec<usize>, LowerReason> {
     let made: HashSet<&str> = graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
     let inputs = graph.input.iter().map(|input| (input.name(), "input of its subgraph"));

@@ -1,16 +1,16 @@
-//! `NonMaxSuppression`: of boxes that overlap, the one with the best score. How many are left depends on values, so the
-//! inputs must be constants.
+//! `NonMaxSuppression`: among overlapping boxes keeps the one with the best score. The output size depends on values,
+//! so the inputs must be constant.
 
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::tensor::Tensor;
 
-/// The most comparisons of two boxes.
+/// Maximum number of box comparisons.
 const MOST: usize = 1 << 28;
 
-/// Left, bottom, right and top of a box.
+/// Left, bottom, right, top.
 type Bounds = [f64; 4];
 
-/// `[batch, class, box]` of each box that stays, the best score of a class first.
+/// `[batch, class, box]` of each selected box, sorted by descending score within a class.
 pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
     let what = "what chooses among boxes";
     let given = |slot| scope.tensor(slot, what)?.ok_or(LowerReason::Missing { slot });
@@ -40,7 +40,7 @@ pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
             let score = |at: usize| scores[(batch * classes + class) * count + at];
             let bounds = &bounds[batch * count..(batch + 1) * count];
             let mut order: Vec<usize> = (0..count).filter(|&at| least.is_none_or(|least| score(at) > least)).collect();
-            // Stable: of equal scores the first box is the first.
+            // A stable sort keeps boxes of equal score in index order.
             order.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
             let mut kept: Vec<usize> = Vec::new();
             for at in order {
@@ -54,7 +54,7 @@ pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_i64(&[chosen.len() / 3, 3], &chosen))])
 }
 
-/// The bounds of a box given as two corners `y, x, y, x` in any order, or as a centre `x, y` with width and height.
+/// The bounds of a box given as two opposite corners `y, x, y, x`, or as centre `x, y` with width and height.
 fn corners(given: [f64; 4], centred: bool) -> Bounds {
     let [a, b, c, d] = given;
     if centred {
@@ -63,7 +63,7 @@ fn corners(given: [f64; 4], centred: bool) -> Bounds {
     [b.min(d), a.min(c), b.max(d), a.max(c)]
 }
 
-/// How much of the area of two boxes they have in common; 0 where either has none.
+/// Intersection over union; 0 if either area is zero.
 fn shared(a: &Bounds, b: &Bounds) -> f64 {
     let area = |[left, bottom, right, top]: Bounds| (right - left).max(0.0) * (top - bottom).max(0.0);
     let common = area([a[0].max(b[0]), a[1].max(b[1]), a[2].min(b[2]), a[3].min(b[3])]);

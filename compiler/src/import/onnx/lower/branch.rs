@@ -1,8 +1,8 @@
-//! `If`: the branch that runs is lowered in its place.
+//! `If`: replaced by the branch that runs.
 //!
-//! A condition that is known while importing decides which. For one that is not, both branches run and every result is
-//! selected from the two, which computes the same since no core op does anything but compute; the branches must then
-//! give equal shapes and update no running statistics.
+//! If the condition is known at import time, it selects the branch. Otherwise both branches are lowered and every
+//! result is a select between the two, which is equivalent because core ops have no side effects. The branches must
+//! then have equal result shapes and must not update running statistics.
 
 use super::body::Body;
 use super::walk::Walk;
@@ -11,7 +11,7 @@ use crate::import::build::Build;
 use crate::import::onnx::model::Node;
 use crate::import::onnx::name::shown;
 
-/// The results of an `If`; `Err(None)` when something in it is broken and has been told.
+/// Returns the results of an `If`; `Err(None)` if an error inside it was already reported.
 pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
     let condition = walk.scope(node).ok_or(None)?.known(0)?.clone();
     if let Some(holds) = truth(&condition)? {
@@ -27,7 +27,8 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     }
     let both: Option<Vec<Vec<Known>>> = results.into_iter().map(Result::ok).collect();
     let Some(both) = both else {
-        // A branch that does not fit its inputs may be the one that never runs: the condition is what is missing.
+        // The failing branch may be the one that never runs, so the unknown condition is reported instead of its
+        // errors.
         walk.faults.truncate(told);
         return Err(Some(undecided(walk, node, "the condition, with a branch that does not fit here,")?));
     };
@@ -57,7 +58,6 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     Ok(selected)
 }
 
-/// Why the branches cannot both run.
 fn undecided(walk: &mut Walk<'_>, node: &Node, what: &'static str) -> Result<LowerReason, Option<LowerReason>> {
     Ok(walk.scope(node).ok_or(None)?.not_constant(0, what))
 }

@@ -1,6 +1,6 @@
-//! Calls of functions that the model defines: the body is lowered in the place of the call.
+//! Inlines calls of model-local functions.
 //!
-//! The importer has already counted what all calls come to (`import/onnx/function.rs`), and that none calls itself.
+//! `import/onnx/function.rs` has already checked recursion and the total inlined size.
 
 use super::frame::Frame;
 use super::walk::Walk;
@@ -10,7 +10,7 @@ use crate::import::onnx::name::shown;
 use prost::Message;
 use std::rc::Rc;
 
-/// The results of a call; `Err(None)` when something in it is broken and has been told.
+/// Returns the results of a call; `Err(None)` if an error inside it was already reported.
 pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec<Known>, Option<LowerReason>> {
     let given = walk.scope(node).ok_or(None)?.inputs;
     if given.len() > function.inputs.len() {

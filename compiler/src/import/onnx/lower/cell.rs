@@ -1,11 +1,10 @@
-//! The functions inside recurrent layers, by the names that ONNX has for them.
+//! Activation functions of recurrent layers, by their ONNX names.
 
 use super::{LowerReason, Scope};
 use crate::import::build::Build;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::op::{Binary, Compare, Unary, Value};
 
-/// One of them, with its numbers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Function {
     name: String,
@@ -13,7 +12,7 @@ pub struct Function {
     beta: f64,
 }
 
-/// Every function: its name, and what alpha and beta are where it has them and nobody says.
+/// Name, and default alpha and beta where the function has them.
 const FUNCTIONS: [(&str, Option<f64>, Option<f64>); 11] = [
     ("affine", Some(1.0), Some(0.0)),
     ("elu", Some(1.0), None),
@@ -28,8 +27,8 @@ const FUNCTIONS: [(&str, Option<f64>, Option<f64>); 11] = [
     ("thresholdedrelu", Some(1.0), None),
 ];
 
-/// The functions of every direction: those of the attribute, or the usual ones. The lists of alphas and betas have a
-/// number for each function that takes one, in order.
+/// The activation functions of each direction: from the attribute, or `usual`. The lists of alphas and betas have one
+/// entry for each function that takes one, in order.
 pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result<Vec<Vec<Function>>, LowerReason> {
     let given = texts(scope, "activations")?;
     let names: Vec<String> = match given {
@@ -60,12 +59,11 @@ pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result
 }
 
 impl Function {
-    /// Whether it is the function of this name, which has no numbers.
+    /// Compares the name, ignoring case.
     pub fn is(&self, name: &str) -> bool {
         self.name.eq_ignore_ascii_case(name)
     }
 
-    /// `f(x)`
     pub fn apply(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         let (alpha, beta) = (self.alpha, self.beta);
         match self.name.as_str() {
@@ -121,7 +119,6 @@ fn above(scope: &mut Scope<'_>, x: Value, bound: f64, other: Value) -> Result<Va
     scope.select(large, x, other)
 }
 
-/// A list of words, `None` when it is not there.
 fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, LowerReason> {
     let Some(found) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
     if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {

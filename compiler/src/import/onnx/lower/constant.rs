@@ -1,4 +1,4 @@
-//! Constants, and what counts: `Constant`, `ConstantOfShape`, `Range`, `Shape`, `Size`.
+//! Constants and sizes: `Constant`, `ConstantOfShape`, `Range`, `Shape`, `Size`.
 
 use super::weight::{fact_of, tensor_of};
 use super::{Dims, Known, LowerReason, Outputs, Scope, Weight};
@@ -9,11 +9,10 @@ use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// A tensor in an attribute.
 pub fn constant(scope: &mut Scope<'_>) -> Outputs {
     let tensor = if let Some(tensor) = scope.value_of("value")? {
         if let (Payload::Missing { path }, Ok(fact)) = (&tensor.payload, fact_of(&tensor)) {
-            // Without its file it has a shape but no values, like an initializer.
+            // If the external file is missing, the constant is treated like an initializer with a shape and no values.
             let name = scope.node.outputs.first().cloned().unwrap_or_default();
             let weights = &mut scope.ledger.weights;
             weights.push(Weight::new(name, fact, Err(path.clone()), false));
@@ -34,7 +33,7 @@ pub fn constant(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(tensor)])
 }
 
-/// One number everywhere in a tensor of the shape that the input gives.
+/// A tensor filled with one value; the shape comes from the input.
 pub fn constant_of_shape(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.dims(0, "the shape")?.ok_or(LowerReason::Missing { slot: 0 })?;
     let value = match scope.value_of("value")? {
@@ -69,7 +68,7 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
     let count = if dtype.is_float() {
         ((limit - start) / delta).ceil().max(0.0) as i64
     } else {
-        // In 128 bits no difference of two 64-bit numbers overflows.
+        // In 128 bits the difference of two 64-bit numbers cannot overflow.
         let [start, limit, delta] = whole.map(i128::from);
         let rounded = (limit - start + delta - delta.signum()) / delta;
         i64::try_from(rounded.max(0)).map_err(|_| LowerReason::Inputs("the range is too large".to_string()))?
@@ -113,7 +112,7 @@ fn range_of_sizes(scope: &mut Scope<'_>, dtype: DType) -> Outputs {
     Ok(vec![Known::Value(scope.cast(y, dtype)?)])
 }
 
-/// The sizes of a tensor, from `start` to `end`.
+/// The sizes of the axes from `start` to `end`.
 pub fn shape(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let rank = dims.len() as i64;
@@ -123,7 +122,6 @@ pub fn shape(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Dims { dims, scalar: false, dtype: DType::I64 }.known()])
 }
 
-/// The number of elements of a tensor.
 pub fn size(scope: &mut Scope<'_>) -> Outputs {
     let dims = vec![volume(&scope.fact_of(0)?.shape)?];
     Ok(vec![Dims { dims, scalar: true, dtype: DType::I64 }.known()])

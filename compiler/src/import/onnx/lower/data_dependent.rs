@@ -1,5 +1,5 @@
-//! Operators whose result has a size that depends on values: `NonZero`, `Compress`, `Unique`. A graph has fixed shapes,
-//! so these are computed while the model is imported, from inputs that are constants.
+//! Operators whose output size depends on values: `NonZero`, `Compress`, `Unique`. The graph has static shapes, so they
+//! are evaluated at import time and need constant inputs.
 
 use crate::import::build::Build;
 use crate::import::onnx::lower::attribute::axis;
@@ -10,10 +10,10 @@ use crate::tensor::view::{View, indices};
 use crate::tensor::{DType, Tensor};
 use std::cmp::Ordering;
 
-/// The most elements that are looked at.
+/// Maximum number of input elements.
 const LARGEST: usize = 1 << 22;
 
-/// The elements of an input that decides over a size.
+/// A constant input that determines the output size.
 fn deciding(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor, LowerReason> {
     match scope.tensor(slot, what)?.ok_or(LowerReason::Missing { slot })? {
         tensor if tensor.len() > LARGEST => Err(LowerReason::Inputs(format!("{what} has {} elements", tensor.len()))),
@@ -21,10 +21,10 @@ fn deciding(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor
     }
 }
 
-/// Where elements are not zero: `[axes, elements]`.
+/// Indices of the non-zero elements: `[axes, elements]`.
 pub fn non_zero(scope: &mut Scope<'_>) -> Outputs {
     let x = deciding(scope, 0, "what is searched for elements that are not zero")?;
-    // A number counts as a list of one.
+    // A scalar is treated as a vector of one element.
     let shape = if x.shape().is_empty() { vec![1] } else { x.shape().to_vec() };
     let view = x.view();
     let found: Vec<Vec<usize>> =
@@ -33,7 +33,7 @@ pub fn non_zero(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_i64(&[shape.len(), found.len()], &places))])
 }
 
-/// The slices along an axis, or the elements, for which a condition holds.
+/// The slices along an axis, or the elements of the flattened tensor, where the condition is true.
 pub fn compress(scope: &mut Scope<'_>) -> Outputs {
     let condition = deciding(scope, 1, "the condition of a choice")?;
     let chosen: Vec<i64> = (0..condition.len()).filter(|i| condition.view().bool(*i)).map(|i| i as i64).collect();
@@ -54,11 +54,11 @@ pub fn compress(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: at }), &[x, index])?)])
 }
 
-/// Elements, or slices along an axis, each once; where the first of each is, which of them each is, how many there are.
+/// Unique elements, or unique slices along an axis. Further outputs: first occurrence, inverse indices and counts.
 pub fn unique(scope: &mut Scope<'_>) -> Outputs {
     let x = deciding(scope, 0, "what is searched for elements that repeat")?;
     let sorted = scope.flag("sorted", true)?;
-    // Slices along the axis, as the places of their elements.
+    // `place` gives the flat index of a slice's elements along the axis.
     let (shape, at) = match scope.is_set("axis") {
         true => (x.shape().to_vec(), axis(scope.int("axis", 0)?, x.shape().len())?),
         false => (vec![x.len()], 0),
@@ -74,7 +74,7 @@ pub fn unique(scope: &mut Scope<'_>) -> Outputs {
     };
     let mut order: Vec<usize> = (0..shape[at]).collect();
     order.sort_by(|&a, &b| ordered(a, b));
-    // Equal slices lie side by side now, the first of them first.
+    // The sort is stable, so equal slices are adjacent and the first occurrence comes first.
     let mut groups: Vec<Vec<usize>> = Vec::new();
     for slice in order {
         match groups.last_mut() {
@@ -105,7 +105,7 @@ pub fn unique(scope: &mut Scope<'_>) -> Outputs {
     ])
 }
 
-/// How two elements compare; NaN is above every number and equal to itself.
+/// Total order of elements: NaN is greater than every number and equal to itself.
 fn compared(x: &View<'_>, i: usize, j: usize) -> Ordering {
     match x.dtype {
         d if d.is_float() => {

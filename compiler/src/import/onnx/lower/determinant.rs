@@ -1,12 +1,12 @@
-//! `Det`: the determinant of the last two axes, by minors.
+//! `Det`: the determinant of the last two axes, by expansion into minors.
 //!
 //! ```text
 //! M_0 = 1,   M_k[S] = Σ_j ± a[k, j] · M_{k-1}[S without j],   S a set of k columns,   det = M_n[all]
 //! ```
 //!
-//! where the sign is minus when an odd number of columns of S follow j. Nothing is divided, so the result is exact up to
-//! rounding for singular matrices as well, and so is the gradient, which is that of sums and products. The price is
-//! `2ⁿ·n/2` products; the matrices of models are of 2 to 4 rows, and `LARGEST` bounds the rest.
+//! The sign is negative if an odd number of columns of S follow j. There is no division, so value and gradient are
+//! accurate up to rounding for singular matrices as well. The cost is `2ⁿ·n/2` products. Matrices in models have 2 to 4
+//! rows; `LARGEST` is the limit.
 
 use super::slice::part;
 use super::{Known, LowerReason, Outputs, Scope};
@@ -15,11 +15,11 @@ use crate::op::{Binary, Gather, Op, ReduceKind};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
-/// The most rows of a matrix.
+/// Maximum number of rows.
 const LARGEST: i64 = 10;
 
-/// For each set of `size` columns of `n`, in rising order of its bits: each of its columns, the place of the set without
-/// it among those of `size - 1`, and the sign.
+/// For each set of `size` out of `n` columns, in ascending bit order, and each column in it: the column, the index of
+/// the set without it among the sets of `size - 1`, and the sign.
 fn minors(n: u32, size: u32) -> Vec<(i64, i64, f64)> {
     let sets = |size: u32| (0..1u32 << n).filter(move |set| set.count_ones() == size);
     let smaller: Vec<u32> = sets(size - 1).collect();
@@ -34,7 +34,6 @@ fn minors(n: u32, size: u32) -> Vec<(i64, i64, f64)> {
     sets(size).flat_map(of).collect()
 }
 
-/// The determinant of every matrix.
 pub fn det(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
@@ -49,7 +48,7 @@ pub fn det(scope: &mut Scope<'_>) -> Outputs {
         _ => return Err(LowerReason::Inputs(format!("the matrices of {fact} are not square"))),
     };
     let rank = leading.len();
-    // M_1 is the first row itself.
+    // M_1 is the first row.
     let mut found = None;
     for k in 1..=n {
         let row = part(scope, x, rank, Dim::Known(k - 1), Dim::Known(k))?;

@@ -1,8 +1,8 @@
 //! `Einsum`: sums of products, from an equation such as `bij,bjk->bik`.
 //!
-//! Every axis has a label. Diagonals are taken first. Then operands are joined from the left, two at a time: a label that
-//! nobody reads any more is summed over, in a matrix product where both operands have it. Axes under `...` have labels of
-//! their own, counted from the right; one of size 1 stretches, and so is left out where another operand is wider.
+//! Diagonals are extracted first. Then operands are contracted from the left, two at a time. A label that is no longer
+//! needed is summed over, in a matrix product if both operands have it. Axes of `...` get labels counted from the
+//! right; their axes of size 1 are broadcast, so they are dropped where another operand is wider.
 
 use super::gather::count;
 use super::movement::transposed;
@@ -12,14 +12,14 @@ use crate::import::onnx::name::shown;
 use crate::op::{Binary, Compare, MatMul, Op, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 
-/// An axis: a letter, or how far from the right it stands under the dots.
+/// An axis label: a letter, or the distance from the right within `...`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Label {
     Dots(usize),
     Letter(char),
 }
 
-/// A value with a label for each axis, none twice.
+/// A value with one label per axis, without duplicates.
 #[derive(Clone, Debug)]
 struct Term {
     value: Value,
@@ -30,7 +30,7 @@ fn wrong(equation: &str, why: &str) -> LowerReason {
     LowerReason::Inputs(format!("the equation `{}` {why}", shown(equation)))
 }
 
-/// The labels of one side of a comma, with `dots` axes for `...`.
+/// Parses the labels of one operand or of the result, with `dots` axes for `...`.
 fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, LowerReason> {
     let mut list = Vec::new();
     let (mut rest, mut seen) = (part, false);
@@ -48,7 +48,6 @@ fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, LowerRe
     Ok(list)
 }
 
-/// The sum of products that the equation says.
 pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let equation: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
     let (left, right) = match equation.split_once("->") {
@@ -96,7 +95,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(transposed(scope, all.value, perm)?)])
 }
 
-/// The result where the equation has none: the dots, then the letters that stand once, in the order of the alphabet.
+/// The implicit result labels: the ellipsis axes, then the letters that occur once, in alphabetical order.
 fn free(parts: &[&str], dots: usize) -> Vec<Label> {
     let mut letters: Vec<char> = parts.iter().flat_map(|part| part.chars()).filter(char::is_ascii_alphabetic).collect();
     letters.sort_unstable();
@@ -105,7 +104,7 @@ fn free(parts: &[&str], dots: usize) -> Vec<Label> {
     (0..dots).rev().map(Label::Dots).chain(letters).collect()
 }
 
-/// Axes of one label made one: what does not lie on their diagonal is left out of a sum.
+/// Extracts the diagonal of axes with the same label: off-diagonal elements are masked and one axis is summed.
 fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> Result<Term, LowerReason> {
     while let Some((first, second)) =
         (0..labels.len()).find_map(|i| (i + 1..labels.len()).find(|j| labels[*j] == labels[i]).map(|j| (i, j)))
@@ -125,7 +124,7 @@ fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> 
     Ok(Term { value, labels })
 }
 
-/// Takes the axes of size 1 under the dots from every term where another one is wider.
+/// Drops ellipsis axes of size 1 from each term if another term is wider there.
 fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> {
     let mut wide = Vec::new();
     for term in terms.iter() {
@@ -143,7 +142,7 @@ fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> 
     Ok(())
 }
 
-/// A term without the labels that nobody reads.
+/// Sums a term over the labels that are not read later.
 fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
     let gone: Vec<usize> = (0..term.labels.len()).filter(|n| !read(&term.labels[*n])).collect();
     if gone.is_empty() {
@@ -153,7 +152,7 @@ fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> R
     Ok(Term { value, labels: term.labels.into_iter().filter(|label| read(label)).collect() })
 }
 
-/// The product of two terms, summed over what both have and nobody else reads.
+/// The product of two terms, summed over shared labels that are not read later.
 fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
     let a = summed(scope, a, |label| read(label) || b.labels.contains(label))?;
     let b = summed(scope, b, |label| read(label) || a.labels.contains(label))?;
@@ -162,7 +161,7 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
     let inner = of(&a.labels, &|l| b.labels.contains(l) && !read(l));
     let left = of(&a.labels, &|l| !b.labels.contains(l));
     let right = of(&b.labels, &|l| !a.labels.contains(l));
-    // [batch, left, right, inner]; what a term does not have is 1.
+    // [batch, left, right, inner]; size 1 for labels that a term does not have.
     let order: Vec<Label> = [batch.clone(), left.clone(), right.clone(), inner.clone()].concat();
     let (a_dims, a_value) = aligned(scope, &a, &order)?;
     let (b_dims, b_value) = aligned(scope, &b, &order)?;
@@ -193,7 +192,7 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
     Ok(Term { value, labels })
 }
 
-/// A term with its axes in this order, 1 for those that it does not have.
+/// Permutes a term's axes to `order`, with size 1 for labels it does not have.
 fn aligned(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), LowerReason> {
     let place = |label: &Label| term.labels.iter().position(|l| l == label);
     let value = transposed(scope, term.value, order.iter().filter_map(place).collect())?;

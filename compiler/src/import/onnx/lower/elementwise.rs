@@ -1,4 +1,4 @@
-//! Operators that work element by element.
+//! Elementwise operators.
 
 use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
@@ -10,24 +10,21 @@ fn one(value: Value) -> Outputs {
     Ok(vec![Known::Value(value)])
 }
 
-/// The input, as it is.
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![scope.known(0)?.clone()])
 }
 
-/// `f(x)`.
 pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
     let x = scope.value(0)?;
     one(scope.unary(op, x)?)
 }
 
-/// `f(a, b)`.
 pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     one(scope.binary(op, a, b)?)
 }
 
-/// `f(… f(f(a, b), c) …)`, for any number of inputs.
+/// Left fold over any number of inputs: `f(… f(f(a, b), c) …)`.
 pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let mut y = scope.value(0)?;
     for slot in 1..scope.inputs.len() {
@@ -37,7 +34,6 @@ pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(y)
 }
 
-/// The mean of all inputs.
 pub fn mean(scope: &mut Scope<'_>) -> Outputs {
     let count = scope.inputs.len();
     let Some(Known::Value(sum)) = joined(scope, Binary::Add)?.into_iter().next() else {
@@ -46,20 +42,19 @@ pub fn mean(scope: &mut Scope<'_>) -> Outputs {
     one(scope.with_number(Binary::Mul, sum, 1.0 / count.max(1) as f64)?)
 }
 
-/// `a ? b`; greater is less with the sides exchanged.
+/// Comparison of `a` and `b`; `exchanged` swaps the operands, which turns less into greater.
 pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
 }
 
-/// `condition ? a : b`.
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let (condition, a, b) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     one(scope.select(condition, a, b)?)
 }
 
-/// `a^b`. ONNX lets the exponent have an element type of its own; a whole number to a power that is none is a float,
-/// cut off.
+/// `a^b`. The exponent may have a different element type in ONNX. An integer to a float power is computed in F64 and
+/// truncated.
 pub fn pow(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     let (base, exponent) = (scope.fact(a).dtype, scope.fact(b).dtype);
@@ -69,7 +64,7 @@ pub fn pow(scope: &mut Scope<'_>) -> Outputs {
     one(scope.cast(y, base)?)
 }
 
-/// The rest of a division: with the sign of the divisor, or with `fmod` of the dividend.
+/// Remainder with the sign of the divisor, or with `fmod` that of the dividend.
 pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     if !scope.flag("fmod", false)? {
@@ -77,8 +72,8 @@ pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
     }
     let dtype = scope.fact(a).dtype;
     if !dtype.is_float() {
-        // The rest has the sign of b. Where that is not the sign of a, it is one b too far; the least number has no
-        // absolute value.
+        // `rest` has the sign of b. If a has the other sign and `rest` is not zero, the result is `rest - b`. Taking
+        // absolute values would overflow for the smallest integer.
         let (rest, zero) = (scope.binary(Binary::Mod, a, b)?, scope.scalar(dtype, 0.0)?);
         let (below, of_a) = (scope.compare(Compare::Less, rest, zero)?, scope.compare(Compare::Less, a, zero)?);
         let (differs, none) = (scope.binary(Binary::Xor, below, of_a)?, scope.compare(Compare::Equal, rest, zero)?);
@@ -91,14 +86,12 @@ pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, rest, sign)?)
 }
 
-/// `sin x / cos x`
 pub fn tan(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
     one(scope.binary(Binary::Div, sin, cos)?)
 }
 
-/// Another element type.
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     let code = scope.int("to", 0)?;
     let to = i32::try_from(code).ok().and_then(dtype_of);
@@ -106,7 +99,6 @@ pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     cast_to(scope, to)
 }
 
-/// The element type of another tensor.
 pub fn cast_like(scope: &mut Scope<'_>) -> Outputs {
     let to = scope.fact_of(1)?.dtype;
     cast_to(scope, to)
@@ -120,7 +112,7 @@ fn cast_to(scope: &mut Scope<'_>, to: DType) -> Outputs {
     one(scope.cast(x, to)?)
 }
 
-/// `x·Φ(x)`, exact or by `tanh`.
+/// `x·Φ(x)`, exact or with the tanh approximation.
 pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     match scope.text("approximate", "none")?.as_str() {
         "none" => unary(scope, Unary::Gelu),
@@ -129,7 +121,7 @@ pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// Whether `x > bound`, for activations with two branches.
+/// `x > bound`
 fn above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, LowerReason> {
     let bound = scope.scalar(scope.graph.fact(x).dtype, bound)?;
     scope.compare(Compare::Less, bound, x)
@@ -159,8 +151,8 @@ pub fn thresholded_relu(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(large, x, zero)?)
 }
 
-/// `gamma·(x > 0 ? x : alpha·(e^(x/width) - 1))`. The exponential sees no positive `x`: it would overflow, and its
-/// gradient with it, though nobody looks at it there.
+/// `gamma·(x > 0 ? x : alpha·(e^(x/width) - 1))`. The exponent is clamped to at most 0: for positive `x`, where the
+/// result is not selected, it could overflow in the forward or backward pass.
 fn exponential_branch(scope: &mut Scope<'_>, alpha: f64, gamma: f64, width: f64) -> Outputs {
     let x = scope.value(0)?;
     let positive = above(scope, x, 0.0)?;
@@ -190,7 +182,7 @@ pub fn celu(scope: &mut Scope<'_>) -> Outputs {
     exponential_branch(scope, alpha, 1.0, alpha)
 }
 
-/// The self-normalising unit; the defaults are those of the standard.
+/// SELU with the default constants of the ONNX standard.
 pub fn selu(scope: &mut Scope<'_>) -> Outputs {
     let alpha = scope.float("alpha", 1.6732632423543772)?;
     let gamma = scope.float("gamma", 1.0507009873554805)?;
@@ -205,7 +197,6 @@ fn ramp(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value,
     scope.with_number(Binary::Max, below, 0.0)
 }
 
-/// `max(0, min(1, alpha·x + beta))`
 pub fn hard_sigmoid(scope: &mut Scope<'_>) -> Outputs {
     let (x, alpha, beta) = (scope.value(0)?, scope.float("alpha", 0.2)?, scope.float("beta", 0.5)?);
     one(ramp(scope, x, alpha, beta)?)
@@ -239,7 +230,7 @@ pub fn swi_glu(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, gate, x)?)
 }
 
-/// `x` nearer to zero by `bias` where it is further than `lambd` from it, else 0.
+/// `x` moved towards zero by `bias` if `|x| > lambd`, else 0.
 pub fn shrink(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (bias, bound) = (scope.float("bias", 0.0)?, scope.float("lambd", 0.5)?);
@@ -260,7 +251,6 @@ pub fn mish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-/// `x/(1 + |x|)`
 pub fn softsign(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let size = scope.unary(Unary::Abs, x)?;
@@ -268,7 +258,7 @@ pub fn softsign(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Div, x, below)?)
 }
 
-/// `min(max(x, low), high)`; bounds are attributes before operator set 11.
+/// `min(max(x, low), high)`; the bounds are attributes before operator set 11.
 pub fn clip(scope: &mut Scope<'_>) -> Outputs {
     let mut y = scope.value(0)?;
     for (slot, name, op) in [(1, "min", Binary::Max), (2, "max", Binary::Min)] {
@@ -284,14 +274,13 @@ pub fn clip(scope: &mut Scope<'_>) -> Outputs {
     one(y)
 }
 
-/// Whether `x` is not a number.
 pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let same = scope.compare(Compare::Equal, x, x)?;
     one(scope.unary(Unary::Not, same)?)
 }
 
-/// Whether `x` is infinite, of either sign or of one.
+/// True for infinities; attributes select the signs.
 pub fn is_inf(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (below, above) = (scope.flag("detect_negative", true)?, scope.flag("detect_positive", true)?);
@@ -299,19 +288,19 @@ pub fn is_inf(scope: &mut Scope<'_>) -> Outputs {
         (true, true) => (scope.unary(Unary::Abs, x)?, f64::INFINITY),
         (true, false) => (x, f64::NEG_INFINITY),
         (false, true) => (x, f64::INFINITY),
-        // Nothing is below itself.
+        // `x < x` is always false.
         (false, false) => return one(scope.compare(Compare::Less, x, x)?),
     };
     let infinity = scope.scalar(scope.graph.fact(x).dtype, infinity)?;
     one(scope.compare(Compare::Equal, x, infinity)?)
 }
 
-/// Dropout: elements are dropped in training mode alone.
+/// Dropout: active only in training mode, otherwise the identity.
 pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
     let truth = |t: Option<Tensor>| t.is_some_and(|t| t.to_i64().iter().any(|v| *v != 0));
     if scope.opset >= 12 && truth(scope.tensor(2, "the training mode")?) {
         let given = scope.tensor(1, "the ratio")?.and_then(|t| t.cast(DType::F32).to_f32().first().copied());
-        // As the shortest decimal that is this number: what was 0.1 in the source is 0.1 here.
+        // Converted through the shortest decimal: 0.1 in the source stays 0.1.
         let ratio = given.unwrap_or(0.5);
         let ratio = ratio.to_string().parse().unwrap_or(f64::from(ratio));
         if ratio != 0.0 {
@@ -320,7 +309,7 @@ pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
                 return Err(LowerReason::Unsupported(what.to_string()));
             }
             let (x, counter) = (scope.value(0)?, scope.counter()?);
-            // Streams are numbered when it is known which dropouts are left.
+            // RNG streams are numbered later, when unused dropouts have been removed.
             let y = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[x, counter])?;
             return Ok(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]);
         }

@@ -1,4 +1,4 @@
-//! `FlexAttention` whose subgraphs change its scores before the softmax, or its probabilities behind it.
+//! `FlexAttention` with subgraphs that modify the scores before the softmax or the probabilities after it.
 
 use super::attention::{flex_scores, flex_values, probabilities};
 use super::body::Body;
@@ -8,16 +8,15 @@ use crate::import::build::Build;
 use crate::import::onnx::model::Node;
 use crate::op::Value;
 
-/// The domain of the operator.
 const DOMAIN: &str = "ai.onnx.preview";
 
-/// Whether a node is one with a subgraph.
+/// True for a `FlexAttention` node with a subgraph.
 pub fn is_changed(node: &Node) -> bool {
     let has = |name: &str| node.attributes.iter().any(|a| a.name() == name);
     node.domain == DOMAIN && node.op_type == "FlexAttention" && (has("score_mod") || has("prob_mod"))
 }
 
-/// Its result; `Err(None)` when something in a subgraph is broken and has been told.
+/// Returns the result; `Err(None)` if an error in a subgraph was already reported.
 pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
     let scores = flex_scores(&mut walk.scope(node).ok_or(None)?)?;
     let scores = changed(walk, node, "score_mod", scores)?;
@@ -26,7 +25,7 @@ pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Lower
     Ok(flex_values(&mut walk.scope(node).ok_or(None)?, weights)?)
 }
 
-/// What the subgraph in an attribute makes of a value; the value itself where there is none.
+/// Applies the subgraph in attribute `name` to a value; returns the value unchanged if there is none.
 fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Result<Value, Option<LowerReason>> {
     if !node.attributes.iter().any(|a| a.name() == name) {
         return Ok(x);

@@ -1,7 +1,7 @@
-//! Frames: where the names of a list of nodes mean something.
+//! Name scopes (frames) during lowering.
 //!
-//! The main graph has one, and so has every call of a function, every branch and every turn of a loop while its nodes
-//! are lowered. A subgraph sees the names around it; a function sees its own alone.
+//! The main graph has a frame. So do each function call, branch and loop iteration while their nodes are lowered. A
+//! subgraph sees the names of enclosing frames; a function body sees only its own.
 
 use super::{Known, LowerReason};
 use crate::import::onnx::model::Node;
@@ -12,39 +12,36 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
-/// How deep calls and subgraphs may nest.
+/// Maximum nesting depth of calls and subgraphs.
 const DEPTH: usize = 64;
 
-/// How many nodes loops may be when every turn is written out.
+/// Maximum total number of nodes after loop unrolling.
 pub const UNROLLED: u64 = 1 << 16;
 
-/// How many bytes of names and attributes may be copied while functions and subgraphs are written out.
+/// Maximum total bytes of names and attributes copied during inlining and unrolling.
 const COPIED: u64 = 1 << 30;
 
-/// What the names of one list of nodes mean.
+/// The name scope of one list of nodes.
 #[derive(Default)]
 pub struct Frame {
-    /// The version of the standard operator set.
     pub opset: i64,
-    /// What stands before the names of its nodes, such as `block.1/`.
+    /// Prefix of node names, such as `block.1/`.
     pub prefix: String,
-    /// The module of nodes that name none.
     pub module: String,
-    /// The attributes of the call, which nodes of a function may refer to.
+    /// Attributes of the function call, which nodes of the body may refer to.
     pub bindings: Option<Rc<[AttributeProto]>>,
-    /// Whether names that it does not have are looked up in the frame around it.
+    /// If true, names are also looked up in the enclosing frame.
     pub sees_outer: bool,
-    /// Whether it is a turn of a loop, or within one.
+    /// True inside a loop iteration.
     pub unrolled: bool,
-    /// What is known of each tensor; a broken one is missing.
+    /// Tensors by name; tensors of nodes that failed to lower are missing.
     pub known: HashMap<String, Known>,
-    /// Parameters of a function that its call leaves out.
+    /// Function parameters omitted by the call.
     pub left_out: HashSet<String>,
-    /// Constants that are nodes already, by the name of the tensor.
     pub constants: HashMap<String, Value>,
 }
 
-/// The frames from the main graph to where the walk is, and what has been written out on the way.
+/// The stack of frames, and the unrolling and copying budgets used so far.
 pub struct Frames {
     stack: Vec<Frame>,
     written: u64,
@@ -52,22 +49,18 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// The main graph's frame alone.
     pub fn new(opset: i64) -> Frames {
         Frames { stack: vec![Frame { opset, ..Frame::default() }], written: 0, copied: 0 }
     }
 
-    /// The innermost frame.
     pub fn top(&self) -> &Frame {
         self.stack.last().expect("the main graph's frame is never left")
     }
 
-    /// The same, to write.
     pub fn top_mut(&mut self) -> &mut Frame {
         self.stack.last_mut().expect("the main graph's frame is never left")
     }
 
-    /// Enters a frame.
     pub fn enter(&mut self, frame: Frame) -> Result<(), LowerReason> {
         if self.stack.len() >= DEPTH {
             return Err(LowerReason::Unsupported(format!("a nest of functions and subgraphs deeper than {DEPTH}")));
@@ -76,13 +69,13 @@ impl Frames {
         Ok(())
     }
 
-    /// Leaves the innermost frame, which is not the main graph's.
+    /// Leaves the innermost frame, which must not be the main graph's.
     pub fn leave(&mut self) -> Frame {
         debug_assert!(self.stack.len() > 1);
         self.stack.pop().expect("the main graph's frame is never left")
     }
 
-    /// A frame within the innermost one, for a node of it called `name`: the same names are seen.
+    /// A new frame nested in the innermost one, for its node `name`; sees the enclosing names.
     pub fn within(&self, name: &str, module: &str, unrolled: bool) -> Frame {
         let top = self.top();
         Frame {
@@ -96,7 +89,7 @@ impl Frames {
         }
     }
 
-    /// What a name means here: `None` when it is broken or unknown, `Some(None)` when it is left out.
+    /// Looks up a name: `None` if it is unknown or failed to lower, `Some(None)` if it was omitted.
     pub fn find(&self, name: &str) -> Option<Option<&Known>> {
         if name.is_empty() {
             return Some(None);
@@ -115,7 +108,7 @@ impl Frames {
         None
     }
 
-    /// Counts work on nodes against the budget of loops.
+    /// Charges nodes to the loop unrolling budget; free outside loops.
     pub fn spend(&mut self, nodes: u64) -> Result<(), LowerReason> {
         if !self.top().unrolled {
             return Ok(());
@@ -129,7 +122,7 @@ impl Frames {
         Ok(())
     }
 
-    /// Counts a node that is written out once more, with its name.
+    /// Charges one inlined or unrolled node and its name.
     pub fn written(&mut self, node: &Node) -> Result<(), LowerReason> {
         if self.stack.len() > 1 {
             self.copy(self.top().prefix.len() + node.name.len())?;
@@ -137,7 +130,6 @@ impl Frames {
         self.spend(1)
     }
 
-    /// Counts bytes of names and attributes that are copied.
     pub fn copy(&mut self, bytes: usize) -> Result<(), LowerReason> {
         self.copied = self.copied.saturating_add(bytes as u64);
         if self.copied > COPIED {
@@ -148,8 +140,8 @@ impl Frames {
         Ok(())
     }
 
-    /// The node with the attributes of the call in place of references to them. A reference to what the call does not
-    /// give is an attribute left out.
+    /// Replaces attribute references by the attributes of the call. A reference to an attribute that the call does not
+    /// give is dropped.
     pub fn resolved<'n>(&mut self, node: &'n Node) -> Result<Cow<'n, Node>, LowerReason> {
         let Some(bindings) = self.top().bindings.clone() else { return Ok(Cow::Borrowed(node)) };
         if !node.attributes.iter().any(|a| !a.ref_attr_name().is_empty()) {
@@ -170,7 +162,6 @@ impl Frames {
     }
 }
 
-/// The node without its attributes.
 fn bare(node: &Node) -> Node {
     Node {
         name: node.name.clone(),

@@ -1,5 +1,5 @@
-//! `GatherElements` and `GatherND`, as one gather from the flat tensor: the place of an element is worked out from its
-//! indices, `Σ index_i · stride_i`, in whole numbers.
+//! `GatherElements` and `GatherND`, lowered to one gather from the flattened tensor with the flat index
+//! `Σ index_i·stride_i`.
 
 use super::attribute::axis;
 use super::{Known, LowerReason, Outputs, Scope};
@@ -10,7 +10,7 @@ use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// A size as an `i64` of rank 0.
+/// A size as a scalar `i64` value.
 pub fn number(scope: &mut impl Build, dim: &Dim) -> Result<Value, LowerReason> {
     match dim.known() {
         Some(value) => scope.constant(Tensor::from_i64(&[], &[value])),
@@ -18,11 +18,11 @@ pub fn number(scope: &mut impl Build, dim: &Dim) -> Result<Value, LowerReason> {
     }
 }
 
-/// A place that no tensor has, nor the sum of one for each axis.
+/// An out-of-range flat index, also after one such value per axis has been summed.
 const OUTSIDE: i64 = 1 << 52;
 
-/// `index`, counted from the front of an axis of `size`, times `stride`. An index outside of the axis leads outside of
-/// the tensor, where the kernel refuses it: without that it would name an element of another row.
+/// `index · stride`, where a negative index counts from the end of an axis of `size`. An index outside the axis gives
+/// an out-of-range flat index, which the kernel refuses. Otherwise it would address an element of another row.
 pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> Result<Value, LowerReason> {
     let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
     let negative = scope.compare(Compare::Less, index, zero)?;
@@ -36,7 +36,6 @@ pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> 
     scope.select(before, outside, place)
 }
 
-/// `index · stride`.
 pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Value, LowerReason> {
     if stride.is(1) {
         return Ok(index);
@@ -45,7 +44,7 @@ pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Valu
     scope.binary(Binary::Mul, index, stride)
 }
 
-/// `place`, if any, plus steps along another axis.
+/// Adds the offset along one more axis to the flat index.
 pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, LowerReason> {
     Ok(Some(match place {
         Some(place) => scope.binary(Binary::Add, place, steps)?,
@@ -53,15 +52,15 @@ pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Re
     }))
 }
 
-/// `0, 1, …` along `axis` of a shape of `rank` that is 1 elsewhere.
+/// `0, 1, …` along `axis`, with size 1 on the other axes of a shape of `rank`.
 pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Result<Value, LowerReason> {
     let mut shape = vec![Dim::Known(1); rank];
     shape[axis] = size.clone();
     scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
 }
 
-/// For each element of `index`, the place in the flat tensor of `dims` that has its index at axis `along` and where it
-/// stands itself at the others.
+/// For each element of `index`, the flat index into a tensor of shape `dims`: the value of `index` at axis `along`, its
+/// own coordinates at the other axes.
 pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along: usize) -> Result<Value, LowerReason> {
     let picked = scope.fact(index).shape;
     if picked.len() != dims.len() {
@@ -104,8 +103,8 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
 }
 
-/// For each row of `index`, the place of the slice that it names, where the first `shared + width` of `dims` are one
-/// axis: `width` numbers, behind `shared` axes that both have.
+/// For each row of `index`, the index of the slice it selects. The first `shared + width` axes of `dims` count as one
+/// axis: `width` is the last dimension of `index`, `shared` the number of leading batch axes.
 pub fn slice_places(
     scope: &mut impl Build,
     dims: &[Dim],
@@ -144,7 +143,7 @@ pub fn slice_places(
     Ok((place, indexed.len()))
 }
 
-/// `x` with its first `count` axes as one.
+/// `x` with its first `count` axes flattened.
 pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, LowerReason> {
     let dims = scope.fact(x).shape;
     let mut shape = vec![volume(&dims[..count])?];
@@ -152,15 +151,15 @@ pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, L
     scope.reshape(x, shape)
 }
 
-/// How many axes an index shares with what it indexes, if it is one number for each slice behind at least one of them.
+/// The number of batch axes, if it is at least one and the index has a single value per slice.
 fn one_index(dims: &[Dim], shape: &[Dim], shared: i64) -> Option<usize> {
     let batch = usize::try_from(shared).ok().filter(|batch| (1..dims.len()).contains(batch))?;
     let fits = shape.len() > batch && shape[shape.len() - 1].is(1) && shape[..batch] == dims[..batch];
     fits.then_some(batch)
 }
 
-/// Slices of `x` at places that are the last axis of the index: as many numbers as leading axes are indexed, behind
-/// `batch_dims` axes that both share.
+/// Slices of `x`, selected by the last axis of the index: one number per indexed leading axis, after `batch_dims`
+/// shared axes.
 pub fn nd(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value(0)?, scope.value(1)?);
     let dims = scope.fact(x).shape;
@@ -179,8 +178,8 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
 }
 
-/// The columns that an index picks of every row, in order, where all its rows pick the same: pairs of a row and a column
-/// that are known now, as masks are looked up. `None` where it is anything else.
+/// The columns that a constant index of (row, column) pairs selects, if they are the same in every row, as in mask
+/// lookups; else `None`.
 fn columns_of_every_row(scope: &Scope<'_>, dims: &[Dim], shared: i64) -> Result<Option<Tensor>, LowerReason> {
     let Known::Tensor(index) = scope.known(1)? else { return Ok(None) };
     let shape = index.shape();

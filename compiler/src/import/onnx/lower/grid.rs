@@ -1,8 +1,8 @@
-//! `AffineGrid` and `GridSample`: places that are computed, and the values of an image between its elements there.
+//! `AffineGrid` and `GridSample`: sampling positions and interpolated image values.
 //!
-//! A sample is a sum over the elements around its place: one gather takes them all, `[N, P, K…, C]` for `P` places and
-//! `K` elements along each spatial axis, and weights that follow from the distances join them. So there is a gradient for
-//! the image (by the gather) and one for the grid (by the distances).
+//! A sample is a weighted sum of the elements around its position. One gather reads them all as `[N, P, K…, C]`, for
+//! `P` positions and `K` elements per spatial axis. The weights are functions of the distances. The image gets its
+//! gradient through the gather, the grid through the weights.
 
 use super::fold::charge;
 use super::gather::{count, number, scaled};
@@ -15,10 +15,10 @@ use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
-/// The most numbers of a grid that is a constant.
+/// Maximum number of elements of a constant grid.
 const LARGEST: usize = 1 << 22;
 
-/// The places of a regular grid, from -1 to 1, under an affine map of each example.
+/// `AffineGrid`: a regular grid of positions from -1 to 1 under an affine map per sample.
 pub fn affine(scope: &mut Scope<'_>) -> Outputs {
     let size = scope.dims(1, "the size of the grid")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let corners = scope.flag("align_corners", false)?;
@@ -41,7 +41,7 @@ pub fn affine(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.reshape(grid, shape)?)])
 }
 
-/// The places of a regular grid, the last axis first, and a 1: `[1, P, axes + 1]`.
+/// Homogeneous coordinates of a regular grid, last axis first: `[1, P, axes + 1]`.
 fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
     let width = spatial.len() + 1;
     let places = spatial.iter().try_fold(1usize, |product, &d| product.checked_mul(d));
@@ -64,7 +64,6 @@ fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
     Ok(Tensor::from_f64(&[1, places, width], &values))
 }
 
-/// What a place outside the image gives.
 #[derive(Clone, Copy, PartialEq)]
 #[allow(missing_docs)]
 pub enum Padding {
@@ -73,21 +72,20 @@ pub enum Padding {
     Reflection,
 }
 
-/// How a grid is read.
+/// Sampling options of a grid.
 pub struct Reading {
-    /// What a place outside the image gives.
     pub padding: Padding,
-    /// Whether a place beyond the border is moved onto it before its neighbours are looked up, as ONNX has it for all filters; PyTorch moves
-    /// the four neighbours of a cubic one instead.
+    /// True if positions outside are clamped to the border before their neighbours are selected, as in ONNX for all
+    /// filters. PyTorch clamps the four neighbours of a bicubic sample instead.
     pub border_first: bool,
-    /// Whether -1 and 1 are the centres of the first and last element; else their outer edges.
+    /// True if -1 and 1 are the centres of the first and last element, else their outer edges (`align_corners`).
     pub corners: bool,
-    /// The steps from the element left of a place to those that are joined, and the weight by distance; `None` for the
-    /// nearest element.
+    /// Offsets of the neighbours relative to the element left of a position, and their weight function; `None` for
+    /// nearest.
     pub filter: Option<(Vec<f64>, Filter)>,
 }
 
-/// The nearest element, 0 joined elements along an axis; two around a place; or four.
+/// The filter for a number of neighbours per axis: 0 for nearest, 2 for linear, 4 for cubic.
 pub fn filter_of(joined: usize) -> Option<(Vec<f64>, Filter)> {
     let by = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
     match joined {
@@ -97,15 +95,15 @@ pub fn filter_of(joined: usize) -> Option<(Vec<f64>, Filter)> {
     }
 }
 
-/// The values of `x [N, C, D…]` at the places of a grid `[N, O…, axes]`, whose last axis counts the spatial axes from
-/// the last to the first.
+/// `GridSample`: the values of `x [N, C, D…]` at the positions of a grid `[N, O…, axes]`. The coordinates are in
+/// reverse axis order.
 pub fn sample(scope: &mut Scope<'_>) -> Outputs {
     let reading = reading(scope)?;
     let (x, grid) = (scope.value(0)?, scope.value(1)?);
     Ok(vec![Known::Value(sampled(scope, x, grid, &reading)?)])
 }
 
-/// The same for any importer.
+/// Grid sampling, shared by all importers.
 pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading) -> Result<Value, LowerReason> {
     let (fact, places) = (scope.fact(x), scope.fact(grid));
     let axes = fact.rank().saturating_sub(2);
@@ -119,7 +117,7 @@ pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading)
     let count_of_places = volume(&places.shape[1..=axes])?;
     let flat = vec![batch.clone(), count_of_places.clone(), Dim::from(axes)];
     let grid = scope.reshape(grid, flat)?;
-    // The place in the flat image, and the weight, of each element that is joined: [N, P, K…].
+    // Flat image index and weight of each neighbour: [N, P, K…].
     let all = volume(&spatial)?;
     let images = count(scope, 2 + axes, 0, &batch)?;
     let mut place = scaled(scope, images, &all)?;
@@ -143,7 +141,7 @@ pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading)
             });
         }
     }
-    // Images with the channels last, one below the other: [N·S, C].
+    // Images in channels-last order, as rows: [N·S, C].
     let rows = scope.reshape(x, vec![batch.clone(), channels.clone(), all.clone()])?;
     let rows = transposed(scope, rows, vec![0, 2, 1])?;
     let rows = scope.reshape(rows, vec![batch.mul(&all)?, channels.clone()])?;
@@ -171,7 +169,7 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, LowerReason> {
     };
     let filter = match scope.text("mode", if scope.opset < 20 { "bilinear" } else { "linear" })?.as_str() {
         "nearest" => filter_of(0),
-        // What operator set 16 called bi-, others do without.
+        // Operator set 16 used the names with `bi`.
         "linear" | "bilinear" => filter_of(2),
         "cubic" | "bicubic" => filter_of(4),
         other => return Err(LowerReason::Unsupported(format!("the interpolation `{other}`"))),
@@ -182,8 +180,8 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, LowerReason> {
     Ok(Reading { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
 }
 
-/// The indices of the elements that are joined along one axis, and their weights where there are some, both
-/// `[N, P, K]`, from coordinates `[N, P, 1]`.
+/// The neighbour indices along one axis, and their weights unless nearest, both `[N, P, K]`; from coordinates
+/// `[N, P, 1]`.
 fn around(
     scope: &mut impl Build,
     grid: Value,
@@ -194,12 +192,12 @@ fn around(
     let size = number(scope, size)?;
     let size = scope.cast(size, dtype)?;
     let last = scope.with_number(Binary::Sub, size, 1.0)?;
-    // What is called border: where reflection turns around, and beyond which a place is outside.
+    // Bounds: reflection mirrors there, and positions beyond them are outside.
     let (low, high) = match reading.corners {
         true => (scope.scalar(dtype, 0.0)?, last),
         false => (scope.scalar(dtype, -0.5)?, scope.with_number(Binary::Sub, size, 0.5)?),
     };
-    // From -1 … 1 to low … high.
+    // Maps -1 … 1 to low … high.
     let half = scope.with_number(Binary::Mul, grid, 0.5)?;
     let share = scope.with_number(Binary::Add, half, 0.5)?;
     let span = scope.binary(Binary::Sub, high, low)?;
@@ -213,7 +211,7 @@ fn around(
         place = reflected(scope, place, low, high)?;
     }
     if reading.padding == Padding::Border && reading.border_first {
-        // A place between the border and the first centre is no place outside.
+        // A position between the bound and the first element centre is not outside.
         let below = scope.compare(Compare::Less, place, low)?;
         let above = scope.compare(Compare::Less, high, place)?;
         let outside = scope.binary(Binary::Or, below, above)?;
@@ -249,13 +247,12 @@ fn around(
     Ok((scope.cast(index, DType::I64)?, weight))
 }
 
-/// `x`, or the limit that it lies beyond.
 fn kept(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let above = scope.binary(Binary::Max, x, low)?;
     scope.binary(Binary::Min, above, high)
 }
 
-/// `x` folded back at `low` and `high` until it lies between them: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
+/// Reflects `x` at `low` and `high` into the range: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
 fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let span = scope.binary(Binary::Sub, high, low)?;
     let twice = scope.binary(Binary::Add, span, span)?;
@@ -264,13 +261,14 @@ fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Resul
     let over = scope.binary(Binary::Sub, span, rest)?;
     let over = scope.unary(Unary::Abs, over)?;
     let folded = scope.binary(Binary::Sub, high, over)?;
-    // A single element on its own corner has no span, and nothing to fold.
+    // With one element and `align_corners` the span is zero.
     let zero = scope.scalar(scope.fact(span).dtype, 0.0)?;
     let wide = scope.compare(Compare::Less, zero, span)?;
     scope.select(wide, folded, low)
 }
 
-/// The weights of a filter at signed distances `[…, K]`; a cubic one has two branches, chosen by which element it is.
+/// Filter weights at signed distances `[…, K]`. The cubic filter has one polynomial for the two inner and one for the
+/// two outer neighbours.
 fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, LowerReason> {
     let d = scope.unary(Unary::Abs, distance)?;
     let Some(a) = filter.cubic else {
@@ -283,7 +281,6 @@ fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<V
     scope.select(outer, far, near)
 }
 
-/// The polynomial with these coefficients of d³, d², d and 1.
 fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, LowerReason> {
     let [first, rest @ ..] = coefficients;
     let mut y = scope.with_number(Binary::Mul, d, first)?;

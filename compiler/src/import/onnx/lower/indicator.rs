@@ -1,4 +1,4 @@
-//! Tensors of two values, one where an index says: `OneHot`, `EyeLike`.
+//! `OneHot` and `EyeLike`.
 
 use super::attribute::axis;
 use super::gather::{count, number};
@@ -10,8 +10,7 @@ use crate::op::{Binary, Compare};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 
-/// A new axis that holds one value at the index and another elsewhere. An index below zero counts from the end; one
-/// outside is nowhere.
+/// `OneHot`. A negative index counts from the end; an index out of range sets no element.
 pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     let (index, values) = (scope.value(0)?, scope.value(2)?);
     let depth = match scope.dims(1, "the depth of a one-hot tensor")?.as_deref() {
@@ -40,7 +39,7 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.select(hits, on, off)?)])
 }
 
-/// Ones on a diagonal of a matrix, zeros elsewhere.
+/// `EyeLike`: ones on a diagonal of a matrix, zeros elsewhere.
 pub fn eye_like(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of(0)?;
     let [rows, columns] = fact.shape.as_slice() else {

@@ -1,9 +1,9 @@
-//! The inputs of a model with their shapes, and which symbol is the batch.
+//! Model inputs, their shapes, and the batch symbol.
 //!
-//! A file that leaves the batch open names it. A static export has a number there: the symbol `batch` takes its place
-//! along axis 0 of the first input (or along the axes that the caller says), and the number is remembered, because
-//! constants of the file repeat it. That another input has the same number there tells nothing: which inputs have the
-//! batch as well shows where their values meet, see `opening`.
+//! A dynamic-batch file names its batch dimension. In a static export the batch is a number. Then the symbol `batch`
+//! replaces it along axis 0 of the first input, or along the axes given by the caller. The number is kept, because
+//! constants in the file repeat it. Equal sizes of other inputs are no evidence: `symbolic_batch` finds the inputs that
+//! also have the batch axis from the operators that combine them.
 
 use super::Frozen;
 use super::weight::dtype_of;
@@ -16,99 +16,60 @@ use crate::tensor::fact::Fact;
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
-/// The symbol that a static batch gets.
 const BATCH: &str = "batch";
 
-/// Why inputs have no shape to start from.
 #[derive(Debug, Error, PartialEq)]
 pub enum InputError {
-    /// Not even the rank is said.
     #[error("input `{}` has no shape", shown(name))]
-    NoShape {
-        /// The input.
-        name: String,
-    },
-    /// An element type that pipec does not compute with.
+    NoShape { name: String },
     #[error("input `{}` has element type {}, which is not supported", shown(name), element_name(*elem_type))]
-    ElementType {
-        /// The input.
-        name: String,
-        /// Its code.
-        elem_type: i32,
-    },
-    /// A name that pipec gives to an input of its own.
+    ElementType { name: String, elem_type: i32 },
+    /// The name is reserved for an input that pipec adds.
     #[error("an input is called `{COUNTER}`, which is the name of pipec's own counter; rename it")]
     Reserved,
-    /// A size of zero.
     #[error("input `{}` is empty: its axis {axis} has size zero", shown(name))]
-    Empty {
-        /// The input.
-        name: String,
-        /// The axis.
-        axis: usize,
-    },
-    /// A batch axis of an input that does not exist, or that has too few axes.
+    Empty { name: String, axis: usize },
+    /// The batch axis refers to an unknown input, or to an axis that the input does not have.
     #[error("no batch axis {axis} of `{}`: the inputs are {inputs}", shown(name))]
-    BatchAxis {
-        /// The input that was named.
-        name: String,
-        /// The axis.
-        axis: usize,
-        /// What there is.
-        inputs: String,
-    },
-    /// Inputs whose batch axes differ in size.
+    BatchAxis { name: String, axis: usize, inputs: String },
+    /// Batch axes of different sizes.
     #[error("the batch axis of `{}` has size {found}, that of the others {expected}", shown(name))]
     BatchSize {
-        /// The input.
         name: String,
-        /// Its size there.
+        /// Size of its batch axis.
         found: Dim,
-        /// The size of the first.
+        /// Batch size of the first input.
         expected: Dim,
     },
-    /// A value for a dimension that the model does not have.
+    /// A size was given for a dimension that the model does not have.
     #[error("the model has no open dimension `{}`; it has {open}", shown(name))]
-    UnknownDim {
-        /// The name that was given.
-        name: String,
-        /// What there is.
-        open: String,
-    },
-    /// A size below 1.
+    UnknownDim { name: String, open: String },
     #[error("dimension `{}` cannot be {value}", shown(name))]
-    Value {
-        /// The dimension.
-        name: String,
-        /// The size.
-        value: i64,
-    },
-    /// A size that cannot be worked out.
+    Value { name: String, value: i64 },
     #[error(transparent)]
     Dim(#[from] DimError),
 }
 
-/// The inputs, as a graph takes them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Inputs {
     /// Element type and shape of each input, in order.
     pub facts: Vec<Fact>,
-    /// The same with the batch at the size that the file has, where it has one.
+    /// The same facts with the static batch size, for a static export.
     pub fixed: Option<Vec<Fact>>,
-    /// The symbol of the batch, `None` when no input has an axis for it.
+    /// The batch symbol; `None` if no input has a batch axis.
     pub batch: Option<String>,
-    /// The size of the batch, unless the caller says otherwise: his `--dim`, or the file's own.
+    /// The default batch size: the caller's `--dim`, or the size in the file.
     pub default: Option<i64>,
-    /// What the batch symbol stands for in constants of the file.
+    /// The value of the batch symbol in constants of the file.
     pub frozen: Frozen,
-    /// The axes, by input, that got the batch symbol in place of a number.
+    /// By input, the axis where the batch symbol replaced a number.
     pub opened: BTreeMap<String, usize>,
-    /// Other symbols that are left open.
+    /// Other symbols that are still unbound.
     pub open: Vec<String>,
 }
 
 impl Inputs {
-    /// Refuses an input without elements, unless there may be some.
+    /// Returns an error for an input with a zero dimension, unless `allowed`.
     pub fn refuse_empty(&self, infos: &[ValueInfo], allowed: bool) -> Result<(), InputError> {
         let empty = |fact: &Fact| fact.shape.iter().position(|dim| dim.is(0));
         let found = infos.iter().zip(&self.facts).find_map(|(info, fact)| Some((info.name.clone(), empty(fact)?)));
@@ -119,8 +80,8 @@ impl Inputs {
     }
 }
 
-/// Reads the inputs of a model. `values` gives sizes to open dimensions, `axes` the batch axis of inputs by name. Those
-/// that are `unread` tell nothing of the batch while others are read.
+/// Reads the model inputs. `values` binds open dimensions, `axes` gives batch axes by input name. Inputs in `unread` do
+/// not determine the batch if any input is read.
 pub fn read(
     infos: &[ValueInfo],
     values: &Bindings,
@@ -140,7 +101,7 @@ pub fn read(
             return Err(InputError::BatchAxis { name: name.clone(), axis, inputs });
         }
     }
-    // The input that says what the batch is: the first that the caller names, else the first that is read.
+    // The batch is determined by the first input the caller names, else by the first that is read.
     let first = infos.iter().position(|info| !unread.contains(&info.name)).unwrap_or(0);
     let leader = axes.iter().next().and_then(|(name, &axis)| Some((by_name(name)?, axis)));
     let leader = leader.or_else(|| facts.get(first).filter(|f| f.rank() > 0).map(|_| (first, 0)));
@@ -154,7 +115,7 @@ pub fn read(
         open: Vec::new(),
         facts,
     };
-    // A batch of no samples stays a number: a symbol stands for at least one.
+    // A batch of size zero stays a number, because symbols are at least 1.
     if let Some(number) = size.as_ref().and_then(Dim::known).filter(|number| *number > 0) {
         let symbol = symbols.new_name(BATCH);
         inputs.fixed = Some(inputs.facts.clone());
@@ -179,7 +140,7 @@ pub fn read(
     Ok(inputs)
 }
 
-/// Gives open dimensions the sizes that the caller says. The batch stays open: its size is a default.
+/// Binds open dimensions to the given sizes. The batch stays symbolic; its size becomes the default.
 fn bind(inputs: &mut Inputs, values: &Bindings) -> Result<(), InputError> {
     let mut open: Vec<String> = inputs.facts.iter().flat_map(|f| f.shape.iter().flat_map(Dim::symbols)).collect();
     open.sort();
@@ -220,7 +181,7 @@ fn fact(info: &ValueInfo, symbols: &mut Symbols) -> Result<Fact, InputError> {
     Ok(Fact::new(dtype, dims.iter().enumerate().map(dim).collect()))
 }
 
-/// Symbols by the names that the file has for them.
+/// Maps dimension names in the file to valid symbols.
 #[derive(Default)]
 struct Symbols {
     names: BTreeMap<String, String>,
@@ -236,7 +197,7 @@ impl Symbols {
             && let Ok(dim) = Dim::parse(text)
             && dim.known().is_none()
         {
-            // The symbols in it keep their names.
+            // Symbols inside an expression keep their names.
             for symbol in dim.symbols() {
                 self.names.entry(symbol.clone()).or_insert(symbol);
             }
@@ -247,7 +208,7 @@ impl Symbols {
         Dim::symbol(&symbol)
     }
 
-    /// A symbol like `text` that no other dim has.
+    /// A valid, unused symbol derived from `text`.
     fn new_name(&self, text: &str) -> String {
         let fits = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '_' };
         let mut stem: String = text.chars().take(64).map(fits).collect();

@@ -1,33 +1,32 @@
-//! Where the elements of a resized axis come from, and with what weights.
+//! Source positions and interpolation weights for one resized axis.
 //!
-//! Interpolation is separable, so one axis is all there is: an element `i` of the result lies at [`Axis::origin`] of the
-//! input, and is a sum over the elements around that place. So a resize is a gather (nearest) or a product with a matrix
-//! `[to, from]` (linear, cubic) for each axis, and its gradient the gradient of those.
+//! Interpolation is separable, so one axis is handled at a time. Element `i` of the result is a weighted sum of the
+//! input elements around [`Axis::origin`]. Per axis, a resize is therefore a gather (nearest) or a product with a
+//! matrix `[to, from]` (linear, cubic).
 
 use crate::import::lower_error::LowerReason;
 
-/// The most elements of a matrix, and the largest axis, that a resize may make.
+/// Maximum number of matrix elements or indices per axis.
 const LARGEST: usize = 1 << 22;
 
-/// How a place in the result becomes one in the input.
+/// The coordinate transformation from result to input positions.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Transform {
-    /// Centres of elements on centres: `(i + ½)/scale - ½`.
+    /// Pixel centres are aligned: `(i + ½)/scale - ½`.
     HalfPixel,
-    /// The same, with the middle of the input in the middle of the result where the size was rounded.
+    /// Like `HalfPixel`, but keeps the centres of input and result aligned when the size was rounded.
     HalfPixelSymmetric,
-    /// The same, but a single element comes from place 0.
+    /// Like `HalfPixel`, but a result of size 1 maps to position 0.
     PytorchHalfPixel,
-    /// First on first and last on last element.
+    /// First and last elements are aligned.
     AlignCorners,
     /// `i/scale`
     Asymmetric,
-    /// First and last element on the bounds of a region; what lies outside the input has a value of its own.
+    /// First and last element map to the bounds of a region; positions outside the input get the extrapolation value.
     Crop,
 }
 
 impl Transform {
-    /// The transform with this name in the standard.
     pub fn parse(name: &str) -> Option<Transform> {
         Some(match name {
             "half_pixel" => Transform::HalfPixel,
@@ -41,21 +40,18 @@ impl Transform {
     }
 }
 
-/// Which element is the nearest to a place between two.
+/// Rounding of a fractional position in nearest interpolation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rounding {
-    /// The nearer one, the left one on a tie.
+    /// To nearest, ties down.
     PreferFloor,
-    /// The nearer one, the right one on a tie.
+    /// To nearest, ties up.
     PreferCeil,
-    /// The left one.
     Floor,
-    /// The right one.
     Ceil,
 }
 
 impl Rounding {
-    /// The rounding with this name in the standard.
     pub fn parse(name: &str) -> Option<Rounding> {
         Some(match name {
             "round_prefer_floor" => Rounding::PreferFloor,
@@ -76,14 +72,14 @@ impl Rounding {
     }
 }
 
-/// The weight of an element by its distance from the place.
+/// The interpolation kernel: weight of an element by its distance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Filter {
-    /// The coefficient of a cubic filter (Keys, 1981, equation 4); a linear one has none.
+    /// Coefficient of the cubic kernel (Keys, 1981, equation 4); `None` for linear.
     pub cubic: Option<f64>,
-    /// Whether the filter is stretched where the axis shrinks, so that no element is passed over.
+    /// If true, the kernel is stretched when downsampling, so that every input element contributes.
     pub antialias: bool,
-    /// Whether elements outside the input have no weight; else they are those at its ends.
+    /// If true, elements outside the input have weight zero, else the edge element is repeated.
     pub exclude_outside: bool,
 }
 
@@ -92,7 +88,6 @@ impl Filter {
         if self.cubic.is_some() { 2.0 } else { 1.0 }
     }
 
-    /// The weight at a distance.
     pub fn weight(&self, distance: f64) -> f64 {
         let d = distance.abs();
         match self.cubic {
@@ -104,21 +99,19 @@ impl Filter {
     }
 }
 
-/// One axis that is resized.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Axis {
-    /// Its size in the input, at least 1.
+    /// Input size, at least 1.
     pub from: usize,
-    /// Its size in the result.
     pub to: usize,
-    /// How many times larger the result is, before its size is rounded.
+    /// Ratio of result size to input size, before rounding of the result size.
     pub scale: f64,
-    /// The region of a crop, from 0 to 1.
+    /// Crop region in normalised coordinates from 0 to 1.
     pub region: [f64; 2],
 }
 
 impl Axis {
-    /// The place in the input of element `at` of the result.
+    /// The input position of result element `at`.
     pub fn origin(&self, transform: Transform, at: usize) -> f64 {
         let (at, from) = (at as f64, self.from as f64);
         let width = self.scale * from;
@@ -139,29 +132,29 @@ impl Axis {
         }
     }
 
-    /// Which elements of the result a crop takes from outside the input; none of any other transform.
+    /// For `Crop`, the result elements that come from outside the input; all false for other transforms.
     pub fn outside(&self, transform: Transform) -> Vec<bool> {
         let inside = 0.0..=(self.from - 1) as f64;
         (0..self.to).map(|at| transform == Transform::Crop && !inside.contains(&self.origin(transform, at))).collect()
     }
 
-    /// The nearest element of the input for each of the result.
+    /// The nearest input element for each result element.
     pub fn nearest(&self, transform: Transform, rounding: Rounding) -> Result<Vec<i64>, LowerReason> {
         self.check(1)?;
         Ok((0..self.to).map(|at| self.clamped(rounding.of(self.origin(transform, at))) as i64).collect())
     }
 
-    /// The matrix `[to, from]` of weights.
+    /// The weight matrix `[to, from]`.
     pub fn weights(&self, transform: Transform, filter: Filter) -> Result<Vec<f64>, LowerReason> {
         let stretch = if filter.antialias { self.scale.min(1.0) } else { 1.0 };
         let reach = (filter.support() / stretch).ceil();
-        // A crop may be of any scale, and so its filter of any width.
+        // A crop may have any scale, so the kernel may be arbitrarily wide.
         self.check(self.from.max((2.0 * reach) as usize))?;
         let mut matrix = vec![0.0; self.to * self.from];
         for (at, row) in matrix.chunks_exact_mut(self.from).enumerate() {
             let origin = self.origin(transform, at);
             let mut total = 0.0;
-            // Places are counted as floats: far outside they would not fit an index.
+            // Positions are floats, because far outside they would overflow an index.
             for step in 0..=(2.0 * reach) as usize {
                 let place = origin.floor() - reach + step as f64;
                 let outside = place < 0.0 || place > (self.from - 1) as f64;
@@ -179,7 +172,6 @@ impl Axis {
         Ok(matrix)
     }
 
-    /// The element of the input at a place, the one at its end for a place outside.
     fn clamped(&self, place: f64) -> usize {
         place.clamp(0.0, (self.from - 1) as f64) as usize
     }
@@ -231,7 +223,8 @@ mod tests {
 
     #[test]
     fn an_antialiased_half_is_a_tent_over_four_elements() {
-        // Element 1 lies at 2½: distances 1½, ½, ½, 1½, halved by the stretch, weigh ¼, ¾, ¾, ¼ of 2 in all.
+        // Element 1 is at 2½. The distances 1½, ½, ½, 1½ are halved by the stretch and give weights ¼, ¾, ¾, ¼, which
+        // sum to 2.
         let filter = Filter { cubic: None, antialias: true, exclude_outside: true };
         let matrix = axis(8, 4).weights(Transform::HalfPixel, filter).unwrap();
         assert_eq!(matrix[8..16], [0.0, 0.125, 0.375, 0.375, 0.125, 0.0, 0.0, 0.0]);

@@ -1,7 +1,7 @@
-//! Batches of sequences of different lengths, each with its end filled up.
+//! Padded batches of sequences with different lengths.
 //!
-//! Lengths may be known or not; all is done by comparing and by gathering whole rows, so that gradients follow. Step `t`
-//! of a sequence of length `l` that runs backward is step `l - 1 - t`; what lies behind the end stays where it is.
+//! Lengths may be unknown at import time. All operations are comparisons and row gathers, so they are differentiable.
+//! In reverse direction, step `t` of a sequence of length `l` is step `l - 1 - t`; padding stays in place.
 
 use super::gather::{count, scaled};
 use super::{LowerReason, Scope};
@@ -10,7 +10,7 @@ use crate::op::{Binary, Compare, Gather, Op, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 
-/// The lengths `[N]` of the sequences of a `[T, N, …]`.
+/// Sequence lengths `[N]` for a tensor `[T, N, …]`.
 pub struct Lengths {
     of: Value,
     steps: Dim,
@@ -18,14 +18,14 @@ pub struct Lengths {
 }
 
 impl Lengths {
-    /// Input `slot`, `None` where it is left out or known to say nothing.
+    /// Reads input `slot`; `None` if it is omitted, or constant with all lengths equal to the number of steps.
     pub fn read(scope: &mut Scope<'_>, slot: usize, x: Value) -> Result<Option<Lengths>, LowerReason> {
         if !scope.has(slot) {
             return Ok(None);
         }
         let shape = scope.fact(x).shape;
         let (steps, batch) = (shape[0].clone(), shape[1].clone());
-        // A length that is not known yet is computed with.
+        // Lengths that are not constant are handled at run time.
         if let Ok(Some(given)) = scope.tensor(slot, "the lengths of the sequences") {
             let given = given.to_i64();
             if given.iter().any(|l| *l < 0 || steps.known().is_some_and(|steps| *l > steps)) {
@@ -44,20 +44,20 @@ impl Lengths {
         Ok(Some(Lengths { of, steps, batch }))
     }
 
-    /// Whether step `t`, counted along axis 0 of what this meets, lies within: `[T, N]`.
+    /// Condition that step `t` is within the sequence: `[T, N]`.
     fn within(&self, scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
         let t = count(scope, 2, 0, &self.steps)?;
         scope.compare(Compare::Less, t, self.of)
     }
 
-    /// Whether one step lies within: `[N, 1]`.
+    /// Condition that one given step is within the sequence: `[N, 1]`.
     pub fn at(&self, scope: &mut Scope<'_>, step: i64) -> Result<Value, LowerReason> {
         let step = scope.constant(Tensor::from_i64(&[], &[step]))?;
         let within = scope.compare(Compare::Less, step, self.of)?;
         scope.reshape(within, vec![self.batch.clone(), Dim::Known(1)])
     }
 
-    /// `y [T, N, H]` with zeros behind the end.
+    /// `y [T, N, H]` with padding set to zero.
     pub fn masked(&self, scope: &mut Scope<'_>, y: Value) -> Result<Value, LowerReason> {
         let within = self.within(scope)?;
         let within = scope.reshape(within, vec![self.steps.clone(), self.batch.clone(), Dim::Known(1)])?;
@@ -65,7 +65,7 @@ impl Lengths {
         scope.select(within, y, zero)
     }
 
-    /// Rows of `x [T, N, H]`, given by their step: those of `[…, N]` or `[N]`.
+    /// Gathers rows of `x [T, N, H]` by step index of shape `[…, N]` or `[N]`.
     fn rows(&self, scope: &mut Scope<'_>, x: Value, step: Value) -> Result<Value, LowerReason> {
         let rank = scope.fact(step).rank();
         let first = scaled(scope, step, &self.batch)?;
@@ -76,7 +76,7 @@ impl Lengths {
         scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])
     }
 
-    /// `x [T, N, H]` with the order of the steps of every sequence turned around.
+    /// Reverses the steps of each sequence of `x [T, N, H]`.
     pub fn turned(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
         let t = count(scope, 2, 0, &self.steps)?;
         let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
@@ -87,7 +87,7 @@ impl Lengths {
         self.rows(scope, x, step)
     }
 
-    /// The row of `y [T, N, H]` at the last step of every sequence; `first` for one without steps.
+    /// The row of `y [T, N, H]` at the last step of each sequence; `first` for empty sequences.
     pub fn last(&self, scope: &mut Scope<'_>, y: Value, first: Value) -> Result<Value, LowerReason> {
         let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
         let end = scope.binary(Binary::Sub, self.of, one)?;

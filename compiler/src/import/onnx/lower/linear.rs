@@ -7,14 +7,14 @@ use crate::op::{Binary, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 
-/// The product as NumPy has it: an operand of rank 1 is a row on the left and a column on the right, and the dim that
-/// this adds goes away again.
+/// `MatMul` with NumPy semantics: a vector is a row on the left and a column on the right, and the added dim is removed
+/// from the result.
 pub fn matmul(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     Ok(vec![Known::Value(product(scope, a, b)?)])
 }
 
-/// The same of two values.
+/// NumPy matrix product of two values.
 pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Value, LowerReason> {
     let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
     if left.is_empty() || right.is_empty() {
@@ -32,14 +32,14 @@ pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Val
         shape.pop();
     }
     if left.len() == 1 {
-        // The row stands before the column, if that is still there.
+        // The row axis is the last one, or the last but one if the column axis is still there.
         let row = shape.len() - if right.len() == 1 { 1 } else { 2 };
         shape.remove(row);
     }
     scope.reshape(y, shape)
 }
 
-/// `alpha·A·B + beta·C`, with either matrix transposed.
+/// `alpha·A·B + beta·C`, with optional transposes.
 pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     for value in [a, b] {
@@ -70,8 +70,8 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// `x` with every row along `axis` multiplied by a matrix `[to, from]`. Narrow floats are multiplied as `f32`, so that
-/// the matrix is not rounded.
+/// Multiplies `x` along `axis` by a matrix `[to, from]`. Half precision is computed in `f32`, so that the matrix is not
+/// rounded.
 pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let dtype = if fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
@@ -82,7 +82,7 @@ pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) ->
     let mut rows = scope.cast(x, dtype)?;
     let behind = axis + 2 == fact.rank();
     if behind {
-        // The columns of a matrix need no turning.
+        // For the last but one axis, no transpose is needed.
         let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[matrix, rows])?;
         return scope.cast(y, fact.dtype);
     }

@@ -1,7 +1,7 @@
-//! `Loop` and `Scan`, written out turn by turn under a budget.
+//! `Loop` and `Scan`, unrolled within a budget.
 //!
-//! How often a loop turns must be known while importing: from its trip count, from the length of what is scanned, or
-//! from a condition that folds to a constant in every turn.
+//! The number of iterations must be known at import time: from the trip count, from the length of a scanned input, or
+//! from a condition that folds to a constant in each iteration.
 
 use crate::import::build::Build;
 use crate::import::onnx::lower::body::Body;
@@ -14,12 +14,11 @@ use crate::op::{Concat, Op};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 
-/// The most bytes of constants that are stacked as constants.
+/// Maximum size in bytes of scan outputs that are stacked as a constant.
 const STACKED: usize = 1 << 20;
 
 type Results = Result<Vec<Known>, Option<LowerReason>>;
 
-/// A `Loop`: a trip count, a condition, and values that are carried from turn to turn.
 pub fn repeat(walk: &mut Walk<'_>, node: &Node) -> Results {
     let scope = walk.scope(node).ok_or(None)?;
     let most = scope.integers(0, "the trip count of a loop")?.and_then(|list| list.first().copied());
@@ -44,7 +43,7 @@ pub fn repeat(walk: &mut Walk<'_>, node: &Node) -> Results {
         stacks.iter_mut().zip(results).for_each(|(stack, item)| stack.push(item));
         goes_on = match truth(&condition)? {
             Some(holds) => holds,
-            // The last turn's condition decides nothing.
+            // After the last iteration the condition is irrelevant.
             None if most == i64::try_from(turn + 1).ok() => false,
             None => {
                 let mut scope = walk.scope(node).ok_or(None)?;
@@ -61,7 +60,7 @@ pub fn repeat(walk: &mut Walk<'_>, node: &Node) -> Results {
     Ok(carried)
 }
 
-/// A `Scan`: values that are carried, and inputs of which every turn sees one slice.
+/// `Scan`: loop-carried values, and inputs of which each iteration reads one slice.
 pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
     let scope = walk.scope(node).ok_or(None)?;
     let batched = scope.opset < 9;
@@ -88,7 +87,7 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
     if !batched {
         return scan_one(walk, node, &body, &way, given, 0);
     }
-    // Before operator set 9, axis 0 of everything was a batch, and each sample was scanned by itself.
+    // Before operator set 9, axis 0 of all tensors is a batch, and each sample is scanned separately.
     let samples = length(&mut scope_of(walk, node, given.clone())?, 0, 0)?;
     let mut stacks = vec![Vec::new(); body.outputs.len()];
     for sample in 0..samples {
@@ -102,7 +101,7 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
     stacks.into_iter().map(|items| stack(walk, node, items, 0, None)).collect()
 }
 
-/// How a `Scan` goes through its inputs and outputs.
+/// Scan axes and directions of the inputs and outputs of a `Scan`.
 struct Way {
     states: usize,
     axes_in: Vec<i64>,
@@ -147,7 +146,7 @@ fn scan_one(walk: &mut Walk<'_>, node: &Node, body: &Body, way: &Way, given: Vec
     Ok(carried)
 }
 
-/// A list attribute with a number for each of `count` things, 0 where it is left out.
+/// An integer list attribute of length `count`; zeros if it is absent.
 fn list(scope: &Scope<'_>, name: &'static str, count: usize) -> Result<Vec<i64>, LowerReason> {
     match scope.ints(name)? {
         None => Ok(vec![0; count]),
@@ -158,7 +157,6 @@ fn list(scope: &Scope<'_>, name: &'static str, count: usize) -> Result<Vec<i64>,
     }
 }
 
-/// The node's scope with other inputs.
 fn scope_of<'s>(walk: &'s mut Walk<'_>, node: &'s Node, given: Vec<Known>) -> Result<Scope<'s>, Option<LowerReason>> {
     let mut scope = walk.scope(node).ok_or(None)?;
     scope.inputs = given.into_iter().map(Some).collect();
@@ -172,7 +170,7 @@ fn length(scope: &mut Scope<'_>, slot: usize, axis: usize) -> Result<usize, Lowe
     known.ok_or(LowerReason::NotConstant { what: "the length of a scan" })
 }
 
-/// One slice of input `slot` along an axis, without the axis.
+/// One slice of input `slot` along `axis`, with the axis removed.
 fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Known, LowerReason> {
     if at >= length(scope, slot, axis)? {
         return Err(LowerReason::Inputs("what it scans has different lengths".to_string()));
@@ -196,7 +194,7 @@ fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Kn
     Ok(Known::Value(scope.reshape(one, shape)?))
 }
 
-/// What the turns gave, one behind the other along a new axis. Of no turns, the file has to say the shape.
+/// Stacks the results of all iterations along a new axis. Without iterations, the file must declare the shape.
 fn stack(
     walk: &mut Walk<'_>,
     node: &Node,
@@ -228,7 +226,7 @@ fn stack(
     }
 }
 
-/// Equal shapes of constants as one constant along a new axis 0.
+/// Stacks constants of equal shape along a new axis 0; `None` if they differ or are too large.
 fn constants(items: &[Known]) -> Option<Tensor> {
     let tensors: Vec<&Tensor> =
         items.iter().map(|i| if let Known::Tensor(t) = i { Some(t) } else { None }).collect::<Option<_>>()?;
@@ -242,7 +240,7 @@ fn constants(items: &[Known]) -> Option<Tensor> {
     Tensor::new(first.dtype(), shape, bytes.into()).ok()
 }
 
-/// No items of the declared shape.
+/// An empty tensor of the declared shape with a leading axis of size 0.
 fn empty(info: &ValueInfo) -> Option<Tensor> {
     let dtype: DType = dtype_of(info.elem_type)?;
     let mut shape = vec![0usize];

@@ -1,4 +1,4 @@
-//! Losses in the graph: cross-entropy from logits and from log-probabilities.
+//! Loss operators: cross-entropy from logits, and negative log-likelihood from log-probabilities.
 
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
@@ -8,14 +8,11 @@ use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// How the losses of all targets are joined.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Reduction {
-    /// Not at all.
     None,
-    /// Their sum.
     Sum,
-    /// Their mean; with weights, weighted.
+    /// The mean, weighted if there are class weights.
     Mean,
 }
 
@@ -36,7 +33,7 @@ fn ignored(scope: &Scope<'_>) -> Result<Option<i64>, LowerReason> {
     if scope.is_set("ignore_index") { Ok(Some(scope.int("ignore_index", 0)?)) } else { Ok(None) }
 }
 
-/// Cross-entropy of logits `[N, C, …]` against classes `[N, …]`. The second output is the log-probabilities.
+/// Cross-entropy of logits `[N, C, …]` and classes `[N, …]`. The second output is the log-probabilities.
 pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     let (logits, target) = (scope.value(0)?, scope.value(1)?);
     let (reduction, ignore) = (reduction(scope)?, ignored(scope)?);
@@ -58,7 +55,8 @@ pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     Ok(outputs)
 }
 
-/// The same from log-probabilities. Behind a log-softmax over the classes it is the cross-entropy of that one's input.
+/// Negative log-likelihood of log-probabilities. After a LogSoftmax over the classes it becomes a cross-entropy of the
+/// logits.
 pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let (logarithm, target) = (scope.value(0)?, scope.value(1)?);
     let (reduction, ignore) = (reduction(scope)?, ignored(scope)?);
@@ -72,7 +70,8 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(picked(scope, logarithm, target, weights, reduction, ignore)?)])
 }
 
-/// `-weight[target]·logarithm[target]` for every target that is not ignored, joined; a mean divides by the weights.
+/// The reduced loss `-weight[target]·logarithm[target]` over targets that are not ignored. The mean divides by the sum
+/// of weights.
 pub fn picked(
     scope: &mut impl Build,
     logarithm: Value,
@@ -99,7 +98,7 @@ pub fn picked(
         return Err(LowerReason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
     }
     let target = scope.cast(target, DType::I64)?;
-    // Classes count along axis 1 of a shape of ones, and meet the targets there.
+    // One-hot comparison: class indices along axis 1, broadcast against the targets.
     let mut ones = vec![Dim::Known(1); fact.rank()];
     ones[1] = fact.shape[1].clone();
     let classes = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, ones), axis: 1 }), &[])?;

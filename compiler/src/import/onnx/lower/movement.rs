@@ -1,4 +1,5 @@
-//! Operators that move elements: `Transpose`, `Expand`, `Concat`, `Gather`, `Pad`, `Tile`, `Trilu`, and blocks.
+//! Operators that move elements: `Transpose`, `Expand`, `Concat`, `Gather`, `Pad`, `Tile`, `Trilu`, `DepthToSpace`,
+//! `SpaceToDepth`.
 
 use super::attribute::axis;
 use super::padding::{self, Mode};
@@ -16,7 +17,7 @@ fn one(value: Value) -> Outputs {
     Ok(vec![Known::Value(value)])
 }
 
-/// Axes in another order, the reverse one by default.
+/// Permutes the axes; reverses them by default.
 pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
@@ -27,7 +28,6 @@ pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
     transposed(scope, x, perm).and_then(one)
 }
 
-/// `x` with its axes in the order `perm`.
 pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<Value, LowerReason> {
     if perm.iter().copied().eq(0..scope.fact(x).rank()) {
         return Ok(x);
@@ -35,7 +35,7 @@ pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<
     scope.add(Op::Transpose(Transpose { perm }), &[x])
 }
 
-/// The shape that two shapes broadcast to. A symbol and a number that is not 1 do not meet.
+/// The broadcast shape of two shapes. A symbol and a number other than 1 do not broadcast.
 pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
     let rank = a.len().max(b.len());
     let at = |dims: &[Dim], i: usize| (i + dims.len()).checked_sub(rank).map_or(Dim::Known(1), |at| dims[at].clone());
@@ -48,7 +48,7 @@ pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
     (0..rank).map(|i| meet((at(a, i), at(b, i)))).collect()
 }
 
-/// The input stretched; where the shape asked for is smaller, the input's own size stays.
+/// `Expand`: broadcasts the input with the requested shape. Where that is 1, the input's size remains.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     let mut asked = scope.dims(1, "the shape")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let x = match opened(scope, 0, &asked)? {
@@ -60,7 +60,7 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
         None => x,
     };
     let own = scope.fact(x).shape;
-    // An axis that is not 1 in the file can only keep its size, so a constant there means that size, open or not.
+    // Only axes of size 1 expand, so a constant equal to the static batch size means the symbolic batch here.
     for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
         if have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want {
             want.clone_from(have);
@@ -70,8 +70,8 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     scope.broadcast(x, shape).and_then(one)
 }
 
-/// Input `slot` with a size of 1 in place of the batch of a static export: a constant that has the size of the file
-/// where `asked`, aligned at the right, has the symbol, and says the same for every sample. `None` where that is not so.
+/// Input `slot` with size 1 in place of the static batch size. Applies to a constant that has the static batch size
+/// where `asked` (right-aligned) has the symbol, and equal values for all samples; else `None`.
 pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Option<Value>, LowerReason> {
     let Some(Some(Known::Tensor(tensor))) = scope.inputs.get(slot) else { return Ok(None) };
     let mut found = None;
@@ -86,7 +86,6 @@ pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Optio
     found.map(|sample| scope.constant(sample)).transpose()
 }
 
-/// All inputs one behind the other.
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let rank = scope.fact_of(0)?.rank();
     let axis = axis(scope.int("axis", 1)?, rank)?;
@@ -97,7 +96,6 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// Slices along an axis, by index.
 pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let rank = scope.fact_of(0)?.rank();
     let axis = axis(scope.int("axis", 0)?, rank)?;
@@ -106,7 +104,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
         _ => None,
     };
     let x = scope.value(0)?;
-    // One index that is known is a slice, which costs nothing and whose gradient is a padding.
+    // A single constant index becomes a slice, which is a view and whose gradient is a padding.
     if let Some(index) = single {
         let mut shape = scope.fact(x).shape;
         let begin = if index < 0 { shape[axis].add(&Dim::Known(index))? } else { Dim::Known(index) };
@@ -125,7 +123,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     scope.add(Op::Gather(Gather { axis }), &[x, index]).and_then(one)
 }
 
-/// A number, or elements of the input again, around the input; where a padding is negative, elements taken away.
+/// Pads with a constant value or with input elements; negative padding crops.
 pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     let mode = match scope.text("mode", "constant")?.as_str() {
         "constant" => None,
@@ -182,7 +180,7 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x]).and_then(one)
 }
 
-/// The input repeated along every axis: `[a, b]` becomes `[r, a, s, b]` by stretching, then `[r·a, s·b]`.
+/// Repeats the input along each axis: `[a, b]` is broadcast to `[r, a, s, b]` and reshaped to `[r·a, s·b]`.
 pub fn tile(scope: &mut Scope<'_>) -> Outputs {
     let repeats = scope.dims(1, "the number of repeats")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let x = scope.value(0)?;
@@ -205,7 +203,6 @@ pub fn tile(scope: &mut Scope<'_>) -> Outputs {
     scope.reshape(x, joined).and_then(one)
 }
 
-/// The part above or below a diagonal, the rest zero.
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
     let x = scope.value(0)?;
@@ -220,7 +217,7 @@ pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// `x` on one side of a diagonal of its last two axes, zero on the other.
+/// The upper or lower triangle of the last two axes, relative to a constant diagonal.
 pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) -> Result<Value, LowerReason> {
     let diagonal = match diagonal {
         0 => None,
@@ -229,7 +226,7 @@ pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) ->
     triangle_at(scope, x, upper, diagonal)
 }
 
-/// The same with a diagonal that is a value, the main one where there is none.
+/// Like [`triangle`], with the diagonal as a graph value; `None` is the main diagonal.
 fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<Value>) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [.., rows, columns] = fact.shape.as_slice() else {
@@ -248,7 +245,7 @@ fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<V
     scope.select(kept, x, zero)
 }
 
-/// `[N, C, H, W]` with blocks of channels spread out over height and width.
+/// `[N, C, H, W]`: moves blocks of channels to height and width.
 pub fn depth_to_space(scope: &mut Scope<'_>) -> Outputs {
     let perm = match scope.text("mode", "DCR")?.as_str() {
         "DCR" => vec![0, 3, 4, 1, 5, 2],
@@ -266,7 +263,7 @@ pub fn depth_to_space(scope: &mut Scope<'_>) -> Outputs {
     scope.reshape(x, vec![n, deep, h.mul(&b)?, w.mul(&b)?]).and_then(one)
 }
 
-/// `[N, C, H, W]` with blocks of height and width gathered into channels.
+/// `[N, C, H, W]`: moves blocks of height and width to channels.
 pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
     let (x, b, [n, c, h, w]) = blocks(scope)?;
     let (low, wide) = (h.div_exact(&b)?, w.div_exact(&b)?);

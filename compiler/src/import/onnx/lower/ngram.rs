@@ -1,17 +1,16 @@
-//! `TfIdfVectorizer` of whole numbers: how often each of a list of n-grams stands in a sequence. The sequence must be a
-//! constant: text is no input of a network.
+//! `TfIdfVectorizer` on integers: counts n-grams in sequences. The input must be constant, since text is not an input
+//! of a network.
 
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// The most numbers that are looked at.
+/// Maximum number of n-gram elements examined.
 const MOST: usize = 1 << 26;
 
-/// The most counts.
 const LARGEST: usize = 1 << 22;
 
-/// Counts of n-grams, `[columns]` or `[rows, columns]`.
+/// N-gram counts, `[columns]` or `[rows, columns]`.
 pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.tensor(0, "the sequence whose n-grams are counted")?.ok_or(LowerReason::Missing { slot: 0 })?;
     let (rows, length, batched) = match x.shape() {
@@ -37,7 +36,7 @@ pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
     let mut counts = vec![0.0; rows * columns];
     for (row, sequence) in values.chunks(length.max(1)).enumerate() {
         for size in shortest..=longest {
-            // A single number has no neighbours to skip.
+            // Unigrams have no skips.
             for step in 1..=if size == 1 { 1 } else { steps } {
                 for start in 0..sequence.len().saturating_sub((size - 1) * step) {
                     let gram: Vec<i64> = (0..size).map(|n| sequence[start + n * step]).collect();
@@ -53,10 +52,10 @@ pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_f64(&shape, &counts).cast(DType::F32))])
 }
 
-/// The n-grams that are counted, with the column and the place in the list of each.
+/// N-grams to count, each with its output column and its index in the pool.
 type Grams = BTreeMap<Vec<i64>, (usize, usize)>;
 
-/// The list of n-grams: all single numbers, then all pairs, and so on, from where `ngram_counts` says.
+/// Parses the n-gram pool: all unigrams, then all bigrams and so on, starting at the offsets in `ngram_counts`.
 fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), LowerReason> {
     let list = |name| Ok::<_, LowerReason>(scope.ints(name)?.unwrap_or_default());
     let (pool, starts, places) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
@@ -87,7 +86,7 @@ fn lengths(scope: &Scope<'_>) -> Result<(usize, usize), LowerReason> {
     }
 }
 
-/// Counts as the mode wants them: as they are, as 0 or the weight, or times the weight.
+/// Applies the mode: TF keeps the counts, IDF gives the weight or 0, TFIDF multiplies by the weight.
 fn weigh(scope: &Scope<'_>, counts: &mut [f64], columns: usize, grams: &Grams) -> Result<(), LowerReason> {
     let mut weights = vec![1.0; columns];
     if let Some(given) = scope.floats("weights")? {

@@ -1,4 +1,4 @@
-//! Normalisations.
+//! Normalisation operators.
 
 use super::attribute::{axes, axis};
 use super::slice::part;
@@ -11,13 +11,12 @@ use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, ReduceKind, Unary, Value}
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// `[…]` of ones or zeros for a scale or bias that the operator does not have.
+/// A constant-valued tensor, in place of an omitted scale or bias.
 pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, LowerReason> {
     let value = scope.scalar(dtype, value)?;
     scope.broadcast(value, shape.to_vec())
 }
 
-/// Normalisation over all axes from `axis` on.
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale) = (scope.value(0)?, scope.value(1)?);
     let fact = scope.fact(x);
@@ -47,7 +46,7 @@ pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Mul, normal, scale)?)])
 }
 
-/// `(x - mean)/(deviation + 1e-9)` over some axes, those of the batch and the image unless the node says others.
+/// `(x - mean)/(deviation + 1e-9)`; the default axes are 0, 2 and 3.
 pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let given = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
@@ -61,7 +60,7 @@ pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Div, centred, below)?)])
 }
 
-/// Normalisation of `x [N, groups, …]` over all dims behind the groups, without scale and bias.
+/// Normalises `x [N, groups, …]` over all axes after the groups, without scale and bias.
 pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [batch, channels, spatial @ ..] = fact.shape.as_slice() else {
@@ -77,7 +76,6 @@ pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> R
     scope.reshape(y, fact.shape)
 }
 
-/// Each channel of each example normalised by itself.
 pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale, bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
@@ -87,7 +85,6 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
 }
 
-/// Groups of channels of each example normalised together.
 pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let groups = scope.int("num_groups", 0)?;
     if groups < 1 {
@@ -97,7 +94,7 @@ pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, mut scale, mut bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let fact = scope.fact(x);
     if scope.opset < 21 && fact.rank() > 1 {
-        // One number for each group then: repeat it for the channels of the group.
+        // Before operator set 21 scale and bias have one value per group; repeat it for each channel.
         let each = fact.shape[1].div_exact(&Dim::Known(groups))?;
         for value in [&mut scale, &mut bias] {
             let column = scope.reshape(*value, vec![Dim::Known(groups), Dim::Known(1)])?;
@@ -111,10 +108,11 @@ pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
 }
 
-/// The most channels that a local response reaches over; each is an op.
+/// Maximum LRN window; each channel in the window is a separate op.
 const NEIGHBOURS: i64 = 256;
 
-/// `x/(bias + alpha/size·Σ x²)^beta`, the sum over the `size` channels around each, as far as there are any.
+/// Local response normalisation, `x/(bias + alpha/size·Σ x²)^beta`; the sum is over the `size` neighbouring channels
+/// that exist.
 pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
     let size = scope.int("size", 0)?;
     if !(1..=NEIGHBOURS).contains(&size) {
@@ -134,7 +132,7 @@ pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
         sizes[1] = Dim::Known(at);
         sizes
     };
-    // The extra channel of an even size lies behind.
+    // For an even size the extra channel is on the high side.
     let (low, high) = ((size - 1) / 2, size / 2);
     let pad = Pad { low: around(low), high: around(high), interior: vec![0; fact.rank()], value: 0.0 };
     let padded = scope.add(Op::Pad(pad), &[square])?;
@@ -150,11 +148,11 @@ pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Div, x, power)?)])
 }
 
-/// Batch normalisation: with the statistics of the batch in training mode, else with the stored ones.
+/// BatchNorm with batch statistics in training mode, else with running statistics.
 pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
     let epsilon = scope.float("epsilon", 1e-5)?;
     let keep = scope.float("momentum", 0.9)?;
-    // Before operator set 14, who asked for the statistics of the batch was training.
+    // Before operator set 14, a node with statistics outputs is in training mode.
     let training = match scope.opset {
         ..14 => scope.node.outputs.iter().skip(1).any(|name| !name.is_empty()),
         _ => scope.flag("training_mode", false)?,
@@ -167,7 +165,8 @@ pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// The running statistics of initializers are states that follow the batch. Others are outputs: `old·keep + new·(1 - keep)`.
+/// Running statistics stored in initializers become states updated by moving averages. Otherwise they are computed as
+/// outputs: `old·keep + new·(1 - keep)`.
 fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &inputs)?;
     let absent = Known::Absent("the running statistics as an output of BatchNormalization");

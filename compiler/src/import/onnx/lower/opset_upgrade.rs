@@ -1,7 +1,7 @@
-//! Operators of the sets 1 to 6 in the words of set 7: attributes that later became inputs, were renamed or were
-//! dropped, and operands that were told how to broadcast.
+//! Converts operators of sets 1 to 6 to set 7: attributes that became inputs, were renamed or removed, and explicit
+//! broadcasting.
 //!
-//! A node is translated before it is lowered, so every lowering knows one form of its operator.
+//! Nodes are converted before lowering, so each lowering function handles one form of its operator.
 
 use crate::import::build::Build;
 use crate::import::onnx::lower::{Known, LowerReason, Scope};
@@ -12,10 +12,10 @@ use crate::import::onnx::proto::tensor_proto::DataType;
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
-/// The first operator set that needs no translation.
+/// The first operator set that needs no conversion.
 pub const MODERN: i64 = 7;
 
-/// The node with its attributes in the words of set 7; `None` where they are the same.
+/// Converts the attributes of a node; `None` if nothing changes.
 pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
     let mut new = node.clone();
     let find = |name: &str| node.attributes.iter().find(|a| a.name() == name);
@@ -33,7 +33,7 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
             set(&mut new, int("to", code as i64));
         }
         "Concat" if find("axis").is_none() => set(&mut new, int("axis", 1)),
-        // What is not a test drops, as later sets do with `training_mode`.
+        // Without `is_test` a Dropout is in training mode, as with `training_mode` later.
         "Dropout" if number("is_test") == 0 => {
             return Err(LowerReason::Unsupported(
                 "Dropout in training mode of the operator sets before 12".to_string(),
@@ -51,7 +51,7 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
             None => return Ok(None),
         },
         "Selu" => {
-            // The first definition rounds its defaults.
+            // The first definition has rounded defaults.
             for (name, value) in [("alpha", 1.6732), ("gamma", 1.0507)] {
                 if find(name).is_none() {
                     set(&mut new, float(name, value));
@@ -76,12 +76,12 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
     Ok(Some(new))
 }
 
-/// Brings the inputs of a node into the form that set 7 has.
+/// Converts the inputs of a node.
 pub fn inputs(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     match scope.node.op_type.as_str() {
         "Add" | "And" | "Div" | "Equal" | "Greater" | "Less" | "Mul" | "Or" | "Pow" | "Sub" | "Xor" => aligned(scope),
         "PRelu" => {
-            // One slope for each channel, which stands on axis 1.
+            // One slope per channel (axis 1).
             let (rank, slope) = (scope.fact_of(0)?.rank(), scope.fact_of(1)?);
             if slope.rank() != 1 || slope.shape[0].is(1) || rank < 2 {
                 return Ok(());
@@ -103,7 +103,7 @@ pub fn inputs(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     }
 }
 
-/// With `broadcast`, the second operand lies along the axes of the first that begin at `axis`, or end at the last one.
+/// With `broadcast`, the second operand is aligned to the axes of the first that begin at `axis`, or to its last axes.
 fn aligned(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     if !scope.flag("broadcast", false)? || !scope.is_set("axis") {
         return Ok(());
@@ -116,7 +116,6 @@ fn aligned(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     stretched(scope, [small.shape, vec![Dim::Known(1); behind]].concat())
 }
 
-/// Input 1 under another shape.
 fn stretched(scope: &mut Scope<'_>, shape: Vec<Dim>) -> Result<(), LowerReason> {
     let value = scope.value(1)?;
     let value = scope.reshape(value, shape)?;

@@ -1,20 +1,20 @@
-//! One step of an optimizer as operators of a graph: `Momentum`, `Adagrad`, `Adam` of `ai.onnx.preview.training`.
+//! Optimizer steps as graph operators: `Momentum`, `Adagrad`, `Adam` of `ai.onnx.preview.training`.
 //!
-//! Inputs are the learning rate, the count of steps before, then all tensors, their gradients, and their states; outputs
-//! the new tensors, then the new states.
+//! Inputs: learning rate, step count, then all parameters, all gradients, all states. Outputs: the new parameters, then
+//! the new states.
 
 use crate::import::build::Build;
 use crate::import::onnx::lower::{Known, LowerReason, Outputs, Scope};
 use crate::op::{Binary, Compare, Unary, Value};
 
-/// One tensor with its gradient, in which its own weight has a part, and its states.
+/// One parameter with its gradient, including the L2 term, and its states.
 struct Slot {
     x: Value,
     gradient: Value,
     states: Vec<Value>,
 }
 
-/// Rate, steps before, and every tensor with `states` states.
+/// Learning rate, step count, and all parameters with `states` states each.
 fn read(scope: &mut Scope<'_>, states: usize) -> Result<(Value, Value, Vec<Slot>), LowerReason> {
     let (rate, steps) = (scope.value(0)?, scope.value(1)?);
     let given = scope.inputs.len().saturating_sub(2);
@@ -41,19 +41,19 @@ fn mixed(scope: &mut Scope<'_>, a: f64, x: Value, b: f64, y: Value) -> Result<Va
     scope.binary(Binary::Add, x, y)
 }
 
-/// `x - rate·way`
+/// `x - rate·way`, where `way` is the update direction.
 fn moved(scope: &mut Scope<'_>, x: Value, rate: Value, way: Value) -> Result<Value, LowerReason> {
     let way = scope.binary(Binary::Mul, rate, way)?;
     scope.binary(Binary::Sub, x, way)
 }
 
-/// New tensors of all slots, then their first states, then their second ones.
+/// The output order: all new parameters, then all first states, then all second states.
 fn in_order(made: Vec<Vec<Value>>) -> Vec<Known> {
     let width = made.first().map_or(0, Vec::len);
     (0..width).flat_map(|k| made.iter().map(move |slot| Known::Value(slot[k]))).collect()
 }
 
-/// Gradient descent with momentum, plain or Nesterov's: `v' = alpha·v + beta·g`, where beta is 1 in the first step.
+/// SGD with momentum, standard or Nesterov: `v' = alpha·v + beta·g`, where beta is 1 in the first step.
 pub fn momentum(scope: &mut Scope<'_>) -> Outputs {
     let (alpha, beta) = (scope.float("alpha", 0.0)?, scope.float("beta", 0.0)?);
     let nesterov = match scope.text("mode", "standard")?.as_str() {
@@ -80,7 +80,6 @@ pub fn momentum(scope: &mut Scope<'_>) -> Outputs {
     Ok(in_order(made))
 }
 
-/// Whether there were steps before.
 fn later(scope: &mut Scope<'_>, steps: Value) -> Result<Value, LowerReason> {
     let zero = scope.scalar(scope.fact(steps).dtype, 0.0)?;
     scope.compare(Compare::Less, zero, steps)
@@ -112,7 +111,7 @@ fn over_root(scope: &mut Scope<'_>, a: Value, b: Value, epsilon: f64) -> Result<
     scope.binary(Binary::Div, a, below)
 }
 
-/// Adam, whose bias is corrected from the second step on: `rate·√(1 - beta^t)/(1 - alpha^t)`.
+/// Adam; bias correction starts at the second step: `rate·√(1 - beta^t)/(1 - alpha^t)`.
 pub fn adam(scope: &mut Scope<'_>) -> Outputs {
     let (alpha, beta) = (scope.float("alpha", 0.9)?, scope.float("beta", 0.999)?);
     let (epsilon, after) = (scope.float("epsilon", 0.0)?, scope.float("norm_coefficient_post", 0.0)?);

@@ -1,4 +1,4 @@
-//! What asks for the order of elements, or runs along it: `TopK`, `CumSum`, `CumProd`, `Hardmax`, `ReverseSequence`.
+//! Sorting and cumulative operators: `TopK`, `CumSum`, `CumProd`, `Hardmax`, `ReverseSequence`.
 
 use super::attribute::axis;
 use super::gather::{count, number, scaled};
@@ -8,7 +8,7 @@ use crate::op::{ArgReduce, Binary, Compare, Cumulative, CumulativeKind, Flip, Ga
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// The largest or smallest elements along an axis, and where they are. How many became an input in operator set 10.
+/// The largest or smallest elements along an axis and their indices. Since operator set 10, the count is an input.
 pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let axis = axis(scope.int("axis", -1)?, scope.fact(x).rank())?;
@@ -24,7 +24,6 @@ pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
     Ok(outputs.into_iter().map(Known::Value).collect())
 }
 
-/// At each place the sum or product of all elements up to there.
 pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     let x = scope.value(0)?;
     let given = match scope.integers(1, "the axis of a running sum")?.as_deref() {
@@ -36,7 +35,7 @@ pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     Ok(vec![Known::Value(scope.add(Op::Cumulative(Cumulative { kind, axis, exclusive, reverse }), &[x])?)])
 }
 
-/// The index of the largest or smallest element, the last one on ties: the first one from the other end.
+/// ArgMax or ArgMin where ties give the last index: the first index of the flipped axis.
 pub fn last_arg(scope: &mut Scope<'_>, largest: bool, x: Value, axis: usize, keep: bool) -> Result<Value, LowerReason> {
     let size = scope.fact(x).shape[axis].sub(&Dim::Known(1))?;
     let flipped = scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?;
@@ -45,7 +44,7 @@ pub fn last_arg(scope: &mut Scope<'_>, largest: bool, x: Value, axis: usize, kee
     scope.binary(Binary::Sub, last, found)
 }
 
-/// 1 at the first largest element along an axis, 0 elsewhere. Before operator set 13 all axes from it on were one.
+/// 1 at the first maximum along an axis, else 0. Before operator set 13 all axes from `axis` on are flattened.
 pub fn hardmax(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
@@ -63,7 +62,7 @@ pub fn hardmax(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.cast(hits, fact.dtype)?)])
 }
 
-/// The first elements of each sequence in reverse order, as many as its length says.
+/// Reverses the first `length` elements of each sequence.
 pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
     let (x, lengths) = (scope.value(0)?, scope.value(1)?);
     let dims = scope.fact(x).shape;
@@ -83,7 +82,7 @@ pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
     let mut shape = vec![Dim::Known(1); 2];
     shape[batch] = dims[batch].clone();
     let lengths = scope.reshape(lengths, shape)?;
-    // Step t of a sequence of n comes from n - 1 - t where that is a step of it.
+    // Within a sequence of n steps, step t comes from step n - 1 - t.
     let step = count(scope, 2, time, &dims[time])?;
     let within = scope.compare(Compare::Less, step, lengths)?;
     let last = scope.with_number(Binary::Sub, lengths, 1.0)?;

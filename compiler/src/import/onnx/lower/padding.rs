@@ -1,5 +1,4 @@
-//! Elements around a tensor that are not one constant, and sizes made smaller or larger around the middle: the modes of
-//! `Pad`, `CenterCropPad`.
+//! Non-constant padding modes of `Pad`, and `CenterCropPad`.
 
 use super::attribute::axis;
 use super::fold::charge;
@@ -10,22 +9,20 @@ use crate::op::{Gather, Op, Pad, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
-/// The most elements of an axis that is padded by repeating elements.
+/// Maximum size of an axis padded with its own elements.
 const LARGEST: i64 = 1 << 20;
 
-/// Where padded elements come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mode {
-    /// From the other side of the first or last element, which stand alone.
+    /// Mirrored at the first and last element, which are not repeated.
     Reflect,
-    /// The first or last element again.
+    /// Repeats the first or last element.
     Edge,
-    /// From the other end.
+    /// Continues from the opposite end.
     Wrap,
 }
 
 impl Mode {
-    /// The mode with this name in the standard.
     pub fn parse(name: &str) -> Option<Mode> {
         Some(match name {
             "reflect" => Mode::Reflect,
@@ -35,7 +32,7 @@ impl Mode {
         })
     }
 
-    /// The element that stands at a place before, in or after an axis of `size`, which is not 0.
+    /// The source index for a position before, inside or after an axis of `size > 0`.
     fn source(self, place: i64, size: i64) -> i64 {
         match self {
             Mode::Edge => place.clamp(0, size - 1),
@@ -49,7 +46,7 @@ impl Mode {
     }
 }
 
-/// `x` with repeated elements before and after axis `at`; a padding below zero takes elements away.
+/// Pads axis `at` with its own elements; negative padding crops.
 pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mode: Mode) -> Result<Value, LowerReason> {
     let [before, after] = pads;
     if before.is(0) && after.is(0) {
@@ -69,7 +66,7 @@ pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mod
     scope.add(Op::Gather(Gather { axis: at }), &[x, sources])
 }
 
-/// `x` with a value that is computed around it, from the paddings of [`Pad`].
+/// Pads with a value computed at run time; `low` and `high` are those of [`Pad`].
 pub fn around(
     scope: &mut Scope<'_>,
     x: Value,
@@ -87,8 +84,7 @@ pub fn around(
     scope.select(inside, y, value)
 }
 
-/// The middle of a tensor, or zeros around it, so that its axes have the sizes asked for. An odd element is taken away, or
-/// added, at the end.
+/// Centre crop or zero padding to the requested sizes. An odd element is cropped or added at the end.
 pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
     let asked = scope.dims(1, "the size of the middle")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let mut x = scope.value(0)?;

@@ -1,5 +1,5 @@
-//! What goes with pooling besides the largest and the mean of each window: where the largest stood, the way back, norms
-//! of windows, and windows added up to an image.
+//! Pooling operators beyond max and average pooling: max-pool indices, `MaxUnpool`, Lp pooling, `LpNormalization`,
+//! `Col2Im`.
 
 use super::gather::{count, scaled};
 use super::slice::whole;
@@ -14,16 +14,15 @@ use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-/// The most elements of a window whose places are told: each is a slice of the input.
+/// Maximum window size for max-pool indices: each window element is a slice of the input.
 const TAPS: usize = 1024;
 
-/// Window sizes as dims.
 fn dims_of(kernel: &[usize]) -> Vec<Dim> {
     kernel.iter().map(|&k| Dim::from(k)).collect()
 }
 
-/// Where the largest element of each window stands in `x`, the first one of equals, as a flat place; by columns where
-/// the spatial axes count from the first one.
+/// Flat index in `x` of the maximum of each window; ties give the first. `by_columns` numbers the spatial axes in
+/// column-major order.
 pub fn places(
     scope: &mut Scope<'_>,
     x: Value,
@@ -45,7 +44,7 @@ pub fn places(
         value: f64::NEG_INFINITY,
     };
     for axis in 0..axes {
-        // As far as the last window reaches; what is not reached is not there.
+        // Pads up to the end of the last window.
         let moved = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
         let reach =
             moved.add(&Dim::from(window.dilations[axis].saturating_mul(kernel[axis] - 1)))?.add(&Dim::Known(1))?;
@@ -55,7 +54,7 @@ pub fn places(
         pad.high[axis + 2] = if lacking.known().is_some_and(|v| v < 0) { Dim::Known(0) } else { lacking };
     }
     let padded = scope.add(Op::Pad(pad), &[x])?;
-    // The steps from a flat place to the next one along each spatial axis.
+    // Flat-index strides of the spatial axes.
     let mut strides = Vec::with_capacity(axes);
     for axis in 0..axes {
         strides.push(if by_columns { volume(&spatial[..axis])? } else { volume(&spatial[axis + 1..])? });
@@ -85,7 +84,7 @@ pub fn places(
     let best = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: axes + 2, keep: false }), &[seen])?;
     let table = scope.constant(Tensor::from_i64(&[taps], &table))?;
     let mut place = scope.add(Op::Gather(Gather { axis: 0 }), &[table, best])?;
-    // Every example, channel and window starts somewhere else.
+    // Add the flat offset of each sample, channel and window.
     let image = volume(&spatial)?;
     let mut steps = vec![shape[1].mul(&image)?, image];
     for (stride, &moved) in strides.iter().zip(&window.strides) {
@@ -100,7 +99,7 @@ pub fn places(
     Ok(place)
 }
 
-/// Each value at the place where it stood before pooling, zero elsewhere.
+/// `MaxUnpool`: puts each value at its index; other elements are zero.
 pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value(0)?, scope.value(1)?);
     let sizes = spatial_of(scope, x)?;
@@ -121,7 +120,7 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
     let scatter = ScatterAdd { axis: 0, size };
     let mut y = scope.add(Op::ScatterAdd(scatter.clone()), &[flat, index])?;
     if (0..axes).any(|axis| strides[axis] < kernel[axis]) {
-        // Windows that overlap may share their largest element, which then came several times.
+        // Overlapping windows may share a maximum, which would be added several times; divide by the count.
         let one = scope.scalar(fact.dtype, 1.0)?;
         let ones = scope.broadcast(one, vec![count])?;
         let times = scope.add(Op::ScatterAdd(scatter), &[ones, index])?;
@@ -151,7 +150,7 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// `|x|^p`, and the way back from their sum.
+/// The terms `|x|^p` of a p-norm and the root of their sum.
 struct Norm {
     p: i64,
 }
@@ -190,7 +189,7 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact(x);
     let spatial = fact.shape[2..].to_vec();
     if ceil {
-        // Windows beyond the padding see zeros there.
+        // Extend the padding so that the windows added by `ceil_mode` see zeros.
         let windows =
             window.output(&spatial, &dims_of(&kernel), true).map_err(|e| LowerReason::Inputs(e.to_string()))?;
         for axis in 0..spatial.len() {
@@ -214,7 +213,6 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(norm.root(scope, sum)?)])
 }
 
-/// The p-norm of every channel.
 pub fn global_lp_pool(scope: &mut Scope<'_>) -> Outputs {
     let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
     spatial_of(scope, x)?;
@@ -231,7 +229,7 @@ pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
     let at = super::attribute::axis(scope.int("axis", -1)?, fact.rank())?;
     let power = norm.power(scope, x)?;
     let sum = scope.reduce(ReduceKind::Sum, power, &[at], true)?;
-    // The root has no slope at zero: it is taken of a one there.
+    // The root has no finite gradient at zero, so the sum is replaced by one there.
     let (zero, one) = (scope.scalar(fact.dtype, 0.0)?, scope.scalar(fact.dtype, 1.0)?);
     let none = scope.compare(Compare::Equal, sum, zero)?;
     let sum = scope.add(Op::Select(Select {}), &[none, one, sum])?;
@@ -239,8 +237,8 @@ pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Div, x, length)?)])
 }
 
-/// Columns `[N, C·block, windows]` added up to the image that they are windows of: the gradient of a convolution whose
-/// every filter picks one element.
+/// `Col2Im`: sums columns `[N, C·block, windows]` into an image. This is the input gradient of a convolution whose
+/// filters each select one element.
 pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let spatial = scope.dims(1, "the shape of the image")?.ok_or(LowerReason::Missing { slot: 1 })?;
@@ -270,7 +268,7 @@ pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
         groups.ok_or_else(|| LowerReason::Inputs(format!("the number of channels {channels} is not known")))?;
     let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| LowerReason::Inputs(e.to_string()))?;
     let dy = scope.reshape(x, [vec![batch.clone(), wide.clone()], windows].concat())?;
-    // Filter k of each channel is 1 at element k.
+    // Filter k of each channel is 1 at element k, else 0.
     let square = |axis| Op::Iota(Iota { fact: Fact::of(DType::I64, &[each, each]), axis });
     let (row, column) = (scope.add(square(0), &[])?, scope.add(square(1), &[])?);
     let same = scope.compare(Compare::Equal, row, column)?;

@@ -1,7 +1,7 @@
-//! Quantised operators: whole numbers that stand for `(q - zero point)·scale`.
+//! Quantised operators: integers q represent `(q - zero point)·scale`.
 //!
-//! Products are computed in `f64`, which holds every sum of products of 8-bit numbers exactly. Rounding passes no
-//! gradient on: such models are evaluated and planned, and what lies before a rounding is not trained.
+//! Products are computed in `f64`, where sums of products of 8-bit integers are exact. Rounding has no gradient, so
+//! such models can be evaluated and planned, but layers before a rounding are not trained.
 
 use super::attribute::axis;
 use super::linear::product;
@@ -14,7 +14,6 @@ use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// The least and greatest value of a type that quantisation gives.
 fn range(dtype: DType) -> Result<(f64, f64), LowerReason> {
     Ok(match dtype {
         DType::U8 => (0.0, 255.0),
@@ -26,7 +25,7 @@ fn range(dtype: DType) -> Result<(f64, f64), LowerReason> {
     })
 }
 
-/// The element type that an attribute gives, `None` for 0.
+/// The element type given by an attribute; `None` for 0.
 fn type_of(scope: &Scope<'_>, name: &'static str) -> Result<Option<DType>, LowerReason> {
     match scope.int(name, 0)? {
         0 => Ok(None),
@@ -37,7 +36,7 @@ fn type_of(scope: &Scope<'_>, name: &'static str) -> Result<Option<DType>, Lower
     }
 }
 
-/// A scale or zero point so that it meets `dims`: one number, one for each place of an axis, or one for each block.
+/// Expands a scale or zero point to broadcast with `dims`: per tensor, per axis or per block.
 fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value, LowerReason> {
     let shape = scope.fact(given).shape;
     if shape.iter().all(|d| d.is(1)) {
@@ -45,7 +44,7 @@ fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value,
     }
     let at = axis(scope.int("axis", 1)?, dims.len())?;
     if let [size] = shape.as_slice() {
-        // A list of numbers for a list of numbers has no other axis.
+        // A per-axis scale for a vector can only belong to axis 0, whatever `axis` says.
         let at = if dims.len() == 1 { 0 } else { at };
         let mut row = vec![Dim::Known(1); dims.len()];
         row[at] = size.clone();
@@ -65,7 +64,7 @@ fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value,
     part(scope, wide, at, Dim::Known(0), dims[at].clone())
 }
 
-/// `x`, rounded and moved by a zero point, as near as the element type comes to it.
+/// Rounds `x`, adds the zero point and saturates to the range of the element type.
 fn saturated(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) -> Result<Value, LowerReason> {
     let (least, greatest) = range(to)?;
     let mut y = scope.unary(Unary::Round, x)?;
@@ -114,7 +113,7 @@ pub fn dequantize(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Mul, y, scale)?)])
 }
 
-/// Eight bits with the scale and zero point that the values themselves ask for, zero among them.
+/// Quantises to 8 bits with scale and zero point computed from the values; the range includes zero.
 pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let axes: Vec<usize> = (0..scope.fact(x).rank()).collect();
@@ -123,7 +122,7 @@ pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
     let least = scope.reduce(ReduceKind::Min, x, &axes, false)?;
     let least = scope.with_number(Binary::Min, least, 0.0)?;
     let reach = scope.binary(Binary::Sub, most, least)?;
-    // Zeros alone ask for no scale; any will do.
+    // For an all-zero input any scale is valid.
     let dtype = scope.fact(x).dtype;
     let (zero, one) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, 1.0)?);
     let flat = scope.compare(Compare::Equal, reach, zero)?;
@@ -137,8 +136,8 @@ pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
     Ok([y, scale, zero].map(Known::Value).to_vec())
 }
 
-/// Input `slot` without the zero point of input `zero`, in `f64`. A list of zero points has a number for each place of
-/// `axis`, counted from the back.
+/// Input `slot` minus the zero point in input `zero`, in `f64`. A vector of zero points belongs to the axis
+/// `from_back`, counted from the last.
 fn centred(scope: &mut Scope<'_>, slot: usize, zero: usize, from_back: usize) -> Result<Value, LowerReason> {
     let x = scope.value(slot)?;
     let x = scope.cast(x, DType::F64)?;
@@ -148,7 +147,7 @@ fn centred(scope: &mut Scope<'_>, slot: usize, zero: usize, from_back: usize) ->
     scope.binary(Binary::Sub, x, zero)
 }
 
-/// One number, or a list of numbers for an axis counted from the back.
+/// Reshapes a scalar, or a vector along an axis counted from the last, for broadcasting.
 fn listed(scope: &mut Scope<'_>, given: Value, from_back: usize) -> Result<Value, LowerReason> {
     let shape = scope.fact(given).shape;
     match shape.as_slice() {
@@ -162,14 +161,13 @@ fn listed(scope: &mut Scope<'_>, given: Value, from_back: usize) -> Result<Value
     }
 }
 
-/// The product of whole numbers as `i32`.
 pub fn matmul_integer(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (centred(scope, 0, 2, 1)?, centred(scope, 1, 3, 0)?);
     let y = product(scope, a, b)?;
     Ok(vec![Known::Value(scope.cast(y, DType::I32)?)])
 }
 
-/// The convolution of whole numbers as `i32`. The padding stands for zero, not for the number 0.
+/// Integer convolution in `i32`. Padding has the value zero after subtraction of the zero point.
 pub fn conv_integer(scope: &mut Scope<'_>) -> Outputs {
     let axes = scope.fact_of(1)?.rank().saturating_sub(1);
     let (x, w) = (centred(scope, 0, 2, 0)?, centred(scope, 1, 3, axes)?);
@@ -177,7 +175,7 @@ pub fn conv_integer(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.cast(y, DType::I32)?)])
 }
 
-/// `y·(a·b / c)`, quantised. The quotient is computed as exactly as the scales are given.
+/// `y·(a·b / c)`, quantised again. The quotient has the precision of the scales.
 fn requantised(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option<Value>) -> Result<Value, LowerReason> {
     let [a, b, c] = scales;
     let product = scope.binary(Binary::Mul, a, b)?;
@@ -188,7 +186,6 @@ fn requantised(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option
     saturated(scope, y, zero, to)
 }
 
-/// A product of quantised matrices, quantised again.
 pub fn qlinear_matmul(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (centred(scope, 0, 2, 1)?, centred(scope, 3, 5, 0)?);
     let y = product(scope, a, b)?;
@@ -202,7 +199,7 @@ pub fn qlinear_matmul(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(requantised(scope, y, [scales[0], scales[1], scales[2]], zero)?)])
 }
 
-/// A convolution of quantised numbers, quantised again; the bias is in units of both scales.
+/// Quantised convolution with quantised result. The unit of the bias is the product of both input scales.
 pub fn qlinear_conv(scope: &mut Scope<'_>) -> Outputs {
     let rank = scope.fact_of(3)?.rank();
     let channel = rank.saturating_sub(2);

@@ -1,5 +1,5 @@
-//! `RandomUniform`, `RandomNormal` and their twins, `Bernoulli`. The standard does not say which numbers follow from a
-//! seed; here they follow from the counter that dropout has.
+//! `RandomUniform`, `RandomNormal`, their `Like` variants, and `Bernoulli`. The standard does not define the numbers
+//! for a seed; here they are derived from the counter also used for dropout.
 
 use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
@@ -8,7 +8,7 @@ use crate::op::Value;
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// The element type of attribute `dtype`, where it is set.
+/// The element type in attribute `dtype`, or `natural` if it is absent.
 fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, LowerReason> {
     if !scope.is_set("dtype") {
         return Ok(natural);
@@ -18,7 +18,7 @@ fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, LowerReason> {
     dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))
 }
 
-/// What is drawn: in the shape and type of the operand with `like`, else as attributes say.
+/// Element type and shape of the result: with `like` those of the operand, else from attributes.
 fn asked(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), LowerReason> {
     if like {
         let fact = scope.fact_of(0)?;
@@ -36,21 +36,19 @@ fn one(value: Value) -> Outputs {
     Ok(vec![Known::Value(value)])
 }
 
-/// Numbers from `low` to `high`.
 pub fn uniform(scope: &mut Scope<'_>, like: bool) -> Outputs {
     let (dtype, shape) = asked(scope, like)?;
     let range = [scope.float("low", 0.0)?, scope.float("high", 1.0)?];
     one(random::between(scope, floats(dtype)?, &shape, range)?)
 }
 
-/// Numbers of the normal distribution.
 pub fn normal(scope: &mut Scope<'_>, like: bool) -> Outputs {
     let (dtype, shape) = asked(scope, like)?;
     let (mean, scale) = (scope.float("mean", 0.0)?, scope.float("scale", 1.0)?);
     one(random::normal(scope, floats(dtype)?, &shape, mean, scale)?)
 }
 
-/// 1 with the probability that each element of the operand is, else 0.
+/// 1 with the probability given by each element of the operand, else 0.
 pub fn bernoulli(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of(0)?;
     let dtype = dtype(scope, fact.dtype)?;

@@ -1,12 +1,11 @@
 //! Recurrent layers: `LSTM`, `GRU`, `RNN`.
 //!
-//! ONNX holds the weights of all directions in one tensor, with the gates in the order i, o, f, c; core ops have one
-//! direction and PyTorch's order i, f, c, o. Exporters of PyTorch cut parameters in pieces to make the one from the
-//! other. So a weight is looked at as a list of `Piece`s, rows of the values that it was put together from: put in the
-//! order of the core op, pieces that lie beside each other are one again, and one that is a whole parameter is that
-//! parameter, without any copy.
+//! ONNX stores the weights of all directions in one tensor, with LSTM gates in the order i, o, f, c. Core ops have one
+//! direction and PyTorch's order i, f, c, o. PyTorch's exporter slices and concatenates the parameters to convert them.
+//! This module undoes that: it traces a weight back to a list of `Piece`s, rows of the original parameters. After
+//! reordering, adjacent pieces are merged, and a piece that is a whole parameter is used without a copy.
 //!
-//! Sequences of different lengths are in `lengths`; layers with options that no core op has are in `steps`.
+//! Variable sequence lengths are in `lengths`. Layers with options that no core op supports are in `unrolled_rnn`.
 
 use super::cell::{self, Function};
 use super::lengths::Lengths;
@@ -20,16 +19,16 @@ use crate::op::{Activation, Concat, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 
-/// How deep a weight is looked into.
+/// Maximum depth when tracing a weight.
 const DEPTH: usize = 16;
 
-/// The most pieces that a weight is followed through.
+/// Maximum number of pieces of a weight.
 const PIECES: usize = 256;
 
-/// The most values looked at for one weight.
+/// Maximum number of values visited per weight.
 const VISITS: usize = 4096;
 
-/// Rows of a value: its first `lead` axes together are the rows.
+/// A range of rows of a value, where the first `lead` axes are flattened to rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Piece {
     value: Value,
@@ -38,13 +37,12 @@ struct Piece {
     end: i64,
 }
 
-/// The number of rows of a value, if it is known.
 fn rows(fact: &Fact, lead: usize) -> Option<i64> {
     fact.shape.get(..lead)?.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?))
 }
 
-/// What a value was put together from; the value itself where that is not seen. `visits` bounds the values looked at: one that
-/// is put together from itself over and over has more ways through it than any search could go.
+/// The pieces that a value is composed of, or the value itself if it cannot be traced further. `visits` limits the
+/// work, since a value concatenated with itself repeatedly has exponentially many paths.
 fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut usize) -> Option<Vec<Piece>> {
     let fact = graph.fact(value);
     let whole = vec![Piece { value, lead, begin: 0, end: rows(fact, lead)? }];
@@ -61,7 +59,7 @@ fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut u
             let untouched = |i: usize| slice.begin[i].is(0) && slice.end[i] == shape[i];
             let plain = slice.step.iter().all(|s| *s == 1) && (1..shape.len()).all(untouched);
             let range = slice.begin[0].known().zip(slice.end[0].known());
-            // With two leading axes, an entry of the first one is many rows.
+            // With two leading axes, one entry of the first axis is several rows.
             let each = shape.get(1..lead).and_then(|dims| dims.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?)));
             match (plain, range, each) {
                 (true, Some((begin, end)), Some(each)) => pieces(graph, from, lead, depth - 1, visits)
@@ -86,7 +84,7 @@ fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut u
     Some(seen.filter(|seen| seen.len() <= PIECES).unwrap_or(whole))
 }
 
-/// Rows `begin..end` of what the pieces make up together.
+/// Rows `begin..end` of the concatenated pieces; `None` if out of range.
 fn take(pieces: &[Piece], begin: i64, end: i64) -> Option<Vec<Piece>> {
     let (mut at, mut taken) = (0i64, Vec::new());
     for piece in pieces {
@@ -100,7 +98,6 @@ fn take(pieces: &[Piece], begin: i64, end: i64) -> Option<Vec<Piece>> {
     (0 <= begin && begin <= end && end <= at).then_some(taken)
 }
 
-/// The same rows with neighbours as one piece.
 fn joined(pieces: Vec<Piece>) -> Vec<Piece> {
     let mut list: Vec<Piece> = Vec::new();
     for piece in pieces {
@@ -117,12 +114,11 @@ fn joined(pieces: Vec<Piece>) -> Vec<Piece> {
 /// A weight of all directions, as rows.
 struct Stack {
     pieces: Vec<Piece>,
-    /// The shape of a row.
     row: Vec<Dim>,
 }
 
 impl Stack {
-    /// Input `slot`, `[directions, gates·hidden, …]`.
+    /// Reads input `slot` of shape `[directions, gates·hidden, …]`.
     fn read(
         scope: &mut Scope<'_>,
         slot: usize,
@@ -142,7 +138,7 @@ impl Stack {
         Ok(Stack { pieces: pieces(scope.graph, value, 2, DEPTH, &mut visits).ok_or_else(unknown)?, row: row.to_vec() })
     }
 
-    /// These blocks of `hidden` rows, counted from `first`, one behind the other.
+    /// Concatenates the row blocks in `order`, each of `hidden` rows; block 0 starts at row `first`.
     fn blocks(&self, scope: &mut Scope<'_>, first: i64, order: &[i64], hidden: i64) -> Result<Value, LowerReason> {
         let mut list = Vec::new();
         for block in order {
@@ -168,21 +164,19 @@ impl Stack {
     }
 }
 
-/// What a recurrent layer has besides its weights.
+/// The configuration of a recurrent layer, without weights.
 pub struct Layer {
-    /// The sequence, time first.
+    /// Time-major input sequence.
     pub x: Value,
-    /// Whether the batch comes first in the source model.
+    /// True if the source model's layout is batch-first.
     batch_first: bool,
-    /// Which directions run backward.
+    /// Per direction, true if it runs backward in time.
     pub reversed: Vec<bool>,
-    /// The number of units.
     pub hidden: i64,
-    /// The lengths of the sequences, where they are not all as long as the input.
+    /// Sequence lengths, if they differ from the input's number of steps.
     pub lengths: Option<Lengths>,
-    /// The functions of each direction.
     pub functions: Vec<Vec<Function>>,
-    /// How large a sum may be, either way.
+    /// Clipping threshold for the activation inputs.
     pub clip: Option<f64>,
 }
 
@@ -214,13 +208,13 @@ impl Layer {
         Ok(Layer { x, batch_first, reversed, hidden: wide / gates, lengths, functions, clip })
     }
 
-    /// Whether a core op computes it: no clipping, and in every direction these functions.
+    /// True if a core op supports the layer: no clipping, and the given activations in each direction.
     fn is_plain(&self, activations: &[&str]) -> bool {
         let usual = |list: &Vec<Function>| list.iter().zip(activations).all(|(f, name)| f.is(name));
         self.clip.is_none() && self.functions.iter().all(usual)
     }
 
-    /// The state before the first step of a direction: part of input `slot`, or zeros.
+    /// The initial state of a direction: a slice of input `slot`, or zeros.
     pub fn first(&self, scope: &mut Scope<'_>, slot: usize, direction: usize) -> Result<Value, LowerReason> {
         let fact = scope.fact(self.x);
         let shape = vec![fact.shape[1].clone(), Dim::Known(self.hidden)];
@@ -245,7 +239,7 @@ impl Layer {
         scope.reshape(own, shape)
     }
 
-    /// The results of all directions: `[T, N, H]` each as `[T, D, N, H]`, as the layout says.
+    /// Stacks the outputs `[T, N, H]` of all directions to `[T, D, N, H]`, or the batch-first layout.
     fn sequence(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, LowerReason> {
         let mut parts = Vec::new();
         for y in each {
@@ -257,7 +251,7 @@ impl Layer {
         Ok(Known::Value(if self.batch_first { turned(scope, all, &[2, 0, 1, 3])? } else { all }))
     }
 
-    /// The last states of all directions: `[N, H]` each as `[D, N, H]`, as the layout says.
+    /// Stacks the final states `[N, H]` of all directions to `[D, N, H]`, or the batch-first layout.
     fn last(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, LowerReason> {
         let axis = usize::from(self.batch_first);
         let mut parts = Vec::new();
@@ -270,8 +264,8 @@ impl Layer {
         Ok(Known::Value(all))
     }
 
-    /// Runs a core op whose first outputs are y and the last state. Where sequences have lengths of their own, one that
-    /// runs backward is turned around before and after; what lies behind its end is zero.
+    /// Runs a core op whose first outputs are y and the final state. With sequence lengths, a backward direction is
+    /// reversed per sequence before and after, and padding is set to zero.
     fn run(
         &self,
         scope: &mut Scope<'_>,
@@ -294,7 +288,6 @@ fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, Lowe
     scope.add(Op::Transpose(crate::op::Transpose { perm: perm.to_vec() }), &[x])
 }
 
-/// The weights of all directions of a layer.
 struct Weights {
     w: Stack,
     r: Stack,
@@ -314,7 +307,7 @@ impl Weights {
         Ok(Weights { w, r, b, gates, hidden })
     }
 
-    /// Those of one direction, w_ih, w_hh, b_ih and b_hh, with the gates in the order of the core op.
+    /// w_ih, w_hh, b_ih and b_hh of one direction, with the gates in `order`.
     fn of(&self, scope: &mut Scope<'_>, layer: &Layer, at: i64, order: &[i64]) -> Result<[Value; 4], LowerReason> {
         let (wide, hidden) = (self.gates * self.hidden, self.hidden);
         let w = self.w.blocks(scope, at * wide, order, hidden)?;
@@ -333,7 +326,6 @@ impl Weights {
     }
 }
 
-/// A long short-term memory.
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     let usual = ["Sigmoid", "Tanh", "Tanh"];
     let layer = Layer::read(scope, 4, &usual)?;
@@ -343,7 +335,7 @@ pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     for (direction, &reverse) in layer.reversed.iter().enumerate() {
         let (h0, c0) = (layer.first(scope, 5, direction)?, layer.first(scope, 6, direction)?);
         let made = if plain {
-            // i, f, c, o among i, o, f, c.
+            // i, f, c, o from i, o, f, c.
             let [w, r, b_w, b_r] = weights.of(scope, &layer, direction as i64, &[0, 2, 3, 1])?;
             layer.run(scope, reverse, h0, |reverse| Op::Lstm(Lstm { reverse }), &[w, r, b_w, b_r, h0, c0])?
         } else {
@@ -362,7 +354,6 @@ pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![y, h, c])
 }
 
-/// A gated recurrent unit.
 pub fn gru(scope: &mut Scope<'_>) -> Outputs {
     let usual = ["Sigmoid", "Tanh"];
     let layer = Layer::read(scope, 3, &usual)?;
@@ -372,7 +363,7 @@ pub fn gru(scope: &mut Scope<'_>) -> Outputs {
     for (direction, &reverse) in layer.reversed.iter().enumerate() {
         let h0 = layer.first(scope, 5, direction)?;
         let made = if layer.is_plain(&usual) {
-            // r, z, n among z, r, h.
+            // r, z, n from z, r, h.
             let [w, r, b_w, b_r] = weights.of(scope, &layer, direction as i64, &[1, 0, 2])?;
             layer.run(scope, reverse, h0, |reverse| Op::Gru(Gru { reverse, reset_after }), &[w, r, b_w, b_r, h0])?
         } else {
@@ -385,7 +376,7 @@ pub fn gru(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![layer.sequence(scope, &y)?, layer.last(scope, &h)?])
 }
 
-/// A plain recurrent layer.
+/// Elman RNN.
 pub fn rnn(scope: &mut Scope<'_>) -> Outputs {
     let layer = Layer::read(scope, 1, &["Tanh"])?;
     let weights = Weights::read(scope, &layer, 1)?;

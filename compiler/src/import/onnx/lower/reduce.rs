@@ -1,4 +1,4 @@
-//! Reductions, and the place of the largest or smallest element.
+//! Reductions, ArgMax/ArgMin and softmax.
 
 use super::attribute::{axes, axis};
 use super::order::last_arg;
@@ -9,7 +9,8 @@ use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// What is reduced: the input, the axes that go, and whether they stay as ones. `None` when nothing is reduced.
+/// The input, the reduced axes (`None` if nothing is reduced) and `keepdims`. The axes are an input since operator set
+/// `since`.
 fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>, bool), LowerReason> {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
@@ -23,7 +24,7 @@ fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>,
     Ok((x, list, keep))
 }
 
-/// `f` of the elements along the axes. The axes became an input in operator set `since`.
+/// A reduction along axes, which are an input since operator set `since`.
 pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind, since: i64) -> Outputs {
     let (x, list, keep) = read(scope, since)?;
     let y = match list {
@@ -33,7 +34,7 @@ pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind, since: i64) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// What happens before and after the sum.
+/// Reductions composed of a sum and an elementwise function.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Around {
     /// `Σ|x|`
@@ -46,7 +47,6 @@ pub enum Around {
     Square,
 }
 
-/// A sum with something before or after it.
 pub fn sum_around(scope: &mut Scope<'_>, around: Around) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
     let before = match around {
@@ -66,7 +66,7 @@ pub fn sum_around(scope: &mut Scope<'_>, around: Around) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// `log Σ e^x`, as `m + log Σ e^(x - m)` with `m` the largest element, so that nothing overflows.
+/// `log Σ e^x`, computed as `m + log Σ e^(x - m)` with the maximum `m` to avoid overflow.
 pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
     let Some(list) = list else { return Ok(vec![Known::Value(x)]) };
@@ -85,7 +85,7 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// The index of the largest or smallest element, the first or the last one on ties.
+/// The index of the maximum or minimum; ties give the first or the last index.
 pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
@@ -97,7 +97,7 @@ pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     Ok(vec![Known::Value(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)])
 }
 
-/// The mean over all spatial dims, which stay as ones.
+/// Reduces all spatial axes, keeping them with size 1.
 pub fn global(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
@@ -108,7 +108,7 @@ pub fn global(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
     Ok(vec![Known::Value(scope.reduce(kind, x, &axes, true)?)])
 }
 
-/// Softmax or its logarithm. Before operator set 13 it ran over all axes from `axis` on, as if they were one.
+/// Softmax or LogSoftmax. Before operator set 13 all axes from `axis` on are flattened.
 pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
@@ -131,7 +131,7 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     Ok(vec![Known::Value(scope.reshape(y, dims)?)])
 }
 
-/// Softmax of halves as the standard's function body has it: each of its parts rounds to a half, which shows.
+/// Softmax of F16 as in the standard's function body, which rounds every intermediate result to F16.
 fn rounded_softmax(scope: &mut Scope<'_>, x: Value, axis: usize) -> Result<Value, LowerReason> {
     let most = scope.reduce(ReduceKind::Max, x, &[axis], true)?;
     let shifted = scope.binary(Binary::Sub, x, most)?;

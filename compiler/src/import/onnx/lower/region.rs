@@ -1,5 +1,5 @@
-//! Images read between their pixels: `RoiAlign`, `DeformConv`. A point is a mean of the four pixels around it, each
-//! weighted by how near it lies; every pixel is a row of a gather, so gradients reach the image and the weights.
+//! Bilinear sampling of images: `RoiAlign`, `DeformConv`. A sample is the weighted sum of the four surrounding pixels.
+//! Pixels are rows of a gather, so image and weights have gradients.
 
 use super::gather::{count, further, number, scaled};
 use super::movement::transposed;
@@ -11,13 +11,12 @@ use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
-/// One axis of some points: the pixel below and above, and what each weighs.
+/// One coordinate of sample points: the lower and upper pixel with their weights.
 struct Between {
     pixels: [Value; 2],
     weights: [Value; 2],
 }
 
-/// A size as a whole number.
 fn known(size: &Dim) -> Result<i64, LowerReason> {
     size.known().ok_or_else(|| LowerReason::Inputs(format!("the size {size} of the image is not known")))
 }
@@ -37,7 +36,7 @@ fn rest(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
     scope.binary(Binary::Sub, one, x)
 }
 
-/// Points along an axis of `size` pixels with zeros around the image.
+/// Samples an axis of `size` pixels with zero padding around the image.
 fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, LowerReason> {
     let last = (size - 1) as f64;
     let low = scope.unary(Unary::Floor, x)?;
@@ -55,7 +54,7 @@ fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Low
     Ok(Between { pixels, weights })
 }
 
-/// Points along an axis of `size` pixels, where the outermost pixels reach a pixel further and nothing is beyond.
+/// Samples an axis of `size` pixels where the border pixels extend by one pixel; beyond that the weights are zero.
 fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, LowerReason> {
     let last = (size - 1) as f64;
     let there = inside(scope, x, -1.0, size as f64)?;
@@ -70,7 +69,7 @@ fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Low
     Ok(Between { pixels: [scope.cast(low, DType::I64)?, scope.cast(high, DType::I64)?], weights })
 }
 
-/// The four pixels around points, weighted: rows of `table`, whose place is `first + y·width + x`.
+/// The weighted rows of `table` for the four pixels around each point; the row index is `first + y·width + x`.
 fn corners(
     scope: &mut Scope<'_>,
     table: Value,
@@ -104,7 +103,7 @@ fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, 
     Ok(all)
 }
 
-/// The sampling points of regions along one axis, `[R, output·samples]`: the middle of equal parts.
+/// Sample points of regions along one axis, `[R, output·samples]`: centres of equal bins.
 fn sampled(scope: &mut Scope<'_>, start: Value, size: Value, output: i64, samples: i64) -> Result<Value, LowerReason> {
     let points = output.saturating_mul(samples);
     let steps = count(scope, 2, 1, &Dim::Known(points))?;
@@ -115,7 +114,7 @@ fn sampled(scope: &mut Scope<'_>, start: Value, size: Value, output: i64, sample
     scope.binary(Binary::Add, start, way)
 }
 
-/// Regions of an image, each read at points between the pixels and pooled to one size.
+/// `RoiAlign`: samples each region and pools it to a fixed size.
 pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     let (x, rois, batch) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let half = match scope.text("coordinate_transformation_mode", "half_pixel")?.as_str() {
@@ -152,7 +151,7 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
         let edge = scope.with_number(Binary::Mul, edge, scale)?;
         edges.push(if half { scope.with_number(Binary::Sub, edge, 0.5)? } else { edge });
     }
-    // Edges are x, y, x, y; the image has y first.
+    // Region edges are x, y, x, y; image axes are y, x.
     let mut axes = Vec::new();
     for (at, size) in [(1, height), (0, width)] {
         let mut length = scope.binary(Binary::Sub, edges[at + 2], edges[at])?;
@@ -186,7 +185,7 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(transposed(scope, pooled, vec![0, 3, 1, 2])?)])
 }
 
-/// The starts of the windows of a kernel along one axis, `[K]` of the kernel's elements: `tap·dilation - padding`.
+/// Kernel element offsets along one axis, `[K, 1, 1]`: `tap·dilation - padding`.
 fn taps(
     scope: &mut Scope<'_>,
     kernel: &[usize],
@@ -200,7 +199,7 @@ fn taps(
     scope.constant(Tensor::from_f64(&[total, 1, 1], &list))
 }
 
-/// A convolution whose every tap is moved by an offset of its own.
+/// Deformable convolution: each kernel element has a learned offset per output position.
 pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w, offset) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let (fact, weight, moves) = (scope.fact(x), scope.fact(w), scope.fact(offset));
@@ -233,7 +232,7 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
         let place = scope.binary(Binary::Add, place, start)?;
         axes.push(with_zeros(scope, place, known(size)?)?);
     }
-    // Rows of the table are the channels of one offset group at one pixel.
+    // A table row has the channels of one offset group at one pixel.
     let image = height.mul(width)?;
     let table = scope.reshape(x, vec![batch.clone(), parts.clone(), each.clone(), image.clone()])?;
     let table = transposed(scope, table, vec![0, 1, 3, 2])?;
@@ -252,7 +251,7 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
         let mask = scope.reshape(mask, [&points[..], &[Dim::Known(1)]].concat())?;
         seen = scope.binary(Binary::Mul, seen, mask)?;
     }
-    // [N, parts, C/parts, K, rows, columns], and so [N, groups, C/groups·K, windows].
+    // [N, parts, C/parts, K, rows, columns], reshaped to [N, groups, C/groups·K, windows].
     let seen = transposed(scope, seen, vec![0, 1, 5, 2, 3, 4])?;
     let deep = channels.div_exact(&groups)?.mul(&total)?;
     let seen = scope.reshape(seen, vec![batch.clone(), groups.clone(), deep.clone(), rows.mul(columns)?])?;

@@ -1,11 +1,13 @@
-//! Operators that give the same elements another shape, and the rule that keeps a batch open through a static export.
+//! Reshape operators, and the rule that keeps the batch symbolic through a reshape of a static export.
 //!
-//! A static export says `Reshape([4, 16, 64] → [4, 16, 4, 16])` where the 4 in front is the batch and the other is not.
-//! Equal numbers tell nothing; strides do. The axis that carries the symbol counts in steps of the product of the dims
-//! to its right, so in a row-major order it owns the steps from `stride` to `stride·size`. The one target axis whose
-//! own steps, from `t` to `t·n`, include these is the one the symbol goes to: here 1024 to 4096, which is axis 0.
-//! `[4, 16, 97] → [64, 97]` owns 1552 to 6208 of 97 to 6208, so that becomes `batch*16`. Of an axis that holds more than the batch, what made it
-//! tells the steps (`import/merged.rs`); where that is not known, one axis alone must fit.
+//! In `Reshape([4, 16, 64] → [4, 16, 4, 16])` only the first 4 is the batch. Equal numbers do not identify it, but
+//! strides do. In row-major order the axis with the batch symbol covers strides from `s`, the product of the dims to
+//! its right, to `s·size`. The symbol goes to the one target axis whose stride range contains this range: here 1024 to
+//! 4096, which is axis 0. In `[4, 16, 97] → [64, 97]` the range 1552 to 6208 is inside 97 to 6208, which gives
+//! `batch*16`.
+//!
+//! For an axis that contains more than the batch, `import/batch_in_axis.rs` finds the stride from the producer of the
+//! axis. If it is unknown, exactly one target axis must fit.
 
 use super::attribute::{axes, axis};
 use super::{Frozen, Known, LowerReason, Outputs, Scope, symbol};
@@ -14,7 +16,7 @@ use crate::import::build::Build;
 use crate::import::symbolic_batch::alone;
 use crate::tensor::dim::{Dim, volume};
 
-/// The input under the shape that the second input (an attribute before operator set 5) says.
+/// Reshapes to the second input, an attribute before operator set 5.
 pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
     let allow_zero = scope.flag("allowzero", false)?;
     let asked = if scope.opset < 5 {
@@ -29,8 +31,8 @@ pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 
-/// The shape that `asked` means for an input: zeros copied, -1 worked out, a frozen batch opened. `within` is asked of an axis of the input how
-/// far apart its samples are.
+/// Resolves the shape `asked`: copies zeros, infers -1, and replaces the static batch by its symbol. `within` returns
+/// the stride between samples within an axis of the input, if known.
 pub fn target(
     input: &[Dim],
     asked: &[Dim],
@@ -77,7 +79,7 @@ pub fn target(
     opened(input, &solved(&statics)?, frozen, within)
 }
 
-/// The static `shape` of a reshaped `input` with the frozen symbol put back where the strides say.
+/// Puts the symbol back into the static result `shape` of a reshape, based on strides.
 fn opened(
     input: &[Dim],
     shape: &[Dim],
@@ -118,7 +120,7 @@ fn opened(
     Ok(shape)
 }
 
-/// All axes before `axis` as one, and all from it on as another.
+/// Flattens to a matrix: the axes before `axis`, and the axes from it on.
 pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
@@ -128,12 +130,12 @@ pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 
-/// Axes from an attribute, or from input `slot` since operator set `since`; `None` when they are left out.
+/// Axes from an attribute, or from input `slot` since operator set `since`; `None` if omitted.
 pub fn axes_of(scope: &Scope<'_>, slot: usize, since: i64) -> Result<Option<Vec<i64>>, LowerReason> {
     if scope.opset < since { scope.ints("axes") } else { scope.integers(slot, "the list of axes") }
 }
 
-/// Axes of size 1 taken away: those named, or all.
+/// Removes axes of size 1: those listed, or all.
 pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
@@ -149,7 +151,7 @@ pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 
-/// Axes of size 1 put in, at places of the result.
+/// Inserts axes of size 1; the axes refer to the result.
 pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let dims = scope.fact(x).shape;
@@ -176,7 +178,7 @@ mod tests {
 
     fn at_four(input: &str, asked: &str) -> Result<Vec<Dim>, String> {
         let frozen = Frozen::from([("batch".to_string(), 4)]);
-        // Merged axes have the batch in front.
+        // The batch is the outer part of merged axes.
         let ahead = |axis: usize| dims(input)[axis].div_exact(&Dim::symbol("batch")).ok().and_then(|rest| rest.known());
         target(&dims(input), &dims(asked), false, &frozen, &ahead).map_err(|e| e.to_string())
     }
@@ -205,12 +207,12 @@ mod tests {
         let shape = |input: &str, asked: &str, step: Option<i64>| {
             target(&dims(input), &dims(asked), false, &frozen, &|_| step).map_err(|e| e.to_string())
         };
-        // Time before the batch, and the batch before time.
+        // Time-major, then batch-major.
         assert_eq!(shape("batch*8 6", "8 4 6", Some(1)), Ok(dims("8 batch 6")));
         assert_eq!(shape("batch*8 6", "4 8 6", Some(8)), Ok(dims("batch 8 6")));
         assert_eq!(shape("batch*8 6", "8 4 6", Some(8)), Ok(dims("batch*2 4 6")));
         assert!(shape("batch*8 6", "8 2 12", Some(1)).is_err());
-        // Not known: one axis alone may fit.
+        // Unknown stride: exactly one axis must fit.
         assert_eq!(shape("batch*7 6", "7 4 6", None), Ok(dims("7 batch 6")));
         assert!(shape("batch*8 6", "8 4 6", None).unwrap_err().contains("several axes"));
     }

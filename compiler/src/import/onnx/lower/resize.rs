@@ -1,4 +1,4 @@
-//! `Resize` and `Upsample`: each axis by a gather or by a product with a matrix of weights.
+//! `Resize` and `Upsample`: each axis is a gather or a product with a weight matrix.
 
 use super::attribute::axis;
 use super::fold::charge;
@@ -10,15 +10,12 @@ use crate::op::{Gather, Op, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
-/// How elements become those of another size.
 enum Method {
-    /// The nearest one.
     Nearest(Rounding),
-    /// A weighted sum.
     Weighted(Filter),
 }
 
-/// A tensor with other sizes. Before operator set 11 places are `i/scale`, rounded down, or up where the axis shrinks.
+/// Before operator set 11 the source position is `i/scale`, rounded down, or up for a shrinking axis.
 pub fn resize(scope: &mut Scope<'_>) -> Outputs {
     let (transform, method) = match scope.opset {
         ..11 => (Transform::Asymmetric, method(scope, "floor")?),
@@ -51,7 +48,7 @@ fn resized(
 ) -> Result<Value, LowerReason> {
     match method {
         Method::Nearest(rounding) => {
-            // The runtimes that the old operator was written for round up where an axis shrinks.
+            // Runtimes for the old operator round up for a shrinking axis.
             let rounding = if scope.opset < 11 && axis.scale < 1.0 { Rounding::Ceil } else { *rounding };
             let index = axis.nearest(transform, rounding)?;
             charge(scope, index.len())?;
@@ -85,7 +82,7 @@ fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
                 .map(Method::Nearest)
                 .ok_or_else(|| LowerReason::Unsupported(format!("the rounding `{name}`")));
         }
-        // Upsample called it bilinear once.
+        // `Upsample` used the name `bilinear`.
         "linear" | "bilinear" => None,
         "cubic" => Some(scope.float("cubic_coeff_a", -0.75)?),
         other => return Err(LowerReason::Unsupported(format!("the interpolation `{other}`"))),
@@ -96,7 +93,6 @@ fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
     Ok(Method::Weighted(Filter { cubic, antialias, exclude_outside }))
 }
 
-/// The axes that change, and how.
 fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
     let listed = match scope.ints("axes")? {
@@ -124,8 +120,8 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, L
                 let to = size.known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
                 (to, scale.unwrap_or(to as f64 / from as f64))
             }
-            // In the precision of the scales, as they were meant: 10 elements times 0.7 are 7, though 0.7 is a little
-            // less. A float becomes the nearest size there is.
+            // In F32, the precision of the scales: 10 elements times 0.7 are 7, although 0.7 is slightly smaller as a
+            // float.
             Asked::Scale(scale) => ((scale as f32 * from as f32 * span(region) as f32).floor() as usize, scale),
         };
         axes.push((at, Axis { from, to, scale, region }));
@@ -133,11 +129,9 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, L
     Ok(axes)
 }
 
-/// How large an axis is to be.
 enum Asked {
-    /// This large; and how many times larger that is, where it does not follow from the size.
+    /// The size, and the scale if it does not follow from the size.
     Size(Dim, Option<f64>),
-    /// This many times larger.
     Scale(f64),
 }
 
@@ -166,7 +160,7 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>
     };
     let open = || LowerReason::Unsupported("an aspect ratio of axes of unknown size".to_string());
     let scale = scale.ok_or_else(open)?;
-    // Halves are rounded up.
+    // Round half up.
     let size = |&at: &usize| dims[at].known().map(|d| Dim::Known((scale * d as f64 + 0.5).floor() as i64));
     let sizes = listed.iter().map(|at| Some(Asked::Size(size(at)?, Some(scale)))).collect::<Option<Vec<_>>>();
     sizes.ok_or_else(open)
@@ -180,7 +174,7 @@ fn counted<T>(list: Vec<T>, axes: usize) -> Result<Vec<T>, LowerReason> {
     }
 }
 
-/// The region of each axis; the whole of it but for a crop.
+/// The normalised region of each axis; [0, 1] except for a crop.
 fn regions(scope: &Scope<'_>, axes: usize, transform: Transform) -> Result<Vec<[f64; 2]>, LowerReason> {
     if transform != Transform::Crop {
         return Ok(vec![[0.0, 1.0]; axes]);
@@ -192,12 +186,11 @@ fn regions(scope: &Scope<'_>, axes: usize, transform: Transform) -> Result<Vec<[
     Ok((0..axes).map(|i| [bounds[i], bounds[axes + i]]).collect())
 }
 
-/// How much of the axis a region is.
 fn span(region: [f64; 2]) -> f64 {
     region[1] - region[0]
 }
 
-/// Whether `want` is the size `have`, or the one that it has in the constants of the file.
+/// True if `want` equals `have`, or its static value in the file.
 fn same(scope: &Scope<'_>, have: &Dim, want: &Dim) -> bool {
     have == want || want.known().is_some() && have.substitute(scope.frozen).is_ok_and(|d| d == *want)
 }

@@ -1,5 +1,5 @@
-//! Elements and slices written at places that indices say: `ScatterElements`, `ScatterND`, `TensorScatter`. Places are
-//! those of the gathers, so one core op writes them into the flat tensor.
+//! `ScatterElements`, `ScatterND`, `TensorScatter`: lowered to one scatter into the flattened tensor, with the flat
+//! indices of `gather`.
 
 use super::attribute::axis;
 use super::gather::{count, element_places, joined, number, slice_places};
@@ -51,7 +51,7 @@ fn written(
     scope.reshape(y, dims)
 }
 
-/// Slices of `x` at places that are the last axis of the index, as in `GatherND`.
+/// Slices selected by the last axis of the index, as in `GatherND`.
 pub fn nd(scope: &mut Scope<'_>) -> Outputs {
     let kind = kind(scope)?;
     let (x, index, updates) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
@@ -62,7 +62,7 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.reshape(y, dims)?)])
 }
 
-/// A piece of a sequence written into each example of a cache, from a place of its own on.
+/// `TensorScatter`: writes a piece of a sequence into the cache of each sample, at its own start position.
 pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
     let circular = match scope.text("mode", "linear")?.as_str() {
         "linear" => false,

@@ -1,4 +1,4 @@
-//! Sequences of tensors, as far as exporters use them to split a tensor: made in one node, picked from in others.
+//! Sequence operators, as used by exporters to split a tensor. Sequences exist only at import time.
 
 use super::attribute::axis;
 use super::slice::{equal_parts, parts};
@@ -8,7 +8,7 @@ use crate::op::{Concat, Op};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
-/// A tensor in parts along an axis; without sizes, in parts of 1 whose axis may go.
+/// `SplitToSequence`. Without sizes, the parts have size 1 along the axis, which `keepdims` may remove.
 pub fn split(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let at = axis(scope.int("axis", 0)?, dims.len())?;
@@ -50,7 +50,7 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Sequence(values.into_iter().map(Known::Value).collect())])
 }
 
-/// `count` parts of `each`, the last one smaller when they do not come out even.
+/// The sizes of `count` parts of `each`; the last part may be smaller.
 fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, LowerReason> {
     let before = each.mul(&Dim::Known(count - 1))?;
     let mut sizes = vec![each.clone(); usize::try_from(count).unwrap_or(0)];
@@ -60,7 +60,7 @@ fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, LowerReas
     Ok(sizes)
 }
 
-/// The most tensors that a sequence may have: every node that reads one copies the list.
+/// Maximum length of a sequence, because every node that reads one copies the list.
 const LONGEST: usize = 4096;
 
 fn sequence(items: Vec<Known>) -> Outputs {
@@ -73,7 +73,6 @@ fn sequence(items: Vec<Known>) -> Outputs {
     }
 }
 
-/// The tensors of input 0.
 fn items(scope: &Scope<'_>) -> Result<Vec<Known>, LowerReason> {
     match scope.known(0)? {
         Known::Sequence(items) => Ok(items.clone()),
@@ -81,38 +80,35 @@ fn items(scope: &Scope<'_>) -> Result<Vec<Known>, LowerReason> {
     }
 }
 
-/// The place that input `slot` names among `count`, which may count from the back.
+/// The normalised index in input `slot` for a sequence of `count` elements.
 fn place(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, LowerReason> {
     let index = scope.integers(slot, "the place in a sequence")?.and_then(|list| list.first().copied());
     axis(index.ok_or(LowerReason::Missing { slot })?, count)
 }
 
-/// One tensor of a sequence.
 pub fn at(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
     let place = place(scope, 1, items.len())?;
     Ok(vec![items.swap_remove(place)])
 }
 
-/// A sequence of the inputs.
 pub fn construct(scope: &mut Scope<'_>) -> Outputs {
     let items = (0..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
     sequence(items)
 }
 
-/// A sequence of nothing.
 pub fn empty(_: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Sequence(Vec::new())])
 }
 
-/// A sequence with one more tensor, at the end unless a place is given.
+/// Inserts a tensor, at the end by default.
 pub fn insert(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
     let index = scope.integers(2, "the place in a sequence")?.and_then(|list| list.first().copied());
     let count = items.len();
     let place = match index {
         None => count,
-        // Behind the last is a place too.
+        // The index `count` appends.
         Some(index) if usize::try_from(index) == Ok(count) => count,
         Some(index) => axis(index, count)?,
     };
@@ -120,7 +116,7 @@ pub fn insert(scope: &mut Scope<'_>) -> Outputs {
     sequence(items)
 }
 
-/// A sequence with one tensor less, the last unless a place is given.
+/// Removes a tensor, the last by default.
 pub fn erase(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
     let last = items.len().checked_sub(1).ok_or_else(|| LowerReason::Inputs("an empty sequence".to_string()))?;
@@ -129,13 +125,11 @@ pub fn erase(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Sequence(items)])
 }
 
-/// How many tensors a sequence has.
 pub fn length(scope: &mut Scope<'_>) -> Outputs {
     let count = items(scope)?.len() as i64;
     Ok(vec![Known::Tensor(Tensor::from_i64(&[], &[count]))])
 }
 
-/// All tensors of a sequence one behind the other, or on top of each other.
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let items = items(scope)?;
     let mut values = items.iter().map(|item| scope.made(item)).collect::<Result<Vec<_>, _>>()?;
@@ -155,12 +149,11 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// The tensor of an optional, which a tensor is too.
+/// The value of an optional. A plain tensor is accepted too.
 pub fn element(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![scope.known(0)?.clone()])
 }
 
-/// Whether an optional holds something: a tensor that is there does.
 pub fn has_element(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_bool(&[], &[scope.has(0)]))])
 }

@@ -1,5 +1,4 @@
-//! Signals: the discrete Fourier transform as products with matrices of cosines and sines, the windows that go before
-//! it, and the weights of mel bands that go behind it.
+//! Signal processing: the discrete Fourier transform as matrix products, window functions, and mel filter banks.
 
 use super::attribute::axis;
 use super::fold::charge;
@@ -13,10 +12,10 @@ use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 use std::f64::consts::TAU;
 
-/// The most elements of a matrix or a window.
+/// Maximum number of elements of a matrix or window.
 const LARGEST: usize = 1 << 22;
 
-/// One number that must be known, `None` when it is left out.
+/// A constant scalar; `None` if omitted.
 fn number(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<f64>, LowerReason> {
     let Some(tensor) = scope.tensor(slot, what)? else { return Ok(None) };
     match tensor.to_f64().as_slice() {
@@ -25,7 +24,7 @@ fn number(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<f
     }
 }
 
-/// A count that must be known, `None` when it is left out.
+/// A constant non-negative integer; `None` if omitted.
 fn count(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<usize>, LowerReason> {
     let fits = |v: f64| if v >= 0.0 && v <= LARGEST as f64 { Ok(v as usize) } else { Err(v) };
     let count = number(scope, slot, what)?.map(fits).transpose();
@@ -36,14 +35,12 @@ fn required<T>(given: Option<T>, slot: usize) -> Result<T, LowerReason> {
     given.ok_or(LowerReason::Missing { slot })
 }
 
-/// What is computed of a signal along one axis.
+/// A discrete Fourier transform along one axis.
 #[derive(Clone, Copy)]
 struct Transform {
-    /// The number of points.
     length: usize,
-    /// Whether it leads back.
     inverse: bool,
-    /// Whether the frequencies above the half, which repeat those below, are left out.
+    /// True to omit the redundant frequencies above the Nyquist frequency.
     onesided: bool,
 }
 
@@ -68,11 +65,11 @@ impl Transform {
     }
 }
 
-/// The transform of `x`, whose last axis holds real and perhaps imaginary parts, along `axis`.
+/// Transforms `x` along `axis`. The last axis of `x` has the real part, or real and imaginary part.
 ///
-/// With `a + ib` the signal and θ the angles, forward is `(cos θ a + sin θ b) + i(cos θ b - sin θ a)`; backward has the
-/// sines turned and a factor of `1/length`. One-sided backward gives real parts alone, and every frequency but the first
-/// and the middle one counts for two.
+/// With the signal `a + ib` and angles θ, the forward transform is `(cos θ a + sin θ b) + i(cos θ b - sin θ a)`. The
+/// inverse negates the sines and scales by `1/length`. The one-sided inverse gives only real parts, and all frequencies
+/// except the first and the middle one count twice.
 fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transform) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let last = fact.rank() - 1;
@@ -87,7 +84,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
             )));
         }
     };
-    // A plain sum of so many terms would lose digits that a fast transform keeps.
+    // In F64: a matrix product of this size loses digits that a fast transform keeps.
     let component = |scope: &mut Scope<'_>, at: i64| -> Result<Value, LowerReason> {
         let one = part(scope, x, last, Dim::Known(at), Dim::Known(at + 1))?;
         let one = scope.reshape(one, fact.shape[..last].to_vec())?;
@@ -102,13 +99,13 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let back_to_real = transform.inverse && transform.onesided;
     let share = if transform.inverse { 1.0 / transform.length as f64 } else { 1.0 };
     let rows = if transform.onesided && !transform.inverse { half } else { transform.length };
-    // What lies beyond the points is cut off; where there are fewer, the rest is zero and needs no columns.
+    // A longer signal is truncated. A shorter one is zero-padded, which needs no columns.
     let used = if back_to_real { half } else { transform.length };
     let twice = |k: usize| back_to_real && k != 0 && 2 * k != transform.length;
     let weight = |_: usize, k: usize| if k >= used { 0.0 } else { share * if twice(k) { 2.0 } else { 1.0 } };
     let [cos, sin] = transform.matrices(rows, size, weight)?;
     charge(scope, cos.len() + sin.len())?;
-    // The real part of the product with cosine of one and sine of the other.
+    // Real part: cosine product of the real input, plus or minus the sine product of the imaginary input.
     let mut real = mapped(scope, a, axis, &cos)?;
     if let Some(b) = b {
         let turned = mapped(scope, b, axis, &sin)?;
@@ -136,7 +133,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     scope.cast(y, fact.dtype)
 }
 
-/// The discrete Fourier transform along one axis. The axis became an input in operator set 20.
+/// `DFT` along one axis. Since operator set 20 the axis is an input.
 pub fn dft(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
@@ -161,7 +158,7 @@ pub fn dft(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(transformed(scope, x, at, Transform { length, inverse, onesided })?)])
 }
 
-/// The transform of each of many frames of a signal `[N, T, parts]`, one every so many steps: `[N, frames, K, 2]`.
+/// `STFT`: transforms overlapping frames of a signal `[N, T, parts]` to `[N, frames, K, 2]`.
 pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
@@ -192,13 +189,13 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
         let window = scope.reshape(window, vec![Dim::from(length), Dim::Known(1)])?;
         y = scope.binary(Binary::Mul, y, window)?;
     }
-    // A complex signal has no frequencies that repeat others.
+    // The spectrum of a complex signal is not redundant.
     let onesided = scope.flag("onesided", true)? && parts.is(1);
     let transform = Transform { length, inverse: false, onesided };
     Ok(vec![Known::Value(transformed(scope, y, 2, transform)?)])
 }
 
-/// `a - b·cos(2πn/N) + c·cos(4πn/N)` with N the size, or one less where the window is symmetric.
+/// Window `a - b·cos(2πn/N) + c·cos(4πn/N)`, where N is the size, or size - 1 for a symmetric window.
 pub fn window(scope: &mut Scope<'_>, [a, b, c]: [f64; 3]) -> Outputs {
     let size = required(count(scope, 0, "the size of a window")?, 0)?;
     let dtype = output_type(scope)?;
@@ -215,8 +212,7 @@ fn output_type(scope: &Scope<'_>) -> Result<DType, LowerReason> {
     dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))
 }
 
-/// The weight of each frequency of a transform in each of many bands that are equally wide on the mel scale: triangles
-/// that overlap by half, `[frequencies, bands]`.
+/// Mel filter bank `[frequencies, bands]`: half-overlapping triangles, equally spaced on the mel scale.
 pub fn mel_weight_matrix(scope: &mut Scope<'_>) -> Outputs {
     let bands = required(count(scope, 0, "the number of bands")?, 0)?;
     let length = required(count(scope, 1, "the length of a Fourier transform")?, 1)?;
@@ -248,7 +244,7 @@ pub fn mel_weight_matrix(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Tensor(Tensor::from_f64(&[rows, bands], &matrix).cast(dtype))])
 }
 
-/// The frequency where each triangle starts; the next two are its top and its end.
+/// Edges of the triangles as frequency indices: band i has its start, peak and end at edges i, i + 1 and i + 2.
 fn band_edges(bands: usize, length: usize, rate: f64, low: f64, high: f64) -> Vec<f64> {
     let mel = |hertz: f64| 2595.0 * (hertz / 700.0).ln_1p() / std::f64::consts::LN_10;
     let hertz = |mel: f64| 700.0 * (mel / 2595.0 * std::f64::consts::LN_10).exp_m1();
@@ -257,13 +253,10 @@ fn band_edges(bands: usize, length: usize, rate: f64, low: f64, high: f64) -> Ve
     (0..bands + 2).map(edge).collect()
 }
 
-/// The window of Hann, a squared sine.
 pub const HANN: [f64; 3] = [0.5, 0.5, 0.0];
 
-/// The window of Hamming.
 pub const HAMMING: [f64; 3] = [25.0 / 46.0, 21.0 / 46.0, 0.0];
 
-/// The window of Blackman.
 pub const BLACKMAN: [f64; 3] = [0.42, 0.5, 0.08];
 
 #[cfg(test)]

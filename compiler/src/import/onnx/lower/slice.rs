@@ -1,4 +1,4 @@
-//! Parts of a tensor: `Slice`, `Split`.
+//! `Slice` and `Split`.
 
 use super::attribute::{axes, axis};
 use super::{Known, LowerReason, Outputs, Scope, symbol};
@@ -6,7 +6,7 @@ use crate::import::build::Build;
 use crate::op::{Flip, Op, Slice, Value};
 use crate::tensor::dim::Dim;
 
-/// A slice of every axis that is not named.
+/// A slice that covers all axes.
 pub fn whole(dims: &[Dim]) -> Slice {
     Slice { begin: vec![Dim::Known(0); dims.len()], end: dims.to_vec(), step: vec![1; dims.len()] }
 }
@@ -18,11 +18,11 @@ pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim)
     scope.add(Op::Slice(slice), &[x])
 }
 
-/// A place along an axis of `size`, counted from the front and kept within `low` and `high`.
+/// Normalises a slice bound for an axis of `size` and clamps it to `low … high`.
 pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, LowerReason> {
     let unclear = || LowerReason::Inputs(format!("whether {given} lies within an axis of size {size} is not known"));
     if given.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
-        // The largest numbers stand for "to the end".
+        // Very large numbers mean "to the end".
         return Ok(high.clone());
     }
     let counted = match symbol::least(given) {
@@ -35,7 +35,6 @@ pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, Lowe
     symbol::larger(&below, low).ok_or_else(unclear)
 }
 
-/// Elements from `starts` to `ends` in `steps` along `axes`.
 pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let (starts, ends, listed, steps) = if scope.opset < 10 {
@@ -61,13 +60,13 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
         if steps[n] == 0 {
             return Err(LowerReason::Inputs("a step of the slice is 0".to_string()));
         }
-        // A step beyond 31 bits passes over everything but the first element, as the largest such step does.
+        // A step beyond 31 bits selects only the first element, like the largest 31-bit step.
         let step = usize::try_from(steps[n].unsigned_abs().min(i32::MAX as u64)).unwrap_or(1);
         let (begin, end) = if steps[n] > 0 {
             let zero = Dim::Known(0);
             (place(&starts[n], size, &zero, size)?, place(&ends[n], size, &zero, size)?)
         } else {
-            // Backward from `start` down to `end` is forward in the flipped axis, where place `p` is `size - 1 - p`.
+            // A negative step is a positive step on the flipped axis, where index `p` becomes `size - 1 - p`.
             flipped.push(at);
             let (before, last) = (Dim::Known(-1), size.sub(&Dim::Known(1))?);
             let start = place(&starts[n], size, &before, &last)?;
@@ -85,7 +84,6 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// Parts one behind the other along an axis, of given or of equal sizes.
 pub fn split(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact_of(0)?.shape;
     let at = axis(scope.int("axis", 0)?, dims.len())?;
@@ -105,7 +103,6 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
     Ok(parts(scope, at, sizes)?.into_iter().map(Known::Value).collect())
 }
 
-/// Input 0 in parts of these sizes along an axis.
 pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Value>, LowerReason> {
     let dims = scope.fact_of(0)?.shape;
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
@@ -123,7 +120,7 @@ pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Va
     Ok(outputs)
 }
 
-/// `parts` sizes as equal as can be; the last one is smaller when they cannot.
+/// `parts` equal sizes; the last is smaller if the size is not divisible.
 pub fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, LowerReason> {
     if usize::try_from(parts) != Ok(outputs) {
         return Err(LowerReason::Inputs(format!("{parts} parts for {outputs} outputs")));

@@ -1,4 +1,4 @@
-//! Layers that carry a state from one call to the next: `LinearAttention`, `CausalConvWithState`.
+//! Layers that carry state between calls: `LinearAttention`, `CausalConvWithState`.
 
 use super::movement::transposed;
 use super::slice::part;
@@ -9,18 +9,17 @@ use crate::op::{Binary, Concat, Conv, MatMul, Op, Unary, Value, Window};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// The most steps of a linear attention, which is written out step by step.
+/// Maximum number of steps of a linear attention, which is unrolled.
 const STEPS: i64 = 256;
 
-/// What one step of a linear attention does to the state.
 struct Rule {
-    /// The state fades by a given factor.
+    /// The state decays by a given factor.
     gated: bool,
-    /// What the state holds already under a key is taken from the value.
+    /// The value currently stored for a key is subtracted from the new value (delta rule).
     delta: bool,
 }
 
-/// `[B, T, heads·D]` as `[B, heads, T, D]`, in `f32`.
+/// `[B, T, heads·D]` to `[B, heads, T, D]`, in at least F32.
 fn unpacked(scope: &mut Scope<'_>, slot: usize, heads: i64) -> Result<Value, LowerReason> {
     let x = scope.value(slot)?;
     let x = if scope.fact(x).dtype == DType::F64 { x } else { scope.cast(x, DType::F32)? };
@@ -37,8 +36,8 @@ fn product(scope: &mut Scope<'_>, a: Value, b: Value, transpose_a: bool) -> Resu
     scope.add(Op::MatMul(MatMul { transpose_a, transpose_b: false }), &[a, b])
 }
 
-/// Attention without a softmax: a matrix S for each head, to which every step adds `kᵀv`, and from which it reads `q·S`.
-/// Where it is gated S fades by `e^decay` before; a delta rule adds `beta·kᵀ(v - k·S)` instead.
+/// Linear attention: each step adds `kᵀv` to a state matrix S per head and outputs `q·S`. With gating, S is first
+/// multiplied by `e^decay`. The delta rule adds `beta·kᵀ(v - k·S)` instead.
 pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
     let rule = match scope.text("update_rule", "gated_delta")?.as_str() {
         "linear" => Rule { gated: false, delta: false },
@@ -84,7 +83,7 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
             (scope.broadcast(zero, shape)?, out)
         }
     };
-    // Query heads that share a state are rows of one product.
+    // Query heads that share a state become rows of one product.
     let rows = Dim::Known(query_heads / heads);
     let grouped = vec![batch.clone(), Dim::Known(heads), rows.clone(), key_size.clone()];
     let mut each = Vec::new();
@@ -116,7 +115,7 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y), Known::Value(state)])
 }
 
-/// A convolution of each channel with the steps before, of which the last ones are carried on.
+/// Depthwise causal convolution; the last inputs are carried over as state.
 pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
     let (fact, weight) = (scope.fact(x), scope.fact(w));

@@ -1,4 +1,4 @@
-//! Which operators of a model pipec cannot lower, all of them at once.
+//! Finds all operators of a model that pipec cannot lower.
 
 use super::table;
 use crate::import::onnx::model::{Function, Node, OnnxModel};
@@ -6,24 +6,21 @@ use crate::import::onnx::name::shown;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
-/// Operators that are not supported, by name, with how often each stands in the model and where first.
+/// All unsupported operators of a model, in alphabetical order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unsupported(pub Vec<Missing>);
 
-/// An operator that is not supported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// The operator, with its domain unless that is the standard one.
+    /// Qualified with the domain, except for the standard domain.
     pub operator: String,
-    /// How many nodes have it.
     pub count: usize,
-    /// The first of them.
     pub node: String,
-    /// The module that it stands in; may be empty.
+    /// The module of that node; may be empty.
     pub module: String,
-    /// The line of Python that it comes from; empty where the file does not say so.
+    /// Its Python source line; empty if the file does not have it.
     pub line: String,
-    /// Why, where there is more to say than that nobody wrote it yet.
+    /// The reason, unless the operator is simply not implemented.
     pub why: Option<&'static str>,
 }
 
@@ -49,8 +46,8 @@ impl fmt::Display for Unsupported {
     }
 }
 
-/// Whether every node can be lowered: those of the graph, and those of the functions that they call. What stands in
-/// branches and loops is looked at when it turns out to run.
+/// Checks all nodes of the main graph and of the functions they call. Branches and loop bodies are checked when they
+/// are lowered.
 pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
     let key = |f: &Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
     let functions: HashMap<_, _> = model.functions.iter().map(|function| (key(function), function)).collect();

@@ -1,4 +1,4 @@
-//! All ONNX operators that pipec lowers, one row each.
+//! The table of supported ONNX operators.
 
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
@@ -10,10 +10,8 @@ use super::{
 use crate::import::onnx::lower::{data_dependent, optimizer_ops};
 use crate::op::{Binary, Compare, CumulativeKind, ReduceKind, Unary};
 
-/// Lowers one node of an operator.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
-/// How nodes of an operator are lowered, `None` when they are not.
 pub fn find_in(domain: &str, operator: &str) -> Option<Lower> {
     let lower: Lower = match (domain, operator) {
         ("" | "ai.onnx", _) => return find(operator),
@@ -26,7 +24,7 @@ pub fn find_in(domain: &str, operator: &str) -> Option<Lower> {
     Some(lower)
 }
 
-/// The same of the standard domain.
+/// The lowering of an operator of the standard domain, `None` if unsupported.
 pub fn find(operator: &str) -> Option<Lower> {
     let lower: Lower = match operator {
         // Elementwise, one input.
@@ -171,7 +169,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "SequenceLength" => sequence::length,
         "SplitToSequence" => sequence::split,
         "Trilu" => movement::trilu,
-        // What has a size that depends on values.
+        // Output size depends on values.
         "Compress" => data_dependent::compress,
         "NonMaxSuppression" => boxes::non_max_suppression,
         "NonZero" => data_dependent::non_zero,
@@ -187,7 +185,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "MelWeightMatrix" => signal::mel_weight_matrix,
         "Resize" | "Upsample" => resize::resize,
         "STFT" => signal::stft,
-        // Products and windows.
+        // Products, convolutions and pooling.
         "AveragePool" => window::average_pool,
         "Col2Im" => pool::col2im,
         "Conv" => window::conv,
@@ -201,7 +199,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "MaxPool" => window::max_pool,
         "MaxUnpool" => pool::max_unpool,
         "RoiAlign" => region::roi_align,
-        // Whole numbers that stand for others.
+        // Quantised operators.
         "ConvInteger" => quantise::conv_integer,
         "DequantizeLinear" => quantise::dequantize,
         "DynamicQuantizeLinear" => quantise::dynamic_quantize,

@@ -1,7 +1,7 @@
-//! Recurrent layers that no core op computes, written out step by step: with peepholes, coupled gates, sums that are
-//! clipped, or rare functions. The gates are in the order of ONNX.
+//! Unrolled recurrent layers, for options that no core op supports: peepholes, coupled gates, clipping, unusual
+//! activations. Gates are in ONNX order.
 //!
-//! Each step is a dozen ops, so that only short sequences of a known length are written out.
+//! Each step is about a dozen ops, so only short sequences of known length are supported.
 
 use crate::import::build::Build;
 use crate::import::onnx::lower::recurrent::Layer;
@@ -10,7 +10,7 @@ use crate::import::onnx::lower::{LowerReason, Scope};
 use crate::op::{Binary, Concat, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
 
-/// The most steps that are written out.
+/// Maximum number of unrolled steps.
 const STEPS: i64 = 256;
 
 /// `a·bᵀ`
@@ -18,19 +18,18 @@ fn product(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, LowerReas
     scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[a, b])
 }
 
-/// Block `at` of `hidden` along `axis`.
+/// Block `at` of size `hidden` along `axis`.
 fn block(scope: &mut Scope<'_>, x: Value, axis: usize, at: i64, hidden: i64) -> Result<Value, LowerReason> {
     part(scope, x, axis, Dim::Known(at * hidden), Dim::Known((at + 1) * hidden))
 }
 
-/// A direction of a layer as it is written out.
 struct Run<'a> {
     layer: &'a Layer,
     direction: usize,
 }
 
 impl Run<'_> {
-    /// `f_n` of a sum, which is clipped before.
+    /// Clips `x` and applies activation function `n`.
     fn apply(&self, scope: &mut Scope<'_>, n: usize, mut x: Value) -> Result<Value, LowerReason> {
         if let Some(clip) = self.layer.clip {
             let below = scope.with_number(Binary::Min, x, clip)?;
@@ -39,7 +38,7 @@ impl Run<'_> {
         self.layer.functions[self.direction][n].apply(scope, x)
     }
 
-    /// Every step from what x adds to the sums, `x·wᵀ + b`, and the states before; then y and the last states.
+    /// Unrolls all steps from the input projection `x·wᵀ + b` and the initial states. Returns y and the final states.
     fn over(
         &self,
         scope: &mut Scope<'_>,
@@ -86,7 +85,7 @@ impl Run<'_> {
     }
 }
 
-/// A plain recurrent layer: y and the last state.
+/// Elman RNN. Returns y and the final state.
 pub fn rnn(
     scope: &mut Scope<'_>,
     layer: &Layer,
@@ -103,7 +102,7 @@ pub fn rnn(
     })
 }
 
-/// A gated recurrent unit, gates z, r, h: y and the last state.
+/// GRU with gates z, r, h. Returns y and the final state.
 pub fn gru(
     scope: &mut Scope<'_>,
     layer: &Layer,
@@ -143,7 +142,7 @@ pub fn gru(
     })
 }
 
-/// A long short-term memory, gates i, o, f, c: y, the last state and the last cell.
+/// LSTM with gates i, o, f, c. Returns y, the final state and the final cell state.
 pub fn lstm(
     scope: &mut Scope<'_>,
     layer: &Layer,

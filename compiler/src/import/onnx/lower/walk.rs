@@ -1,6 +1,7 @@
-//! The walk over the nodes of a model, in order: each is folded, done as shape arithmetic, or lowered to core ops.
+//! Lowers the nodes of a model in order: each is folded, evaluated as shape arithmetic, or lowered to core ops.
 //!
-//! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
+//! Errors are collected: the outputs of a node that failed to lower stay undefined, and nodes that read them are
+//! skipped.
 
 use super::frame::{Frame, Frames};
 use super::support::{self, Unsupported};
@@ -21,60 +22,35 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use thiserror::Error;
 
-/// How many faults a message lists before it only counts.
+/// Maximum number of errors listed in one message; the rest is only counted.
 const LISTED: usize = 20;
 
-/// The versions of the standard operator set that are read.
+/// Supported versions of the standard operator set. Newer versions are read with a warning.
 const OPSETS: std::ops::RangeInclusive<i64> = 1..=28;
 
-/// What a model becomes.
 #[derive(Debug)]
 pub struct Lowered {
-    /// The graph, pruned and numbered densely.
+    /// Dead nodes are removed and the nodes renumbered.
     pub graph: Graph,
-    /// The initial values of its parameters and states.
     pub weights: Vec<Weight>,
-    /// What to tell the user.
     pub warnings: Vec<String>,
 }
 
-/// Why a model cannot be lowered.
 #[derive(Debug, Error)]
 pub enum LowerError {
-    /// Operators that no row of the table lowers.
     #[error("{0}")]
     Unsupported(Unsupported),
-    /// An operator set that is too old.
     #[error("standard operator set {found} is not supported: {} to {} are", OPSETS.start(), OPSETS.end())]
-    Opset {
-        /// Its version.
-        found: i64,
-    },
-    /// Nodes that do not fit their inputs.
+    Opset { found: i64 },
     #[error("{0}")]
     Nodes(Faults),
-    /// A value given for an input that has another shape.
     #[error("input `{}` is {expected}, the value given is {found}", shown(name))]
-    Given {
-        /// The input.
-        name: String,
-        /// What the model has.
-        expected: Fact,
-        /// What was given.
-        found: Fact,
-    },
-    /// A result that cannot be given.
+    Given { name: String, expected: Fact, found: Fact },
     #[error("graph output `{}`: {reason}", shown(name))]
-    Output {
-        /// Its name.
-        name: String,
-        /// Why.
-        reason: Box<LowerReason>,
-    },
-    /// A graph without results.
+    Output { name: String, reason: Box<LowerReason> },
     #[error("the graph has no outputs: there is nothing to compute")]
     NoOutputs,
-    /// A node that was added once cannot be added again: our bug.
+    /// A node could not be re-added during pruning: a bug in pipec.
     #[error("this is a bug in pipec: {0}")]
     Prune(Box<AddError>),
 }
@@ -85,23 +61,18 @@ impl From<AddError> for LowerError {
     }
 }
 
-/// All nodes that cannot be lowered.
 #[derive(Debug)]
 pub struct Faults(pub Vec<Fault>);
 
-/// One of them.
 #[derive(Debug, Error)]
 #[error("node `{}` ({}){}: {reason}", shown(node), shown(operator), self.place())]
 pub struct Fault {
-    /// Its name.
     pub node: String,
-    /// What it is.
     pub operator: String,
-    /// The module that it stands in; may be empty.
+    /// The module of the node; may be empty.
     pub module: String,
-    /// The line of Python that it comes from; empty where the file does not say so.
+    /// Its Python source line; empty if the file does not have it.
     pub line: String,
-    /// What is wrong.
     pub reason: LowerReason,
 }
 
@@ -125,7 +96,6 @@ impl fmt::Display for Faults {
     }
 }
 
-/// Checks that every operator can be lowered at all.
 pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
     match model.opset("") {
         Some(found) if found < *OPSETS.start() => Err(LowerError::Opset { found }),
@@ -133,7 +103,7 @@ pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
     }
 }
 
-/// Lowers a model whose operators passed [`check`], with these facts of its inputs and what is known of them beyond.
+/// Lowers a model that passed [`check`]. `inputs` are its input facts, `beyond` is further information about them.
 pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyond) -> Result<Lowered, LowerError> {
     let opset = model.opset("").unwrap_or(*OPSETS.end());
     let key = |f: &'_ Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
@@ -168,7 +138,7 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyon
             walk.frames.top_mut().known.insert(input.name.clone(), known);
         }
     }
-    // What is broken has been told.
+    // Errors are in `walk.faults`.
     let _whole = walk.nodes(&model.nodes);
     if !walk.faults.is_empty() {
         return Err(LowerError::Nodes(Faults(walk.faults)));
@@ -176,30 +146,26 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyon
     walk.finish(model)
 }
 
-/// Whether a value can stand for an input, at some sizes of its symbols.
+/// True if a value matches an input for some values of its symbols.
 fn fits(fact: &Fact, tensor: &Tensor) -> bool {
     let same = |(dim, size): (&Dim, &usize)| dim.known().is_none_or(|known| i64::try_from(*size) == Ok(known));
     fact.rank() == tensor.shape().len() && fact.shape.iter().zip(tensor.shape()).all(same)
 }
 
-/// What a function is called by.
+/// Domain, name and overload of a function.
 type Callee = (String, String, String);
 
-/// A model on its way to a graph.
 pub struct Walk<'a> {
     functions: HashMap<Callee, &'a Function>,
     frozen: &'a Frozen,
     graph: Graph,
-    /// What names mean where the walk is.
     pub frames: Frames,
-    /// What concerns the whole model.
     pub ledger: ImportedWeights,
-    /// What is wrong, so far.
     pub faults: Vec<Fault>,
 }
 
 impl Walk<'_> {
-    /// Lowers nodes in their order. Whether none was broken; what is wrong with those that were has been told.
+    /// Lowers nodes in order. Returns false if any failed; its error is in `faults`.
     pub fn nodes(&mut self, nodes: &[Node]) -> Result<bool, LowerReason> {
         let mut whole = true;
         for node in nodes {
@@ -220,7 +186,6 @@ impl Walk<'_> {
         Ok(whole)
     }
 
-    /// Does something in a frame of its own.
     pub fn within<T>(
         &mut self,
         frame: Frame,
@@ -232,7 +197,7 @@ impl Walk<'_> {
         result
     }
 
-    /// The outputs of a node; `Err(None)` when an input is broken already.
+    /// Lowers one node; `Err(None)` if an input is undefined because its producer failed.
     fn node(&mut self, node: &Node) -> Result<Vec<Known>, Option<LowerReason>> {
         if !self.functions.is_empty() {
             let key = (node.domain.clone(), node.op_type.clone(), node.overload.clone());
@@ -269,7 +234,7 @@ impl Walk<'_> {
         Ok(lower(&mut scope)?)
     }
 
-    /// What an operator's function gets for a node; `None` when an input is broken already.
+    /// The scope for lowering a node; `None` if an input is undefined because its producer failed.
     pub fn scope<'s>(&'s mut self, node: &'s Node) -> Option<Scope<'s>> {
         let known = |name: &String| self.frames.find(name).map(|known| known.cloned());
         let inputs = node.inputs.iter().map(known).collect::<Option<Vec<_>>>()?;
@@ -287,7 +252,8 @@ impl Walk<'_> {
         })
     }
 
-    /// Initializers as they are known. One that is met again, in another turn of a loop, is the same weight.
+    /// Classifies initializers as constants and weights. An initializer read again, in another loop iteration, is the
+    /// same weight.
     pub fn initializers(
         &mut self,
         sources: &[Source],
@@ -327,7 +293,6 @@ impl Walk<'_> {
         known
     }
 
-    /// Files the outputs of a node under their names.
     fn name(&mut self, node: &Node, outputs: Vec<Known>) {
         let mut outputs = outputs.into_iter();
         for name in &node.outputs {
@@ -338,8 +303,8 @@ impl Walk<'_> {
         }
     }
 
-    /// An exporter that merges what merely starts equal lets one initializer be a bias here and a running mean there.
-    /// These part as soon as they are trained, so they are two tensors: the state gets a name of its own.
+    /// Exporters that deduplicate equal initial values may use one initializer both as a bias and as a running mean.
+    /// These diverge in training, so they are separated and the state gets a new name.
     fn part(&mut self) {
         let mut parted = Vec::new();
         for weight in self.ledger.weights.iter_mut().filter(|w| w.parameter.is_some()) {
@@ -367,11 +332,11 @@ impl Walk<'_> {
     fn finish(mut self, model: &OnnxModel) -> Result<Lowered, LowerError> {
         for output in &model.outputs {
             if let Some(Some(Known::Absent(what))) = self.frames.find(&output.name) {
-                // Exporters list the running statistics of normalisations among the results.
+                // Exporters list the running statistics of normalisations among the graph outputs.
                 self.ledger.warnings.push(format!("graph output `{}` is left out: it is {what}", shown(&output.name)));
                 continue;
             }
-            // To read a result is to read an input: an identity of it, without the node.
+            // Graph outputs are read like the inputs of a node.
             let reader = Node { inputs: vec![output.name.clone()], ..nameless() };
             let value = match self.scope(&reader) {
                 Some(mut scope) => scope.value(0),
@@ -394,7 +359,6 @@ impl Walk<'_> {
     }
 }
 
-/// The initial values that a graph reads.
 pub fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     let name = |id: NodeId| match &graph.node(id).op {
         Op::Parameter(o) => Some(o.name.as_str()),
@@ -406,7 +370,7 @@ pub fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     weights
 }
 
-/// Whether two are the same bytes of the file.
+/// True if both are the same bytes of the file.
 fn same(a: &Weight, b: &Weight) -> bool {
     a.fact == b.fact
         && match (&a.initial, &b.initial) {

@@ -1,4 +1,4 @@
-//! Windows that move over spatial dims: convolutions and poolings.
+//! Convolutions and pooling.
 
 use super::{Known, LowerReason, Outputs, Scope, pool};
 use crate::import::build::Build;
@@ -6,7 +6,7 @@ use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-/// The last pads, and the kernel as it must be: `spatial` dims of the input, sizes of the kernel.
+/// Reads strides, dilations and padding for a kernel over `spatial` dims, including `auto_pad`.
 fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window, LowerReason> {
     let axes = kernel.len();
     let strides = scope.sizes_of("strides", axes, 1, 1)?;
@@ -34,7 +34,7 @@ fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window
     Ok(Window { strides, pads_begin, pads_end, dilations })
 }
 
-/// The padding with which there are `⌈size / stride⌉` windows.
+/// The total padding that gives `⌈size / stride⌉` windows.
 fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, LowerReason> {
     let open = || LowerReason::Inputs(format!("the padding that keeps an axis of size {size} is not known"));
     if stride == 1 {
@@ -46,7 +46,6 @@ fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usi
     Ok((reach + 1).saturating_sub(size))
 }
 
-/// Spatial dims of an input of shape `[N, C, D…]`.
 pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, LowerReason> {
     let fact = scope.fact(x);
     match fact.shape.get(2..) {
@@ -64,7 +63,7 @@ fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     })
 }
 
-/// The kernel of a weight `[O, C, K…]`, which `kernel_shape` may repeat.
+/// The kernel size of a weight `[O, C, K…]`. An attribute `kernel_shape` must agree.
 fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>, LowerReason> {
     let fact = scope.fact(weight);
     let sizes = fact.shape.get(2..).unwrap_or_default().iter();
@@ -82,7 +81,7 @@ fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>
     Ok(kernel)
 }
 
-/// `y + bias`, one number for each channel.
+/// Applies `op` to `y` and one value per channel.
 pub fn with_bias(scope: &mut impl Build, op: Binary, y: Value, bias: Value) -> Result<Value, LowerReason> {
     let dims = scope.fact(bias).shape;
     let [channels] = dims.as_slice() else {
@@ -102,14 +101,13 @@ fn biased(scope: &mut Scope<'_>, y: Value) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// Convolution.
 pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
     let y = convolved(scope, x, w)?;
     biased(scope, y)
 }
 
-/// `x` convolved with `w` as the attributes of the node say.
+/// Convolution with the attributes of the node, without bias.
 pub fn convolved(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, LowerReason> {
     let spatial = spatial_of(scope, x)?;
     let kernel = kernel_of(scope, w, spatial.len())?;
@@ -117,8 +115,8 @@ pub fn convolved(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, Low
     scope.add(Op::Conv(Conv { window, groups }), &[x, w])
 }
 
-/// Transposed convolution: the gradient of a convolution for its input. The weight is `[C, O/groups, K…]`, which is the
-/// forward convolution's.
+/// Transposed convolution: the input gradient of a convolution. The weight `[C, O/groups, K…]` is that of the forward
+/// convolution.
 pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
     let sizes = spatial_of(scope, x)?;
@@ -129,7 +127,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let mode = scope.text("auto_pad", "NOTSET")?;
     let same = mode.starts_with("SAME");
     let asked = scope.ints("output_shape")?;
-    // Whoever says how large the result is leaves the padding to be worked out.
+    // With a given output shape, the padding is inferred.
     let mut window = if same || asked.is_some() {
         let (strides, dilations) = (scope.sizes_of("strides", axes, 1, 1)?, scope.sizes_of("dilations", axes, 1, 1)?);
         Window { strides, dilations, pads_begin: vec![0; axes], pads_end: vec![0; axes] }
@@ -143,7 +141,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
         let whole = moved.add(&reach)?.sub(&pads)?;
         let want = match &asked {
-            // Some files give the batch and the channels too.
+            // Some files include batch and channels.
             Some(list) => list.len().checked_sub(axes).and_then(|from| list.get(from + i)).map(|v| Dim::Known(*v)),
             None if same => Some(sizes[i].mul(&Dim::from(window.strides[i]))?),
             None => Some(whole.clone()),
@@ -153,7 +151,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
             found: format!("{asked:?}"),
             expected: "one number for each spatial axis",
         })?;
-        // What is too much is cut off as padding; what lacks is zeros at the end.
+        // Excess size is removed by padding; a lack is filled with zeros at the end.
         let total = whole.sub(&want)?.known().and_then(|v| usize::try_from(v).ok()).unwrap_or(0);
         let (small, large) = (total / 2, total - total / 2);
         let (before, after) = if mode == "SAME_UPPER" { (small, large) } else { (large, small) };
@@ -165,7 +163,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     biased(scope, y)
 }
 
-/// The kernel of a pooling of `x`, how it moves, and whether the number of windows is rounded up.
+/// Kernel size, window and `ceil_mode` of a pooling operator.
 pub fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), LowerReason> {
     let spatial = spatial_of(scope, x)?;
     if !scope.is_set("kernel_shape") {
@@ -177,12 +175,12 @@ pub fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, b
     Ok((kernel, window, scope.flag("ceil_mode", false)?))
 }
 
-/// The largest element of each window and, where someone reads it, its place.
+/// Max pooling, with the indices if they are read.
 pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (kernel, window, ceil) = pool_window(scope, x)?;
     let dtype = scope.fact(x).dtype;
-    // Whole numbers of 8 bits are floats exactly.
+    // 8-bit integers are exact in F32.
     let x = if matches!(dtype, DType::I8 | DType::U8) { scope.cast(x, DType::F32)? } else { x };
     let mut outputs = vec![Known::Absent("the output `Indices` of MaxPool"); 2];
     if scope.node.outputs.get(1).is_some_and(|name| !name.is_empty()) {
@@ -194,7 +192,6 @@ pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     Ok(outputs)
 }
 
-/// The mean of each window.
 pub fn average_pool(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (kernel, window, ceil) = pool_window(scope, x)?;

@@ -1,25 +1,22 @@
-//! The judge's reckoning of a plan whose devices hold several stages each, plainly and from the definitions in `plan::chunks`.
+//! Recomputes the cost of a plan with several stages per device, from the definitions in `plan::chunks`.
 
 use crate::cluster::Level;
 use crate::plan::check::cost::{LevelLoad, farthest};
 use crate::plan::{Plan, ScheduleKind};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What the judge has summed up for each stage.
+/// Sums per stage, in microseconds per micro-batch.
 pub struct Sums<'a> {
-    /// Microseconds of forward.
     pub forward: &'a [f64],
-    /// Microseconds of forward and backward.
+    /// Forward and backward.
     pub compute: &'a [f64],
-    /// Microseconds of messages by level; those between stages on the same devices are not among them.
+    /// Messages by level, without those between stages on the same devices.
     pub over: &'a [Vec<LevelLoad>],
-    /// Microseconds of the messages that come in.
     pub way_in: &'a [f64],
-    /// Microseconds of one all-reduce.
     pub reduce: &'a [f64],
 }
 
-/// What the minibatch comes to, in microseconds, and what sets it.
+/// Minibatch time in microseconds, and the bottleneck.
 pub fn time(levels: &[Level], plan: &Plan, sums: &Sums<'_>) -> (f64, String) {
     let m = f64::from(plan.schedule.microbatches.max(1));
     let mut ranks: BTreeMap<&[u32], Vec<usize>> = BTreeMap::new();
@@ -75,7 +72,7 @@ pub fn time(levels: &[Level], plan: &Plan, sums: &Sums<'_>) -> (f64, String) {
     ((worst.0 + fill).max(way) + reduce, worst.1)
 }
 
-/// The outermost level on which the devices of two stages are apart; none where they are the same devices.
+/// The outermost level that separates the devices of two stages; `None` if both use the same devices.
 pub fn between(levels: &[Level], plan: &Plan, from: usize, to: usize) -> Option<usize> {
     let (from, to) = (&plan.stages[from].devices, &plan.stages[to].devices);
     if from == to {

@@ -1,7 +1,7 @@
-//! Products of a few rows with a matrix that lies transposed: every element is a sum along two rows in memory, so vectors go along the
-//! depth, and the large factor is read once, in whole lines.
+//! Products of a few rows with a transposed matrix: every element is a dot product of two contiguous rows. Vectors run
+//! along the depth, and the large operand is read once, in whole cache lines.
 
-// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+// Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
 
 use super::images::before;
@@ -12,19 +12,20 @@ use std::arch::x86_64::{
     _mm512_storeu_ps,
 };
 
-/// Up to so many rows.
 pub const MOST_ROWS: usize = 8;
 
-/// So many elements of the rows stay in the first-level cache while the large factor goes by.
+/// Elements of the rows that stay in the first-level cache while the large operand is streamed.
 const AT_HAND: usize = 4 * 1024;
 
-/// `c = a bᵀ`, or `c += a bᵀ` with `add`, for sizes m, n, k of at most [`MOST_ROWS`] rows m; elements of rows of `a` and of `b` are
-/// neighbours, rows of `c` lie `far` apart. Every element is summed up before it is written, or after so many of the depth, as the sizes say.
+/// `c = a bᵀ`, or `c += a bᵀ` with `add`, for sizes m, n, k with m at most [`MOST_ROWS`]. Rows of `a` and `b` are
+/// contiguous; `far` is the row stride of `c`. An element is written after its whole sum, or after blocks of depth that
+/// depend on the sizes.
 ///
 /// # Safety
-/// The processor has AVX-512, and the factors and the result have these sizes, none of them 0.
+///
+/// The processor has AVX-512, and the operands have these sizes, none of them 0.
 pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match m {
             1 => tiles::<1, 16>(n, k, a, b, (c, far), add),
@@ -40,7 +41,7 @@ pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32,
     }
 }
 
-/// `M` rows of `a` meet `R` rows of `b` at a time.
+/// Multiplies `M` rows of `a` with `R` rows of `b` at a time.
 #[target_feature(enable = "avx512f")]
 unsafe fn tiles<const M: usize, const R: usize>(
     n: usize,
@@ -56,7 +57,7 @@ unsafe fn tiles<const M: usize, const R: usize>(
     {
         let (end, add) = (k.min(first + block), add || first > 0);
         let mut sums = [[_mm512_setzero_ps(); M]; R];
-        // Behind the last row of b the last one is read again.
+        // After the last row of b, the last one is read again.
         let (mut rows, mut later) = ([b.at; R], [b.at; R]);
         for r in 0..R {
             rows[r] = b.at.wrapping_add((column + r).min(n - 1) * b.row);
@@ -79,7 +80,7 @@ unsafe fn tiles<const M: usize, const R: usize>(
         }
         let whole = first + (end - first) / LANES * LANES;
         let mut depth = first;
-        // SAFETY: the caller's word; lanes behind the end of a row are not read, and what is only asked for may be anywhere.
+        // SAFETY: guaranteed by the caller; lanes past the end of a row are masked, and a prefetch may use any address.
         unsafe {
             while depth < whole {
                 step!(depth, !0);
@@ -96,19 +97,19 @@ unsafe fn tiles<const M: usize, const R: usize>(
             }
         }
         let mut elements = [0.0f32; LANES];
-        // SAFETY: there is a vector's room.
+        // SAFETY: the array holds a vector.
         unsafe { _mm512_storeu_ps(elements.as_mut_ptr(), added_up(lines)) };
         for r in 0..R.min(n - column) {
             for i in 0..M {
                 let to = c.wrapping_add(i * far + column + r);
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 unsafe { *to = if add { *to + elements[r * M + i] } else { elements[r * M + i] } };
             }
         }
     }
 }
 
-/// The sum of the lanes of each vector.
+/// The lane sum of each vector.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn added_up(sums: [__m512; LANES]) -> __m512 {

@@ -1,4 +1,4 @@
-//! Factors and results of convolutions: panels are filled straight from images, and results go straight into them.
+//! Convolution operands: panels are filled from images, and results are written to images.
 
 use super::pack::sixteen_turned;
 use super::windows::{Run, Windows};
@@ -11,59 +11,54 @@ use std::arch::x86_64::{
 };
 use std::ops::Range;
 
-/// What all windows see, a row for each channel and tap and a column for each window.
+/// The im2col matrix: a row per channel and tap, a column per window.
 pub struct Patches<'a> {
-    /// The windows.
     pub windows: &'a Windows,
-    /// The first channel of the first image.
+    /// First channel of the first image.
     pub x: *const f32,
 }
 
-/// The same, a row for each window and a column for each channel and tap.
+/// The transpose of [`Patches`].
 pub struct PatchesTurned<'a>(pub Patches<'a>);
 
-/// What all windows gave, a row for each channel and a column for each window.
+/// The outputs: a row per channel, a column per window.
 pub struct Results<'a> {
-    /// The windows.
     pub windows: &'a Windows,
-    /// The first channel of the first image.
+    /// First channel of the first image.
     pub y: *mut f32,
 }
 
-/// What every window gives every tap of every channel, `[channel][tap][window]` with the windows of all images side by side: the terms of
-/// the gradients of the elements that it sees there.
+/// Input-gradient terms `[channel][tap][window]`, with the windows of all images side by side. Each element sums the
+/// terms of the windows that read it.
 pub struct Terms<'a> {
-    /// The elements as windows over their terms, of the flipped grid: taps are in the opposite order.
+    /// The elements as windows over their terms, from the flipped grid: taps are reversed.
     pub elements: &'a Windows,
-    /// The first term.
     pub at: *const f32,
-    /// Distance between taps.
+    /// Stride between taps.
     pub pitch: usize,
 }
 
-/// Filters `[out][in][tap]` with their taps in the opposite order, a row for each in and a column for each out and tap.
+/// Filters `[out][in][tap]` with reversed taps, as a matrix: a row per input channel, a column per output channel and
+/// tap.
 pub struct Flipped {
-    /// The first filter.
     pub w: *const f32,
-    /// Channels in.
     pub ins: usize,
-    /// Taps of a filter.
     pub taps: usize,
 }
 
-/// The lanes of a vector that are before `end`, counted in lanes of all vectors.
+/// Mask of the lanes before `end`, in vector number `vector`.
 pub(super) fn before(end: usize, vector: usize) -> u16 {
     !0 >> (LANES - (end - vector * LANES).min(LANES))
 }
 
-/// Loads what some lanes see; 0 in the others. `STEP` is the distance between what neighbours see, 0 if it is `far`.
+/// Loads the elements of some lanes, 0 in the others. `STEP` is the lane stride, 0 if it is `far`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, far: usize) -> __m512 {
     let mut line = _mm512_setzero_ps();
     for run in runs {
         let (at, lanes) = (from.wrapping_offset(run.at as isize), run.lanes & valid);
-        // SAFETY: the caller's word: at these lanes there are elements.
+        // SAFETY: the caller guarantees that these lanes are in range.
         unsafe {
             line = match STEP {
                 1 => _mm512_mask_loadu_ps(line, lanes, at),
@@ -91,7 +86,7 @@ pub(super) fn counted(step: usize) -> __m512i {
     _mm512_mullo_epi32(lanes, _mm512_set1_epi32(step as i32))
 }
 
-/// Bit i of the lower eight becomes bit 2i.
+/// Moves bit i of the lower eight to bit 2i.
 #[inline]
 pub(super) fn every_second(lanes: u16) -> u16 {
     let fours = (lanes & 0x0f) | (lanes & 0xf0) << 4;
@@ -100,7 +95,7 @@ pub(super) fn every_second(lanes: u16) -> u16 {
 }
 
 impl Patches<'_> {
-    /// Tap by tap: what windows see at one is where it was in the channel before.
+    /// Iterates tap by tap: runs of a tap are the same in every channel.
     #[target_feature(enable = "avx512f")]
     unsafe fn copy<const STEP: usize>(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
         let Windows { taps, plane, step, .. } = *self.windows;
@@ -113,9 +108,9 @@ impl Patches<'_> {
                 let mut from = self.x.wrapping_add(image + first / taps * plane);
                 let mut to = panel.wrapping_add((first - depth.start) * pitch + column);
                 for _ in (first..depth.end).step_by(taps) {
-                    // SAFETY: the caller's word; what a window sees is inside its image.
+                    // SAFETY: guaranteed by the caller; windows read inside their image.
                     unsafe {
-                        // Most often there is one run, and then no loop.
+                        // The common case of one run avoids the loop.
                         let line = match runs {
                             [run] => load::<STEP>(std::slice::from_ref(run), valid, from, step),
                             _ => load::<STEP>(runs, valid, from, step),
@@ -141,7 +136,7 @@ impl Patches<'_> {
                 let mut from = self.x.wrapping_add(image + (columns.start + column) / taps * plane);
                 let mut lines = [_mm512_setzero_ps(); LANES];
                 for line in lines.iter_mut().take(some) {
-                    // SAFETY: the caller's word; what a window sees is inside its image.
+                    // SAFETY: guaranteed by the caller; windows read inside their image.
                     *line = unsafe { load::<STEP>(self.windows.seen(at, tap), valid, from, step) };
                     tap += 1;
                     if tap == taps {
@@ -151,7 +146,7 @@ impl Patches<'_> {
                 lines = sixteen_turned(lines);
                 let to = panel.wrapping_add(window * pitch + column);
                 for (i, line) in lines.into_iter().enumerate().take(depth.len() - window) {
-                    // SAFETY: the caller's word for the panel.
+                    // SAFETY: the caller guarantees the panel size.
                     unsafe { _mm512_storeu_ps(to.wrapping_add(i * pitch), line) };
                 }
             }
@@ -165,7 +160,7 @@ impl Right for Patches<'_> {
     }
 
     unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self.windows.step {
                 1 => self.copy::<1>(depth, columns, panel),
@@ -182,7 +177,7 @@ impl Right for PatchesTurned<'_> {
     }
 
     unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self.0.windows.step {
                 1 => self.0.copy_turned::<1>(depth, columns, panel),
@@ -200,7 +195,7 @@ impl Left for Results<'_> {
 
     unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
         for (rows, panel) in pieces(rows, depth.len(), panels) {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.copy(rows, depth.clone(), panel) }
         }
     }
@@ -217,13 +212,13 @@ impl Results<'_> {
             let mut lines = [_mm512_setzero_ps(); LANES];
             for (r, line) in lines.iter_mut().enumerate().take(height.min(ROWS)) {
                 let from = from.wrapping_add(r * self.windows.count);
-                // SAFETY: the caller's word; results are inside their image.
+                // SAFETY: guaranteed by the caller; results are inside their image.
                 *line = unsafe { load::<1>(self.windows.results(at), valid, from, 1) };
             }
             lines = sixteen_turned(lines);
             let to = panel.wrapping_add(window * height);
             for (i, line) in lines.into_iter().enumerate().take(depth.len() - window) {
-                // SAFETY: the caller's word for the panel.
+                // SAFETY: the caller guarantees the panel size.
                 unsafe { _mm512_mask_storeu_ps(to.wrapping_add(i * height), some, line) };
             }
         }
@@ -238,7 +233,7 @@ impl Results<'_> {
                 let lanes = run.lanes & valid;
                 for (r, row) in rows.clone().enumerate() {
                     let to = self.y.wrapping_add(image + row * self.windows.count).wrapping_offset(run.at as isize);
-                    // SAFETY: the caller's word; results are inside their image.
+                    // SAFETY: guaranteed by the caller; results are inside their image.
                     unsafe {
                         let mut line = _mm512_loadu_ps(tile.add(r * COLUMNS + column));
                         if add {
@@ -267,16 +262,17 @@ impl Target for Results<'_> {
     }
 
     unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.put(rows, columns, tile, add) }
     }
 }
 
 impl Terms<'_> {
-    /// Sums up the terms of each element of so many channels, whose planes lie `plane` apart behind `to`.
+    /// Sums the terms of each element of `channels` channels; `plane` is their stride at `to`.
     ///
     /// # Safety
-    /// The processor has AVX-512, and terms and elements are there.
+    ///
+    /// The processor has AVX-512, and terms and elements are in range.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn sum(&self, channels: usize, (to, plane): (*mut f32, usize)) {
         let taps = self.elements.taps;
@@ -286,12 +282,12 @@ impl Terms<'_> {
                 let mut sum = _mm512_setzero_ps();
                 for tap in 0..taps {
                     let from = self.at.wrapping_add((channel * taps + taps - 1 - tap) * self.pitch + terms);
-                    // SAFETY: the caller's word; what an element sees are terms of its image.
+                    // SAFETY: guaranteed by the caller; elements read terms of their image.
                     sum = _mm512_add_ps(sum, unsafe { load::<1>(self.elements.seen(at, tap), valid, from, 1) });
                 }
                 for run in self.elements.results(at) {
                     let to = to.wrapping_add(image + channel * plane).wrapping_offset(run.at as isize);
-                    // SAFETY: the caller's word; elements are inside their image.
+                    // SAFETY: guaranteed by the caller; elements are inside their image.
                     unsafe { _mm512_mask_storeu_ps(to, run.lanes & valid, sum) };
                 }
             }
@@ -306,7 +302,7 @@ impl Left for Flipped {
 
     unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
         for (rows, panel) in pieces(rows, depth.len(), panels) {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.copy(rows, depth.clone(), panel) }
         }
     }
@@ -321,7 +317,7 @@ impl Flipped {
         let mut filter = self.w.wrapping_add((depth.start / self.taps * self.ins + rows.start) * self.taps);
         for p in 0..depth.len() {
             let (from, to) = (filter.wrapping_add(self.taps - 1 - tap), panel.wrapping_add(p * height));
-            // SAFETY: the caller's word; eight are read only where there are as many.
+            // SAFETY: guaranteed by the caller; eight are read only if they exist.
             unsafe {
                 if height == ROWS {
                     _mm256_storeu_ps(to, _mm256_i32gather_ps::<4>(from, places));

@@ -1,5 +1,5 @@
-//! A right factor that is laid out in panels once, for many products of few rows: each reads it from one end to the other, so that it comes
-//! from beyond the second-level cache as fast as it can.
+//! A right operand packed once for many products of few rows. Each product streams it from one end to the other, at
+//! full memory bandwidth if it exceeds the second-level cache.
 //!
 //! ```text
 //! for every 48 columns:  a panel [depth][48], the last ones [depth][32] or [depth][16]
@@ -9,37 +9,39 @@ use super::product::{MOST_LEFT, with_left};
 use super::tile::{Tiles, tiles};
 use super::{Ahead, LANES, Left, ROWS, Right, Rows, VECTORS, piece, whole_pieces};
 
-/// How many of the depth are summed in registers at once, at most: products of few rows gain by less adding.
+/// Maximum depth summed in registers: products of few rows gain from fewer additions to the result.
 const DEPTH: usize = 512;
 
-/// How many elements the panels of a factor of so many columns and so much depth are.
+/// Size of an operand's panels, in elements.
 pub fn elements(columns: usize, depth: usize) -> usize {
     columns.div_ceil(LANES) * LANES * depth
 }
 
-/// Whether a left factor of so much depth can be read.
+/// True if a left operand of this depth fits.
 pub fn is_for(depth: usize) -> bool {
     depth * ROWS <= MOST_LEFT
 }
 
-/// Lays out a factor of so many columns and so much depth.
+/// Packs an operand of `columns` × `depth`.
 ///
 /// # Safety
-/// The processor has AVX-512, the factor has this size, and `to` has room for its [`elements`].
+///
+/// The processor has AVX-512, the operand has this size, and `to` has room for its [`elements`].
 pub unsafe fn lay<B: Right>(b: &B, [columns, depth]: [usize; 2], to: *mut f32) {
     for vectors in (0..columns.div_ceil(LANES)).step_by(VECTORS) {
         let first = vectors * LANES;
         let own = first..columns.min(first + VECTORS * LANES);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { b.pack(0..depth, own, to.wrapping_add(first * depth)) };
     }
 }
 
-/// `c = a b`, or `c += a b` with `add`, for sizes m, n, k, none of them 0, and the panels of b. With `backwards` they are read from the
-/// last one to the first, for what is still in a cache from the last product.
+/// `c = a b`, or `c += a b` with `add`, for non-zero sizes m, n, k and the panels of b. `backwards` reads them from the
+/// last to the first, to reuse what the previous product left in the cache. `far` is the row stride of `c`.
 ///
 /// # Safety
-/// The processor has AVX-512, [`is_for`] this depth, and the factors and the result, whose rows are so far apart, have these sizes.
+///
+/// The processor has AVX-512, [`is_for`] holds for the depth, and the operands have these sizes.
 pub unsafe fn product(
     [m, n, k]: [usize; 3],
     a: Rows,
@@ -54,7 +56,7 @@ pub unsafe fn product(
     with_left(|left| {
         for first in (0..m).step_by(block) {
             let rows = first..m.min(first + block);
-            // SAFETY: the caller's word; there is room for so many rows.
+            // SAFETY: guaranteed by the caller; the buffer has room for a block of rows.
             unsafe { Left::pack(&a, rows.clone(), 0..k, left) };
             for at in 0..panels {
                 let at = if backwards { panels - 1 - at } else { at };
@@ -88,7 +90,7 @@ pub unsafe fn product(
                             c_row: far,
                             add: add || from > 0,
                         };
-                        // SAFETY: the caller's word; a tile ends with its rows and columns.
+                        // SAFETY: guaranteed by the caller; a tile ends with its rows and columns.
                         unsafe { tiles(height, vectors, &it, &mut ahead, None) };
                         row += count * height;
                     }
@@ -109,7 +111,7 @@ mod tests {
     #[derive(Clone, Copy)]
     struct Line([f32; LANES]);
 
-    /// Sizes with whole and broken tiles, panels and blocks of the depth.
+    /// Sizes with full and partial tiles, panels and depth blocks.
     const SHAPES: [[usize; 3]; 9] = [
         [1, 8, 3],
         [2, 48, 512],
@@ -141,7 +143,7 @@ mod tests {
             let room: *mut f32 = room.as_mut_ptr().cast();
             for add in [false, true] {
                 let (mut want, mut got, mut other) = (before.clone(), before.clone(), before.clone());
-                // SAFETY: factors and results have these sizes, and the room is that of the panels.
+                // SAFETY: operands have these sizes, and the buffer fits the panels.
                 unsafe {
                     lay(&right, [n, k], room);
                     matrices([m, n, k], left, right, (want.as_mut_ptr(), n + 3), add);

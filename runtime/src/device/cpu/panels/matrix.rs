@@ -1,10 +1,10 @@
-//! Matrices in memory as factors and results.
+//! Matrices in memory as operands and results.
 
 use super::product::STREAMS;
 use super::{Ahead, COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS, pack, pieces, whole_pieces};
 use std::ops::Range;
 
-/// Elements of a left factor that lie this far apart are not read in place: each would be on a page of its own.
+/// Maximum column stride for reading a left operand in place: beyond it, each element is on a page of its own.
 const FAR: usize = 512;
 
 impl Left for Rows {
@@ -20,7 +20,7 @@ impl Left for Rows {
         let whole = if self.row == 1 { whole_pieces(rows.len(), ROWS) / 4 * 4 * ROWS } else { 0 };
         for (piece, panel) in pieces(rows.clone(), depth.len(), panels) {
             let row = piece.start - rows.start;
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 match row < whole {
                     true if row.is_multiple_of(4 * ROWS) => pack::four_left(from(piece.start), depth.len(), panel),
@@ -39,14 +39,14 @@ impl Right for Rows {
 
     unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
         let at = self.at.wrapping_add(depth.start * self.row + columns.start * self.step);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { pack::right(Rows { at, ..*self }, depth.len(), columns.len(), panel) }
     }
 
     fn ahead(&self, depth: Range<usize>, columns: Range<usize>) -> Ahead {
         let at = self.at.wrapping_add(depth.start * self.row + columns.start * self.step);
         if self.step == 1 {
-            // What lies in rows is asked for as it is copied: earlier was slower, but for rows that are streamed.
+            // Contiguous rows are prefetched while they are packed. Earlier was slower, except for streamed rows.
             let is_streamed = depth.len() <= STREAMS;
             return if is_streamed { Ahead::of(at, [depth.len(), columns.len()], self.row) } else { Ahead::NOTHING };
         }
@@ -54,11 +54,9 @@ impl Right for Rows {
     }
 }
 
-/// A result in rows.
+/// A row-major result.
 pub struct Plain {
-    /// The first element.
     pub at: *mut f32,
-    /// Distance between rows.
     pub row: usize,
 }
 
@@ -73,11 +71,9 @@ impl Target for Plain {
     }
 }
 
-/// A result whose columns lie as rows.
+/// A column-major result.
 pub struct Turned {
-    /// The first element.
     pub at: *mut f32,
-    /// Distance between columns.
     pub column: usize,
 }
 
@@ -88,7 +84,7 @@ impl Target for Turned {
 
     unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
         let to = self.at.wrapping_add(columns.start * self.column + rows.start);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             pack::turn_tile(tile, COLUMNS, [rows.len(), columns.len()], to, self.column, add);
         }

@@ -1,6 +1,6 @@
-//! Copies into panels: rows as they lie, and rows that become columns, 16 or 8 at a time in registers.
+//! Packs panels: copies rows, or transposes 16 or 8 rows at a time in registers.
 
-// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+// Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
 
 use super::{LANES, ROWS, Rows};
@@ -12,13 +12,14 @@ use std::arch::x86_64::{
     _mm512_unpacklo_ps,
 };
 
-/// A panel `[depth][rows]` of a left factor, from its first element on.
+/// Packs a panel `[depth][rows]` of a left operand.
 ///
 /// # Safety
-/// The processor has AVX-512; so many rows and so much depth are there, and the panel has room for them.
+///
+/// The processor has AVX-512, the operand has these rows and depth, and the panel has room for them.
 #[target_feature(enable = "avx512f,avx2")]
 pub unsafe fn left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
-    // SAFETY: the caller's word; eights are moved whole only where there are as many.
+    // SAFETY: guaranteed by the caller; groups of eight are moved only if complete.
     unsafe {
         let mut done = 0;
         if rows == ROWS && a.step == 1 {
@@ -47,9 +48,11 @@ pub unsafe fn left(a: Rows, rows: usize, depth: usize, panel: *mut f32) {
     }
 }
 
-/// Four panels of a left factor whose columns lie as rows: so that whole lines are read, and every page for more than one panel.
+/// Packs four panels of a column-major left operand, which reads whole cache lines and uses each page for several
+/// panels.
 ///
 /// # Safety
+///
 /// As for [`left`], for four times [`ROWS`] rows.
 #[target_feature(enable = "avx512f,avx2")]
 pub unsafe fn four_left(a: Rows, depth: usize, panels: *mut f32) {
@@ -57,7 +60,7 @@ pub unsafe fn four_left(a: Rows, depth: usize, panels: *mut f32) {
         let from = a.at.wrapping_add(p * a.step);
         for i in 0..4 {
             let to = panels.wrapping_add((i * depth + p) * ROWS);
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(8 * a.step + i * ROWS).cast());
                 _mm256_storeu_ps(to, _mm256_loadu_ps(from.add(i * ROWS)));
@@ -66,14 +69,15 @@ pub unsafe fn four_left(a: Rows, depth: usize, panels: *mut f32) {
     }
 }
 
-/// A panel `[depth][whole vectors of columns]` of a right factor, from its first element on; 0 beyond the last column.
+/// Packs a panel `[depth][columns rounded up to whole vectors]` of a right operand, zero-padded.
 ///
 /// # Safety
-/// The processor has AVX-512; so much depth and so many columns are there, and the panel has room for them.
+///
+/// The processor has AVX-512, the operand has this depth and these columns, and the panel has room for them.
 #[target_feature(enable = "avx512f")]
 pub unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
     let pitch = columns.next_multiple_of(LANES);
-    // SAFETY: the caller's word; what is read beyond the last column or depth is masked.
+    // SAFETY: guaranteed by the caller; reads past the last column or depth are masked.
     unsafe {
         for column in (0..columns).step_by(LANES) {
             let (from, to) = (b.at.add(column * b.step), panel.add(column));
@@ -98,10 +102,10 @@ pub unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
     }
 }
 
-/// Up to 16 columns of a right factor whose columns lie as rows, `far` apart.
+/// Transposes up to 16 columns of a column-major right operand; `far` is the column stride.
 #[target_feature(enable = "avx512f")]
 unsafe fn turned(from: *const f32, far: usize, columns: usize, depth: usize, to: *mut f32, pitch: usize) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for p in (0..depth).step_by(LANES) {
             let deep = (depth - p).min(LANES);
@@ -130,9 +134,10 @@ unsafe fn turned(from: *const f32, far: usize, columns: usize, depth: usize, to:
     }
 }
 
-/// 16 rows as 16 columns: pairs, fours, and fours of fours change places.
+/// Transposes 16×16: pairs, groups of four, then groups of 16.
 ///
 /// # Safety
+///
 /// The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -162,7 +167,7 @@ pub(super) fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
     columns
 }
 
-/// 8 rows as 8 columns.
+/// Transposes 8×8.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn eight_turned(rows: [__m256; 8]) -> [__m256; 8] {
@@ -184,10 +189,12 @@ fn eight_turned(rows: [__m256; 8]) -> [__m256; 8] {
     columns
 }
 
-/// Writes or adds the columns of a tile as rows.
+/// Stores or adds the columns of a tile as rows. `far` is the row stride of the tile, `pitch` the column stride at
+/// `to`.
 ///
 /// # Safety
-/// The processor has AVX-512, the tile is in rows of `far`, and so many columns and rows are there behind `to`, the columns `pitch` apart.
+///
+/// The processor has AVX-512, and tile and target have these rows and columns.
 #[target_feature(enable = "avx512f")]
 pub unsafe fn turn_tile(
     tile: *const f32,
@@ -198,7 +205,7 @@ pub unsafe fn turn_tile(
     add: bool,
 ) {
     let some = !0u16 >> (LANES - rows);
-    // SAFETY: the caller's word; lanes beyond the last row are not written.
+    // SAFETY: guaranteed by the caller; lanes past the last row are masked.
     unsafe {
         for column in (0..columns).step_by(LANES) {
             let mut lines = [_mm512_setzero_ps(); LANES];

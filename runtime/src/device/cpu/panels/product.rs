@@ -1,4 +1,4 @@
-//! The loops around the tiles: what is copied when, and how a product is cut.
+//! The loops around the tiles: blocking and packing.
 
 use super::dots::{MOST_ROWS, dots};
 use super::matrix::{Plain, Turned};
@@ -10,16 +10,16 @@ use std::ops::{Range, RangeInclusive};
 
 /// Rows whose panels stay in the second-level cache.
 const BLOCK: usize = 96 * ROWS;
-/// Elements of a left factor that have room.
+/// Capacity of the left operand's panels, in elements.
 pub const MOST_LEFT: usize = BLOCK * DEPTH;
-/// Up to so many columns a left factor that lies well is not copied: a copy would be read as rarely as it is written.
+/// Maximum columns for reading a suitable left operand in place: a packed copy would be read too few times.
 const FEW_COLUMNS: usize = 2 * COLUMNS;
 
-/// Up to so many rows a product waits for its right factor, which is read once. Rows of so many elements and more are then read side by
-/// side, not more than the processor follows as streams; sums are written the more often for it.
+/// Maximum rows of a product that is bound by reading its right operand once. Long rows are then read side by side.
+/// Their number is limited by the streams that the hardware prefetcher tracks. The sums are written more often.
 const FEW_ROWS_OF_STREAMS: usize = 64;
 const LONG_ROW: usize = 256;
-/// Up to so many rows of a right factor are read side by side.
+/// Maximum rows of a right operand that are read side by side.
 pub const STREAMS: usize = 32;
 
 #[repr(C, align(64))]
@@ -41,19 +41,20 @@ thread_local! {
     });
 }
 
-/// The thread's room for panels of a left factor, [`MOST_LEFT`] elements.
+/// Lends the thread's buffer for left panels, [`MOST_LEFT`] elements.
 pub fn with_left<R>(work: impl FnOnce(*mut f32) -> R) -> R {
     PANELS.with_borrow_mut(|panels| work(panels.a.as_mut_ptr().cast()))
 }
 
-/// `c = a b`, or `c += a b` with `add`, for sizes m, n, k, none of them 0.
+/// `c = a b`, or `c += a b` with `add`, for non-zero sizes m, n, k.
 ///
 /// # Safety
-/// [`is_at_hand`](super::is_at_hand), and the factors and the result have these sizes.
+///
+/// [`is_at_hand`](super::is_at_hand) holds, and the operands have these sizes.
 pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A, b: &B, c: &C, add: bool) {
     let most = most_depth(m, n, b.in_place().is_some());
     let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES));
-    // Blocks of about one size, of whole tiles.
+    // Blocks of about equal size, in whole tiles.
     let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
     let in_place = a.in_place().filter(|_| n <= FEW_COLUMNS);
     let by_rows = b.in_place().filter(|_| is_by_rows(m, n, k));
@@ -62,12 +63,13 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
             for at in (0..k).step_by(block_depth) {
                 let (rows, depth) = (first..m.min(first + block_rows), at..k.min(at + block_depth));
                 let mut block = Block { rows, depth, in_place, panels, add: add || at > 0 };
-                // SAFETY: the caller's word; the panels have room for a block of rows, a tile of columns and so much depth.
+                // SAFETY: guaranteed by the caller; the panels have room for a block of rows, a tile of columns and
+                // this depth.
                 unsafe {
                     if in_place.is_none() {
                         a.pack(block.rows.clone(), block.depth.clone(), block.panels.a.as_mut_ptr().cast());
                     }
-                    // So little depth is one block, and so many columns meet a left factor that is copied.
+                    // This depth is one block, and with so many columns the left operand is packed.
                     if let Some((at, row)) = by_rows {
                         block.by_rows(n, |columns| (at.wrapping_add(columns.start), row), c);
                         continue;
@@ -84,28 +86,30 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
     });
 }
 
-/// Numbers of the panels of a right factor of so much depth and so many columns.
+/// Size of a right operand's panels, in elements.
 pub fn panels_len(depth: usize, columns: usize) -> usize {
     depth * columns.next_multiple_of(LANES)
 }
 
-/// Copies a right factor into panels, one behind the other, [`panels_len`] numbers.
+/// Packs a right operand into consecutive panels of [`panels_len`] elements.
 ///
 /// # Safety
-/// The processor has AVX-512, and the factor and the room for its panels have these sizes.
+///
+/// The processor has AVX-512, and the operand and its panels have these sizes.
 pub unsafe fn pack_all<B: Right>(b: &B, depth: usize, n: usize, panels: *mut f32) {
     let mut columns = cut(0, n);
     while !columns.is_empty() {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { b.pack(0..depth, columns.clone(), panels.wrapping_add(columns.start * depth)) };
         columns = cut(columns.end, n);
     }
 }
 
-/// The [`product`] with a right factor that has been copied by [`pack_all`], of so little depth that sums stay in registers: the result is
-/// gone through row by row, as it lies.
+/// Like [`product`], with a right operand packed by [`pack_all`] and a depth small enough for sums to stay in
+/// registers. The result is written row by row.
 ///
 /// # Safety
+///
 /// As for [`product`]; `k` is at most [`DEPTH`].
 pub unsafe fn product_by_rows<A: Left>([m, n, k]: [usize; 3], a: &A, b: *const f32, c: &Plain, add: bool) {
     debug_assert!(k <= DEPTH, "panels of the left factor have room for so much depth");
@@ -114,7 +118,7 @@ pub unsafe fn product_by_rows<A: Left>([m, n, k]: [usize; 3], a: &A, b: *const f
             let mut block = Block { rows: first..m.min(first + BLOCK), depth: 0..k, in_place: None, panels, add };
             let panel =
                 |columns: &Range<usize>| (b.wrapping_add(columns.start * k), columns.len().next_multiple_of(LANES));
-            // SAFETY: the caller's word; the panels have room for a block of rows.
+            // SAFETY: guaranteed by the caller; the panels have room for a block of rows.
             unsafe {
                 a.pack(block.rows.clone(), 0..k, block.panels.a.as_mut_ptr().cast());
                 block.by_rows(n, panel, c);
@@ -123,40 +127,40 @@ pub unsafe fn product_by_rows<A: Left>([m, n, k]: [usize; 3], a: &A, b: *const f
     });
 }
 
-/// How many of the depth are summed in registers at once.
+/// Depth summed in registers at once.
 fn most_depth(m: usize, n: usize, b_is_in_place: bool) -> usize {
     let is_streamed = m <= FEW_ROWS_OF_STREAMS && n >= LONG_ROW && b_is_in_place;
     if is_streamed { STREAMS } else { DEPTH }
 }
 
-/// Up to so much depth a large result takes longer to be read and written than to be summed up: it is gone through in the order in which it lies.
+/// Maximum depth at which a large result is bound by its memory traffic, and is processed in memory order.
 const FEW_DEPTH: usize = 8;
 
-/// Whether tiles of a result follow each other along its rows.
+/// True if tiles follow each other along the rows of the result.
 fn is_by_rows(m: usize, n: usize, k: usize) -> bool {
     k <= FEW_DEPTH && m >= 2 * ROWS && n >= LONG_ROW
 }
 
-/// How many elements ahead of its sums a row of the result is asked for.
+/// Prefetch distance in the result, in elements.
 const RESULT_AHEAD: usize = 4 * COLUMNS;
 
-/// The columns of a tile that begins at `first`, of so many in all.
+/// The columns of the tile that begins at `first`.
 fn cut(first: usize, all: usize) -> Range<usize> {
     first..all.min(first + piece((all - first).div_ceil(LANES), VECTORS) * LANES)
 }
 
-/// Rows and depth whose panels of a lie in the second-level cache.
+/// Rows and depth whose panels of a stay in the second-level cache.
 struct Block<'a> {
     rows: Range<usize>,
     depth: Range<usize>,
-    /// The left factor, if it is not copied.
+    /// The left operand, if it is read in place.
     in_place: Option<Rows>,
     panels: &'a mut Panels,
     add: bool,
 }
 
 impl Block<'_> {
-    /// All tiles of some columns; those of the `next` columns will follow.
+    /// Computes all tiles of `columns`, and prefetches `next`.
     unsafe fn column<B: Right, C: Target>(&mut self, columns: Range<usize>, next: Range<usize>, b: &B, c: &C) {
         let depth = self.depth.len();
         let vectors = columns.len().div_ceil(LANES);
@@ -166,7 +170,7 @@ impl Block<'_> {
             (b_at, b_row) = (at.wrapping_add(self.depth.start * row + columns.start), row);
             copy = (self.rows.len() >= 2 * ROWS && self.in_place.is_none()).then_some(panel);
         } else {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { b.pack(self.depth.clone(), columns.clone(), panel) };
         }
         let mut ahead = match self.in_place {
@@ -183,9 +187,9 @@ impl Block<'_> {
             let whole = whole_pieces(self.rows.end - row, ROWS);
             let count = if copy.is_some() || target.is_none() { 1 } else { whole.max(1) };
             let it = self.tiles(row..row + height, &columns, (b_at, b_row));
-            // SAFETY: the caller's word; a tile ends with its rows and columns.
+            // SAFETY: guaranteed by the caller; a tile ends with its rows and columns.
             unsafe { self.write(row..row + height, &columns, Tiles { count, ..it }, (c, target), (&mut ahead, copy)) };
-            // Later rows read the copy.
+            // Later rows read the packed copy.
             if copy.is_some() {
                 (b_at, b_row, copy) = (panel, vectors * LANES, None);
             }
@@ -193,7 +197,7 @@ impl Block<'_> {
         }
     }
 
-    /// All tiles of all `n` columns, those of the same rows one behind the other.
+    /// Computes the tiles of all `n` columns, row block by row block.
     unsafe fn by_rows<C: Target>(&mut self, n: usize, b: impl Fn(&Range<usize>) -> (*const f32, usize), c: &C) {
         let mut row = self.rows.start;
         while row < self.rows.end {
@@ -202,16 +206,16 @@ impl Block<'_> {
             while !columns.is_empty() {
                 let (it, target) = (self.tiles(rows.clone(), &columns, b(&columns)), c.in_place(columns.clone()));
                 if let Some((at, c_row)) = target {
-                    // Behind the end of these rows come the next ones.
+                    // The next rows follow the end of these.
                     let is_inside = columns.start + RESULT_AHEAD < n;
                     let down = if is_inside { rows.start * c_row } else { (rows.end * c_row).wrapping_sub(n) };
                     for (r, at) in (0..rows.len()).flat_map(|r| at.map(|at| (r, at))) {
                         let later = at.wrapping_add(down).wrapping_add(r * c_row + RESULT_AHEAD);
-                        // SAFETY: an address that is only asked for may be anywhere.
+                        // SAFETY: a prefetch may use any address.
                         unsafe { _mm_prefetch::<_MM_HINT_T0>(later.cast()) }
                     }
                 }
-                // SAFETY: the caller's word; a tile ends with its rows and columns.
+                // SAFETY: guaranteed by the caller; a tile ends with its rows and columns.
                 unsafe { self.write(rows.clone(), &columns, it, (c, target), (&mut Ahead::NOTHING.clone(), None)) };
                 columns = cut(columns.end, n);
             }
@@ -219,7 +223,7 @@ impl Block<'_> {
         }
     }
 
-    /// One tile of these rows and columns, of a right factor that begins there, to be written beside its target.
+    /// The tile of these rows and columns, with its sums in a temporary buffer.
     fn tiles(&mut self, rows: Range<usize>, columns: &Range<usize>, (b, b_row): (*const f32, usize)) -> Tiles {
         let (a, depth, vectors) = (self.left(rows.start), self.depth.len(), columns.len().div_ceil(LANES));
         let beside = self.panels.tile.as_mut_ptr().cast::<f32>();
@@ -237,7 +241,7 @@ impl Block<'_> {
         }
     }
 
-    /// Works tiles out, the first of which has these rows, and writes them to their target: in place, or by what takes them there.
+    /// Computes tiles, the first of which has these rows, and writes them in place or through [`Target::take`].
     unsafe fn write<C: Target>(
         &mut self,
         rows: Range<usize>,
@@ -247,7 +251,7 @@ impl Block<'_> {
         (ahead, copy): (&mut Ahead, Option<*mut f32>),
     ) {
         let (height, vectors) = (rows.len(), columns.len().div_ceil(LANES));
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match target {
                 Some((c, c_row)) => {
@@ -262,7 +266,7 @@ impl Block<'_> {
         }
     }
 
-    /// The left factor from a row on.
+    /// The left operand from a row on.
     fn left(&self, row: usize) -> Rows {
         match self.in_place {
             Some(a) => Rows { at: a.at.wrapping_add(row * a.row + self.depth.start * a.step), ..a },
@@ -274,26 +278,27 @@ impl Block<'_> {
     }
 }
 
-/// With so many rows a right factor that lies transposed is read in place, as the left one of the transposed product. With fewer or more its
-/// panels are made faster than that.
+/// With this many rows, a transposed right operand is read in place as the left operand of the transposed product. With
+/// fewer or more, packing is faster.
 const FEW_ROWS: RangeInclusive<usize> = 17..=48;
 
-/// Whether elements are summed up along the rows of both factors, of factors with this step and this distance between rows.
+/// True if dot products along contiguous rows are used, by column stride of a and row stride of b.
 fn is_of_dots(m: usize, a_step: usize, b_row: usize) -> bool {
     m <= MOST_ROWS && b_row == 1 && a_step == 1
 }
 
-/// Whether the transposed product is made, of factors with this step and this distance between rows.
+/// True if the transposed product is computed, by column stride of a and row stride of b.
 fn is_transposed(m: usize, n: usize, a_step: usize, b_row: usize) -> bool {
     FEW_ROWS.contains(&m) && n > m && b_row == 1 && a_step == 1
 }
 
-/// `c = a b`, or `c += a b` with `add`, of matrices in memory, the rows of `c` so far apart.
+/// `c = a b`, or `c += a b` with `add`, of matrices in memory. `far` is the row stride of `c`.
 ///
 /// # Safety
+///
 /// As for [`product`].
 pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if is_of_dots(m, a.step, b.row) {
             return dots([m, n, k], a, Rows { row: b.step, step: 1, ..b }, (c, far), add);
@@ -319,7 +324,7 @@ mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    /// The product by [`matrices`], of factors that lie one way or the other, rows of the result 3 further apart than need be.
+    /// The product by [`matrices`], with operands in either layout and rows of the result padded by 3.
     fn by_panels(
         [m, n, k]: [usize; 3],
         a: &[f32],

@@ -1,6 +1,6 @@
-//! The innermost loops of a product: tiles of sums that never leave the registers, one below the other.
+//! The innermost loops of a product: tiles of sums held in registers.
 
-// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+// Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
 
 use super::{Ahead, LANES, ROWS, Rows, VECTORS};
@@ -9,56 +9,56 @@ use std::arch::x86_64::{
     _mm512_maskz_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
-/// How many rows of b are asked for before they are read where it lies: they may be far apart, and no prefetcher sees them coming.
+/// Prefetch distance for rows of b read in place: they may be far apart, which defeats hardware prefetchers.
 const ROWS_AHEAD: usize = 8;
-/// How far ahead of its use a panel of a is asked for, in elements.
+/// Prefetch distance in a panel of a, in elements.
 const A_AHEAD: usize = 16 * ROWS;
-/// Steps of the depth between two looks at what is needed later.
+/// Depth steps between prefetches.
 const TURN: usize = 4;
 
-/// Lines that are asked for at every turn, at least: as many as tiles read of a left factor in that time.
+/// Minimum lines prefetched each time: as many as tiles read of a left operand meanwhile.
 const LINES_AHEAD: usize = 2;
 
-/// Where a tile's factors are: both in panels, one or both where they lie, or b where it lies to be copied and a in a panel.
+/// Operand locations: both in panels; one or both in place; or b in place and being packed, with a in a panel.
 const PACKED: u8 = 0;
 const IN_PLACE: u8 = 1;
 const COPIED: u8 = 2;
 
-/// Tiles of the same columns, one below the other.
+/// A column of tiles over the same result columns.
 #[derive(Clone, Copy)]
 pub struct Tiles {
-    /// How many.
     pub count: usize,
-    /// How many products a sum has.
+    /// Products per sum.
     pub depth: usize,
-    /// The left factor, from the first tile's first row.
+    /// The left operand from the first tile's first row.
     pub a: Rows,
-    /// From a tile's first row to the next tile's.
+    /// Stride from one tile's rows to the next.
     pub a_tile: usize,
-    /// The right factor, from its first column.
+    /// The right operand from its first column.
     pub b: *const f32,
-    /// Distance between rows of `b`.
     pub b_row: usize,
-    /// Lanes of the last vector.
+    /// Lane mask of the last vector.
     pub last: u16,
-    /// Where the vectors of the first row of sums go.
+    /// Target of the first row's vectors.
     pub c: [*mut f32; VECTORS],
-    /// Distance between rows of `c`.
     pub c_row: usize,
-    /// Whether they are added to what is there.
+    /// True to accumulate into `c`.
     pub add: bool,
 }
 
-/// Works out tiles of `rows` and `vectors`, and with `copy` one tile of a panel of a, and writes the panel of b that it reads.
+/// Computes tiles of `rows` and `vectors`. With `copy`, computes one tile from a panel of a and packs the b that it
+/// reads.
 ///
 /// # Safety
-/// The processor has AVX-512. All of `a`, of `b` (in the last vector its lanes only) and of `c` is there, and a panel behind `copy`.
+///
+/// The processor has AVX-512. `a`, `b` (with the lane mask in the last vector) and `c` are in range, and `copy` has
+/// room for a panel.
 #[target_feature(enable = "avx512f")]
 pub unsafe fn tiles(rows: usize, vectors: usize, it: &Tiles, ahead: &mut Ahead, copy: Option<*mut f32>) {
     let is_packed = it.a.row == 1 && it.a.step == rows && it.b_row == vectors * LANES;
     macro_rules! tiles {
         ($($rows:literal)*) => {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 match (rows, vectors, copy) {
                     (ROWS, 1, Some(panel)) => sums::<ROWS, 1, COPIED>(it, ahead, panel),
@@ -80,11 +80,11 @@ pub unsafe fn tiles(rows: usize, vectors: usize, it: &Tiles, ahead: &mut Ahead, 
     tiles!(1 2 3 4 5 6 7 8);
 }
 
-/// Plain loops over indices: they are unrolled whole, and every sum has a register of its own.
+/// Index loops are fully unrolled, so every sum has a register of its own.
 #[target_feature(enable = "avx512f")]
 unsafe fn sums<const R: usize, const V: usize, const FACTORS: u8>(it: &Tiles, later: &mut Ahead, panel: *mut f32) {
     let Tiles { count, depth, a, a_tile, b, b_row, last, mut c, c_row, add } = *it;
-    // Distances that the compiler knows become parts of instructions.
+    // Constant strides become immediate offsets.
     let (a_row, a_step) = if FACTORS == IN_PLACE { (a.row, a.step) } else { (1, R) };
     let b_row = if FACTORS == PACKED { V * LANES } else { b_row };
     let mut ahead = *later;
@@ -119,7 +119,7 @@ unsafe fn sums<const R: usize, const V: usize, const FACTORS: u8>(it: &Tiles, la
                 }
             };
         }
-        // SAFETY: the caller's word; an address that is only asked for may be anywhere.
+        // SAFETY: guaranteed by the caller; a prefetch may use any address.
         unsafe {
             for turn in 0..depth / TURN {
                 if turn < R {

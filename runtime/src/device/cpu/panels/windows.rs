@@ -1,50 +1,47 @@
-//! Where 16 neighbouring windows of a convolution find what they see, worked out once for its shapes.
+//! Memory access pattern of 16 adjacent windows of a convolution, computed once for its shapes.
 //!
-//! Windows are counted through all images, 16 to a vector. What the windows of a vector see at one tap lies in a few runs: lanes that one
-//! load fills, since neighbours see neighbouring elements. The pattern comes again with every period: an image, or as many as fill
-//! whole vectors. Where an image has many windows its last vector is filled up with lanes that see nothing, else a vector may reach
-//! from one image into the next.
+//! Windows are numbered through all images, 16 to a vector. At one tap, a vector reads a few runs: lanes that one load
+//! fills, since adjacent windows read adjacent elements. The pattern repeats with a period of one image, or as many as
+//! fill whole vectors. With many windows per image, the last vector is padded with inactive lanes; otherwise a vector
+//! may span images.
 
 use super::LANES;
 use crate::device::cpu::patches::Grid;
 
-/// From so many windows on every image begins with a new vector.
+/// From this many windows on, every image begins with a new vector.
 const MANY: usize = 512;
 
-/// Lanes that one load or store moves.
+/// Lanes moved by one load or store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Where lane 0 would be, in elements from the first image of the period.
+    /// Position of lane 0, in elements from the first image of the period.
     pub at: i32,
-    /// Which lanes.
     pub lanes: u16,
 }
 
-/// All vectors of windows of a convolution.
+/// All window vectors of a convolution.
 #[derive(Debug)]
 pub struct Windows {
-    /// Taps of a window.
     pub taps: usize,
-    /// Elements of a plane of data.
+    /// Elements per data plane.
     pub plane: usize,
-    /// Distance between what neighbouring windows see.
+    /// Distance between the reads of adjacent windows.
     pub step: usize,
-    /// Windows of an image.
     pub count: usize,
-    /// Lanes of all vectors, to the last window.
+    /// Lanes of all vectors up to the last window.
     pub columns: usize,
-    /// Elements of an image of the data and of the windows' results, all channels.
+    /// Elements per image of the data and of the outputs, over all channels.
     sizes: [usize; 2],
-    /// Images and vectors of a period.
+    /// Images and vectors per period.
     images: usize,
     vectors: usize,
     runs: Vec<Run>,
-    /// Where in `runs` those of a vector at a tap begin: `[vector][tap]`, then those of its results.
+    /// Start in `runs` for each `[vector][tap]`; tap number `taps` stands for the outputs.
     starts: Vec<u32>,
 }
 
 impl Windows {
-    /// The windows of so many images, with elements of an image of the data and of the results. Nothing where distances are too large.
+    /// `sizes` are the elements per image of data and outputs. `None` if distances are too large.
     pub fn new(grid: &Grid, images: usize, sizes: [usize; 2]) -> Option<Windows> {
         let (count, taps) = (grid.out_len(), grid.taps());
         let [period, vectors] = match count {
@@ -55,7 +52,7 @@ impl Windows {
             }
         };
         let columns = if count >= MANY { images * vectors * LANES } else { images * count };
-        // Places of lanes are counted in 32 bits.
+        // Lane positions have 32 bits.
         let is_far = |distance: usize, times: usize| distance.checked_mul(times).is_none_or(|all| all >= 1 << 30);
         if sizes.iter().any(|size| is_far(*size, period)) || is_far(grid.row_step(), LANES) {
             return None;
@@ -97,31 +94,31 @@ impl Windows {
         Some(windows)
     }
 
-    /// Images and vectors of a period.
+    /// Images and vectors per period.
     pub fn period(&self) -> [usize; 2] {
         [self.images, self.vectors]
     }
 
-    /// A vector of windows: its index in the period, and where the period begins in the data and in the results.
+    /// A vector's index in the period, and the start of its period in data and outputs.
     pub fn place(&self, vector: usize) -> (usize, [usize; 2]) {
         let image = vector / self.vectors * self.images;
         (vector % self.vectors, self.sizes.map(|size| image * size))
     }
 
-    /// What a vector of the period sees at a tap.
+    /// The reads of a vector of the period at a tap.
     #[inline]
     pub fn seen(&self, vector: usize, tap: usize) -> &[Run] {
         let at = vector * (self.taps + 1) + tap;
         &self.runs[self.starts[at] as usize..self.starts[at + 1] as usize]
     }
 
-    /// Where a vector of the period has its results.
+    /// The outputs of a vector of the period.
     pub fn results(&self, vector: usize) -> &[Run] {
         self.seen(vector, self.taps)
     }
 }
 
-/// Where in its plane a window sees something at a tap.
+/// Plane index that a window reads at a tap; `None` in the padding.
 fn seen(grid: &Grid, window: usize, tap: usize) -> Option<usize> {
     let three = |at: usize, [_, height, width]: [usize; 3]| [at / (height * width), at / width % height, at % width];
     let (at, taps) = (three(window, grid.out), three(tap, grid.kernel));
@@ -148,7 +145,7 @@ mod tests {
     fn a_row_of_windows_sees_one_run_less_what_is_outside() {
         let windows = Windows::new(&grid(16, 3, 1, 1), 2, [256, 256]).unwrap();
         assert_eq!((windows.images, windows.vectors, windows.columns), (1, 16, 512));
-        // The first row: nothing above it, and its first window has nothing to its left.
+        // The first row has only padding above it, and its first window has padding to its left.
         assert_eq!(windows.seen(0, 1), []);
         assert_eq!(windows.seen(0, 3), [Run { at: -1, lanes: 0xfffe }]);
         assert_eq!(windows.seen(1, 0), [Run { at: -1, lanes: 0xfffe }]);

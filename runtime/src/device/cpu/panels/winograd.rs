@@ -1,5 +1,5 @@
-//! The transforms of Winograd's minimal filtering F(2×2, 3×3) [Lavin and Gray 2016, section 4.1]: a tile of 2 × 2 results is made of a tile
-//! of 4 × 4 data with 16 multiplications instead of 36.
+//! The transforms of Winograd's minimal filtering F(2×2, 3×3) [Lavin and Gray 2016, section 4.1]: a 2×2 output tile
+//! takes 16 multiplications from a 4×4 data tile instead of 36.
 //!
 //! ```text
 //! y  = Aᵀ [(G w Gᵀ) ⊙ (Bᵀ x B)] A         dw = Gᵀ [(A dy Aᵀ) ⊙ (Bᵀ x B)] G
@@ -10,10 +10,10 @@
 //!      0  1  0 -1          0    0    1
 //! ```
 //!
-//! Sixteen neighbouring tiles, or the filters of sixteen channels, are transformed at once. What is transformed lies `[16][channel][tile]` or
-//! `[16][out][in]`, so that element by element of a tile the products over channels are products of matrices.
+//! Sixteen adjacent tiles, or the filters of sixteen channels, are transformed at once. Transformed numbers are stored
+//! as `[16][channel][tile]` or `[16][out][in]`, so the sums over channels are matrix products for each tile element.
 
-// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+// Index loops are fully unrolled; iterator closures would not be compiled for these vectors.
 #![allow(clippy::needless_range_loop)]
 
 use super::LANES;
@@ -27,66 +27,66 @@ use std::arch::x86_64::{
 };
 use std::ops::Range;
 
-/// Elements of a tile of data.
+/// Elements of a data tile.
 pub const ELEMENTS: usize = 16;
 /// Taps of a filter.
 const TAPS: usize = 9;
 
-/// Where transformed numbers lie: the first, and how far elements of a tile and channels are apart.
+/// Transformed numbers in memory.
 #[derive(Clone, Copy)]
 pub struct Transformed {
-    /// The first channel's first number of element 0.
+    /// First channel's first number of element 0.
     pub at: *mut f32,
-    /// Distance between elements of a tile.
+    /// Stride of tile elements.
     pub element: usize,
-    /// Distance between channels.
+    /// Stride of channels.
     pub channel: usize,
 }
 
 impl Transformed {
-    /// An element of a tile, of a channel at this place.
+    /// Address of a number.
     #[inline(always)]
     pub fn place(self, element: usize, channel: usize, at: usize) -> *mut f32 {
         self.at.wrapping_add(element * self.element + channel * self.channel + at)
     }
 
-    /// Writes a row of elements, all four of it.
+    /// Stores a row of four tile elements.
     ///
     /// # Safety
-    /// The processor has AVX-512, and there is room.
+    ///
+    /// The processor has AVX-512, and the target has room.
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn put(self, row: usize, channel: usize, at: usize, lines: [__m512; 4]) {
         for j in 0..4 {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { _mm512_storeu_ps(self.place(4 * row + j, channel, at), lines[j]) };
         }
     }
 }
 
-/// Neighbouring tiles whose results lie in a row of an image.
+/// Adjacent tiles whose outputs are in one row of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
-    /// The first lane.
     lane: usize,
-    /// Columns and rows of results.
+    /// Output columns and rows.
     columns: usize,
     rows: usize,
-    /// The first result, in elements from the first image of the period.
+    /// First output, in elements from the first image of the period.
     at: usize,
 }
 
-/// Where the tiles of every vector have their results.
+/// Output positions of the tiles of every vector.
 #[derive(Debug)]
 pub struct Results {
     spans: Vec<Span>,
-    /// Where in `spans` those of each vector of the period begin.
+    /// Start in `spans` for each vector of the period.
     starts: Vec<usize>,
     width: usize,
 }
 
 impl Results {
-    /// For results of this height and width in images of so many elements.
+    /// For outputs of this height and width, in images of `image_elements` elements.
     pub fn new(tiles: &Windows, [height, width]: [usize; 2], image_elements: usize) -> Results {
         let [images, vectors] = tiles.period();
         let across = width.div_ceil(2);
@@ -156,15 +156,15 @@ fn filter_turned([a, b, c, d]: [__m512; 4]) -> [__m512; 3] {
     [_mm512_add_ps(a, sum), _mm512_mul_ps(half, _mm512_sub_ps(b, c)), _mm512_add_ps(sum, d)]
 }
 
-/// What the tiles of a vector see: for every tap the loads that gather it, the same in all channels.
+/// Loads that gather a vector of tiles at every tap, equal in all channels.
 struct Loads {
-    /// At the most one for each lane at each tap.
+    /// At most one per lane and tap.
     loads: [Load; ELEMENTS * LANES],
-    /// Where in `loads` those of each tap begin.
+    /// Start in `loads` for each tap.
     starts: [usize; ELEMENTS + 1],
 }
 
-/// Every second of 32 numbers, of some lanes.
+/// A load of every second of 32 numbers, for some lanes.
 #[derive(Clone, Copy, Default)]
 struct Load {
     at: isize,
@@ -178,7 +178,6 @@ impl Loads {
         Loads { loads: [Load::default(); ELEMENTS * LANES], starts: [0; ELEMENTS + 1] }
     }
 
-    /// Those of a vector.
     fn set(&mut self, windows: &Windows, vector: usize) {
         let mut count = 0;
         let (valid, (at, [image, _])) = (before(windows.columns, vector), windows.place(vector));
@@ -193,14 +192,14 @@ impl Loads {
         }
     }
 
-    /// What they see at a tap, 0 where that is nothing.
+    /// Loads the elements at a tap; 0 in lanes without one.
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn seen(&self, tap: usize, from: *const f32, even: __m512i) -> __m512 {
         let mut line = _mm512_setzero_ps();
         for load in &self.loads[self.starts[tap]..self.starts[tap + 1]] {
             let at = from.wrapping_offset(load.at);
-            // SAFETY: the caller's word: at these lanes there are elements.
+            // SAFETY: the caller guarantees that these lanes are in range.
             let (low, high) = unsafe {
                 (_mm512_maskz_loadu_ps(load.low, at), _mm512_maskz_loadu_ps(load.high, at.wrapping_add(LANES)))
             };
@@ -210,10 +209,11 @@ impl Loads {
     }
 }
 
-/// `Bᵀ x B` of the tiles of some vectors, of so many channels.
+/// Computes `Bᵀ x B` for some tile vectors and `channels` channels.
 ///
 /// # Safety
-/// The processor has AVX-512, `x` has the images of the tiles, the vectors are among them, and there is room for what is written.
+///
+/// The processor has AVX-512, `x` has the images of the tiles, the vectors are in range, and the target has room.
 #[target_feature(enable = "avx512f")]
 pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: Range<usize>, to: Transformed) {
     let (mut loads, even) = (Loads::new(), counted(2));
@@ -225,7 +225,7 @@ pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: 
             for j in 0..4 {
                 let mut column = [_mm512_setzero_ps(); 4];
                 for i in 0..4 {
-                    // SAFETY: the caller's word; what a tile sees is inside its image.
+                    // SAFETY: guaranteed by the caller; tiles read inside their image.
                     column[i] = unsafe { loads.seen(4 * i + j, from, even) };
                 }
                 let column = data(column);
@@ -234,16 +234,17 @@ pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: 
                 }
             }
             for i in 0..4 {
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 unsafe { to.put(i, channel, place * LANES, data(half[i])) };
             }
         }
     }
 }
 
-/// `A dy Aᵀ` of the tiles of some vectors, of so many channels; `pairs` are the same tiles as windows over their results.
+/// Computes `A dy Aᵀ`; `pairs` are the tiles as windows over their outputs.
 ///
 /// # Safety
+///
 /// As for [`data_in`].
 #[target_feature(enable = "avx512f")]
 pub unsafe fn results_in(pairs: &Windows, dy: *const f32, channels: usize, vectors: Range<usize>, to: Transformed) {
@@ -256,7 +257,7 @@ pub unsafe fn results_in(pairs: &Windows, dy: *const f32, channels: usize, vecto
             for j in 0..2 {
                 let mut column = [_mm512_setzero_ps(); 2];
                 for i in 0..2 {
-                    // SAFETY: the caller's word; results are inside their image.
+                    // SAFETY: guaranteed by the caller; outputs are inside their image.
                     column[i] = unsafe { loads.seen(2 * i + j, from, even) };
                 }
                 let column = result_turned(column);
@@ -265,16 +266,17 @@ pub unsafe fn results_in(pairs: &Windows, dy: *const f32, channels: usize, vecto
                 }
             }
             for i in 0..4 {
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 unsafe { to.put(i, channel, place * LANES, result_turned(half[i])) };
             }
         }
     }
 }
 
-/// `Aᵀ m A` of the tiles of some vectors, of so many channels, written to the images of `y`, whose planes are `plane` apart.
+/// Computes `Aᵀ m A` and writes it to the images of `y`, with plane stride `plane`.
 ///
 /// # Safety
+///
 /// As for [`data_in`].
 #[target_feature(enable = "avx512f")]
 pub unsafe fn results_out(
@@ -295,7 +297,7 @@ pub unsafe fn results_out(
             for j in 0..4 {
                 let mut column = [_mm512_setzero_ps(); 4];
                 for i in 0..4 {
-                    // SAFETY: the caller's word.
+                    // SAFETY: guaranteed by the caller.
                     column[i] = unsafe { _mm512_loadu_ps(m.place(4 * i + j, channel, place * LANES)) };
                 }
                 let column = result(column);
@@ -306,7 +308,7 @@ pub unsafe fn results_out(
                 let [even, odd] = result(half[i]);
                 let row = [_mm512_permutex2var_ps(even, low, odd), _mm512_permutex2var_ps(even, high, odd)];
                 if let ([span], LANES) = (spans, lanes) {
-                    // Most often a vector is of one row.
+                    // The common case: a vector is in one row.
                     if i < span.rows {
                         let to = to.wrapping_add(span.at + i * results.width);
                         // SAFETY: the span ends with the row of the image.
@@ -321,7 +323,7 @@ pub unsafe fn results_out(
                 }
                 let [first, second] = row;
                 let mut row = [0.0f32; 2 * LANES];
-                // SAFETY: the row has two vectors.
+                // SAFETY: the array holds two vectors.
                 unsafe {
                     _mm512_storeu_ps(row.as_mut_ptr(), first);
                     _mm512_storeu_ps(row.as_mut_ptr().add(LANES), second);
@@ -336,11 +338,11 @@ pub unsafe fn results_out(
     }
 }
 
-/// Copies a few numbers, most often as many as one or two vectors have.
+/// Copies a few numbers, usually one or two vectors.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for at in (0..count).step_by(LANES) {
             let lanes = before(count, at / LANES);
@@ -349,21 +351,22 @@ unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
     }
 }
 
-/// The lanes of the taps of a filter.
+/// Lane mask of a filter's taps.
 const OF_FILTER: u16 = (1 << TAPS) - 1;
 
-/// `G w Gᵀ` of filters `w [out][in][3][3]`: for each of `outs` a row of `ins`, their taps in the opposite order if they are `flipped`. Rows are
-/// filled up with zeros to whole vectors.
+/// Computes `G w Gᵀ` of filters `w [out][in][3][3]`, as a row of `ins` per output channel, zero-padded to whole
+/// vectors. `flipped` reverses the taps.
 ///
 /// # Safety
-/// The processor has AVX-512, there are so many filters, and there is room for what is written.
+///
+/// The processor has AVX-512, the filters exist, and the target has room.
 #[target_feature(enable = "avx512f,avx2")]
 pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], flipped: bool, to: Transformed) {
     for (out, first) in (0..outs).flat_map(|out| (0..ins).step_by(LANES).map(move |first| (out, first))) {
         let from = w.wrapping_add((out * ins + first) * TAPS);
         let mut filters = [_mm512_setzero_ps(); LANES];
         for (i, line) in filters.iter_mut().enumerate().take(ins - first) {
-            // SAFETY: the caller's word: the filter is there.
+            // SAFETY: the caller guarantees that the filter exists.
             *line = unsafe { _mm512_maskz_loadu_ps(OF_FILTER, from.wrapping_add(i * TAPS)) };
         }
         let taps = sixteen_turned(filters);
@@ -376,15 +379,16 @@ pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], flipped: bool, 
             }
         }
         for i in 0..4 {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { to.put(i, out, first, filter(half[i])) };
         }
     }
 }
 
-/// `Gᵀ s G` of sums, written to filters `dw [out][in][3][3]` or added to what they hold.
+/// Computes `Gᵀ s G` of sums and stores or adds it to filters `dw [out][in][3][3]`.
 ///
 /// # Safety
+///
 /// As for [`filters_in`].
 #[target_feature(enable = "avx512f,avx2")]
 pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 2], add: bool) {
@@ -393,7 +397,7 @@ pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 
         for j in 0..4 {
             let mut column = [_mm512_setzero_ps(); 4];
             for i in 0..4 {
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 column[i] = unsafe { _mm512_loadu_ps(sums.place(4 * i + j, out, first)) };
             }
             let column = filter_turned(column);
@@ -410,13 +414,13 @@ pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 
         }
         let (to, count) = (dw.wrapping_add((out * ins + first) * TAPS), (ins - first).min(LANES));
         let mut filters = sixteen_turned(taps);
-        // A filter that is read just after its neighbour was written would wait for that.
+        // All reads come before all writes: reading right after the adjacent filter was written would stall.
         for (i, line) in filters.iter_mut().enumerate().take(if add { count } else { 0 }) {
-            // SAFETY: the caller's word: the filter is there.
+            // SAFETY: the caller guarantees that the filter exists.
             *line = _mm512_add_ps(unsafe { _mm512_maskz_loadu_ps(OF_FILTER, to.wrapping_add(i * TAPS)) }, *line);
         }
         for (i, line) in filters.into_iter().enumerate().take(count) {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { _mm512_mask_storeu_ps(to.wrapping_add(i * TAPS), OF_FILTER, line) };
         }
     }

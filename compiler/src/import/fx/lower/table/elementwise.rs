@@ -1,11 +1,10 @@
-//! Operators that work element by element, one row each.
+//! Table of elementwise operators.
 
 use super::Row;
 use crate::import::fx::lower::elementwise as each;
 use crate::import::fx::lower::{function, random, scatter};
 use crate::op::{Binary, Compare, Unary};
 
-/// One element after the other.
 pub const ELEMENTWISE: &[Row] = &[
     ("abs", |s| each::unary(s, Unary::Abs)),
     ("neg", |s| each::unary(s, Unary::Neg)),

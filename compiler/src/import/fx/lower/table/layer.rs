@@ -1,11 +1,10 @@
-//! The layers and losses of a network, and gradients of layers, one row each.
+//! Table of layers, losses and gradient operators.
 
 use super::Row;
 use crate::import::fx::lower::resize::{self, Edge, Way};
 use crate::import::fx::lower::{attention, distance, gradient, linear, loss, norm, recurrent, window};
 use crate::op::{Activation, Gru, Lstm, Op, Rnn};
 
-/// What the layers of a network are.
 pub const LAYER: &[Row] = &[
     ("linear", linear::linear),
     ("matmul", |s| linear::matmul(s, "other")),

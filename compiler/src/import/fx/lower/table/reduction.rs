@@ -1,10 +1,9 @@
-//! Operators that join the elements of axes, or put them in order, one row each.
+//! Table of reductions, cumulative operators and sorting.
 
 use super::Row;
 use crate::import::fx::lower::{reduce, scan};
 use crate::op::{CumulativeKind, ReduceKind};
 
-/// Reductions, running sums and orders.
 pub const REDUCTION: &[Row] = &[
     ("sum", |s| reduce::reduce(s, ReduceKind::Sum)),
     ("mean", |s| reduce::reduce(s, ReduceKind::Mean)),

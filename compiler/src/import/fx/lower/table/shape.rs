@@ -1,11 +1,10 @@
-//! Operators that give elements another shape or place, and sources, one row each.
+//! Table of shape, movement, indexing and creation operators.
 
 use super::Row;
 use crate::import::fx::lower::slice::{Cut, split};
 use crate::import::fx::lower::{arrange, create, index, movement, random, scan, scatter, slice};
 use crate::op::ScatterKind;
 
-/// Shapes, parts, places and sources.
 pub const SHAPE: &[Row] = &[
     ("view", |s| movement::view(s, "size")),
     ("_unsafe_view", |s| movement::view(s, "size")),
