@@ -4,11 +4,11 @@
 //! bytes --import--> Graph --profile--> Profile --partition--> Plan --schedule--> Programs --simulate--> Timeline
 //! ```
 //!
-//! Nothing here starts a thread, reads a clock, knows a device or prints. Floors, from the ground up: `tensor`, `wording`;
-//! `cluster`; `op`; `graph`; `profile`, `pass`; `import`, `tensor_parallel`; `plan`; `schedule`; `simulate`; `partition`
-//! and `export`. A room imports only what stands below it.
+//! The crate starts no threads, reads no clock, depends on no device and prints nothing. Modules depend only on lower
+//! layers. From the bottom: `tensor`, `text`; `cluster`; `op`; `graph`; `profile`, `pass`; `import`, `tensor_parallel`;
+//! `plan`; `schedule`; `simulate`; `partition` and `export`.
 //!
-//! The whole road, for a model that is written out here; [`import::import::load`] reads one from a file:
+//! A complete example with an inline model; [`import::import::load`] reads one from a file:
 //!
 //! ```
 //! use compiler::cluster::read::gpus;

@@ -9,11 +9,10 @@
 //! 0B6
 //! ```
 //!
-//! An all-reduce is a reduce-scatter and an all-gather. Where ZeRO deals the optimizer's state to the replicas, the two stand apart:
-//! every replica steps the share of the parameters whose gradients it has, and the new version is gathered before it is used. Gradients
-//! go bucket by bucket as a backward makes them, parameters the other way round, as a forward needs them. Under ZeRO 3 an all-gather
-//! carries nothing: it tells that every replica has its share of the version, from where a forward and a backward gather what their
-//! ops read.
+//! An all-reduce is a reduce-scatter plus an all-gather. ZeRO separates the two: each replica steps the shard whose
+//! gradients it has, and the new version is all-gathered before use. Gradient buckets go in backward order, parameter
+//! buckets in forward order. Under ZeRO 3 an all-gather moves no data. It only signals that every replica has its
+//! shard; forward and backward then gather the weights op by op.
 //!
 //! ```text
 //! reduce-scatter 0 round 0 #4
