@@ -118,10 +118,10 @@ fn against_pipedream() -> String {
 fn large_profiles() -> String {
     let mut table = Table::new("Larger profiles, against their bound, ms per minibatch", &COLUMNS);
     for name in ["resnext50", "inception_v3", "nasnetamobile"] {
-        for (cost, told) in
+        for (cost, label) in
             [(CostModel::Paper, "paper"), (CostModel::Pipedream, "pipedream"), (CostModel::Pipec, "pipec")]
         {
-            let title = format!("{name} on 16:1.25GB/s, cost {told}");
+            let title = format!("{name} on 16:1.25GB/s, cost {label}");
             let Some(graph) = profile(name) else {
                 table.skipped(&title);
                 continue;
@@ -147,12 +147,12 @@ fn placements() -> String {
         let placement = dnn_partitioning::read(&text).expect("published instances can be read");
         let request = Request { anywhere, ..Request::default() };
         let (plan, spent) = spending(|| solve(&placement, &request).expect("published instances have a placement"));
-        let told = match (anywhere, has_cpu) {
+        let label = match (anywhere, has_cpu) {
             (true, _) => ", not contiguous",
             (false, true) => ", published with a CPU as one more device",
             (false, false) => "",
         };
-        row(&mut table, format!("{name}{told}"), Some(published), &plan, 1.0, spent);
+        row(&mut table, format!("{name}{label}"), Some(published), &plan, 1.0, spent);
     }
     table.text()
 }
@@ -173,7 +173,7 @@ fn random_graph(random: &mut Random) -> CostGraph {
 fn against_everything() -> String {
     let columns = ["cost", "graphs", "equal to the best", "worst ratio", "proven", "CPU-s", "CPU-s of everything"];
     let mut table = Table::new("Random graphs of up to 8 ops on up to 4 devices, against everything", &columns);
-    for (cost, told) in [(CostModel::Paper, "paper"), (CostModel::Pipedream, "pipedream"), (CostModel::Pipec, "pipec")]
+    for (cost, label) in [(CostModel::Paper, "paper"), (CostModel::Pipedream, "pipedream"), (CostModel::Pipec, "pipec")]
     {
         let (mut equal, mut worst, mut proven) = (0, 1.0f64, 0);
         let (mut ours_seconds, mut all_seconds) = (0.0, 0.0);
@@ -194,7 +194,7 @@ fn against_everything() -> String {
         }
         let percent = 100.0 * equal as f64 / GRAPHS as f64;
         table.row(&[
-            told.to_string(),
+            label.to_string(),
             GRAPHS.to_string(),
             format!("{percent:.1} %"),
             format!("{worst:.4}"),

@@ -45,7 +45,7 @@ impl Loss {
     pub fn default_of(graph: &Graph) -> Loss {
         let is_loss = |at: usize| match at {
             0 => graph.fact(graph.outputs[0].value).rank() == 0,
-            _ => loss::reads_more(graph, at),
+            _ => loss::reads_extra_inputs(graph, at),
         };
         if loss::own(graph).is_some_and(is_loss) { Loss::Output } else { Loss::CrossEntropy }
     }

@@ -81,7 +81,7 @@ fn a_batch_behind_another_axis_is_found_again() {
 
 /// Constants that depend on the exported batch size prevent a symbolic batch.
 #[test]
-fn what_is_left_of_the_batch_of_a_file_is_told() {
+fn remaining_fixed_batch_sizes_are_reported() {
     let fixed = |nodes: &[_], values: &[(&str, Tensor)]| {
         let mut main = graph(nodes, &[typed("x", F32, &[8, 3])], &["y"]);
         main.initializer = values.iter().map(|(name, tensor)| initializer(name, tensor)).collect();
@@ -90,7 +90,11 @@ fn what_is_left_of_the_batch_of_a_file_is_told() {
     let rows = [("rows", Tensor::from_i64(&[8], &[0, 1, 2, 3, 4, 5, 6, 7]))];
     let picked = fixed(&[node("Gather", &["x", "rows"], &["y"])], &rows);
     assert!(matches!(picked.batch, Batch::Fixed { size: Some(8), .. }), "{:?}", picked.batch);
-    assert!(picked.warnings.iter().any(|told| told.contains("picks samples by numbers")), "{:?}", picked.warnings);
+    assert!(
+        picked.warnings.iter().any(|warning| warning.contains("picks samples by numbers")),
+        "{:?}",
+        picked.warnings
+    );
     let table = [("table", Tensor::from_f32(&[5, 8], &[0.5; 40])), ("some", Tensor::from_f32(&[], &[0.0]))];
     let nodes = [
         with(node("ReduceSum", &["x"], &["sum"]), int("keepdims", 0)),
@@ -100,7 +104,7 @@ fn what_is_left_of_the_batch_of_a_file_is_told() {
     ];
     let closed = fixed(&nodes, &table);
     assert!(matches!(closed.batch, Batch::Fixed { size: Some(8), .. }), "{:?}", closed.batch);
-    assert!(closed.warnings.iter().any(|told| told.contains("8 rows for every batch")), "{:?}", closed.warnings);
+    assert!(closed.warnings.iter().any(|warning| warning.contains("8 rows for every batch")), "{:?}", closed.warnings);
     for (divisor, is_told) in [(8.0, true), (6.0, false)] {
         let nodes = [
             with(node("ReduceSum", &["x"], &["sum"]), int("keepdims", 0)),
@@ -109,7 +113,7 @@ fn what_is_left_of_the_batch_of_a_file_is_told() {
         ];
         let counted = fixed(&nodes, &[("count", Tensor::from_f32(&[], &[divisor]))]);
         assert!(matches!(counted.batch, Batch::Symbol { .. }));
-        let told = counted.warnings.iter().any(|told| told.contains("divides a sum over the batch by 8"));
-        assert_eq!(told, is_told, "{:?}", counted.warnings);
+        let warning = counted.warnings.iter().any(|warning| warning.contains("divides a sum over the batch by 8"));
+        assert_eq!(warning, is_told, "{:?}", counted.warnings);
     }
 }

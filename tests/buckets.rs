@@ -86,7 +86,7 @@ fn the_fastest_size_is_found() {
 }
 
 #[test]
-fn buckets_of_another_stage_are_told() {
+fn buckets_of_another_stage_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);

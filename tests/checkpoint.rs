@@ -18,7 +18,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::checkpoint::barrier::Gate;
+use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::find::{self, Found};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::{Policy, Staleness, Statistics};
@@ -170,7 +170,7 @@ fn what_is_done_beside_goes_on() {
 }
 
 #[test]
-fn a_run_that_is_told_to_stop_leaves_a_checkpoint_to_go_on_from() {
+fn a_stopped_run_leaves_a_resumable_checkpoint() {
     let newest = Policy { staleness: Staleness::Predict, ..Policy::default() };
     for (schedule, replicas, microbatches, policy) in [
         (Schedule::OneFOneB, &[1, 1, 1][..], 2, Policy::default()),
@@ -189,7 +189,7 @@ fn a_run_that_is_told_to_stop_leaves_a_checkpoint_to_go_on_from() {
         // The stop arrives at any time; here when some worker starts a minibatch.
         for _ in 0..3 {
             let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
-            let gate = Gate::new(&stop, period(&ready.prepared.program), 0);
+            let gate = MinibatchBarrier::new(&stop, period(&ready.prepared.program), 0);
             let first = std::thread::scope(|scope| {
                 let run = scope.spawn(|| ready.run(None, folder.path(), Some(&gate)));
                 stop.store(1, Ordering::Relaxed);

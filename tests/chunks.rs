@@ -64,17 +64,17 @@ fn programs_hold_what_plans_say() {
                 let problem = problem(chain(&times, 1000), spec, kind, chunks, microbatches);
                 let plan = planned(&problem).plan;
                 sound(&plan).unwrap();
-                let told = format!("{} {chunks} {spec} {microbatches}", kind.name());
-                assert_eq!(plan.schedule.chunks, chunks, "{told}");
+                let plan_error = format!("{} {chunks} {spec} {microbatches}", kind.name());
+                assert_eq!(plan.schedule.chunks, chunks, "{plan_error}");
                 let mut held: BTreeMap<&[u32], usize> = BTreeMap::new();
                 plan.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += 1);
-                assert!(held.values().all(|stages| *stages == chunks as usize), "{told}: {held:?}");
+                assert!(held.values().all(|stages| *stages == chunks as usize), "{plan_error}: {held:?}");
                 let shape = pipeline(&plan).unwrap();
                 let count = StepCount { minibatches: 2, microbatches };
                 let program = schedule(schedule_of(kind).unwrap(), &shape, count).unwrap();
                 check(&program).unwrap();
                 let caps: Vec<u32> = program.stages.iter().map(|stage| stage.cap).collect();
-                assert_eq!(caps, plan.schedule.in_flight, "{told}");
+                assert_eq!(caps, plan.schedule.in_flight, "{plan_error}");
             }
         }
     }
@@ -121,15 +121,15 @@ fn chunks_of_one_rank_share_its_memory() {
 }
 
 #[test]
-fn what_does_not_go_together_is_told() {
-    let told = |problem: &Problem| plan(problem, &PlannerOptions::default()).unwrap_err().to_string();
+fn incompatible_settings_are_reported() {
+    let plan_error = |problem: &Problem| plan(problem, &PlannerOptions::default()).unwrap_err().to_string();
     let graph = || chain(&[1.0; 12], 1);
-    assert!(told(&problem(graph(), "4:1GB/s", ScheduleKind::OneFOneB, 2, 4)).contains("interleaved"));
-    assert!(told(&problem(graph(), "4:1GB/s", ScheduleKind::Zbv, 3, 4)).contains('2'));
-    assert!(told(&problem(graph(), "4:1GB/s", ScheduleKind::Interleaved, 9, 4)).contains("9 chunks"));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", ScheduleKind::OneFOneB, 2, 4)).contains("interleaved"));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", ScheduleKind::Zbv, 3, 4)).contains('2'));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", ScheduleKind::Interleaved, 9, 4)).contains("9 chunks"));
     let mut unequal = problem(graph(), "4:1GB/s", ScheduleKind::Interleaved, 2, 4);
     unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
-    assert!(told(&unequal).contains("equal replicas"));
+    assert!(plan_error(&unequal).contains("equal replicas"));
     unequal.constraints.replicas = Some(vec![2, 2, 2, 2]);
     assert_eq!(planned(&unequal).plan.stages.len(), 4);
 }

@@ -142,9 +142,9 @@ fn a_published_profile_is_planned() {
     // Two heavy halves that replicate badly: 200 MB of parameters each, over a slow link.
     graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 200_000_000);
     let flags = ["partition", "chain.graph.txt", "--from", "pipedream", "--levels", "2:1GB/s"];
-    let told = done(at, &flags);
-    assert!(told.contains("stage  ops") && told.contains("wrote chain.plan.json"), "{told}");
-    assert!(told.contains("proven the fastest"), "{told}");
+    let output_text = done(at, &flags);
+    assert!(output_text.contains("stage  ops") && output_text.contains("wrote chain.plan.json"), "{output_text}");
+    assert!(output_text.contains("proven the fastest"), "{output_text}");
     let plan = json(&std::fs::read_to_string(at.join("chain.plan.json")).unwrap());
     assert_eq!(plan["schema"], "pipec.plan/1");
     assert_eq!(plan["stages"].as_array().unwrap().len(), 2);
@@ -176,8 +176,8 @@ fn a_published_profile_is_planned() {
 fn data_parallelism_is_said_first_where_it_wins() {
     let folder = tempfile::tempdir().unwrap();
     graph_txt(folder.path(), &[5.0, 7.0, 3.0], 8);
-    let told = done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4"]);
-    assert!(told.starts_with("Data parallelism over 4 devices is the answer"), "{told}");
+    let output_text = done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4"]);
+    assert!(output_text.starts_with("Data parallelism over 4 devices is the answer"), "{output_text}");
     let pinned =
         done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4", "--stages", "2,1,1", "--compare"]);
     assert!(pinned.starts_with("Data parallelism would be"), "{pinned}");
@@ -189,8 +189,8 @@ fn data_parallelism_is_said_first_where_it_wins() {
 fn nothing_fits_is_an_explained_no() {
     let folder = tempfile::tempdir().unwrap();
     graph_txt(folder.path(), &[5.0, 5.0, 5.0, 5.0], 1_000_000_000);
-    let told = fails(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
-    let (_, after) = told.split_once("`--memory ").unwrap();
+    let output_text = fails(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
+    let (_, after) = output_text.split_once("`--memory ").unwrap();
     let limit = after.split_once('`').unwrap().0;
     done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--memory", limit]);
 }
@@ -277,16 +277,20 @@ fn every_time_is_that_of_a_minibatch() {
     let flags = ["partition", "chain.graph.txt", "--gpus", "2", "--stages", "1,1", "--microbatches", "4"];
     // 4 micro-batches of 10 ms plus one to drain, against 4 of 20 ms on one device, or 4 of 10 ms data-parallel.
     for cost in ["paper", "pipec"] {
-        let told = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare", "--cost", cost]].concat());
-        assert!(told.starts_with("Data parallelism would be 1.25"), "{told}");
+        let output_text = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare", "--cost", cost]].concat());
+        assert!(output_text.starts_with("Data parallelism would be 1.25"), "{output_text}");
         assert!(
-            told.contains("predicted      50.0") && told.contains("one device     80.00 ms per minibatch"),
-            "{told}"
+            output_text.contains("predicted      50.0")
+                && output_text.contains("one device     80.00 ms per minibatch"),
+            "{output_text}"
         );
-        assert!(told.contains("this plan is 1.60 times") || told.contains("this plan is 1.6"), "{told}");
         assert!(
-            told.contains("in steady state") == (cost == "paper") && !told.contains("\nuniform         "),
-            "{told}"
+            output_text.contains("this plan is 1.60 times") || output_text.contains("this plan is 1.6"),
+            "{output_text}"
+        );
+        assert!(
+            output_text.contains("in steady state") == (cost == "paper") && !output_text.contains("\nuniform         "),
+            "{output_text}"
         );
     }
     let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
@@ -339,7 +343,7 @@ fn constraints_and_objectives_of_plans() {
 }
 
 #[test]
-fn costs_of_another_device_are_told() {
+fn costs_of_another_device_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     done(at, &["zoo", "mlp", "-o", "m.onnx"]);
@@ -362,19 +366,20 @@ fn costs_of_another_device_are_told() {
 }
 
 #[test]
-fn shared_parameters_are_told_before_training() {
+fn tied_parameters_are_reported_before_training() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     done(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
     assert!(done(at, &["inspect", "g.onnx"]).contains("wte.weight, read in 2 places"));
     let even = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
     // Both stages use the first stage's version, which no program states.
-    let told = text(&pipec(at, &even).stderr);
+    let output_text = text(&pipec(at, &even).stderr);
     assert!(
-        told.contains("stages 0 and 1 share the parameter `wte.weight`: all use it in the version that stage 0 has"),
-        "{told}"
+        output_text
+            .contains("stages 0 and 1 share the parameter `wte.weight`: all use it in the version that stage 0 has"),
+        "{output_text}"
     );
-    assert!(!told.contains("warning"), "{told}");
+    assert!(!output_text.contains("warning"), "{output_text}");
     done(at, &["train", "g.onnx", "--plan", "e.json", "--synthetic-data", "--steps", "3"]);
     // Copies on unequal replica counts cannot be kept equal.
     let flags = ["partition", "g.onnx", "--gpus", "3", "--stages", "2,1", "--micro-batch", "4", "-o", "p.json"];
@@ -409,15 +414,15 @@ fn training_takes_what_users_have() {
     write("d.npz", [("data".to_string(), x.clone()), ("y".to_string(), labels(2))].into());
     let train = ["train", "m.onnx", "--data", "d.npz", "--batch", "4", "--lr", "0.1", "--stages", "2,1"];
     let trained = pipec(at, &[&train[..], &["--freeze", "fc1*", "--save", "w.npz", "--metrics", "m.jsonl"]].concat());
-    let told = text(&trained.stderr);
-    assert_eq!(trained.status.code(), Some(0), "{told}");
+    let output_text = text(&trained.stderr);
+    assert_eq!(trained.status.code(), Some(0), "{output_text}");
     for part in [
         "array `data` is taken",
         "2 of 10 rows do not fill a minibatch of 4",
         "stage 0 has 2 replicas: one update averages 2 minibatches",
         "wrote w.npz (weights), m.jsonl (metrics)",
     ] {
-        assert!(told.contains(part), "{part}: {told}");
+        assert!(output_text.contains(part), "{part}: {output_text}");
     }
     // Frozen parameters keep their bits, the others change.
     done(at, &[&train[..], &["--freeze", "fc2*,fc3*", "--save", "v.npz"]].concat());
@@ -447,9 +452,12 @@ fn training_takes_what_users_have() {
     more.insert("bn.num_batches_tracked".to_string(), Tensor::from_i64(&[1], &[3]));
     more.remove("fc1.bias");
     write("more.npz", more);
-    let (code, told) = eval("more.npz");
-    assert_eq!(code, Some(0), "{told}");
-    assert!(told.contains("has no `bn.num_batches_tracked`") && told.contains("not have `fc1.bias`"), "{told}");
+    let (code, output_text) = eval("more.npz");
+    assert_eq!(code, Some(0), "{output_text}");
+    assert!(
+        output_text.contains("has no `bn.num_batches_tracked`") && output_text.contains("not have `fc1.bias`"),
+        "{output_text}"
+    );
     assert_eq!(eval("x.npz").0, Some(2));
     write("two.npz", [("a".to_string(), x.clone()), ("b".to_string(), x)].into());
     let missing = fails(at, 2, &["eval", "m.onnx", "--inputs", "two.npz", "-o", "out.npz"]);
@@ -461,8 +469,8 @@ fn what_does_not_fit_in_memory_is_refused_first() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     done(at, &["zoo", "mlp", "-o", "m.onnx"]);
-    let told = fails(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
-    assert!(told.contains("does not fit in memory") && told.contains("are available"), "{told}");
+    let output_text = fails(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
+    assert!(output_text.contains("does not fit in memory") && output_text.contains("are available"), "{output_text}");
 }
 
 #[test]
@@ -505,7 +513,7 @@ fn a_reader_that_goes_away_is_no_failure() {
 }
 
 #[test]
-fn hostile_names_do_not_reach_the_terminal() {
+fn control_characters_in_names_are_escaped() {
     let Some(hostile) = data("hostile/onnx") else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| hostile.join(name).display().to_string();
@@ -528,19 +536,19 @@ fn hostile_names_do_not_reach_the_terminal() {
 
 /// An inference plan does not suggest training; a comparison states on how many devices chunks run.
 #[test]
-fn a_plan_is_told_for_what_it_is() {
+fn a_plan_summary_states_its_estimates() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     done(at, &["zoo", "mlp", "-o", "m.onnx"]);
     let answers = done(at, &["partition", "m.onnx", "--gpus", "2", "--schedule", "inference"]);
     assert!(answers.contains("next: pipec simulate") && !answers.contains("pipec train"), "{answers}");
     let flags = ["--gpus", "2", "--schedule", "zbv", "--microbatches", "8", "--compare"];
-    let told = done(at, &[&["partition", "m.onnx"][..], &flags].concat());
-    assert!(told.contains("pipec train"), "{told}");
-    let row = |name: &str| told.lines().find(|line| line.starts_with(name)).unwrap().to_string();
-    assert!(row("pipec  ").contains("1-1-1-1 on 2 devices"), "{told}");
-    assert!(!row("uniform  ").contains(" on "), "{told}");
-    assert!(told.contains("candidates of one stage on each device are no zbv"), "{told}");
+    let output_text = done(at, &[&["partition", "m.onnx"][..], &flags].concat());
+    assert!(output_text.contains("pipec train"), "{output_text}");
+    let row = |name: &str| output_text.lines().find(|line| line.starts_with(name)).unwrap().to_string();
+    assert!(row("pipec  ").contains("1-1-1-1 on 2 devices"), "{output_text}");
+    assert!(!row("uniform  ").contains(" on "), "{output_text}");
+    assert!(output_text.contains("candidates of one stage on each device are no zbv"), "{output_text}");
 }
 
 #[test]
@@ -566,11 +574,11 @@ fn optimizers_are_called_the_same_by_all_verbs() {
     same(&["--optimizer", "sgd-momentum", "--momentum", "0"], &["--optimizer", "sgd"]);
     assert!(planned(&["--optimizer", "sgd-momentum"]) != planned(&["--optimizer", "sgd"]));
     for verb in [&["train", "m.onnx", "--synthetic-data"][..], &["partition", "m.onnx", "--gpus", "2"]] {
-        let told = fails(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
-        assert!(told.contains("help: it belongs to `--optimizer sgd` and `rmsprop`"), "{told}");
+        let output_text = fails(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
+        assert!(output_text.contains("help: it belongs to `--optimizer sgd` and `rmsprop`"), "{output_text}");
     }
-    let told = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--dtype", "bf16"]);
-    assert!(told.contains("`pipec train --plan FILE --dtype bf16`"), "{told}");
+    let output_text = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--dtype", "bf16"]);
+    assert!(output_text.contains("`pipec train --plan FILE --dtype bf16`"), "{output_text}");
 }
 
 #[test]
@@ -580,16 +588,16 @@ fn devices_without_a_stage_are_named() {
     graph_txt(folder, &[3.0; 4], 4000);
     let flags =
         ["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "5", "--stages", "1,2", "-o", "p.json"];
-    let told = done(folder, &flags);
-    assert!(told.contains("idle           2 of 5 devices, on which no stage stands: 3-4\n"), "{told}");
+    let output_text = done(folder, &flags);
+    assert!(output_text.contains("idle           2 of 5 devices, on which no stage stands: 3-4\n"), "{output_text}");
     let text = std::fs::read_to_string(folder.join("p.json")).unwrap();
     assert_eq!(json(&text)["cluster"]["idle"], serde_json::json!([3, 4]));
     let mut wrong = json(&text);
     wrong["cluster"]["idle"] = serde_json::json!([2, 4]);
     std::fs::write(folder.join("wrong.json"), wrong.to_string()).unwrap();
-    let told = pipec(folder, &["plan", "check", "wrong.json"]);
-    assert_eq!(told.status.code(), Some(1));
-    assert!(text_of(&told).contains("cluster.idle"), "{}", text_of(&told));
+    let output_text = pipec(folder, &["plan", "check", "wrong.json"]);
+    assert_eq!(output_text.status.code(), Some(1));
+    assert!(text_of(&output_text).contains("cluster.idle"), "{}", text_of(&output_text));
     let all = done(
         folder,
         &["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "3", "--stages", "1,2", "-o", "p.json"],

@@ -31,7 +31,7 @@ use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Settings, prepare};
 use runtime::train::run::{TrainJob, Trained, feeds, train};
-use runtime::train::tensor_parallel::{prepare_shared, train_shared};
+use runtime::train::tensor_parallel::{prepare_shared, train_tensor_parallel};
 use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -179,7 +179,7 @@ impl Set {
         };
         let trained = match degree {
             1 => train(&training, &mut |_| {}).unwrap(),
-            _ => train_shared(&training, &layouts, degree as usize, &mut |_| {}).unwrap(),
+            _ => train_tensor_parallel(&training, &layouts, degree as usize, &mut |_| {}).unwrap(),
         };
         (trained, prepared.codes.iter().map(|code| code.arena_bytes as u64).collect())
     }
@@ -209,14 +209,14 @@ fn all_go_together() {
             let held = trained.held_bytes.chunks(of.replicas as usize).map(|of_stage| of_stage.iter().max().unwrap());
             for ((stage, held), arena) in plan.stages.iter().zip(held).zip(arenas) {
                 let said = stage.memory.total;
-                let told = format!("stage {} holds {held} B of {said} planned", stage.id.0);
+                let message = format!("stage {} holds {held} B of {said} planned", stage.id.0);
                 let arenas = format!("an arena of {arena} B of {}", stage.memory.workspace);
-                println!("  {told}, {arenas}: {:.3}", *held as f64 / said as f64);
+                println!("  {message}, {arenas}: {:.3}", *held as f64 / said as f64);
                 // On models this small, arena sizes are planned less accurately than replicated state. Planned memory
                 // need not be used at one time: terms of one parameter are added when nothing else is allocated.
                 let known = said - stage.memory.workspace + arena;
                 let expected = (known - set.tied()) / 100 * 95..=known.max(said) / 100 * 105;
-                assert!(expected.contains(held), "{name} {of:?}: {told}, {known} with its arena");
+                assert!(expected.contains(held), "{name} {of:?}: {message}, {known} with its arena");
                 all += 1;
                 near += u32::from(held.abs_diff(said) <= said / 20);
             }
@@ -246,11 +246,11 @@ fn two_rounds_are_open_without_a_flush() {
             let (trained, _) = set.trained(&plan);
             for (stage, held) in plan.stages.iter().zip(trained.held_bytes.chunks(2)) {
                 let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
-                let told = format!("{:?} {of:?}: stage {} holds {held} B of {said} planned", order.1, stage.id.0);
-                println!("{told}: {:.3}", *held as f64 / said as f64);
+                let message = format!("{:?} {of:?}: stage {} holds {held} B of {said} planned", order.1, stage.id.0);
+                println!("{message}: {:.3}", *held as f64 / said as f64);
                 // Thread scheduling determines how far replicas drift apart, and how much of two rounds is allocated at
                 // once.
-                assert!((said / 100 * 75..=said / 100 * 105).contains(held), "{told}");
+                assert!((said / 100 * 75..=said / 100 * 105).contains(held), "{message}");
             }
         }
     }

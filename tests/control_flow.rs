@@ -48,8 +48,8 @@ fn an_open_condition_between_shapes_needs_its_value() {
     let no = graph(&[node("Neg", &["x"], &["r"])], &[], &["r"]);
     let branch = with(with(node("If", &["c"], &["y"]), subgraph("then_branch", yes)), subgraph("else_branch", no));
     let model = main_graph(&[branch], &[typed("x", F32, &[2]), typed("c", BOOL, &[])], &[]);
-    let told = refused(&model);
-    assert!(told.contains("node `If_0` (If)") && told.contains("follows from the graph inputs `c`"), "{told}");
+    let message = refused(&model);
+    assert!(message.contains("node `If_0` (If)") && message.contains("follows from the graph inputs `c`"), "{message}");
     let data = [("x", f32s(&[1.0, 2.0])), ("c", Tensor::from_bool(&[], &[true]))];
     let (results, taken) = answers(&model, &data).unwrap();
     assert_eq!((results[0].to_f64(), taken), (vec![1.0, 2.0, 1.0, 2.0], vec!["c".to_string()]));
@@ -104,8 +104,8 @@ fn loops_turn_as_often_as_they_say() {
 
 #[test]
 fn a_loop_without_end_is_refused() {
-    let told = refused(&summing_model("", "yes", "same", 0));
-    assert!(told.contains("a loop of more than 65536 nodes when it is written out is not supported"), "{told}");
+    let message = refused(&summing_model("", "yes", "same", 0));
+    assert!(message.contains("a loop of more than 65536 nodes when it is written out is not supported"), "{message}");
 }
 
 #[test]
@@ -157,8 +157,8 @@ fn sequences_live_while_importing() {
         [("w", f32s(&[7.0])), ("first", Tensor::from_i64(&[], &[0])), ("last", Tensor::from_i64(&[], &[-1]))];
     let model = main_graph(&nodes, &[typed("x", F32, &[2])], &constants);
     assert_eq!(answer(&model, &[("x", f32s(&[1.0, 2.0]))]), [7.0, 1.0, 2.0]);
-    let told = refused(&main_graph(&[node("SequenceConstruct", &["x"], &["y"])], &[typed("x", F32, &[2])], &[]));
-    assert!(told.contains("graph output `y`: a sequence in place of a tensor"), "{told}");
+    let message = refused(&main_graph(&[node("SequenceConstruct", &["x"], &["y"])], &[typed("x", F32, &[2])], &[]));
+    assert!(message.contains("graph output `y`: a sequence in place of a tensor"), "{message}");
 }
 
 #[test]
@@ -167,6 +167,6 @@ fn a_subgraph_that_does_not_hold_together_is_refused() {
     let branch =
         with(with(node("If", &["c"], &["y"]), subgraph("then_branch", ring.clone())), subgraph("else_branch", ring));
     let truth = Tensor::from_bool(&[], &[true]);
-    let told = refused(&main_graph(&[branch], &[typed("x", F32, &[2])], &[("c", truth)]));
-    assert!(told.contains("node `If_0` (If): in its subgraph, cycle"), "{told}");
+    let message = refused(&main_graph(&[branch], &[typed("x", F32, &[2])], &[("c", truth)]));
+    assert!(message.contains("node `If_0` (If): in its subgraph, cycle"), "{message}");
 }

@@ -207,7 +207,7 @@ fn what_a_tool_cannot_carry_is_refused() {
 }
 
 #[test]
-fn usage_is_told() {
+fn usage_errors_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     gpt(folder, &[]);

@@ -71,7 +71,7 @@ fn a_function_has_an_operator_set_of_its_own() {
 }
 
 #[test]
-fn overloads_are_told_apart() {
+fn overloads_are_distinguished() {
     let overloaded = |name: &str, op: &str| FunctionProto {
         overload: Some(name.into()),
         ..function("F", &[node(op, &["x"], &["y"])], &["x"], &["y"])
@@ -83,14 +83,14 @@ fn overloads_are_told_apart() {
 }
 
 #[test]
-fn what_a_body_lacks_is_told_with_its_place() {
+fn missing_body_parts_are_located() {
     let strange = function("F", &[node("Nothing", &["x"], &["y"])], &["x"], &["y"]);
-    let told = refused(&calling(vec![strange], local(node("F", &["x"], &["y"]))));
-    assert!(told.contains("unsupported operators: Nothing"), "{told}");
+    let message = refused(&calling(vec![strange], local(node("F", &["x"], &["y"]))));
+    assert!(message.contains("unsupported operators: Nothing"), "{message}");
     let unfit =
         function("F", &[node("MatMul", &["x", "x", "x"], &["z"]), node("Gemm", &["x"], &["y"])], &["x"], &["y"]);
-    let told = refused(&calling(vec![unfit], local(node("F", &["x"], &["y"]))));
-    assert!(told.contains("node `F_0/Gemm_1` (Gemm): input 1 is missing"), "{told}");
+    let message = refused(&calling(vec![unfit], local(node("F", &["x"], &["y"]))));
+    assert!(message.contains("node `F_0/Gemm_1` (Gemm): input 1 is missing"), "{message}");
     // A call nesting too deep for the stack.
     let name = |level: usize| format!("F{level}");
     let chain = (0..5000).map(|level| {
@@ -98,6 +98,6 @@ fn what_a_body_lacks_is_told_with_its_place() {
             if level == 4999 { node("Relu", &["x"], &["y"]) } else { local(node(&name(level + 1), &["x"], &["y"])) };
         function(&name(level), &[next], &["x"], &["y"])
     });
-    let told = refused(&calling(chain.collect(), local(node("F0", &["x"], &["y"]))));
-    assert!(told.contains("a nest of functions and subgraphs deeper than 64"), "{told}");
+    let message = refused(&calling(chain.collect(), local(node("F0", &["x"], &["y"]))));
+    assert!(message.contains("a nest of functions and subgraphs deeper than 64"), "{message}");
 }

@@ -57,7 +57,7 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
 
 /// Under ZeRO 3 no version is gathered as a whole, and a replica releases its shard after its last backward of a round.
 #[test]
-fn shares_of_weights_are_only_told_of() {
+fn unsharded_weights_have_no_shard_commands() {
     let text = SHARES.replace("zero=1", "zero=3");
     let program: Program = text.parse().unwrap();
     check(&program).unwrap();
@@ -73,7 +73,7 @@ fn shares_of_weights_are_only_told_of() {
 }
 
 #[test]
-fn mistakes_with_shares_are_told_where_they_are() {
+fn shard_errors_are_located() {
     let lines: [(&str, &str, &str); 10] = [
         ("    recompute 0F1\n    0B1\n", "    0B1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
         ("    recompute 0F1\n", "    recompute 0F1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
@@ -90,10 +90,10 @@ fn mistakes_with_shares_are_told_where_they_are() {
         ("cap=1 zero=1", "cap=1 zero=9", "ZeRO has levels"),
         ("all-gather 0 v1 #1", "all-gather 0 v1 bucket 1 #1", "bucket 1 where bucket 0 is next"),
     ];
-    for (right, wrong, told) in lines {
+    for (right, wrong, expected) in lines {
         assert!(SHARES.contains(right));
         let text = SHARES.replacen(right, wrong, 1);
         let error = check(&text.parse().unwrap()).unwrap_err().to_string();
-        assert!(error.contains(told), "`{wrong}`: {error}");
+        assert!(error.contains(expected), "`{wrong}`: {error}");
     }
 }

@@ -15,12 +15,12 @@ use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
-use compiler::plan::check::verify::{check, reckon};
+use compiler::plan::check::verify::{check, evaluate};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{LevelPlacement, Plan, ScheduleKind, Stage, StageId};
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
-use compiler::profile::shared::SharedCosts;
+use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageSpec};
 use compiler::tensor::dim::Bindings;
@@ -36,7 +36,7 @@ use std::fs;
 use std::path::Path;
 
 /// Tensor-parallel costs: each op gets faster, or not.
-fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> SharedCosts {
+fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorParallelCosts {
     let mut shared = graph.clone();
     let mut meetings = Vec::new();
     for op in &mut shared.ops {
@@ -50,7 +50,7 @@ fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> SharedCost
     for param in &mut shared.params {
         param.bytes /= if random.below(3) > 0 { u64::from(devices) } else { 1 };
     }
-    SharedCosts { devices, graph: shared, meetings }
+    TensorParallelCosts { devices, graph: shared, meetings }
 }
 
 /// The minimum time over linear stage cuts, replica counts and degrees.
@@ -83,7 +83,7 @@ fn extend(
         let mut plan = Plan { stages: stages.clone(), ..template.clone() };
         let (count, versions) = (stages.len(), if problem.schedule == ScheduleKind::TwoBw { 2 } else { 1 });
         (plan.schedule.in_flight, plan.schedule.weight_versions) = (vec![1; count], vec![versions; count]);
-        *best = best.min(reckon(problem, &plan).unwrap().minibatch_us);
+        *best = best.min(evaluate(problem, &plan).unwrap().minibatch_us);
         return;
     }
     for end in op + 1..=ops {

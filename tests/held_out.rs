@@ -76,7 +76,7 @@ fn held_out_rows_are_scored_and_not_trained_on() {
 }
 
 #[test]
-fn what_cannot_be_held_out_is_told() {
+fn invalid_held_out_data_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);

@@ -479,7 +479,7 @@ fn what_lies_behind_the_end_of_a_sequence_is_zero() {
 }
 
 #[test]
-fn local_responses_reach_over_neighbouring_channels() {
+fn lrn_spans_neighbouring_channels() {
     let float = |name: &str, value: f32| {
         let kind = Some(AttributeType::Float as i32);
         AttributeProto { name: Some(name.into()), r#type: kind, f: Some(value), ..Default::default() }

@@ -107,7 +107,7 @@ fn several_ways_in_and_out_are_planned() {
 }
 
 #[test]
-fn cuts_after_what_joins_are_told() {
+fn cuts_after_joins_are_reported() {
     let problem = |name: &str| {
         let mut problem = Problem::new(costs(&model()), levels("2:1GB/s").unwrap(), CostModel::Paper);
         problem.constraints.cut_after = Some(vec![name.to_string()]);
@@ -119,8 +119,8 @@ fn cuts_after_what_joins_are_told() {
         ["turned", "negated", "first", "layer"].iter().all(|name| first.iter().any(|held| held == name)),
         "{first:?}"
     );
-    let told = found.warnings.iter().find(|warning| warning.contains("negated")).unwrap();
-    assert!(told.contains("stands with `layer`"), "{told}");
+    let negated_warning = found.warnings.iter().find(|warning| warning.contains("negated")).unwrap();
+    assert!(negated_warning.contains("stands with `layer`"), "{negated_warning}");
     let id = problem("").graph.ops.iter().position(|op| op.name == "negated").unwrap();
     assert_eq!(with(&problem(&id.to_string()), Partitioner::Pipec).unwrap().plan.stages, found.stages);
     let plain = with(&problem("layer"), Partitioner::Pipec).unwrap().plan;

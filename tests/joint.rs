@@ -191,7 +191,7 @@ fn heavy() -> Network {
 
 /// Buffered operands survive other micro-batches' forwards in the arena.
 #[test]
-fn forwards_leave_what_is_put_by() {
+fn forwards_buffer_operands_for_batched_gradients() {
     let network = heavy();
     let run = |schedule: Schedule, joins: bool| {
         let mut prepared = prepared(&network, chain(&[1]), schedule, 8);
@@ -234,7 +234,7 @@ fn replicas_and_few_micro_batches() {
 
 /// Operand buffers and larger scratch are included in the plan.
 #[test]
-fn what_is_put_by_is_planned() {
+fn batch_buffers_are_in_the_memory_plan() {
     let network = network();
     let attribution = attribute(&network.0, Learns::Loss(Loss::Mse, None)).unwrap();
     let mut costs = cost_graph(&network.0, &attribution);

@@ -16,12 +16,12 @@ fn only_the_inputs_that_must_be_constants_become_some() {
     let mut main = graph(&nodes, &inputs, &["y"]);
     main.initializer = vec![initializer("one", &Tensor::from_i64(&[], &[1]))];
     let model = model(18, main);
-    let told = refused(&model);
+    let message = refused(&model);
     assert!(
-        told.contains(
+        message.contains(
             "node `Reshape_1` (Reshape): the shape must be a constant, but follows from the graph inputs `m`"
         ),
-        "{told}"
+        "{message}"
     );
     let x: Vec<f32> = (0..6).map(|v| v as f32).collect();
     let data = [("x", f32s(&x)), ("m", i64s(&[1, 2])), ("k", f32s(&[2.0]))];
@@ -38,8 +38,8 @@ fn a_value_of_another_shape_is_refused() {
         18,
         graph(&[node("Reshape", &["x", "m"], &["y"])], &[typed("x", F32, &[6]), typed("m", I64, &[2])], &["y"]),
     );
-    let told = answers(&model, &[("x", f32s(&[0.0; 6])), ("m", Tensor::from_i64(&[1, 2], &[2, 3]))]).unwrap_err();
-    assert!(told.contains("input `m` is i64[2], the value given is i64[1, 2]"), "{told}");
+    let message = answers(&model, &[("x", f32s(&[0.0; 6])), ("m", Tensor::from_i64(&[1, 2], &[2, 3]))]).unwrap_err();
+    assert!(message.contains("input `m` is i64[2], the value given is i64[1, 2]"), "{message}");
 }
 
 #[test]

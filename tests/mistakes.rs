@@ -98,14 +98,14 @@ fn every_message_says_what_to_do() {
         let page = play(&path, folder.path(), &[("PORT", port.clone())]);
         for mistake in page.split("\n## ").skip(1) {
             mistakes += 1;
-            let told = mistake.split("```").filter(|block| block.starts_with("console")).collect::<String>();
-            let count = |start: &str| told.lines().filter(|line| line.starts_with(start)).count();
+            let console_text = mistake.split("```").filter(|block| block.starts_with("console")).collect::<String>();
+            let count = |start: &str| console_text.lines().filter(|line| line.starts_with(start)).count();
             let is_warned = count("warning: ") > 0;
-            let is_usage = told.contains("For more information, try '--help'.");
+            let is_usage = console_text.contains("For more information, try '--help'.");
             let says_what_to_do = is_usage || is_warned || count("help: ") == 1;
-            let code = told.trim_end().lines().last().unwrap_or_default();
+            let code = console_text.trim_end().lines().last().unwrap_or_default();
             let codes = if count("error: ") == 1 { &["1", "2", "3"][..] } else { &["0"] };
-            let ends = told.contains("$ echo $?") && codes.contains(&code);
+            let ends = console_text.contains("$ echo $?") && codes.contains(&code);
             if count("error: ") > 1 || count("error: ") == 0 && !is_warned || !says_what_to_do || !ends {
                 wrong.push(mistake.to_string());
             }

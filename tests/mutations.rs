@@ -6,7 +6,7 @@
 #[path = "fuzz/src/meet.rs"]
 mod meet;
 
-use meet::Reached;
+use meet::FuzzStage;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -90,7 +90,7 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
 }
 
 /// Runs a case and checks its resources; a panic states how to repeat it.
-fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> Reached) -> Reached {
+fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> FuzzStage) -> FuzzStage {
     let (before, started) = (LIVE.load(Relaxed), Instant::now());
     PEAK.store(before, Relaxed);
     let reached = catch_unwind(|| run(input));
@@ -108,7 +108,7 @@ fn damaged_models_are_refused_or_planned() {
     let seeds = meet::seeds();
     for (format, bytes) in &seeds {
         let run = if *format == "onnx" { meet::onnx_bytes } else { meet::pt2_zip };
-        assert_eq!(run(bytes), Reached::Planned, "an undamaged seed is planned");
+        assert_eq!(run(bytes), FuzzStage::Planned, "an undamaged seed is planned");
     }
     let mut reached = [[0u64; 3]; 4];
     for seed in start..start + count {
@@ -116,7 +116,7 @@ fn damaged_models_are_refused_or_planned() {
         let (format, bytes) = &seeds[random.below(seeds.len())];
         let mut bytes = bytes.clone();
         damage(&mut bytes, &mut random);
-        let (at, run): (usize, fn(&[u8]) -> Reached) =
+        let (at, run): (usize, fn(&[u8]) -> FuzzStage) =
             if *format == "onnx" { (0, meet::onnx_bytes) } else { (1, meet::pt2_zip) };
         reached[at][case(format, seed, &bytes, run) as usize] += 1;
         let decisions: Vec<u8> = (0..8 + random.below(120)).map(|_| random.next() as u8).collect();

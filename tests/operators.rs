@@ -222,8 +222,8 @@ fn sizes_that_depend_on_values_are_those_of_the_data() {
     let outputs = run(node("Unique", &["x"], &["y", "i"]), &[int("sorted", 0)], std::slice::from_ref(&x));
     assert_eq!(outputs[0].to_f64(), [0.0, 3.0, 1.0]);
     let model = model(22, graph(&[node("NonZero", &["x"], &["y"])], &[typed("x", F32, &[2, 2])], &["y"]));
-    let told = refused(&model);
-    assert!(told.contains("must be a constant, but follows from the graph inputs `x`"), "{told}");
+    let message = refused(&model);
+    assert!(message.contains("must be a constant, but follows from the graph inputs `x`"), "{message}");
 }
 
 #[test]
@@ -301,14 +301,14 @@ fn an_index_outside_its_axis_is_refused_though_the_tensor_is_larger() {
         answers(&model(22, graph(&[node], &inputs, &["y"])), &[x.clone(), ("i", index)]).unwrap_err()
     };
     for outside in [2, 3, -3] {
-        let told = refused("GatherElements", 1, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
-        assert!(told.contains("index"), "{told}");
-        let told = refused("GatherND", 0, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
-        assert!(told.contains("index"), "{told}");
+        let message = refused("GatherElements", 1, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
+        assert!(message.contains("index"), "{message}");
+        let message = refused("GatherND", 0, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
+        assert!(message.contains("index"), "{message}");
     }
     // Three index columns for two tensor columns.
-    let told = refused("GatherElements", 0, Tensor::from_i64(&[1, 3], &[0, 1, 1]), &[1, 3]);
-    assert!(told.contains("3 rows at axis 1"), "{told}");
+    let message = refused("GatherElements", 0, Tensor::from_i64(&[1, 3], &[0, 1, 1]), &[1, 3]);
+    assert!(message.contains("3 rows at axis 1"), "{message}");
 }
 
 #[test]

@@ -88,7 +88,7 @@ fn plans_on_two_classes_tie_the_search_through_everything() {
 }
 
 #[test]
-fn what_memory_rules_out_is_told_without_a_walk() {
+fn infeasible_memory_needs_no_search() {
     let mut refused = 0;
     for seed in 0..24u64 {
         let mut random = Random(120_000 + seed);
@@ -133,7 +133,7 @@ fn keeps_its_word(name: &str, bytes: u64, is_flat: bool, needs: impl Fn(u64) -> 
     for partitioner in partitioners.into_iter().take(1 + usize::from(is_flat)) {
         let less = if is_flat { bytes - 1 } else { bytes - bytes.div_ceil(100) };
         match with(&needs(less), partitioner) {
-            Err(PlanError::Infeasible { .. } | PlanError::TooSmall(_)) => {}
+            Err(PlanError::Infeasible { .. } | PlanError::DeviceMemory(_)) => {}
             // Too large for exhaustive search.
             Err(PlanError::Problem(ProblemError::TooLarge { .. })) => {}
             other => panic!("{name}: {less} of {bytes} do: {partitioner:?} {other:?}"),
@@ -142,7 +142,7 @@ fn keeps_its_word(name: &str, bytes: u64, is_flat: bool, needs: impl Fn(u64) -> 
 }
 
 #[test]
-fn what_lacks_is_told_with_the_least_that_does() {
+fn infeasible_plans_report_the_smallest_feasible_setting() {
     let (mut limits, mut classes, mut every) = (0, 0, 0);
     for seed in 0..300 {
         let mut random = Random(130_000 + seed);
@@ -169,22 +169,22 @@ fn what_lacks_is_told_with_the_least_that_does() {
                     problem
                 });
             }
-            Err(PlanError::TooSmall(told)) => {
-                assert_eq!(told.smallest, told.memory + told.missing, "{name}");
+            Err(PlanError::DeviceMemory(message)) => {
+                assert_eq!(message.smallest, message.memory + message.missing, "{name}");
                 // No limit helps.
                 let mut free = problem.clone();
                 free.memory_limit = None;
-                assert!(matches!(with(&free, Partitioner::Pipec), Err(PlanError::TooSmall(_))), "{name}");
-                let Some(class) = told.class else {
+                assert!(matches!(with(&free, Partitioner::Pipec), Err(PlanError::DeviceMemory(_))), "{name}");
+                let Some(class) = message.class else {
                     every += 1;
                     continue;
                 };
                 classes += 1;
-                assert_eq!(problem.cluster.classes[class as usize].device.memory, Bytes(told.memory), "{name}");
-                keeps_its_word(&name, told.smallest, is_flat, |bytes| {
+                assert_eq!(problem.cluster.classes[class as usize].device.memory, Bytes(message.memory), "{name}");
+                keeps_its_word(&name, message.smallest, is_flat, |bytes| {
                     let mut problem = problem.clone();
                     hold(&mut problem, class, bytes);
-                    problem.memory_limit = told.limit.map(Bytes).or(problem.memory_limit);
+                    problem.memory_limit = message.limit.map(Bytes).or(problem.memory_limit);
                     problem
                 });
             }

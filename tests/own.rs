@@ -123,7 +123,7 @@ fn programs_are_read_back_and_run() {
 }
 
 #[test]
-fn what_is_wrong_is_told() {
+fn invalid_schedules_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     planned(folder);

@@ -4,7 +4,7 @@
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, bind::bind, order};
 use compiler::op::{BatchNorm, Emit, Input, MatMul, NodeId, Op, Parameter, State, Unary, Value};
-use compiler::pass::backward::{Arriving, Made, Read, backward};
+use compiler::pass::backward::{Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::fragments;
 use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::mixed_precision::mixed;
@@ -142,7 +142,7 @@ fn gradients(net: &Net, forward: &Weights, behind: &Weights, item: usize, size: 
     let mut whole = fragments(&graph, &place, 1).unwrap().remove(0);
     pipeline::forward(&mut whole).unwrap();
     let loss = whole.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
-    let back = backward(&whole, Some(loss), &Arriving::new()).unwrap();
+    let back = backward(&whole, Some(loss), &ReceivedGradients::new()).unwrap();
     let all = rows(net.dtype, (item + 1) * size / BATCH + 1);
     let rows = |name: &str, width: usize| {
         let bytes = all[name].dtype().size() * width * size;
@@ -165,7 +165,7 @@ fn gradients(net: &Net, forward: &Weights, behind: &Weights, item: usize, size: 
     }
     let made = evaluate(&back.graph, &second).unwrap();
     let mut sums = Weights::new();
-    for (of, output) in back.makes.iter().zip(&back.graph.outputs) {
+    for (of, output) in back.output_roles.iter().zip(&back.graph.outputs) {
         let Made::Parameter(term) = of else { continue };
         let Op::Parameter(p) = &whole.graph.node(whole.parameter_terms[*term].parameter).op else { continue };
         let term = made[&output.value].to_f64();

@@ -269,13 +269,13 @@ fn what_was_measured_once_is_not_measured_again() {
     let cache = Cache::new(&folder.path().join("made on demand"));
     for name in MODELS {
         let graph = zoo(name, 4);
-        let (mut first_told, mut second_told) = (Vec::new(), Vec::new());
+        let (mut first_told, mut second_messages) = (Vec::new(), Vec::new());
         let first = measured(&graph, Some(&cache), &mut first_told);
         assert_eq!(first.cache_fault, None);
         assert!(first.measured > 0 && first_told.len() == first.measured + 1, "{name}: {first_told:?}");
         assert!(first.kernels >= first.measured, "kernels that models share are measured once");
-        let second = measured(&graph, Some(&cache), &mut second_told);
-        assert_eq!((second.measured, second_told), (0, Vec::new()));
+        let second = measured(&graph, Some(&cache), &mut second_messages);
+        assert_eq!((second.measured, second_messages), (0, Vec::new()));
         assert_eq!(second.profile, first.profile);
         assert_eq!(from_json(&to_json(&first.profile).unwrap()).unwrap(), first.profile);
         let (sum, whole) = (first.profile.sum(), first.profile.whole.unwrap());

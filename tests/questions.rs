@@ -130,7 +130,7 @@ fn every_answer_is_sound_or_a_reason() {
                 infeasible += 1;
                 assert!(missing > 0 && smallest_limit == limit.saturating_add(missing), "{name}");
             }
-            Err(PlanError::TooSmall(small)) => {
+            Err(PlanError::DeviceMemory(small)) => {
                 infeasible += 1;
                 assert!(small.missing > 0 && small.smallest == small.memory.saturating_add(small.missing), "{name}");
             }

@@ -148,8 +148,8 @@ fn a_device_with_several_stages_holds_them_all() {
     assert!(text.contains("4 of 4 devices") && text.contains(">Stages 0, 4</text>"), "one bar a device");
     let total = |at: usize| plan["stages"][at]["memory"]["total"].as_u64().unwrap();
     let fullest = (0..4).map(|at| total(at) + total(at + 4)).max().unwrap();
-    let told = compiler::export::quantity::bytes(fullest);
-    assert!(text.contains(&format!("<dt>Fullest device</dt><dd>{told}<small>")), "{told}");
+    let fullest_device = compiler::export::quantity::bytes(fullest);
+    assert!(text.contains(&format!("<dt>Fullest device</dt><dd>{fullest_device}<small>")), "{fullest_device}");
 }
 
 #[test]
@@ -206,8 +206,9 @@ fn a_run_is_compared_with_its_own_plan() {
     for (cores, is_shared) in [(2, false), (1, true)] {
         value["total"]["cores"] = cores.into();
         fs::write(folder.join("m.jsonl"), format!("{steps}\n{value}\n")).unwrap();
-        let told = page(folder, &["--metrics", "m.jsonl"]).contains("The 2 workers of the run shared 1 core:");
-        assert_eq!(told, is_shared);
+        let fullest_device =
+            page(folder, &["--metrics", "m.jsonl"]).contains("The 2 workers of the run shared 1 core:");
+        assert_eq!(fullest_device, is_shared);
     }
     // Other stages, another model.
     let refused = |why: &str| {

@@ -365,7 +365,7 @@ fn an_older_checkpoint_that_fits_is_named() {
 }
 
 #[test]
-fn what_is_not_this_run_or_not_whole_is_told() {
+fn foreign_or_incomplete_checkpoints_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
@@ -536,7 +536,7 @@ fn a_run_that_diverges_keeps_what_was_good() {
 
 /// With a schedule that decays until the end, a longer run is a different one.
 #[test]
-fn a_rate_that_falls_to_the_end_is_told_where_the_end_is_another() {
+fn a_decay_to_another_end_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);

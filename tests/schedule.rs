@@ -472,7 +472,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
 
 /// Over a thousand mistakes of six kinds, each reported at its location, at its peer, or where it first has an effect.
 #[test]
-fn mistakes_are_told_where_they_are() {
+fn random_errors_are_located() {
     let mut found = [0; KINDS.len()];
     for seed in 0..4000 {
         let mut random = Random(seed);
@@ -485,10 +485,10 @@ fn mistakes_are_told_where_they_are() {
             CheckError::At { worker, at, .. } => (worker, *at),
             CheckError::End { worker, .. } => (worker, END),
         };
-        let is_told = |(worker, places): &(usize, RangeInclusive<usize>)| {
+        let is_match = |(worker, places): &(usize, RangeInclusive<usize>)| {
             *name == program.worker_name(WorkerId(*worker as u32)) && places.contains(&place)
         };
-        assert!(told.iter().any(is_told), "seed {seed}: {what} is told as: {error}; expected at {told:?}\n{program}");
+        assert!(told.iter().any(is_match), "seed {seed}: {what} is told as: {error}; expected at {told:?}\n{program}");
         found[kind] += 1;
     }
     println!("{:?}", KINDS.iter().zip(found).collect::<Vec<_>>());
@@ -496,7 +496,7 @@ fn mistakes_are_told_where_they_are() {
 }
 
 #[test]
-fn a_mistake_is_told_with_its_place() {
+fn errors_are_located() {
     let pipeline = Pipeline::balanced(&[1, 1], 2.0);
     let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(2)).unwrap();
     let text = program.to_string().replace("1B1@v1", "1B1");

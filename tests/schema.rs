@@ -228,9 +228,9 @@ fn files_and_answers_are_what_the_schemas_say() {
         assert_eq!(ended.status.code(), Some(code), "{line}");
         assert!(ended.stdout.is_empty(), "{line}");
         let said = String::from_utf8(ended.stderr).unwrap();
-        let told = parsed(said.lines().last().unwrap());
-        fits(&error, &told, &line);
-        assert_eq!(told["exit_code"], code, "{line}");
+        let parsed_output = parsed(said.lines().last().unwrap());
+        fits(&error, &parsed_output, &line);
+        assert_eq!(parsed_output["exit_code"], code, "{line}");
     }
 
     let program = schema("program");
@@ -250,9 +250,9 @@ fn what_verbs_answer_is_what_the_schema_of_answers_says() {
         let line = format!("{line} --format json -qq");
         let ended = Command::cargo_bin("pipec").unwrap().current_dir(at).args(line.split(' ')).output().unwrap();
         assert_eq!(ended.status.code(), Some(code), "{line}: {}", String::from_utf8_lossy(&ended.stderr));
-        let told = parsed(&String::from_utf8(ended.stdout).unwrap());
-        judge(&answers, &answers["$defs"][verb], &told, "").unwrap_or_else(|why| panic!("{line}: {why}"));
-        let mut without = told.as_object().unwrap().clone();
+        let parsed_output = parsed(&String::from_utf8(ended.stdout).unwrap());
+        judge(&answers, &answers["$defs"][verb], &parsed_output, "").unwrap_or_else(|why| panic!("{line}: {why}"));
+        let mut without = parsed_output.as_object().unwrap().clone();
         without.remove(answers["$defs"][verb]["required"][0].as_str().unwrap());
         assert!(judge(&answers, &answers["$defs"][verb], &json!(without), "").is_err(), "{line}");
     };

@@ -6,9 +6,9 @@ use std::path::Path;
 
 fn pipec(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let [told, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told}{said}");
-    (told, said)
+    let [message, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}{said}");
+    (message, said)
 }
 
 fn model(folder: &Path) {
@@ -81,20 +81,20 @@ fn what_leaves_nothing_to_find_is_refused() {
     let folder = folder.path();
     model(folder);
     let refused = |more: &[&str]| pipec(folder, 2, &[&ASKED[..], more].concat()).1;
-    let told = refused(&["--batch", "10", "--microbatches", "4"]);
-    assert!(told.contains("10 samples are not a multiple of 4"), "{told}");
-    let told = refused(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
-    assert!(told.contains("these make 8 samples"), "{told}");
-    let told = refused(&["--batch", "24", "--schedule", "inference"]);
-    assert!(told.contains("inference"), "{told}");
-    let told = refused(&["--batch", "24", "--objective", "latency"]);
-    assert!(told.contains("inference"), "{told}");
-    let told = refused(&["--microbatches", "2", "--schedule", "inference"]);
-    assert!(told.contains("inference"), "{told}");
-    let told = refused(&["--schedule", "auto", "--objective", "latency"]);
-    assert!(told.contains("`--objective latency` does not go with `--schedule auto`"), "{told}");
-    let told = refused(&["--schedule", "auto", "--cost", "paper"]);
-    assert!(told.contains("--cost paper"), "{told}");
+    let message = refused(&["--batch", "10", "--microbatches", "4"]);
+    assert!(message.contains("10 samples are not a multiple of 4"), "{message}");
+    let message = refused(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
+    assert!(message.contains("these make 8 samples"), "{message}");
+    let message = refused(&["--batch", "24", "--schedule", "inference"]);
+    assert!(message.contains("inference"), "{message}");
+    let message = refused(&["--batch", "24", "--objective", "latency"]);
+    assert!(message.contains("inference"), "{message}");
+    let message = refused(&["--microbatches", "2", "--schedule", "inference"]);
+    assert!(message.contains("inference"), "{message}");
+    let message = refused(&["--schedule", "auto", "--objective", "latency"]);
+    assert!(message.contains("`--objective latency` does not go with `--schedule auto`"), "{message}");
+    let message = refused(&["--schedule", "auto", "--cost", "paper"]);
+    assert!(message.contains("--cost paper"), "{message}");
 }
 
 /// Little memory leaves small micro-batches; infeasible ones share one line.
@@ -104,11 +104,11 @@ fn what_fits_is_found_where_most_does_not() {
     let folder = folder.path();
     model(folder);
     let asked = [&ASKED[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
-    let (told, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
-    assert!(told.contains(" combination"), "{told}");
-    let (_, told) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
-    let least = told.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
-    let least = least.unwrap_or_else(|| panic!("{told}"));
+    let (message, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
+    assert!(message.contains(" combination"), "{message}");
+    let (_, message) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
+    let least = message.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
+    let least = least.unwrap_or_else(|| panic!("{message}"));
     pipec(folder, 0, &[&asked[..], &[least]].concat());
 }
 

@@ -86,8 +86,8 @@ fn goes_on(folder: &Path, plan: &[&str], step: u32) {
 }
 
 #[test]
-fn whichever_process_is_told_all_end_behind_one_step() {
-    for (plan, told_at, (signal, name, code)) in [
+fn all_processes_end_after_the_same_step() {
+    for (plan, signalled, (signal, name, code)) in [
         (&["--stages", "1,2"][..], 0, ("TERM", "SIGTERM", 143)),
         (&["--stages", "1,1"], 1, ("INT", "SIGINT", 130)),
         (&["--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4"], 2, ("TERM", "SIGTERM", 143)),
@@ -100,7 +100,7 @@ fn whichever_process_is_told_all_end_behind_one_step() {
         let mut child = spawned(folder, &[&TRAIN, plan, &KEPT, &["--steps", "6000", "--processes"]]);
         begun(folder, &mut child);
         let pids = children(child.id());
-        send(signal, if told_at == 0 { child.id() } else { pids[told_at - 1] });
+        send(signal, if signalled == 0 { child.id() } else { pids[signalled - 1] });
         let (ended, told) = ended(child);
         assert_eq!(ended, Some(code), "{plan:?}: {told}");
         all_gone(&pids);
@@ -113,7 +113,7 @@ fn processes_that_are_started_by_hand_end_together() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
-    for told_at in [0, 1] {
+    for signalled in [0, 1] {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let address = format!("127.0.0.1:{port}");
         let plan = ["--stages", "1,1"];
@@ -123,7 +123,7 @@ fn processes_that_are_started_by_hand_end_together() {
         };
         let mut both = [start("0"), start("1")];
         begun(folder, &mut both[0]);
-        send("TERM", both[told_at].id());
+        send("TERM", both[signalled].id());
         let [(first, told), (second, other)] = both.map(ended);
         assert_eq!((first, second), (Some(143), Some(143)), "{told}{other}");
         assert_eq!(step(&told, "SIGTERM"), step(&other, "SIGTERM"));

@@ -80,7 +80,7 @@ fn a_reader_that_goes_away_is_no_failure() {
 }
 
 #[test]
-fn a_full_disk_is_told() {
+fn a_full_disk_is_reported() {
     let folder = prepared();
     if !Path::new("/dev/full").exists() {
         return println!("skipped: no /dev/full");

@@ -118,14 +118,14 @@ fn a_curve_is_of_one_schedule_and_one_size() {
     for schedule in ["gpipe", "1f1b"] {
         for items in [4, 8] {
             for samples in ["1 sample", "2 samples"] {
-                let told = format!("2 stages, {schedule}, {items} micro-batches, {samples}");
+                let label = format!("2 stages, {schedule}, {items} micro-batches, {samples}");
                 for name in ["throughput", "memory", "communication"] {
-                    assert!(picture(name).contains(&told), "{name}: no curve `{told}`");
+                    assert!(picture(name).contains(&label), "{name}: no curve `{label}`");
                 }
             }
         }
-        let told = format!("2 stages, 4 devices, {schedule}, 1 sample");
-        assert!(picture("bubble").contains(&told), "no curve `{told}`");
+        let label = format!("2 stages, 4 devices, {schedule}, 1 sample");
+        assert!(picture("bubble").contains(&label), "no curve `{label}`");
     }
     // Settings common to all rows are not labelled.
     swept(folder, &[&flags[..], &["--schedule", "gpipe", "--microbatches", "4"]].concat());

@@ -19,7 +19,7 @@ use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Settings, prepare};
 use runtime::train::run::{TrainJob, Trained, feeds, train};
-use runtime::train::tensor_parallel::{SharedError, prepare_shared, train_shared};
+use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared, train_tensor_parallel};
 use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -55,7 +55,12 @@ fn adam() -> Optimizer {
     Optimizer::from(rule)
 }
 
-fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(Trained, Layouts), SharedError> {
+fn run(
+    set: &Set,
+    replicas: &[u32],
+    devices: usize,
+    policy: &Policy,
+) -> Result<(Trained, Layouts), TensorParallelError> {
     let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
     let microbatches = if replicas.len() > 1 { 4 } else { 1 };
     let count = StepCount { minibatches: 10, microbatches };
@@ -87,7 +92,7 @@ fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(
     };
     let trained = match devices {
         1 => train(&training, &mut |_| {})?,
-        _ => train_shared(&training, &layouts, devices, &mut |_| {})?,
+        _ => train_tensor_parallel(&training, &layouts, devices, &mut |_| {})?,
     };
     Ok((trained, layouts))
 }

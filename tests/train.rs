@@ -6,7 +6,7 @@ mod drawn;
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Output, Writer, order};
 use compiler::op::{Binary, Emit, Input, MatMul, NodeId, Op, Parameter, Unary, Value};
-use compiler::pass::backward::{Arriving, Made, Read, backward};
+use compiler::pass::backward::{Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::fragments;
 use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::pipeline;
@@ -150,7 +150,7 @@ fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>
     let mut whole = fragments(&graph, &place, 1).unwrap().remove(0);
     pipeline::forward(&mut whole).unwrap();
     let loss = whole.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
-    let back = backward(&whole, Some(loss), &Arriving::new()).unwrap();
+    let back = backward(&whole, Some(loss), &ReceivedGradients::new()).unwrap();
     let mut given = weights.clone();
     given.extend(data.clone());
     let values = evaluate(&whole.graph, &given).unwrap();
@@ -161,7 +161,7 @@ fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>
     }
     let made = evaluate(&back.graph, &given).unwrap();
     let mut gradients = BTreeMap::new();
-    for (made_of, output) in back.makes.iter().zip(&back.graph.outputs) {
+    for (made_of, output) in back.output_roles.iter().zip(&back.graph.outputs) {
         let Made::Parameter(term) = made_of else { continue };
         let Op::Parameter(p) = &whole.graph.node(whole.parameter_terms[*term].parameter).op else { continue };
         gradients.insert(p.name.clone(), made[&output.value].to_f64());
@@ -418,7 +418,7 @@ fn a_gradient_without_a_rule_is_refused() {
     let graph = compiler::graph::bind::bind(&graph, &Bindings::from([("batch".to_string(), 4)])).unwrap();
     let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
     let whole = fragments(&graph, &place, 1).unwrap().remove(0);
-    let refused = backward(&whole, Some(whole.graph.outputs[0].value), &Arriving::new());
+    let refused = backward(&whole, Some(whole.graph.outputs[0].value), &ReceivedGradients::new());
     assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "the mean of a layer norm has no gradient rule");
 }
 

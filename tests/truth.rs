@@ -137,7 +137,7 @@ fn normalised(attributes: Vec<AttributeProto>, dropout: &[&str], opset: i64) -> 
 }
 
 #[test]
-fn nodes_in_inference_mode_are_told_and_turned_back() {
+fn inference_nodes_are_reported_and_restored() {
     let model = imported(normalised(vec![], &["n", "ratio"], 20), &Options::default()).unwrap();
     let want = [(Finding::InferenceBatchNorm, 1, "norm"), (Finding::InferenceDropout, 1, "drop")];
     assert_eq!(findings(&model), want);
@@ -184,7 +184,7 @@ fn before_there_was_a_training_mode_outputs_tell() {
 }
 
 #[test]
-fn a_folded_normalisation_is_told_and_cannot_come_back() {
+fn a_folded_batch_norm_is_reported_and_not_restored() {
     let parts = || {
         let mut conv = node("Conv", "fused", &["x", "k", "b"], &["y"], vec![]);
         conv.metadata_props.push(StringStringEntryProto {
@@ -226,7 +226,7 @@ fn shared_scale(modules: [&str; 2], scale: TensorProto) -> Vec<(Finding, usize, 
 }
 
 #[test]
-fn parameters_that_merely_start_equal_are_told_apart_from_shared_ones() {
+fn equal_initial_values_are_not_tied() {
     let ones = || floats("scale", &[8], |_| 1.0);
     assert_eq!(shared_scale(["a", "b"], ones()), [(Finding::Merged, 1, "scale".into())]);
     // One module that runs twice, or trained values: shared on purpose.
@@ -235,7 +235,7 @@ fn parameters_that_merely_start_equal_are_told_apart_from_shared_ones() {
 }
 
 #[test]
-fn two_tensors_with_the_values_of_a_tied_one_are_told() {
+fn two_candidates_for_a_tied_weight_are_reported() {
     let table = drawn("table", &[32, 8]);
     let turned = |name: &str| {
         let mut turned = floats(name, &[8, 32], |_| 0.0);
@@ -537,7 +537,7 @@ fn real_exports_for_training_raise_no_warning_and_have_all_parameters() {
 }
 
 #[test]
-fn real_exports_for_inference_are_told() {
+fn real_inference_exports_are_reported() {
     let Some(root) = data("models") else { return };
     for (name, kind, finding, count) in [
         ("resnet50", "dynamo_eval", Finding::FoldedBatchNorm, 53),

@@ -147,7 +147,7 @@ fn placements_from_anywhere_are_judged_by_their_own_rules() {
 }
 
 #[test]
-fn two_plans_are_told_apart() {
+fn two_plans_are_distinguished() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chain(folder);

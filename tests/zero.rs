@@ -133,11 +133,11 @@ fn shares_change_no_bits() {
             let run = Run { model: &model, replicas, schedule, count, optimizer, buckets, policy: Policy::default() };
             let whole = run.at(0);
             // If a replica has several micro-batches per round, ZeRO 2 and 3 add in another order.
-            let is_dealt_singly = replicas.iter().all(|r| *r == 1 || *r >= count.microbatches);
+            let is_one_per_replica = replicas.iter().all(|r| *r == 1 || *r >= count.microbatches);
             for level in 1..=MOST {
                 let what = format!("{name} {replicas:?} {schedule} zero {level}");
                 let shared = run.at(level);
-                match level == 1 || schedule.is_round_robin() || is_dealt_singly {
+                match level == 1 || schedule.is_round_robin() || is_one_per_replica {
                     true => assert_same(&whole, &shared, &what),
                     false => assert_near(&whole, &shared, &what),
                 }

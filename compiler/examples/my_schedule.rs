@@ -13,7 +13,7 @@
 use compiler::plan::StageId;
 use compiler::schedule::action::{Phase, Work};
 use compiler::schedule::check::verify::check;
-use compiler::schedule::custom::{OrderOfWork, program};
+use compiler::schedule::custom::{ComputeOrder, program};
 use compiler::schedule::formats::chart::chart;
 use compiler::schedule::formats::csv::csv;
 use compiler::schedule::semantics::StepCount;
@@ -26,7 +26,7 @@ struct Grouped {
     k: u32,
 }
 
-impl OrderOfWork for Grouped {
+impl ComputeOrder for Grouped {
     fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
         let groups = items.div_ceil(self.k);
         let of_group = |group: u32, part: Phase| {

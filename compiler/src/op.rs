@@ -56,8 +56,8 @@ use crate::tensor::view::{View, ViewMut};
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-pub use crate::op::sharding::{Group, PartSite, Sharding, SplitDim, Strategy};
-pub use rule::{Cost, Emit, FactError, KernelError, OpRule, Sample, Site, elements, moved};
+pub use crate::op::sharding::{Group, LocalContext, Sharding, SplitDim, Strategy};
+pub use rule::{BackwardContext, Cost, Emit, FactError, KernelError, OpRule, Sample, elements, moved};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -47,7 +47,7 @@ fn opened(found: &str, group: &str) -> String {
         Some(at) => found.split_at(at + 1),
         None => ("", found),
     };
-    let told = ["invalid type: ", "invalid value: ", "invalid length "].into_iter().find_map(|start| {
+    let reworded = ["invalid type: ", "invalid value: ", "invalid length "].into_iter().find_map(|start| {
         let rest = line.strip_prefix(start)?;
         Some(match rest {
             "map" => group.to_string(),
@@ -57,7 +57,7 @@ fn opened(found: &str, group: &str) -> String {
             _ => rest.strip_prefix("floating point").map_or(rest.to_string(), |rest| format!("number{rest}")),
         })
     });
-    before.to_string() + told.as_deref().unwrap_or(line)
+    before.to_string() + reworded.as_deref().unwrap_or(line)
 }
 
 fn named(expected: &str, group: &str) -> String {
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn no_type_is_named() {
-        for (text, told) in [
+        for (text, reworded) in [
             ("3", "integer `3`, expected an object at line 1 column 1"),
             ("{\"number\": -1}", "integer `-1`, expected a whole number from 0 to 4294967295 at line 1 column 13"),
             ("{\"number\": 1.5}", "number `1.5`, expected a whole number from 0 to 4294967295 at line 1 column 14"),
@@ -122,14 +122,14 @@ mod tests {
             ("{", "the file ends within an object at line 1 column 1"),
         ] {
             let error = serde_json::from_str::<Inner>(text).unwrap_err().to_string();
-            assert_eq!(plainly(&error, Format::Json), told, "{error}");
+            assert_eq!(plainly(&error, Format::Json), reworded, "{error}");
         }
     }
 
     #[test]
     fn what_was_found_stays() {
         let error = serde_json::from_str::<u32>("\"x, expected struct Y\"").unwrap_err().to_string();
-        let told = plainly(&error, Format::Toml);
-        assert!(told.starts_with("string \"x, expected struct Y\", expected a whole number"), "{told}");
+        let reworded = plainly(&error, Format::Toml);
+        assert!(reworded.starts_with("string \"x, expected struct Y\", expected a whole number"), "{reworded}");
     }
 }

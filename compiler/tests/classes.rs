@@ -163,7 +163,7 @@ fn nothing_beats_the_search_through_everything_and_the_planner_ties_it() {
         }
         let best = match with(&problem, Partitioner::Exhaustive) {
             Ok(best) => best.plan,
-            Err(PlanError::Infeasible { .. } | PlanError::TooSmall(_)) => {
+            Err(PlanError::Infeasible { .. } | PlanError::DeviceMemory(_)) => {
                 refused += 1;
                 assert!(with(&problem, Partitioner::Pipec).is_err(), "seed {seed}");
                 continue;
@@ -226,7 +226,7 @@ fn what_does_not_fit_on_the_small_class_goes_to_the_large() {
     assert!(check(&problem, &swapped).is_err() && sound(&swapped).is_err());
     problem.cluster.classes[0].device.memory = Bytes(1_000);
     // Both classes hold 1,000 bytes, which is too little for either stage.
-    let Err(PlanError::TooSmall(small)) = with(&problem, Partitioner::Pipec) else { panic!("it fits") };
+    let Err(PlanError::DeviceMemory(small)) = with(&problem, Partitioner::Pipec) else { panic!("it fits") };
     assert_eq!((small.class, small.memory, small.limit), (Some(0), 1_000, None));
     problem.cluster.classes.iter_mut().for_each(|class| class.device.memory = Bytes(small.smallest));
     assert_eq!(planned(&problem).stages.iter().map(|stage| stage.memory.total).max(), Some(small.smallest));

@@ -6,8 +6,8 @@ use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Writer};
 use compiler::op::table::{rule, samples};
 use compiler::op::{
-    AvgPool, BatchNorm, Binary, Broadcast, Concat, Constant, Conv, CrossEntropy, Emit, Gather, Input, LayerNorm,
-    LogSoftmax, MatMul, MaxPool, Op, Pad, Reduce, ReduceKind, Sample, Select, Site, Slice, Softmax, Value, Window,
+    AvgPool, BackwardContext, BatchNorm, Binary, Broadcast, Concat, Constant, Conv, CrossEntropy, Emit, Gather, Input,
+    LayerNorm, LogSoftmax, MatMul, MaxPool, Op, Pad, Reduce, ReduceKind, Sample, Select, Slice, Softmax, Value, Window,
 };
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
@@ -45,7 +45,7 @@ fn case(op: &Op, facts: &[Fact], wanted: &[bool]) -> Case {
     };
     let mut d_outputs = vec![None; outputs.len()];
     d_outputs[0] = Some(writer.emit(dy, &[]));
-    let site = Site { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted };
+    let site = BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted };
     let gradients = rule(op).backward(site, &mut writer);
     for (input, gradient) in inputs.iter().zip(&gradients) {
         if let Some(gradient) = gradient {

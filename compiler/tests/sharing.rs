@@ -70,7 +70,7 @@ fn shared(op: &Op, way: &Strategy, inputs: &[Tensor], devices: usize) -> Result<
         }
     }
     let whole: Vec<&Fact> = whole.iter().collect();
-    let at = PartSite { inputs: &values, whole: &whole, devices };
+    let at = LocalContext { inputs: &values, whole: &whole, devices };
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
     let made = write(op, way, &at, &mut out);
     verify(&graph).unwrap();
@@ -226,8 +226,8 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
                 let outputs = rule(&sample.op).infer(&facts).unwrap();
                 for way in strategies(&sample.op, &facts, &outputs, &group) {
                     let name = rule(&sample.op).name();
-                    let told = described(&way);
-                    let what = format!("{name}, {}, {devices} devices, {told}", sample.title);
+                    let strategy_name = described(&way);
+                    let what = format!("{name}, {}, {devices} devices, {strategy_name}", sample.title);
                     let got = shared(&sample.op, &way, &inputs, devices).unwrap_or_else(|e| panic!("{what}: {e}"));
                     let sums = way.inputs.iter().chain(&way.outputs).any(|layout| *layout == Sharding::Partial);
                     let exact = !sums && way.local != Local::Written;
@@ -246,7 +246,7 @@ fn every_way_of_sharing_an_op_gives_what_the_op_gives() {
                     for (got, want) in got.iter().zip(&want) {
                         assert_close(&what, got, want, relative, top);
                     }
-                    asked.entry(name).or_default().insert(told);
+                    asked.entry(name).or_default().insert(strategy_name);
                 }
             }
         }

@@ -145,7 +145,7 @@ fn round_robin_plans_take_what_is_predicted() {
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let (us, objective) = (found.predicted.minibatch_us, found.predicted.by_equations_us());
         let real = simulated(&found, 480);
-        let told = format!(
+        let summary = format!(
             "seed {seed}: {} {:?} on {:?}, caps {:?}, {us} predicted, {objective} by equations, {real} simulated\n",
             kind.name(),
             found.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
@@ -165,18 +165,18 @@ fn round_robin_plans_take_what_is_predicted() {
             } else if told_so && objective < (1.0 - 0.01) * simulated(&more, 480) {
                 // No caps reach the target.
                 waits += 1;
-                println!("waits: {told}");
+                println!("waits: {summary}");
             } else {
-                wrong += &format!("not told: {told}");
+                wrong += &format!("not told: {summary}");
             }
         }
         if us < (1.0 - WITHIN) * real {
-            wrong += &format!("too slow: {told}");
+            wrong += &format!("too slow: {summary}");
         }
         if real < (1.0 - WITHIN) * us {
-            wrong += &format!("too fast: {told}");
+            wrong += &format!("too fast: {summary}");
         }
-        assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{told}");
+        assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{summary}");
     }
     println!("{compared} plans, {bound} of them with caps that memory binds, {waits} that wait for transfers\n{wrong}");
     assert!(waits * 12 < compared, "{waits} of {compared}");
@@ -194,7 +194,7 @@ fn double_buffered_plans_take_what_is_predicted() {
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let (us, objective, real) =
             (found.predicted.minibatch_us, found.predicted.by_equations_us(), simulated(&found, 200));
-        let told = format!(
+        let summary = format!(
             "seed {seed}: {} items, {:?}, caps {:?}, {us} predicted, {objective} by equations, {real} simulated\n",
             problem.microbatches,
             found.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
@@ -202,14 +202,14 @@ fn double_buffered_plans_take_what_is_predicted() {
         );
         compared += 1;
         unequal += u32::from(found.stages.windows(2).any(|pair| pair[0].replicas != pair[1].replicas));
-        assert_eq!(found.predicted.step_us, us, "{told}");
+        assert_eq!(found.predicted.step_us, us, "{summary}");
         let samples = found.predicted.throughput_per_s * us / 1e6;
-        assert!((samples - f64::from(problem.microbatches)).abs() < 1e-6, "{told}");
+        assert!((samples - f64::from(problem.microbatches)).abs() < 1e-6, "{summary}");
         if us < (1.0 - WITHIN) * real {
-            wrong += &format!("too slow: {told}");
+            wrong += &format!("too slow: {summary}");
         }
         if found.predicted.objective_us.is_some() && real < (1.0 - WITHIN) * us {
-            wrong += &format!("too fast: {told}");
+            wrong += &format!("too fast: {summary}");
         }
     }
     println!("{compared} plans, {unequal} of unequal replicas\n{wrong}");
@@ -227,7 +227,7 @@ fn inference_takes_what_is_predicted() {
         problem.memory_limit = if seed % 3 == 0 { tight(&mut random, &problem) } else { None };
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let (us, real) = (found.predicted.minibatch_us, simulated(&found, 960));
-        let told = format!(
+        let summary = format!(
             "seed {seed}: {:?}, caps {:?}, {us} predicted, {} by equations, {real} simulated\n",
             found.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
             found.schedule.in_flight,
@@ -235,12 +235,12 @@ fn inference_takes_what_is_predicted() {
         );
         compared += 1;
         if real < (1.0 - WITHIN) * us {
-            wrong += &format!("too fast: {told}");
+            wrong += &format!("too fast: {summary}");
         }
         if us < (1.0 - WITHIN) * real {
-            wrong += &format!("too slow: {told}");
+            wrong += &format!("too slow: {summary}");
         }
-        assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{told}");
+        assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{summary}");
     }
     println!("{compared} plans\n{wrong}");
     assert!(compared > 140, "{compared}");
@@ -262,7 +262,7 @@ fn within_memory_programs_are_what_counts() {
         problem.memory_limit = tight(&mut random, &problem);
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let us = found.predicted.minibatch_us;
-        let told = format!(
+        let summary = format!(
             "seed {seed}: {} {:?}, caps {:?}, {us} predicted, {:?}\n",
             kind.name(),
             found.stages.iter().map(|stage| (stage.replicas, stage.recompute)).collect::<Vec<_>>(),
@@ -276,7 +276,7 @@ fn within_memory_programs_are_what_counts() {
             (fits.uniform, found.baselines.uniform),
         ];
         if baselines.iter().any(|&(fits, baseline)| fits && baseline < us * 0.994) {
-            wrong += &format!("a baseline is faster: {told}");
+            wrong += &format!("a baseline is faster: {summary}");
         }
         let Ok(yardstick) = with(&problem, Partitioner::Exhaustive) else { continue };
         let ratio = us / yardstick.predicted.minibatch_us;
@@ -284,7 +284,7 @@ fn within_memory_programs_are_what_counts() {
         sum += ratio.ln();
         better += u32::from(ratio < 0.99);
         if ratio > 1.4 {
-            wrong += &format!("{ratio:.3} times the best by the equations: {told}");
+            wrong += &format!("{ratio:.3} times the best by the equations: {summary}");
         }
     }
     let mean = (sum / f64::from(compared)).exp();
@@ -324,7 +324,7 @@ fn flushed_plans_take_what_is_predicted() {
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let real = simulated(&found, 24);
         let step = found.predicted.step_us;
-        let told = format!(
+        let summary = format!(
             "seed {seed}: {} of {chunks} chunks, {} items, {:?} on {spec}, {step} predicted, {} by equations, {real} simulated\n",
             kind.name(),
             problem.microbatches,
@@ -332,12 +332,12 @@ fn flushed_plans_take_what_is_predicted() {
             found.predicted.by_equations_us(),
         );
         compared += 1;
-        assert_eq!(step, found.predicted.minibatch_us, "{told}");
-        assert!(found.lower_bound_us <= real * (1.0 + 1e-9), "{} is the bound of {told}", found.lower_bound_us);
+        assert_eq!(step, found.predicted.minibatch_us, "{summary}");
+        assert!(found.lower_bound_us <= real * (1.0 + 1e-9), "{} is the bound of {summary}", found.lower_bound_us);
         if step < (1.0 - WITHIN) * real {
-            wrong += &format!("too slow: {told}");
+            wrong += &format!("too slow: {summary}");
         } else if real < (1.0 - WITHIN) * step {
-            wrong += &format!("too fast: {told}");
+            wrong += &format!("too fast: {summary}");
         }
     }
     println!("{compared} plans\n{wrong}");

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn modules_are_told() {
+    fn nodes_name_their_modules() {
         let model = decoded("residual-cnn", &Options::default());
         let of = |op: &str, nth| model.nodes.iter().filter(|node| node.op_type == op).nth(nth).unwrap().module.clone();
         assert_eq!(of("Conv", 0), "conv1");

@@ -16,7 +16,7 @@ use compiler::op::sample::ramp;
 use compiler::op::sharding::{part_of, whole_of};
 use compiler::op::table::rule;
 use compiler::op::{Op, Sharding, Value};
-use compiler::pass::backward::{Arriving, Backward, Read, backward};
+use compiler::pass::backward::{Backward, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::pipeline;
@@ -84,7 +84,7 @@ fn staged(graph: &Graph, weight: impl Fn(&str) -> Option<Tensor>) -> Stage {
     let mut fragment = fragments(graph, &place, 1).unwrap().remove(0);
     pipeline::forward(&mut fragment).unwrap();
     let loss = fragment.graph.outputs.iter().find(|o| o.name == LOSS).map(|o| o.value);
-    let backward = backward(&fragment, loss, &Arriving::new()).unwrap();
+    let backward = backward(&fragment, loss, &ReceivedGradients::new()).unwrap();
     let mut given = BTreeMap::new();
     for id in fragment.graph.ids() {
         match &fragment.graph.node(id).op {

@@ -328,11 +328,11 @@ fn key_head(device: &ProfiledDevice, runs: &Runs) -> String {
 /// Identifies the build: another compiler or other kernels give other times.
 fn build() -> String {
     let file = std::env::current_exe().and_then(std::fs::metadata);
-    let told = file.ok().map(|file| {
+    let description = file.ok().map(|file| {
         let changed = file.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         format!("{}-{}", file.len(), changed.unwrap_or_default().as_nanos())
     });
-    told.unwrap_or_default()
+    description.unwrap_or_default()
 }
 
 fn microseconds(jobs: &[Job], uses: &[usize]) -> f64 {
@@ -354,12 +354,12 @@ fn nanoseconds(picoseconds: u64) -> f64 {
 
 fn source(op: usize, jobs: Vec<&Job>) -> String {
     let Some(first) = jobs.first() else { return "view".to_string() };
-    let told = match jobs.iter().all(|job| job.op < op) {
+    let description = match jobs.iter().all(|job| job.op < op) {
         true => format!("equal to op {}", first.op),
         false => "measured".to_string(),
     };
     match jobs.iter().any(|job| job.is_reference) {
-        true => format!("{told}, reference kernel"),
-        false => told,
+        true => format!("{description}, reference kernel"),
+        false => description,
     }
 }

@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_data_is_told() {
+    fn invalid_data_is_rejected() {
         let missing = Dataset::new(ramp(5), &[feed("tokens", &[1, 2])], 1);
         assert!(missing.unwrap_err().to_string().contains("it has `x`"));
         let shape = Dataset::new(ramp(5), &[feed("x", &[1, 3])], 1);
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_which_none_counts_are_told() {
+    fn fully_ignored_labels_are_rejected() {
         let of = |labels: &[i64]| {
             let mut arrays = ramp(5);
             arrays.insert("y".into(), Tensor::from_i64(&[5, 2], labels));

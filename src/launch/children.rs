@@ -239,14 +239,14 @@ impl Children {
         };
         let Some(cause) = self.fate.cause() else { return Err(failure) };
         let Some(at) = cause.culprit().and_then(|process| process.checked_sub(1)) else { return Err(failure) };
-        if matches!(cause, LinkError::Lost { .. } | LinkError::Told { .. }) {
+        if matches!(cause, LinkError::Lost { .. } | LinkError::Reported { .. }) {
             let until = Instant::now() + STATUS;
             while Instant::now() < until && self.shared.lock().get_mut(at).is_some_and(|of| of.status().is_none()) {
                 thread::sleep(LOOK);
             }
         }
         let doing = match &cause {
-            LinkError::Lost { doing, .. } | LinkError::Silent { doing, .. } | LinkError::Told { doing, .. } => {
+            LinkError::Lost { doing, .. } | LinkError::Silent { doing, .. } | LinkError::Reported { doing, .. } => {
                 doing.as_deref()
             }
             _ => None,

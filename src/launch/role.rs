@@ -14,7 +14,7 @@ use crate::train::prepare::{Prepared, Task};
 use compiler::export::quantity;
 use runtime::process::handshake::Identity;
 use runtime::process::placement::WorkerPlacement;
-use runtime::process::process_group::{Door, Group, Notice, ProcessConfig, join, listen};
+use runtime::process::process_group::{Group, JoinMode, Notice, ProcessConfig, join, listen};
 use runtime::process::run_status::{LinkError, RunStatus};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -226,7 +226,7 @@ impl ProcessRole {
             Notice::Waits(_) => {}
             Notice::SentAway(whom) => events.warn(&whom),
         };
-        let meet = |part: ProcessConfig, door: Door| {
+        let meet = |part: ProcessConfig, door: JoinMode| {
             let training = prepared.training(task);
             let lines = part.placement.lines(training.program, training.codes, runtime::train::run::agrees(&training));
             join(training.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
@@ -260,7 +260,7 @@ impl ProcessRole {
                     arguments.deadline,
                     &fate,
                 )?;
-                let group = meet(part(0, placement, address, None, number), Door::Port(port));
+                let group = meet(part(0, placement, address, None, number), JoinMode::Port(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }
             ProcessRole::Member(member) => {
@@ -269,8 +269,8 @@ impl ProcessRole {
                 let port = listened.as_deref().map(listen).transpose().map_err(unmet)?;
                 let door = match port {
                     _ if member.over_mpi => over_mpi(&placement, member.own, events)?,
-                    Some(port) => Door::Port(port),
-                    None => Door::Outside,
+                    Some(port) => JoinMode::Port(port),
+                    None => JoinMode::Outside,
                 };
                 let listens = member.listen.clone().filter(|_| member.own > 0);
                 let group = meet(part(member.own, placement, member.first.clone(), listens, member.run), door)?;
@@ -333,7 +333,7 @@ impl Member {
 
 /// Connections to the others over MPI.
 #[cfg(feature = "mpi")]
-fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> Result<Door, Error> {
+fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> Result<JoinMode, Error> {
     let opened = runtime::process::mpi::open().map_err(unmet)?;
     if (opened.rank, opened.processes) != (own, placement.processes) {
         let (rank, processes) = (opened.rank, opened.processes);
@@ -344,12 +344,12 @@ fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> 
         .with_help("the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
     }
     events.note(&format!("connected by MPI: {}", opened.library));
-    Ok(Door::Open(opened.streams, Box::new(opened.carrier)))
+    Ok(JoinMode::Open(opened.streams, Box::new(opened.carrier)))
 }
 
 /// There is no MPI in this build.
 #[cfg(not(feature = "mpi"))]
-fn over_mpi(_: &WorkerPlacement, _: usize, _: &dyn EventSink) -> Result<Door, Error> {
+fn over_mpi(_: &WorkerPlacement, _: usize, _: &dyn EventSink) -> Result<JoinMode, Error> {
     Err(Error::bug("a build without MPI is asked for it"))
 }
 

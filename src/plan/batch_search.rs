@@ -13,7 +13,7 @@ use compiler::export::sweep::Figures;
 use compiler::partition::planner::Planned;
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective};
-use compiler::profile::shared::SharedCosts;
+use compiler::profile::shared::TensorParallelCosts;
 
 /// Schedules that flush. All sizes are planned under the first one.
 const SCHEDULES: [ScheduleKind; 8] = [
@@ -211,7 +211,7 @@ fn combination(
 struct Sized {
     size: Size,
     costs: Costs,
-    shared: Vec<SharedCosts>,
+    shared: Vec<TensorParallelCosts>,
 }
 
 /// The best plan so far.

@@ -40,7 +40,7 @@ pub fn describe(file: &Path, error: PlanError, schedule: ScheduleKind) -> Error 
                 "`--memory {least}` is the least that was found to do"
             ))
         }
-        PlanError::TooSmall(small) => too_small(file, small, schedule),
+        PlanError::DeviceMemory(small) => too_small(file, small, schedule),
         PlanError::Unsound(_) => Error::bug(&error.to_string()),
     }
 }

@@ -15,7 +15,7 @@ use compiler::partition::planner::{Planned, PlannerOptions};
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::{Edge, PlannedModel, ScheduleKind, Stage};
-use compiler::profile::shared::SharedCosts;
+use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
 use std::path::Path;
@@ -68,7 +68,7 @@ pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned
 pub fn solve_with_groups(
     file: &Path,
     costs: Costs,
-    shared: Vec<SharedCosts>,
+    shared: Vec<TensorParallelCosts>,
     options: &PlanOptions,
 ) -> Result<Planned, Error> {
     let source = costs.source.clone();
@@ -103,7 +103,7 @@ pub fn solve_with_groups(
 /// The problem of the planner.
 fn problem(
     costs: Costs,
-    shared: Vec<SharedCosts>,
+    shared: Vec<TensorParallelCosts>,
     options: &PlanOptions,
     custom: Option<&CustomSchedule>,
 ) -> Result<Problem, Error> {

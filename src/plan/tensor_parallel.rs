@@ -7,7 +7,7 @@ use compiler::graph::Graph;
 use compiler::pass::attribution::Training;
 use compiler::plan::groups::MOST;
 use compiler::plan::{Plan, Stage};
-use compiler::profile::shared::SharedCosts;
+use compiler::profile::shared::TensorParallelCosts;
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
 use serde_json::Value;
@@ -78,7 +78,7 @@ impl TensorParallel {
     }
 
     /// What the model costs on such groups.
-    pub fn costs(self, costs: &Costs) -> Result<Vec<SharedCosts>, Error> {
+    pub fn costs(self, costs: &Costs) -> Result<Vec<TensorParallelCosts>, Error> {
         let sizes = self.sizes(costs)?;
         let Some(level) = costs.cluster.levels.first().filter(|_| !sizes.is_empty()) else { return Ok(Vec::new()) };
         let fail = |why: &dyn std::fmt::Display| {

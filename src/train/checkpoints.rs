@@ -14,8 +14,8 @@ use compiler::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::lock::{self, Held, LockError};
-use runtime::checkpoint::manifest::{DealtStage, FILE, Manifest, ShardLayout};
-use runtime::checkpoint::writer::{Kept, Saved};
+use runtime::checkpoint::manifest::{FILE, Manifest, ShardLayout, StageLayout};
+use runtime::checkpoint::writer::{Saved, WriterConfig};
 use runtime::optim::lr_schedule::Shape;
 use runtime::train::resume::{Start, StartError, check_states};
 use std::cell::RefCell;
@@ -320,7 +320,7 @@ fn told(
 
 /// What two ways to deal out work have apart, in words: the first thing that decides the rest.
 fn apart(before: &ShardLayout, now: &ShardLayout) -> String {
-    let list = |of: &dyn Fn(&DealtStage) -> u32, plan: &ShardLayout| {
+    let list = |of: &dyn Fn(&StageLayout) -> u32, plan: &ShardLayout| {
         plan.stages.iter().map(|stage| of(stage).to_string()).collect::<Vec<_>>().join(",")
     };
     let stages = |plan: &ShardLayout| quantity::plural(plan.stages.len() as u64, "stage", "stages");
@@ -339,9 +339,9 @@ fn apart(before: &ShardLayout, now: &ShardLayout) -> String {
 }
 
 /// What the writer of checkpoints must know.
-pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> Kept<'a> {
+pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> WriterConfig<'a> {
     let training = prepared.whole(task);
-    Kept {
+    WriterConfig {
         folder: keeping.folder.to_path_buf(),
         keep: keeping.keep.map(|keep| keep as usize),
         begun: prepared.begun.as_ref().map(|begun| begun.start.minibatches),

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 pub fn describe(error: &TrainError) -> Error {
     match error {
         TrainError::Panic { .. } => Error::bug(&error.to_string()),
-        TrainError::Tied { .. } => Error::input("cannot train under this plan").because(error).with_help(
+        TrainError::TiedParameter { .. } => Error::input("cannot train under this plan").because(error).with_help(
             "`--schedule 1f1b` keeps them equal, and so does 1f1b-rr where the stages have equally many replicas",
         ),
         TrainError::LossScale { .. } => Error::input("cannot train")

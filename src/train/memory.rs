@@ -3,7 +3,7 @@
 use crate::error::Error;
 use compiler::export::quantity;
 use compiler::graph::Graph;
-use compiler::plan::in_flight::{Lanes, synced};
+use compiler::plan::in_flight::{StageInFlight, synced};
 use compiler::schedule::action::apart;
 use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
@@ -55,7 +55,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             Schedule::TwoBw => (2, cap),
             Schedule::OneFOneBRr => (cap, cap),
             Schedule::OneFOneBRrVsync => {
-                let first = Lanes { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
+                let first = StageInFlight { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
                 (u64::from(synced(stage.replicas, first)).min(u64::from(most) + 1), cap)
             }
             // One that is predicted or set back beside the newest.

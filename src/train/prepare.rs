@@ -35,7 +35,7 @@ use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::StageSnapshot;
-use runtime::checkpoint::barrier::Gate;
+use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
 use runtime::checkpoint::manifest::ShardLayout;
@@ -381,7 +381,7 @@ pub fn run(
     let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Error::input("cannot listen to signals").because(error))?;
     stop.into_iter().for_each(|stop| stop.awaited(true));
-    let gate = stop.map(|stop| Gate::new(stop.signal(), period(program), prepared.first() as u32));
+    let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first() as u32));
     let (told, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
         let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));

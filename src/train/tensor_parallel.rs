@@ -13,7 +13,7 @@ use runtime::comm::tensor_group::Layouts;
 use runtime::exec::compile::StageCode;
 use runtime::train::prepare::{PrepareError, Prepared, Settings};
 use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
-use runtime::train::tensor_parallel::{Order, SharedError, prepare_shared_with, run_shared};
+use runtime::train::tensor_parallel::{Order, TensorParallelError, prepare_shared_with, run_shared};
 
 /// What two threads take to meet.
 const MEETING: Seconds = Seconds(2e-6);
@@ -67,10 +67,10 @@ impl Sharing {
         on_step: &mut dyn FnMut(StepDone),
     ) -> Result<Trained, Error> {
         run_shared(training, course, (&self.layouts, self.devices), on_step).map_err(|error| match &error {
-            SharedError::Panic { .. } => Error::bug(&error.to_string()),
-            SharedError::Train(error) => failures::describe(error),
-            SharedError::Thread { .. } => Error::negative("training stopped").because(&error),
-            SharedError::Weight { .. } => Error::input("cannot train").because(&error),
+            TensorParallelError::Panic { .. } => Error::bug(&error.to_string()),
+            TensorParallelError::Train(error) => failures::describe(error),
+            TensorParallelError::Thread { .. } => Error::negative("training stopped").because(&error),
+            TensorParallelError::Weight { .. } => Error::input("cannot train").because(&error),
         })
     }
 

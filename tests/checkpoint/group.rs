@@ -5,7 +5,7 @@ use compiler::schedule::Schedule;
 use runtime::optim::policy::Policy;
 use runtime::process::handshake::Identity;
 use runtime::process::placement::WorkerPlacement;
-use runtime::process::process_group::{Door, Group, ProcessConfig, join, listen};
+use runtime::process::process_group::{Group, JoinMode, ProcessConfig, join, listen};
 use runtime::process::run_status::RunStatus;
 use runtime::train::run::{RunOptions, Trained, agrees, run_in_group, train};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-fn meet(ready: &Ready, own: usize, door: Door, first: &str) -> Group {
+fn meet(ready: &Ready, own: usize, door: JoinMode, first: &str) -> Group {
     let training = ready.training(&ready.weights);
     let seats = WorkerPlacement::beside(training.program.workers.len());
     let lines = seats.lines(training.program, training.codes, agrees(&training));
@@ -57,15 +57,15 @@ fn a_slow_disk_holds_up_processes_whose_parts_would_fill_the_memory() {
     let port = listen("127.0.0.1:0").unwrap();
     let address = port.local_addr().unwrap().to_string();
     let (go, goes_on) = channel::<()>();
-    let (told, began) = channel();
+    let (progress_sender, began) = channel();
     thread::scope(|scope| {
         let (ready, address) = (&ready, &address);
-        let first = scope.spawn(move || slow(ready, meet(ready, 0, Door::Port(port), address), goes_on));
+        let first = scope.spawn(move || slow(ready, meet(ready, 0, JoinMode::Port(port), address), goes_on));
         for own in [1, 2] {
-            let told = told.clone();
+            let progress_sender = progress_sender.clone();
             scope.spawn(move || {
-                let group = meet(ready, own, Door::Outside, address);
-                told.send((own - 1, group.progress.clone())).unwrap();
+                let group = meet(ready, own, JoinMode::Outside, address);
+                progress_sender.send((own - 1, group.progress.clone())).unwrap();
                 let course = RunOptions { cuts: Some(ready.cuts()), ..RunOptions::default() };
                 assert!(
                     run_in_group(&ready.training(&ready.weights), course, &mut |_| {}, Some(group)).unwrap().is_none()

@@ -10,12 +10,12 @@ use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::choice::Setting;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
-use runtime::checkpoint::barrier::Gate;
+use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find::{self, Found};
 use runtime::checkpoint::manifest::ShardLayout;
 use runtime::checkpoint::points::Cuts;
-use runtime::checkpoint::writer::{Keeper, Kept, Saved};
+use runtime::checkpoint::writer::{Keeper, Saved, WriterConfig};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::lr_schedule::{Rate, Shape};
@@ -145,8 +145,8 @@ impl Ready {
         Cuts { every: Some(self.every), period: period(&self.prepared.program), whole: STEPS }
     }
 
-    pub fn kept<'a>(&'a self, folder: &Path, weights: &'a BTreeMap<String, Tensor>) -> Kept<'a> {
-        Kept {
+    pub fn kept<'a>(&'a self, folder: &Path, weights: &'a BTreeMap<String, Tensor>) -> WriterConfig<'a> {
+        WriterConfig {
             folder: folder.to_path_buf(),
             keep: None,
             begun: None,
@@ -161,7 +161,7 @@ impl Ready {
     }
 
     /// Runs from a checkpoint or the start, and writes checkpoints to a folder.
-    pub fn run(&self, from: Option<&Found>, folder: &Path, gate: Option<&Gate<'_>>) -> Trained {
+    pub fn run(&self, from: Option<&Found>, folder: &Path, gate: Option<&MinibatchBarrier<'_>>) -> Trained {
         let mut weights = self.weights.clone();
         weights.extend(from.iter().flat_map(|found| found.weights.clone()));
         let mut keeper = Keeper::new(Disk, self.kept(folder, &weights));

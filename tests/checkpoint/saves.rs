@@ -5,7 +5,7 @@ use compiler::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};
-use runtime::checkpoint::writer::{Keeper, Kept, Saved};
+use runtime::checkpoint::writer::{Keeper, Saved, WriterConfig};
 use runtime::optim::policy::Policy;
 use runtime::train::run::{RunOptions, run};
 use std::cell::Cell;
@@ -66,7 +66,8 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
         for left in 0.. {
             let folder = tempfile::tempdir().unwrap();
             let files = Ending { left: Cell::new(left), is_killed };
-            let mut keeper = Keeper::new(files, Kept { keep: Some(1), ..ready.kept(folder.path(), &ready.weights) });
+            let mut keeper =
+                Keeper::new(files, WriterConfig { keep: Some(1), ..ready.kept(folder.path(), &ready.weights) });
             let mut seen: Vec<Saved> = Vec::new();
             // After a kill the state is inspected immediately; with a full disk, after the run.
             let mut best: Option<u32> = None;
@@ -86,12 +87,12 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
                 best = complete;
             }
             let failed = seen.iter().filter(|saved| matches!(saved, Saved::Failed { .. })).count();
-            let told = seen.iter().find_map(|saved| match saved {
+            let write_error = seen.iter().find_map(|saved| match saved {
                 Saved::Failed { fault, .. } => Some(fault.to_string()),
                 Saved::Done { left, .. } => left.as_ref().map(ToString::to_string),
             });
-            if let Some(told) = &told {
-                assert!(told.starts_with("cannot write"), "{told}");
+            if let Some(write_error) = &write_error {
+                assert!(write_error.starts_with("cannot write"), "{write_error}");
             }
             // Incomplete checkpoints are removed, except after a kill.
             let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
@@ -106,7 +107,7 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
             drop(Keeper::new(Disk, ready.kept(folder.path(), &ready.weights)));
             let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
             assert!(names.iter().all(|name| !name.to_str().unwrap().starts_with('.')), "{names:?}");
-            if failed == 0 && told.is_none() {
+            if failed == 0 && write_error.is_none() {
                 assert!(left > 20, "a save has more operations than {left}");
                 assert_eq!(names.len(), 1, "one is kept");
                 break;

@@ -21,20 +21,20 @@ fn run(folder: &Path, line: &str, before: i32, variables: &[(&str, String)]) -> 
     shell.env("PATH", path).env("COLUMNS", "120").env("XDG_CACHE_HOME", folder.join(".cache"));
     shell.env_remove("NO_COLOR").env_remove("FORCE_COLOR").env_remove("TERM");
     let output = shell.envs(variables.iter().cloned()).output().unwrap();
-    let mut told = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mut actual = String::from_utf8_lossy(&output.stdout).into_owned();
     if !output.status.success() {
-        told += &String::from_utf8_lossy(&output.stderr);
+        actual += &String::from_utf8_lossy(&output.stderr);
     }
-    assert!(!told.contains("panicked at") && !told.contains("bug in pipec"), "{line}: {told}");
+    assert!(!actual.contains("panicked at") && !actual.contains("bug in pipec"), "{line}: {actual}");
     // Hide the build folder and free port numbers.
-    let mut told = told.replace(&folder.display().to_string(), "FOLDER");
+    let mut actual = actual.replace(&folder.display().to_string(), "FOLDER");
     for (name, value) in variables {
-        told = told.replace(value, &format!("${name}"));
+        actual = actual.replace(value, &format!("${name}"));
     }
     if line.ends_with(MEASURED) {
-        told = masked(&told);
+        actual = masked(&actual);
     }
-    let lines: Vec<&str> = told.lines().map(str::trim_end).collect();
+    let lines: Vec<&str> = actual.lines().map(str::trim_end).collect();
     (lines.join("\n").trim_matches('\n').to_string(), output.status.code().unwrap_or(-1))
 }
 
@@ -87,11 +87,11 @@ fn digits(word: &str) -> String {
 }
 
 /// True if the output matches `expected`, in which `…` matches any number of lines.
-fn matches(told: &[&str], expected: &[&str]) -> bool {
+fn matches(actual: &[&str], expected: &[&str]) -> bool {
     match expected.split_first() {
-        None => told.is_empty(),
-        Some((&"…", rest)) => (0..=told.len()).any(|from| matches(&told[from..], rest)),
-        Some((first, rest)) => told.first() == Some(first) && matches(&told[1..], rest),
+        None => actual.is_empty(),
+        Some((&"…", rest)) => (0..=actual.len()).any(|from| matches(&actual[from..], rest)),
+        Some((first, rest)) => actual.first() == Some(first) && matches(&actual[1..], rest),
     }
 }
 
@@ -113,13 +113,13 @@ fn played(page: &str, folder: &Path, variables: &[(&str, String)]) -> (String, V
             let block = format!("\n{}", block.join("\n"));
             for part in block.split("\n$ ").filter(|part| !part.trim().is_empty()) {
                 let (command, expected) = part.split_once('\n').unwrap_or((part, ""));
-                let (told, ended) = run(folder, command, code, variables);
+                let (actual, ended) = run(folder, command, code, variables);
                 code = ended;
                 let expected = expected.trim_matches('\n');
-                let kept = if expected.lines().any(|line| line == "…") { expected } else { &told };
+                let kept = if expected.lines().any(|line| line == "…") { expected } else { &actual };
                 out += &format!("$ {command}\n{kept}{}", if kept.is_empty() { "" } else { "\n" });
-                if !matches(&told.lines().collect::<Vec<_>>(), &expected.lines().collect::<Vec<_>>()) {
-                    wrong.push(format!("$ {command}\n{told}\nThe page says:\n{expected}\n"));
+                if !matches(&actual.lines().collect::<Vec<_>>(), &expected.lines().collect::<Vec<_>>()) {
+                    wrong.push(format!("$ {command}\n{actual}\nThe page says:\n{expected}\n"));
                 }
             }
         }
@@ -157,13 +157,13 @@ fn any_lines_are_any_lines() {
 
 #[test]
 fn only_what_is_measured_is_masked() {
-    for (text, told) in [
+    for (text, actual) in [
         ("trained 7 steps in 12.3 ms: loss 2.3 to 1,200, ok", "trained # steps in #: loss # to #, ok"),
         ("stage  a.0  ████░  50 %", "stage a.0 # %"),
         ("  \"fwd_us\": 1.5e-7,", "  \"fwd_us\": #,"),
         ("a 1-2-1 b 3 MB/s", "a # b #"),
     ] {
-        assert_eq!(masked(text), told);
+        assert_eq!(masked(text), actual);
     }
 }
 

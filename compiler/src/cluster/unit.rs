@@ -208,8 +208,8 @@ mod tests {
         assert!(matches!(bytes("0GB"), Err(UnitError::Range { .. })));
         assert!(matches!(bytes("9999999TB"), Err(UnitError::Range { .. })));
         for bits in ["10Gbps", "10gbps", "10Gb/s", "10gbit", "10Gbits", "10 gbit/s", "10GBIT/S"] {
-            let told = bandwidth(bits).unwrap_err().to_string();
-            assert!(told.ends_with("; `10Gbit/s` is 1.25GB/s"), "{told}");
+            let message = bandwidth(bits).unwrap_err().to_string();
+            assert!(message.ends_with("; `10Gbit/s` is 1.25GB/s"), "{message}");
         }
         assert!(bandwidth("10Mb/s").unwrap_err().to_string().ends_with("; `10Mbit/s` is 1.25MB/s"));
         assert!(bandwidth("10GBps").unwrap_err().to_string().ends_with("did you mean `GB/s`?"));

@@ -7,7 +7,7 @@ use crate::export::axis::{Axis, Unit};
 use crate::export::svg::{Anchor, Svg, width};
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum Across {
+pub enum HorizontalAxis {
     /// Equidistant positions, one per value.
     Places(Vec<f64>),
     /// Linear from 0 to this value.
@@ -29,7 +29,7 @@ pub struct Plot {
     pub title: String,
     /// Label of the horizontal axis.
     pub across_name: String,
-    pub across: Across,
+    pub across: HorizontalAxis,
     /// Label of the vertical axis.
     pub up_name: String,
     pub up: Unit,
@@ -89,7 +89,7 @@ impl Plot {
                 continue;
             }
             for (point, (x, value)) in points.iter().zip(&curve.points) {
-                let hint = format!("{}: {} at {}", curve.name, told(*value, self.up), plain(*x));
+                let hint = format!("{}: {} at {}", curve.name, format_value(*value, self.up), plain(*x));
                 if self.rings.contains(&(index, *x)) {
                     picture.circle(&format!("hollow l{}", self.colour(index)), *point, 8.0, None);
                 }
@@ -102,8 +102,8 @@ impl Plot {
     fn x(&self, value: f64) -> f64 {
         let span = WIDE - RIGHT - LEFT;
         match &self.across {
-            Across::Upto(end) => LEFT + span * (value / end.max(1e-300)).clamp(0.0, 1.0),
-            Across::Places(values) => {
+            HorizontalAxis::Upto(end) => LEFT + span * (value / end.max(1e-300)).clamp(0.0, 1.0),
+            HorizontalAxis::Places(values) => {
                 let at = values.iter().position(|known| *known == value).unwrap_or(0) as f64;
                 LEFT + span * (at + 0.5) / values.len().max(1) as f64
             }
@@ -112,8 +112,8 @@ impl Plot {
 
     fn stops(&self) -> Vec<(f64, String)> {
         match &self.across {
-            Across::Places(values) => values.iter().map(|value| (*value, plain(*value))).collect(),
-            Across::Upto(end) => Axis::of(*end, 8, Unit::Count).ticks,
+            HorizontalAxis::Places(values) => values.iter().map(|value| (*value, plain(*value))).collect(),
+            HorizontalAxis::Upto(end) => Axis::of(*end, 8, Unit::Count).ticks,
         }
     }
 
@@ -180,7 +180,7 @@ fn plain(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.2}") }
 }
 
-fn told(value: f64, unit: Unit) -> String {
+fn format_value(value: f64, unit: Unit) -> String {
     use crate::export::quantity;
     match unit {
         Unit::Time => quantity::duration(value),
@@ -205,7 +205,7 @@ mod tests {
         let plot = Plot {
             title: "speed".to_string(),
             across_name: "devices".to_string(),
-            across: Across::Places(vec![1.0, 2.0, 4.0]),
+            across: HorizontalAxis::Places(vec![1.0, 2.0, 4.0]),
             up_name: "samples/s".to_string(),
             up: Unit::Count,
             curves: vec![curve("<a>", &[(1.0, 10.0), (2.0, 19.0)]), curve("b", &[(4.0, 30.0)])],

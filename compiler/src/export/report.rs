@@ -62,7 +62,7 @@ pub struct CutCost {
 
 /// Information that needs the model.
 #[derive(Clone, Debug)]
-pub struct Modelled {
+pub struct ModelInfo {
     pub graph: CostGraph,
     pub cuts: Vec<CutCost>,
     /// Inconsistencies between the plan and these costs; normally empty.
@@ -163,7 +163,7 @@ pub struct Report<'a> {
     /// The simulation, or the reason why there is none.
     pub played: Result<Played, String>,
     /// Information from the model, or the reason why it is not available.
-    pub modelled: Result<Modelled, String>,
+    pub modelled: Result<ModelInfo, String>,
     /// Plans for other devices and sizes; empty if not computed.
     pub what_if: Vec<WhatIf>,
     pub measured: Option<Measured>,

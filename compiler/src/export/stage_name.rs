@@ -78,11 +78,11 @@ fn runs(names: &[String]) -> Vec<String> {
             (_, found) => runs.push((name, found)),
         }
     }
-    let told = |(first, last): (&String, Option<(String, u32)>)| match last {
+    let format_runs = |(first, last): (&String, Option<(String, u32)>)| match last {
         Some((module, last)) if *first != format!("{module}.{last}") => format!("{first}-{last}"),
         _ => first.clone(),
     };
-    runs.into_iter().map(told).collect()
+    runs.into_iter().map(format_runs).collect()
 }
 
 /// The replicas of the stage: `2`, or `2 of 8` for tensor-parallel groups of 8 devices.
@@ -129,21 +129,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_of_devices_are_drawn_together() {
+    fn consecutive_devices_are_merged() {
         assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3, 8, 10-11");
         assert_eq!(ranges(&[]), "");
     }
 
     #[test]
-    fn layers_that_count_on_are_drawn_together() {
-        let told = |names: &[&str]| runs(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).join(", ");
-        assert_eq!(told(&["wte", "blocks.0", "blocks.1", "blocks.2", "ln_f"]), "wte, blocks.0-2, ln_f");
-        assert_eq!(told(&["a.0", "b.1", "b.3", "b.4", "a.1"]), "a.0, b.1, b.3-4, a.1");
-        assert_eq!(told(&["a-b.9", "a-b.10", "a.01", "a.02", "3", "4"]), "a-b.9-10, a.01, a.02, 3, 4");
+    fn consecutive_layers_are_merged() {
+        let format_runs = |names: &[&str]| runs(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).join(", ");
+        assert_eq!(format_runs(&["wte", "blocks.0", "blocks.1", "blocks.2", "ln_f"]), "wte, blocks.0-2, ln_f");
+        assert_eq!(format_runs(&["a.0", "b.1", "b.3", "b.4", "a.1"]), "a.0, b.1, b.3-4, a.1");
+        assert_eq!(format_runs(&["a-b.9", "a-b.10", "a.01", "a.02", "3", "4"]), "a-b.9-10, a.01, a.02, 3, 4");
     }
 
     #[test]
-    fn stages_are_named_by_their_layers_and_not_by_what_holds_all_of_them() {
+    fn stages_are_named_by_layers_not_containers() {
         let paths = [
             "model",
             "model.embed_tokens",
@@ -151,10 +151,14 @@ mod tests {
             "model.layers.0.mlp.act",
             "model.layers.1.mlp",
         ];
-        let told = |depth| runs(&leaves(paths.iter().map(|name| cut_path(name, depth, true)).collect())).join(", ");
-        assert_eq!(told(1), "model.layers.0-1");
-        assert_eq!(told(2), "model.embed_tokens, model.layers.0-1");
-        assert_eq!(told(4), "model.embed_tokens, model.layers.0.self_attn, model.layers.0.mlp, model.layers.1.mlp");
+        let format_runs =
+            |depth| runs(&leaves(paths.iter().map(|name| cut_path(name, depth, true)).collect())).join(", ");
+        assert_eq!(format_runs(1), "model.layers.0-1");
+        assert_eq!(format_runs(2), "model.embed_tokens, model.layers.0-1");
+        assert_eq!(
+            format_runs(4),
+            "model.embed_tokens, model.layers.0.self_attn, model.layers.0.mlp, model.layers.1.mlp"
+        );
         assert_eq!(cut_path("model.layers.0.mlp", 1, false), "model");
     }
 

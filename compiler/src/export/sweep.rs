@@ -5,7 +5,7 @@
 //! schedule, micro-batches and depth is a separate curve; names contain only the parameters that differ.
 
 use crate::export::axis::Unit;
-use crate::export::plot::{Across, Curve, Plot};
+use crate::export::plot::{Curve, HorizontalAxis, Plot};
 use crate::export::quantity::{self, plural};
 use crate::export::svg::Svg;
 use crate::plan::device_memory::fullest;
@@ -29,16 +29,16 @@ pub struct Point {
 /// The parameters of one curve, without the number of devices. `None` for the parameter on the horizontal axis, or one
 /// chosen by the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-struct Line {
+struct CurveKey {
     depth: Option<u32>,
     schedule: Option<&'static str>,
     microbatches: Option<u32>,
     micro_batch: Option<u64>,
 }
 
-impl Line {
-    fn of(point: &Point) -> Line {
-        Line {
+impl CurveKey {
+    fn of(point: &Point) -> CurveKey {
+        CurveKey {
             depth: point.depth,
             schedule: Some(point.schedule.name()),
             microbatches: Some(point.microbatches),
@@ -150,31 +150,34 @@ impl Sweep {
 
     /// The distinct curves of all successful plans; `of` clears parameters that do not distinguish curves. Requests
     /// without a plan would only appear in legends.
-    fn lines(&self, of: impl Fn(Line) -> Line) -> Vec<Line> {
+    fn lines(&self, of: impl Fn(CurveKey) -> CurveKey) -> Vec<CurveKey> {
         let planned = self.points.iter().filter(|point| point.answer.is_ok());
-        planned.map(|point| of(Line::of(point))).collect::<BTreeSet<_>>().into_iter().collect()
+        planned.map(|point| of(CurveKey::of(point))).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    fn at(&self, devices: f64, line: &Line) -> Option<&Figures> {
+    fn at(&self, devices: f64, line: &CurveKey) -> Option<&Figures> {
         let mut points =
-            self.points.iter().filter(|point| f64::from(point.devices) == devices && Line::of(point) == *line);
+            self.points.iter().filter(|point| f64::from(point.devices) == devices && CurveKey::of(point) == *line);
         points.find_map(|point| point.answer.as_ref().ok())
     }
 
     /// Appends the parameters that distinguish a curve from the others.
-    fn named(&self, name: String, line: &Line) -> String {
-        let differs = |of: &dyn Fn(&Point) -> Line| self.points.iter().any(|point| of(point) != of(&self.points[0]));
+    fn named(&self, name: String, line: &CurveKey) -> String {
+        let differs =
+            |of: &dyn Fn(&Point) -> CurveKey| self.points.iter().any(|point| of(point) != of(&self.points[0]));
         let mut name = name;
-        if line.schedule.is_some() && differs(&|point| Line { schedule: Line::of(point).schedule, ..Line::default() }) {
+        if line.schedule.is_some()
+            && differs(&|point| CurveKey { schedule: CurveKey::of(point).schedule, ..CurveKey::default() })
+        {
             name += &format!(", {}", line.schedule.unwrap_or_default());
         }
         if let Some(count) = line.microbatches
-            && differs(&|point| Line { microbatches: Some(point.microbatches), ..Line::default() })
+            && differs(&|point| CurveKey { microbatches: Some(point.microbatches), ..CurveKey::default() })
         {
             name += &format!(", {}", quantity::plural(u64::from(count), "micro-batch", "micro-batches"));
         }
         if let Some(samples) = line.micro_batch
-            && differs(&|point| Line { micro_batch: Some(point.micro_batch), ..Line::default() })
+            && differs(&|point| CurveKey { micro_batch: Some(point.micro_batch), ..CurveKey::default() })
         {
             name += &format!(", {}", quantity::plural(samples, "sample", "samples"));
         }
@@ -183,7 +186,7 @@ impl Sweep {
 
     /// One curve over devices for each combination of parameters.
     fn over_devices(&self, devices: &[f64], of: impl Fn(&Figures) -> f64) -> Vec<Curve> {
-        let curve = |line: &Line| {
+        let curve = |line: &CurveKey| {
             let points = devices.iter().filter_map(|&n| Some((n, of(self.at(n, line)?))));
             Curve { name: self.named(name(line.depth), line), points: points.collect(), is_reference: false }
         };
@@ -193,9 +196,10 @@ impl Sweep {
     /// Reference curves over devices, which do not depend on depth. `anywhere` allows values from plans for other
     /// numbers of devices.
     fn references(&self, what: &str, devices: &[f64], anywhere: bool, of: impl Fn(f64, &Figures) -> f64) -> Vec<Curve> {
-        let curve = |line: &Line| {
+        let curve = |line: &CurveKey| {
             let point = |&n: &f64| {
-                let mut points = self.points.iter().filter(|point| Line { depth: None, ..Line::of(point) } == *line);
+                let mut points =
+                    self.points.iter().filter(|point| CurveKey { depth: None, ..CurveKey::of(point) } == *line);
                 let here = |point: &&Point| f64::from(point.devices) == n && point.answer.is_ok();
                 let found =
                     points.clone().find(here).or_else(|| points.find(|point| anywhere && point.answer.is_ok()))?;
@@ -204,7 +208,7 @@ impl Sweep {
             let points = devices.iter().filter_map(point).collect();
             Curve { name: self.named(what.to_string(), line), points, is_reference: true }
         };
-        self.lines(|line| Line { depth: None, ..line }).iter().map(curve).collect()
+        self.lines(|line| CurveKey { depth: None, ..line }).iter().map(curve).collect()
     }
 
     fn throughput(&self, devices: &[f64]) -> Plot {
@@ -231,12 +235,12 @@ impl Sweep {
 
     fn by_depth(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
         let places: Vec<f64> = depths.iter().flatten().map(|&depth| f64::from(depth)).collect();
-        let lines = self.lines(|line| Line { depth: None, ..line });
+        let lines = self.lines(|line| CurveKey { depth: None, ..line });
         let mut curves = Vec::new();
         for &n in devices {
             for line in &lines {
                 let found = depths.iter().flatten().filter_map(|&depth| {
-                    let figures = self.at(n, &Line { depth: Some(depth), ..*line })?;
+                    let figures = self.at(n, &CurveKey { depth: Some(depth), ..*line })?;
                     Some((f64::from(depth), figures.throughput_per_s))
                 });
                 let points: Vec<(f64, f64)> = found.collect();
@@ -254,9 +258,10 @@ impl Sweep {
         let counts: BTreeSet<u32> = flushed.iter().map(|point| point.microbatches).collect();
         let counts: Vec<f64> = counts.into_iter().map(f64::from).collect();
         let (mut curves, mut rings) = (Vec::new(), Vec::new());
-        for line in self.lines(|line| Line { microbatches: None, ..line }) {
-            let of_line =
-                |point: &&&Point| Line { microbatches: None, ..Line::of(point) } == line && point.answer.is_ok();
+        for line in self.lines(|line| CurveKey { microbatches: None, ..line }) {
+            let of_line = |point: &&&Point| {
+                CurveKey { microbatches: None, ..CurveKey::of(point) } == line && point.answer.is_ok()
+            };
             let Some(devices) = flushed.iter().filter(of_line).map(|point| point.devices).max() else { continue };
             let mut points = Vec::new();
             for &m in &counts {
@@ -295,7 +300,7 @@ fn plot(title: &str, across_name: &str, places: &[f64], up: Unit, curves: Vec<Cu
     Plot {
         title: title.to_string(),
         across_name: across_name.to_string(),
-        across: Across::Places(places.to_vec()),
+        across: HorizontalAxis::Places(places.to_vec()),
         up_name: String::new(),
         up,
         curves,

@@ -34,7 +34,7 @@ pub struct ParseError {
 /// Prints the graph in canonical order.
 pub fn print(graph: &Graph) -> String {
     let mut text = format!("graph {} {{\n", quote(&graph.name));
-    let told = |v: Value| match v.output {
+    let value_text = |v: Value| match v.output {
         0 => format!("%{}", graph.node(v.node).name),
         k => format!("%{}#{k}", graph.node(v.node).name),
     };
@@ -42,7 +42,7 @@ pub fn print(graph: &Graph) -> String {
         let node = graph.node(id);
         let _ = write!(text, "  %{} = {}", node.name, rule(&node.op).name());
         for v in graph.inputs(id) {
-            let _ = write!(text, " {}", told(v));
+            let _ = write!(text, " {}", value_text(v));
         }
         for (key, value) in attributes(&node.op) {
             let _ = write!(text, " {key}={value}");
@@ -60,10 +60,10 @@ pub fn print(graph: &Graph) -> String {
         text.push('\n');
     }
     for o in &graph.outputs {
-        let _ = writeln!(text, "  output {} {}", quote(&o.name), told(o.value));
+        let _ = writeln!(text, "  output {} {}", quote(&o.name), value_text(o.value));
     }
     for a in &graph.averages {
-        let _ = writeln!(text, "  average %{} {} {:?}", graph.node(a.state).name, told(a.sample), a.keep);
+        let _ = writeln!(text, "  average %{} {} {:?}", graph.node(a.state).name, value_text(a.sample), a.keep);
     }
     text.push_str("}\n");
     text

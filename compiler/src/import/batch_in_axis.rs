@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_made_an_axis_tells_where_the_batch_lies() {
+    fn stride_comes_from_the_producer_of_the_axis() {
         let mut graph = Graph::new("model");
         let mut add = |op: Op, inputs: &[Value]| {
             let node = graph.add(op, inputs, &Origin::default()).unwrap();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_factor_is_where_its_steps_are() {
+    fn factor_is_located_by_stride() {
         // 24 steps of a batch of 8, width 32.
         assert_eq!(place(32, 8, &[24, 8, 32]), Some((1, 1)));
         // Batch-major instead.

@@ -179,7 +179,7 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     };
     let differs = |graph: &Graph, inputs: &Inputs| differs(source, graph, inputs);
     let found = lower(&source.inputs, options, with, differs, Exporter::Onnx)?;
-    let about = About {
+    let about = FileMetadata {
         warnings: source.warnings.iter().map(ToString::to_string).collect(),
         doubts,
         sha256: source.sha256_hex(),
@@ -203,7 +203,7 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
     let mut options = options.clone();
     options.known.unread = program.unread();
     let found = lower(&program.inputs, &options, with, |_, _| None, Exporter::Program)?;
-    let about = About {
+    let about = FileMetadata {
         warnings: program.warnings.clone(),
         doubts: Vec::new(),
         sha256: program.sha256_hex(),
@@ -213,7 +213,7 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
     finish(found, about)
 }
 
-struct About {
+struct FileMetadata {
     warnings: Vec<String>,
     doubts: Vec<TrainingWarning>,
     sha256: String,
@@ -222,8 +222,8 @@ struct About {
 }
 
 /// Final steps for all formats: verification, canonical form, selection of the weights that are read.
-fn finish(found: Found, about: About) -> Result<Model, ImportError> {
-    let Found { lowered, batch, inputs, remarks } = found;
+fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportError> {
+    let LoweredWithBatch { lowered, batch, inputs, remarks } = found;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
     row_dropout::row_dropout(&mut graph);
@@ -231,7 +231,7 @@ fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
-    let About { mut warnings, doubts, sha256, file, producer } = about;
+    let FileMetadata { mut warnings, doubts, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
     warnings.extend(remarks);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
@@ -256,7 +256,7 @@ fn number_streams(graph: &mut Graph) {
     }
 }
 
-struct Found {
+struct LoweredWithBatch {
     lowered: Lowered,
     batch: Batch,
     inputs: Inputs,
@@ -295,7 +295,7 @@ fn lower(
     with: impl Fn(&Inputs, bool) -> Result<Lowered, LowerError>,
     differs: impl Fn(&Graph, &Inputs) -> Option<String>,
     exporter: Exporter,
-) -> Result<Found, ImportError> {
+) -> Result<LoweredWithBatch, ImportError> {
     let mut axes = options.batch_axes.clone();
     let mut remarks = Vec::new();
     let infos = &options.known.declared(infos);
@@ -304,20 +304,20 @@ fn lower(
         inputs.refuse_empty(infos, options.known.empty)?;
         let Some(name) = inputs.batch.clone() else {
             let batch = Batch::Fixed { size: None, why: "no input has an axis for it".to_string() };
-            return Ok(Found { lowered: with(&inputs, true)?, batch, inputs, remarks });
+            return Ok(LoweredWithBatch { lowered: with(&inputs, true)?, batch, inputs, remarks });
         };
         let open = with(&inputs, true);
         let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
         if inputs.fixed.is_none() {
-            return Ok(Found { lowered: open?, batch, inputs, remarks });
+            return Ok(LoweredWithBatch { lowered: open?, batch, inputs, remarks });
         }
         let why = match open {
             Ok(lowered) => {
                 match differs(&lowered.graph, &inputs).or_else(|| fixed_batch_left::closed(&lowered.graph, &inputs)) {
                     None => {
-                        remarks.extend(untied(&lowered.graph, &inputs));
+                        remarks.extend(undetected_batch_input(&lowered.graph, &inputs));
                         remarks.extend(fixed_batch_left::counted(&lowered.graph, &inputs));
-                        return Ok(Found { lowered, batch, inputs, remarks });
+                        return Ok(LoweredWithBatch { lowered, batch, inputs, remarks });
                     }
                     Some(why) => why,
                 }
@@ -357,21 +357,21 @@ fn lower(
             "the batch stays at the {} of the file: {why}; {} leaves it open{}{apart}",
             size.unwrap_or_default(),
             exporter.open_batch(first),
-            if options.batch_axes.is_empty() { elsewhere(infos, &inputs) } else { String::new() }
+            if options.batch_axes.is_empty() { other_batch_axis_hint(infos, &inputs) } else { String::new() }
         )];
-        return Ok(Found { lowered, batch: Batch::Fixed { size, why }, inputs, remarks });
+        return Ok(LoweredWithBatch { lowered, batch: Batch::Fixed { size, why }, inputs, remarks });
     }
 }
 
 /// Suggests flags for a batch axis of another input.
-fn elsewhere(infos: &[ValueInfo], inputs: &Inputs) -> String {
+fn other_batch_axis_hint(infos: &[ValueInfo], inputs: &Inputs) -> String {
     let number = inputs.frozen.values().next().copied().unwrap_or_default();
     let others = || infos.iter().zip(&inputs.facts).filter(|(info, _)| !inputs.opened.contains_key(&info.name));
     let equal = others().find_map(|(info, fact)| Some((info, fact.shape.iter().position(|dim| dim.is(number))?)));
     let any = others().find(|(_, fact)| fact.rank() > 0);
     match (equal, any) {
         (Some((info, axis)), _) => {
-            let (name, flags) = (shown(&info.name), opening(inputs, &info.name, axis));
+            let (name, flags) = (shown(&info.name), batch_dim_flags(inputs, &info.name, axis));
             format!(", or, if axis {axis} of input `{name}` is the batch too, `{flags}`")
         }
         (None, Some((info, _))) => {
@@ -383,13 +383,13 @@ fn elsewhere(infos: &[ValueInfo], inputs: &Inputs) -> String {
 }
 
 /// The flags that declare this batch axis in addition to the known ones.
-fn opening(inputs: &Inputs, name: &str, axis: usize) -> String {
+fn batch_dim_flags(inputs: &Inputs, name: &str, axis: usize) -> String {
     let all = inputs.opened.iter().map(|(name, axis)| (name.as_str(), *axis)).chain([(name, axis)]);
     all.map(|(name, axis)| format!("--batch-dim {}={axis}", shown(name))).collect::<Vec<_>>().join(" ")
 }
 
 /// Reports an input that may also have the batch axis, without evidence.
-fn untied(graph: &Graph, inputs: &Inputs) -> Option<String> {
+fn undetected_batch_input(graph: &Graph, inputs: &Inputs) -> Option<String> {
     let number = inputs.frozen.values().next().copied()?;
     let alike = |id| match &graph.node(id).op {
         Op::Input(input) if input.fact.shape.first().is_some_and(|dim| dim.is(number)) => {
@@ -402,7 +402,7 @@ fn untied(graph: &Graph, inputs: &Inputs) -> Option<String> {
     Some(format!(
         "input `{}` has size {number} along axis 0 like the batch, but nothing ties the two: it keeps that size; `{}` opens it",
         shown(&name),
-        opening(inputs, &name, 0)
+        batch_dim_flags(inputs, &name, 0)
     ))
 }
 

@@ -20,7 +20,7 @@ pub enum LowerReason {
     #[error("{what} must be a constant: it cannot be computed while the model runs")]
     NotConstant { what: &'static str },
     /// An input must be constant, but depends on graph inputs.
-    #[error("{what} must be a constant, but follows from the graph inputs {}", told(inputs))]
+    #[error("{what} must be a constant, but follows from the graph inputs {}", name_list(inputs))]
     Follows { what: &'static str, inputs: Vec<String> },
     /// Shapes or values of inputs do not fit the operator.
     #[error("{0}")]
@@ -63,7 +63,7 @@ pub enum LowerReason {
 /// Maximum number of names listed in a message; the rest is only counted.
 const LISTED: usize = 8;
 
-fn told(names: &[String]) -> String {
+fn name_list(names: &[String]) -> String {
     let listed: Vec<String> = names.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect();
     let more = names.len().saturating_sub(LISTED);
     if more == 0 { listed.join(", ") } else { format!("{} and {more} more", listed.join(", ")) }

@@ -12,11 +12,11 @@ use std::collections::{HashMap, HashSet};
 pub fn prune(graph: &Graph) -> Result<Graph, AddError> {
     let mut alive: HashSet<NodeId> = HashSet::new();
     let mut waiting: Vec<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();
-    reach(graph, &mut alive, &mut waiting);
+    mark_reachable(graph, &mut alive, &mut waiting);
     let averages: Vec<&MovingAverage> = graph.averages.iter().filter(|a| alive.contains(&a.sample.node)).collect();
     waiting.extend(averages.iter().map(|a| a.state));
     waiting.extend(graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_))));
-    reach(graph, &mut alive, &mut waiting);
+    mark_reachable(graph, &mut alive, &mut waiting);
 
     let mut kept = Graph::new(&graph.name);
     let mut places: HashMap<NodeId, NodeId> = HashMap::with_capacity(alive.len());
@@ -34,7 +34,7 @@ pub fn prune(graph: &Graph) -> Result<Graph, AddError> {
     Ok(kept)
 }
 
-fn reach(graph: &Graph, alive: &mut HashSet<NodeId>, waiting: &mut Vec<NodeId>) {
+fn mark_reachable(graph: &Graph, alive: &mut HashSet<NodeId>, waiting: &mut Vec<NodeId>) {
     while let Some(id) = waiting.pop() {
         if alive.insert(id) {
             waiting.extend(graph.inputs(id).into_iter().map(|v| v.node));

@@ -44,24 +44,24 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
     }
     if let Op::Reshape(reshape) = op {
         if let Some((axis, want)) = reshaped(build, inputs[0], &reshape.shape)? {
-            inputs[0] = open(build, inputs[0], axis, &want)?;
+            inputs[0] = rebuild_with_batch(build, inputs[0], axis, &want)?;
         }
         return Ok(inputs);
     }
     match op {
-        Op::Gather(gather) => picked(build, gather.axis, &inputs)?,
-        Op::Scatter(scatter) => picked(build, scatter.axis, &inputs)?,
+        Op::Gather(gather) => refuse_static_indices(build, gather.axis, &inputs)?,
+        Op::Scatter(scatter) => refuse_static_indices(build, scatter.axis, &inputs)?,
         _ => {}
     }
     for (slot, axis, want) in demands(build, op, &inputs)? {
-        inputs[slot] = open(build, inputs[slot], axis, &want)?;
+        inputs[slot] = rebuild_with_batch(build, inputs[slot], axis, &want)?;
     }
     Ok(inputs)
 }
 
 /// Refuses to gather or scatter as many samples as the static batch has: the indices were computed for that batch size
 /// only.
-fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result<(), LowerReason> {
+fn refuse_static_indices<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result<(), LowerReason> {
     let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
     for have in &at.shape {
         if is_frozen(build, have, &data.shape[axis])? {
@@ -72,11 +72,11 @@ fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result
 }
 
 /// Rebuilds a value whose static batch size must become the symbolic one in `shape`.
-pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim]) -> Result<Value, LowerReason> {
+pub fn with_batch_of<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim]) -> Result<Value, LowerReason> {
     if build.graph().fact(value).rank() == shape.len() {
         for (axis, want) in shape.iter().enumerate() {
             if is_frozen(build, &build.graph().fact(value).shape[axis], want)? {
-                value = open(build, value, axis, &BatchDim::new(want))?;
+                value = rebuild_with_batch(build, value, axis, &BatchDim::new(want))?;
             }
         }
     }
@@ -84,7 +84,7 @@ pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim])
 }
 
 /// `have` with the symbolic batch wherever `want` has it and `have` the static size.
-pub fn open_as<B: Build + ?Sized>(build: &B, have: &[Dim], want: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
+pub fn shape_with_batch<B: Build + ?Sized>(build: &B, have: &[Dim], want: &[Dim]) -> Result<Vec<Dim>, LowerReason> {
     let mut shape = have.to_vec();
     if have.len() == want.len() {
         for (have, want) in shape.iter_mut().zip(want) {
@@ -146,8 +146,8 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
             groups = axes.map(|axis| (0..shapes.len()).map(|slot| (slot, axis)).collect()).collect();
         }
         Op::CrossEntropy(loss) if shapes.len() == 2 && shapes[0].len() == shapes[1].len() + 1 => {
-            let behind = |axis: usize| if axis < loss.axis { axis } else { axis + 1 };
-            groups = (0..shapes[1].len()).map(|axis| vec![(0, behind(axis)), (1, axis)]).collect();
+            let inner_size = |axis: usize| if axis < loss.axis { axis } else { axis + 1 };
+            groups = (0..shapes[1].len()).map(|axis| vec![(0, inner_size(axis)), (1, axis)]).collect();
         }
         Op::Lstm(_) => {
             let frozen = build.frozen();
@@ -201,19 +201,22 @@ fn reshaped<B: Build + ?Sized>(
     let carriers: Vec<usize> = (0..shape.len()).filter(|at| shape[*at].known().is_none()).collect();
     let (&[at], true) = (carriers.as_slice(), have.iter().all(|dim| dim.known().is_some())) else { return Ok(None) };
     let number = shape[at].substitute(frozen)?;
-    let behind = volume(&shape[at + 1..])?;
+    let inner_size = volume(&shape[at + 1..])?;
     for axis in 0..have.len() {
-        if have[axis] == number && volume(&have[axis + 1..])? == behind && is_frozen(build, &have[axis], &shape[at])? {
+        if have[axis] == number
+            && volume(&have[axis + 1..])? == inner_size
+            && is_frozen(build, &have[axis], &shape[at])?
+        {
             return Ok(Some((axis, BatchDim::new(&shape[at]))));
         }
     }
     let mut new = shape.to_vec();
     new[at] = number;
-    among(build, &new, at, have, &BatchDim::new(&shape[at]))
+    batch_axis_in(build, &new, at, have, &BatchDim::new(&shape[at]))
 }
 
 /// The only axis of `other`, a reshape of `shape`, that can contain the batch of axis `at`, and its symbolic size.
-fn among<B: Build + ?Sized>(
+fn batch_axis_in<B: Build + ?Sized>(
     build: &B,
     shape: &[Dim],
     at: usize,
@@ -226,11 +229,13 @@ fn among<B: Build + ?Sized>(
     let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(other), frozen.get(name)) else {
         return Ok(None);
     };
-    let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size));
-    let first = want.step.zip(behind).and_then(|(step, behind)| behind.checked_mul(step));
+    let inner_size = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size));
+    let first = want.step.zip(inner_size).and_then(|(step, inner_size)| inner_size.checked_mul(step));
     let found = match first {
         Some(first) => place(first, size, &to).map(|(axis, step)| (axis, Some(step))),
-        None => alone(&from, at, &to, size).or_else(|| owner(&from, at, &to, size)).map(|axis| (axis, None)),
+        None => {
+            alone(&from, at, &to, size).or_else(|| outer_factor_axis(&from, at, &to, size)).map(|axis| (axis, None))
+        }
     };
     let Some((axis, step)) = found else { return Ok(None) };
     let size = Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?;
@@ -238,9 +243,9 @@ fn among<B: Build + ?Sized>(
 }
 
 /// The axis of `to` that contains a factor which is the outermost part of axis `at`; `None` if there is none.
-fn owner(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
-    let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
-    let first = behind.checked_mul(from[at])?.checked_div(factor)?;
+fn outer_factor_axis(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
+    let inner_size = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
+    let first = inner_size.checked_mul(from[at])?.checked_div(factor)?;
     place(first, factor, to).map(|(axis, _)| axis)
 }
 
@@ -272,12 +277,17 @@ pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> 
     None
 }
 
-fn open<B: Build + ?Sized>(build: &mut B, value: Value, axis: usize, want: &BatchDim) -> Result<Value, LowerReason> {
-    carry(build, value, axis, want, DEPTH)
+fn rebuild_with_batch<B: Build + ?Sized>(
+    build: &mut B,
+    value: Value,
+    axis: usize,
+    want: &BatchDim,
+) -> Result<Value, LowerReason> {
+    rebuild_with_size(build, value, axis, want, DEPTH)
 }
 
 /// Rebuilds `value` with the size `want` along `axis`, where it has the static size.
-fn carry<B: Build + ?Sized>(
+fn rebuild_with_size<B: Build + ?Sized>(
     build: &mut B,
     value: Value,
     axis: usize,
@@ -327,7 +337,7 @@ fn carry<B: Build + ?Sized>(
             let one = build.add(Op::Constant(Constant { tensor: one }), &[])?;
             let mut shape = shape;
             shape[axis] = want.clone();
-            return keep(build, (value, axis), Op::Broadcast(Broadcast { shape }), &[one]);
+            return add_rebuilt(build, (value, axis), Op::Broadcast(Broadcast { shape }), &[one]);
         }
         Op::Iota(Iota { fact, .. }) => fact.shape[axis] = want.clone(),
         Op::Uniform(uniform) => uniform.fact.shape[axis] = want.clone(),
@@ -347,14 +357,14 @@ fn carry<B: Build + ?Sized>(
         Op::LayerNorm(op) if axis < op.axis => along[0] = Some(axis),
         Op::Transpose(op) => along[0] = Some(op.perm[axis]),
         Op::Reshape(Reshape { shape: new }) => {
-            let behind = volume(&new[axis + 1..])?;
+            let inner_size = volume(&new[axis + 1..])?;
             for at in 0..facts[0].len() {
-                if whole(0, at) && volume(&facts[0][at + 1..])? == behind {
+                if whole(0, at) && volume(&facts[0][at + 1..])? == inner_size {
                     along[0] = Some(at);
                 }
             }
             if along[0].is_none() {
-                let found = among(build, new, axis, &facts[0], whole_want)?;
+                let found = batch_axis_in(build, new, axis, &facts[0], whole_want)?;
                 let (at, size) = found
                     .ok_or_else(|| stuck("it is a reshape, and which axis of its input has the batch is not clear"))?;
                 (along[0], inner) = (Some(at), size);
@@ -412,16 +422,21 @@ fn carry<B: Build + ?Sized>(
     let mut carried = inputs.clone();
     for (slot, at) in along.into_iter().enumerate() {
         if let Some(at) = at {
-            carried[slot] = carry(build, inputs[slot], at, &inner, depth - 1)?;
+            carried[slot] = rebuild_with_size(build, inputs[slot], at, &inner, depth - 1)?;
         }
     }
     // Each recursion path that changes a value ends at an op with an explicit static size.
-    let made = keep(build, (value, axis), op, &carried)?;
+    let made = add_rebuilt(build, (value, axis), op, &carried)?;
     let fact = build.graph().fact(made);
-    if fact.shape.get(axis) == Some(want) { Ok(made) } else { Err(stuck_at(build.graph(), value, axis)) }
+    if fact.shape.get(axis) == Some(want) { Ok(made) } else { Err(fixed_batch_error_at(build.graph(), value, axis)) }
 }
 
-fn keep<B: Build + ?Sized>(build: &mut B, at: (Value, usize), op: Op, inputs: &[Value]) -> Result<Value, LowerReason> {
+fn add_rebuilt<B: Build + ?Sized>(
+    build: &mut B,
+    at: (Value, usize),
+    op: Op,
+    inputs: &[Value],
+) -> Result<Value, LowerReason> {
     let origin = build.graph().node(at.0.node).origin.clone();
     let node = build.graph_mut().add(op, inputs, &origin)?;
     let made = Value { node, output: at.0.output };
@@ -446,7 +461,7 @@ fn stuck(graph: &Graph, value: Value, axis: usize, why: &'static str) -> LowerRe
     LowerReason::Fixed { at: at.to_string(), axis, why }
 }
 
-fn stuck_at(graph: &Graph, value: Value, axis: usize) -> LowerReason {
+fn fixed_batch_error_at(graph: &Graph, value: Value, axis: usize) -> LowerReason {
     stuck(graph, value, axis, "its inputs do not carry it")
 }
 
@@ -455,7 +470,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_factor_goes_where_alone_it_can() {
+    fn factor_goes_to_the_only_matching_axis() {
         // 394 becomes 197 and 2; only one of them is even.
         assert_eq!(alone(&[394, 768], 0, &[197, 2, 768], 2), Some(1));
         assert_eq!(alone(&[64], 0, &[4, 15], 4), None, "no reshape");
@@ -463,8 +478,8 @@ mod tests {
         assert_eq!(alone(&[64], 0, &[4, 16], 4), None, "either could");
         assert_eq!(alone(&[3, 1, 8, 5], 2, &[3, 8, 1, 5], 4), Some(1));
         assert_eq!(alone(&[8, 4], 1, &[8, 2, 2], 4), None);
-        assert_eq!(owner(&[64], 0, &[4, 16], 4), Some(0), "outermost");
-        assert_eq!(owner(&[394, 768], 0, &[197, 2, 768], 2), None);
-        assert_eq!(owner(&[0], 0, &[4, 0], 4), None);
+        assert_eq!(outer_factor_axis(&[64], 0, &[4, 16], 4), Some(0), "outermost");
+        assert_eq!(outer_factor_axis(&[394, 768], 0, &[197, 2, 768], 2), None);
+        assert_eq!(outer_factor_axis(&[0], 0, &[4, 0], 4), None);
     }
 }

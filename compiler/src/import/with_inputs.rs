@@ -37,14 +37,14 @@ pub fn import(
     loop {
         match source.import(&options) {
             Ok(model) => return Ok((model, options)),
-            Err(error) if learn(&mut options.known, &error, data) => {}
+            Err(error) if add_requested_data(&mut options.known, &error, data) => {}
             Err(error) => return Err(error),
         }
     }
 }
 
 /// Adds the data that `error` asks for. Returns false if nothing helps.
-fn learn(known: &mut Known, error: &ImportError, data: &BTreeMap<String, Tensor>) -> bool {
+fn add_requested_data(known: &mut Known, error: &ImportError, data: &BTreeMap<String, Tensor>) -> bool {
     let before = known.values.len();
     for name in followed(error) {
         if let Some(tensor) = data.get(&name) {

@@ -1,6 +1,6 @@
 //! Gather with separate indices per example, and its gradient: the token dispatch of mixture-of-experts layers.
 
-use super::gather::{add_up, check_indices, or_zero, own_indices, resolve, take};
+use super::gather::{add_up, check_indices, local_indices, or_zero, resolve, take};
 use super::*;
 
 fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [Dim], FactError> {
@@ -42,7 +42,7 @@ impl OpRule for BatchGather {
     }
 
     // dx = Σ dy per index, for each example
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() || !at.wanted[0] {
             return vec![None, None];
@@ -66,8 +66,8 @@ impl OpRule for BatchGather {
         ways
     }
 
-    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = own_indices(out, at.inputs[1], at.whole[0].shape[self.batch].clone(), at.devices);
+    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = local_indices(out, at.inputs[1], at.whole[0].shape[self.batch].clone(), at.devices);
         let taken = out.emit(Op::BatchGather(*self), &[at.inputs[0], own.places]);
         let rank = out.fact(taken).rank();
         vec![or_zero(out, own.has, taken, rank)]
@@ -113,7 +113,7 @@ impl OpRule for BatchScatterAdd {
     }
 
     // d(dy) = the slices of the output's gradient at the indices, for each example
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
             return vec![None, None];
         }
@@ -135,8 +135,8 @@ impl OpRule for BatchScatterAdd {
         ways
     }
 
-    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = own_indices(out, at.inputs[1], self.size.clone(), at.devices);
+    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = local_indices(out, at.inputs[1], self.size.clone(), at.devices);
         let rank = out.fact(at.inputs[0]).rank();
         let dy = or_zero(out, own.has, at.inputs[0], rank);
         let scatter = BatchScatterAdd { batch: self.batch, size: own.size };

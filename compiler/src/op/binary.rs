@@ -52,7 +52,7 @@ impl OpRule for Binary {
         Cost { flops: flops * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (a, b, y, dy) = (at.inputs[0], at.inputs[1], at.outputs[0], at.dy());
         let (fact_a, fact_b) = (out.fact(a), out.fact(b));
         let dtype = fact_a.dtype;

@@ -27,7 +27,7 @@ impl OpRule for Broadcast {
     }
 
     // dx = Σ dy over the broadcast axes
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_agree_is_told_with_both_shapes() {
+    fn mismatch_error_names_both_shapes() {
         let error = broadcast_shapes(&shape("batch 2"), &shape("8 2")).unwrap_err().to_string();
         assert_eq!(error, "one shape is [batch, 2], the other is [8, 2], which does not broadcast with it");
         assert!(broadcast_shapes(&shape("0"), &shape("2")).is_err());

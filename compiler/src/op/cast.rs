@@ -14,7 +14,7 @@ impl OpRule for Cast {
     }
 
     // dx = dy cast to the element type of x; integers have no gradient
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let to = out.fact(at.inputs[0]).dtype;
         if !to.is_float() || !self.to.is_float() {
             return vec![None];

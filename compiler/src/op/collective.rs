@@ -103,10 +103,10 @@ pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
 
 pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
     Some(match op {
-        Op::AllReduce(o) => joined(o.kind, parts),
+        Op::AllReduce(o) => reduce_terms(o.kind, parts),
         Op::ReduceScatter(o) => {
             let own: Vec<Tensor> = parts.iter().map(|term| part_of(term, o.cut, parts.len(), device)).collect();
-            joined(ReduceKind::Sum, &own)
+            reduce_terms(ReduceKind::Sum, &own)
         }
         Op::AllGather(o) => whole_of(parts, o.cut),
         Op::AllToAll(o) => part_of(&whole_of(parts, o.from), o.to, parts.len(), device),
@@ -121,7 +121,7 @@ pub fn is_meeting(op: &Op) -> bool {
 }
 
 /// Reduces the terms in order; floats in `f64`, rounded once.
-fn joined(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
+fn reduce_terms(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
     let views: Vec<View<'_>> = parts.iter().map(Tensor::view).collect();
     let (dtype, shape) = (parts[0].dtype(), parts[0].shape());
     let mut bytes = parts[0].bytes().to_vec();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_alone_is_told_so() {
+    fn single_device_collective_is_an_error() {
         let op = AllReduce { kind: ReduceKind::Sum, devices: 2 };
         assert_eq!(try_run(&op, &parts()[..1]), Err(KernelError::Alone { devices: 2 }));
     }

@@ -38,7 +38,7 @@ impl OpRule for Concat {
     }
 
     // dx_i = its slice of dy
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let dy = at.dy();
         let y = out.fact(dy);
         if !y.dtype.is_float() {

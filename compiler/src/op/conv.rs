@@ -40,7 +40,7 @@ impl OpRule for Conv {
     }
 
     // dx = ConvInputGrad(dy, w), dw = ConvWeightGrad(dy, x)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (x, w, dy) = (at.inputs[0], at.inputs[1], at.dy());
         let (window, groups) = (&self.window, self.groups);
         let dx = at.wanted[0].then(|| input_grad(out, window, groups, dy, w, x));

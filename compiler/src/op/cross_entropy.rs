@@ -37,7 +37,7 @@ impl OpRule for CrossEntropy {
     }
 
     // dlogits = CrossEntropyGrad(dloss, logits, target, lse)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (Some(dloss), true) = (at.d_outputs[0], at.wanted[0]) else { return vec![None; 2] };
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore });
         vec![Some(out.emit(grad, &[dloss, at.inputs[0], at.inputs[1], at.outputs[1]])), None]
@@ -61,7 +61,7 @@ impl OpRule for CrossEntropy {
         ways
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         if strategy.outputs[1] == Sharding::Replicated { self.by_classes(at, out) } else { self.by_rows(at, out) }
     }
 
@@ -121,7 +121,7 @@ impl OpRule for CrossEntropyGrad {
         ways
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let classes = matches!(strategy.inputs[1], Sharding::Split(cut) if cut.axis == self.axis);
         if classes { self.by_classes(at, out) } else { self.by_rows(at, out) }
     }

@@ -21,7 +21,7 @@ impl OpRule for Cumulative {
     }
 
     // dx is the cumulative sum of dy in the other direction.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() || self.kind == CumulativeKind::Prod {
             return vec![None];
         }

@@ -67,7 +67,7 @@ impl OpRule for Dropout {
     }
 
     // dx is dy under the same mask.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         vec![at.wanted[0].then(|| out.emit(Op::Dropout(*self), &[at.dy(), at.inputs[1]])), None]
     }
 
@@ -77,7 +77,7 @@ impl OpRule for Dropout {
         (0..inputs[0].rank()).map(along).chain([Strategy::linear(&[true, false], 1)]).collect()
     }
 
-    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let [Sharding::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is split") };
         let own = out.fact(at.inputs[0]).concrete().expect("sizes are known where ops are shared");
         let part = DropoutPart { whole: *self, run: own[cut.axis..].iter().product(), devices: at.devices };
@@ -117,7 +117,7 @@ impl OpRule for DropoutPart {
     }
 
     // As for the full tensor.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let dx = |out: &mut dyn Emit| out.emit(Op::DropoutPart(*self), &[at.dy(), at.inputs[1], at.inputs[2]]);
         vec![at.wanted[0].then(|| dx(out)), None, None]
     }
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_ratios_and_counters_are_told() {
+    fn invalid_ratio_or_counter_is_an_error() {
         let (x, counter) = (Fact::of(DType::F32, &[2]), Fact::of(DType::I64, &[]));
         let infer = |ratio, counter: &Fact| Dropout { ratio, stream: 0 }.infer(&[&x, counter]);
         assert_eq!(infer(0.5, &counter), Ok(vec![x.clone()]));

@@ -23,7 +23,7 @@ impl OpRule for Gather {
     }
 
     // dx = Σ dy by index
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() || !at.wanted[0] {
             return vec![None, None];
@@ -47,8 +47,8 @@ impl OpRule for Gather {
         ways
     }
 
-    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = own_indices(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), at.devices);
+    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = local_indices(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), at.devices);
         let taken = out.emit(Op::Gather(*self), &[at.inputs[0], own.places]);
         let (indices, after) = (out.fact(own.places).rank(), at.whole[0].rank() - self.axis - 1);
         vec![or_zero(out, own.has, taken, indices + after)]
@@ -97,7 +97,7 @@ impl OpRule for ScatterAdd {
     }
 
     // d(dy) = the slices of the output's gradient by index
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
             return vec![None, None];
         }
@@ -119,8 +119,8 @@ impl OpRule for ScatterAdd {
         ways
     }
 
-    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let own = own_indices(out, at.inputs[1], self.size.clone(), at.devices);
+    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = local_indices(out, at.inputs[1], self.size.clone(), at.devices);
         let (dy, indices) = (at.inputs[0], out.fact(own.places).rank());
         let after = out.fact(dy).rank() - self.axis - indices;
         let dy = or_zero(out, own.has, dy, indices + after);
@@ -206,7 +206,7 @@ pub(in crate::op) struct OwnIndices {
 
 /// Localises indices into a sharded axis of `size` elements. An index out of range is an error on every device, as
 /// without sharding.
-pub(in crate::op) fn own_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> OwnIndices {
+pub(in crate::op) fn local_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> OwnIndices {
     let all = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
     let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[all, indices]);
     let part = size.div_exact(&Dim::from(devices)).expect("the axis is divided into equal parts");
@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn indices_outside_are_told() {
+    fn out_of_range_index_is_an_error() {
         let at = |v: i64, dtype| resolve(&Tensor::from_i64(&[1], &[v]).cast(dtype).view(), 4);
         assert_eq!(at(-4, DType::I64), Ok(vec![0]));
         assert_eq!(at(3, DType::U64), Ok(vec![3]));

@@ -33,8 +33,8 @@ fn same_type(a: &Fact, b: &Fact, what: &'static str) -> Result<(), FactError> {
 }
 
 fn agree(left_name: &'static str, left: &Dim, right_name: &'static str, right: &Dim) -> Result<(), FactError> {
-    let told = || FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() };
-    (left == right).then_some(()).ok_or_else(told)
+    let mismatch = || FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() };
+    (left == right).then_some(()).ok_or_else(mismatch)
 }
 
 impl OpRule for GroupedMatMul {
@@ -62,7 +62,7 @@ impl OpRule for GroupedMatMul {
     }
 
     // Within a group, dx = dy wᵀ and dw = xᵀ dy.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let ([x, w, ends], dy) = ([at.inputs[0], at.inputs[1], at.inputs[2]], at.dy());
         let turned = Op::GroupedMatMul(GroupedMatMul { transpose: !self.transpose });
         let dx = at.wanted[0].then(|| out.emit(turned, &[dy, w, ends]));
@@ -118,7 +118,7 @@ impl OpRule for GroupedMatMulGrad {
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         // c = aᵀ b within a group: da = b dcᵀ, db = a dc.
         let ([a, b, ends], dc) = ([at.inputs[0], at.inputs[1], at.inputs[2]], at.dy());
         let mut of = |rows, transpose| out.emit(Op::GroupedMatMul(GroupedMatMul { transpose }), &[rows, dc, ends]);
@@ -177,7 +177,7 @@ mod tests {
     use crate::op::sample::run;
 
     #[test]
-    fn rows_meet_the_matrix_of_their_group() {
+    fn rows_use_the_matrix_of_their_group() {
         let x = Tensor::from_f32(&[3, 1], &[1., 2., 3.]);
         let w = Tensor::from_f32(&[2, 1, 2], &[10., 20., 100., 200.]);
         let ends = Tensor::from_i64(&[2], &[1, 3]);

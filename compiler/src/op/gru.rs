@@ -49,7 +49,7 @@ impl OpRule for Gru {
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let [x, w_ih, w_hh, _, _, h0] = at.inputs else { unreachable!("infer checks the arity") };
         if at.d_outputs[..2].iter().all(Option::is_none) {
             return vec![None; 6];
@@ -286,11 +286,12 @@ mod tests {
         let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
         let fact = |text: &str| Fact::new(DType::F32, dims(text));
         let all = ["t b 3", "6 3", "6 2", "6", "6", "b 2"].map(fact);
-        let told = |facts: &[Fact]| Gru { reverse: false, reset_after: true }.infer(&facts.iter().collect::<Vec<_>>());
-        let shapes: Vec<String> = told(&all).unwrap().iter().map(Fact::to_string).collect();
+        let inferred =
+            |facts: &[Fact]| Gru { reverse: false, reset_after: true }.infer(&facts.iter().collect::<Vec<_>>());
+        let shapes: Vec<String> = inferred(&all).unwrap().iter().map(Fact::to_string).collect();
         assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[t, b, 8]"]);
         let mut wrong = all.clone();
         wrong[1] = fact("8 3");
-        assert!(told(&wrong).unwrap_err().to_string().contains("the input weight is f32[8, 3]"));
+        assert!(inferred(&wrong).unwrap_err().to_string().contains("the input weight is f32[8, 3]"));
     }
 }

@@ -30,7 +30,7 @@ impl OpRule for LayerNorm {
     }
 
     // dx, dscale, dbias = LayerNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let Some(dy) = at.d_outputs[0] else { return vec![None; 3] };
         let grad = Op::LayerNormGrad(LayerNormGrad { axis: self.axis });
         let all = out.emit_all(grad, &[dy, at.inputs[0], at.inputs[1], at.outputs[1], at.outputs[2]]);

@@ -103,7 +103,7 @@ impl OpRule for Lstm {
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let [x, w_ih, w_hh, _, _, h0, c0] = at.inputs else { unreachable!("infer checks the arity") };
         if at.d_outputs[..3].iter().all(Option::is_none) {
             return vec![None; 7];
@@ -352,13 +352,13 @@ mod tests {
         let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
         let fact = |text: &str| Fact::new(DType::F32, dims(text));
         let all = ["t b 3", "8 3", "8 2", "8", "8", "b 2", "b 2"].map(fact);
-        let told = |facts: &[Fact]| Lstm { reverse: false }.infer(&facts.iter().collect::<Vec<_>>());
-        let shapes: Vec<String> = told(&all).unwrap().iter().map(Fact::to_string).collect();
+        let inferred = |facts: &[Fact]| Lstm { reverse: false }.infer(&facts.iter().collect::<Vec<_>>());
+        let shapes: Vec<String> = inferred(&all).unwrap().iter().map(Fact::to_string).collect();
         assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[b, 2]", "f32[t, b, 8]", "f32[t, b, 2]"]);
         let mut wrong = all.clone();
         wrong[3] = fact("4");
-        assert_eq!(told(&wrong).unwrap_err().to_string(), "the input bias is f32[4], one value a gate is f32[8]");
+        assert_eq!(inferred(&wrong).unwrap_err().to_string(), "the input bias is f32[4], one value a gate is f32[8]");
         wrong[0] = fact("b 3");
-        assert!(told(&wrong).unwrap_err().to_string().contains("time, batch, input"));
+        assert!(inferred(&wrong).unwrap_err().to_string().contains("time, batch, input"));
     }
 }

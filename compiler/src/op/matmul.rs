@@ -50,7 +50,7 @@ impl OpRule for MatMul {
     //   dA' = dC B'ᵀ; dA is dA', or its transpose B' dCᵀ if A is stored transposed
     //   dB' = A'ᵀ dC; dB is dB', or its transpose dCᵀ A' if B is stored transposed
     // Transposition is only a flag of the product. Broadcast leading axes are summed.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (a, b, dc) = (at.inputs[0], at.inputs[1], at.dy());
         let (ta, tb) = (self.transpose_a, self.transpose_b);
         let (a_fact, b_fact) = (out.fact(a), out.fact(b));
@@ -236,7 +236,10 @@ mod tests {
         let c = op.infer(&[&a, &b]).unwrap().remove(0);
         let mut out = Listing(vec![a, b, c.clone(), c], vec![]);
         let [a, b, c, dc] = [0, 1, 2, 3].map(|n| Value { node: NodeId(n), output: 0 });
-        op.backward(Site { inputs: &[a, b], outputs: &[c], d_outputs: &[Some(dc)], wanted: &wanted }, &mut out);
+        op.backward(
+            BackwardContext { inputs: &[a, b], outputs: &[c], d_outputs: &[Some(dc)], wanted: &wanted },
+            &mut out,
+        );
         out.1
     }
 

@@ -35,7 +35,7 @@ impl OpRule for Pad {
     }
 
     // dx = the elements of dy at the positions of x: from `low` on, `interior + 1` apart
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];

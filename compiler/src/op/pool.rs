@@ -24,7 +24,7 @@ impl OpRule for MaxPool {
     }
 
     // dx = MaxPoolGrad(x, dy)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let dy = at.dy();
         vec![Some(out.emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[at.inputs[0], dy]))]
     }
@@ -100,7 +100,7 @@ impl OpRule for AvgPool {
     }
 
     // dx = AvgPoolGrad(dy)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let spatial = out.fact(at.inputs[0]).shape[2..].to_vec();
         let dy = at.dy();
         vec![Some(out.emit(Op::AvgPoolGrad(AvgPoolGrad { forward: self.clone(), spatial }), &[dy]))]
@@ -157,7 +157,7 @@ impl OpRule for AvgPoolGrad {
     }
 
     // The op is the adjoint of the linear pool: d(dy) = AvgPool(g)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let g = at.dy();
         vec![Some(out.emit(Op::AvgPool(self.forward.clone()), &[g]))]
     }

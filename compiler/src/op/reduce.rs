@@ -30,7 +30,7 @@ impl OpRule for Reduce {
         Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
@@ -95,7 +95,7 @@ impl OpRule for Reduce {
         ways
     }
 
-    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, _: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let kind = if self.kind == ReduceKind::Mean { ReduceKind::Sum } else { self.kind };
         let own = out.emit(Op::Reduce(Reduce { kind, ..self.clone() }), at.inputs);
         if self.kind != ReduceKind::Mean {

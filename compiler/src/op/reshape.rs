@@ -30,7 +30,7 @@ impl OpRule for Reshape {
     }
 
     // dx = dy in the shape of x
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         if !x.dtype.is_float() {
             return vec![None];
@@ -118,9 +118,9 @@ mod tests {
         assert!(infer(&["batch", "16", "4"], &["batch*64"]).is_ok());
         assert!(infer(&["batch", "seq"], &["seq", "batch"]).is_ok());
         let error = infer(&["batch", "16"], &["batch", "15"]).unwrap_err().to_string();
-        let told =
+        let reshape_error =
             "the input shape is [batch, 16] (batch*16 elements), the shape to take is [batch, 15] (batch*15 elements)";
-        assert_eq!(error, told);
+        assert_eq!(error, reshape_error);
     }
 
     #[test]

@@ -58,7 +58,7 @@ impl OpRule for Rnn {
         Cost { flops, bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let [x, w_ih, w_hh, _, _, h0] = at.inputs else { unreachable!("infer checks the arity") };
         let mut arrived = Vec::with_capacity(2);
         for (output, gradient) in at.outputs.iter().zip(at.d_outputs) {

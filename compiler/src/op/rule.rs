@@ -1,7 +1,7 @@
 //! The semantics of an op: shape inference, cost, gradient, reference kernel and sharding strategies, with their types.
 
 use super::{Op, Value};
-use crate::op::sharding::{Group, PartSite, Strategy};
+use crate::op::sharding::{Group, LocalContext, Strategy};
 use crate::tensor::dim::DimError;
 use crate::tensor::fact::Fact;
 use crate::tensor::view::{View, ViewMut};
@@ -17,7 +17,7 @@ pub struct Cost {
 }
 
 /// The context of an op for its backward rule.
-pub struct Site<'a> {
+pub struct BackwardContext<'a> {
     pub inputs: &'a [Value],
     pub outputs: &'a [Value],
     /// The gradient of each output; `None` if there is none.
@@ -26,7 +26,7 @@ pub struct Site<'a> {
     pub wanted: &'a [bool],
 }
 
-impl Site<'_> {
+impl BackwardContext<'_> {
     /// The gradient of the first output. A backward rule runs only if an output has a gradient. Ops whose further
     /// outputs take none (saved statistics) may therefore call this.
     pub fn dy(&self) -> Value {
@@ -90,7 +90,7 @@ pub trait OpRule {
     }
 
     /// The gradient of each input as core ops; `None` if it has none. `at.d_outputs` contains at least one gradient.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let _ = out;
         vec![None; at.inputs.len()]
     }
@@ -115,7 +115,7 @@ pub trait OpRule {
 
     /// Emits the per-device ops of a strategy with [`Local::Written`](crate::op::sharding::Local::Written); returns the
     /// local outputs.
-    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let _ = (at, out);
         unreachable!("{} writes no part for {strategy:?}", self.name())
     }

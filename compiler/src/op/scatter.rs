@@ -43,7 +43,7 @@ impl OpRule for Scatter {
         Cost { flops: elements(inputs[2]), bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() {
             return vec![None; 3];
         }
@@ -117,7 +117,7 @@ impl Scatter {
 
     // dx = dy, 0 at written slices. du = dy gathered at the indices, 0 for an update that a later one overwrote. The
     // last writer is found by scattering the update numbers.
-    fn replaced(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
+    fn replaced(&self, at: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
         let (dy, indices) = (at.dy(), at.inputs[1]);
         let (x, updates) = (out.fact(at.inputs[0]), out.fact(at.inputs[2]));
         let zero = out.emit(scalar(x.dtype, 0.0), &[]);
@@ -147,7 +147,7 @@ impl Scatter {
 
     // Let hits = (x == y) and (u == y at the indices), and ties = the number of hits per slice. Then dx = hits dy /
     // ties, and du likewise at the indices.
-    fn shared(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
+    fn shared(&self, at: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
         let (x, indices, updates) = (at.inputs[0], at.inputs[1], at.inputs[2]);
         let dtype = out.fact(x).dtype;
         let hits = |out: &mut dyn Emit, a, b| {
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_outside_is_told() {
+    fn out_of_range_index_is_an_error() {
         let inputs = [Tensor::from_i64(&[2], &[1, 2]), Tensor::from_i64(&[1], &[2]), Tensor::from_i64(&[1], &[0])];
         let found = try_run(&Scatter { kind: ScatterKind::Add, axis: 0 }, &inputs);
         assert_eq!(found, Err(KernelError::Index { index: 2, size: 2 }));

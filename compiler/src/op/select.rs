@@ -24,7 +24,7 @@ impl OpRule for Select {
     }
 
     // da = condition ? dy : 0, db = condition ? 0 : dy, summed over broadcast axes
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (condition, dy) = (at.inputs[0], at.dy());
         let dtype = out.fact(at.inputs[1]).dtype;
         if !dtype.is_float() {

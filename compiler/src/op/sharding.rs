@@ -182,7 +182,7 @@ pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
 }
 
 /// The context in which a rule emits the local ops of a device.
-pub struct PartSite<'a> {
+pub struct LocalContext<'a> {
     /// The local inputs.
     pub inputs: &'a [Value],
     /// Facts of the full inputs.
@@ -191,7 +191,7 @@ pub struct PartSite<'a> {
 }
 
 /// Emits the local ops of a strategy.
-pub fn write(op: &Op, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+pub fn write(op: &Op, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
     match &strategy.local {
         Local::Same => out.emit_all(op.clone(), at.inputs),
         Local::Sized(sized) => out.emit_all(sized.clone(), at.inputs),

@@ -30,7 +30,7 @@ impl OpRule for Slice {
 
     // dx = dy spread `step` apart from `begin` on, in zeros:
     //   high = size - (begin + (count - 1) step + 1)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (x, y) = (out.fact(at.inputs[0]), out.fact(at.outputs[0]));
         if !x.dtype.is_float() {
             return vec![None];

@@ -23,7 +23,7 @@ impl OpRule for Softmax {
     }
 
     // dx = y (dy - Σ y dy)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (y, dy) = (at.outputs[0], at.dy());
         let y_dy = out.emit(Op::Binary(Binary::Mul), &[y, dy]);
         let sum = sum_along(out, y_dy, self.axis);
@@ -61,7 +61,7 @@ impl OpRule for LogSoftmax {
     }
 
     // dx = dy - e^y Σ dy
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (y, dy) = (at.outputs[0], at.dy());
         let softmax = out.emit(Op::Unary(Unary::Exp), &[y]);
         let sum = sum_along(out, dy, self.axis);

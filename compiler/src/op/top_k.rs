@@ -37,7 +37,7 @@ impl OpRule for TopK {
     }
 
     // dx = dy at the indices, 0 elsewhere. With the axis moved last, dx[row·n + index] = dy.
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
         let Some(dy) = at.d_outputs[0].filter(|_| x.dtype.is_float()) else { return vec![None] };
         let last = x.rank() - 1;

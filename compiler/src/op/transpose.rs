@@ -25,7 +25,7 @@ impl OpRule for Transpose {
     }
 
     // dx = dy with the inverse permutation
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         if !out.fact(at.inputs[0]).dtype.is_float() {
             return vec![None];
         }

@@ -62,7 +62,7 @@ impl OpRule for Unary {
         Cost { flops: flops * elements(&outputs[0]), bytes: moved(inputs, outputs) }
     }
 
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (x, y, dy) = (at.inputs[0], at.outputs[0], at.dy());
         let dtype = out.fact(x).dtype;
         let scalar = |out: &mut dyn Emit, v: f64| out.emit(scalar(dtype, v), &[]);

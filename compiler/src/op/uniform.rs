@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_spread_evenly_and_never_reach_one() {
+    fn samples_are_uniform_in_half_open_interval() {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::Bf16] {
             let numbers = drawn(dtype, 0, 5);
             assert!(numbers.iter().all(|u| (0.0..1.0).contains(u)), "{dtype:?}");

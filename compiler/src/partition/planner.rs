@@ -134,7 +134,7 @@ pub enum PlanError {
     },
     /// Infeasible at every limit: the memory of some device class is too small.
     #[error(transparent)]
-    TooSmall(Box<Infeasible>),
+    DeviceMemory(Box<Infeasible>),
     /// The plan checker rejected the plan. This is a bug in a partitioner, never an input error.
     #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
@@ -209,7 +209,7 @@ impl From<ProblemError> for Refused {
 fn is_pinned(problem: &Problem) -> bool {
     problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
-        || problem.constraints.are_placed()
+        || problem.constraints.require_pipec_cost()
         || matches!(problem.in_flight, InFlight::Given(_))
 }
 
@@ -249,7 +249,7 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
     let is_ours = options.partitioner == Partitioner::Pipec && is_placed && !is_pinned;
     let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
     if is_ours && has_missed && question.among.is_alone() && !problem.constraints.no_replication {
-        without_replication(question, &baselines, &mut found);
+        add_candidates_without_replication(question, &baselines, &mut found);
     }
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
     let best = found.candidates.iter().position(|candidate| candidate.fits);
@@ -262,14 +262,18 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
         // PipeDream's search ignores device classes, so its bounds do not hold here.
         (found.bound_us, found.proven_us) = (0.0, None);
     }
-    if found.bound_us == 0.0 && Bounds::speak_of(problem) {
+    if found.bound_us == 0.0 && Bounds::are_valid_for(problem) {
         found.bound_us = Bounds::of(problem).of_any_plan(chosen.minibatch_us);
     }
     Ok(Answer { found, chosen, baselines })
 }
 
 /// Adds the candidates found without replication: an incomplete search over all plans may miss them.
-fn without_replication(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3], found: &mut SearchResult) {
+fn add_candidates_without_replication(
+    question: &SearchContext<'_>,
+    baselines: &[PlanCandidate; 3],
+    found: &mut SearchResult,
+) {
     let mut narrower = question.problem.clone();
     narrower.constraints.no_replication = true;
     let narrower = question.about(&narrower);

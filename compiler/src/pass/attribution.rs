@@ -6,7 +6,7 @@
 //! a constant expression to its first reader. Sums of times and saved bytes over ops then equal those of the run.
 
 use super::backward::BackwardError;
-use super::backward::{Arriving, Backward, Made, Read, backward};
+use super::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
@@ -16,7 +16,7 @@ use crate::graph::{Graph, Node, Origin, order};
 use crate::op::dropout::COUNTER;
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Unary, Value};
-use crate::pass::gradient_accumulation::{only_in_sums, root, summed};
+use crate::pass::gradient_accumulation::{accumulated_in_place, root, summed};
 use crate::profile::arena::{Live, raise};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
@@ -129,7 +129,7 @@ pub fn tagged(graph: &Graph, training: Training) -> Result<Tagged, AttributionEr
 pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, AttributionError> {
     let Tagged { graph: whole, ops, seeded } = tagged(graph, training)?;
     let mut place: HashMap<NodeId, usize> = HashMap::new();
-    let mut arriving = Arriving::new();
+    let mut arriving = ReceivedGradients::new();
     if let Some((value, reader)) = seeded {
         place.insert(reader, 1);
         arriving.insert((value, 1, 0));
@@ -183,7 +183,7 @@ pub fn of_stage(
     let kept: HashSet<Value> = saved.iter().copied().collect();
     let backward_order = made.as_ref().map(|made| order::canonical(&made.graph)).unwrap_or_default();
     let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
-    let mut alive = Alive(vec![Live::default(); ops.len()]);
+    let mut alive = PeakBytes(vec![Live::default(); ops.len()]);
     let none = HashSet::new();
     // A run within a longer one is never cut.
     let group = |(op, leader): (usize, &Option<usize>)| if passages[0].is_some() { 0 } else { leader.unwrap_or(op) };
@@ -198,7 +198,7 @@ pub fn of_stage(
     let mut in_one = HashSet::new();
     if let Some(made) = &made {
         backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
-        let added = only_in_sums(&made.graph, &summed(made, &|_| false));
+        let added = accumulated_in_place(&made.graph, &summed(made, &|_| false));
         let (graph, order, owners, passage) = (&made.graph, &backward_order, &backward_owners, passages[1]);
         let whole = Run { graph, order, owners, groups, passage, is_forward: false };
         chains[1] = alive.look(&whole, [&none, &added], &[false]);
@@ -231,7 +231,7 @@ pub fn of_stage(
 fn read_as_made(made: &Backward, owners: &HashMap<NodeId, usize>) -> HashSet<usize> {
     let graph = &made.graph;
     let of = |made: &Made| matches!(made, Made::Parameter(_));
-    let gradients = made.makes.iter().zip(&graph.outputs).filter(|(made, _)| of(made));
+    let gradients = made.output_roles.iter().zip(&graph.outputs).filter(|(made, _)| of(made));
     let makers: HashSet<NodeId> = gradients.map(|(_, output)| root(graph, output.value).node).collect();
     let is_parameter = |value: &Value| matches!(graph.node(root(graph, *value).node).op, Op::Parameter(_));
     let both = makers.into_iter().filter(|maker| graph.inputs(*maker).iter().any(is_parameter));
@@ -378,9 +378,9 @@ struct Run<'a> {
     is_forward: bool,
 }
 
-struct Alive(Vec<Live>);
+struct PeakBytes(Vec<Live>);
 
-impl Alive {
+impl PeakBytes {
     /// Raises each op's peaks, for whole or split backwards, to the bytes alive while its nodes run. Returns the fused
     /// chains.
     fn look(&mut self, run: &Run<'_>, [kept, added]: [&HashSet<Value>; 2], is_split: &[bool]) -> Chains {

@@ -10,7 +10,7 @@ use super::loss::seed;
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, Output, Writer, order};
 use crate::op::table::rule;
-use crate::op::{Binary, Emit, Input, NodeId, Op, Site, Value};
+use crate::op::{BackwardContext, Binary, Emit, Input, NodeId, Op, Value};
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
 
@@ -50,7 +50,7 @@ pub struct Backward {
     /// The source of each [`Input`] of the graph.
     pub reads: Vec<(NodeId, Read)>,
     /// The role of each output of the graph, in order.
-    pub makes: Vec<Made>,
+    pub output_roles: Vec<Made>,
 }
 
 #[derive(Debug, Error)]
@@ -62,11 +62,15 @@ pub enum BackwardError {
 }
 
 /// Gradient terms that later stages send: the value in the whole graph, the stage, and its reader group.
-pub type Arriving = HashSet<(Value, usize, usize)>;
+pub type ReceivedGradients = HashSet<(Value, usize, usize)>;
 
 /// Builds the backward fragment at fixed sizes. `loss` is the scalar to minimise, if it is in this fragment; `arriving`
 /// lists the gradient terms that later stages send (a reader may have none).
-pub fn backward(fragment: &Fragment, loss: Option<Value>, arriving: &Arriving) -> Result<Backward, BackwardError> {
+pub fn backward(
+    fragment: &Fragment,
+    loss: Option<Value>,
+    arriving: &ReceivedGradients,
+) -> Result<Backward, BackwardError> {
     let mut joint = Joint::new(fragment);
     let forward_order = order::canonical(&fragment.graph);
     for &id in forward_order.iter().rev() {
@@ -110,7 +114,7 @@ impl<'a> Joint<'a> {
         self.active.contains(&value.node) && self.graph.fact(value).dtype.is_float()
     }
 
-    fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &Arriving) -> Result<(), BackwardError> {
+    fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &ReceivedGradients) -> Result<(), BackwardError> {
         let node = self.graph.node(id).clone();
         if !self.active.contains(&id) || matches!(node.op, Op::Parameter(_) | Op::Input(_)) {
             return Ok(());
@@ -128,7 +132,7 @@ impl<'a> Joint<'a> {
         }
         let inputs = self.graph.inputs(id);
         let wanted: Vec<bool> = inputs.iter().map(|v| self.is_active(*v)).collect();
-        let site = Site { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: &wanted };
+        let site = BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: &wanted };
         let mut out = Writer { graph: &mut self.graph, origin: node.origin };
         let gradients = rule(&node.op).backward(site, &mut out);
         for (slot, gradient) in gradients.into_iter().enumerate() {
@@ -140,7 +144,13 @@ impl<'a> Joint<'a> {
     }
 
     /// The gradient of a value: the sum of its terms in their order.
-    fn gradient(&mut self, value: Value, is_loss: bool, arriving: &Arriving, origin: &Origin) -> Option<Value> {
+    fn gradient(
+        &mut self,
+        value: Value,
+        is_loss: bool,
+        arriving: &ReceivedGradients,
+        origin: &Origin,
+    ) -> Option<Value> {
         let mut sum: Option<Value> = None;
         if is_loss {
             let one = seed(self.graph.fact(value).dtype);
@@ -171,7 +181,7 @@ impl<'a> Joint<'a> {
         }
     }
 
-    fn remote(&mut self, value: Value, stage: usize, group: usize, arriving: &Arriving) -> Option<Value> {
+    fn remote(&mut self, value: Value, stage: usize, group: usize, arriving: &ReceivedGradients) -> Option<Value> {
         let sent = self.fragment.sent.iter().position(|s| s.local == value)?;
         if !arriving.contains(&(self.fragment.sent[sent].value, stage, group)) {
             return None;
@@ -267,7 +277,7 @@ impl<'a> Joint<'a> {
     }
 }
 
-fn finish(mut graph: Graph, mut reads: Vec<(NodeId, Read)>, makes: Vec<Made>) -> Result<Backward, PassBug> {
+fn finish(mut graph: Graph, mut reads: Vec<(NodeId, Read)>, output_roles: Vec<Made>) -> Result<Backward, PassBug> {
     pipeline::concrete(&mut graph)?;
     let results: HashSet<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();
     reads.retain(|(node, _)| !graph.successors(*node).is_empty() || results.contains(node));
@@ -277,5 +287,5 @@ fn finish(mut graph: Graph, mut reads: Vec<(NodeId, Read)>, makes: Vec<Made>) ->
     for id in unused {
         graph.remove(id);
     }
-    Ok(Backward { graph, reads, makes })
+    Ok(Backward { graph, reads, output_roles })
 }

@@ -30,17 +30,17 @@ pub fn joined(op: &Op, inputs: &[Fact], made: &Fact) -> Option<Vec<Fact>> {
     if !suits || !matches!(made.dtype, DType::F32 | DType::F64) || put_by(inputs)? > made.bytes()? {
         return None;
     }
-    inputs.iter().map(times).collect()
+    inputs.iter().map(concatenated).collect()
 }
 
 /// Bytes of the buffered operands of [`ITEMS`] micro-batches.
 pub fn put_by(inputs: &[Fact]) -> Option<u64> {
-    let one = |input: &Fact| u64::try_from(aligned(usize::try_from(times(input)?.bytes()?).ok()?)).ok();
+    let one = |input: &Fact| u64::try_from(aligned(usize::try_from(concatenated(input)?.bytes()?).ok()?)).ok();
     inputs.iter().map(one).try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
 }
 
 /// The concatenation of [`ITEMS`] tensors along the first axis.
-fn times(input: &Fact) -> Option<Fact> {
+fn concatenated(input: &Fact) -> Option<Fact> {
     let mut shape = input.concrete()?;
     let first = shape.first_mut()?;
     *first = first.checked_mul(ITEMS as usize)?;

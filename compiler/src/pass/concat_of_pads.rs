@@ -20,7 +20,7 @@ use crate::pass::Changed;
 const MOST_PARTS: usize = 64;
 
 /// A part with its offset and size along the axis.
-struct Part {
+struct PaddedPart {
     value: Value,
     first: i64,
     size: i64,
@@ -51,7 +51,7 @@ pub fn join(graph: &mut Graph) -> Changed {
 }
 
 /// The parts added at a node, sorted by offset, and their axis; `None` unless they cover the whole axis exactly once.
-fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<Part>)> {
+fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<PaddedPart>)> {
     let mut pads: Vec<NodeId> = Vec::new();
     let mut open = vec![sum];
     while let Some(id) = open.pop() {
@@ -67,14 +67,14 @@ fn parts(graph: &Graph, sum: NodeId) -> Option<(usize, Vec<Part>)> {
     let Op::Pad(first) = &graph.node(*pads.first()?).op else { return None };
     let axis = (0..first.low.len()).find(|&axis| !(first.low[axis].is(0) && first.high[axis].is(0)))?;
     let whole = &graph.node(sum).facts[0];
-    let mut parts: Vec<Part> = Vec::new();
+    let mut parts: Vec<PaddedPart> = Vec::new();
     for pad in pads {
         let value = graph.inputs(pad)[0];
         let Op::Pad(op) = &graph.node(pad).op else { return None };
         if !is_along(op, axis) || graph.node(pad).facts[0] != *whole {
             return None;
         }
-        parts.push(Part { value, first: op.low[axis].known()?, size: graph.fact(value).shape[axis].known()? });
+        parts.push(PaddedPart { value, first: op.low[axis].known()?, size: graph.fact(value).shape[axis].known()? });
     }
     parts.sort_by_key(|part| part.first);
     let mut end = 0;

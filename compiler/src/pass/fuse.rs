@@ -82,8 +82,8 @@ pub fn chains(
         search.place(id, together);
     }
     let mut chains = search.found();
-    let apart = live(graph, order, needs);
-    let most = apart.iter().max().copied().unwrap_or(0);
+    let unfused = live(graph, order, needs);
+    let most = unfused.iter().max().copied().unwrap_or(0);
     while !chains.by_last.is_empty() {
         let alive = live(graph, order, &Needs { chains: &chains, ..*needs });
         if alive.iter().all(|alive| *alive <= most) {
@@ -96,7 +96,7 @@ pub fn chains(
         }
         full.into_iter().for_each(|last| chains.dissolve(last));
     }
-    (Chains::default(), apart)
+    (Chains::default(), unfused)
 }
 
 struct Search<'a> {
@@ -261,8 +261,8 @@ mod tests {
             // Inner values have no location, all others have one.
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
             for value in graph.ids().flat_map(|id| graph.values(id)) {
-                assert_eq!(layout.homes.contains_key(&value), !chains.inner.contains(&value));
-                assert!(!kept.contains(&value) || matches!(layout.homes[&value], Home::Kept(_)));
+                assert_eq!(layout.locations.contains_key(&value), !chains.inner.contains(&value));
+                assert!(!kept.contains(&value) || matches!(layout.locations[&value], Home::WriterConfig(_)));
             }
             chains
         }

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, HashSet};
 pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<Value, Vec<usize>> {
     let graph = &backward.graph;
     let made = |wanted: fn(&Made) -> bool| {
-        let both = backward.makes.iter().zip(&graph.outputs).filter(move |(made, _)| wanted(made));
+        let both = backward.output_roles.iter().zip(&graph.outputs).filter(move |(made, _)| wanted(made));
         both.map(|(_, output)| root(graph, output.value))
     };
     let sent: HashSet<Value> = made(|made| matches!(made, Made::Gradient { .. })).collect();
@@ -32,7 +32,7 @@ pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<
 /// The gradients that exist only in their sums: their producers accumulate, and no op reads them. An accumulating
 /// product rounds differently from a separate one. So a gradient with other readers is never accumulated, wherever the
 /// cuts are: it is on the path of a gradient to earlier ops.
-pub fn only_in_sums(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> HashSet<Value> {
+pub fn accumulated_in_place(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> HashSet<Value> {
     let readers = graph.ids().filter(|id| runs(&graph.node(*id).op));
     let read: HashSet<Value> = readers.flat_map(|id| graph.inputs(id)).map(|value| root(graph, value)).collect();
     summed.keys().copied().filter(|value| is_added(graph, *value) && !read.contains(value)).collect()

@@ -10,7 +10,7 @@ use crate::tensor::dim::Dim;
 /// Replaces every [`BatchNorm`] with running averages by the formula over those averages. One without averages keeps
 /// batch statistics. Every [`Dropout`](crate::op::Dropout) becomes its input, and the counter input is removed.
 pub fn inference(graph: &mut Graph) -> Changed {
-    let mut changed = keep_all(graph);
+    let mut changed = remove_dropouts(graph);
     let mut replaced = false;
     for id in order::canonical(graph) {
         let Op::BatchNorm(norm) = graph.node(id).op else { continue };
@@ -32,7 +32,7 @@ pub fn inference(graph: &mut Graph) -> Changed {
     Changed::from(changed)
 }
 
-fn keep_all(graph: &mut Graph) -> bool {
+fn remove_dropouts(graph: &mut Graph) -> bool {
     let (mut dropouts, mut counters) = (Vec::new(), Vec::new());
     for id in order::canonical(graph) {
         match &graph.node(id).op {

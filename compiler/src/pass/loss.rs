@@ -85,7 +85,7 @@ pub fn own(graph: &Graph) -> Option<usize> {
 }
 
 /// Tests whether an output depends on an input that the first output does not depend on, as a loss depends on labels.
-pub fn reads_more(graph: &Graph, output: usize) -> bool {
+pub fn reads_extra_inputs(graph: &Graph, output: usize) -> bool {
     let inputs = |value: Value| {
         let (mut seen, mut stack, mut inputs) = (HashSet::new(), vec![value.node], BTreeSet::new());
         while let Some(node) = stack.pop() {

@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | [`Home::Source`] | inputs, parameters, states, constants and views of them | decided by their owner |
 //! | [`Home::Own`] | values sent to other stages | in a separate buffer, shared with the receiver |
-//! | [`Home::Kept`] | values that the backward of the same minibatch reads | from forward to backward |
+//! | [`Home::WriterConfig`] | values that the backward of the same minibatch reads | from forward to backward |
 //! | [`Home::Arena`] | everything else, and kernel workspaces | within the run |
 //!
 //! Inner values of a fused chain ([`fuse`](super::fuse)) and gradients accumulated by their producer have no location.
@@ -30,14 +30,14 @@ pub enum Home {
     /// In a separate buffer: index in [`Layout::own`].
     Own(usize),
     /// Byte offset in the block saved for the backward.
-    Kept(usize),
+    WriterConfig(usize),
     Arena(usize),
 }
 
 /// The locations of all values of a graph, and the sizes of its buffers.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
-    pub homes: HashMap<Value, Home>,
+    pub locations: HashMap<Value, Home>,
     /// The values with separate buffers, and the buffer sizes in bytes.
     pub own: Vec<(Value, usize)>,
     /// Bytes of the block saved for the backward, per minibatch in flight.
@@ -94,30 +94,35 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
             Some(Home::Own(layout.own.len() - 1))
         } else if class.kept {
             layout.kept_bytes += aligned(class.bytes);
-            Some(Home::Kept(layout.kept_bytes - aligned(class.bytes)))
+            Some(Home::WriterConfig(layout.kept_bytes - aligned(class.bytes)))
         } else {
             let last = if class.held { order.len() } else { class.last };
-            transient.push(Block { of: Of::Class(i), size: aligned(class.bytes), first: class.first, last });
+            transient.push(Block {
+                of: BlockOwner::AliasClass(i),
+                size: aligned(class.bytes),
+                first: class.first,
+                last,
+            });
             None
         };
     }
     for (at, id) in order.iter().enumerate() {
         if let Some(&size) = needs.workspace.get(id).filter(|s| **s > 0) {
-            transient.push(Block { of: Of::Workspace(*id), size: aligned(size), first: at, last: at });
+            transient.push(Block { of: BlockOwner::Workspace(*id), size: aligned(size), first: at, last: at });
         }
     }
     let (offsets, arena_bytes) = pack(&transient);
     layout.arena_bytes = arena_bytes;
     for (block, offset) in transient.iter().zip(offsets) {
         match block.of {
-            Of::Class(i) => class_home[i] = Some(Home::Arena(offset)),
-            Of::Workspace(id) => {
+            BlockOwner::AliasClass(i) => class_home[i] = Some(Home::Arena(offset)),
+            BlockOwner::Workspace(id) => {
                 layout.workspace.insert(id, offset);
             }
         }
     }
     for (value, class) in classes.of.drain().filter(|(_, class)| !classes.list[*class].inner) {
-        layout.homes.insert(value, class_home[class].expect("every class got a home"));
+        layout.locations.insert(value, class_home[class].expect("every class got a home"));
     }
     layout
 }
@@ -179,7 +184,7 @@ fn is_source(graph: &Graph, id: NodeId) -> bool {
 }
 
 /// Values that share bytes.
-struct Class {
+struct AliasClass {
     root: Value,
     bytes: usize,
     first: usize,
@@ -193,7 +198,7 @@ struct Class {
 }
 
 struct Classes {
-    list: Vec<Class>,
+    list: Vec<AliasClass>,
     of: HashMap<Value, usize>,
 }
 
@@ -215,7 +220,17 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
                 let [own, kept, held] = [false; 3];
                 let inner = needs.chains.inner.contains(&value) || needs.added.contains(&value);
                 let readers = Vec::new();
-                classes.list.push(Class { root: value, bytes, first: at, last: at, readers, own, kept, held, inner });
+                classes.list.push(AliasClass {
+                    root: value,
+                    bytes,
+                    first: at,
+                    last: at,
+                    readers,
+                    own,
+                    kept,
+                    held,
+                    inner,
+                });
                 classes.list.len() - 1
             };
             classes.of.insert(value, class);
@@ -227,13 +242,13 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
     classes
 }
 
-enum Of {
-    Class(usize),
+enum BlockOwner {
+    AliasClass(usize),
     Workspace(NodeId),
 }
 
 struct Block {
-    of: Of,
+    of: BlockOwner,
     size: usize,
     first: usize,
     last: usize,
@@ -273,7 +288,7 @@ mod tests {
     use super::*;
 
     fn block(size: usize, first: usize, last: usize) -> Block {
-        Block { of: Of::Class(0), size, first, last }
+        Block { of: BlockOwner::AliasClass(0), size, first, last }
     }
 
     #[test]

@@ -23,7 +23,8 @@ pub struct Parts {
 /// Splits a backward fragment by the gradients that it sends.
 pub fn parts(backward: &Backward) -> Parts {
     let graph = &backward.graph;
-    let leaves = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
+    let leaves =
+        backward.output_roles.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
     let mut queue: Vec<NodeId> = leaves.map(|(_, output)| output.value.node).collect();
     let mut first: HashSet<NodeId> = HashSet::new();
     while let Some(id) = queue.pop() {
@@ -40,7 +41,8 @@ pub fn parts(backward: &Backward) -> Parts {
 
     let made_first = |value: &Value| !second.contains(&value.node) && !is_source(&value.node);
     let read = late.iter().flat_map(|id| graph.inputs(*id));
-    let parameters = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Parameter(_)));
+    let parameters =
+        backward.output_roles.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Parameter(_)));
     let at_the_end = parameters.map(|(_, output)| output.value);
     let crossing = read.chain(at_the_end).filter(made_first).collect();
     Parts { order: [sources, early, late].concat(), second, crossing }

@@ -13,20 +13,20 @@ pub const USUAL_BYTES: u64 = 25 << 20;
 /// Buckets of a stage with the given ops (ascending). Empty if one bucket would hold everything. Size 0 closes a bucket
 /// after every parameter.
 pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket> {
-    let mut made: Vec<(u32, usize)> = Vec::new();
+    let mut by_first_reader: Vec<(u32, usize)> = Vec::new();
     for (number, parameter) in graph.params.iter().enumerate() {
         let first = parameter.users.iter().find(|user| ops.binary_search(&user.0).is_ok());
-        made.extend(first.map(|first| (first.0, number)));
+        by_first_reader.extend(first.map(|first| (first.0, number)));
     }
     // Parameters with the same first reader keep their order in the file.
-    made.sort_by_key(|&(first, number)| (std::cmp::Reverse(first), number));
+    by_first_reader.sort_by_key(|&(first, number)| (std::cmp::Reverse(first), number));
     // Summed in the same order as `spent` below, so that the last bucket's fraction is exactly 1.
     let whole: f64 = ops.iter().rev().map(|&op| graph.ops[op as usize].bwd_us).sum();
     let mut spent = 0.0;
     let mut rest = ops.iter().rev().peekable();
     let mut buckets: Vec<GradientBucket> = Vec::new();
     let mut is_closed = true;
-    for (first, number) in made {
+    for (first, number) in by_first_reader {
         while let Some(&op) = rest.next_if(|&&op| op >= first) {
             spent += graph.ops[op as usize].bwd_us;
         }
@@ -93,7 +93,7 @@ mod tests {
         CostGraph { ops: (0..4).map(op).collect(), tensors: vec![], params }
     }
 
-    fn told(buckets: &[GradientBucket]) -> Vec<(String, u64, f64)> {
+    fn summarize(buckets: &[GradientBucket]) -> Vec<(String, u64, f64)> {
         buckets.iter().map(|bucket| (bucket.parameters.join(" "), bucket.bytes, bucket.ready)).collect()
     }
 
@@ -101,16 +101,16 @@ mod tests {
     fn gradients_are_whole_after_the_first_reader() {
         let all = buckets(&graph(), &[0, 1, 2, 3], 0);
         let expected = [("d", 5, 0.4), ("c", 30, 0.7), ("b", 20, 0.9), ("a", 10, 1.0)];
-        assert_eq!(told(&all), expected.map(|(name, bytes, ready)| (name.to_string(), bytes, ready)));
+        assert_eq!(summarize(&all), expected.map(|(name, bytes, ready)| (name.to_string(), bytes, ready)));
         // Only readers inside the stage count.
         let late = buckets(&graph(), &[2, 3], 0);
-        assert_eq!(told(&late)[0], ("b".to_string(), 20, 4.0 / 7.0));
+        assert_eq!(summarize(&late)[0], ("b".to_string(), 20, 4.0 / 7.0));
     }
 
     #[test]
     fn a_bucket_is_closed_at_its_size() {
         let two = buckets(&graph(), &[0, 1, 2, 3], 35);
-        assert_eq!(told(&two), [("d c".to_string(), 35, 0.7), ("b a".to_string(), 30, 1.0)]);
+        assert_eq!(summarize(&two), [("d c".to_string(), 35, 0.7), ("b a".to_string(), 30, 1.0)]);
         assert_eq!(buckets(&graph(), &[0, 1, 2, 3], 65), []);
         assert_eq!(buckets(&graph(), &[0, 1, 2, 3], u64::MAX), []);
     }

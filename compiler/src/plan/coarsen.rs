@@ -21,11 +21,11 @@ pub fn runs(graph: &CostGraph, parts: usize) -> CostGraph {
     let mut head: Vec<usize> = (0..graph.ops.len()).collect();
     let (mut first, mut held) = (free[0], 0.0);
     for op in free {
-        let own = us(op) / all_us + bytes(op) / all_bytes;
-        if op != first && held + own > most {
+        let load = us(op) / all_us + bytes(op) / all_bytes;
+        if op != first && held + load > most {
             (first, held) = (op, 0.0);
         }
-        held += own;
+        held += load;
         head[op] = first;
     }
     with_heads(graph, &head)
@@ -35,9 +35,9 @@ pub fn runs(graph: &CostGraph, parts: usize) -> CostGraph {
 pub fn stages(graph: &CostGraph, plan: &Plan) -> Option<CostGraph> {
     let mut head: Vec<usize> = (0..graph.ops.len()).collect();
     for stage in &plan.stages {
-        let own: Vec<usize> = stage.op_ids().map(|op| op as usize).collect();
-        let first = own.iter().copied().find(|&op| graph.ops.get(op).is_some_and(|op| op.joins.is_none()))?;
-        own.into_iter().for_each(|op| head[op] = first);
+        let load: Vec<usize> = stage.op_ids().map(|op| op as usize).collect();
+        let first = load.iter().copied().find(|&op| graph.ops.get(op).is_some_and(|op| op.joins.is_none()))?;
+        load.into_iter().for_each(|op| head[op] = first);
     }
     let coarser = with_heads(graph, &head);
     coarser.check().is_ok().then_some(coarser)

@@ -85,7 +85,7 @@ impl FlowQuery {
     }
 
     /// All-reduces per item over all replicas.
-    fn reduces_an_item(&self, replicas: u32) -> f64 {
+    fn all_reduces_per_item_of_all(&self, replicas: u32) -> f64 {
         match self.schedule {
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0 / f64::from(replicas.max(1)),
             ScheduleKind::TwoBw => 1.0 / f64::from(self.microbatches.max(1)),
@@ -157,7 +157,7 @@ impl StageLoad {
         let q = asked.reduces(stage.replicas);
         let mut item = compute.max(q * all_reduce);
         for level in 0..levels.len() {
-            item = item.max(carried(asked, &rings, messages, level, q));
+            item = item.max(level_traffic_us(asked, &rings, messages, level, q));
         }
         let comes_in: f64 = messages.iter().filter(|message| message.comes_in).map(|message| message.us).sum();
         let ways = if asked.trains() { 2.0 } else { 1.0 };
@@ -171,7 +171,7 @@ impl StageLoad {
 
 /// Outgoing traffic over one level per item of a replica. In training, incoming traffic is equal; in inference the
 /// larger of the two counts.
-fn carried(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize, q: f64) -> f64 {
+fn level_traffic_us(asked: &FlowQuery, rings: &[Ring], messages: &[Message], level: usize, q: f64) -> f64 {
     let reduce: f64 = rings.iter().filter(|ring| ring.level == level).map(|ring| ring.us).sum();
     let sum = |wanted: &dyn Fn(&Message) -> bool| -> f64 {
         messages.iter().filter(|message| message.level == level && wanted(message)).map(|message| message.us).sum()
@@ -250,7 +250,7 @@ pub fn shared(
                     let port = ports.entry((at, of as u32)).or_default();
                     port[0] += sum(true) * on as f64 / r;
                     port[1] += sum(false) * on as f64 / r;
-                    port[2] += asked.reduces_an_item(stage.replicas) * reduce;
+                    port[2] += asked.all_reduces_per_item_of_all(stage.replicas) * reduce;
                 }
             }
         }

@@ -62,10 +62,10 @@ impl<'a> CutBytes<'a> {
         // For each op, a bit set of the frontier ops that it precedes. Ops are in topological order, so the reverse
         // order visits readers first.
         let words = frontier.div_ceil(64);
-        let mut leads = vec![0u64; ops * words];
+        let mut frontier_sets = vec![0u64; ops * words];
         let (mut next, mut bytes) = (0, 0.0);
         for op in (0..ops).rev().filter(|&op| inside(op)) {
-            let (own, later) = leads[op * words..].split_at_mut(words);
+            let (own, later) = frontier_sets[op * words..].split_at_mut(words);
             let mut inner = readers(op).iter().map(|&to| to as usize).filter(|&to| inside(to)).peekable();
             let is_charged = if inner.peek().is_none() {
                 own[next / 64] |= 1 << (next % 64);
@@ -74,7 +74,7 @@ impl<'a> CutBytes<'a> {
             } else {
                 let leads_of = |to: usize| &later[(to - op - 1) * words..(to - op) * words];
                 for to in inner.clone() {
-                    own.iter_mut().zip(leads_of(to)).for_each(|(own, leads)| *own |= leads);
+                    own.iter_mut().zip(leads_of(to)).for_each(|(own, frontier_sets)| *own |= frontier_sets);
                 }
                 readers(op).iter().any(|&to| !inside(to as usize)) || inner.any(|to| *leads_of(to) != *own)
             };
@@ -88,7 +88,7 @@ impl<'a> CutBytes<'a> {
     /// [`CutBytes::charged`] for frontiers of up to 64 ops, the common case; searches evaluate very many cuts.
     fn charged_narrow(&self, inside: impl Fn(usize) -> bool) -> Option<f64> {
         let ops = self.graph.ops.len();
-        let mut leads = vec![0u64; ops];
+        let mut frontier_sets = vec![0u64; ops];
         let (mut next, mut bytes) = (0, 0.0);
         for op in (0..ops).rev().filter(|&op| inside(op)) {
             // Union and intersection of the frontier ops that the inside readers precede. A frontier op has an empty
@@ -96,8 +96,8 @@ impl<'a> CutBytes<'a> {
             let (mut together, mut common, mut is_read_beyond) = (0u64, u64::MAX, false);
             for &to in &self.readers[self.first[op]..self.first[op + 1]] {
                 if inside(to as usize) {
-                    together |= leads[to as usize];
-                    common &= leads[to as usize];
+                    together |= frontier_sets[to as usize];
+                    common &= frontier_sets[to as usize];
                 } else {
                     is_read_beyond = true;
                 }
@@ -110,7 +110,7 @@ impl<'a> CutBytes<'a> {
             } else {
                 is_read_beyond |= common != together;
             }
-            leads[op] = together;
+            frontier_sets[op] = together;
             if is_read_beyond {
                 bytes += self.graph.ops[op].out_bytes as f64;
             }

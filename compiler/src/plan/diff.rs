@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 pub struct StageChange {
     pub stage: usize,
     pub came: u64,
-    pub went: u64,
+    pub ops_lost: u64,
 }
 
 /// A half-open range of ops that change stage, or that only one plan has.
@@ -37,8 +37,8 @@ pub fn diff(before: &Plan, after: &Plan) -> Diff {
         let ops = |wanted: &dyn Fn(&Moved) -> bool| {
             moved.iter().filter(|moved| wanted(moved)).map(|moved| u64::from(moved.ops.1 - moved.ops.0)).sum()
         };
-        let (came, went) = (ops(&|moved| moved.to == Some(stage)), ops(&|moved| moved.from == Some(stage)));
-        StageChange { stage, came, went }
+        let (came, ops_lost) = (ops(&|moved| moved.to == Some(stage)), ops(&|moved| moved.from == Some(stage)));
+        StageChange { stage, came, ops_lost }
     });
     Diff { stages: stages.collect(), moved, fields: fields(before, after) }
 }

@@ -8,7 +8,7 @@ use crate::cluster::{Cluster, class};
 use crate::plan::links::Wire;
 
 /// Relative tolerance for times that were summed in different orders.
-const ALIKE: f64 = 1e-9;
+const TOLERANCE: f64 = 1e-9;
 
 #[derive(Clone, Copy, Debug)]
 pub struct GradientBuffers {
@@ -28,7 +28,7 @@ impl GradientBuffers {
 
     /// Buffer bytes of a stage with gradients of `one` bytes per micro-batch and a forward of `forward_us`.
     pub fn bytes(&self, one: u64, forward_us: f64) -> u64 {
-        let takes_longer = |wire: &Wire| wire.time(one as f64) > forward_us / self.pace * (1.0 + ALIKE);
+        let takes_longer = |wire: &Wire| wire.time(one as f64) > forward_us / self.pace * (1.0 + TOLERANCE);
         if self.wire.as_ref().is_some_and(takes_longer) { one.saturating_mul(2) } else { one }
     }
 }

@@ -56,7 +56,7 @@ pub struct Position {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lanes {
+pub struct StageInFlight {
     pub replicas: u32,
     pub in_flight: u32,
 }
@@ -64,7 +64,7 @@ pub struct Lanes {
 /// Known limits of the first stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum First {
-    Known(Lanes),
+    Known(StageInFlight),
     /// The replica count is unknown.
     Capped(u32),
     Unknown,
@@ -107,7 +107,7 @@ impl ScheduleFlow {
     }
 
     /// Weight versions per replica of a stage; an upper bound if the first stage is not fully known.
-    pub fn versions(&self, own: Lanes, first: First) -> u32 {
+    pub fn versions(&self, own: StageInFlight, first: First) -> u32 {
         match (self.schedule, first) {
             (ScheduleKind::RoundRobin, _) => own.in_flight,
             (ScheduleKind::RoundRobinVsync, First::Known(first)) => synced(own.replicas, first),
@@ -122,13 +122,13 @@ impl ScheduleFlow {
 
     /// Rounds of tied-weight gradient sums that wait for their step, besides the current round; an upper bound if the
     /// first stage is not fully known.
-    pub fn late(&self, own: Lanes, first: First) -> u32 {
+    pub fn late(&self, own: StageInFlight, first: First) -> u32 {
         match (self.schedule, first) {
-            (ScheduleKind::RoundRobin, First::Known(first)) => ahead(own, first),
+            (ScheduleKind::RoundRobin, First::Known(first)) => rounds_ahead(own, first),
             // The most replicas the first stage can have.
             (ScheduleKind::RoundRobin, First::Capped(in_flight)) => {
                 let replicas = self.workers.saturating_sub(own.replicas).max(1);
-                ahead(own, Lanes { replicas, in_flight })
+                rounds_ahead(own, StageInFlight { replicas, in_flight })
             }
             // By the rule, a first stage of r replicas has ceil(workers / r) in flight on each, plus `room`. In total
             // that is at most r - 1 more than `workers`, plus r times `room`.
@@ -144,19 +144,19 @@ impl ScheduleFlow {
 
 /// Rounds by which a stage is ahead of the first stage when it steps a tied weight. Each micro-batch must see the
 /// version that the first stage sees, so the sums of these rounds wait.
-fn ahead(own: Lanes, first: Lanes) -> u32 {
+fn rounds_ahead(own: StageInFlight, first: StageInFlight) -> u32 {
     rounds(own, u64::from(first.in_flight) * u64::from(first.replicas.max(1)))
 }
 
 /// [`ahead`] for `items` in flight at the first stage.
-fn rounds(own: Lanes, items: u64) -> u32 {
+fn rounds(own: StageInFlight, items: u64) -> u32 {
     let replicas = u64::from(own.replicas.max(1));
     let rounds = items.saturating_sub(u64::from(own.in_flight) * replicas).div_ceil(replicas);
     u32::try_from(rounds).unwrap_or(u32::MAX)
 }
 
 /// Upper bound of the weight versions of a stage under vertical sync.
-pub fn synced(replicas: u32, first: Lanes) -> u32 {
+pub fn synced(replicas: u32, first: StageInFlight) -> u32 {
     let [own, of_first] = [replicas, first.replicas].map(|replicas| u64::from(replicas.max(1)));
     let cap = u64::from(first.in_flight.max(1));
     let used = (cap * of_first - common_divisor(own, of_first)).div_ceil(own).min(cap);
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn versions() {
         let flow = |schedule| ScheduleFlow { schedule, microbatches: 8, chunks: 1, workers: 4, room: 0 };
-        let lanes = |replicas, in_flight| Lanes { replicas, in_flight };
+        let lanes = |replicas, in_flight| StageInFlight { replicas, in_flight };
         let first = First::Known(lanes(1, 4));
         assert_eq!(flow(ScheduleKind::RoundRobin).versions(lanes(1, 3), first), 3);
         assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(lanes(1, 1), first), 4);
@@ -260,8 +260,8 @@ mod tests {
     #[test]
     fn sums_of_shared_parameters_wait_for_the_first_stage() {
         let flow = |schedule| ScheduleFlow { schedule, microbatches: 1, chunks: 1, workers: 4, room: 0 };
-        let late = |of: Lanes, first: First| flow(ScheduleKind::RoundRobin).late(of, first);
-        let lanes = |replicas, in_flight| Lanes { replicas, in_flight };
+        let late = |of: StageInFlight, first: First| flow(ScheduleKind::RoundRobin).late(of, first);
+        let lanes = |replicas, in_flight| StageInFlight { replicas, in_flight };
         assert_eq!([4, 3, 2, 1].map(|own| late(lanes(1, own), First::Known(lanes(1, 4)))), [0, 1, 2, 3]);
         assert_eq!(late(lanes(2, 1), First::Known(lanes(2, 2))), 1);
         assert_eq!(flow(ScheduleKind::OneFOneB).late(lanes(1, 1), First::Unknown), 0);
@@ -269,7 +269,8 @@ mod tests {
 
     #[test]
     fn versions_in_step_with_the_first_stage() {
-        let synced = |replicas, first: (u32, u32)| synced(replicas, Lanes { replicas: first.0, in_flight: first.1 });
+        let synced =
+            |replicas, first: (u32, u32)| synced(replicas, StageInFlight { replicas: first.0, in_flight: first.1 });
         assert_eq!([1, 2, 3].map(|replicas| synced(replicas, (replicas, 5))), [5; 3]);
         assert_eq!(synced(1, (2, 3)), 4, "the newest is between two of the first");
         assert_eq!(synced(2, (1, 4)), 3);
@@ -280,7 +281,7 @@ mod tests {
 
     /// Nor do sums of tied weights wait longer than the bound.
     #[test]
-    fn sums_wait_no_longer_than_is_said_of_an_unknown_first_stage() {
+    fn tied_weight_lag_bound_holds() {
         for (room, in_flight) in (0..9).map(|n| (n % 3, 1 + n / 3)) {
             let rule = |workers| ScheduleFlow {
                 schedule: ScheduleKind::RoundRobin,
@@ -293,8 +294,8 @@ mod tests {
                 let workers = of_first + own + between;
                 let flow = rule(workers);
                 let cap = flow.in_flight(Position { replicas: of_first, workers_after: own + between });
-                let own = Lanes { replicas: own, in_flight };
-                let exact = flow.late(own, First::Known(Lanes { replicas: of_first, in_flight: cap }));
+                let own = StageInFlight { replicas: own, in_flight };
+                let exact = flow.late(own, First::Known(StageInFlight { replicas: of_first, in_flight: cap }));
                 assert!(exact <= flow.late(own, First::Capped(cap)));
                 assert!(exact <= flow.late(own, First::Unknown), "{of_first} {own:?} of {workers}, room {room}");
             }
@@ -303,7 +304,7 @@ mod tests {
 
     /// No first stage that the published rule allows exceeds the bound for an unknown first stage.
     #[test]
-    fn what_is_said_of_an_unknown_first_stage_is_enough() {
+    fn bound_for_unknown_first_stage_holds() {
         for room in 0..3 {
             let rule = |workers| ScheduleFlow {
                 schedule: ScheduleKind::RoundRobinVsync,
@@ -316,8 +317,8 @@ mod tests {
                 let workers = of_first + own + between;
                 let flow = rule(workers);
                 let in_flight = flow.in_flight(Position { replicas: of_first, workers_after: own + between });
-                let first = First::Known(Lanes { replicas: of_first, in_flight });
-                let own = Lanes { replicas: own, in_flight: 1 };
+                let first = First::Known(StageInFlight { replicas: of_first, in_flight });
+                let own = StageInFlight { replicas: own, in_flight: 1 };
                 let exact = flow.versions(own, first);
                 assert!(exact <= flow.versions(own, First::Capped(in_flight)));
                 assert!(exact <= flow.versions(own, First::Unknown), "{of_first} {own:?} of {workers}, room {room}");

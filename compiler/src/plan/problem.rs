@@ -6,7 +6,7 @@ use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
-use crate::profile::shared::SharedCosts;
+use crate::profile::shared::TensorParallelCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -99,7 +99,7 @@ pub struct Constraints {
 
 impl Constraints {
     /// True if a constraint requires cost `pipec`.
-    pub fn are_placed(&self) -> bool {
+    pub fn require_pipec_cost(&self) -> bool {
         !self.pins.is_empty() || self.most_stages.is_some() || self.no_replication || self.target.is_some()
     }
 }
@@ -110,7 +110,7 @@ pub struct Problem {
     /// Costs per micro-batch.
     pub graph: CostGraph,
     /// Costs under tensor parallelism, by degree, ascending; empty if it is not considered.
-    pub shared: Vec<SharedCosts>,
+    pub shared: Vec<TensorParallelCosts>,
     pub cluster: Cluster,
     pub cost: CostModel,
     pub objective: Objective,

@@ -209,7 +209,7 @@ impl OpCost {
     }
 
     /// Upper bound on the bytes kept between the two passes of a split backward.
-    pub fn apart_bytes(&self) -> u64 {
+    pub fn pending_weight_grad_bytes(&self) -> u64 {
         self.between_bytes.saturating_add(self.arriving_bytes)
     }
 
@@ -379,7 +379,7 @@ impl CostGraph {
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
-        total("tensors between halves", self.ops.iter().map(OpCost::apart_bytes))?;
+        total("tensors between halves", self.ops.iter().map(OpCost::pending_weight_grad_bytes))?;
         total("workspaces", self.ops.iter().map(OpCost::most_scratch))?;
         total("what is put by", self.ops.iter().map(|op| op.joint_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;

@@ -7,7 +7,7 @@ use super::cost_graph::CostGraph;
 
 /// Costs of a model at one tensor-parallel degree.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SharedCosts {
+pub struct TensorParallelCosts {
     /// Tensor-parallel degree, at least 2.
     pub devices: u32,
     /// Times and bytes per device; tensors between stages are not sharded.

@@ -31,7 +31,7 @@ pub fn follow(
     for rank in layout.ranks() {
         for items in [dealt(0), dealt(replicas - 1)] {
             let row = if items == 0 { Vec::new() } else { row(rank, items) };
-            whole(pipeline, rank, items, &row)?;
+            check_row(pipeline, rank, items, &row)?;
             rows.entry((rank, items)).or_insert(row);
         }
     }
@@ -75,7 +75,7 @@ fn peak(stage: StageId, row: &[Work]) -> u32 {
 }
 
 /// Checks that a row runs each item once forward and once backward at each stage of its rank, in a valid order.
-fn whole(pipeline: &Pipeline, rank: RankId, items: u32, row: &[Work]) -> Result<(), ScheduleError> {
+fn check_row(pipeline: &Pipeline, rank: RankId, items: u32, row: &[Work]) -> Result<(), ScheduleError> {
     let wrong = |what: String| Err(ScheduleError::Table { what: format!("rank {}: {what}", rank.0) });
     let mut done: BTreeSet<Work> = BTreeSet::new();
     for &work in row {

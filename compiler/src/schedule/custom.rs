@@ -1,6 +1,6 @@
 //! Custom schedules: the compute order of each rank within one minibatch.
 //!
-//! An implementation of [`OrderOfWork`] gives only this order. Weight versions, transfers, all-reduces and steps follow
+//! An implementation of [`ComputeOrder`] gives only this order. Weight versions, transfers, all-reduces and steps follow
 //! as in every schedule with a flush, and the checker verifies the program before it runs.
 //! [`ComputeTable`](crate::schedule::formats::csv::ComputeTable) implements it for a file, `examples/my_schedule.rs` of
 //! this package in Rust.
@@ -34,7 +34,7 @@ use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
 
 /// A custom schedule: the compute order of every rank.
-pub trait OrderOfWork {
+pub trait ComputeOrder {
     /// The actions of a rank for one minibatch of `items` items, counted from 0. Each of its stages runs every item
     /// once forward and then once backward, whole or split.
     ///
@@ -43,6 +43,6 @@ pub trait OrderOfWork {
 }
 
 /// The program in which every worker follows the order, minibatch after minibatch.
-pub fn program(order: &dyn OrderOfWork, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+pub fn program(order: &dyn ComputeOrder, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     follow(Schedule::Csv, pipeline, count, |rank, items| order.work(pipeline, rank, items))
 }

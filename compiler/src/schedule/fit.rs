@@ -22,7 +22,11 @@ pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleEr
     let other: Vec<(RankId, u32)> =
         pipeline.ranks.iter().zip(&pipeline.stages).map(|(rank, stage)| (*rank, stage.replicas)).collect();
     if own != other {
-        return wrong(format!("its stages have replicas {}, those of the pipeline {}", told(&own), told(&other)));
+        return wrong(format!(
+            "its stages have replicas {}, those of the pipeline {}",
+            describe_replicas(&own),
+            describe_replicas(&other)
+        ));
     }
     let there: BTreeMap<(StageId, StageId), EdgeId> =
         (0..).map(EdgeId).zip(&pipeline.edges).map(|(id, edge)| ((edge.from, edge.to), id)).collect();
@@ -54,7 +58,7 @@ pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleEr
 }
 
 /// `2, 1, 1`: replicas of each stage, with the rank if it differs from the stage index.
-fn told(list: &[(RankId, u32)]) -> String {
+fn describe_replicas(list: &[(RankId, u32)]) -> String {
     let is_straight = list.iter().enumerate().all(|(at, (rank, _))| rank.index() == at);
     let one = |(rank, replicas): &(RankId, u32)| match is_straight {
         true => replicas.to_string(),

@@ -90,7 +90,7 @@ impl Layout {
 /// Simulates the pipeline and returns the order. Fails on a deadlock, which only fixed lists can cause: under a greedy
 /// choice the first unfinished item is never blocked.
 pub fn play(pipeline: &Pipeline, rule: &Rule, choice: Choice<'_>) -> Result<WorkOrder, ScheduleError> {
-    Player::new(pipeline, rule, choice).run()
+    OrderSimulation::new(pipeline, rule, choice).run()
 }
 
 /// Millionths of a microsecond, so that equal sums of times compare equal.
@@ -105,7 +105,7 @@ enum Event {
     Updated(StageId, u32),
 }
 
-struct Hands {
+struct WorkerState {
     /// Its first stage; used by greedy choices only.
     stage: StageId,
     /// The worker's items of that stage.
@@ -122,14 +122,14 @@ struct Hands {
     started: Vec<u32>,
 }
 
-struct Player<'a> {
+struct OrderSimulation<'a> {
     pipeline: &'a Pipeline,
     rule: &'a Rule,
     choice: Choice<'a>,
     layout: Layout,
     incoming: Vec<Vec<usize>>,
     outgoing: Vec<Vec<usize>>,
-    hands: Vec<Hands>,
+    hands: Vec<WorkerState>,
     /// By stage and item: dependencies left before the forward and the backward.
     forward_needs: Vec<u32>,
     backward_needs: Vec<u32>,
@@ -148,7 +148,7 @@ struct Player<'a> {
     touched: Vec<WorkerId>,
 }
 
-impl<'a> Player<'a> {
+impl<'a> OrderSimulation<'a> {
     fn new(pipeline: &'a Pipeline, rule: &'a Rule, choice: Choice<'a>) -> Self {
         let stages = pipeline.stages.len();
         let items = rule.items as usize;
@@ -164,7 +164,7 @@ impl<'a> Player<'a> {
             let held = pipeline.ranks.iter().position(|&of| of == rank).expect("a pipeline's ranks hold stages");
             let stage = StageId(held as u32);
             for replica in 0..pipeline.stages[held].replicas {
-                hands.push(Hands {
+                hands.push(WorkerState {
                     stage,
                     forwards: rule.share(stage, replica).collect(),
                     next_forward: 0,
@@ -366,7 +366,7 @@ impl<'a> Player<'a> {
         self.begun[stage.index()].get(round) == Some(&self.rule.place(stage, item))
     }
 
-    fn next(&self, hands: &Hands, place: usize, part: Phase) -> Option<Work> {
+    fn next(&self, hands: &WorkerState, place: usize, part: Phase) -> Option<Work> {
         hands.forwards.get(place).map(|&item| Work { stage: hands.stage, item, part })
     }
 

@@ -46,9 +46,9 @@ use crate::schedule::{
 
 /// Recvs are posted this many actions ahead: one forward and one backward, the time per item in steady state. A
 /// transfer may take as long without delaying anyone.
-const AHEAD: u32 = 2;
+const RECV_LOOKAHEAD: u32 = 2;
 
-/// `AHEAD` for inference, which has only forwards.
+/// `RECV_LOOKAHEAD` for inference, which has only forwards.
 pub const NEXT: u32 = 1;
 
 /// Lowers `order`, which must come from [`play`](crate::schedule::list_scheduler::play) with the same rule.
@@ -117,7 +117,7 @@ impl<'a> Lists<'a> {
                 let id = EdgeId(index as u32);
                 let (place, wait) = (from_places[0], to_places[0]);
                 let made = from_started[place as usize];
-                let post = wait.saturating_sub(if rule.schedule.trains() { AHEAD } else { NEXT });
+                let post = wait.saturating_sub(if rule.schedule.trains() { RECV_LOOKAHEAD } else { NEXT });
                 let freed = if rule.schedule.trains() {
                     from_places[1] + 1
                 } else {
@@ -140,7 +140,7 @@ impl<'a> Lists<'a> {
                 if edge.backward_us > pipeline.stages[edge.to.index()].forward {
                     freed = next.get(freed as usize).copied().unwrap_or(freed);
                 }
-                let mut post = wait.saturating_sub(AHEAD);
+                let mut post = wait.saturating_sub(RECV_LOOKAHEAD);
                 if let Some(&moment) = to_started.get(freed as usize) {
                     let latest = from_started.partition_point(|&started| started < moment);
                     post = post.min(latest.saturating_sub(1) as u32);

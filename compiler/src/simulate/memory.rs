@@ -6,7 +6,7 @@ use crate::plan::StageId;
 use crate::schedule::collective::Meeting;
 use crate::schedule::{MicrobatchId, Token};
 
-pub struct Holding {
+pub struct StageMemoryState {
     pub stage: StageId,
     /// Items between the start of their forward and the end of their backward.
     pub in_flight: u64,
@@ -24,7 +24,7 @@ pub struct Holding {
     pub again: BTreeSet<MicrobatchId>,
 }
 
-impl Holding {
+impl StageMemoryState {
     pub fn new(stage: StageId) -> Self {
         Self {
             stage,

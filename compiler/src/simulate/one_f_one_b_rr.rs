@@ -56,7 +56,7 @@ pub fn ideal_us(pipeline: &Pipeline) -> f64 {
 }
 
 /// For each stage, the time from an item's forward to the end of its round's update, without waiting, in microseconds.
-pub fn ways_us(pipeline: &Pipeline) -> Vec<f64> {
+pub fn update_latency_us(pipeline: &Pipeline) -> Vec<f64> {
     let stages = &pipeline.stages;
     let mut down = vec![0.0f64; stages.len()];
     let mut outgoing = vec![Vec::new(); stages.len()];
@@ -77,13 +77,13 @@ pub fn needed_caps(pipeline: &Pipeline, share: f64) -> Vec<u32> {
         // `as` maps NaN to 0 and saturates.
         (rounds.ceil() as u32).clamp(1, 1 << 20)
     };
-    ways_us(pipeline).into_iter().zip(&pipeline.stages).map(need).collect()
+    update_latency_us(pipeline).into_iter().zip(&pipeline.stages).map(need).collect()
 }
 
 /// Upper bound of the throughput under the pipeline's caps, as a fraction of the ideal, with the limiting stages.
 pub fn bound(pipeline: &Pipeline) -> Steady {
     let ideal = ideal_us(pipeline);
-    let shares: Vec<f64> = ways_us(pipeline)
+    let shares: Vec<f64> = update_latency_us(pipeline)
         .into_iter()
         .zip(&pipeline.stages)
         .map(
@@ -127,7 +127,7 @@ fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateEr
     while ideal * scale > 1e12 {
         scale /= 2.0;
     }
-    let mut play = Play::new(pipeline, items, scale);
+    let mut play = RuleSimulation::new(pipeline, items, scale);
     play.first = in_sync.then(|| (pipeline.stages[0].replicas as usize, pipeline.stages[0].cap as usize));
     Ok(play.run(depth, window, ideal * scale))
 }
@@ -200,7 +200,7 @@ struct Wire {
     free_at: [Vec<u64>; 2],
 }
 
-struct Play {
+struct RuleSimulation {
     items: usize,
     /// Replicas and cap of the first stage; set under vertical sync.
     first: Option<(usize, usize)>,
@@ -218,8 +218,8 @@ struct Play {
     pieces: u64,
 }
 
-impl Play {
-    fn new(pipeline: &Pipeline, items: usize, scale: f64) -> Play {
+impl RuleSimulation {
+    fn new(pipeline: &Pipeline, items: usize, scale: f64) -> RuleSimulation {
         let ticks = |us: f64| (us * scale).round() as u64;
         let mut rows: Vec<Row> = Vec::with_capacity(pipeline.stages.len());
         let mut hands: Vec<Hands> = Vec::new();
@@ -268,7 +268,20 @@ impl Play {
         let touched = (0..hands.len() as u32).collect();
         let unfinished = vec![rows.len() as u32; items];
         let (finished, events) = (Vec::with_capacity(items), BinaryHeap::new());
-        Play { items, first: None, rows, wires, hands, waits, unfinished, finished, events, touched, now: 0, pieces: 0 }
+        RuleSimulation {
+            items,
+            first: None,
+            rows,
+            wires,
+            hands,
+            waits,
+            unfinished,
+            finished,
+            events,
+            touched,
+            now: 0,
+            pieces: 0,
+        }
     }
 
     fn run(mut self, depth: usize, window: usize, ideal: f64) -> Steady {
@@ -511,6 +524,6 @@ mod tests {
         let mut pipeline = Pipeline::balanced(&[1, 1, 1], 2.0);
         pipeline.edges.push(Edge::new(0, 2));
         pipeline.stages[1].forward = 4.0;
-        assert_eq!(ways_us(&pipeline), [1.0 + 4.0 + 1.0 + 2.0 + 2.0 + 2.0, 4.0 + 1.0 + 2.0 + 2.0, 3.0]);
+        assert_eq!(update_latency_us(&pipeline), [1.0 + 4.0 + 1.0 + 2.0 + 2.0 + 2.0, 4.0 + 1.0 + 2.0 + 2.0, 3.0]);
     }
 }

@@ -24,7 +24,7 @@ use crate::schedule::event_queue::EventQueue;
 use crate::schedule::semantics::{Rule, dealt};
 use crate::schedule::{Bucket, Instruction, MicrobatchId, Payload, Pipeline, Program, StageSpec, Token, WorkerId};
 use crate::simulate::link_sharing::{Flows, LinkRoute};
-use crate::simulate::memory::Holding;
+use crate::simulate::memory::StageMemoryState;
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -124,7 +124,7 @@ struct Reducing {
     spans: Vec<Span>,
 }
 
-struct Hands {
+struct WorkerState {
     at: usize,
     /// Posted tokens; true if complete.
     tokens: DenseMap<bool>,
@@ -134,7 +134,7 @@ struct Hands {
     spans: Vec<Span>,
     in_flight: u32,
     peak: u32,
-    holds: Vec<Holding>,
+    holds: Vec<StageMemoryState>,
     memory: Vec<(f64, u64)>,
 }
 
@@ -143,7 +143,7 @@ struct Simulation<'a> {
     pipeline: &'a Pipeline,
     rule: Rule,
     machine: &'a Machine,
-    hands: Vec<Hands>,
+    hands: Vec<WorkerState>,
     channels: Channels,
     /// By channel number.
     lines: Vec<Line>,
@@ -166,10 +166,10 @@ impl<'a> Simulation<'a> {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
         let hands = program.workers.iter().map(|worker| {
             let stages = program.stages_of(worker.rank);
-            let holds: Vec<Holding> = stages.map(Holding::new).collect();
+            let holds: Vec<StageMemoryState> = stages.map(StageMemoryState::new).collect();
             let weights = holds.iter().map(|of| pipeline.stages[of.stage.index()].param_bytes);
             let weights = weights.fold(0, u64::saturating_add);
-            Hands {
+            WorkerState {
                 at: 0,
                 tokens: DenseMap::new(worker.instructions.len()),
                 blocked: None,
@@ -268,7 +268,7 @@ impl<'a> Simulation<'a> {
                     return self.compute(worker, Activity::Forward(stage, item));
                 }
                 Instruction::Backward { stage, item, .. } => {
-                    self.change(worker, stage, Holding::sum);
+                    self.change(worker, stage, StageMemoryState::sum);
                     return self.compute(worker, Activity::Backward(stage, item));
                 }
                 Instruction::Recompute { stage, item, .. } => {
@@ -279,7 +279,7 @@ impl<'a> Simulation<'a> {
                     return self.compute(worker, Activity::BackwardInput(stage, item));
                 }
                 Instruction::BackwardWeight { stage, item, .. } => {
-                    self.change(worker, stage, Holding::sum);
+                    self.change(worker, stage, StageMemoryState::sum);
                     return self.compute(worker, Activity::BackwardWeight(stage, item));
                 }
                 Instruction::Step { stage, round, in_place, .. } => {
@@ -500,10 +500,10 @@ impl<'a> Simulation<'a> {
     fn reduce(&mut self, meeting: Meeting, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
         // Under ZeRO 3 the all-gather only synchronizes: the ops gather their weights themselves.
-        let is_told = self.program.stages.get(meeting.stage.index()).is_some_and(|stage| stage.zero >= 3);
+        let only_synchronizes = self.program.stages.get(meeting.stage.index()).is_some_and(|stage| stage.zero >= 3);
         let half = match meeting.kind {
             Collective::AllReduce => 1.0,
-            Collective::AllGather if is_told => 0.0,
+            Collective::AllGather if only_synchronizes => 0.0,
             Collective::ReduceScatter | Collective::AllGather => 0.5,
         };
         let carried = half * self.bucket(meeting.stage, meeting.bucket).share;
@@ -554,7 +554,7 @@ impl<'a> Simulation<'a> {
     }
 
     /// Changes the memory state of a stage and records the worker's bytes.
-    fn change(&mut self, worker: WorkerId, stage: StageId, change: impl FnOnce(&mut Holding)) {
+    fn change(&mut self, worker: WorkerId, stage: StageId, change: impl FnOnce(&mut StageMemoryState)) {
         let hands = &mut self.hands[worker.index()];
         // The stage may also belong to another worker.
         let Some(holding) = hands.holds.iter_mut().find(|of| of.stage == stage) else { return };

@@ -150,7 +150,7 @@ mod tests {
 
     /// Three replicas end at once: one round per 30 us.
     #[test]
-    fn rounds_that_repeat_are_told_exactly() {
+    fn repeating_rounds_give_exact_times() {
         let ends: Vec<f64> = (0..100).map(|at| f64::from(at / 3) * 30.0).collect();
         assert_eq!(even(&ends, 3), 10.0);
     }

@@ -8,7 +8,7 @@ use crate::graph::{Graph, Origin, Writer, order};
 use crate::op::collective::is_meeting;
 use crate::op::sharding::{Local, write};
 use crate::op::table::rule;
-use crate::op::{Input, NodeId, Op, PartSite, Sharding, Strategy, Value};
+use crate::op::{Input, LocalContext, NodeId, Op, Sharding, Strategy, Value};
 use crate::pass::analytic::kernel_us;
 use crate::pass::attribution::runs;
 use crate::tensor::fact::Fact;
@@ -67,7 +67,7 @@ impl Machine {
                 Value { node, output: 0 }
             })
             .collect();
-        let at = PartSite { inputs: &given, whole, devices: self.devices };
+        let at = LocalContext { inputs: &given, whole, devices: self.devices };
         let mut out = Writer { graph: &mut graph, origin: Origin::default() };
         write(op, strategy, &at, &mut out);
         let each = order::canonical(&graph).into_iter().map(|id| {
@@ -95,7 +95,7 @@ impl Machine {
             return 0;
         }
         let us = if is_meeting(op) {
-            self.meeting_us(op, inputs[0], &outputs[0])
+            self.collective_us(op, inputs[0], &outputs[0])
         } else {
             kernel_us(&self.device, op, inputs, outputs, rule(op).cost(inputs, outputs))
         };
@@ -103,7 +103,7 @@ impl Machine {
         if picoseconds.is_finite() && picoseconds < NEVER as f64 { picoseconds as Time } else { NEVER }
     }
 
-    fn meeting_us(&self, op: &Op, input: &Fact, output: &Fact) -> f64 {
+    fn collective_us(&self, op: &Op, input: &Fact, output: &Fact) -> f64 {
         let bytes = |fact: &Fact| fact.bytes().unwrap_or(u64::MAX) as f64;
         let (devices, others) = (self.devices as f64, self.devices as f64 - 1.0);
         let (steps, sent) = match op {

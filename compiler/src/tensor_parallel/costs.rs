@@ -21,7 +21,7 @@ use crate::op::{NodeId, Op, Sharding, Value};
 use crate::pass::attribution::{
     Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
 };
-use crate::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
+use crate::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradients, backward};
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
 use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
@@ -29,10 +29,10 @@ use crate::pass::memory::Passage;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
-use crate::profile::shared::SharedCosts;
+use crate::profile::shared::TensorParallelCosts;
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
-use crate::tensor_parallel::dedup::Surroundings;
+use crate::tensor_parallel::dedup::KeyContext;
 use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
 use crate::tensor_parallel::segments::{cheapest, pieces};
 use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within};
@@ -63,7 +63,7 @@ pub fn shared_costs(
     training: Training,
     alone: &CostGraph,
     machine: &Machine,
-) -> Result<SharedCosts, CostsError> {
+) -> Result<TensorParallelCosts, CostsError> {
     let mut whole = tagged(graph, training)?;
     if let Training::Loss(..) = training {
         // Predictions are not returned during training.
@@ -74,13 +74,8 @@ pub fn shared_costs(
     let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
     let all: HashSet<NodeId> = placed.iter().copied().collect();
     let (learned, needed) = (learned(&whole.graph), needed(&whole));
-    let surroundings = Surroundings {
-        graph: &whole.graph,
-        placed: &all,
-        learned: &learned,
-        needed: &needed,
-        constants: HashMap::new(),
-    };
+    let surroundings =
+        KeyContext { graph: &whole.graph, placed: &all, learned: &learned, needed: &needed, constants: HashMap::new() };
     let mut sharer = Sharer {
         whole: &whole,
         piece_of: pieces
@@ -128,7 +123,7 @@ fn needed(whole: &Tagged) -> HashSet<NodeId> {
     needed
 }
 
-struct Staged {
+struct SegmentStage {
     fragment: Fragment,
     backward: Option<Backward>,
     /// Parameters that other segments also read.
@@ -136,17 +131,17 @@ struct Staged {
 }
 
 /// Results for a set of equal segments.
-struct Known {
+struct CachedSegment {
     /// The first of them.
     first: (usize, usize),
     chosen: Chosen,
-    figures: Option<Figures>,
+    figures: Option<SegmentCosts>,
 }
 
 /// Costs of a segment on each device. Ops are indexed by their position in the segment, outside values by theirs.
 #[derive(Clone, Default)]
-struct Figures {
-    ops: Vec<OpFigures>,
+struct SegmentCosts {
+    ops: Vec<OpSegmentCosts>,
     /// Bytes of each parameter's shard.
     parameters: Vec<(usize, u64)>,
     /// Outside values saved for the backward.
@@ -157,7 +152,7 @@ struct Figures {
 
 /// Times in picoseconds, sizes in bytes; arrays hold forward and backward.
 #[derive(Clone, Copy, Default)]
-struct OpFigures {
+struct OpSegmentCosts {
     alone: [Time; 2],
     shared: [Time; 2],
     meetings: [Time; 2],
@@ -169,8 +164,8 @@ struct OpFigures {
     arriving: u64,
 }
 
-struct Run<'a> {
-    figures: &'a Figures,
+struct Segment<'a> {
+    figures: &'a SegmentCosts,
     /// Ascending.
     ops: Vec<u32>,
     outside: Vec<Value>,
@@ -185,8 +180,8 @@ struct Sharer<'a> {
     pieces: &'a [Vec<u32>],
     placed: &'a [NodeId],
     machine: &'a Machine,
-    surroundings: Surroundings<'a>,
-    known: HashMap<String, Known>,
+    surroundings: KeyContext<'a>,
+    known: HashMap<String, CachedSegment>,
 }
 
 impl Sharer<'_> {
@@ -200,7 +195,7 @@ impl Sharer<'_> {
         let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
         let chosen = choose_within(stage.task(), self.machine, MOST_ENTRIES)?;
         let cost = chosen.cost;
-        self.known.insert(words, Known { first: (start, end), chosen, figures: None });
+        self.known.insert(words, CachedSegment { first: (start, end), chosen, figures: None });
         Ok(cost)
     }
 
@@ -225,7 +220,7 @@ impl Sharer<'_> {
     }
 
     /// Builds a stage of some pieces, between two stages for everything before and after.
-    fn staged(&self, start: usize, end: usize) -> Result<Staged, CostsError> {
+    fn staged(&self, start: usize, end: usize) -> Result<SegmentStage, CostsError> {
         let graph = &self.whole.graph;
         let stage = |piece: usize| if piece < start { 0 } else { 1 + usize::from(piece >= end) };
         let placed = |id: &NodeId| self.piece(*id).map(|piece| (*id, stage(piece)));
@@ -233,7 +228,7 @@ impl Sharer<'_> {
         place.extend(self.whole.seeded.map(|(_, reader)| (reader, 2)));
         let mut fragment = fragment(graph, &place, 3, 1)?;
         pipeline::forward(&mut fragment)?;
-        let mut arriving = Arriving::new();
+        let mut arriving = ReceivedGradients::new();
         for sent in fragment.sent.iter().filter(|sent| self.needed.contains(&sent.value.node)) {
             for term in fragment.terms.get(&sent.local).into_iter().flatten() {
                 if let Term::Remote { stage, group } = *term {
@@ -256,11 +251,11 @@ impl Sharer<'_> {
             Op::Parameter(parameter) if is_tied(&id) => Some(parameter.name.clone()),
             _ => None,
         };
-        Ok(Staged { tied: graph.ids().filter_map(name).collect(), fragment, backward })
+        Ok(SegmentStage { tied: graph.ids().filter_map(name).collect(), fragment, backward })
     }
 
     /// The costs of some pieces as one segment.
-    fn run(&mut self, start: usize, end: usize) -> Result<Run<'_>, CostsError> {
+    fn run(&mut self, start: usize, end: usize) -> Result<Segment<'_>, CostsError> {
         let (words, outside) = self.words(start, end);
         if !self.known.contains_key(&words) {
             self.price(start, end)?;
@@ -274,10 +269,15 @@ impl Sharer<'_> {
         }
         let ops = self.ops(start, end);
         let figures = self.known[&words].figures.as_ref().expect("they were made above");
-        Ok(Run { figures, ops, outside })
+        Ok(Segment { figures, ops, outside })
     }
 
-    fn figures(&self, (start, end): (usize, usize), chosen: &Chosen, outside: &[Value]) -> Result<Figures, CostsError> {
+    fn figures(
+        &self,
+        (start, end): (usize, usize),
+        chosen: &Chosen,
+        outside: &[Value],
+    ) -> Result<SegmentCosts, CostsError> {
         let staged = self.staged(start, end)?;
         let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
         let shared = share(&stage, &chosen.choice, self.machine)?;
@@ -289,7 +289,7 @@ impl Sharer<'_> {
         let alone = attributed(&staged.fragment, staged.backward.as_ref());
         let parts = attributed(&shared.fragment, shared.backward.as_ref());
         let ops = self.ops(start, end);
-        let mut figures = Figures { ops: vec![OpFigures::default(); ops.len()], ..Figures::default() };
+        let mut figures = SegmentCosts { ops: vec![OpSegmentCosts::default(); ops.len()], ..SegmentCosts::default() };
         for (own, &op) in figures.ops.iter_mut().zip(&ops) {
             *own = self.of_op(op as usize, &alone, &parts);
         }
@@ -305,7 +305,7 @@ impl Sharer<'_> {
         Ok(figures)
     }
 
-    fn of_op(&self, op: usize, alone: &Attribution, parts: &Attribution) -> OpFigures {
+    fn of_op(&self, op: usize, alone: &Attribution, parts: &Attribution) -> OpSegmentCosts {
         let times = |graph: Option<&Graph>, nodes: &[NodeId], wanted: &dyn Fn(&NodeId) -> bool| {
             let Some(graph) = graph else { return [0, 0] };
             nodes.iter().filter(|id| wanted(id)).fold([0, 0], |[own, meetings], &id| {
@@ -322,7 +322,7 @@ impl Sharer<'_> {
             [forward, backward, second]
         };
         let ([one, both, late], [forward, backward, second]) = (of(alone), of(parts));
-        OpFigures {
+        OpSegmentCosts {
             alone: [one[0], both[0]],
             shared: [forward[0], backward[0]],
             meetings: [forward[1], backward[1]],
@@ -338,8 +338,8 @@ impl Sharer<'_> {
     /// larger stage an op makes them.
     fn crossing(
         &self,
-        figures: &mut Figures,
-        staged: &Staged,
+        figures: &mut SegmentCosts,
+        staged: &SegmentStage,
         shared: &Shared,
         parts: &Attribution,
         (ops, outside): (&[u32], &[Value]),
@@ -396,7 +396,7 @@ fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [Passage; 2] {
     let Some(made) = backward else { return [forward, Passage::default()] };
     let arrives = |read: &Read| matches!(read, Read::Gradient { .. });
     let leaves = |made: &Made| matches!(made, Made::Gradient { .. });
-    let outputs = made.makes.iter().zip(&made.graph.outputs);
+    let outputs = made.output_roles.iter().zip(&made.graph.outputs);
     let backward = Passage {
         comes: made.reads.iter().filter(|(_, read)| arrives(read)).map(|(id, _)| whole(*id)).collect(),
         goes: outputs.filter(|(made, _)| leaves(made)).map(|(_, output)| output.value).collect(),
@@ -425,7 +425,7 @@ impl<'a> Costs<'a> {
         Costs { alone, whole, machine, graph, meetings, parameters, keeping, kept }
     }
 
-    fn add(&mut self, run: &Run<'_>) {
+    fn add(&mut self, run: &Segment<'_>) {
         let leader = run.ops.iter().copied().find(|op| self.alone.ops[*op as usize].joins.is_none());
         for (&op, figures) in run.ops.iter().zip(&run.figures.ops) {
             let (cost, given) = (&mut self.graph.ops[op as usize], &self.alone.ops[op as usize]);
@@ -459,7 +459,7 @@ impl<'a> Costs<'a> {
         }
     }
 
-    fn done(mut self) -> SharedCosts {
+    fn done(mut self) -> TensorParallelCosts {
         for (value, op) in self.kept {
             if !self.keeping.contains(&op) {
                 let cost = &mut self.graph.ops[op];
@@ -482,7 +482,7 @@ impl<'a> Costs<'a> {
             op.update_us = rounded(alone.update_us * (op.param_bytes as f64 / alone.param_bytes as f64));
         }
         let devices = self.machine.devices as u32;
-        SharedCosts { devices, graph: self.graph, meetings: self.meetings }
+        TensorParallelCosts { devices, graph: self.graph, meetings: self.meetings }
     }
 }
 

@@ -14,7 +14,7 @@ use std::fmt::Write;
 const MOST_BYTES: usize = 1 << 20;
 
 /// Context of the keys.
-pub struct Surroundings<'a> {
+pub struct KeyContext<'a> {
     pub graph: &'a Graph,
     /// Ops assigned to a stage.
     pub placed: &'a HashSet<NodeId>,
@@ -24,7 +24,7 @@ pub struct Surroundings<'a> {
     pub constants: HashMap<NodeId, String>,
 }
 
-impl Surroundings<'_> {
+impl KeyContext<'_> {
     /// The key of these ops in order, and the outside values in the order in which the key names them; `owner` gives
     /// the op number that each node's costs count for.
     pub fn words(&mut self, run: &[NodeId], owner: impl Fn(NodeId) -> usize) -> (String, Vec<Value>) {
@@ -35,7 +35,7 @@ impl Surroundings<'_> {
         let mut words = String::new();
         for &id in run {
             let op = &graph.node(id).op;
-            let _ = write!(words, "{} {} {}", owner(id), rule(op).name(), said(op));
+            let _ = write!(words, "{} {} {}", owner(id), rule(op).name(), attribute_text(op));
             for value in graph.inputs(id) {
                 let Some(at) = place.get(&value.node) else {
                     let number = *numbers.entry(value).or_insert_with(|| {
@@ -94,7 +94,7 @@ impl Surroundings<'_> {
                 format!("{} {}", graph.fact(Value { node: id, output: 0 }), sha256(constant.tensor.bytes()))
             }
             op => {
-                let mut words = format!("{} {}", rule(op).name(), said(op));
+                let mut words = format!("{} {}", rule(op).name(), attribute_text(op));
                 for value in graph.inputs(id) {
                     let _ = write!(words, " ({}#{})", self.constant(value.node), value.output);
                 }
@@ -108,7 +108,7 @@ impl Surroundings<'_> {
 }
 
 /// The attributes of an op, without its name and random stream.
-fn said(op: &Op) -> String {
+fn attribute_text(op: &Op) -> String {
     let mut about = attributes(op);
     about.remove("name");
     about.remove("stream");

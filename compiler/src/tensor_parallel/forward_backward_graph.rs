@@ -60,7 +60,7 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<
             }
             later.push(copy(&made.graph, id, &mut graph, &mut map));
         }
-        for (output, made) in made.graph.outputs.iter().zip(&made.makes) {
+        for (output, made) in made.graph.outputs.iter().zip(&made.output_roles) {
             graph.outputs.push(Output { name: output.name.clone(), value: map[&output.value] });
             ends.push(match made {
                 Made::Parameter(term) => End::Like(own(fragment.parameter_terms[*term].parameter)),

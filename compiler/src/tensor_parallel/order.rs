@@ -20,18 +20,18 @@ enum Rule {
 /// An elimination order for variables with these neighbours and state counts.
 pub fn order(neighbours: &[BTreeSet<usize>], states: &[usize]) -> Vec<usize> {
     let tries = (0..TRIES).flat_map(|seed| [Rule::FewestStates, Rule::FewestPairs].map(|rule| (rule, seed)));
-    let played = tries.map(|(rule, seed)| Play { around: neighbours.to_vec(), states, rule, seed }.order());
-    played.min_by_key(|(work, _)| *work).map(|(_, order)| order).unwrap_or_default()
+    let trials = tries.map(|(rule, seed)| EliminationTrial { around: neighbours.to_vec(), states, rule, seed }.order());
+    trials.min_by_key(|(work, _)| *work).map(|(_, order)| order).unwrap_or_default()
 }
 
-struct Play<'a> {
+struct EliminationTrial<'a> {
     around: Vec<BTreeSet<usize>>,
     states: &'a [usize],
     rule: Rule,
     seed: u64,
 }
 
-impl Play<'_> {
+impl EliminationTrial<'_> {
     /// Simulates an elimination; returns its work and order.
     fn order(mut self) -> (u128, Vec<usize>) {
         let mut scores: Vec<u128> = (0..self.states.len()).map(|v| self.score(v)).collect();

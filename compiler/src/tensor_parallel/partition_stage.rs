@@ -12,7 +12,7 @@ use crate::pass::fragment::{Fragment, ParameterTerm, Received, Sent};
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor_parallel::cost::Machine;
 use crate::tensor_parallel::forward_backward_graph::{Joint, joint};
-use crate::tensor_parallel::spmd_graph::{Rewritten, rewrite};
+use crate::tensor_parallel::spmd_graph::{SpmdGraph, rewrite};
 use crate::tensor_parallel::{Choice, SpmdTask};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -59,7 +59,7 @@ pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Sh
     let Stage { fragment, backward, joint } = stage;
     let done = rewrite(&joint.task, choice, machine);
     let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
-    let taken = Apart { fragment, joint, choice, done: &done, boundary };
+    let taken = StageSplitter { fragment, joint, choice, done: &done, boundary };
     let mut shared = taken.forward();
     let backward = backward.map(|backward| taken.backward(backward));
     let mut backward = backward.map(finish).transpose()?;
@@ -72,16 +72,16 @@ pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Sh
     Ok(Shared { fragment: shared, backward, parameters })
 }
 
-struct Apart<'a> {
+struct StageSplitter<'a> {
     fragment: &'a Fragment,
     joint: &'a Joint,
     choice: &'a Choice,
-    done: &'a Rewritten,
+    done: &'a SpmdGraph,
     /// Id of the first backward node.
     boundary: usize,
 }
 
-impl Apart<'_> {
+impl StageSplitter<'_> {
     fn is_forward(&self, id: NodeId) -> bool {
         (id.0 as usize) < self.boundary
     }
@@ -123,7 +123,11 @@ impl Apart<'_> {
     }
 
     fn backward(&self, before: &Backward) -> Backward {
-        let mut made = Backward { graph: Graph::new(&before.graph.name), reads: vec![], makes: before.makes.clone() };
+        let mut made = Backward {
+            graph: Graph::new(&before.graph.name),
+            reads: vec![],
+            output_roles: before.output_roles.clone(),
+        };
         let mut map: HashMap<Value, Value> = HashMap::new();
         for id in order::canonical(&self.done.graph).into_iter().filter(|id| !self.is_forward(*id)) {
             let node = self.done.graph.node(id);

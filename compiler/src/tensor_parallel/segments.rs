@@ -21,7 +21,7 @@ const MOST_OPS: usize = 72;
 
 /// Pieces are merged only if that saves 1/50 of the time: stages consist of whole segments, and finer segments allow
 /// more balanced stages. In training a stage is sharded as a whole anyway.
-const WORTH: Time = 50;
+const MERGE_GAIN_DIVISOR: Time = 50;
 
 /// Limit on the leaders of a piece.
 const LONGEST: usize = 128;
@@ -100,7 +100,7 @@ pub fn cheapest<E>(
                 break;
             }
             let price = price(start, end)?;
-            let way = sum(best[start].0, sum(price, price / WORTH));
+            let way = sum(best[start].0, sum(price, price / MERGE_GAIN_DIVISOR));
             if way < least.0 {
                 least = (way, start);
             }

@@ -6,14 +6,14 @@
 
 use crate::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
 use crate::op::sharding::write;
-use crate::op::{Emit, NodeId, Op, PartSite, Sharding, Strategy, Value};
+use crate::op::{Emit, LocalContext, NodeId, Op, Sharding, Strategy, Value};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, NEVER};
 use crate::tensor_parallel::{Choice, SpmdTask, reshard};
 use std::collections::HashMap;
 
 #[derive(Clone, Debug)]
-pub struct Rewritten {
+pub struct SpmdGraph {
     /// Outputs are those of the task, in order, in their required shardings.
     pub graph: Graph,
     /// The rewritten value for each original value and sharding.
@@ -23,12 +23,12 @@ pub struct Rewritten {
 }
 
 /// Rewrites the graph. The machine decides which of two available shardings is cheaper to convert.
-pub fn rewrite(task: &SpmdTask, choice: &Choice, machine: &Machine) -> Rewritten {
+pub fn rewrite(task: &SpmdTask, choice: &Choice, machine: &Machine) -> SpmdGraph {
     let mut writing = Writing {
         task,
         choice,
         machine,
-        done: Rewritten { graph: Graph::new(&task.graph.name), places: HashMap::new(), before: HashMap::new() },
+        done: SpmdGraph { graph: Graph::new(&task.graph.name), places: HashMap::new(), before: HashMap::new() },
     };
     let ends = task.graph.outputs.iter().zip(&task.ends).map(|(output, end)| (output.value, choice.end(*end)));
     let followed = task.graph.averages.iter().map(|average| (average.sample, Sharding::Replicated));
@@ -41,16 +41,16 @@ pub fn rewrite(task: &SpmdTask, choice: &Choice, machine: &Machine) -> Rewritten
         writing.done.before.insert(id, writing.done.graph.len());
         writing.node(id);
         for (value, layout) in of_node.remove(&id).unwrap_or_default() {
-            writing.brought(value, layout);
+            writing.resharded(value, layout);
         }
     }
     for (output, (value, layout)) in task.graph.outputs.iter().zip(results) {
-        let value = writing.brought(value, layout);
+        let value = writing.resharded(value, layout);
         writing.done.graph.outputs.push(Output { name: output.name.clone(), value });
     }
     for average in &task.graph.averages {
-        let sample = writing.brought(average.sample, Sharding::Replicated);
-        let state = writing.brought(Value { node: average.state, output: 0 }, Sharding::Replicated).node;
+        let sample = writing.resharded(average.sample, Sharding::Replicated);
+        let state = writing.resharded(Value { node: average.state, output: 0 }, Sharding::Replicated).node;
         writing.done.graph.averages.push(MovingAverage { state, sample, keep: average.keep });
     }
     writing.done
@@ -60,7 +60,7 @@ struct Writing<'a> {
     task: &'a SpmdTask,
     choice: &'a Choice,
     machine: &'a Machine,
-    done: Rewritten,
+    done: SpmdGraph,
 }
 
 impl Writing<'_> {
@@ -75,8 +75,8 @@ impl Writing<'_> {
                 &replicated
             }
         };
-        let brought: Vec<Value> =
-            inputs.iter().zip(&strategy.inputs).map(|(value, layout)| self.brought(*value, *layout)).collect();
+        let resharded: Vec<Value> =
+            inputs.iter().zip(&strategy.inputs).map(|(value, layout)| self.resharded(*value, *layout)).collect();
         let whole: Vec<&Fact> = inputs.iter().map(|v| self.task.graph.fact(*v)).collect();
         let mut out = Writer { graph: &mut self.done.graph, origin: node.origin.clone() };
         let made = match &node.op {
@@ -89,7 +89,7 @@ impl Writing<'_> {
             op => write(
                 op,
                 strategy,
-                &PartSite { inputs: &brought, whole: &whole, devices: self.machine.devices },
+                &LocalContext { inputs: &resharded, whole: &whole, devices: self.machine.devices },
                 &mut out,
             ),
         };
@@ -100,7 +100,7 @@ impl Writing<'_> {
     }
 
     /// A value in sharding `to`, converted from the cheaper of its available shardings.
-    fn brought(&mut self, value: Value, to: Sharding) -> Value {
+    fn resharded(&mut self, value: Value, to: Sharding) -> Value {
         if let Some(found) = self.done.places.get(&(value, to)) {
             return *found;
         }
@@ -113,7 +113,7 @@ impl Writing<'_> {
             _ => made,
         };
         debug_assert!(far(from) < NEVER, "the choice brings {value:?} from {from} to {to}");
-        let place = if from == made { self.done.places[&(value, made)] } else { self.brought(value, from) };
+        let place = if from == made { self.done.places[&(value, made)] } else { self.resharded(value, from) };
         let op = reshard::op(from, to, self.machine.devices).expect("the choice asks for nothing impossible");
         let origin = self.task.graph.node(value.node).origin.clone();
         let local = self.convert(op, place, origin);

@@ -175,7 +175,7 @@ fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(
     for v in order(&neighbours, sizes) {
         let taken: Vec<Table> = std::mem::take(&mut known[v]).into_iter().filter_map(|at| slots[at].take()).collect();
         for group in groups(&taken, v, sizes, most_entries) {
-            let joined = without(&group, v, sizes);
+            let joined = eliminate_variable(&group, v, sizes);
             if joined.scope.is_empty() {
                 bound = sum(bound, joined.costs[0]);
                 continue;
@@ -210,7 +210,7 @@ fn groups<'a>(tables: &'a [Table], v: usize, sizes: &[usize], most_entries: usiz
 }
 
 /// Sums these tables and minimises over a variable, giving a table of their other variables.
-fn without(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
+fn eliminate_variable(tables: &[&Table], v: usize, sizes: &[usize]) -> Table {
     let scope: BTreeSet<usize> = tables.iter().flat_map(|t| t.scope.iter().copied()).filter(|n| *n != v).collect();
     let scope: Vec<usize> = scope.into_iter().collect();
     let own: Vec<usize> = scope.iter().map(|n| sizes[*n]).collect();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Admits workers to minibatches until the run is stopped.
-pub struct Gate<'a> {
+pub struct MinibatchBarrier<'a> {
     stop: &'a AtomicUsize,
     period: u32,
     state: Mutex<State>,
@@ -27,11 +27,11 @@ struct State {
     is_held: bool,
 }
 
-impl<'a> Gate<'a> {
+impl<'a> MinibatchBarrier<'a> {
     /// A gate after `done` finished minibatches. Setting `stop` to a non-zero reason ends the run.
-    pub fn new(stop: &'a AtomicUsize, period: u32, done: u32) -> Gate<'a> {
+    pub fn new(stop: &'a AtomicUsize, period: u32, done: u32) -> MinibatchBarrier<'a> {
         let state = State { begun: done, end: None, reason: 0, is_shared: false, is_held: false };
-        Gate { stop, period, state: Mutex::new(state), changed: Condvar::new() }
+        MinibatchBarrier { stop, period, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     // No code panics while it holds the lock with inconsistent state.
@@ -110,9 +110,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_that_is_told_to_stop_ends_behind_what_nobody_has_begun() {
+    fn a_stopped_run_ends_after_the_last_started_minibatch() {
         let stop = AtomicUsize::new(0);
-        let gate = Gate::new(&stop, 2, 4);
+        let gate = MinibatchBarrier::new(&stop, 2, 4);
         assert!(gate.enter(4) && gate.enter(5) && gate.enter(4));
         assert_eq!((gate.end(), gate.reason()), (None, 0));
         stop.store(15, Ordering::Relaxed);
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn a_gate_that_is_held_lets_nobody_in_before_the_end_is_known() {
         let stop = AtomicUsize::new(0);
-        let gate = Gate::new(&stop, 1, 0);
+        let gate = MinibatchBarrier::new(&stop, 1, 0);
         gate.share();
         assert!(gate.enter(2));
         stop.store(2, Ordering::Relaxed);
@@ -138,7 +138,7 @@ mod tests {
         });
         assert_eq!((gate.end(), gate.reason(), gate.hold(15)), (Some(7), 2, 7));
         // Without an agreement, no worker waits.
-        let gate = Gate::new(&stop, 1, 0);
+        let gate = MinibatchBarrier::new(&stop, 1, 0);
         gate.share();
         gate.hold(2);
         gate.let_go();

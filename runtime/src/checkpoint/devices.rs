@@ -12,7 +12,7 @@ use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
 use crate::stage::saved_weights::{Checkpoint, tensor};
 use crate::train::resume::Start;
-use crate::train::tensor_parallel::SharedError;
+use crate::train::tensor_parallel::TensorParallelError;
 use compiler::op::sharding::{part_of, whole_of};
 use compiler::op::{Sharding, SplitDim};
 use compiler::tensor::Tensor;
@@ -34,10 +34,10 @@ pub fn dealt(
     parameter: impl Fn(&str) -> &str,
     (layouts, devices): (&Layouts, usize),
     device: usize,
-) -> Result<BTreeMap<String, Tensor>, SharedError> {
+) -> Result<BTreeMap<String, Tensor>, TensorParallelError> {
     let part = |(name, whole): (&String, &Tensor)| {
         let Some(cut) = cut_of(layouts, parameter(name)) else { return Ok((name.clone(), whole.clone())) };
-        let refused = || SharedError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
+        let refused = || TensorParallelError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
         Sharding::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(refused)?;
         Ok((name.clone(), part_of(whole, cut, devices, device)))
     };
@@ -45,18 +45,18 @@ pub fn dealt(
 }
 
 /// A device's shard of the checkpoint state.
-pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Result<Start, SharedError> {
+pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Result<Start, TensorParallelError> {
     let own = |tensors: &BTreeMap<String, Tensor>| dealt(tensors, |name| name, group, device);
-    let each = |of: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, SharedError> {
+    let each = |of: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, TensorParallelError> {
         of.iter().map(|(number, tensors)| Ok((*number, own(tensors)?))).collect()
     };
-    let of_flight = |flight: &Flight| -> Result<Flight, SharedError> {
+    let of_flight = |flight: &Flight| -> Result<Flight, TensorParallelError> {
         // Tied weights with versions of their own are not sharded.
         let shared = flight.shared.clone();
         Ok(Flight { versions: each(&flight.versions)?, forwards: each(&flight.forwards)?, shared })
     };
     let flight = start.flight.as_ref().map(|flight| {
-        flight.iter().map(|(of, flight)| Ok((*of, of_flight(flight)?))).collect::<Result<_, SharedError>>()
+        flight.iter().map(|(of, flight)| Ok((*of, of_flight(flight)?))).collect::<Result<_, TensorParallelError>>()
     });
     // Update counts (`NAME/step`) are scalars, so they are not sharded.
     let parameter =
@@ -83,7 +83,7 @@ pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Ve
 }
 
 /// Collects snapshots until those of all devices have arrived.
-pub struct Joining<'a> {
+pub struct ShardGatherer<'a> {
     codes: &'a [StageCode],
     layouts: &'a Layouts,
     devices: usize,
@@ -93,9 +93,9 @@ pub struct Joining<'a> {
     written: BTreeMap<(u32, u32), Vec<VecDeque<Checkpoint>>>,
 }
 
-impl<'a> Joining<'a> {
-    pub fn new(codes: &'a [StageCode], layouts: &'a Layouts, devices: usize) -> Joining<'a> {
-        Joining { codes, layouts, devices, parts: BTreeMap::new(), written: BTreeMap::new() }
+impl<'a> ShardGatherer<'a> {
+    pub fn new(codes: &'a [StageCode], layouts: &'a Layouts, devices: usize) -> ShardGatherer<'a> {
+        ShardGatherer { codes, layouts, devices, parts: BTreeMap::new(), written: BTreeMap::new() }
     }
 
     /// Adds a device's snapshot. Returns the gathered snapshots that it completes.

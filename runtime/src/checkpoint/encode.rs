@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_flight_is_told_by_its_name() {
+    fn in_flight_versions_are_found_by_name() {
         let tensor = || Tensor::from_f32(&[1], &[1.0]);
         let of = |names: &[&str]| flight(names.iter().map(|name| (name.to_string(), tensor())).collect());
         let read = of(&["v5/a/b.weight", "v5/c", "item7/c", "shared3/c", "shared4/c"]).unwrap();

@@ -63,11 +63,11 @@ pub struct ShardLayout {
     pub schedule: String,
     pub staleness: String,
     pub microbatches: u32,
-    pub stages: Vec<DealtStage>,
+    pub stages: Vec<StageLayout>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DealtStage {
+pub struct StageLayout {
     pub replicas: u32,
     /// In-flight limit per replica, in rounds.
     pub cap: u32,
@@ -91,7 +91,7 @@ impl ShardLayout {
     pub fn of(program: &Program, codes: &[StageCode], staleness: Staleness) -> ShardLayout {
         let stage = |(stage, code): (&compiler::schedule::ProgramStage, &StageCode)| {
             let names: Vec<&str> = code.parameters.iter().map(|named| named.name.as_str()).collect();
-            DealtStage { replicas: stage.replicas, cap: stage.cap, parameters: sha256(names.join("\n").as_bytes()) }
+            StageLayout { replicas: stage.replicas, cap: stage.cap, parameters: sha256(names.join("\n").as_bytes()) }
         };
         ShardLayout {
             schedule: program.schedule.name().to_string(),
@@ -247,7 +247,7 @@ mod tests {
         }
         assert!(wrong(&|m| m.files.push(m.files[0].clone())).contains("twice"));
         assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("none"));
-        let stage = || DealtStage { replicas: 1, cap: 1, parameters: sha256(b"") };
+        let stage = || StageLayout { replicas: 1, cap: 1, parameters: sha256(b"") };
         assert!(wrong(&|m| m.plan.stages.push(stage())).contains("lists no `stage-0.optimizer.safetensors`"));
         assert!(wrong(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
         assert!(Manifest::read(b"{\"schema\": 1}").is_err());

@@ -29,7 +29,7 @@ use thiserror::Error;
 
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
-pub enum KeepError {
+pub enum CheckpointWriteError {
     #[error("cannot write {path}: {fault}")]
     Write { path: PathBuf, fault: io::Error },
     #[error(transparent)]
@@ -39,7 +39,7 @@ pub enum KeepError {
 }
 
 /// The run as the writer sees it.
-pub struct Kept<'a> {
+pub struct WriterConfig<'a> {
     /// The existing folder of the run's checkpoints.
     pub folder: PathBuf,
     /// Number of checkpoints to keep; `None` keeps all.
@@ -64,18 +64,18 @@ pub enum Saved {
         minibatches: u32,
         folder: PathBuf,
         /// An error after completion: an older checkpoint could not be removed, or the folder could not be synced.
-        left: Option<KeepError>,
+        left: Option<CheckpointWriteError>,
     },
     Failed {
         minibatches: u32,
-        fault: KeepError,
+        fault: CheckpointWriteError,
     },
 }
 
 /// Writes the checkpoints of a run.
 pub struct Keeper<'a, F> {
     files: F,
-    of: Kept<'a>,
+    of: WriterConfig<'a>,
     open: BTreeMap<u32, Open>,
 }
 
@@ -88,13 +88,13 @@ struct Open {
     has_folder: bool,
     listed: Vec<Listed>,
     scale: Option<Scale>,
-    fault: Option<KeepError>,
+    fault: Option<CheckpointWriteError>,
 }
 
 impl<'a, F: Files> Keeper<'a, F> {
     /// Cleans up after an earlier run. Incomplete checkpoints are removed. A complete one that was left under a hidden
     /// name during a replacement gets its name back, unless the checkpoint with that name is complete.
-    pub fn new(files: F, of: Kept<'a>) -> Keeper<'a, F> {
+    pub fn new(files: F, of: WriterConfig<'a>) -> Keeper<'a, F> {
         for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
             let whole = of.folder.join(name(minibatches));
             let (is_there, is_lost) = (whole.symlink_metadata().is_ok(), read(&path).is_ok() && read(&whole).is_err());
@@ -157,7 +157,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         self.of.folder.join(part_name(minibatches))
     }
 
-    fn write_part(&self, part: &StageSnapshot, open: &mut Open) -> Result<(), KeepError> {
+    fn write_part(&self, part: &StageSnapshot, open: &mut Open) -> Result<(), CheckpointWriteError> {
         let folder = self.part_folder(part.minibatches);
         if !open.has_folder {
             open.has_folder = true;
@@ -165,7 +165,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         }
         let (stage, replica) = (part.stage.0, part.replica);
         if let Some(name) = not_finite(part, &self.of.codes[part.stage.index()]) {
-            return Err(KeepError::NotFinite { name: name.to_string() });
+            return Err(CheckpointWriteError::NotFinite { name: name.to_string() });
         }
         for (holds, bytes) in files(part, &self.of.codes[part.stage.index()], self.of.optimizer, self.of.given)? {
             let name = holds.file_name(stage, replica);
@@ -180,7 +180,11 @@ impl<'a, F: Files> Keeper<'a, F> {
     }
 
     /// Renames a checkpoint to its final name. Also returns an error that occurred after completion.
-    fn complete(&self, minibatches: u32, open: Open) -> Result<(PathBuf, Option<KeepError>), KeepError> {
+    fn complete(
+        &self,
+        minibatches: u32,
+        open: Open,
+    ) -> Result<(PathBuf, Option<CheckpointWriteError>), CheckpointWriteError> {
         let Open { mut listed, scale, .. } = open;
         listed
             .sort_by(|one, other| (one.stage, one.replica, &one.name).cmp(&(other.stage, other.replica, &other.name)));
@@ -220,7 +224,7 @@ impl<'a, F: Files> Keeper<'a, F> {
     }
 
     /// Removes all but the newest checkpoints up to `newest`. Renaming first hides partly removed ones from readers.
-    fn remove_older(&self, newest: u32) -> Result<(), KeepError> {
+    fn remove_older(&self, newest: u32) -> Result<(), CheckpointWriteError> {
         let Some(keep) = self.of.keep else { return Ok(()) };
         let found = all(&self.of.folder).unwrap_or_default();
         let older = found.into_iter().filter(|(minibatches, _)| *minibatches <= newest);
@@ -234,6 +238,6 @@ impl<'a, F: Files> Keeper<'a, F> {
     }
 }
 
-fn wrote(path: &Path, done: io::Result<()>) -> Result<(), KeepError> {
-    done.map_err(|fault| KeepError::Write { path: path.to_path_buf(), fault })
+fn wrote(path: &Path, done: io::Result<()>) -> Result<(), CheckpointWriteError> {
+    done.map_err(|fault| CheckpointWriteError::Write { path: path.to_path_buf(), fault })
 }

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A tensor in a message.
-pub struct Parcel {
+pub struct TensorMessage {
     /// The value in the unpartitioned graph; for a gradient term, the value that it is the gradient of.
     pub value: Value,
     /// The reader group, for gradients; 0 for activations.
@@ -26,14 +26,14 @@ pub struct Parcel {
 /// The tensors of one micro-batch over one edge.
 pub struct Message {
     pub item: u32,
-    pub parcels: Vec<Parcel>,
+    pub parcels: Vec<TensorMessage>,
 }
 
 /// The other end of the channel was dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
-enum End<T> {
+enum Endpoint<T> {
     Here(Sender<T>),
     /// In another process, under this channel number.
     There {
@@ -44,7 +44,7 @@ enum End<T> {
 
 /// The sending end of a channel.
 pub struct Outgoing {
-    messages: End<Message>,
+    messages: Endpoint<Message>,
     posted: Receiver<()>,
     /// Number of messages sent (`sent`) and of posted receives seen (`known`).
     sent: u64,
@@ -54,7 +54,7 @@ pub struct Outgoing {
 /// The receiving end of a channel.
 pub struct Incoming {
     messages: Receiver<Message>,
-    posted: End<()>,
+    posted: Endpoint<()>,
     /// Messages that arrived before the one waited for.
     early: HashMap<u32, Message>,
 }
@@ -62,28 +62,28 @@ pub struct Incoming {
 /// Creates both ends of a local channel. Dropping one end wakes the other.
 pub fn channel() -> (Outgoing, Incoming) {
     let ((to, messages), (posted, told)) = (unbounded(), unbounded());
-    let incoming = Incoming { messages, posted: End::Here(posted), early: HashMap::new() };
-    (Outgoing { messages: End::Here(to), posted: told, sent: 0, known: 0 }, incoming)
+    let incoming = Incoming { messages, posted: Endpoint::Here(posted), early: HashMap::new() };
+    (Outgoing { messages: Endpoint::Here(to), posted: told, sent: 0, known: 0 }, incoming)
 }
 
 /// Creates the sending end of a channel to another process, and the sender that reports its posted receives.
 pub fn outgoing(queue: Sender<Outbound>, channel: u32) -> (Outgoing, Sender<()>) {
     let (posted, told) = unbounded();
-    (Outgoing { messages: End::There { queue, channel }, posted: told, sent: 0, known: 0 }, posted)
+    (Outgoing { messages: Endpoint::There { queue, channel }, posted: told, sent: 0, known: 0 }, posted)
 }
 
 /// Creates the receiving end of a channel from another process, and the sender that delivers its messages.
 pub fn incoming(queue: Sender<Outbound>, channel: u32) -> (Incoming, Sender<Message>) {
     let (to, messages) = unbounded();
-    (Incoming { messages, posted: End::There { queue, channel }, early: HashMap::new() }, to)
+    (Incoming { messages, posted: Endpoint::There { queue, channel }, early: HashMap::new() }, to)
 }
 
 impl Outgoing {
     /// Sends a message and returns its number, from 1.
     pub fn send(&mut self, message: Message) -> Result<u64, Gone> {
         match &self.messages {
-            End::Here(messages) => messages.send(message).map_err(|_| Gone)?,
-            End::There { queue, channel } => {
+            Endpoint::Here(messages) => messages.send(message).map_err(|_| Gone)?,
+            Endpoint::There { queue, channel } => {
                 let head = [channel.to_le_bytes(), message.item.to_le_bytes()].concat();
                 let bodies = message.parcels.into_iter().map(|parcel| parcel.buffer).collect();
                 queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Gone)?;
@@ -107,8 +107,8 @@ impl Incoming {
     pub fn post(&self) {
         // The sender may have finished.
         match &self.posted {
-            End::Here(posted) => _ = posted.send(()),
-            End::There { queue, channel } => {
+            Endpoint::Here(posted) => _ = posted.send(()),
+            Endpoint::There { queue, channel } => {
                 _ = queue.send(Outbound::of(Kind::Posted, channel.to_le_bytes().to_vec()));
             }
         }

@@ -11,14 +11,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerLost;
 
-struct Meeting<T> {
+struct Collective<T> {
     brought: Vec<Option<T>>,
     all: Option<Arc<Vec<T>>>,
     left: usize,
 }
 
 struct State<T> {
-    meetings: HashMap<u64, Meeting<T>>,
+    meetings: HashMap<u64, Collective<T>>,
     abandoned: bool,
 }
 
@@ -63,7 +63,7 @@ impl<T> Communicator<T> {
     pub fn arrive(&self, number: u64, member: usize, part: T) -> bool {
         let mut state = self.lock();
         let members = self.members;
-        let meeting = state.meetings.entry(number).or_insert_with(|| Meeting {
+        let meeting = state.meetings.entry(number).or_insert_with(|| Collective {
             brought: (0..members).map(|_| None).collect(),
             all: None,
             left: 0,
@@ -130,14 +130,14 @@ mod tests {
 
     #[test]
     fn parts_are_forwarded_and_arrive_once() {
-        let (to, told) = crossbeam_channel::unbounded();
+        let (to, receiver) = crossbeam_channel::unbounded();
         let forward: Forward<u32> = Box::new(move |number, member, part| to.send((number, member, *part)).unwrap());
         let place = Communicator::among(2, 1, Some(forward));
         assert!(place.arrive(3, 1, 8));
         assert!(!place.arrive(3, 1, 9), "it has come already");
         assert!(!place.arrive(3, 2, 9), "there is no such member");
         place.bring(3, 0, 7);
-        assert_eq!(told.try_recv(), Ok((3, 0, 7)));
+        assert_eq!(receiver.try_recv(), Ok((3, 0, 7)));
         assert_eq!(*place.meet(3).unwrap(), [7, 8]);
         assert!(place.lock().meetings.is_empty());
     }

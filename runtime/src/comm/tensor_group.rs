@@ -57,10 +57,10 @@ impl TensorRank {
         }
         let parts = self.gather(own).map_err(|_| KernelError::Gone)?;
         match op {
-            Op::AllReduce(o) if o.kind == ReduceKind::Sum => add_up(parts.iter().cloned(), output),
+            Op::AllReduce(o) if o.kind == ReduceKind::Sum => sum_in_order(parts.iter().cloned(), output),
             Op::ReduceScatter(o) => {
                 let own = parts.iter().map(|term| part_of(term, o.cut, self.devices, self.device));
-                add_up(own, output);
+                sum_in_order(own, output);
             }
             _ => {
                 let got = met(op, &parts, self.device).expect("only what devices do together comes here");
@@ -77,7 +77,7 @@ impl TensorRank {
 }
 
 /// Adds terms in order with rounding after each addition, as a device that adds two tensors at a time would.
-fn add_up(terms: impl Iterator<Item = Tensor>, sum: &mut [u8]) {
+fn sum_in_order(terms: impl Iterator<Item = Tensor>, sum: &mut [u8]) {
     let terms: Vec<Tensor> = terms.collect();
     match terms[0].dtype() {
         DType::F32 => each::<4>(&terms, sum, |a, b| (f32::from_le_bytes(a) + f32::from_le_bytes(b)).to_le_bytes()),

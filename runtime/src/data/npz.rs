@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn lies_are_told() {
+    fn inconsistent_archives_are_rejected() {
         let header = |text: &str| {
             let mut bytes = MAGIC.to_vec();
             bytes.extend([1, 0]);

@@ -127,7 +127,7 @@ impl Buffer {
 
     /// Stops counting the buffer until its pool reuses it: the producer is done, and a remaining reader counts it. On
     /// separate devices each would hold a copy, and the producer's would be free.
-    pub fn lend(&self) {
+    pub fn release_slot(&self) {
         if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
             match self.pool {
                 Some(_) => ledger.leave_place(self.bytes),
@@ -136,7 +136,7 @@ impl Buffer {
         }
     }
 
-    fn come_back(&self) {
+    fn reclaim_slot(&self) {
         if let (Some(ledger), true) = (&self.ledger, self.lent.swap(false, Ordering::Relaxed)) {
             ledger.take_place(self.bytes);
         }
@@ -174,7 +174,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        self.lend();
+        self.release_slot();
         // SAFETY: allocated in `new` with this layout.
         unsafe { dealloc(self.start.as_ptr(), layout(self.bytes)) }
     }
@@ -217,14 +217,14 @@ impl Pool {
         for (at, buffer) in free.iter_mut().enumerate() {
             // The last reader since its return has released it.
             if Arc::get_mut(buffer).is_some() {
-                buffer.lend();
+                buffer.release_slot();
                 found = found.or(Some(at));
             }
         }
         match found {
             Some(at) => {
                 let buffer = free.swap_remove(at);
-                buffer.come_back();
+                buffer.reclaim_slot();
                 buffer
             }
             None => {
@@ -251,7 +251,7 @@ impl Pool {
         let free = self.free.entry(buffer.len()).or_default();
         if !free.iter().any(|b| Arc::ptr_eq(b, &buffer)) {
             if Arc::strong_count(&buffer) == 1 {
-                buffer.lend();
+                buffer.release_slot();
             }
             free.push(buffer);
         }
@@ -268,8 +268,8 @@ mod tests {
         let buffer = pool.take(100);
         let reader = buffer.clone();
         let held = |pool: &Pool| pool.ledger.now.load(Ordering::Relaxed);
-        buffer.lend();
-        buffer.lend();
+        buffer.release_slot();
+        buffer.release_slot();
         pool.give(buffer);
         // A reader remains: a second buffer takes its slot, and a third needs a new slot.
         let other = pool.take(100);

@@ -10,10 +10,10 @@ use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, tasks};
 use compiler::export::quantity;
 use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op, Sharding as Split, Value};
-use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
+use compiler::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
 use compiler::pass::fuse::{Chains, chains};
-use compiler::pass::gradient_accumulation::{only_in_sums, root, summed};
+use compiler::pass::gradient_accumulation::{accumulated_in_place, root, summed};
 use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Home, Layout, Needs};
 use compiler::pass::pipeline::{self, PassBug};
@@ -159,7 +159,7 @@ pub fn compile_parts(
 
 /// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
 /// sharding. Also returns the sharding of each parameter.
-pub fn compile_shared(
+pub fn compile_tensor_parallel(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
     stages: usize,
@@ -180,9 +180,9 @@ fn compile_with(
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(graph)?;
     let mut cut = fragments(graph, place, stages)?;
-    let tied = held_by_several(&cut);
+    let tied = tied_parameter_names(&cut);
     let mut parameters = BTreeMap::new();
-    let mut arriving = Arriving::new();
+    let mut arriving = ReceivedGradients::new();
     let mut codes = Vec::new();
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
         if let (Some(name), Some(_)) = (loss, machine) {
@@ -195,7 +195,7 @@ fn compile_with(
             Some(name) => {
                 let scalar = fragment.graph.outputs.iter().find(|o| o.name == name).map(|o| o.value);
                 let made = backward(fragment, scalar, &arriving).map_err(Box::new).map_err(CompileError::Backward)?;
-                for made in &made.makes {
+                for made in &made.output_roles {
                     if let Made::Gradient { received, group } = made {
                         arriving.insert((fragment.received[*received].value, stage, *group));
                     }
@@ -220,7 +220,7 @@ fn compile_with(
 }
 
 /// Names of tied parameters: those that several stages read.
-fn held_by_several(cut: &[Fragment]) -> BTreeSet<String> {
+fn tied_parameter_names(cut: &[Fragment]) -> BTreeSet<String> {
     let (mut seen, mut several) = (BTreeSet::new(), BTreeSet::new());
     for fragment in cut {
         for id in fragment.graph.ids() {
@@ -432,9 +432,9 @@ impl<'a> Assembly<'a> {
 
     fn forward_place(&self, value: Value) -> TensorAddress {
         let bytes = bytes(self.fragment.graph.fact(value));
-        let slot = match self.forward_layout.homes[&value] {
+        let slot = match self.forward_layout.locations[&value] {
             Home::Arena(offset) => Slot::Arena(offset),
-            Home::Kept(offset) => Slot::Kept(offset),
+            Home::WriterConfig(offset) => Slot::WriterConfig(offset),
             Home::Own(index) => Slot::Own(index),
             Home::Source(node) => self.source(node),
         };
@@ -485,7 +485,7 @@ impl<'a> Assembly<'a> {
         }
         // Sent gradients have buffers of their own; parameter gradients are read after the pass.
         let of = |made: fn(&Made) -> bool| -> HashSet<Value> {
-            backward.makes.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
+            backward.output_roles.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
         };
         let own = of(|m| matches!(m, Made::Gradient { .. }));
         let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
@@ -496,7 +496,7 @@ impl<'a> Assembly<'a> {
         let summed = summed(backward, &is_first);
         let mut held = of(|m| matches!(m, Made::Parameter(_)));
         held.retain(|value| !summed.contains_key(&root(graph, *value)));
-        let added = only_in_sums(graph, &summed);
+        let added = accumulated_in_place(graph, &summed);
         let (added, workspace, apart) = (&added, &HashMap::new(), &Chains::default());
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
@@ -505,7 +505,7 @@ impl<'a> Assembly<'a> {
         let (tasks, layout) = tasks(graph, &order, together, &needs, self.joins);
         // Sort the buffers of sent gradients by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
-        for (made, output) in backward.makes.iter().zip(&graph.outputs) {
+        for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
             if let Made::Gradient { received, group } = *made {
                 let r = &self.fragment.received[received];
                 let place = TensorAddress { slot: Slot::Arena(0), bytes: bytes(graph.fact(output.value)) };
@@ -516,7 +516,7 @@ impl<'a> Assembly<'a> {
         let own_slot: HashMap<usize, usize> = gradients_out
             .iter()
             .enumerate()
-            .filter_map(|(i, (_, v))| match layout.homes[v] {
+            .filter_map(|(i, (_, v))| match layout.locations[v] {
                 Home::Own(index) => Some((index, i)),
                 _ => None,
             })
@@ -527,12 +527,12 @@ impl<'a> Assembly<'a> {
             summed.get(&value).map(|terms| terms[0]).filter(|_| !is_half(graph.fact(value).dtype))
         };
         let place = |value: &Value| {
-            let slot = match (layout.homes.get(value), first_term(value)) {
+            let slot = match (layout.locations.get(value), first_term(value)) {
                 (Some(&Home::Arena(offset)), Some(term)) => Slot::Gradient { term, offset },
                 (Some(&Home::Arena(offset)), None) => Slot::Arena(offset),
                 (Some(Home::Own(index)), _) => Slot::GradientOut(own_slot[index]),
                 (Some(Home::Source(node)), _) => sources[node],
-                (Some(&Home::Kept(offset)), _) => Slot::Between(offset),
+                (Some(&Home::WriterConfig(offset)), _) => Slot::SplitBackward(offset),
                 (None, term) => Slot::Sum(term.expect("a value without a home is added to sums")),
             };
             TensorAddress { slot, bytes: bytes(graph.fact(*value)) }
@@ -558,7 +558,7 @@ impl<'a> Assembly<'a> {
             second.constants = sequence.constants.iter().map(|constant| Buffer::copy_of(constant.bytes())).collect();
         }
         let mut terms = Vec::new();
-        for (made, output) in backward.makes.iter().zip(&graph.outputs) {
+        for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
             if let Made::Parameter(i) = *made {
                 let term = &self.fragment.parameter_terms[i];
                 let parameter = position(&self.parameters, term.parameter);
@@ -586,7 +586,9 @@ impl<'a> Assembly<'a> {
         match self.forward_place(value).slot {
             // Constants belong to one sequence: the backward pass has its own copy.
             Slot::Constant(_) => {
-                let Home::Source(node) = self.forward_layout.homes[&value] else { unreachable!("a constant's home") };
+                let Home::Source(node) = self.forward_layout.locations[&value] else {
+                    unreachable!("a constant's home")
+                };
                 let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's home") };
                 sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
                 Slot::Constant(sequence.constants.len() - 1)

@@ -89,7 +89,7 @@ impl Item {
 /// Stops counting a sent buffer here while the receiver still reads it; the receiver has counted it on arrival.
 fn lend_to_readers(sent: &Arc<Buffer>) {
     if Arc::strong_count(sent) > 1 {
-        sent.lend();
+        sent.release_slot();
     }
 }
 
@@ -379,7 +379,7 @@ impl<'a> Executor<'a> {
             |buffer: Option<&Arc<Buffer>>| inside(buffer.expect("the program waits for a tensor before it is used"), 0);
         match place.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
-            Slot::Kept(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
+            Slot::WriterConfig(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
             Slot::Own(i) => inside(&item.own[i], 0),
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
@@ -389,7 +389,7 @@ impl<'a> Executor<'a> {
                 sum if !sum.is_begun => inside(&sum.buffer, 0),
                 _ => inside(&self.arena, offset),
             },
-            Slot::Between(offset) => {
+            Slot::SplitBackward(offset) => {
                 inside(item.between.as_ref().expect("the first part of a backward run took it"), offset)
             }
             Slot::Feed(i) => inside(&item.feeds[i], 0),
@@ -413,7 +413,7 @@ impl<'a> Executor<'a> {
     /// # Safety
     ///
     /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step. The memory plan gives them
-    /// bytes that no live tensor has. The item alone holds the buffers of `Own`, `Kept`, `GradientOut`, `Sum` and
+    /// bytes that no live tensor has. The item alone holds the buffers of `Own`, `WriterConfig`, `GradientOut`, `Sum` and
     /// `Gradient` until they are sent or its pass ends.
     #[allow(clippy::mut_from_ref)]
     unsafe fn write<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b mut [u8] {

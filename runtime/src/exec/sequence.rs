@@ -20,7 +20,7 @@ pub enum Slot {
     /// Offset in the worker's arena.
     Arena(usize),
     /// Offset in the micro-batch's block of saved activations.
-    Kept(usize),
+    WriterConfig(usize),
     /// A send buffer of the micro-batch.
     Own(usize),
     /// A buffer received from another stage.
@@ -33,7 +33,7 @@ pub enum Slot {
     State(usize),
     Constant(usize),
     /// Offset in the block kept from the input-gradient pass to the weight-gradient pass.
-    Between(usize),
+    SplitBackward(usize),
     /// A gradient term received from a later stage, by index into `StageCode::gradients_in`.
     GradientIn(usize),
     /// A gradient term sent to an earlier stage, by index into `StageCode::gradients_out`.
@@ -194,12 +194,12 @@ impl Planned {
         let scratch = layout.workspace.get(&self.node).copied().unwrap_or(0);
         let workspace = TensorAddress { slot: Slot::Arena(scratch), bytes: self.workspace() };
         let inputs: Vec<TensorAddress> = self.inputs.iter().map(&place).collect();
-        let mut put_by = |input: &TensorAddress| {
+        let mut batch_buffer = |input: &TensorAddress| {
             let bytes = input.bytes * ITEMS as usize;
             *arena = memory::aligned(*arena) + memory::aligned(bytes);
             TensorAddress { slot: Slot::Arena(*arena - memory::aligned(bytes)), bytes }
         };
-        let joint = self.joint.map(|kernel| Joint { kernel, inputs: inputs.iter().map(&mut put_by).collect() });
+        let joint = self.joint.map(|kernel| Joint { kernel, inputs: inputs.iter().map(&mut batch_buffer).collect() });
         Step {
             inputs,
             outputs: self.outputs.iter().map(&place).collect(),

@@ -23,13 +23,13 @@ pub fn share_number(parameter: usize, replica: usize, most: usize) -> usize {
 
 /// The all-reduce of squared norms, in which every worker takes part.
 #[derive(Clone)]
-pub struct Norms {
+pub struct NormAllReduce {
     pub place: Arc<Communicator<Squares>>,
     /// Rank of this worker.
     pub member: usize,
 }
 
-impl Norms {
+impl NormAllReduce {
     /// Sum of squares over all parameters in a round. Blocks until all workers have contributed; fails if one is lost.
     pub fn sum(&self, round: u32, own: Squares) -> Result<f64, PeerLost> {
         self.place.bring(u64::from(round), self.member, own);

@@ -147,7 +147,7 @@ impl<'a> ParameterUpdater<'a> {
 
     /// The `f32` master of a 16-bit parameter, if this replica holds all of it.
     pub fn master(&self, p: usize) -> Option<&Buffer> {
-        self.masters.get(p).and_then(Option::as_ref).filter(|_| !self.share.deals(p))
+        self.masters.get(p).and_then(Option::as_ref).filter(|_| !self.share.is_sharded(p))
     }
 
     /// The weights to return after training: masters where there are any.
@@ -159,7 +159,7 @@ impl<'a> ParameterUpdater<'a> {
 
 /// This replica's shard of a parameter-sized tensor.
 fn cut(share: &ShardRange, p: usize, dtype: DType, whole: Buffer) -> Buffer {
-    if share.deals(p) { Buffer::copy_of(&whole.bytes()[share.own(p, whole.len(), dtype.size())]) } else { whole }
+    if share.is_sharded(p) { Buffer::copy_of(&whole.bytes()[share.own(p, whole.len(), dtype.size())]) } else { whole }
 }
 
 /// Element type of gradient sums and optimizer state.

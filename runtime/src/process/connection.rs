@@ -86,7 +86,7 @@ pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbou
 }
 
 /// A reader that retries timeouts until its deadline or the end of the run.
-pub struct Patient {
+pub struct DeadlineReader {
     stream: Box<dyn Read + Send>,
     heard: Instant,
     looked: Instant,
@@ -100,11 +100,15 @@ pub const OVER: ErrorKind = ErrorKind::ConnectionAborted;
 /// Error kind of a read that ended because nothing arrived in time.
 pub const SILENT: ErrorKind = ErrorKind::TimedOut;
 
-impl Patient {
+impl DeadlineReader {
     /// `deadline` counts from the last received bytes. `is_over` ends blocked reads.
-    pub fn new(stream: Box<dyn Read + Send>, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> Patient {
+    pub fn new(
+        stream: Box<dyn Read + Send>,
+        deadline: Duration,
+        is_over: Box<dyn Fn() -> bool + Send>,
+    ) -> DeadlineReader {
         let now = Instant::now();
-        Patient { stream, heard: now, looked: now, deadline, end: None, is_over }
+        DeadlineReader { stream, heard: now, looked: now, deadline, end: None, is_over }
     }
 
     /// Restarts the wait with a new deadline.
@@ -134,7 +138,7 @@ impl Patient {
     }
 }
 
-impl Read for Patient {
+impl Read for DeadlineReader {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.stream.read(bytes) {
@@ -187,7 +191,8 @@ mod tests {
         drop((reader, hangup));
         let (to, queue) = crossbeam_channel::unbounded();
         let writer = std::thread::spawn(move || write(FrameWriter::new(writer), &queue, &|| vec![9]));
-        let mut reader = FrameReader::new(Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
+        let mut reader =
+            FrameReader::new(DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::copy_of(&[2, 3]))] }).unwrap();
@@ -200,7 +205,7 @@ mod tests {
     fn patience_ends() {
         let kind = |is_over: bool| {
             let (_one, other) = pair();
-            let mut patient = Patient::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
+            let mut patient = DeadlineReader::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
             patient.read(&mut [0; 4]).unwrap_err().kind()
         };
         assert_eq!((kind(false), kind(true)), (SILENT, OVER));
@@ -209,7 +214,7 @@ mod tests {
     #[test]
     fn who_was_stopped_itself_does_not_blame_others() {
         let (_one, other) = pair();
-        let mut patient = Patient::new(other.reader, Duration::from_secs(2), Box::new(|| false));
+        let mut patient = DeadlineReader::new(other.reader, Duration::from_secs(2), Box::new(|| false));
         let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
         (patient.heard, patient.looked) = (before, before);
         patient.look();
@@ -228,7 +233,7 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        let mut patient = Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false));
+        let mut patient = DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false));
         let began = Instant::now();
         patient.end_at(began + Duration::from_millis(300));
         let kind = loop {

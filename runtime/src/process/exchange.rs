@@ -3,21 +3,21 @@
 //! All processes traverse the same program and number channels and communicators alike, so no names are sent.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::barrier::Gate;
+use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
 use crate::exec::compile::StageCode;
 use crate::process::connection;
-use crate::process::connection::{Hangup, Outbound, Patient};
+use crate::process::connection::{DeadlineReader, Hangup, Outbound};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts;
 use crate::process::parts::PartForm;
 use crate::process::process_group::{Group, doing};
-use crate::process::router::{Gathering, Hall, Route, Routes};
+use crate::process::router::{Gathering, RemoteCommunicator, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
-use crate::process::stop::Stopping;
-use crate::process::wire::Carried;
+use crate::process::stop::StopAgreement;
+use crate::process::wire::Contribution;
 use crate::process::worker_result;
 use crate::process::worker_result::Leaving;
 use crate::stage::worker::{Event, WorkerResult};
@@ -41,7 +41,7 @@ pub struct Exchange<'a> {
     group: Group,
     program: &'a Program,
     queues: BTreeMap<usize, Sender<Outbound>>,
-    lines: Vec<Line<'a>>,
+    lines: Vec<ConnectionThreads<'a>>,
     channels: u32,
     meetings: u32,
     outcomes: Receiver<(usize, WorkerResult)>,
@@ -49,15 +49,15 @@ pub struct Exchange<'a> {
     /// On other processes: one token for each snapshot that process 0 can take.
     room: Receiver<()>,
     hangups: Vec<Hangup>,
-    stopping: Option<Arc<Stopping<'a>>>,
+    stopping: Option<Arc<StopAgreement<'a>>>,
     /// Dropped when the workers have ended, which stops the stop-signal thread.
     working: Option<Sender<()>>,
     /// Disconnects when all writer threads have ended.
     writing: Option<(Sender<()>, Receiver<()>)>,
 }
 
-struct Line<'a> {
-    reader: FrameReader<Patient>,
+struct ConnectionThreads<'a> {
+    reader: FrameReader<DeadlineReader>,
     writer: FrameWriter<Box<dyn Write + Send>>,
     queue: Receiver<Outbound>,
     routes: Routes<'a>,
@@ -72,7 +72,7 @@ impl<'a> Exchange<'a> {
         codes: &'a [StageCode],
         events: &Sender<Event>,
         keeper: Option<Sender<StageSnapshot>>,
-        gate: Option<&'a Gate<'a>>,
+        gate: Option<&'a MinibatchBarrier<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
         let (leave, outcomes) = unbounded();
@@ -121,10 +121,10 @@ impl<'a> Exchange<'a> {
                 stages: program.stages.len() as u32,
             };
             hangups.push(talk.hangup);
-            lines.push(Line { reader: talk.reader, writer: talk.writer, queue, routes });
+            lines.push(ConnectionThreads { reader: talk.reader, writer: talk.writer, queue, routes });
         }
-        let stopping = gate.map(|gate| Arc::new(Stopping::new(gate, group.part.own, queues.clone())));
-        lines.iter_mut().for_each(|line: &mut Line<'a>| line.routes.stopping = stopping.clone());
+        let stopping = gate.map(|gate| Arc::new(StopAgreement::new(gate, group.part.own, queues.clone())));
+        lines.iter_mut().for_each(|line: &mut ConnectionThreads<'a>| line.routes.stopping = stopping.clone());
         let writing = Some(unbounded());
         Ok(Exchange {
             group,
@@ -212,7 +212,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Creates a communicator of these workers, one per member. Sequence numbers are below `meetings`.
-    pub fn meeting<T: Carried + Send + Sync + 'static>(
+    pub fn meeting<T: Contribution + Send + Sync + 'static>(
         &mut self,
         members: &[usize],
         form: T::Form,
@@ -245,7 +245,7 @@ impl<'a> Exchange<'a> {
             }
         });
         let place = Arc::new(Communicator::among(members.len(), here, Some(forward)));
-        let hall = Arc::new(Hall { place: place.clone(), form, meetings });
+        let hall = Arc::new(RemoteCommunicator { place: place.clone(), form, meetings });
         for (process, members) in others {
             self.line(process)?.1.meetings.insert(number, (hall.clone(), members));
         }
@@ -269,7 +269,7 @@ impl<'a> Exchange<'a> {
             }
         }
         for line in std::mem::take(&mut self.lines) {
-            let Line { reader, writer, queue, routes } = line;
+            let ConnectionThreads { reader, writer, queue, routes } = line;
             let (progress, own, run_status) = (self.group.progress.clone(), own.clone(), self.group.run_status.clone());
             let beat = move || -> Vec<u8> {
                 let at = |worker: &usize| progress.get(*worker).map_or(0, |at| at.load(Ordering::Relaxed));

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_lies_costs_no_memory() {
+    fn a_false_length_allocates_nothing() {
         let mut bytes = written(&[(Kind::Message, b"x")]);
         bytes[12..20].copy_from_slice(&(1u64 << 40).to_le_bytes());
         let sum = crc32fast::hash(&bytes[..20]);

@@ -4,7 +4,7 @@
 //! equal in all processes: program, weights, data. A process of an earlier attempt has another run number and is
 //! refused.
 
-use crate::process::connection::{Hangup, Patient};
+use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use std::io::Write;
@@ -40,7 +40,7 @@ pub struct Hello {
 
 /// The reason to refuse a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stranger {
+pub enum RejectReason {
     /// It belongs to another run and will not return; this run continues.
     Passing(String),
     /// It belongs to this run but cannot take part, so this run can never be complete.
@@ -82,28 +82,28 @@ impl Hello {
     }
 
     /// Checks that the sender may take part in the run of `own`.
-    pub fn meets(&self, own: &Hello) -> Result<(), Stranger> {
+    pub fn meets(&self, own: &Hello) -> Result<(), RejectReason> {
         if self.protocol != own.protocol {
             let what = format!("it speaks version {} of the protocol, here it is {}", self.protocol, own.protocol);
-            return Err(Stranger::Fatal(what));
+            return Err(RejectReason::Fatal(what));
         }
         if self.identity.run != own.identity.run {
             let (here, there) = (own.identity.run, self.identity.run);
-            return Err(Stranger::Passing(format!("it belongs to run {there:x}, this is run {here:x}")));
+            return Err(RejectReason::Passing(format!("it belongs to run {there:x}, this is run {here:x}")));
         }
         if self.processes != own.processes {
             let what = format!("it counts {} processes, here there are {}", self.processes, own.processes);
-            return Err(Stranger::Fatal(what));
+            return Err(RejectReason::Fatal(what));
         }
         if self.process >= own.processes {
-            return Err(Stranger::Fatal(format!("it is process {} of {}", self.process, own.processes)));
+            return Err(RejectReason::Fatal(format!("it is process {} of {}", self.process, own.processes)));
         }
         let differs = own.identity.parts.iter().filter(|part| !self.identity.parts.contains(part));
         let names: Vec<&str> = differs.map(|(name, _)| name.as_str()).collect();
         match names.is_empty() && self.identity.parts.len() == own.identity.parts.len() {
             true => Ok(()),
-            false if names.is_empty() => Err(Stranger::Fatal("it knows more of the run than this process".into())),
-            false => Err(Stranger::Fatal(format!("{} differ", names.join(", ")))),
+            false if names.is_empty() => Err(RejectReason::Fatal("it knows more of the run than this process".into())),
+            false => Err(RejectReason::Fatal(format!("{} differ", names.join(", ")))),
         }
     }
 }
@@ -138,13 +138,13 @@ pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<Known>, Fra
 }
 
 /// A connection during the handshake.
-pub struct Talk {
-    pub reader: FrameReader<Patient>,
+pub struct HandshakeConnection {
+    pub reader: FrameReader<DeadlineReader>,
     pub writer: FrameWriter<Box<dyn Write + Send>>,
     pub hangup: Hangup,
 }
 
-impl Talk {
+impl HandshakeConnection {
     /// Reads a frame of the expected kind. A refusal returns its reason as the inner error.
     pub fn expect(&mut self, expected: Kind) -> Result<Result<Vec<u8>, String>, FrameError> {
         match self.reader.read(LONGEST)? {
@@ -192,17 +192,17 @@ mod tests {
 
     #[test]
     fn what_differs_is_named() {
-        let told = |change: &dyn Fn(&mut Hello)| {
+        let check = |change: &dyn Fn(&mut Hello)| {
             let mut other = hello();
             change(&mut other);
             other.meets(&hello())
         };
-        let fatal = |what: &str| Err(Stranger::Fatal(what.to_string()));
-        assert_eq!(told(&|_| {}), Ok(()));
-        assert_eq!(told(&|h| h.protocol = 8), fatal("it speaks version 8 of the protocol, here it is 2"));
-        assert_eq!(told(&|h| h.processes = 4), fatal("it counts 4 processes, here there are 3"));
-        assert_eq!(told(&|h| h.process = 3), fatal("it is process 3 of 3"));
-        assert_eq!(told(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));
-        assert!(matches!(told(&|h| h.identity.run = 8), Err(Stranger::Passing(_))));
+        let fatal = |what: &str| Err(RejectReason::Fatal(what.to_string()));
+        assert_eq!(check(&|_| {}), Ok(()));
+        assert_eq!(check(&|h| h.protocol = 8), fatal("it speaks version 8 of the protocol, here it is 2"));
+        assert_eq!(check(&|h| h.processes = 4), fatal("it counts 4 processes, here there are 3"));
+        assert_eq!(check(&|h| h.process = 3), fatal("it is process 3 of 3"));
+        assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));
+        assert!(matches!(check(&|h| h.identity.run = 8), Err(RejectReason::Passing(_))));
     }
 }

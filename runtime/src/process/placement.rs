@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_are_dealt_in_order() {
+    fn even_placement_is_contiguous() {
         assert_eq!(WorkerPlacement::dealt(5, 2).map(|placement| placement.of), Some(vec![0, 0, 0, 1, 1]));
         assert_eq!(WorkerPlacement::dealt(3, 3).map(|placement| placement.of), Some(vec![0, 1, 2]));
         assert_eq!((WorkerPlacement::dealt(2, 3), WorkerPlacement::dealt(2, 0)), (None, None));

@@ -5,9 +5,11 @@
 //! starts the run.
 
 use crate::process::connection;
-use crate::process::connection::{OVER, Patient, SILENT, Stream};
+use crate::process::connection::{DeadlineReader, OVER, SILENT, Stream};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
-use crate::process::handshake::{Hello, Identity, Known, PROTOCOL, Stranger, Talk, decode_roster, encode_roster};
+use crate::process::handshake::{
+    HandshakeConnection, Hello, Identity, Known, PROTOCOL, RejectReason, decode_roster, encode_roster,
+};
 use crate::process::placement::WorkerPlacement;
 use crate::process::run_status::{LinkError, RunStatus};
 use compiler::schedule::{Program, WorkerId};
@@ -67,13 +69,13 @@ pub struct Group {
     pub progress: Progress,
     /// Display names, by process.
     pub names: Vec<String>,
-    pub talks: BTreeMap<usize, Talk>,
+    pub talks: BTreeMap<usize, HandshakeConnection>,
     /// Keeps the transport alive.
     pub carrier: Option<Box<dyn Send>>,
 }
 
 /// The connection method of a process.
-pub enum Door {
+pub enum JoinMode {
     /// Process 0: listens on this port.
     Port(TcpListener),
     /// Other processes: connect to process 0.
@@ -112,17 +114,17 @@ pub fn join(
     program: &Program,
     lines: &BTreeSet<(usize, usize)>,
     part: ProcessConfig,
-    door: Door,
+    door: JoinMode,
     run_status: Arc<RunStatus>,
     notice: &dyn Fn(Notice),
 ) -> Result<Group, LinkError> {
     let until = Instant::now() + part.patience;
     let all = (0..part.placement.processes).map(|process| part.placement.name(program, process)).collect();
-    let mut entrance = Entrance { part: &part, run_status: &run_status, notice, until, names: all };
+    let mut entrance = Joiner { part: &part, run_status: &run_status, notice, until, names: all };
     let ((talks, roster), carrier) = match door {
-        Door::Port(port) => (entrance.open(&port)?, None),
-        Door::Outside => (entrance.enter(lines)?, None),
-        Door::Open(streams, carrier) => (entrance.stand(streams, lines)?, Some(carrier)),
+        JoinMode::Port(port) => (entrance.open(&port)?, None),
+        JoinMode::Outside => (entrance.enter(lines)?, None),
+        JoinMode::Open(streams, carrier) => (entrance.stand(streams, lines)?, Some(carrier)),
     };
     let named = |(name, known): (&String, &Known)| format!("{name}, process {} at {}", known.pid, known.address);
     let names = entrance.names.iter().zip(&roster).map(named).collect();
@@ -145,14 +147,14 @@ pub fn doing(program: &Program, placement: &WorkerPlacement, progress: &[AtomicU
     Some(program.show(instruction))
 }
 
-type Talks = BTreeMap<usize, Talk>;
-type Come = BTreeMap<usize, (Talk, Hello)>;
+type Talks = BTreeMap<usize, HandshakeConnection>;
+type Come = BTreeMap<usize, (HandshakeConnection, Hello)>;
 
 /// The result of a handshake step: done, refused with a reason, or a connection error.
 type Said = Result<Result<(), String>, FrameError>;
 
 /// A process joining the run.
-struct Entrance<'a> {
+struct Joiner<'a> {
     part: &'a ProcessConfig,
     run_status: &'a Arc<RunStatus>,
     notice: &'a dyn Fn(Notice),
@@ -160,7 +162,7 @@ struct Entrance<'a> {
     names: Vec<String>,
 }
 
-impl Entrance<'_> {
+impl Joiner<'_> {
     fn hello(&self, address: String) -> Hello {
         Hello {
             protocol: PROTOCOL,
@@ -199,7 +201,7 @@ impl Entrance<'_> {
         Ok((talks, roster))
     }
 
-    fn each(&self, talks: &mut Talks, step: &dyn Fn(&mut Talk) -> Said) -> Result<(), LinkError> {
+    fn each(&self, talks: &mut Talks, step: &dyn Fn(&mut HandshakeConnection) -> Said) -> Result<(), LinkError> {
         for (&process, talk) in talks {
             let peer = self.names[process].clone();
             match step(talk) {
@@ -282,7 +284,7 @@ impl Entrance<'_> {
     }
 
     /// Reads the hello of a peer and welcomes it.
-    fn hear(&self, process: usize, stream: Stream, own: &Hello) -> Result<(Talk, Hello), LinkError> {
+    fn hear(&self, process: usize, stream: Stream, own: &Hello) -> Result<(HandshakeConnection, Hello), LinkError> {
         let lost = |fault| {
             let peer = self.names[process].clone();
             self.ended(LinkError::Lost { process, peer, doing: None, fault })
@@ -294,7 +296,7 @@ impl Entrance<'_> {
         let met = match hello.meets(own) {
             Ok(()) if hello.process as usize != process => Err(format!("it says that it is process {}", hello.process)),
             Ok(()) => Ok(()),
-            Err(Stranger::Passing(why) | Stranger::Fatal(why)) => Err(why),
+            Err(RejectReason::Passing(why) | RejectReason::Fatal(why)) => Err(why),
         };
         if let Err(what) = met {
             talk.refuse(&what);
@@ -304,7 +306,7 @@ impl Entrance<'_> {
         Ok((talk, hello))
     }
 
-    fn roster(&self, talk: &mut Talk, first: &str) -> Result<Vec<Known>, LinkError> {
+    fn roster(&self, talk: &mut HandshakeConnection, first: &str) -> Result<Vec<Known>, LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };
         let content = talk.expect(Kind::Roster).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused)?;
@@ -312,7 +314,7 @@ impl Entrance<'_> {
     }
 
     /// Reports ready to process 0 and waits for the start.
-    fn start(&self, talk: &mut Talk, first: &str) -> Result<(), LinkError> {
+    fn start(&self, talk: &mut HandshakeConnection, first: &str) -> Result<(), LinkError> {
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
         let refused = |why| LinkError::Refused { address: first.to_string(), why };
         talk.say(Kind::Ready, &[]).map_err(foreign)?;
@@ -373,7 +375,7 @@ impl Entrance<'_> {
     }
 
     /// Sends a hello and waits for the welcome.
-    fn introduce(&self, stream: Stream, address: &str, hello: &Hello) -> Result<Talk, LinkError> {
+    fn introduce(&self, stream: Stream, address: &str, hello: &Hello) -> Result<HandshakeConnection, LinkError> {
         let foreign = |fault| self.ended(LinkError::Foreign { address: address.to_string(), fault });
         let mut talk = talk(stream, self.left(), self.run_status.clone());
         talk.say(Kind::Hello, &hello.encode()).map_err(foreign)?;
@@ -443,11 +445,11 @@ impl Entrance<'_> {
                         (self.notice)(Notice::SentAway(format!("sent process {} at {from} away: {why}", hello.pid)));
                         refused.push(format!("{} came twice, again from {from}", self.names[process]));
                     }
-                    Err(Stranger::Passing(why)) => {
+                    Err(RejectReason::Passing(why)) => {
                         talk.refuse(&why);
                         (self.notice)(Notice::SentAway(format!("sent process {} at {from} away: {why}", hello.pid)));
                     }
-                    Err(Stranger::Fatal(why)) => {
+                    Err(RejectReason::Fatal(why)) => {
                         talk.refuse(&why);
                         let peer = format!("process {} at {from}", hello.pid);
                         fatal.get_or_insert(LinkError::Another { peer, what: why });
@@ -485,18 +487,18 @@ fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
     Err(last)
 }
 
-fn talk(stream: Stream, within: Duration, run_status: Arc<RunStatus>) -> Talk {
+fn talk(stream: Stream, within: Duration, run_status: Arc<RunStatus>) -> HandshakeConnection {
     let Stream { reader, writer, hangup } = stream;
-    let reader = Patient::new(reader, within, Box::new(move || run_status.is_over()));
-    Talk { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
+    let reader = DeadlineReader::new(reader, within, Box::new(move || run_status.is_over()));
+    HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
 }
 
-type Greeting = (SocketAddr, Result<(Talk, Hello), FrameError>);
+type Greeting = (SocketAddr, Result<(HandshakeConnection, Hello), FrameError>);
 
 /// Reads the hello of a new connection on its own thread.
 fn greet(stream: TcpStream, from: SocketAddr, within: Duration, run_status: Arc<RunStatus>, to: Sender<Greeting>) {
     let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
-    let hear = move || -> Result<(Talk, Hello), FrameError> {
+    let hear = move || -> Result<(HandshakeConnection, Hello), FrameError> {
         let mut talk = talk(Stream::tcp(stream).map_err(system)?, within, run_status);
         talk.reader.source().end_at(Instant::now() + within);
         match talk.expect(Kind::Hello)? {

@@ -5,9 +5,9 @@
 //! connection ends, its routes are dropped, so no worker waits forever.
 
 use crate::checkpoint::StageSnapshot;
-use crate::comm::channel::{Message, Parcel};
+use crate::comm::channel::{Message, TensorMessage};
 use crate::comm::communicator::Communicator;
-use crate::process::connection::{Outbound, Patient};
+use crate::process::connection::{DeadlineReader, Outbound};
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, FrameReader, Kind};
 use crate::process::parts;
@@ -15,8 +15,8 @@ use crate::process::parts::PartForm;
 use crate::process::process_group::{Progress, verdict};
 use crate::process::recv_buffers::Ring;
 use crate::process::run_status::{LinkError, NOBODY, RunStatus};
-use crate::process::stop::Stopping;
-use crate::process::wire::Carried;
+use crate::process::stop::StopAgreement;
+use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
 use crate::stage::worker::{Event, WorkerResult};
 use compiler::op::Value;
@@ -35,7 +35,7 @@ pub struct Route {
 }
 
 /// A communicator with members in other processes.
-pub trait Arrivals: Send + Sync {
+pub trait ContributionSink: Send + Sync {
     /// Reads the contribution of a member.
     fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError>;
     /// Maximum bytes of a contribution.
@@ -45,14 +45,14 @@ pub trait Arrivals: Send + Sync {
 }
 
 /// A communicator with the valid contents of its contributions.
-pub struct Hall<T: Carried> {
+pub struct RemoteCommunicator<T: Contribution> {
     pub place: Arc<Communicator<T>>,
     pub form: T::Form,
     /// Upper bound of the sequence numbers.
     pub meetings: u64,
 }
 
-impl<T: Carried + Send + Sync> Arrivals for Hall<T> {
+impl<T: Contribution + Send + Sync> ContributionSink for RemoteCommunicator<T> {
     fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
         if number >= self.meetings {
             return Err(FrameError::Field { what: "the number of a meeting" });
@@ -101,11 +101,11 @@ pub struct Routes<'a> {
     /// Channels on which it receives.
     pub posted: HashMap<u32, Sender<()>>,
     /// Communicators, with the ranks that are its workers.
-    pub meetings: HashMap<u32, (Arc<dyn Arrivals>, BTreeSet<usize>)>,
+    pub meetings: HashMap<u32, (Arc<dyn ContributionSink>, BTreeSet<usize>)>,
     /// On process 0.
     pub gathering: Option<Gathering<'a>>,
     /// Stop coordination, if the run can be stopped early.
-    pub stopping: Option<Arc<Stopping<'a>>>,
+    pub stopping: Option<Arc<StopAgreement<'a>>>,
     /// On other processes, for process 0: notified when the run ended successfully.
     pub released: Option<Sender<()>>,
     /// On other processes, for process 0: notified when it has taken a snapshot.
@@ -119,7 +119,7 @@ pub struct Routes<'a> {
 
 impl Routes<'_> {
     /// Reads frames until the run is over. An error ends the run, unless it has already ended.
-    pub fn read(mut self, mut reader: FrameReader<Patient>, run_status: &RunStatus) {
+    pub fn read(mut self, mut reader: FrameReader<DeadlineReader>, run_status: &RunStatus) {
         let limit = self.limit();
         let mut ring = Ring::default();
         loop {
@@ -171,7 +171,7 @@ impl Routes<'_> {
                 let item = fields.below(self.items, "the item")?;
                 let mut parcel = |(value, group, bytes): &(Value, usize, usize)| {
                     let buffer = ring.copy_of(fields.bytes(*bytes, "a tensor")?);
-                    Ok(Parcel { value: *value, group: *group, buffer })
+                    Ok(TensorMessage { value: *value, group: *group, buffer })
                 };
                 let parcels = route.tensors.iter().map(&mut parcel).collect::<Result<_, FrameError>>()?;
                 fields.end()?;
@@ -215,7 +215,7 @@ impl Routes<'_> {
                 let what = fields.text("why the run ended")?;
                 let process = process.map(|process| process as usize);
                 let doing = process.and_then(|process| (self.doing)(process));
-                run_status.end(LinkError::Told { process, peer: self.name.clone(), doing, what });
+                run_status.end(LinkError::Reported { process, peer: self.name.clone(), doing, what });
                 return Ok(false);
             }
             Kind::Bye => {

@@ -34,7 +34,7 @@ pub enum LinkError {
     #[error("{peer} stopped: {what}")]
     Failed { process: usize, peer: String, what: String },
     #[error("{peer} ended the run: {what}")]
-    Told { process: Option<usize>, peer: String, doing: Option<String>, what: String },
+    Reported { process: Option<usize>, peer: String, doing: Option<String>, what: String },
     #[error("{what}")]
     Ended { process: Option<usize>, what: String },
     #[error("bug in pipec: {what}")]
@@ -53,7 +53,7 @@ impl LinkError {
             | LinkError::Silent { process, .. }
             | LinkError::Broken { process, .. }
             | LinkError::Failed { process, .. } => Some(*process),
-            LinkError::Told { process, .. } | LinkError::Ended { process, .. } => *process,
+            LinkError::Reported { process, .. } | LinkError::Ended { process, .. } => *process,
             _ => None,
         }
     }
@@ -61,7 +61,7 @@ impl LinkError {
     /// The failure as first reported.
     fn told(&self) -> String {
         match self {
-            LinkError::Told { what, .. } => what.clone(),
+            LinkError::Reported { what, .. } => what.clone(),
             other => other.to_string(),
         }
     }

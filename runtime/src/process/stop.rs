@@ -7,7 +7,7 @@
 //! A process on hold starts no minibatch, so its reported count stays valid until the end is known. Frames of a
 //! connection keep their order, and readers and writers continue while workers are on hold, so there is no deadlock.
 
-use crate::checkpoint::barrier::Gate;
+use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::process::connection::Outbound;
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, Kind};
@@ -24,19 +24,23 @@ const LOOK: Duration = Duration::from_millis(20);
 const NEVER: u32 = u32::MAX;
 
 /// One process's state of the agreement.
-pub struct Stopping<'a> {
-    gate: &'a Gate<'a>,
+pub struct StopAgreement<'a> {
+    gate: &'a MinibatchBarrier<'a>,
     own: usize,
     queues: BTreeMap<usize, Sender<Outbound>>,
     /// On process 0, after a stop signal: minibatches started, by process.
     begun: Mutex<Option<BTreeMap<usize, u32>>>,
 }
 
-impl<'a> Stopping<'a> {
+impl<'a> StopAgreement<'a> {
     /// `queues` lead to the other processes. The gate then no longer decides alone.
-    pub fn new(gate: &'a Gate<'a>, own: usize, queues: BTreeMap<usize, Sender<Outbound>>) -> Stopping<'a> {
+    pub fn new(
+        gate: &'a MinibatchBarrier<'a>,
+        own: usize,
+        queues: BTreeMap<usize, Sender<Outbound>>,
+    ) -> StopAgreement<'a> {
         gate.share();
-        Stopping { gate, own, queues, begun: Mutex::new(None) }
+        StopAgreement { gate, own, queues, begun: Mutex::new(None) }
     }
 
     // No code panics while it holds the lock with inconsistent state.
@@ -57,11 +61,11 @@ impl<'a> Stopping<'a> {
 
     /// Polls for the stop signal until the workers have ended, which disconnects `over`.
     pub fn watch(&self, over: &Receiver<()>, run_status: &RunStatus) {
-        let mut is_told = false;
+        let mut is_reported = false;
         while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
             let reason = u32::try_from(self.gate.asked()).unwrap_or(NEVER);
-            if reason != 0 && !is_told {
-                is_told = true;
+            if reason != 0 && !is_reported {
+                is_reported = true;
                 match self.own {
                     0 => self.begin(reason),
                     _ => self.send(0, Kind::Stop, reason),
@@ -125,7 +129,7 @@ mod tests {
     #[test]
     fn all_end_behind_what_nobody_has_begun() {
         let stop = AtomicUsize::new(0);
-        let gates = [3, 7, 5].map(|begun| Gate::new(&stop, 2, begun));
+        let gates = [3, 7, 5].map(|begun| MinibatchBarrier::new(&stop, 2, begun));
         let (to, from): (Vec<_>, Vec<_>) = (0..3).map(|_| unbounded::<(usize, Outbound)>()).unzip();
         // A relay records the sender of each frame.
         let mut relays = Vec::new();
@@ -139,8 +143,8 @@ mod tests {
             made
         };
         let all = [queues(0, &[1, 2]), queues(1, &[0, 2]), queues(2, &[0, 1])];
-        let parts: Vec<Stopping<'_>> =
-            (0..).zip(all).map(|(own, queues)| Stopping::new(&gates[own], own, queues)).collect();
+        let parts: Vec<StopAgreement<'_>> =
+            (0..).zip(all).map(|(own, queues)| StopAgreement::new(&gates[own], own, queues)).collect();
         // Two processes receive a signal at once; the second stop frame reaches process 0 first.
         parts[2].send(0, Kind::Stop, 15);
         parts[1].send(0, Kind::Stop, 2);

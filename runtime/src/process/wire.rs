@@ -15,7 +15,7 @@ use crate::zero::shard::Shares;
 use std::sync::Arc;
 
 /// A value that can be contributed across processes.
-pub trait Carried: Sized {
+pub trait Contribution: Sized {
     /// The valid contents, known in advance.
     type Form: Send + Sync;
 
@@ -54,7 +54,7 @@ impl ContributionForm {
     }
 }
 
-impl Carried for ReplicaGradients {
+impl Contribution for ReplicaGradients {
     type Form = ContributionForm;
 
     fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
@@ -107,7 +107,7 @@ pub struct TermsForm {
     pub bytes: usize,
 }
 
-impl Carried for GradientTerms {
+impl Contribution for GradientTerms {
     type Form = TermsForm;
 
     fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
@@ -139,7 +139,7 @@ pub struct SharesForm {
     pub most: Vec<usize>,
 }
 
-impl Carried for Shares {
+impl Contribution for Shares {
     type Form = SharesForm;
 
     fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
@@ -178,7 +178,7 @@ pub struct SquaresForm {
     pub names: usize,
 }
 
-impl Carried for Squares {
+impl Contribution for Squares {
     type Form = SquaresForm;
 
     fn pack(&self, head: &mut Vec<u8>, _: &mut Vec<Arc<Buffer>>) {
@@ -205,7 +205,7 @@ impl Carried for Squares {
 mod tests {
     use super::*;
 
-    fn packed(part: &impl Carried) -> Vec<u8> {
+    fn packed(part: &impl Contribution) -> Vec<u8> {
         let (mut head, mut bodies) = (Vec::new(), Vec::new());
         part.pack(&mut head, &mut bodies);
         bodies.iter().for_each(|body| head.extend(body.bytes()));
@@ -213,7 +213,7 @@ mod tests {
     }
 
     /// Checks that every truncation is refused.
-    fn cut<T: Carried>(bytes: &[u8], form: &T::Form) {
+    fn cut<T: Contribution>(bytes: &[u8], form: &T::Form) {
         for length in 0..bytes.len() {
             let mut fields = Fields::of(&bytes[..length]);
             let read = T::unpack(form, &mut fields, &mut Ring::default()).and_then(|_| fields.end());
@@ -252,10 +252,10 @@ mod tests {
         let shares = Shares(vec![(1, Arc::new(Buffer::copy_of(&[1, 2]))), (0, term_of(8)), (2, term_of(0))]);
         let bytes = packed(&shares);
         let Shares(back) = Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
-        let told = |shares: &[(usize, Arc<Buffer>)]| -> Vec<(usize, Vec<u8>)> {
+        let contents = |shares: &[(usize, Arc<Buffer>)]| -> Vec<(usize, Vec<u8>)> {
             shares.iter().map(|(place, share)| (*place, share.bytes().to_vec())).collect()
         };
-        assert_eq!(told(&back), told(&shares.0));
+        assert_eq!(contents(&back), contents(&shares.0));
         cut::<Shares>(&bytes, &form);
         for wrong in [vec![(0, term_of(9))], vec![(3, term_of(0))], vec![(0, term_of(1)), (0, term_of(1))]] {
             let bytes = packed(&Shares(wrong));

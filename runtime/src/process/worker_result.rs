@@ -94,11 +94,11 @@ fn span(fields: &mut Fields<'_>, stages: u32) -> Result<Span, FrameError> {
 
 /// The partial result of a worker in another process.
 pub struct Leaving<'a> {
-    stages: Vec<StageLeaving<'a>>,
+    stages: Vec<PartialStageResult<'a>>,
     spans: Vec<Span>,
 }
 
-struct StageLeaving<'a> {
+struct PartialStageResult<'a> {
     stage: StageId,
     code: &'a StageCode,
     weights: Vec<Option<Arc<Buffer>>>,
@@ -111,7 +111,7 @@ impl<'a> Leaving<'a> {
         let own = &program.workers[worker];
         let stages = program.stages_of(own.rank).filter(|_| own.replica == 0).map(|stage| {
             let code = &codes[stage.index()];
-            StageLeaving {
+            PartialStageResult {
                 stage,
                 code,
                 weights: code.parameters.iter().map(|_| None).collect(),

@@ -25,7 +25,7 @@ pub struct ReplicaGradients {
 
 /// One gradient bucket of a round, posted for reduction.
 #[derive(Clone, Copy, Debug)]
-pub struct Posting {
+pub struct PostedBucket {
     pub round: u32,
     pub bucket: u32,
     pub replica: usize,
@@ -45,7 +45,7 @@ pub struct RoundGradients {
     bucket_of_parameter: Vec<u32>,
     buckets: u32,
     /// Buckets posted before the round's last backward.
-    due: Vec<Posting>,
+    due: Vec<PostedBucket>,
     replica: usize,
 }
 
@@ -114,7 +114,7 @@ fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
 
 impl StageWorker<'_> {
     /// Posts one bucket of a round. It is contributed to the all-reduce once all backward passes of the round are done.
-    pub fn reduce(&mut self, posting: Posting) {
+    pub fn reduce(&mut self, posting: PostedBucket) {
         match self.gathered.items < posting.items {
             true => self.gathered.due.push(posting),
             false => self.bring(posting),
@@ -128,13 +128,13 @@ impl StageWorker<'_> {
         }
     }
 
-    fn bring(&mut self, Posting { round, bucket, replica, .. }: Posting) {
+    fn bring(&mut self, PostedBucket { round, bucket, replica, .. }: PostedBucket) {
         self.gathered.replica = replica;
         let mut part = self.gathered.take(bucket);
         if bucket + 1 >= self.gathered.buckets {
             self.executor.pieces.iter().for_each(|pieces| pieces.end_round(round));
         }
-        self.bring_late(round, Some(bucket), &mut part.terms);
+        self.contribute_tied(round, Some(bucket), &mut part.terms);
         self.replicas.bring(self.meeting(round, bucket), replica, part);
     }
 
@@ -151,7 +151,7 @@ impl StageWorker<'_> {
         // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
         // this contribution.
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
-            own.lend();
+            own.release_slot();
             self.executor.pool.give(own.clone());
         }
         match self.reduced.get_mut(&round) {
@@ -177,7 +177,7 @@ impl StageWorker<'_> {
         let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
         let mut own = ReplicaGradients { terms, samples: std::mem::take(&mut self.gathered.samples) };
         self.gathered.items = 0;
-        self.bring_late(round, None, &mut own.terms);
+        self.contribute_tied(round, None, &mut own.terms);
         own
     }
 
@@ -201,7 +201,7 @@ impl StageWorker<'_> {
 
     /// Contributes terms of tied parameters whose stages step at different times, as soon as all are there. Other
     /// workers may need them before this worker steps. `bucket` limits it to one bucket.
-    fn bring_late(&self, round: u32, bucket: Option<u32>, terms: &mut [Option<Arc<Buffer>>]) {
+    fn contribute_tied(&self, round: u32, bucket: Option<u32>, terms: &mut [Option<Arc<Buffer>>]) {
         for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
             let is_here = |of: &u32| bucket.is_none_or(|bucket| *of == bucket);
             let buckets = &self.gathered.bucket_of;

@@ -41,12 +41,12 @@ pub(super) fn begin(share: &ShardRange, code: &StageCode, whole: Weights, begin:
 
 impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.
-    pub fn give_share(&mut self, version: u32, bucket: u32) {
+    pub fn contribute_shards(&mut self, version: u32, bucket: u32) {
         let Some(shard_comm) = self.shard_comm.clone() else { return };
         let (weights, stepped) = (self.versions.get(&version), self.stepped.get(&version));
         let mut own = Vec::new();
         for &p in stepped.iter().flat_map(|stepped| &stepped.parameters) {
-            let is_given = self.share.deals(p) && !self.share.keeps();
+            let is_given = self.share.is_sharded(p) && !self.share.keeps();
             let weight = weights.and_then(|weights| weights.get(p)).filter(|_| is_given);
             if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
                 let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
@@ -63,16 +63,16 @@ impl StageWorker<'_> {
     }
 
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
-    pub fn take_shares(&mut self, version: u32, bucket: u32) -> Result<bool, PeerLost> {
+    pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, PeerLost> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
         let all = shard_comm.meet(self.meeting(version, bucket))?;
         // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
-        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.lend());
+        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
         let weights = self.versions.get_mut(&version).ok_or(PeerLost)?;
         for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
             for (p, part) in shares {
                 let (named, weight) = self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(PeerLost)?;
-                let range = self.share.of_member(*p, weight.len(), named.fact.dtype.size(), member);
+                let range = self.share.range_of(*p, weight.len(), named.fact.dtype.size(), member);
                 // The step made this the only reference. A wrong length means that it is not this parameter's shard.
                 let to = Arc::get_mut(weight).ok_or(PeerLost)?.bytes_mut();
                 to.get_mut(range).filter(|to| to.len() == part.len()).ok_or(PeerLost)?.copy_from_slice(part.bytes());
@@ -109,7 +109,7 @@ impl StageWorker<'_> {
             return Ok(weights.clone());
         };
         let of = |(p, weight): (usize, &Arc<Buffer>)| {
-            let is_share = self.share.deals(p) && weight.len() < self.code.parameters[p].bytes;
+            let is_share = self.share.is_sharded(p) && weight.len() < self.code.parameters[p].bytes;
             if is_share { pieces.whole(self.code, version, p, None) } else { Ok(weight.clone()) }
         };
         weights.iter().enumerate().map(of).collect()
@@ -130,7 +130,7 @@ impl StageWorker<'_> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
-        let dealt = |p: &usize| self.share.deals(*p);
+        let dealt = |p: &usize| self.share.is_sharded(*p);
         let in_shares = |p: &usize| self.share.keeps() || is_half(self.code.parameters[*p].fact.dtype);
         let masters = (0..parameters).filter(|p| dealt(p) && in_shares(p));
         let mut own: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();

@@ -147,8 +147,8 @@ impl StageWorker<'_> {
             scale,
         });
         let (stage, shared) = (self.stage, BTreeMap::new());
-        let replicas = if self.share.deals_any() { self.share.replicas() as u32 } else { 1 };
-        let own = |p: usize| if self.share.deals(p) { self.moves(p, version) } else { ParameterState::default() };
+        let replicas = if self.share.shards_any() { self.share.replicas() as u32 } else { 1 };
+        let own = |p: usize| if self.share.is_sharded(p) { self.moves(p, version) } else { ParameterState::default() };
         let is_other = replicas > 1 && !self.is_first;
         let moves = if is_other { (0..self.code.parameters.len()).map(own).collect() } else { Vec::new() };
         let mut part = StageSnapshot {
@@ -178,11 +178,11 @@ impl StageWorker<'_> {
 
     /// Drops a version's weight. Returns true if a snapshot still holds it: it is then charged to the snapshot and
     /// freed once that is written.
-    pub(super) fn give_up(&self, weight: &Arc<Buffer>) -> bool {
+    pub(super) fn drop_weight(&self, weight: &Arc<Buffer>) -> bool {
         let is_kept = self.versions.values().flatten().any(|other| Arc::ptr_eq(other, weight));
         let is_held = self.cutting.window > 0 && Arc::strong_count(weight) > 1 && !is_kept;
         if is_held {
-            weight.lend();
+            weight.release_slot();
         }
         is_held
     }

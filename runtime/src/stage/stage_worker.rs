@@ -5,7 +5,7 @@
 //! shares the parameter.
 
 use crate::checkpoint::ResumeState;
-use crate::comm::channel::Parcel;
+use crate::comm::channel::TensorMessage;
 use crate::comm::communicator::{Communicator, PeerLost};
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
@@ -13,7 +13,7 @@ use crate::device::buffer::{Buffer, MemoryCounter};
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, follow};
-use crate::optim::grad_norm::{Norms, Squares};
+use crate::optim::grad_norm::{NormAllReduce, Squares};
 use crate::optim::optimizer::{Ahead, Optimizer, Update};
 use crate::optim::policy::{Policy, Staleness};
 use crate::optim::update::{ParameterUpdater, wide};
@@ -39,7 +39,7 @@ use std::sync::Arc;
 pub type TiedGradientComm = Communicator<GradientTerms>;
 
 /// A tied parameter of this stage.
-pub struct Tied {
+pub struct TiedParameter {
     /// Index into this stage's parameters.
     pub parameter: usize,
     /// This worker's rank in `place`.
@@ -88,10 +88,10 @@ pub struct StageSetup<'a> {
     /// Exchange of weight shards, under ZeRO.
     pub shard_comm: Option<Arc<ShardComm>>,
     /// Norm all-reduce, if each replica has only a shard of the gradients.
-    pub norms: Option<Norms>,
+    pub norms: Option<NormAllReduce>,
     /// Gradient shards, under ZeRO 2 and 3.
     pub gradient_shards: Option<Arc<GradientShards>>,
-    pub tied: Vec<Tied>,
+    pub tied: Vec<TiedParameter>,
     pub is_first: bool,
     /// Restored state of a resumed run.
     pub begin: Option<ResumeState>,
@@ -112,10 +112,10 @@ pub struct StageWorker<'a> {
     pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
     pub(super) share: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
-    norms: Option<Norms>,
+    norms: Option<NormAllReduce>,
     /// Versions that are not gathered completely.
     pub(super) stepped: BTreeMap<u32, Stepped>,
-    pub(super) tied: Vec<Tied>,
+    pub(super) tied: Vec<TiedParameter>,
     pub(super) late: Vec<LateTiedWeight>,
     pub(super) is_first: bool,
     numbers: Vec<usize>,
@@ -276,7 +276,7 @@ impl<'a> StageWorker<'a> {
     pub fn drop_version(&mut self, version: u32) {
         self.let_go(version);
         for buffer in self.versions.remove(&version).unwrap_or_default() {
-            if !self.give_up(&buffer) {
+            if !self.drop_weight(&buffer) {
                 self.executor.pool.give(buffer);
             }
         }
@@ -394,7 +394,7 @@ impl<'a> StageWorker<'a> {
     }
 
     /// The tensors of a micro-batch for another stage.
-    pub fn parcels(&mut self, item: u32, kind: Payload, other: StageId) -> Vec<Parcel> {
+    pub fn parcels(&mut self, item: u32, kind: Payload, other: StageId) -> Vec<TensorMessage> {
         let code = self.code;
         let (transfers, sequence) = match kind {
             Payload::Activation => (&code.sent, &code.forward),
@@ -407,7 +407,7 @@ impl<'a> StageWorker<'a> {
                 (Payload::Gradient, Some(Some(buffer))) => buffer.clone(),
                 _ => self.executor.shared(sequence, state, t.place),
             };
-            parcels.push(Parcel { value: t.value, group: t.group, buffer });
+            parcels.push(TensorMessage { value: t.value, group: t.group, buffer });
         }
         parcels
     }
@@ -426,7 +426,7 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Stores the tensors received from another stage.
-    pub fn unpack(&mut self, other: StageId, kind: Payload, item: u32, parcels: Vec<Parcel>) {
+    pub fn unpack(&mut self, other: StageId, kind: Payload, item: u32, parcels: Vec<TensorMessage>) {
         let code = self.code;
         let transfers = match kind {
             Payload::Activation => &code.received,
@@ -447,7 +447,7 @@ impl<'a> StageWorker<'a> {
                 // activation again.
                 ledger.take_place(parcel.buffer.len());
                 if kind == Payload::Gradient {
-                    parcel.buffer.lend();
+                    parcel.buffer.release_slot();
                 }
                 slots[at] = Some(parcel.buffer);
             }
@@ -536,7 +536,7 @@ impl<'a> StageWorker<'a> {
         let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return };
         let mut new: Weights = Vec::with_capacity(old.len());
         if self.shard_comm.is_some() {
-            let is_stepped = |p: &usize| step.factor.is_some() && self.share.deals(*p) && totals[*p].is_some();
+            let is_stepped = |p: &usize| step.factor.is_some() && self.share.is_sharded(*p) && totals[*p].is_some();
             let parameters = (0..old.len()).filter(is_stepped).collect();
             self.stepped.insert(to, Stepped { parameters, buckets: self.gathered.buckets() });
         }
@@ -579,7 +579,7 @@ impl<'a> StageWorker<'a> {
         let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[p]).unwrap_or(1);
         let update = Update { dtype: wide(dtype), gradient: gradient.bytes(), scale, step: counted, rate: step.rate };
         if step.in_place {
-            self.give_up(&weight);
+            self.drop_weight(&weight);
         }
         let next = self.stepper.step(p, weight, update, &mut self.executor.pool);
         if self.keeps_gradients {

@@ -62,7 +62,7 @@ impl StageWorker<'_> {
             // On separate devices each rank would have a copy of the others' terms; here the others may still read this
             // one's.
             let own = all.get(self.tied[self.late[at].tied].member);
-            own.into_iter().flatten().for_each(|(_, term)| term.lend());
+            own.into_iter().flatten().for_each(|(_, term)| term.release_slot());
             if let Some(total) = total {
                 let norm = || square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
                 let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm()));

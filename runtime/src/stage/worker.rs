@@ -4,16 +4,16 @@
 //! other members of a communicator; both waits end when the peer delivers or fails.
 
 use crate::checkpoint::StageSnapshot as CheckpointPart;
-use crate::checkpoint::barrier::Gate;
+use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::checkpoint::points::Cuts;
 use crate::comm::channel::{Incoming, Message, Outgoing};
 use crate::data::Batches;
 use crate::device::buffer::{Buffer, MemoryCounter};
 use crate::exec::executor::ExecuteError;
-use crate::optim::grad_norm::{LossScale, Norms, factor};
+use crate::optim::grad_norm::{LossScale, NormAllReduce, factor};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::Policy;
-use crate::stage::gradient_round::Posting;
+use crate::stage::gradient_round::PostedBucket;
 use crate::stage::recompute::Lag;
 use crate::stage::saved_weights::Checkpoint;
 use crate::stage::snapshot::CheckpointPoint;
@@ -56,7 +56,7 @@ pub struct WorkerContext<'a> {
     pub optimizer: &'a Optimizer,
     pub policy: Policy,
     /// Norm all-reduce of all workers before a step, for clipping or loss scaling.
-    pub norms: Option<Norms>,
+    pub norms: Option<NormAllReduce>,
     pub scales_loss: bool,
     /// Receiver of losses, steps and checkpoints.
     pub events: Sender<Event>,
@@ -80,7 +80,7 @@ pub struct WorkerContext<'a> {
 pub struct CheckpointPlan<'a> {
     /// Minibatches after which checkpoints are made; `None` only checkpoints at a stop.
     pub cuts: Option<Cuts>,
-    pub gate: Option<&'a Gate<'a>>,
+    pub gate: Option<&'a MinibatchBarrier<'a>>,
     pub parts: Sender<CheckpointPart>,
 }
 
@@ -209,14 +209,14 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
         }
         match worker.goes_on(instruction) {
             true => worker.step(at, *instruction)?,
-            false => worker.pass_over(*instruction)?,
+            false => worker.skip(*instruction)?,
         }
     }
     let gone = worker.gone();
     for stage_worker in &mut worker.stage_workers {
         stage_worker.finish().map_err(|_| gone.clone())?;
     }
-    worker.give_parts();
+    worker.send_snapshots();
     let stages =
         worker.stage_workers.into_iter().map(StageWorker::leave).collect::<Result<_, _>>().map_err(|_| gone)?;
     let (held_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
@@ -253,7 +253,7 @@ impl<'a> Worker<'a> {
                 let replica = self.gear.program.workers[self.gear.id.index()].replica;
                 let replicas = self.gear.program.stages[stage.index()].replicas;
                 let items = dealt(self.rule.count(stage, round), replicas, replica);
-                self.stage_worker(at, stage)?.reduce(Posting { round, bucket, replica: replica as usize, items });
+                self.stage_worker(at, stage)?.reduce(PostedBucket { round, bucket, replica: replica as usize, items });
                 self.pending.insert(token, Pending::Reduce { stage, round, bucket });
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
@@ -297,7 +297,7 @@ impl<'a> Worker<'a> {
                 let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
             }
             Instruction::AllGather { stage, version: Version(version), bucket, token } => {
-                self.stage_worker(at, stage)?.give_share(version, bucket);
+                self.stage_worker(at, stage)?.contribute_shards(version, bucket);
                 self.pending.insert(token, Pending::Gather { stage, version, bucket });
             }
         }
@@ -344,7 +344,7 @@ impl<'a> Worker<'a> {
             }
             _ => self.stage_worker(at, work.stage)?.backward(item, part, version.0, lag).map(|()| None),
         };
-        self.give_parts();
+        self.send_snapshots();
         let loss = done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
         if let Some(value) = loss {
             let _ = self.gear.events.send(Event::Loss { item, value });
@@ -376,9 +376,9 @@ impl<'a> Worker<'a> {
     }
 
     /// Keeps weights for a skipped forward: a checkpoint at the end of the run needs them after they would be dropped.
-    fn pass_over(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
+    fn skip(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
         let Instruction::Forward { stage, item, version, .. } = instruction else { return Ok(()) };
-        let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(Gate::end);
+        let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(MinibatchBarrier::end);
         let newest = end.map_or(0, |end| version_at(&self.rule, stage, end).0);
         let lag = self.lag(stage, item);
         let gone = self.gone();
@@ -390,7 +390,7 @@ impl<'a> Worker<'a> {
             stage_worker.catch_up(&|stage| rule.version(stage, item).0).map_err(|_| gone)?;
             stage_worker.hold(item.0, version.0, lag);
         }
-        self.give_parts();
+        self.send_snapshots();
         Ok(())
     }
 
@@ -437,11 +437,11 @@ impl<'a> Worker<'a> {
         if let Some(stage_worker) = self.stage_workers.iter_mut().find(|stage_worker| stage_worker.stage == stage) {
             stage_worker.cut(cut);
         }
-        self.give_parts();
+        self.send_snapshots();
     }
 
     /// Sends complete snapshots to the writer.
-    fn give_parts(&mut self) {
+    fn send_snapshots(&mut self) {
         let Some(cutting) = &self.gear.cutting else { return };
         for part in self.stage_workers.iter_mut().flat_map(StageWorker::parts) {
             // The writer may have failed; training continues.
@@ -523,7 +523,7 @@ impl<'a> Worker<'a> {
                 let gone = self.gone();
                 let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
                 channel.wait(number).map_err(|_| gone)?;
-                gradients.iter().for_each(|buffer| buffer.lend());
+                gradients.iter().for_each(|buffer| buffer.release_slot());
             }
             Pending::Message { edge, item, kind, peer } => {
                 let gone = self.gone();
@@ -538,7 +538,7 @@ impl<'a> Worker<'a> {
             }
             Pending::Gather { stage, version, bucket } => {
                 let gone = self.gone();
-                if self.stage_worker(at, stage)?.take_shares(version, bucket).map_err(|_| gone)? {
+                if self.stage_worker(at, stage)?.receive_shards(version, bucket).map_err(|_| gone)? {
                     self.cut(stage, version);
                 }
             }

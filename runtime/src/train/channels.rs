@@ -11,11 +11,11 @@ use crate::exec::sequence::Slot;
 use crate::optim::grad_norm::Squares;
 use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
-use crate::process::wire::{Carried, ContributionForm, SharesForm, SquaresForm, TermsForm};
+use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
 use crate::stage::gradient_round::ReplicaGradients;
 use crate::stage::gradients::gradient_bytes;
 use crate::stage::shard_exchange::ShardComm;
-use crate::stage::stage_worker::{Tied, TiedGradientComm};
+use crate::stage::stage_worker::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
 use crate::train::run::{TrainError, TrainJob};
 use crate::zero::gradient_shards::GradientShards;
@@ -74,7 +74,7 @@ fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, 
 }
 
 /// Creates a communicator; `members` are worker indices, in rank order.
-pub fn meeting<T: Carried + Send + Sync + 'static>(
+pub fn meeting<T: Contribution + Send + Sync + 'static>(
     exchange: &mut Option<Exchange<'_>>,
     members: &[usize],
     form: impl FnOnce() -> T::Form,
@@ -138,16 +138,16 @@ pub fn shard_comms(
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.
-pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[Tied]) -> ShardRange {
+pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[TiedParameter]) -> ShardRange {
     let known = &program.stages[stage];
     if known.zero == 0 {
         return ShardRange::whole(code.parameters.len());
     }
     // ZeRO 3 does not gather a parameter that is read after a pass, so it is not sharded.
     let is_read_whole = |p: usize| known.zero >= 3 && code.read_apart().any(|place| place.slot == Slot::Parameter(p));
-    let is_dealt = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
+    let is_sharded = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
     let share =
-        ShardRange::of(replica as usize, known.replicas as usize, (0..code.parameters.len()).map(is_dealt).collect());
+        ShardRange::of(replica as usize, known.replicas as usize, (0..code.parameters.len()).map(is_sharded).collect());
     if known.zero >= 3 { share.of_weights() } else { share }
 }
 
@@ -196,7 +196,7 @@ pub fn ties(training: &TrainJob<'_>, exchange: &mut Option<Exchange<'_>>) -> Res
         let is_even = stages.iter().all(|s| program.stages[*s].replicas == replicas);
         let schedule = program.schedule;
         if !(schedule.stashes() && (is_even || schedule.is_by_minibatch())) {
-            return Err(TrainError::Tied {
+            return Err(TrainError::TiedParameter {
                 name: name.to_string(),
                 first: stages[0],
                 second: stages[1],
@@ -229,11 +229,11 @@ fn terms(training: &TrainJob<'_>, name: &str) -> TermsForm {
 }
 
 /// The tied parameters of a worker's stage.
-pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> {
+pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<TiedParameter> {
     let of = |tie: &Tie| {
         let member = tie.members.iter().position(|of| *of == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
-        Some(Tied { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
+        Some(TiedParameter { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
     };
     ties.iter().filter_map(of).collect()
 }

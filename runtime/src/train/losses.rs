@@ -34,7 +34,7 @@ impl fmt::Display for Diverged {
 }
 
 /// Collects micro-batch losses into minibatch losses.
-pub struct Losses {
+pub struct LossTracker {
     microbatches: usize,
     open: BTreeMap<usize, Vec<Option<f64>>>,
     /// Minibatches done before this run was resumed.
@@ -49,13 +49,13 @@ pub struct Losses {
     lost: Option<Diverged>,
 }
 
-impl Losses {
+impl LossTracker {
     /// Starts after `before` finished minibatches. `is_scaled` is true with loss scaling.
-    pub fn new(program: &Program, before: u32, is_scaled: bool) -> Losses {
+    pub fn new(program: &Program, before: u32, is_scaled: bool) -> LossTracker {
         let microbatches = program.microbatches.max(1) as usize;
         let patience = if is_scaled { PATIENCE } else { 1 };
         let (before, steps) = (before as usize, program.items as usize / microbatches);
-        Losses {
+        LossTracker {
             microbatches,
             open: BTreeMap::new(),
             before,
@@ -115,13 +115,13 @@ impl Losses {
 mod tests {
     use super::*;
 
-    fn losses(patience: usize, steps: usize) -> Losses {
+    fn losses(patience: usize, steps: usize) -> LossTracker {
         let open = BTreeMap::new();
-        Losses { microbatches: 2, open, before: 0, steps, done: Vec::new(), patience, finite: None, lost: None }
+        LossTracker { microbatches: 2, open, before: 0, steps, done: Vec::new(), patience, finite: None, lost: None }
     }
 
     /// The reported losses for micro-batches arriving in this order, and the divergence.
-    fn told(mut of: Losses, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
+    fn told(mut of: LossTracker, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
         let mut told = Vec::new();
         items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| told.push(step.loss)));
         (told, of.diverged())
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn a_run_that_goes_on_may_have_had_finite_losses_before() {
         let last = [(10, f64::NAN), (11, f64::NAN)];
-        assert!(told(Losses { before: 5, ..losses(32, 6) }, &last).1.is_none());
+        assert!(told(LossTracker { before: 5, ..losses(32, 6) }, &last).1.is_none());
         assert!(told(losses(32, 1), &[(0, f64::NAN), (1, f64::NAN)]).1.is_some());
     }
 

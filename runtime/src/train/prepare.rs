@@ -81,10 +81,11 @@ pub fn prepare_with(
     program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
 ) -> Result<Prepared, PrepareError> {
     let microbatches = settings.count.microbatches;
-    let puts_by = |stage: &StageSpec| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
-    let joint: Vec<bool> = pipeline.stages.iter().map(puts_by).collect();
+    let batches_grads_of =
+        |stage: &StageSpec| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
+    let batches_weight_grads: Vec<bool> = pipeline.stages.iter().map(batches_grads_of).collect();
     let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str| {
-        compile_parts(graph, place, stages, Some(loss), splits, &|stage| joint[stage])
+        compile_parts(graph, place, stages, Some(loss), splits, &|stage| batches_weight_grads[stage])
     };
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }

@@ -1,7 +1,7 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::barrier::Gate;
+use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::checkpoint::points::Cuts;
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::TensorRank;
@@ -10,7 +10,7 @@ use crate::device::buffer::Buffer;
 use crate::device::cpu::half::is_half;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::evaluate::{EvaluateError, buffers};
-use crate::optim::grad_norm::{Norms, Squares, share_number};
+use crate::optim::grad_norm::{NormAllReduce, Squares, share_number};
 use crate::optim::optimizer::{Optimizer, trains};
 use crate::optim::policy::Policy;
 use crate::optim::update::wide;
@@ -25,7 +25,7 @@ use crate::stage::stage_worker::{StageSetup, TiedGradientComm};
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, Span, WorkerContext, WorkerError, WorkerResult};
 use crate::train::channels::{Boards, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties};
-use crate::train::losses::{Diverged, Losses};
+use crate::train::losses::{Diverged, LossTracker};
 use crate::train::resume::{Start, StartError, check_states as check_read_states};
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_shares, check_states};
 use crate::zero::gradient_shards::GradientShards;
@@ -55,7 +55,7 @@ pub enum TrainError {
     #[error(
         "parameter `{name}` is shared by stages {first} and {second}, whose copies cannot be kept equal under {schedule}"
     )]
-    Tied { name: String, first: usize, second: usize, schedule: Schedule },
+    TiedParameter { name: String, first: usize, second: usize, schedule: Schedule },
     #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
     SharedState { name: String, first: usize, second: usize },
     #[error("parameter `{name}` is {dtype}; parameters of floats can be trained")]
@@ -123,7 +123,7 @@ pub struct RunOptions<'a> {
     pub start: Option<&'a Start>,
     /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
-    pub gate: Option<&'a Gate<'a>>,
+    pub gate: Option<&'a MinibatchBarrier<'a>>,
     /// Receives snapshots, on a separate thread.
     pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
     /// Receives the weights of `Checkpoint` instructions while the run continues; those of one worker in order.
@@ -300,7 +300,7 @@ pub fn run_tensor_parallel(
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let most_shares = most_shares(program);
-    let (events, told) = crossbeam_channel::unbounded();
+    let (events, event_receiver) = crossbeam_channel::unbounded();
     // One checkpoint may be queued while another is written. The writing process queues parts of all workers, others
     // only of theirs.
     let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
@@ -344,7 +344,7 @@ pub fn run_tensor_parallel(
             let tied = tied_of(&ties, code, (w, stage.index()));
             let share = share(program, stage.index(), own.replica, code, &tied);
             let number = |(p, named): (usize, &NamedTensor)| {
-                let replica = if share.deals(p) { share.replica() } else { 0 };
+                let replica = if share.is_sharded(p) { share.replica() } else { 0 };
                 share_number(numbers[named.name.as_str()], replica, most_shares)
             };
             Ok(StageSetup {
@@ -360,7 +360,7 @@ pub fn run_tensor_parallel(
                 replicas: replicas[stage.index()].clone(),
                 shard_comm: shard_comms.shard_comm.clone(),
                 gradient_shards: shard_comms.gradient_shards.clone(),
-                norms: shard_comms.norms.clone().map(|place| Norms { place, member: own.replica as usize }),
+                norms: shard_comms.norms.clone().map(|place| NormAllReduce { place, member: own.replica as usize }),
                 share,
                 tied,
                 is_first: own.replica == 0,
@@ -377,7 +377,7 @@ pub fn run_tensor_parallel(
             batches: training.batches,
             optimizer: training.optimizer,
             policy: training.policy,
-            norms: norms.clone().map(|place| Norms { place, member: w }),
+            norms: norms.clone().map(|place| NormAllReduce { place, member: w }),
             scales_loss,
             events: events.clone(),
             epoch,
@@ -389,7 +389,7 @@ pub fn run_tensor_parallel(
         });
     }
     drop((events, cutting));
-    let mut losses = Losses::new(program, done, scales_loss);
+    let mut losses = LossTracker::new(program, done, scales_loss);
     let results = std::thread::scope(|scope| {
         if let Some(exchange) = &mut exchange {
             exchange.start(scope);
@@ -412,7 +412,7 @@ pub fn run_tensor_parallel(
                 let of_stages = gear.stages.iter().filter_map(|place| place.norms.as_ref());
                 let norms = gear.norms.iter().chain(of_stages).map(|norms| norms.place.clone()).collect();
                 let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = Abandon {
+                let guard = AbandonGuard {
                     replicas,
                     shard_comms,
                     shelves,
@@ -435,7 +435,7 @@ pub fn run_tensor_parallel(
                 (worker, name, builder.spawn_scoped(scope, body))
             })
             .collect();
-        for event in told {
+        for event in event_receiver {
             match (event, &mut on_checkpoint) {
                 (Event::Loss { item, value }, _) => match &exchange {
                     Some(exchange) if !exchange.reports() => exchange.loss(item, value),
@@ -467,7 +467,7 @@ pub fn run_tensor_parallel(
 }
 
 /// Fails all waits of peers for this worker, unless it finished.
-struct Abandon {
+struct AbandonGuard {
     replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
     shard_comms: Vec<Arc<ShardComm>>,
     shelves: Vec<Arc<GradientShards>>,
@@ -477,7 +477,7 @@ struct Abandon {
     tensor_rank: Option<Arc<TensorRank>>,
 }
 
-impl Drop for Abandon {
+impl Drop for AbandonGuard {
     fn drop(&mut self) {
         if let Some(blame) = self.blame.as_ref().filter(|_| std::thread::panicking()) {
             blame.end("it panicked");

@@ -7,9 +7,9 @@
 //! together at the end.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::devices::{Joining, dealt, joined, start_of};
+use crate::checkpoint::devices::{ShardGatherer, dealt, joined, start_of};
 use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
-use crate::exec::compile::{CompileError, compile_shared};
+use crate::exec::compile::{CompileError, compile_tensor_parallel};
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
 use crate::train::resume::Start;
@@ -26,7 +26,7 @@ use thiserror::Error;
 
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
-pub enum SharedError {
+pub enum TensorParallelError {
     #[error(transparent)]
     Train(#[from] TrainError),
     #[error("weight `{name}` is {got:?}, which is not divided among {devices} devices as its stage was")]
@@ -64,7 +64,7 @@ pub fn prepare_shared_with(
 ) -> Result<(Prepared, Layouts), PrepareError> {
     let mut layouts = Layouts::new();
     let prepared = prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss| {
-        let (codes, found) = compile_shared(graph, place, stages, loss, splits, machine)?;
+        let (codes, found) = compile_tensor_parallel(graph, place, stages, loss, splits, machine)?;
         layouts = found;
         Ok::<_, CompileError>(codes)
     })?;
@@ -72,22 +72,22 @@ pub fn prepare_shared_with(
 }
 
 /// Trains on every device of a group. Returns gathered weights; times are those of the first device.
-pub fn train_shared(
+pub fn train_tensor_parallel(
     training: &TrainJob<'_>,
     layouts: &Layouts,
     devices: usize,
     on_step: &mut dyn FnMut(StepDone),
-) -> Result<Trained, SharedError> {
+) -> Result<Trained, TensorParallelError> {
     run_shared(training, RunOptions::default(), (layouts, devices), on_step)
 }
 
-/// Like [`train_shared`], with resume and checkpoint options. Checkpoints contain unsharded tensors.
+/// Like [`train_tensor_parallel`], with resume and checkpoint options. Checkpoints contain unsharded tensors.
 pub fn run_shared(
     training: &TrainJob<'_>,
     course: RunOptions<'_>,
     (layouts, devices): (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
-) -> Result<Trained, SharedError> {
+) -> Result<Trained, TensorParallelError> {
     let RunOptions { start, cuts, gate, on_part, mut on_checkpoint } = course;
     let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
     let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
@@ -101,12 +101,12 @@ pub fn run_shared(
     };
     let (keeps, writes) = (on_part.is_some(), on_checkpoint.is_some());
     // The device that contributes the last shard of a checkpoint passes it on; others wait while it does.
-    let keeper = Mutex::new((Joining::new(training.codes, layouts, devices), on_part));
-    let mut joining = Joining::new(training.codes, layouts, devices);
+    let keeper = Mutex::new((ShardGatherer::new(training.codes, layouts, devices), on_part));
+    let mut joining = ShardGatherer::new(training.codes, layouts, devices);
     let (told, written) = mpsc::channel::<(usize, Checkpoint)>();
-    type Told = mpsc::Sender<(usize, Checkpoint)>;
-    let run = |device: usize, tensor_ranks: Vec<Arc<TensorRank>>, told: Told, on_step: &mut dyn FnMut(StepDone)| {
-        let mut leaving = Leaving { tensor_ranks: &tensor_ranks, is_done: false };
+    type Reported = mpsc::Sender<(usize, Checkpoint)>;
+    let run = |device: usize, tensor_ranks: Vec<Arc<TensorRank>>, told: Reported, on_step: &mut dyn FnMut(StepDone)| {
+        let mut leaving = AbandonGuard { tensor_ranks: &tensor_ranks, is_done: false };
         let own = TrainJob { weights: &weights[device], ..*training };
         let mut take = |part: StageSnapshot| {
             let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
@@ -136,7 +136,7 @@ pub fn run_shared(
             }
         }
     };
-    let outcomes: Vec<Result<Trained, SharedError>> = std::thread::scope(|scope| {
+    let outcomes: Vec<Result<Trained, TensorParallelError>> = std::thread::scope(|scope| {
         let start = |device: usize| {
             let (run, tensor_ranks, told) = (&run, tensor_ranks_of(device), told.clone());
             let started = Builder::new().spawn_scoped(scope, move || run(device, tensor_ranks, told, &mut |_| ()));
@@ -150,12 +150,12 @@ pub fn run_shared(
         });
         let told = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
             Ok(Ok(Some(trained))) => Ok(trained),
-            Ok(Err(error)) => Err(SharedError::Train(error)),
-            Ok(Ok(None)) | Err(_) => Err(SharedError::Panic { device }),
+            Ok(Err(error)) => Err(TensorParallelError::Train(error)),
+            Ok(Ok(None)) | Err(_) => Err(TensorParallelError::Panic { device }),
         };
         let other = |(at, started): (usize, std::io::Result<ScopedJoinHandle<'_, _>>)| match started {
             Ok(started) => told(at + 1, started.join()),
-            Err(fault) => Err(SharedError::Thread { device: at + 1, fault }),
+            Err(fault) => Err(TensorParallelError::Thread { device: at + 1, fault }),
         };
         std::iter::once(told(0, Ok(first))).chain(others.into_iter().enumerate().map(other)).collect()
     });
@@ -171,12 +171,12 @@ pub fn run_shared(
 
 /// Fails the waits of other devices if this device ends early, also by a panic. An error before its workers start has
 /// no worker to report it.
-struct Leaving<'a> {
+struct AbandonGuard<'a> {
     tensor_ranks: &'a [Arc<TensorRank>],
     is_done: bool,
 }
 
-impl Drop for Leaving<'_> {
+impl Drop for AbandonGuard<'_> {
     fn drop(&mut self) {
         if !self.is_done {
             self.tensor_ranks.iter().for_each(|tensor_rank| tensor_rank.abandon());
@@ -185,7 +185,7 @@ impl Drop for Leaving<'_> {
 }
 
 /// The results of all devices, or the first error that is not a lost peer.
-fn first_cause(outcomes: Vec<Result<Trained, SharedError>>) -> Result<Vec<Trained>, SharedError> {
+fn first_cause(outcomes: Vec<Result<Trained, TensorParallelError>>) -> Result<Vec<Trained>, TensorParallelError> {
     let (mut left, mut failed) = (Vec::new(), Vec::new());
     for outcome in outcomes {
         match outcome {
@@ -193,7 +193,8 @@ fn first_cause(outcomes: Vec<Result<Trained, SharedError>>) -> Result<Vec<Traine
             Err(error) => failed.push(error),
         }
     }
-    let cause = failed.iter().position(|error| !matches!(error, SharedError::Train(error) if error.lost_another()));
+    let cause =
+        failed.iter().position(|error| !matches!(error, TensorParallelError::Train(error) if error.lost_another()));
     match failed.is_empty() {
         true => Ok(left),
         false => Err(failed.swap_remove(cause.unwrap_or(0))),

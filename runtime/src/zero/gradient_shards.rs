@@ -103,7 +103,7 @@ impl GradientShards {
         drop(state);
         let dtype = wide(dtype);
         for (replica, ledger) in ledgers.iter().enumerate() {
-            let part = &gradient[share.of_member(parameter, gradient.len(), dtype.size(), replica)];
+            let part = &gradient[share.range_of(parameter, gradient.len(), dtype.size(), replica)];
             match shares.get_mut(replica) {
                 Some(Some(sum)) => accumulate(dtype, sum.bytes_mut(), part),
                 _ => {

@@ -44,7 +44,7 @@ impl ShardRange {
     /// The part of a full weight version that this replica keeps.
     pub fn kept(&self, parameters: &[NamedTensor], whole: &Weights) -> Weights {
         let of = |((parameter, named), weight): ((usize, &NamedTensor), &Arc<Buffer>)| match self.keeps
-            && self.deals(parameter)
+            && self.is_sharded(parameter)
         {
             true => {
                 Arc::new(Buffer::copy_of(&weight.bytes()[self.own(parameter, weight.len(), named.fact.dtype.size())]))
@@ -63,22 +63,22 @@ impl ShardRange {
         self.replicas
     }
 
-    pub fn deals(&self, parameter: usize) -> bool {
+    pub fn is_sharded(&self, parameter: usize) -> bool {
         self.is_dealt.get(parameter).copied().unwrap_or(false)
     }
 
-    pub fn deals_any(&self) -> bool {
+    pub fn shards_any(&self) -> bool {
         self.is_dealt.contains(&true)
     }
 
     /// Byte range of this replica's shard in a tensor with the parameter's shape; `element` is the element size.
     pub fn own(&self, parameter: usize, bytes: usize, element: usize) -> Range<usize> {
-        self.of_member(parameter, bytes, element, self.replica)
+        self.range_of(parameter, bytes, element, self.replica)
     }
 
     /// Like [`ShardRange::own`], for any replica.
-    pub fn of_member(&self, parameter: usize, bytes: usize, element: usize, member: usize) -> Range<usize> {
-        if self.deals(parameter) { range(bytes, element, member, self.replicas) } else { 0..bytes }
+    pub fn range_of(&self, parameter: usize, bytes: usize, element: usize, member: usize) -> Range<usize> {
+        if self.is_sharded(parameter) { range(bytes, element, member, self.replicas) } else { 0..bytes }
     }
 }
 
@@ -118,9 +118,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_dealt_out_is_everyones() {
+    fn unsharded_parameters_are_whole() {
         let share = ShardRange::of(1, 2, vec![true, false]);
         assert_eq!((share.own(0, 24, 8), share.own(1, 24, 8)), (8..24, 0..24));
-        assert!(!ShardRange::whole(2).deals_any() && share.deals_any());
+        assert!(!ShardRange::whole(2).shards_any() && share.shards_any());
     }
 }

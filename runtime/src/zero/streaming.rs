@@ -100,7 +100,7 @@ impl ShardStream {
 
     /// True if terms of this parameter are accumulated in shards.
     pub fn takes(&self, parameter: usize) -> bool {
-        self.share.deals(parameter)
+        self.share.is_sharded(parameter)
     }
 
     fn of(&self, run: RunPhase) -> &[Moment] {
@@ -181,7 +181,7 @@ impl ShardStream {
     /// Publishes this replica's shard of a version.
     pub fn put(&self, version: u32, weights: &Weights) {
         if self.share.keeps() {
-            let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.deals(parameter) {
+            let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.is_sharded(parameter) {
                 true => weight.clone(),
                 false => Arc::new(Buffer::new(0)),
             });
@@ -213,7 +213,7 @@ fn moments(code: &StageCode, share: &ShardRange, sequence: &Sequence) -> Vec<Mom
     let mut moments: Vec<Moment> = sequence.steps.iter().map(|_| Moment::default()).collect();
     let read = |step: &Step| -> BTreeSet<usize> {
         let of = |place: &TensorAddress| match place.slot {
-            Slot::Parameter(parameter) => Some(parameter).filter(|_| share.keeps() && share.deals(parameter)),
+            Slot::Parameter(parameter) => Some(parameter).filter(|_| share.keeps() && share.is_sharded(parameter)),
             _ => None,
         };
         step.inputs.iter().filter_map(of).collect()
@@ -226,7 +226,7 @@ fn moments(code: &StageCode, share: &ShardRange, sequence: &Sequence) -> Vec<Mom
         moment.dropped = read[at].difference(read.get(at + 1).unwrap_or(&none)).copied().collect();
     }
     for (term, at) in code.gradient_terms.iter().enumerate() {
-        if !at.is_summed || !share.deals(at.parameter) {
+        if !at.is_summed || !share.is_sharded(at.parameter) {
             continue;
         }
         let looks = |step: &&Step| looks(step, term);

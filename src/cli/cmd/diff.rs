@@ -66,7 +66,7 @@ fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String
             format!("{which}{}", change.stage),
             cell(&|stage| quantity::count(stage.op_ids().count() as u64)),
             moved(change.came, '+'),
-            moved(change.went, '-'),
+            moved(change.ops_lost, '-'),
             cell(&|stage| format!("{} on {}", replicas(stage), ranges(&stage.devices))),
             cell(&|stage| if stage.recompute { "recomputed" } else { "" }.to_string()),
             cell(&|stage| quantity::time(stage.fwd_us + stage.bwd_us)),
@@ -205,9 +205,9 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
         let rearranged = before.zip(after).is_none_or(|(before, after)| is_rearranged(before, after));
         json!({
             "stage": change.stage,
-            "changed": rearranged || change.came + change.went > 0,
+            "changed": rearranged || change.came + change.ops_lost > 0,
             "ops_in": change.came,
-            "ops_out": change.went,
+            "ops_out": change.ops_lost,
             "before": brief(before),
             "after": brief(after),
         })

@@ -9,7 +9,7 @@ use clap::Args;
 use compiler::export::escape::short;
 use compiler::export::quantity;
 use compiler::export::report::page::PICTURES;
-use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
+use compiler::export::report::{Alternative, Answer, Measured, ModelInfo, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
 use compiler::graph::hash::sha256;
 use compiler::plan::coarsen;
@@ -160,7 +160,7 @@ fn is_instance(plan: &Plan) -> bool {
     matches!(plan.cost, CostModel::Hybrid | CostModel::Load)
 }
 
-fn modelled(source: &CostSource, plan: &Plan) -> Result<Modelled, Error> {
+fn modelled(source: &CostSource, plan: &Plan) -> Result<ModelInfo, Error> {
     let costs = source.costs(plan, plan.schedule.micro_batch)?;
     Ok(moves::modelled(replan::problem(plan, costs)?, plan))
 }
@@ -272,7 +272,7 @@ fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<
             put(folder.join(name), picture.file().as_bytes())?;
         }
     }
-    if let Ok(Modelled { faults, .. }) = &report.modelled
+    if let Ok(ModelInfo { faults, .. }) = &report.modelled
         && !faults.is_empty()
     {
         screen.warn(&format!("the plan's figures do not follow from these costs: {}", faults.join("; ")));

@@ -23,7 +23,7 @@ use prost::bytes::Bytes;
 
 /// The stage that a case reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Reached {
+pub enum FuzzStage {
     /// Rejected by the importer.
     Refused,
     /// Imported, and rejected when binding sizes.
@@ -35,25 +35,25 @@ pub enum Reached {
 /// Maximum ops to cost and plan: the cost grows with the graph, and the importer is the target.
 const MOST_OPS: usize = 3000;
 
-pub fn onnx_bytes(data: &[u8]) -> Reached {
-    let Ok(source) = decode::parse(Bytes::copy_from_slice(data), None) else { return Reached::Refused };
-    from_onnx(&source, "case.onnx", &Options::default()).map_or(Reached::Refused, |model| after(&model))
+pub fn onnx_bytes(data: &[u8]) -> FuzzStage {
+    let Ok(source) = decode::parse(Bytes::copy_from_slice(data), None) else { return FuzzStage::Refused };
+    from_onnx(&source, "case.onnx", &Options::default()).map_or(FuzzStage::Refused, |model| after(&model))
 }
 
 /// The first byte selects the graph, the rest the edits.
-pub fn onnx_graph(data: &[u8]) -> Reached {
+pub fn onnx_graph(data: &[u8]) -> FuzzStage {
     let mut choices = Choices::of(data);
     let mut model = graph::seed(choices.below(graph::SEEDS.len()));
     graph::edit(&mut model, &mut choices);
     onnx_bytes(&model.encode_to_vec())
 }
 
-pub fn pt2_zip(data: &[u8]) -> Reached {
-    let Ok(program) = Program::read(&Bytes::copy_from_slice(data)) else { return Reached::Refused };
-    from_program(&program, "case.pt2", &Options::default()).map_or(Reached::Refused, |model| after(&model))
+pub fn pt2_zip(data: &[u8]) -> FuzzStage {
+    let Ok(program) = Program::read(&Bytes::copy_from_slice(data)) else { return FuzzStage::Refused };
+    from_program(&program, "case.pt2", &Options::default()).map_or(FuzzStage::Refused, |model| after(&model))
 }
 
-pub fn pt2_json(data: &[u8]) -> Reached {
+pub fn pt2_json(data: &[u8]) -> FuzzStage {
     let mut choices = Choices::of(data);
     let (mut model, mut weights) = json::seed();
     let edits = 1 + choices.below(4);
@@ -74,17 +74,17 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 /// Plans an imported model.
-fn after(model: &Model) -> Reached {
+fn after(model: &Model) -> FuzzStage {
     let sizes = symbols(&model.graph).into_iter().map(|symbol| (symbol, 3)).collect();
-    let Ok(graph) = bind(&model.graph, &sizes) else { return Reached::Imported };
+    let Ok(graph) = bind(&model.graph, &sizes) else { return FuzzStage::Imported };
     if graph.len() > MOST_OPS {
-        return Reached::Imported;
+        return FuzzStage::Imported;
     }
     let attribution = attribute(&graph, Training::Gradient).or_else(|_| attribute(&graph, Training::No));
-    let Ok(attribution) = attribution else { return Reached::Imported };
+    let Ok(attribution) = attribution else { return FuzzStage::Imported };
     let costs = compiler::pass::costs::cost_graph(&graph, &attribution);
-    let Ok(cluster) = gpus(2, None) else { return Reached::Imported };
+    let Ok(cluster) = gpus(2, None) else { return FuzzStage::Imported };
     let problem = Problem::new(CostGraph { ..costs }, cluster, CostModel::Paper);
     let _ = plan(&problem, &PlannerOptions { budget: Some(200), ..PlannerOptions::default() });
-    Reached::Planned
+    FuzzStage::Planned
 }

@@ -3,7 +3,7 @@
 use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, details, paragraph};
-use crate::export::report::{CutCost, Modelled, Move};
+use crate::export::report::{CutCost, ModelInfo, Move};
 use crate::export::stage_name::layers;
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::OpCost;
@@ -13,7 +13,7 @@ const ROWS: usize = 400;
 /// Relative differences below this are shown as equal.
 const EQUAL: f64 = 5e-5;
 
-pub fn tables(plan: &Plan, modelled: &Modelled) -> String {
+pub fn tables(plan: &Plan, modelled: &ModelInfo) -> String {
     let mut text = String::new();
     if !modelled.faults.is_empty() {
         text +=
@@ -27,7 +27,7 @@ pub fn tables(plan: &Plan, modelled: &Modelled) -> String {
     text + &ops(plan, modelled)
 }
 
-fn cuts(plan: &Plan, modelled: &Modelled) -> String {
+fn cuts(plan: &Plan, modelled: &ModelInfo) -> String {
     let caption = "Cuts. What one op more before or after each would do to the time of a minibatch, by the independent judge of plans.";
     let columns = [
         ("cut", Column::Words),
@@ -69,7 +69,7 @@ fn change(plan: &Plan, moved: Option<&Move>) -> String {
     if moved.fits { time } else { format!("{time}, does not fit") }
 }
 
-fn name(modelled: &Modelled, moved: Option<&Move>) -> String {
+fn name(modelled: &ModelInfo, moved: Option<&Move>) -> String {
     let Some(moved) = moved else { return String::new() };
     let first = moved.ops.first().and_then(|op| modelled.graph.ops.get(*op as usize));
     let name = first.map_or(String::new(), |op| short(shown(op), 34).into_owned());
@@ -92,7 +92,7 @@ struct Row {
     out_bytes: u64,
 }
 
-fn ops(plan: &Plan, modelled: &Modelled) -> String {
+fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
     let total = modelled.graph.ops.len();
     let depth = depth(plan, modelled);
     let note = match depth {
@@ -139,15 +139,15 @@ fn ops(plan: &Plan, modelled: &Modelled) -> String {
 }
 
 fn cut_line(before: usize, cut: Option<&CutCost>) -> String {
-    let told = cut.map_or(String::new(), |cut| {
+    let tensor_text = cut.map_or(String::new(), |cut| {
         let tensors = quantity::plural(cut.tensors as u64, "tensor", "tensors");
         format!(": {tensors}, {} an item each way", quantity::bytes(cut.bytes))
     });
-    format!("cut {before} | {}{told}", before + 1)
+    format!("cut {before} | {}{tensor_text}", before + 1)
 }
 
 /// The maximum module path depth that keeps the number of rows within the limit; `None` if each op has its own row.
-fn depth(plan: &Plan, modelled: &Modelled) -> Option<usize> {
+fn depth(plan: &Plan, modelled: &ModelInfo) -> Option<usize> {
     if modelled.graph.ops.len() <= ROWS {
         return None;
     }
@@ -155,7 +155,7 @@ fn depth(plan: &Plan, modelled: &Modelled) -> Option<usize> {
     Some((0..=6).rev().find(|depth| count(*depth) <= ROWS).unwrap_or(0))
 }
 
-fn rows(stage: &Stage, modelled: &Modelled, depth: Option<usize>) -> Vec<Row> {
+fn rows(stage: &Stage, modelled: &ModelInfo, depth: Option<usize>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     let own = stage.op_ids().filter_map(|op| modelled.graph.ops.get(op as usize));
     for op in own {

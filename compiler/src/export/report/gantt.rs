@@ -99,8 +99,8 @@ pub fn draw(played: &Played) -> Svg {
         let track = &timeline.workers[worker];
         picture.text("quiet small figure", Anchor::End, [LEFT - 8.0, y + tall[0] / 2.0 + 4.0], &track.name);
         let busy = if timeline.makespan > 0.0 { timeline.busy(worker) / timeline.makespan } else { 0.0 };
-        let told = format!("worker {}\nbusy {:.1} % of the time", track.name, busy * 100.0);
-        picture.rect("lane", [LEFT, y, span, tall[0]], Some(&told));
+        let tooltip = format!("worker {}\nbusy {:.1} % of the time", track.name, busy * 100.0);
+        picture.rect("lane", [LEFT, y, span, tall[0]], Some(&tooltip));
         if drawn.is_sliced {
             slices(
                 &mut picture,

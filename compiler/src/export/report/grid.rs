@@ -88,11 +88,11 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
     picture.text("small figure", Anchor::End, [end, y + 51.0], &quantity::bytes(stage.memory.total));
     picture.rounded("track", [inside, y + 58.0, wide, 5.0], 2.5);
     picture.rounded("forward", [inside, y + 58.0, (wide * load).max(1.0), 5.0], 2.5);
-    let told = |edge: &&&Edge| match is_next(edge, edge.from.index()) {
+    let edge_text = |edge: &&&Edge| match is_next(edge, edge.from.index()) {
         true => format!("→ {}", quantity::bytes(edge.bytes)),
         false => format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0),
     };
-    let sends: Vec<String> = sent.iter().map(|edge| told(&edge)).collect();
+    let sends: Vec<String> = sent.iter().map(|edge| edge_text(&edge)).collect();
     picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &within(&sends, wide));
     let weights = stage.weight_us.map_or(String::new(), |us| format!(" ({} for weights)", quantity::duration(us)));
     let shared = stage.sharing.as_ref().map_or(String::new(), |sharing| {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sent_stays_in_its_box() {
+    fn transfer_text_fits_its_box() {
         let sends = ["→ 100.7 MB", "100.7 MB to 13"].map(str::to_string);
         assert_eq!(within(&sends, 200.0), "→ 100.7 MB, 100.7 MB to 13");
         assert_eq!(within(&sends, 128.0), "→ 100.7 MB, 1 more");

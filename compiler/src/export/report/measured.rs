@@ -4,7 +4,7 @@
 //! `total`. The latter may contain measurements per stage, the plan, and the number of workers and cores.
 
 use crate::export::axis::Unit;
-use crate::export::plot::{Across, Curve, Plot};
+use crate::export::plot::{Curve, HorizontalAxis, Plot};
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, figure, paragraph};
 use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace, MeasuredPlan, MeasuredStage};
@@ -73,9 +73,9 @@ fn ranges(list: &[(u32, u32)]) -> String {
         last if last <= from => from.to_string(),
         last => format!("{from}-{last}"),
     };
-    let mut told: Vec<String> = list.iter().take(SHOWN).map(one).collect();
-    told.extend((list.len() > SHOWN).then(|| "…".to_string()));
-    told.join(", ")
+    let mut described: Vec<String> = list.iter().take(SHOWN).map(one).collect();
+    described.extend((list.len() > SHOWN).then(|| "…".to_string()));
+    described.join(", ")
 }
 
 pub fn read(text: &str) -> Result<Measured, MetricsError> {
@@ -149,12 +149,12 @@ fn median(values: &[f64]) -> f64 {
 /// A notice if the run used another schedule or other batch sizes than the plan.
 fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     let planned = &plan.schedule;
-    let told = |schedule: &str, microbatches: u32, samples: u64| {
+    let described = |schedule: &str, microbatches: u32, samples: u64| {
         let items = quantity::plural(u64::from(microbatches), "micro-batch", "micro-batches");
         format!("{items} of {} under {schedule}", quantity::plural(samples, "sample", "samples"))
     };
-    let ran = told(&order.schedule, order.microbatches, order.micro_batch);
-    let counted = told(planned.kind.name(), planned.microbatches, planned.micro_batch);
+    let ran = described(&order.schedule, order.microbatches, order.micro_batch);
+    let counted = described(planned.kind.name(), planned.microbatches, planned.micro_batch);
     let differ = "times and memory are not those that were predicted";
     (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan counts {counted}: {differ}."))
 }
@@ -193,7 +193,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     let plot = |title: &str, up_name: &str, up, curves| Plot {
         title: title.to_string(),
         across_name: "minibatch".to_string(),
-        across: Across::Upto(last),
+        across: HorizontalAxis::Upto(last),
         up_name: up_name.to_string(),
         up,
         curves,

@@ -3,7 +3,7 @@
 //! No partitioner runs: an op changes its stage, and `plan::check` evaluates the result. Of several movable ops, the
 //! one with the shortest resulting minibatch time is reported; ties are broken by peak memory.
 
-use crate::export::report::{CutCost, Modelled, Move};
+use crate::export::report::{CutCost, ModelInfo, Move};
 use crate::plan::Plan;
 use crate::plan::check::verify;
 use crate::plan::problem::Problem;
@@ -15,13 +15,13 @@ const TRIED: usize = 12;
 const WORK: usize = 4_000_000;
 
 /// The model's costs under the plan, and the effect of moving each cut.
-pub fn modelled(problem: Problem, plan: &Plan) -> Modelled {
+pub fn modelled(problem: Problem, plan: &Plan) -> ModelInfo {
     let faults = match verify::check(&problem, plan) {
         Ok(_) => Vec::new(),
         Err(faults) => faults.iter().take(8).map(ToString::to_string).collect(),
     };
     let cuts = if faults.is_empty() { Cuts::new(&problem, plan).all() } else { Vec::new() };
-    Modelled { graph: problem.graph, cuts, faults }
+    ModelInfo { graph: problem.graph, cuts, faults }
 }
 
 struct Cuts<'a> {
@@ -118,7 +118,7 @@ impl<'a> Cuts<'a> {
                 _ => ranges.push((op, op + 1)),
             }
         }
-        let checked = verify::reckon(self.problem, &plan).ok()?;
+        let checked = verify::evaluate(self.problem, &plan).ok()?;
         let peak_bytes = checked.memory.iter().map(|held| held.total).max().unwrap_or(0);
         let fits = self.problem.memory_limit.is_none_or(|limit| peak_bytes <= limit.0);
         Some(Move { ops: self.group[leader].clone(), minibatch_us: checked.minibatch_us, peak_bytes, fits })

@@ -64,7 +64,8 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
     let mut all: Vec<Section> = vec![("stages", "Stages", with(graph::draw(plan), graph::table(plan)))];
     match &report.played {
         Ok(played) => {
-            let sums = gradients(plan).map_or(String::new(), |told| paragraph("quiet", &format!("Gradients: {told}.")));
+            let sums = gradients(plan)
+                .map_or(String::new(), |sentence| paragraph("quiet", &format!("Gradients: {sentence}.")));
             all.push(("time", "Who works when", sums + &with(gantt::draw(played), gantt::table(played))));
         }
         Err(why) => {
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_holds_no_address() {
+    fn page_contains_no_url() {
         assert!(![STYLE, SCRIPT, PICTURE].iter().any(|text| text.contains("http") || text.contains("url(")));
         assert!(!STYLE.contains("</style") && !SCRIPT.contains("</script"));
     }

@@ -55,13 +55,13 @@ fn cost(cost: CostModel) -> &'static str {
 
 fn import(plan: &Plan) -> String {
     let import = &plan.model.import;
-    let mut told: Vec<String> = import.dims.iter().map(|(name, size)| format!("{name} = {size}")).collect();
-    told.extend(import.batch_dims.iter().map(|(name, axis)| format!("batch of {name} is axis {axis}")));
+    let mut entries: Vec<String> = import.dims.iter().map(|(name, size)| format!("{name} = {size}")).collect();
+    entries.extend(import.batch_dims.iter().map(|(name, axis)| format!("batch of {name} is axis {axis}")));
     if import.train_mode {
-        told.push("turned back into training mode".to_string());
+        entries.push("turned back into training mode".to_string());
     }
-    told.extend(import.loss.iter().map(|loss| format!("loss {loss}")));
-    if told.is_empty() { "as the file stands".to_string() } else { told.join(", ") }
+    entries.extend(import.loss.iter().map(|loss| format!("loss {loss}")));
+    if entries.is_empty() { "as the file stands".to_string() } else { entries.join(", ") }
 }
 
 fn options(plan: &Plan) -> String {

@@ -100,9 +100,9 @@ mod tests {
         // The directory end of a nested archive does not end the outer file.
         let cut = [&b"PK\x03\x04"[..], &end(b""), b"more"].concat();
         assert!(!ends(&cut) && !ends(&end(b"said")[..24]) && !ends(b"PK") && !ends(b""));
-        let told = Archive::open(&Bytes::from(cut)).unwrap_err().to_string();
-        assert!(told.starts_with("the file ends early, after 30 bytes"), "{told}");
-        let told = Archive::open(&Bytes::from(end(b""))).unwrap_err().to_string();
-        assert!(!told.contains("early"), "{told}");
+        let message = Archive::open(&Bytes::from(cut)).unwrap_err().to_string();
+        assert!(message.starts_with("the file ends early, after 30 bytes"), "{message}");
+        let message = Archive::open(&Bytes::from(end(b""))).unwrap_err().to_string();
+        assert!(!message.contains("early"), "{message}");
     }
 }

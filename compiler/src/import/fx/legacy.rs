@@ -71,15 +71,15 @@ struct Stored {
 }
 
 #[derive(Debug)]
-enum Thing {
+enum PickleValue {
     None,
     Truth,
     Number(i64),
     Text(String),
     /// A class or function, as `module name`.
     Global(String),
-    List(Vec<Held>),
-    Table(Vec<(Held, Held)>),
+    List(Vec<NestedValue>),
+    Table(Vec<(NestedValue, NestedValue)>),
     /// Element type code and entry.
     Storage(i64, String),
     Tensor(Stored),
@@ -87,23 +87,23 @@ enum Thing {
 
 /// A value and its nesting depth.
 #[derive(Clone, Debug)]
-struct Held {
-    thing: Rc<Thing>,
+struct NestedValue {
+    thing: Rc<PickleValue>,
     depth: usize,
 }
 
-impl Held {
-    fn new(thing: Thing) -> Result<Held, &'static str> {
+impl NestedValue {
+    fn new(thing: PickleValue) -> Result<NestedValue, &'static str> {
         let within = match &thing {
-            Thing::List(list) => list.iter().map(|held| held.depth).max(),
-            Thing::Table(rows) => rows.iter().map(|(key, value)| key.depth.max(value.depth)).max(),
+            PickleValue::List(list) => list.iter().map(|held| held.depth).max(),
+            PickleValue::Table(rows) => rows.iter().map(|(key, value)| key.depth.max(value.depth)).max(),
             _ => None,
         };
         let depth = within.map_or(0, |depth| depth + 1);
         if depth > DEEPEST {
             Err("data.pkl is nested more than 32 levels deep")
         } else {
-            Ok(Held { thing: Rc::new(thing), depth })
+            Ok(NestedValue { thing: Rc::new(thing), depth })
         }
     }
 }
@@ -145,13 +145,13 @@ impl<'a> Reader<'a> {
 
 /// The tensors in a pickled table, by name.
 fn tensors(pickle: &[u8]) -> Result<Vec<(String, Stored)>, &'static str> {
-    let Thing::Table(rows) = &*read(pickle)?.thing else { return Err(OTHER) };
+    let PickleValue::Table(rows) = &*read(pickle)?.thing else { return Err(OTHER) };
     let mut tensors = Vec::with_capacity(rows.len());
     for (key, value) in rows {
         match (&*key.thing, &*value.thing) {
-            (Thing::Text(name), Thing::Tensor(tensor)) => tensors.push((name.clone(), tensor.clone())),
+            (PickleValue::Text(name), PickleValue::Tensor(tensor)) => tensors.push((name.clone(), tensor.clone())),
             // Constants may be non-tensors, which no operator reads.
-            (Thing::Text(_), _) => {}
+            (PickleValue::Text(_), _) => {}
             _ => return Err(OTHER),
         }
     }
@@ -159,11 +159,11 @@ fn tensors(pickle: &[u8]) -> Result<Vec<(String, Stored)>, &'static str> {
 }
 
 /// Parses a protocol 2 pickle as far as tables of tensors need it (opcodes as in Python's `pickletools`).
-fn read(pickle: &[u8]) -> Result<Held, &'static str> {
+fn read(pickle: &[u8]) -> Result<NestedValue, &'static str> {
     let mut reader = Reader(pickle);
-    let mut stack: Vec<Held> = Vec::new();
+    let mut stack: Vec<NestedValue> = Vec::new();
     let mut marks: Vec<usize> = Vec::new();
-    let mut memo: HashMap<usize, Held> = HashMap::new();
+    let mut memo: HashMap<usize, NestedValue> = HashMap::new();
     // Appending copies a list, so the total work is bounded.
     let mut gone_over = 0;
     loop {
@@ -201,42 +201,42 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
                 stack.push(memo.get(&at).ok_or(OTHER)?.clone());
                 continue;
             }
-            b'N' => Thing::None,
-            0x88 | 0x89 => Thing::Truth,
-            b'K' => Thing::Number(reader.number(1, false)?),
-            b'M' => Thing::Number(reader.number(2, false)?),
-            b'J' => Thing::Number(reader.number(4, true)?),
+            b'N' => PickleValue::None,
+            0x88 | 0x89 => PickleValue::Truth,
+            b'K' => PickleValue::Number(reader.number(1, false)?),
+            b'M' => PickleValue::Number(reader.number(2, false)?),
+            b'J' => PickleValue::Number(reader.number(4, true)?),
             0x8a => {
                 let bytes = reader.size(1)?;
-                Thing::Number(reader.number(bytes, true)?)
+                PickleValue::Number(reader.number(bytes, true)?)
             }
             // A float: its value is not needed.
             b'G' => {
                 reader.take(8)?;
-                Thing::None
+                PickleValue::None
             }
             b'X' | 0x8c => {
                 let bytes = reader.size(if code == b'X' { 4 } else { 1 })?;
-                Thing::Text(String::from_utf8(reader.take(bytes)?.to_vec()).map_err(|_| OTHER)?)
+                PickleValue::Text(String::from_utf8(reader.take(bytes)?.to_vec()).map_err(|_| OTHER)?)
             }
-            b'c' => Thing::Global(format!("{} {}", reader.line()?, reader.line()?)),
-            b'}' => Thing::Table(Vec::new()),
-            b')' | b']' => Thing::List(Vec::new()),
-            0x85..=0x87 => Thing::List(popped(&mut stack, usize::from(code - 0x84))?),
-            b't' => Thing::List(marked(&mut stack, &mut marks)?),
+            b'c' => PickleValue::Global(format!("{} {}", reader.line()?, reader.line()?)),
+            b'}' => PickleValue::Table(Vec::new()),
+            b')' | b']' => PickleValue::List(Vec::new()),
+            0x85..=0x87 => PickleValue::List(popped(&mut stack, usize::from(code - 0x84))?),
+            b't' => PickleValue::List(marked(&mut stack, &mut marks)?),
             b'a' | b'e' => {
                 let more = if code == b'e' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 1)? };
-                let Thing::List(mut list) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                let PickleValue::List(mut list) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
                 gone_over += list.len();
                 list.extend(more);
-                Thing::List(list)
+                PickleValue::List(list)
             }
             b's' | b'u' => {
                 let more = if code == b'u' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 2)? };
-                let Thing::Table(mut rows) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                let PickleValue::Table(mut rows) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
                 gone_over += rows.len();
                 rows.extend(more.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())));
-                Thing::Table(rows)
+                PickleValue::Table(rows)
             }
             // BUILD: attributes of a table, ignored.
             b'b' => {
@@ -250,35 +250,37 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
             }
             _ => return Err(OTHER),
         };
-        stack.push(Held::new(made)?);
+        stack.push(NestedValue::new(made)?);
     }
 }
 
-fn popped(stack: &mut Vec<Held>, count: usize) -> Result<Vec<Held>, &'static str> {
+fn popped(stack: &mut Vec<NestedValue>, count: usize) -> Result<Vec<NestedValue>, &'static str> {
     let at = stack.len().checked_sub(count).ok_or(OTHER)?;
     Ok(stack.split_off(at))
 }
 
 /// Pops the values above the last mark.
-fn marked(stack: &mut Vec<Held>, marks: &mut Vec<usize>) -> Result<Vec<Held>, &'static str> {
+fn marked(stack: &mut Vec<NestedValue>, marks: &mut Vec<usize>) -> Result<Vec<NestedValue>, &'static str> {
     let at = marks.pop().filter(|at| *at <= stack.len()).ok_or(OTHER)?;
     Ok(stack.split_off(at))
 }
 
 /// Takes the value out of its `Rc`. A memoised list is copied: the memo keeps the old state, which tables never read.
-fn unshared(held: Held) -> Thing {
+fn unshared(held: NestedValue) -> PickleValue {
     Rc::try_unwrap(held.thing).unwrap_or_else(|shared| match &*shared {
-        Thing::List(list) => Thing::List(list.clone()),
-        Thing::Table(rows) => Thing::Table(rows.clone()),
-        _ => Thing::None,
+        PickleValue::List(list) => PickleValue::List(list.clone()),
+        PickleValue::Table(rows) => PickleValue::Table(rows.clone()),
+        _ => PickleValue::None,
     })
 }
 
 /// Parses `('storage', torch.FloatStorage, '0', 'cpu', 128)`.
-fn storage(id: &Held) -> Result<Thing, &'static str> {
-    let Thing::List(parts) = &*id.thing else { return Err(OTHER) };
+fn storage(id: &NestedValue) -> Result<PickleValue, &'static str> {
+    let PickleValue::List(parts) = &*id.thing else { return Err(OTHER) };
     let [kind, class, key, ..] = parts.as_slice() else { return Err(OTHER) };
-    let (Thing::Text(kind), Thing::Global(class), Thing::Text(key)) = (&*kind.thing, &*class.thing, &*key.thing) else {
+    let (PickleValue::Text(kind), PickleValue::Global(class), PickleValue::Text(key)) =
+        (&*kind.thing, &*class.thing, &*key.thing)
+    else {
         return Err(OTHER);
     };
     let dtype = match class.as_str() {
@@ -295,43 +297,46 @@ fn storage(id: &Held) -> Result<Thing, &'static str> {
         _ => return Err("data.pkl has tensors of an element type that is not supported"),
     };
     let is_plain = kind == "storage" && key.bytes().all(|byte| byte.is_ascii_alphanumeric());
-    is_plain.then(|| Thing::Storage(dtype, key.clone())).ok_or(OTHER)
+    is_plain.then(|| PickleValue::Storage(dtype, key.clone())).ok_or(OTHER)
 }
 
 /// The result of one of the calls that a table of tensors contains.
-fn called(function: &Held, given: &Held) -> Result<Thing, &'static str> {
-    let (Thing::Global(name), Thing::List(given)) = (&*function.thing, &*given.thing) else { return Err(OTHER) };
+fn called(function: &NestedValue, given: &NestedValue) -> Result<PickleValue, &'static str> {
+    let (PickleValue::Global(name), PickleValue::List(given)) = (&*function.thing, &*given.thing) else {
+        return Err(OTHER);
+    };
     match name.as_str() {
-        "collections OrderedDict" if given.is_empty() => Ok(Thing::Table(Vec::new())),
+        "collections OrderedDict" if given.is_empty() => Ok(PickleValue::Table(Vec::new())),
         "torch._utils _rebuild_parameter" => match given.first().map(|first| &*first.thing) {
-            Some(Thing::Tensor(tensor)) => Ok(Thing::Tensor(tensor.clone())),
+            Some(PickleValue::Tensor(tensor)) => Ok(PickleValue::Tensor(tensor.clone())),
             _ => Err(OTHER),
         },
         "torch._utils _rebuild_tensor_v2" => {
             let [storage, offset, sizes, strides, ..] = given.as_slice() else { return Err(OTHER) };
-            let (Thing::Storage(dtype, storage), Thing::Number(offset)) = (&*storage.thing, &*offset.thing) else {
+            let (PickleValue::Storage(dtype, storage), PickleValue::Number(offset)) = (&*storage.thing, &*offset.thing)
+            else {
                 return Err(OTHER);
             };
             let (sizes, strides) = (numbers(sizes)?, numbers(strides)?);
-            Ok(Thing::Tensor(Stored { storage: storage.clone(), dtype: *dtype, offset: *offset, sizes, strides }))
+            Ok(PickleValue::Tensor(Stored { storage: storage.clone(), dtype: *dtype, offset: *offset, sizes, strides }))
         }
         "torch Size" => match given.first() {
-            Some(list) => {
-                Ok(Thing::List(numbers(list)?.into_iter().map(Thing::Number).map(Held::new).collect::<Result<_, _>>()?))
-            }
+            Some(list) => Ok(PickleValue::List(
+                numbers(list)?.into_iter().map(PickleValue::Number).map(NestedValue::new).collect::<Result<_, _>>()?,
+            )),
             None => Err(OTHER),
         },
         _ => Err("data.pkl calls a function other than those that rebuild tensors; pipec never runs a pickle"),
     }
 }
 
-fn numbers(list: &Held) -> Result<Vec<i64>, &'static str> {
-    let Thing::List(list) = &*list.thing else { return Err(OTHER) };
+fn numbers(list: &NestedValue) -> Result<Vec<i64>, &'static str> {
+    let PickleValue::List(list) = &*list.thing else { return Err(OTHER) };
     if list.len() > AXES {
         return Err("a tensor in data.pkl has more than 64 axes");
     }
-    let number = |held: &Held| match &*held.thing {
-        Thing::Number(number) => Ok(*number),
+    let number = |held: &NestedValue| match &*held.thing {
+        PickleValue::Number(number) => Ok(*number),
         _ => Err(OTHER),
     };
     list.iter().map(number).collect()

@@ -43,7 +43,7 @@ use crate::import::build::Build;
 use crate::import::fx::program::names;
 use crate::import::fx::schema::{Node, TensorMeta};
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::{Frozen, ImportedWeights};
+use crate::import::onnx::lower::{ImportedWeights, StaticSizes};
 use crate::import::symbolic_batch::Opened;
 use crate::op::{Op, Parameter, State, Value};
 use crate::tensor::dim::Dim;
@@ -109,7 +109,7 @@ pub struct Scope<'a> {
     /// Tensor metadata of the file, by name.
     pub said: &'a HashMap<String, TensorMeta>,
     /// Values of symbols that the file's constants fix.
-    pub frozen: &'a Frozen,
+    pub frozen: &'a StaticSizes,
     pub graph: &'a mut Graph,
     /// Weights that have become constant nodes, by weight index.
     pub constants: &'a mut HashMap<usize, Value>,
@@ -130,7 +130,7 @@ impl Build for Scope<'_> {
         self.origin.clone()
     }
 
-    fn frozen(&self) -> Option<&Frozen> {
+    fn frozen(&self) -> Option<&StaticSizes> {
         Some(self.frozen)
     }
 

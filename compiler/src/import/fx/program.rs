@@ -367,8 +367,8 @@ fn name(archive: &Archive) -> Result<String, FxError> {
         [] if archive.within("data/aotinductor/").next().is_some() => Err(FxError::Compiled),
         [] => Err(FxError::NoProgram),
         several => {
-            let told: Vec<_> = several.iter().take(8).map(|n| shown(n)).collect();
-            Err(FxError::Several { count: several.len(), names: told.join(", ") })
+            let listed: Vec<_> = several.iter().take(8).map(|n| shown(n)).collect();
+            Err(FxError::Several { count: several.len(), names: listed.join(", ") })
         }
     }
 }

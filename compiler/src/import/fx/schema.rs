@@ -82,9 +82,9 @@ pub struct Metadata {
 }
 
 /// Deserializes a string or null, and keeps the result of the function.
-struct Told(fn(&str) -> Box<str>);
+struct MapString(fn(&str) -> Box<str>);
 
-impl<'de> Visitor<'de> for Told {
+impl<'de> Visitor<'de> for MapString {
     type Value = Box<str>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -101,7 +101,7 @@ impl<'de> Visitor<'de> for Told {
 }
 
 fn innermost<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error> {
-    deserializer.deserialize_any(Told(|stack| {
+    deserializer.deserialize_any(MapString(|stack| {
         let last = stack.rsplit(';').next().unwrap_or_default();
         let path = last.split(',').nth(1).unwrap_or_default();
         // A strict export names the root module as its function does: `L['self'].layer`.
@@ -111,7 +111,7 @@ fn innermost<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::
 }
 
 fn line<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error> {
-    deserializer.deserialize_any(Told(|trace| {
+    deserializer.deserialize_any(MapString(|trace| {
         let innermost = trace.lines().rev().find_map(|line| line.trim().strip_prefix("File \""));
         let Some((file, rest)) = innermost.and_then(|line| line.split_once("\", line ")) else { return Box::default() };
         let number: String = rest.chars().take_while(char::is_ascii_digit).collect();
@@ -319,7 +319,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_tells_its_module_and_its_line() {
+    fn node_metadata_has_innermost_module_and_line() {
         let of = |stack: &str, trace: &str| -> (String, String) {
             let text = serde_json::json!({"nn_module_stack": stack, "stack_trace": trace}).to_string();
             let metadata: Metadata = serde_json::from_str(&text).unwrap();
@@ -327,8 +327,8 @@ mod tests {
         };
         let trace =
             "File \"/a/outer.py\", line 4, in forward\n    x()\n  File \"/a/b/inner.py\", line 382, in run\n    y";
-        let told = of("L__self__,,a.Model;L__self__model,model.layers.0,a.Layer", trace);
-        assert_eq!(told, ("model.layers.0".to_string(), "inner.py:382".to_string()));
+        let module_and_line = of("L__self__,,a.Model;L__self__model,model.layers.0,a.Layer", trace);
+        assert_eq!(module_and_line, ("model.layers.0".to_string(), "inner.py:382".to_string()));
         assert_eq!(of("L__self__,L['self'].a.b,c", "nonsense"), ("a.b".to_string(), String::new()));
         let none: Metadata = serde_json::from_str("{\"stack_trace\": null}").unwrap();
         assert!(none.line.is_empty() && none.module.is_empty() && none.torch_fn.is_none());

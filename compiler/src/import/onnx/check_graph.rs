@@ -128,9 +128,9 @@ fn free_names(graph: &GraphProto, depth: usize) -> Option<BTreeSet<&str>> {
     if depth > NESTING {
         return None;
     }
-    let mut own: HashSet<&str> = graph.input.iter().map(|input| input.name()).collect();
-    own.extend(graph.initializer.iter().map(|tensor| tensor.name()));
-    own.extend(graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)));
+    let mut defined_names: HashSet<&str> = graph.input.iter().map(|input| input.name()).collect();
+    defined_names.extend(graph.initializer.iter().map(|tensor| tensor.name()));
+    defined_names.extend(graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)));
     let mut read: BTreeSet<&str> = graph.output.iter().map(|output| output.name()).collect();
     for node in &graph.node {
         read.extend(node.input.iter().map(String::as_str));
@@ -138,7 +138,7 @@ fn free_names(graph: &GraphProto, depth: usize) -> Option<BTreeSet<&str>> {
             read.extend(free_names(inner, depth + 1)?);
         }
     }
-    read.retain(|name| !name.is_empty() && !own.contains(name));
+    read.retain(|name| !name.is_empty() && !defined_names.contains(name));
     Some(read)
 }
 
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn unsorted_nodes_are_sorted_and_it_is_said() {
+    fn unsorted_nodes_are_sorted_with_a_warning() {
         let nodes = [node("b", &["a"], &["y"]), node("a", &["x"], &["a"])];
         let (faults, order, warnings) = faults(&nodes, &["y"]);
         assert!(faults.is_empty());
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subgraph_reads_from_around_it() {
+    fn subgraph_captures_are_dependencies() {
         let inner = GraphProto { node: vec![node("i", &["outer"], &["r"])], ..Default::default() };
         let attribute = AttributeProto { name: Some("body".into()), g: Some(inner), ..Default::default() };
         let mut branch = node("if", &["x"], &["y"]);

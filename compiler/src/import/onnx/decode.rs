@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn all_faults_are_told_at_once_and_none_moves_the_cursor() {
+    fn all_faults_are_reported_without_control_characters() {
         let mut broken = model();
         broken.opset_import[0].domain = Some("other".into());
         let graph = broken.graph.as_mut().unwrap();

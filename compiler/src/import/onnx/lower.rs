@@ -76,7 +76,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Total number of nodes visited per model to find the graph inputs a value depends on. Limits the work for error
 /// messages.
-const TRACED: usize = 1 << 22;
+const MAX_VISITED_NODES: usize = 1 << 22;
 
 const A_SEQUENCE: &str = "a sequence in place of a tensor";
 
@@ -165,7 +165,7 @@ pub struct ImportedWeights {
     pub opened: Opened,
     /// Normalisation nodes that use running statistics.
     pub stored_statistics: Vec<String>,
-    /// Number of nodes visited so far to find input dependencies, at most `TRACED`.
+    /// Number of nodes visited so far to find input dependencies, at most `MAX_VISITED_NODES`.
     pub traced: Cell<usize>,
     /// Work done by constant folding so far, in operations and bytes.
     pub folded: f64,
@@ -173,7 +173,7 @@ pub struct ImportedWeights {
 
 /// Numeric values that a static export has in place of symbols: a constant `4` in the file stands for the symbol bound
 /// to 4.
-pub type Frozen = Bindings;
+pub type StaticSizes = Bindings;
 
 /// The outputs of a lowering function, in the order of the operator's definition.
 pub type Outputs = Result<Vec<Known>, LowerReason>;
@@ -189,7 +189,7 @@ pub struct Scope<'a> {
     /// `None` for an optional input that is omitted.
     pub inputs: Vec<Option<Known>>,
     /// Values that symbols have in the constants of this file.
-    pub frozen: &'a Frozen,
+    pub frozen: &'a StaticSizes,
     pub graph: &'a mut Graph,
     /// Constants that already have a node, by tensor name.
     pub constants: &'a mut HashMap<String, Value>,
@@ -210,7 +210,7 @@ impl Build for Scope<'_> {
         Origin { source: format!("{}{}", self.prefix, self.node.name), module: module.to_string() }
     }
 
-    fn frozen(&self) -> Option<&Frozen> {
+    fn frozen(&self) -> Option<&StaticSizes> {
         Some(self.frozen)
     }
 
@@ -354,7 +354,7 @@ impl Scope<'_> {
             waiting.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(|id| seen.insert(*id)));
             let traced = self.ledger.traced.get() + 1;
             self.ledger.traced.set(traced);
-            if traced > TRACED {
+            if traced > MAX_VISITED_NODES {
                 return Vec::new();
             }
         }

@@ -9,10 +9,10 @@ use crate::import::training_warning::TrainingWarning;
 use std::collections::HashSet;
 
 /// First operator set in which BatchNormalization has `training_mode`.
-const SAYS: i64 = 14;
+const NORM_MODE_OPSET: i64 = 14;
 
 /// First operator set in which Dropout has `training_mode`.
-const DROPOUT_SAYS: i64 = 12;
+const DROPOUT_MODE_OPSET: i64 = 12;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrainModeError {
@@ -26,14 +26,14 @@ pub enum TrainModeError {
     )]
     Program,
     #[error(
-        "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {SAYS} or newer"
+        "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {NORM_MODE_OPSET} or newer"
     )]
     Opset { opset: i64 },
 }
 
 /// Copies the model with its BatchNorm and Dropout nodes in training mode.
 pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
-    let opset = model.opset("").unwrap_or(SAYS);
+    let opset = model.opset("").unwrap_or(NORM_MODE_OPSET);
     let (mut turned, modes) = (model.clone(), Modes::of(model));
     let mut names = Names::of(model);
     let mut truth = None;
@@ -41,7 +41,7 @@ pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
         if modes.is_inference_norm(node) {
             normalise(node, opset, &mut names);
         } else if modes.is_inference_dropout(node) {
-            if opset < DROPOUT_SAYS {
+            if opset < DROPOUT_MODE_OPSET {
                 return Err(TrainModeError::Opset { opset });
             }
             let name = truth.get_or_insert_with(|| names.new_name("training_mode"));
@@ -58,7 +58,7 @@ pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
 
 /// Sets a BatchNorm node to training mode: by its attribute or, before operator set 14, by its outputs.
 fn normalise(node: &mut Node, opset: i64, names: &mut Names) {
-    if opset < SAYS {
+    if opset < NORM_MODE_OPSET {
         let outputs = ["mean", "variance", "saved_mean", "saved_variance"];
         node.outputs.truncate(1);
         node.outputs.extend(outputs.map(|what| names.new_name(&format!("{}.{what}", node.name))));

@@ -32,7 +32,7 @@ const PROJECTIONS: usize = 4096;
 const NORM_SAYS: i64 = 14;
 
 /// First operator set in which Dropout has `training_mode`.
-const DROPOUT_SAYS: i64 = 12;
+const DROPOUT_MODE_OPSET: i64 = 12;
 
 /// All training warnings for a model, in a fixed order.
 pub fn doubts(model: &OnnxModel) -> Vec<TrainingWarning> {
@@ -78,7 +78,7 @@ impl<'a> Modes<'a> {
         if !standard(node, "Dropout") {
             return false;
         }
-        if self.opset.is_some_and(|version| version < DROPOUT_SAYS) {
+        if self.opset.is_some_and(|version| version < DROPOUT_MODE_OPSET) {
             return node.attributes.iter().find(|a| a.name() == "ratio").is_none_or(|a| a.f() != 0.0);
         }
         // A `training_mode` computed at run time counts as training. An omitted ratio is 0.5.
@@ -212,7 +212,7 @@ fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     }
     // Vectors with differing values were random or trained, so two of them would not be equal by chance.
     let level = match bytes(tensor) {
-        Some(bytes) => Some(is_level(tensor, bytes)?).filter(|level| *level),
+        Some(bytes) => Some(is_constant_valued(tensor, bytes)?).filter(|level| *level),
         None => None,
     };
     if bytes(tensor).is_some() && level.is_none() {
@@ -236,7 +236,7 @@ fn why_merged(tensor: &Tensor, uses: &[(&Node, usize)]) -> Option<String> {
     sure.then(|| format!("read by {} nodes such as {} and {}", parameters.len(), one.name, other.name))
 }
 
-fn is_level(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
+fn is_constant_valued(tensor: &Tensor, bytes: &[u8]) -> Option<bool> {
     let size = usize::try_from(element::bits(tensor.elem_type)? / 8).ok().filter(|size| *size > 0)?;
     let first = bytes.get(..size)?;
     Some(bytes.chunks_exact(size).take(LOOKED_AT).all(|element| element == first))

@@ -44,7 +44,7 @@ impl OpRule for ConvInputGrad {
     }
 
     // With g the gradient of dx: d(dy) = Conv(g, w), dw = ConvWeightGrad(dy, g)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (dy, w, g) = (at.inputs[0], at.inputs[1], at.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
@@ -99,7 +99,7 @@ impl OpRule for ConvWeightGrad {
     }
 
     // With g the gradient of dw: d(dy) = Conv(x, g), dx = ConvInputGrad(dy, g)
-    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward(&self, at: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let (dy, x, g) = (at.inputs[0], at.inputs[1], at.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });

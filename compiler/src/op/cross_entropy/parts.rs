@@ -10,16 +10,16 @@
 //!
 //! Only one number per row is communicated, never the logits.
 
-use super::super::gather::{OwnIndices, own_indices};
+use super::super::gather::{OwnIndices, local_indices};
 use super::super::unary::scalar;
 use super::*;
-use crate::op::sharding::PartSite;
+use crate::op::sharding::LocalContext;
 
 /// Label of targets that a device ignores.
 const NO_CLASS: i64 = -1;
 
 impl CrossEntropy {
-    pub(super) fn by_rows(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    pub(super) fn by_rows(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let both = out.emit_all(Op::CrossEntropy(*self), at.inputs);
         let own = counted(out, at.inputs[1], self.ignore);
         let own = count(out, own);
@@ -28,7 +28,7 @@ impl CrossEntropy {
         vec![out.emit(Op::Binary(Binary::Mul), &[both[0], share]), both[1]]
     }
 
-    pub(super) fn by_classes(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    pub(super) fn by_classes(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let logits = at.inputs[0];
         let targets = Targets::of(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), self.ignore, at.devices);
         let local = CrossEntropy { axis: self.axis, ignore: Some(NO_CLASS) };
@@ -63,7 +63,7 @@ impl CrossEntropy {
 }
 
 impl CrossEntropyGrad {
-    pub(super) fn by_rows(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    pub(super) fn by_rows(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let [dloss, logits, target, lse] = *at.inputs else { unreachable!("infer checks the arity") };
         let own = counted(out, target, self.ignore);
         let own = count(out, own);
@@ -73,7 +73,7 @@ impl CrossEntropyGrad {
         vec![out.emit(Op::CrossEntropyGrad(*self), &[dloss, logits, target, lse])]
     }
 
-    pub(super) fn by_classes(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    pub(super) fn by_classes(&self, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let [dloss, logits, target, lse] = *at.inputs else { unreachable!("infer checks the arity") };
         let targets = Targets::of(out, target, at.whole[1].shape[self.axis].clone(), self.ignore, at.devices);
         let mut column = out.fact(logits).shape;
@@ -123,7 +123,7 @@ impl Targets {
         let below = out.emit(Op::Compare(Compare::Less), &[target, zero]);
         let target = out.emit(Op::Select(Select {}), &[below, outside, target]);
         let target = out.emit(Op::Select(Select {}), &[counted, target, zero]);
-        let OwnIndices { has, places, size: _ } = own_indices(out, target, classes, devices);
+        let OwnIndices { has, places, size: _ } = local_indices(out, target, classes, devices);
         let own = out.emit(Op::Binary(Binary::And), &[has, counted]);
         let labels = out.emit(Op::Select(Select {}), &[own, places, none]);
         Targets { counted, own, labels }

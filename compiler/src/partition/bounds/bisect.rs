@@ -48,7 +48,7 @@ pub struct Bracket {
 }
 
 #[derive(Clone, Copy)]
-struct Run {
+struct PartRange {
     from: CutPosition,
     to: CutPosition,
     replicas: usize,
@@ -80,7 +80,7 @@ impl<'a> BottleneckSearch<'a> {
         // The lower bound is usually tight, so the first guesses stay near it.
         let mut stride = 4e-4;
         while tried < high {
-            match self.ends_within(tried) {
+            match self.is_feasible(tried) {
                 None => return Bracket { low_us: low, high_us: high },
                 Some(true) => {
                     high = found(tried).min(tried).max(low);
@@ -100,7 +100,7 @@ impl<'a> BottleneckSearch<'a> {
         Bracket { low_us: low, high_us: high }
     }
 
-    fn ends_within(&self, us: f64) -> Option<bool> {
+    fn is_feasible(&self, us: f64) -> Option<bool> {
         let level = self.levels.len() - 1;
         let ends = self.covers(level, self.terrain.start(), self.terrain.end(), us, None);
         (self.steps.get() < self.most_steps).then_some(ends)
@@ -131,7 +131,7 @@ impl<'a> BottleneckSearch<'a> {
             if at.is_beyond(&leg.from) {
                 let (replicas, is_first) = (used - leg.before, leg.before == 0);
                 let class = self.class(level, replicas, is_first, us);
-                let run = Run { from: leg.from, to: at, replicas, is_first, class };
+                let run = PartRange { from: leg.from, to: at, replicas, is_first, class };
                 let body = match level.checked_sub(1) {
                     None => StageBody::Ops(between(run.from.stretch, run.to.stretch)),
                     Some(below) => {
@@ -180,7 +180,7 @@ impl<'a> BottleneckSearch<'a> {
                     continue;
                 };
                 let class = self.class(level, replicas, before == 0, us);
-                let run = Run { from: start, to: best, replicas, is_first: before == 0, class };
+                let run = PartRange { from: start, to: best, replicas, is_first: before == 0, class };
                 if let Some(end) = self.beyond(level, run, to, us) {
                     (best, leg) = (end, Leg { before, from: start });
                 }
@@ -213,10 +213,10 @@ impl<'a> BottleneckSearch<'a> {
     }
 
     /// The furthest end, up to `goal`, of the part that begins at `run.from`; `None` if it is not beyond `run.to`.
-    fn beyond(&self, level: usize, run: Run, goal: CutPosition, us: f64) -> Option<CutPosition> {
+    fn beyond(&self, level: usize, run: PartRange, goal: CutPosition, us: f64) -> Option<CutPosition> {
         let terrain = self.terrain;
         let room = run.from.compute + us * self.devices[level] * run.replicas as f64 * (1.0 + 1e-9);
-        let to = |spot| Run { to: spot, ..run };
+        let to = |spot| PartRange { to: spot, ..run };
         let spot = |stretch: usize| CutPosition { stretch, compute: terrain.from[stretch] };
         // Weights may need more replicas than compute does, so the first position that is an improvement is checked
         // first.
@@ -269,13 +269,13 @@ impl<'a> BottleneckSearch<'a> {
         self.terrain.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
     }
 
-    fn link_us(&self, level: usize, run: &Run, out_bytes: f64) -> f64 {
+    fn link_us(&self, level: usize, run: &PartRange, out_bytes: f64) -> f64 {
         let part = self.part(run, 0.0);
         self.cost.part_us(&self.levels[level], &StageRange { weight_bytes: 0.0, is_last: false, out_bytes, ..part })
     }
 
     /// Returns whether the range fits into `us` as one part, ignoring the bytes that cross at its ends.
-    fn fits(&self, level: usize, run: &Run, us: f64) -> bool {
+    fn fits(&self, level: usize, run: &PartRange, us: f64) -> bool {
         self.steps.set(self.steps.get() + 1);
         let compute = (run.to.compute - run.from.compute).max(0.0);
         let least = compute / self.devices[level];
@@ -291,7 +291,7 @@ impl<'a> BottleneckSearch<'a> {
     }
 
     /// The largest time of one unit for which the whole part stays within `us`.
-    fn most_inner_us(&self, level: usize, run: &Run, us: f64) -> f64 {
+    fn most_inner_us(&self, level: usize, run: &PartRange, us: f64) -> f64 {
         let us = us * (1.0 + 1e-9);
         let time = |inner_us| self.cost.part_us(&self.levels[level], &self.part(run, inner_us));
         let (mut low, mut high) = (0.0, us * run.replicas as f64 * (1.0 + 1e-9));
@@ -305,7 +305,7 @@ impl<'a> BottleneckSearch<'a> {
         high
     }
 
-    fn part(&self, run: &Run, inner_us: f64) -> StageRange {
+    fn part(&self, run: &PartRange, inner_us: f64) -> StageRange {
         let terrain = self.terrain;
         let weight_bytes = terrain.weights_between(run.from.stretch, run.to.stretch, run.class);
         StageRange {

@@ -50,7 +50,7 @@ impl Bounds<'_> {
 
     /// Returns whether the bounds hold for a problem. Under cost model `pipec` they need 1F1B-RR: other schedules
     /// all-reduce less often or wait for flushes. The cut space also assumes equal devices.
-    pub fn speak_of(problem: &Problem) -> bool {
+    pub fn are_valid_for(problem: &Problem) -> bool {
         let steps_in_rounds = problem.schedule.is_round_robin();
         let is_flow = steps_in_rounds && problem.objective != Objective::Latency && !problem.cluster.is_mixed();
         problem.cost != CostModel::Pipec || is_flow
@@ -78,9 +78,9 @@ impl Bounds<'_> {
         if low >= known_us {
             return low;
         }
-        let reach = BottleneckSearch::new(&self.terrain, &self.cost, levels, STEPS);
+        let bottleneck = BottleneckSearch::new(&self.terrain, &self.cost, levels, STEPS);
         // Feasibility is only exact up to rounding.
-        low.max(reach.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
+        low.max(bottleneck.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
     }
 
     /// Lower bound on every plan for the problem's cluster.
@@ -98,7 +98,7 @@ impl Bounds<'_> {
 
     /// Lower bound under cost model `pipec`, where a stage may be on any devices: assumes the fastest link everywhere.
     fn of_any_place(&self, known_us: f64) -> f64 {
-        if !Bounds::speak_of(self.problem) {
+        if !Bounds::are_valid_for(self.problem) {
             return 0.0;
         }
         let cluster = &self.problem.cluster;
@@ -114,7 +114,8 @@ impl Bounds<'_> {
         let crosses = |space: &DownSets, at: usize| {
             let mut above = 1.0;
             levels.iter().enumerate().rev().any(|(index, level)| {
-                let before = if index + 1 == levels.len() { space.compute[at] / self.of_one(levels, us) } else { 0.0 };
+                let before =
+                    if index + 1 == levels.len() { space.compute[at] / self.unit_capacity_us(levels, us) } else { 0.0 };
                 let left = f64::from(level.count) - (before * (1.0 - 1e-9)).ceil();
                 let within = left >= 1.0 && self.cost.entry_us(level, space.cut[at], left as u32) <= us * above;
                 above *= f64::from(level.count);
@@ -125,7 +126,7 @@ impl Bounds<'_> {
     }
 
     /// Microseconds of compute that one outermost unit can do within `us`.
-    fn of_one(&self, levels: &[LevelCost], us: f64) -> f64 {
+    fn unit_capacity_us(&self, levels: &[LevelCost], us: f64) -> f64 {
         let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
         us * inner
     }
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn every_closed_set_has_its_place_on_the_relaxed_terrain() {
+    fn relaxed_cut_space_contains_every_down_set() {
         for seed in 0..350 {
             let problem = problem(seed);
             let bounds = Bounds::relaxed(&problem);
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn no_plan_beats_the_relaxed_terrain() {
+    fn relaxed_bound_is_below_every_plan() {
         let mut closed = 0.0;
         for seed in 1000..1200 {
             let problem = problem(seed);

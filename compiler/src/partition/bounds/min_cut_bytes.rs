@@ -124,9 +124,9 @@ impl MinCutBytes {
                 sum
             };
             let whole = bits(&full, &none).flat_map(|row| self.rows[row].ops.iter());
-            let mut reached = 0.0;
+            let mut filled_us = 0.0;
             for &op in whole.chain(frontier.iter().map(|row| &self.rows[*row as usize].ops[0])) {
-                reached = take(op);
+                filled_us = take(op);
             }
             // Extends the rows until the slice is reached.
             let rest = frontier.iter().flat_map(|row| {
@@ -136,8 +136,8 @@ impl MinCutBytes {
             let mut is_open = true;
             for (is_next_row, op) in rest {
                 is_open |= is_next_row;
-                if is_open && reached + us(op) <= (slice as f64 + 1.0) * width {
-                    reached = take(op);
+                if is_open && filled_us + us(op) <= (slice as f64 + 1.0) * width {
+                    filled_us = take(op);
                 } else {
                     is_open = false;
                 }
@@ -324,7 +324,7 @@ impl Search<'_> {
                 self.best[slice] = Some(self.frontiers.len() as u32 - 1);
             }
         }
-        let mut reach = full.clone();
+        let mut extension = full.clone();
         let mut more = Vec::new();
         for &other in &frontier.more[frontier.next..] {
             let (place, added) = (other as usize, &self.rows[other as usize]);
@@ -333,13 +333,13 @@ impl Search<'_> {
                 continue;
             }
             more.push(other);
-            reach.iter_mut().zip(&added.before).for_each(|(reach, before)| *reach |= before);
-            reach[place / 64] |= 1 << (place % 64);
+            extension.iter_mut().zip(&added.before).for_each(|(extension, before)| *extension |= before);
+            extension[place / 64] |= 1 << (place % 64);
         }
-        let furthest_us = full_us + own_us.1 + self.compute_us(&reach, &full);
-        let mut reached = slices(self.total_us, from_us, furthest_us);
-        self.steps += reached.clone().count() as u64 / 8;
-        let tells_more = reached.any(|slice| self.least[slice] > bytes);
+        let furthest_us = full_us + own_us.1 + self.compute_us(&extension, &full);
+        let mut filled_us = slices(self.total_us, from_us, furthest_us);
+        self.steps += filled_us.clone().count() as u64 / 8;
+        let tells_more = filled_us.any(|slice| self.least[slice] > bytes);
         (tells_more && !more.is_empty()).then_some(Frontier { rows, full, open, full_us, own_us, bytes, more, next: 0 })
     }
 

@@ -15,7 +15,7 @@ use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::suffix_dp::{Measure, Table};
 use crate::plan::ScheduleKind;
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight::{First, Lanes};
+use crate::plan::in_flight::{First, StageInFlight};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 
 /// Largest number of down-sets, and steps of about ten nanoseconds.
@@ -38,7 +38,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let devices = problem.cluster.devices();
     let is_of_the_whole = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
     let is_of_the_first = first_stage::matters(problem);
-    let firsts: Vec<Lanes> = match is_of_the_first {
+    let firsts: Vec<StageInFlight> = match is_of_the_first {
         true if problem.constraints.no_replication => {
             first_stage::each(problem).filter(|first| first.replicas == 1).collect()
         }

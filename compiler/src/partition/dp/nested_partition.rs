@@ -34,7 +34,7 @@ pub struct Shape {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Leaf<'a> {
+pub struct StageGroup<'a> {
     pub ops: &'a [u32],
     /// Product of the replica counts of all levels.
     pub replicas: u32,
@@ -55,7 +55,7 @@ impl Shape {
         if flattens { Cow::Owned(cluster.flattened()) } else { Cow::Borrowed(cluster) }
     }
 
-    pub fn leaves(&self) -> Vec<Leaf<'_>> {
+    pub fn leaves(&self) -> Vec<StageGroup<'_>> {
         let mut leaves = Vec::new();
         descend(&self.groups, &mut Vec::new(), &mut leaves);
         leaves
@@ -92,14 +92,14 @@ impl Shape {
     }
 }
 
-fn descend<'a>(groups: &'a [Group], above: &mut Vec<LevelPlacement>, leaves: &mut Vec<Leaf<'a>>) {
+fn descend<'a>(groups: &'a [Group], above: &mut Vec<LevelPlacement>, leaves: &mut Vec<StageGroup<'a>>) {
     for (at, group) in groups.iter().enumerate() {
         above.push(LevelPlacement { group: at as u32, replicas: group.replicas });
         match &group.body {
             StageBody::Groups(inner) => descend(inner, above, leaves),
             StageBody::Ops(ops) => {
                 let replicas = above.iter().fold(1u32, |product, place| product.saturating_mul(place.replicas));
-                leaves.push(Leaf { ops, replicas, hierarchy: above.iter().rev().copied().collect() });
+                leaves.push(StageGroup { ops, replicas, hierarchy: above.iter().rev().copied().collect() });
             }
         }
         above.pop();

@@ -48,21 +48,21 @@ pub fn solve(
 ) -> Option<Solution> {
     let mut solver = Solver { space, cost, levels, may_leave_units, inner: Vec::new() };
     for level in 0..levels.len().checked_sub(1)? {
-        let table = solver.all_runs(level);
+        let table = solver.all_ranges(level);
         solver.inner.push(table);
     }
     let outermost = levels.len() - 1;
     let units = levels[outermost].count as usize;
     let whole = space.len() - 1;
-    let values = solver.first_runs(outermost, bound_us * (1.0 + 1e-9));
-    let reached = |used: usize| values[whole * units + used - 1];
-    let least_us = (1..=units).map(reached).fold(f64::INFINITY, f64::min);
-    let optimum = if may_leave_units { least_us } else { reached(units) };
+    let values = solver.prefix_ranges(outermost, bound_us * (1.0 + 1e-9));
+    let objective_of = |used: usize| values[whole * units + used - 1];
+    let least_us = (1..=units).map(objective_of).fold(f64::INFINITY, f64::min);
+    let optimum = if may_leave_units { least_us } else { objective_of(units) };
     if !optimum.is_finite() {
         return None;
     }
     let limit = optimum * (1.0 + SAME);
-    let used = (1..=units).find(|&used| (may_leave_units || used == units) && reached(used) <= limit)?;
+    let used = (1..=units).find(|&used| (may_leave_units || used == units) && objective_of(used) <= limit)?;
     let groups = solver.fewest_parts(outermost, 0, whole, used, limit)?;
     let shape = Shape { groups, is_flat: false };
     Some(Solution { minibatch_us: optimum, least_us, shape, states: space.len() as u64 })
@@ -116,7 +116,7 @@ impl Solver<'_> {
     }
 
     /// A_k of every range, on all units of `level`, or on the best number of them.
-    fn all_runs(&self, level: usize) -> Vec<f64> {
+    fn all_ranges(&self, level: usize) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
         // best[(from * units + m - 1) * sets + to]
@@ -156,7 +156,7 @@ impl Solver<'_> {
 
     /// A_k of the ranges that start at the empty set, at `to * units + m - 1`. Values above `bound` may be infinite or
     /// too large.
-    fn first_runs(&self, level: usize, bound: f64) -> Vec<f64> {
+    fn prefix_ranges(&self, level: usize, bound: f64) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
         let whole = sets - 1;
@@ -197,9 +197,17 @@ impl Solver<'_> {
     }
 
     /// For each intermediate set: the number of units that its prefix can have used if no part is slower than `bound`.
-    fn windows(&self, level: usize, from: usize, to: usize, units: usize, bound: f64, may_leave: bool) -> Windows<'_> {
+    fn windows(
+        &self,
+        level: usize,
+        from: usize,
+        to: usize,
+        units: usize,
+        bound: f64,
+        may_leave: bool,
+    ) -> UnitRanges<'_> {
         let capacity = bound * self.levels[..level].iter().map(|level| f64::from(level.count)).product::<f64>();
-        Windows { compute: &self.space.compute, from, to, units, capacity, may_leave }
+        UnitRanges { compute: &self.space.compute, from, to, units, capacity, may_leave }
     }
 
     /// Covers the range with the fewest parts on exactly `units` units, none slower than `limit`; likewise in inner
@@ -270,7 +278,7 @@ impl Solver<'_> {
 
 /// Range of unit counts for each prefix: no part may be slower than a bound, and no part is faster than its compute
 /// divided by its devices.
-struct Windows<'a> {
+struct UnitRanges<'a> {
     compute: &'a [f64],
     from: usize,
     to: usize,
@@ -280,7 +288,7 @@ struct Windows<'a> {
     may_leave: bool,
 }
 
-impl Windows<'_> {
+impl UnitRanges<'_> {
     /// Least and most units of the prefix up to set `at`; `None` if the prefix is infeasible.
     fn of(&self, at: usize) -> Option<(usize, usize)> {
         let least = self.units_between(self.from, at).max(1);

@@ -14,12 +14,12 @@ use std::collections::BTreeMap;
 
 /// The devices of a stage, from `first` to before `end`.
 #[derive(Clone, Copy)]
-struct Range {
+struct DeviceSpan {
     first: u64,
     end: u64,
 }
 
-impl Range {
+impl DeviceSpan {
     fn len(self) -> u64 {
         self.end - self.first
     }
@@ -52,9 +52,9 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
     let replicas = shape.replicas();
     let range = |(spot, &replicas): (&StagePosition, &u32)| {
         let first = u64::from(spot.first);
-        Range { first, end: first + u64::from(replicas.max(1)) }
+        DeviceSpan { first, end: first + u64::from(replicas.max(1)) }
     };
-    let ranges: Vec<Range> = spots.iter().zip(&replicas).map(range).collect();
+    let ranges: Vec<DeviceSpan> = spots.iter().zip(&replicas).map(range).collect();
     let edges = if per_byte > 0.0 { build_plan::edges(problem, shape) } else { Vec::new() };
     let holdings = if trains { build_plan::holdings(problem, shape) } else { Vec::new() };
     let mut busiest = 0.0f64;
@@ -64,17 +64,29 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
         for edge in &edges {
             let (from, to) = (ranges[edge.from.index()], ranges[edge.to.index()]);
             let bytes = edge.bytes as f64 * per_byte;
-            let mut add = |unit: u64, way: usize, stays: f64, own: (u64, u64), of: Range| {
+            let mut add = |unit: u64, way: usize, stays: f64, own: (u64, u64), of: DeviceSpan| {
                 let leaves = bytes * ((own.1 - own.0) as f64 / of.len() as f64 - stays);
                 let port = ports.entry(unit).or_default();
                 port[way] += leaves;
                 port[1 - way] += if trains { leaves } else { 0.0 };
             };
             for unit in from.units(size) {
-                add(unit, 0, meeting(from.on(unit, size), to.on(unit, size), from, to), from.on(unit, size), from);
+                add(
+                    unit,
+                    0,
+                    same_unit_fraction(from.on(unit, size), to.on(unit, size), from, to),
+                    from.on(unit, size),
+                    from,
+                );
             }
             for unit in to.units(size) {
-                add(unit, 1, meeting(from.on(unit, size), to.on(unit, size), from, to), to.on(unit, size), to);
+                add(
+                    unit,
+                    1,
+                    same_unit_fraction(from.on(unit, size), to.on(unit, size), from, to),
+                    to.on(unit, size),
+                    to,
+                );
             }
         }
         for (holdings, range) in holdings.iter().zip(&ranges) {
@@ -99,7 +111,7 @@ fn unit(levels: &[Level], at: usize) -> u64 {
 }
 
 /// Fraction of microbatches whose sender and receiver replicas both lie in these replica ranges.
-fn meeting(left: (u64, u64), right: (u64, u64), from: Range, to: Range) -> f64 {
+fn same_unit_fraction(left: (u64, u64), right: (u64, u64), from: DeviceSpan, to: DeviceSpan) -> f64 {
     if left.0 >= left.1 || right.0 >= right.1 {
         return 0.0;
     }
@@ -116,13 +128,13 @@ fn meeting(left: (u64, u64), right: (u64, u64), from: Range, to: Range) -> f64 {
 
 /// Bytes that one all-reduce sends out of a unit of level `at`, as a multiple of the stage's weights. Counts the ring
 /// of that level, and the outer rings to which the unit contributes a part.
-fn ring_parts(levels: &[Level], at: usize, range: Range, own: u64) -> f64 {
+fn ring_parts(levels: &[Level], at: usize, range: DeviceSpan, own: u64) -> f64 {
     let mut parts = 0.0;
     let (low, high) = range.on(own, unit(levels, at));
-    for further in at..levels.len() {
-        let size = unit(levels, further);
+    for add_offset in at..levels.len() {
+        let size = unit(levels, add_offset);
         let inside = own * unit(levels, at) / size;
-        let above = if further + 1 < levels.len() { unit(levels, further + 1) } else { u64::MAX };
+        let above = if add_offset + 1 < levels.len() { unit(levels, add_offset + 1) } else { u64::MAX };
         let around = inside * size / above;
         let (first, last) =
             (range.first.max(around.saturating_mul(above)), range.end.min((around + 1).saturating_mul(above)));

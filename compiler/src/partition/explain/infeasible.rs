@@ -104,16 +104,16 @@ impl Need {
 
 /// Partitions that need the least memory, one for each kind of need.
 pub fn least(placing: &PlacementQuery<'_>) -> Vec<Vec<StagePlacement>> {
-    let seats = |counted: MemoryScope| placing.least_memory(counted).map(|(_, seats)| seats);
+    let placements = |counted: MemoryScope| placing.least_memory(counted).map(|(_, placements)| placements);
     if placing.fleet.is_boundless() {
-        return seats(MemoryScope::All).into_iter().collect();
+        return placements(MemoryScope::All).into_iter().collect();
     }
-    if let Some(within) = seats(MemoryScope::Within) {
+    if let Some(within) = placements(MemoryScope::Within) {
         return vec![within];
     }
     let classes = placing.fleet.largest().into_iter().take(MOST_CLASSES);
-    let all: Vec<Vec<StagePlacement>> = classes.filter_map(|class| seats(MemoryScope::Class(class))).collect();
-    if all.is_empty() { seats(MemoryScope::All).into_iter().collect() } else { all }
+    let all: Vec<Vec<StagePlacement>> = classes.filter_map(|class| placements(MemoryScope::Class(class))).collect();
+    if all.is_empty() { placements(MemoryScope::All).into_iter().collect() } else { all }
 }
 
 /// Builds the error from infeasible candidates: it describes the one with the smallest need.
@@ -167,7 +167,7 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
         None => classes.iter().map(|class| class.device.memory.0).min(),
     };
     let memory = held.unwrap_or(0);
-    PlanError::TooSmall(Box::new(Infeasible {
+    PlanError::DeviceMemory(Box::new(Infeasible {
         class,
         kind: class
             .and_then(|class| classes.get(class as usize))
@@ -184,22 +184,22 @@ pub fn error(question: &SearchContext<'_>, candidates: &[PlanCandidate]) -> Plan
     }))
 }
 
-pub fn is_of_memory(error: &PlanError) -> bool {
-    matches!(error, PlanError::Infeasible { .. } | PlanError::TooSmall(_))
+pub fn is_infeasible(error: &PlanError) -> bool {
+    matches!(error, PlanError::Infeasible { .. } | PlanError::DeviceMemory(_))
 }
 
 /// Sort key of an error: a smaller need compares less.
 pub fn needs(error: &PlanError) -> (u8, u64) {
     match error {
         PlanError::Infeasible { smallest_limit, .. } => (0, *smallest_limit),
-        PlanError::TooSmall(small) if small.class.is_some() => (1, small.missing),
-        PlanError::TooSmall(small) => (2, small.smallest),
+        PlanError::DeviceMemory(small) if small.class.is_some() => (1, small.missing),
+        PlanError::DeviceMemory(small) => (2, small.smallest),
         PlanError::Problem(_) | PlanError::Unsound(_) => (3, 0),
     }
 }
 
 /// Returns the report with the smaller need.
-pub fn nearer(known: Option<PlanError>, error: PlanError) -> PlanError {
+pub fn smaller_need(known: Option<PlanError>, error: PlanError) -> PlanError {
     match known {
         Some(known) if needs(&known) <= needs(&error) => known,
         _ => error,
@@ -209,9 +209,9 @@ pub fn nearer(known: Option<PlanError>, error: PlanError) -> PlanError {
 /// Maps the class index of an error from a reordered device list (`of`) back to the cluster's classes (`own`).
 pub fn told(error: PlanError, of: &[DeviceClass], own: &[DeviceClass]) -> PlanError {
     match error {
-        PlanError::TooSmall(small) => {
+        PlanError::DeviceMemory(small) => {
             let class = small.class.and_then(|class| of.get(class as usize)).map(|class| first_alike(own, class));
-            PlanError::TooSmall(Box::new(Infeasible { class, ..*small }))
+            PlanError::DeviceMemory(Box::new(Infeasible { class, ..*small }))
         }
         error => error,
     }

@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 const MOST_PAIRS: f64 = 4e5;
 const MOST_ENTRIES: usize = 8_000_000;
 
-struct Kind {
+struct ClassDevices {
     class: u32,
     count: u32,
     pace: f64,
@@ -48,7 +48,7 @@ struct Take {
 
 /// The device classes and all device sets that a stage may take.
 pub struct ClassDp {
-    kinds: Vec<Kind>,
+    kinds: Vec<ClassDevices>,
     takes: Vec<Take>,
     /// States with their number of devices.
     rests: Vec<(u32, u32)>,
@@ -80,14 +80,14 @@ pub struct Solved {
 impl ClassDp {
     /// Prepares the table; `None` if there are too many device sets.
     pub fn of(classes: &[DeviceClass]) -> Option<ClassDp> {
-        let mut kinds: BTreeMap<u32, Kind> = BTreeMap::new();
+        let mut kinds: BTreeMap<u32, ClassDevices> = BTreeMap::new();
         for own in classes {
             let class = first_alike(classes, own);
             let (pace, memory) = (own.speed.unwrap_or(1.0), own.device.memory.0);
-            kinds.entry(class).or_insert(Kind { class, count: 0, pace, memory }).count += own.count;
+            kinds.entry(class).or_insert(ClassDevices { class, count: 0, pace, memory }).count += own.count;
         }
-        let kinds: Vec<Kind> = kinds.into_values().collect();
-        let ways = |kind: &Kind| (f64::from(kind.count) + 1.0) * (f64::from(kind.count) + 2.0) / 2.0;
+        let kinds: Vec<ClassDevices> = kinds.into_values().collect();
+        let ways = |kind: &ClassDevices| (f64::from(kind.count) + 1.0) * (f64::from(kind.count) + 2.0) / 2.0;
         if kinds.iter().map(ways).product::<f64>() > MOST_PAIRS {
             return None;
         }
@@ -215,7 +215,7 @@ impl ClassDp {
                             let value = match measure {
                                 Measure::Bytes => bytes.max(tail),
                                 _ if busiest_us > capped * (1.0 + 1e-12) => continue,
-                                Measure::Busiest | Measure::Likely => busiest_us.max(tail),
+                                Measure::Busiest | Measure::Estimate => busiest_us.max(tail),
                                 Measure::Stages => 1.0 + tail,
                                 Measure::Way => way_us + tail,
                             };
@@ -264,7 +264,7 @@ impl ClassDp {
             (from, state, layer) = (to as usize, state - take.index, layer.saturating_sub(1));
         }
         let classes = |held: &Vec<u32>| {
-            let repeated = |(kind, &count): (&Kind, &u32)| std::iter::repeat_n(kind.class, count as usize);
+            let repeated = |(kind, &count): (&ClassDevices, &u32)| std::iter::repeat_n(kind.class, count as usize);
             self.kinds.iter().zip(held).flat_map(repeated).collect::<Vec<u32>>()
         };
         Some(std::iter::once(&left).chain(stages).flat_map(classes).collect())

@@ -11,8 +11,8 @@ use crate::cluster::{DeviceClass, class};
 pub struct DeviceRanges {
     /// The class of each device, as the index of the first class with the same figures.
     class: Vec<u32>,
-    paces: Least<f64>,
-    memories: Least<u64>,
+    paces: SparseMinTable<f64>,
+    memories: SparseMinTable<u64>,
     fastest: f64,
     /// Distinct classes with their memory in bytes.
     classes: Vec<(u32, u64)>,
@@ -22,8 +22,8 @@ pub struct DeviceRanges {
 
 pub static ALIKE: DeviceRanges = DeviceRanges {
     class: Vec::new(),
-    paces: Least { rows: Vec::new() },
-    memories: Least { rows: Vec::new() },
+    paces: SparseMinTable { rows: Vec::new() },
+    memories: SparseMinTable { rows: Vec::new() },
     fastest: 1.0,
     classes: Vec::new(),
     counted: Vec::new(),
@@ -42,8 +42,8 @@ impl DeviceRanges {
         once.dedup();
         DeviceRanges {
             class: devices.iter().map(|&at| firsts[at]).collect(),
-            paces: Least::of(devices.iter().map(|&at| classes[at].speed.unwrap_or(1.0)).collect()),
-            memories: Least::of(devices.iter().map(|&at| classes[at].device.memory.0).collect()),
+            paces: SparseMinTable::of(devices.iter().map(|&at| classes[at].speed.unwrap_or(1.0)).collect()),
+            memories: SparseMinTable::of(devices.iter().map(|&at| classes[at].device.memory.0).collect()),
             fastest: class::fastest(classes),
             classes: once.into_iter().map(|at| (at, classes[at as usize].device.memory.0)).collect(),
             counted: Vec::new(),
@@ -54,8 +54,8 @@ impl DeviceRanges {
         self.class.is_empty()
     }
 
-    pub fn boundless(self) -> DeviceRanges {
-        DeviceRanges { memories: Least { rows: Vec::new() }, ..self }
+    pub fn without_memory(self) -> DeviceRanges {
+        DeviceRanges { memories: SparseMinTable { rows: Vec::new() }, ..self }
     }
 
     pub fn is_boundless(&self) -> bool {
@@ -90,7 +90,7 @@ impl DeviceRanges {
         for &own_class in &self.class {
             counted.push(counted[counted.len() - 1] + u32::from(own_class == class));
         }
-        DeviceRanges { memories: Least::of(held.collect()), counted, ..self.clone() }
+        DeviceRanges { memories: SparseMinTable::of(held.collect()), counted, ..self.clone() }
     }
 
     /// Returns whether the memory of a stage on these devices counts.
@@ -107,12 +107,12 @@ pub fn first_alike(classes: &[DeviceClass], own: &DeviceClass) -> u32 {
 
 /// Sparse table; row k, index i: the minimum of the 2^k values from i.
 #[derive(Clone, Debug)]
-struct Least<T> {
+struct SparseMinTable<T> {
     rows: Vec<Vec<T>>,
 }
 
-impl<T: Copy + PartialOrd> Least<T> {
-    fn of(values: Vec<T>) -> Least<T> {
+impl<T: Copy + PartialOrd> SparseMinTable<T> {
+    fn of(values: Vec<T>) -> SparseMinTable<T> {
         let mut rows = vec![values];
         let mut half = 1;
         while rows[rows.len() - 1].len() > half {
@@ -120,7 +120,7 @@ impl<T: Copy + PartialOrd> Least<T> {
             rows.push((0..below.len() - half).map(|at| lesser(below[at], below[at + half])).collect());
             half *= 2;
         }
-        Least { rows }
+        SparseMinTable { rows }
     }
 
     fn of_range(&self, first: u32, count: u32) -> Option<T> {

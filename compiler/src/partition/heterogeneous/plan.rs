@@ -18,7 +18,7 @@ use crate::partition::search::candidates::{Depth, PlanCandidate, SearchContext, 
 use crate::partition::search::finish_plan;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::pipec_rules;
-use crate::partition::search::pipec_rules::Blended;
+use crate::partition::search::pipec_rules::AllOrdersResult;
 use crate::partition::search::simulate_candidate;
 use crate::plan::Plan;
 use crate::plan::check::error::PlanFault;
@@ -64,7 +64,7 @@ pub fn plan(
     };
     let blended = blended(question, options)?;
     let mut is_shown = false;
-    if let Some(Blended { orders, bound_us, .. }) = &blended {
+    if let Some(AllOrdersResult { orders, bound_us, .. }) = &blended {
         // A table over all orders proves that nothing fits, or bounds all orders.
         is_shown = bound_us.is_infinite() && !orders.is_empty();
         if is_shown {
@@ -113,7 +113,7 @@ pub fn plan(
     for other in search.promising(&planned.plan, at) {
         let known_us = planned.plan.predicted.minibatch_us;
         let among = SearchLimits { known_us, orders: MOST_CLOSELY as u32, ..SearchLimits::ALONE };
-        let Ok(answer) = along(question, options, &search.asked[other].order, among) else { continue };
+        let Ok(answer) = run_along_order(question, options, &search.asked[other].order, among) else { continue };
         let mut next = search.planned(problem, answer, other)?;
         if next.plan.predicted.minibatch_us < known_us {
             // These baselines are the best over all orders.
@@ -150,14 +150,14 @@ pub fn plan(
     // Devices, and so links, have been renumbered.
     plan.predicted.busiest_link = None;
     let checked = verify::check(problem, &plan).map_err(PlanError::Unsound)?;
-    if !simulate_candidate::tells(&plan.predicted.bottleneck) {
+    if !simulate_candidate::is_from_simulation(&plan.predicted.bottleneck) {
         plan.predicted.bottleneck = checked.bottleneck;
     }
     plan.predicted.busiest_link = checked.busiest_link;
     Ok(Planned { plan, compared })
 }
 
-struct Asked {
+struct SearchedOrder {
     order: DeviceOrder,
     /// The best time found, and a lower bound for stages along this order.
     us: f64,
@@ -168,7 +168,7 @@ struct Search<'a> {
     question: &'a SearchContext<'a>,
     options: &'a PlannerOptions<'a>,
     units: &'a Units<'a>,
-    asked: Vec<Asked>,
+    asked: Vec<SearchedOrder>,
     least_us: f64,
     /// The best answer, and the index of its order.
     best: Option<(Answer, usize)>,
@@ -181,7 +181,7 @@ impl Search<'_> {
         for sequence in orders {
             let order = self.units.order(sequence);
             if !self.asked.iter().any(|asked| asked.order.device == order.device) {
-                self.asked.push(Asked { order, us: f64::INFINITY, bound_us: self.least_us });
+                self.asked.push(SearchedOrder { order, us: f64::INFINITY, bound_us: self.least_us });
             }
         }
     }
@@ -194,11 +194,11 @@ impl Search<'_> {
     /// Searches one order, unless its bound shows that it cannot improve the best answer.
     fn ask(&mut self, at: usize, among: SearchLimits) -> Result<(), PlanError> {
         let known_us = self.best.as_ref().map_or(f64::INFINITY, |(best, _)| best.chosen.minibatch_us);
-        let Asked { order, us, bound_us } = &mut self.asked[at];
+        let SearchedOrder { order, us, bound_us } = &mut self.asked[at];
         if known_us.is_finite() && (*bound_us >= known_us || same(*bound_us, known_us)) {
             return Ok(());
         }
-        match along(self.question, self.options, order, SearchLimits { known_us, ..among }) {
+        match run_along_order(self.question, self.options, order, SearchLimits { known_us, ..among }) {
             Ok(answer) => {
                 *us = us.min(answer.chosen.minibatch_us);
                 *bound_us = bound_us.max(finish_plan::bound_us(self.question.problem, &answer.chosen, &answer.found));
@@ -210,9 +210,9 @@ impl Search<'_> {
                 match refused.error {
                     // Not an error: nothing faster than the known plan was found.
                     _ if known_us.is_finite() => {}
-                    error if infeasible::is_of_memory(&error) => {
+                    error if infeasible::is_infeasible(&error) => {
                         let error = infeasible::told(error, &order.classes, &self.question.problem.cluster.classes);
-                        self.refused = Some(infeasible::nearer(self.refused.take(), error));
+                        self.refused = Some(infeasible::smaller_need(self.refused.take(), error));
                     }
                     error => return Err(error),
                 }
@@ -254,7 +254,7 @@ fn chosen(
     question: &SearchContext<'_>,
     options: &PlannerOptions<'_>,
     units: &Units<'_>,
-    blended: Option<Blended>,
+    blended: Option<AllOrdersResult>,
 ) -> Chosen {
     if is_alike(&question.problem.cluster) {
         return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
@@ -334,7 +334,7 @@ impl Walk<'_> {
         }
         let among = SearchLimits { depth: Depth::Glance, ..SearchLimits::ALONE };
         let nothing = |needs| Glance { order: order.clone(), us: f64::INFINITY, needs, borders: Vec::new() };
-        let glance = match along(self.question, &self.options, &self.units.order(&order), among) {
+        let glance = match run_along_order(self.question, &self.options, &self.units.order(&order), among) {
             Ok(Answer { chosen, .. }) => {
                 let ends = chosen.spots.iter().zip(chosen.shape.replicas());
                 let borders = ends.map(|(spot, replicas)| spot.first + replicas).collect();
@@ -370,7 +370,7 @@ impl Walk<'_> {
 }
 
 /// Searches a table over all orders, if there is one level and the partitioner allows it.
-fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Option<Blended>, PlanError> {
+fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Option<AllOrdersResult>, PlanError> {
     let cluster = &question.problem.cluster;
     let is_ours = matches!(options.partitioner, Partitioner::Pipec | Partitioner::Milp);
     if !is_ours || cluster.levels.len() > 1 || is_alike(cluster) {
@@ -385,7 +385,7 @@ fn in_order(problem: &Problem, order: &DeviceOrder) -> Problem {
     Problem { cluster, ..problem.clone() }
 }
 
-fn along(
+fn run_along_order(
     question: &SearchContext<'_>,
     options: &PlannerOptions<'_>,
     order: &DeviceOrder,

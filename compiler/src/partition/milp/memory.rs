@@ -4,7 +4,7 @@ use crate::partition::milp::formulation::Formulation;
 use crate::plan::ScheduleKind;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight;
-use crate::plan::in_flight::{First, Lanes};
+use crate::plan::in_flight::{First, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
@@ -35,7 +35,8 @@ impl Formulation<'_> {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
         let apart = in_flight::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
-        let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
+        let lanes =
+            |stage: usize| StageInFlight { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
         let late = |stage: usize| self.scope.flow.late(lanes(stage), First::Known(lanes(0)));
         let late: Vec<u32> = (0..self.stages()).map(late).collect();
@@ -77,7 +78,7 @@ impl Formulation<'_> {
                 let gradients = terms * used[op] as f64;
                 let op = &problem.graph.ops[op];
                 let kept = saved * op.kept_bytes() as f64 + put_by * op.joint_bytes as f64;
-                gradients + kept + halves * op.apart_bytes() as f64
+                gradients + kept + halves * op.pending_weight_grad_bytes() as f64
             });
             let (input, passed) =
                 (each(MemoryTerms { inputs: MANY, ..none }), each(MemoryTerms { passed: MANY, ..none }));

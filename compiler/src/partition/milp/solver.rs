@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_told_and_leaves_a_bound() {
+    fn node_limit_is_reported_and_leaves_a_bound() {
         let weights: Vec<f64> = (0..30).map(|at| 1.0 + f64::from(at * 37 % 29) / 31.0).collect();
         let answer = solve(bins(&weights, 1e3), &Limits { nodes: 0, ..LIMITS });
         assert_eq!((answer.ended, answer.nodes), (Ended::Nodes, 0));

@@ -2,7 +2,7 @@
 //! stages.
 
 use crate::cluster::class;
-use crate::partition::dp::nested_partition::{Leaf, Shape};
+use crate::partition::dp::nested_partition::{Shape, StageGroup};
 use crate::partition::dp::uneven_levels;
 use crate::plan::buckets::buckets;
 use crate::plan::chunks;
@@ -10,7 +10,7 @@ use crate::plan::cost_estimate;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight;
-use crate::plan::in_flight::{First, Lanes, ScheduleFlow};
+use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
@@ -42,7 +42,7 @@ pub fn asked(problem: &Problem) -> FlowQuery {
 pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
-    let placed = |((leaf, spot), holdings): ((Leaf<'_>, &StagePosition), &MemoryTerms)| {
+    let placed = |((leaf, spot), holdings): ((StageGroup<'_>, &StagePosition), &MemoryTerms)| {
         let sum = |us: fn(&OpCost) -> f64| leaf.ops.iter().map(|&op| us(&ops[op as usize])).sum::<f64>();
         let pace = pace(problem, spot, leaf.replicas);
         let forward_us = sum(|op| op.fwd_us) / pace;
@@ -97,7 +97,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         sent: tensors,
         arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
         put_by: sum(&mut graph.ops.iter().map(|op| op.joint_bytes)),
-        halves: sum(&mut graph.ops.iter().map(OpCost::apart_bytes)),
+        halves: sum(&mut graph.ops.iter().map(OpCost::pending_weight_grad_bytes)),
     };
     let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
     let versions = in_flight.saturating_add(1);
@@ -154,10 +154,16 @@ pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
     of_lanes(problem, shape, caps, ScheduleFlow::versions)
 }
 
-fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&ScheduleFlow, Lanes, First) -> u32) -> Vec<u32> {
+fn of_lanes(
+    problem: &Problem,
+    shape: &Shape,
+    caps: &[u32],
+    says: fn(&ScheduleFlow, StageInFlight, First) -> u32,
+) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
-    let lanes = shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| Lanes { replicas, in_flight });
-    let lanes: Vec<Lanes> = lanes.collect();
+    let lanes =
+        shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| StageInFlight { replicas, in_flight });
+    let lanes: Vec<StageInFlight> = lanes.collect();
     let first = lanes.first().map_or(First::Unknown, |&first| First::Known(first));
     lanes.into_iter().map(|own| says(&flow, own, first)).collect()
 }
@@ -215,7 +221,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
         let pace = pace(problem, spot, leaf.replicas);
         let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
         let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
-        let tells = leaf.ops.iter().any(|&op| ops[op as usize].weight_us.is_some());
+        let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_us.is_some());
         let weight_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
@@ -243,7 +249,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             recompute: spot.recompute,
             fwd_us,
             bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
-            weight_us: tells.then_some(weight_us),
+            weight_us: is_known.then_some(weight_us),
             buckets: match leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference {
                 true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
                 false => Vec::new(),

@@ -302,9 +302,9 @@ impl SearchContext<'_> {
             let within = pipedream::solve(&space, &cost, levels, is_ours, known_us);
             // PipeDream's growth may omit the sets with which the linear order reached the bound; then the bound is not
             // valid here.
-            let reaches = |solution: &pipedream::Solution| solution.minibatch_us <= known_us * (1.0 + 1e-9);
+            let reaches_known_time = |solution: &pipedream::Solution| solution.minibatch_us <= known_us * (1.0 + 1e-9);
             let free = || pipedream::solve(&space, &cost, levels, is_ours, f64::INFINITY);
-            within.filter(reaches).or_else(free)
+            within.filter(reaches_known_time).or_else(free)
         });
         let is_complete = growth == Growth::All || sources(&self.problem.graph) == 1;
         let proven = exact.as_ref().filter(|_| is_complete && fallback.is_none()).map(|exact| exact.least_us);

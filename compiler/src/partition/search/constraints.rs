@@ -54,7 +54,7 @@ pub fn resolve(
 
 /// Notes for names that only match ops which are fused into others, and so move the cut.
 pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
-    let mut told = Vec::new();
+    let mut notes = Vec::new();
     for name in names {
         let ops = named(joined.full, "--cut-after", name).unwrap_or_default();
         let leaders: Vec<u32> = ops.iter().map(|&op| joined.leader(joined.place(op) as u32)).collect();
@@ -64,13 +64,13 @@ pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
         if let Some(&last) = leaders.iter().max() {
             let with = shown(&joined.full.ops[last as usize].name);
             let with = if with.is_empty() { last.to_string() } else { with };
-            told.push(format!(
+            notes.push(format!(
                 "`--cut-after {}`: it follows from parameters alone and stands with `{with}`; the cut is after that",
                 shown(name)
             ));
         }
     }
-    told
+    notes
 }
 
 /// The fused ops matched by each pin, with their stage.

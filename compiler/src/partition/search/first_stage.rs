@@ -5,7 +5,7 @@
 //! stage, so it runs once for each.
 
 use crate::plan::ScheduleKind;
-use crate::plan::in_flight::Lanes;
+use crate::plan::in_flight::StageInFlight;
 use crate::plan::problem::{InFlight, Problem};
 
 pub fn matters(problem: &Problem) -> bool {
@@ -17,7 +17,7 @@ pub fn matters(problem: &Problem) -> bool {
 }
 
 /// All combinations of replica count and in-flight count that the problem allows for the first stage.
-pub fn each(problem: &Problem) -> impl Iterator<Item = Lanes> + use<> {
+pub fn each(problem: &Problem) -> impl Iterator<Item = StageInFlight> + use<> {
     let (devices, room) = (problem.cluster.devices(), problem.room);
     let given = match &problem.in_flight {
         InFlight::Given(caps) => caps.first().copied(),
@@ -26,7 +26,7 @@ pub fn each(problem: &Problem) -> impl Iterator<Item = Lanes> + use<> {
     (1..=devices).flat_map(move |replicas| {
         // The published rule gives ceil(workers / replicas): at least 1, at most all devices divided by the replicas.
         let published = 1u32.saturating_add(room)..=devices.div_ceil(replicas).saturating_add(room);
-        given.map_or(published, |cap| cap..=cap).map(move |in_flight| Lanes { replicas, in_flight })
+        given.map_or(published, |cap| cap..=cap).map(move |in_flight| StageInFlight { replicas, in_flight })
     })
 }
 

@@ -14,7 +14,7 @@ use crate::partition::search::linear_order;
 use crate::partition::search::linear_order::LinearOrder;
 use crate::partition::search::{build_plan, constraints, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
+use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
@@ -188,15 +188,15 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
     let position = Position { replicas, workers_after };
     let rule = || settings.flow.in_flight(position);
     let in_flight = settings.caps.map_or_else(rule, |caps| caps[stage]);
-    let own = Lanes { replicas, in_flight };
+    let own = StageInFlight { replicas, in_flight };
     let first = match (settings.caps, settings.replicas) {
         _ if from == 0 => First::Known(own),
-        (Some(caps), Some(replicas)) => First::Known(Lanes { replicas: replicas[0], in_flight: caps[0] }),
+        (Some(caps), Some(replicas)) => First::Known(StageInFlight { replicas: replicas[0], in_flight: caps[0] }),
         (Some(caps), None) => First::Capped(caps[0]),
         (None, Some(replicas)) => {
             let workers_after = replicas[1..].iter().fold(0u32, |sum, &one| sum.saturating_add(one));
             let in_flight = settings.flow.in_flight(Position { replicas: replicas[0], workers_after });
-            First::Known(Lanes { replicas: replicas[0], in_flight })
+            First::Known(StageInFlight { replicas: replicas[0], in_flight })
         }
         (None, None) => First::Unknown,
     };

@@ -63,8 +63,8 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
         let (chunks, ops) = (problem.chunks, problem.graph.ops.len());
         return unmet(format!("{chunks} chunks on each of at least 2 ranks do not fit {ops} ops and these devices"));
     }
-    let told = "chunks are cut along linear orders, equally long";
-    found.fallback = Some(told.to_string());
+    let reason = "chunks are cut along linear orders, equally long";
+    found.fallback = Some(reason.to_string());
     Ok(found)
 }
 

@@ -117,8 +117,8 @@ impl Lines<'_> {
             charged.estimates(order)
         };
         let terrain = CutSpace::line(compute, weights, cut);
-        let reach = BottleneckSearch::new(&terrain, &self.cost, self.levels, STEPS);
-        let bracket = reach.narrow(low_us, known_us, |us| us);
+        let bottleneck = BottleneckSearch::new(&terrain, &self.cost, self.levels, STEPS);
+        let bracket = bottleneck.narrow(low_us, known_us, |us| us);
         if bracket.high_us >= known_us {
             return None;
         }
@@ -127,7 +127,7 @@ impl Lines<'_> {
             ops.sort_unstable();
             ops
         };
-        let shape = Shape { groups: reach.groups(bracket.high_us, &between)?, is_flat: false };
+        let shape = Shape { groups: bottleneck.groups(bracket.high_us, &between)?, is_flat: false };
         let us = shape.on_levels_us(self.problem, self.levels);
         (us < known_us && !same(us, known_us)).then_some(Best { us, shape })
     }

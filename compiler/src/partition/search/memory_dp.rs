@@ -12,7 +12,7 @@
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::linear_order::LinearOrder;
-use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
+use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
 use crate::profile::arena::{Arena, Way};
@@ -196,7 +196,7 @@ impl FitSearch<'_> {
         let workers_after = key.workers_after.saturating_add(key.copies.saturating_mul(rest as u32));
         let position = Position { replicas: copies, workers_after };
         let in_flight = settings.flow.in_flight(position);
-        let own = Lanes { replicas: copies, in_flight };
+        let own = StageInFlight { replicas: copies, in_flight };
         let first = if from == 0 { First::Known(own) } else { First::Unknown };
         let multiples = MemoryMultipliers {
             in_flight,

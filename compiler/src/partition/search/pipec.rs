@@ -14,7 +14,7 @@ use crate::partition::search::branch_and_bound::{BranchAndBound, Prefix};
 use crate::partition::search::range_costs::{RangeCosts, Run};
 use crate::partition::search::suffix_dp::Measure;
 use crate::plan::cost_estimate::FlowQuery;
-use crate::plan::in_flight::{First, Lanes, Position, ScheduleFlow};
+use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
 use std::ops::RangeInclusive;
 
@@ -127,7 +127,7 @@ impl PlacementQuery<'_> {
         }
         offer(self.read(&busiest));
         if self.levels.len() > 1 {
-            offer(self.read(&self.table(Measure::Likely, known - least_way)));
+            offer(self.read(&self.table(Measure::Estimate, known - least_way)));
         }
         let mut states = self.places.len() as u64;
         let met = |us: f64| us <= bound_us * (1.0 + 1e-9);
@@ -161,9 +161,9 @@ impl PlacementQuery<'_> {
         let memory_limit = (!matches!(counted, MemoryScope::Class(_))).then_some(bytes as u64);
         let marked = PlacementQuery { memory_limit, fleet: &fleet, ..self.clone() };
         let mut after = self.devices;
-        for (at, seat) in seats.iter_mut().enumerate() {
-            after = after.min(self.devices - seat.first - seat.replicas);
-            seat.recompute = marked.chosen(seat.from, seat.to, seat.replicas, after, at)?;
+        for (at, placement) in seats.iter_mut().enumerate() {
+            after = after.min(self.devices - placement.first - placement.replicas);
+            placement.recompute = marked.chosen(placement.from, placement.to, placement.replicas, after, at)?;
         }
         Some((bytes as u64, self.shifted(seats)))
     }
@@ -177,9 +177,9 @@ impl PlacementQuery<'_> {
             Some((_, inner)) => inner.iter().map(|level| u64::from(level.count.max(1))).product(),
             None => 1,
         };
-        let first = seats.first().map_or(0, |seat| u64::from(seat.first));
+        let first = seats.first().map_or(0, |placement| u64::from(placement.first));
         let free = (first / unit.max(1) * unit) as u32;
-        seats.iter_mut().for_each(|seat| seat.first -= free);
+        seats.iter_mut().for_each(|placement| placement.first -= free);
         seats
     }
 
@@ -271,7 +271,7 @@ impl PlacementQuery<'_> {
         let rule = || self.flow.in_flight(position);
         let given = self.rules.caps.as_ref().zip(stage);
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
-        let own = Lanes { replicas, in_flight };
+        let own = StageInFlight { replicas, in_flight };
         let first = if run.is_first { First::Known(own) } else { self.first };
         // The query assumes a first stage; a different first stage is not allowed.
         let is_another = match self.first {
@@ -304,7 +304,7 @@ impl PlacementQuery<'_> {
     /// The exact objective of a whole partition; `None` if it is not finite.
     fn price(&self, seats: &[StagePlacement]) -> Option<f64> {
         let mut prefix = Prefix::default();
-        seats.iter().for_each(|seat| prefix.push(self, *seat));
+        seats.iter().for_each(|placement| prefix.push(self, *placement));
         let us = prefix.us(self);
         us.is_finite().then_some(us)
     }

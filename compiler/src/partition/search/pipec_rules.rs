@@ -247,7 +247,7 @@ impl Search<'_> {
         let fleet = fleet(problem);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
-        let numbers = Numbers::of(problem);
+        let numbers = AssumedPipelines::of(problem);
         let steps = STEPS / u64::from(self.question.among.orders) / numbers.list.len() as u64;
         for mut placing in numbers.placings(problem, &places, &fleet, rules) {
             placing.steps = match self.question.among.depth {
@@ -264,7 +264,7 @@ impl Search<'_> {
             }
             let free = *known;
             let PlacedPipeline { seats, us, bound_us, states, .. } = match placing.solve(free) {
-                Ok(seated) => seated,
+                Ok(pipeline) => pipeline,
                 // Nothing is faster than the known plan, or nothing fits.
                 Err(bound_us) => {
                     proven = proven.map(|least| least.min(bound_us));
@@ -297,8 +297,14 @@ impl Search<'_> {
 
     fn offer(&mut self, places: &RangeCosts<'_>, seats: &[StagePlacement]) -> bool {
         let problem = self.question.problem;
-        let stages = seats.iter().map(|seat| (places.space.between(seat.from, seat.to), seat.replicas)).collect();
-        let spots = seats.iter().map(|seat| StagePosition { first: seat.first, recompute: seat.recompute }).collect();
+        let stages = seats
+            .iter()
+            .map(|placement| (places.space.between(placement.from, placement.to), placement.replicas))
+            .collect();
+        let spots = seats
+            .iter()
+            .map(|placement| StagePosition { first: placement.first, recompute: placement.recompute })
+            .collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
         let candidate = self.question.placed("pipec", shape, spots);
         let fits = candidate.fits;
@@ -317,7 +323,7 @@ impl Search<'_> {
 /// The devices of a problem, without their memory if it cannot matter.
 fn fleet(problem: &Problem) -> DeviceRanges {
     let fleet = DeviceRanges::of(&problem.cluster.classes);
-    if build_plan::is_limited(problem) { fleet } else { fleet.boundless() }
+    if build_plan::is_limited(problem) { fleet } else { fleet.without_memory() }
 }
 
 /// The separate searches: one per assumed worker count or first stage.
@@ -325,13 +331,13 @@ fn fleet(problem: &Problem) -> DeviceRanges {
 /// With split backwards, a stage's memory depends on the number of workers in the whole pipeline. With vertical sync,
 /// weight versions depend on the first stage. A backward search knows neither, so each value is searched separately if
 /// there are few. Otherwise an upper bound is assumed, and some stages may be recomputed without need.
-struct Numbers {
+struct AssumedPipelines {
     list: Vec<(Option<u32>, First)>,
     are_exact: bool,
 }
 
-impl Numbers {
-    fn of(problem: &Problem) -> Numbers {
+impl AssumedPipelines {
+    fn of(problem: &Problem) -> AssumedPipelines {
         let devices = problem.cluster.devices();
         let is_synced = first_stage::matters(problem);
         let wants = build_plan::is_limited(problem) || problem.objective == Objective::Memory;
@@ -345,7 +351,7 @@ impl Numbers {
             true => (first_stage::caps(problem).into_iter().map(First::Capped).map(of_first).collect(), false),
             false => (vec![(None, First::Unknown)], !guesses),
         };
-        Numbers { list, are_exact }
+        AssumedPipelines { list, are_exact }
     }
 
     /// The queries over these ranges, for each set of rules and each separate search.
@@ -391,7 +397,7 @@ impl Numbers {
     }
 }
 
-pub struct Blended {
+pub struct AllOrdersResult {
     /// The orders, most promising first.
     pub orders: Vec<Sequence>,
     /// Lower bound for all orders; 0 if the search was incomplete, infinite if no plan fits.
@@ -400,11 +406,11 @@ pub struct Blended {
 }
 
 /// Searches all device orders of one level with a common table; `None` if the table would be too large.
-pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<Blended>, ProblemError> {
+pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<AllOrdersResult>, ProblemError> {
     let problem = question.problem;
     let graph = &problem.graph;
     let rules = rules(question)?;
-    let numbers = Numbers::of(problem);
+    let numbers = AssumedPipelines::of(problem);
     let tables = if build_plan::asked(problem).adds() { 5.0 } else { 2.0 };
     let effort = |sets: usize| {
         let one = |rules: &Rules| counts.effort(sets, rules.stages.or(rules.most_stages).unwrap_or(1));
@@ -470,7 +476,7 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
         }
     }
     let is_bound = is_whole && numbers.are_exact;
-    Ok(Some(Blended { orders: once, bound_us: if is_bound { bound_us } else { 0.0 }, is_whole }))
+    Ok(Some(AllOrdersResult { orders: once, bound_us: if is_bound { bound_us } else { 0.0 }, is_whole }))
 }
 
 /// Largest number of down-sets that may be searched.
@@ -507,6 +513,6 @@ fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     };
     // With flushes nothing bounds the devices of a range from below, and several tables are filled.
     let loose = if build_plan::asked(problem).adds() { 8.0 } else { 1.0 };
-    let questions = Numbers::of(problem).list.len() as f64;
+    let questions = AssumedPipelines::of(problem).list.len() as f64;
     questions * loose * rules.iter().map(one).sum::<f64>()
 }

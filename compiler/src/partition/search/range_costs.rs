@@ -139,7 +139,7 @@ impl<'a> RangeCosts<'a> {
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.put_by[set] = sum(places.put_by[base], &|op| graph.ops[op].joint_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
-            places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].apart_bytes());
+            places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].pending_weight_grad_bytes());
             let time =
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
             places.forward[set] = time(places.forward[base], &|op| graph.ops[op].fwd_us);

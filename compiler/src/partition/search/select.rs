@@ -70,16 +70,16 @@ pub fn best(
         if !known.lacks_memory || candidate.minibatch_us >= ENOUGH * known.minibatch_us {
             break;
         }
-        let mut more = roomier(question, room, known.minibatch_us, found);
+        let mut more = candidates_with_reserved_memory(question, room, known.minibatch_us, found);
         prefer(&mut best, &mut more, MOST_PLAYED);
         found.candidates.append(&mut more);
     }
-    relieved(question, best, play)
+    without_needless_recompute(question, best, play)
 }
 
 /// Turns off recomputation in stages that fit without it under the chosen caps; reserved memory may not be used up
 /// everywhere.
-fn relieved(
+fn without_needless_recompute(
     question: &SearchContext<'_>,
     (candidate, played): (PlanCandidate, Played),
     play: impl Fn(&PlanCandidate) -> Played,
@@ -102,7 +102,12 @@ fn relieved(
 }
 
 /// Candidates found with memory reserved for `room` more microbatches and an estimate below `known_us`; best first.
-fn roomier(question: &SearchContext<'_>, room: u32, known_us: f64, found: &mut SearchResult) -> Vec<PlanCandidate> {
+fn candidates_with_reserved_memory(
+    question: &SearchContext<'_>,
+    room: u32,
+    known_us: f64,
+    found: &mut SearchResult,
+) -> Vec<PlanCandidate> {
     let problem = Problem { room, ..question.problem.clone() };
     let among = SearchLimits { known_us, ..question.among };
     let asked = SearchContext { problem: &problem, among, ..*question };

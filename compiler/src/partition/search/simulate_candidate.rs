@@ -28,7 +28,7 @@ const HELD: &str = "the in-flight caps";
 const WAITS: &str = "waiting for transfers";
 
 /// Returns whether a bottleneck comes from the simulation and not from the plan checker.
-pub fn tells(bottleneck: &str) -> bool {
+pub fn is_from_simulation(bottleneck: &str) -> bool {
     bottleneck.starts_with(HELD) || bottleneck.starts_with(WAITS)
 }
 
@@ -56,7 +56,7 @@ pub fn played(
     let (caps, minibatch_us) = (caps.to_vec(), objective_us);
     let mut played = Played { caps, minibatch_us, held: None, warning: None, lacks_memory: false };
     let Some(efficiency) = efficiency else { return played };
-    let own = |stages: &[Stage], edges: &[Edge], caps: &[u32]| own_steady(problem, stages, edges, caps);
+    let own = |stages: &[Stage], edges: &[Edge], caps: &[u32]| steady_state_of_schedule(problem, stages, edges, caps);
     let efficiency: &Efficiency<'_> = match problem.schedule {
         ScheduleKind::TwoBw | ScheduleKind::Inference => &own,
         _ => efficiency,
@@ -78,11 +78,11 @@ pub fn played(
         // literature.
         if is_starved && played.lacks_memory {
             played.minibatch_us = by_steady;
-            played.warning = Some(told("within memory the", percent(by_steady)));
+            played.warning = Some(efficiency_warning("within memory the", percent(by_steady)));
             played.held = Some(format!("{HELD}, which memory does not let rise"));
         } else if is_starved {
             let reached = if is_auto { "" } else { ", which the predicted figures assume" };
-            played.warning = Some(told(if is_auto { "the" } else { "these" }, share * 100.0) + reached);
+            played.warning = Some(efficiency_warning(if is_auto { "the" } else { "these" }, share * 100.0) + reached);
         }
         return played;
     }
@@ -116,7 +116,7 @@ pub fn played(
                 (true, false) => ("the", ""),
                 (false, _) => ("these", ", which are given"),
             };
-            played.warning = Some(told(which, percent(us)));
+            played.warning = Some(efficiency_warning(which, percent(us)));
             played.held = Some(format!("{HELD}{why}"));
         } else {
             // The schedule has fewer transfer buffers than the steady-state simulation, which has one per transfer.
@@ -129,7 +129,7 @@ pub fn played(
     played
 }
 
-fn told(which: &str, percent: f64) -> String {
+fn efficiency_warning(which: &str, percent: f64) -> String {
     format!("{which} in-flight caps reach {percent:.0} % of the ideal throughput")
 }
 
@@ -148,7 +148,7 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u
 }
 
 /// Steady state of schedules that do not follow 1F1B; assumed free of waits if it cannot be simulated.
-fn own_steady(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+fn steady_state_of_schedule(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
     let steady = pipeline.and_then(|pipeline| match problem.schedule {
         ScheduleKind::TwoBw => step_time::double_buffered(&pipeline, problem.microbatches).ok().flatten(),

@@ -30,7 +30,7 @@ pub enum Measure {
     /// Number of stages, none busier than the limit.
     Stages,
     /// Like `Busiest`, with the most likely link levels; not a lower bound.
-    Likely,
+    Estimate,
 }
 
 #[derive(Clone, Copy)]
@@ -75,7 +75,7 @@ impl PlacementQuery<'_> {
             table.entries[at].value = 0.0;
         }
         let trains = self.asked.trains();
-        let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
+        let bounded = matches!(measure, Measure::Busiest | Measure::Estimate | Measure::Stages);
         let mut known: Paced = Vec::with_capacity(MOST_PACES);
         // With given replicas on a single level, the load of a range is the same in every layer.
         let keeps = table.layered && self.levels.len() == 1 && self.rules.replicas.is_some();
@@ -139,10 +139,10 @@ impl PlacementQuery<'_> {
                             let part = self.part(measure, &run, from, to, replicas, rest, stage, &mut known);
                             let Some(part) = part else { continue };
                             let value = match measure {
-                                Measure::Busiest | Measure::Likely if part.busiest_us > capped * (1.0 + 1e-9) => {
+                                Measure::Busiest | Measure::Estimate if part.busiest_us > capped * (1.0 + 1e-9) => {
                                     continue;
                                 }
-                                Measure::Busiest | Measure::Likely => part.busiest_us.max(tail),
+                                Measure::Busiest | Measure::Estimate => part.busiest_us.max(tail),
                                 Measure::Bytes => part.bytes as f64,
                                 _ if part.busiest_us > capped * (1.0 + 1e-12) => continue,
                                 Measure::Stages => 1.0 + tail,
@@ -203,7 +203,7 @@ impl PlacementQuery<'_> {
             return None;
         }
         let whole = self.places.len() - 1;
-        let mut seats = Vec::new();
+        let mut placements = Vec::new();
         let mut at = 0;
         while at < whole {
             let Entry { to, replicas, .. } = table.entries[table.at(layer, at, w)];
@@ -213,12 +213,12 @@ impl PlacementQuery<'_> {
             }
             let (to, rest) = (to as usize, w as u32 - replicas);
             let first = self.devices - rest - replicas;
-            let recompute = self.chosen(at, to, replicas, rest, seats.len()).unwrap_or(false);
-            seats.push(StagePlacement { from: at, to, first, replicas, recompute });
+            let recompute = self.chosen(at, to, replicas, rest, placements.len()).unwrap_or(false);
+            placements.push(StagePlacement { from: at, to, first, replicas, recompute });
             (at, w) = (to, rest as usize);
             layer -= usize::from(table.layered);
         }
-        Some(seats)
+        Some(placements)
     }
 
     /// Smallest number of devices for a range if no device may be busier than `limit`.
@@ -310,7 +310,7 @@ impl PlacementQuery<'_> {
         if to + 1 < self.places.len() {
             message((last + 1 < self.devices).then_some(last + 1), run.out_bytes, false);
         }
-        if self.levels.len() == 1 || measure == Measure::Likely {
+        if self.levels.len() == 1 || measure == Measure::Estimate {
             return StageLoad::of(&self.asked, self.levels, &stage, &messages);
         }
         // The link level of a message is uncertain, so it is not added to other traffic of that level.

@@ -16,7 +16,7 @@ use crate::partition::search::simulate_candidate::Played;
 use crate::plan::check::verify;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
 use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
-use crate::profile::shared::SharedCosts;
+use crate::profile::shared::TensorParallelCosts;
 use serde_json::json;
 use std::cmp::Ordering;
 
@@ -29,8 +29,8 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             planned.push(found);
             Ok(())
         }
-        Err(error) if infeasible::is_of_memory(&error) => {
-            missing = Some(infeasible::nearer(missing.take(), error));
+        Err(error) if infeasible::is_infeasible(&error) => {
+            missing = Some(infeasible::smaller_need(missing.take(), error));
             Ok(())
         }
         Err(error @ PlanError::Unsound(_)) => Err(error),
@@ -41,7 +41,7 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         }
     };
     if !problem.constraints.tensor {
-        took(evenly(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
+        took(best_also_with_equal_replicas(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
     }
     for costs in &problem.shared {
         if let Some(asked) = asked(problem, costs) {
@@ -73,10 +73,11 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
 
 /// The best plan, also among plans with equal replicas in all stages. With flushes the closed form underestimates the
 /// cost of unequal replicas, so an equal plan may be faster in simulation.
-fn evenly(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+fn best_also_with_equal_replicas(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let free = plan(problem, options);
     let constraints = &problem.constraints;
-    let is_free = constraints.replicas.is_none() && constraints.cut_after.is_none() && !constraints.are_placed();
+    let is_free =
+        constraints.replicas.is_none() && constraints.cut_after.is_none() && !constraints.require_pipec_cost();
     let may_differ = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous() && problem.chunks == 1;
     if !is_free || !may_differ || options.partitioner != Partitioner::Pipec {
         return free;
@@ -118,7 +119,7 @@ fn order(objective: Objective, left: &Plan, right: &Plan) -> Ordering {
 }
 
 /// The problem over groups; `None` if the degree does not divide the innermost level.
-fn asked(problem: &Problem, costs: &SharedCosts) -> Option<Problem> {
+fn asked(problem: &Problem, costs: &TensorParallelCosts) -> Option<Problem> {
     let degree = costs.devices;
     let mut levels = groups::seen(&problem.cluster.levels, degree);
     let first = levels.first_mut().filter(|level| level.count.is_multiple_of(degree))?;
@@ -133,7 +134,7 @@ fn asked(problem: &Problem, costs: &SharedCosts) -> Option<Problem> {
 
 fn of_groups(
     problem: &Problem,
-    costs: &SharedCosts,
+    costs: &TensorParallelCosts,
     asked: &Problem,
     options: &PlannerOptions<'_>,
 ) -> Result<Planned, PlanError> {
@@ -144,7 +145,7 @@ fn of_groups(
         }
     });
     let of_groups = PlannerOptions { efficiency: efficiency.as_ref().map(|own| own as _), ..*options };
-    let mut planned = evenly(asked, &of_groups)?;
+    let mut planned = best_also_with_equal_replicas(asked, &of_groups)?;
     let plan = &mut planned.plan;
     plan.cluster.levels = problem.cluster.levels.clone();
     plan.cluster.devices = problem.cluster.devices();
@@ -166,7 +167,7 @@ fn whole(stage: &Stage, degree: u32) -> Stage {
     Stage { devices: stage.devices.iter().flat_map(all).collect(), tensor_degree: Some(degree), ..stage.clone() }
 }
 
-fn sharing(problem: &Problem, costs: &SharedCosts, stage: &Stage) -> TensorParallelCost {
+fn sharing(problem: &Problem, costs: &TensorParallelCosts, stage: &Stage) -> TensorParallelCost {
     let sum = |us: &dyn Fn(usize) -> f64| stage.op_ids().map(|op| us(op as usize)).sum::<f64>();
     let ops = &problem.graph.ops;
     TensorParallelCost {

@@ -12,7 +12,7 @@ use crate::pass::gradient_accumulation::root;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// The input-gradient and weight-gradient parts of a backward.
-pub struct Halves {
+pub struct BackwardHalves {
     pub second: HashSet<NodeId>,
     /// Values that the first part computes for the second.
     pub between: HashSet<Value>,
@@ -20,7 +20,7 @@ pub struct Halves {
     pub bytes: [Vec<u64>; 2],
 }
 
-impl Halves {
+impl BackwardHalves {
     /// Moves the second part to the end of an execution order.
     pub fn in_order(&self, order: &[NodeId]) -> Vec<NodeId> {
         let (second, first): (Vec<NodeId>, Vec<NodeId>) = order.iter().partition(|id| self.second.contains(id));
@@ -30,7 +30,7 @@ impl Halves {
 
 /// Splits a backward. `leaders` gives each op's stage representative: the op itself if it depends on data. Gradients
 /// flow only to those.
-pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
+pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> BackwardHalves {
     let backward = &made.graph;
     let order = order::canonical(backward);
     let owners = owners(backward, &order);
@@ -41,7 +41,8 @@ pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
         made != read && read.is_some_and(|read| leaders[read] == Some(read)) && !is_source(backward, value.node)
     };
     // Gradients that leave the stage also belong to the first part.
-    let leaves = made.makes.iter().zip(&backward.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
+    let leaves =
+        made.output_roles.iter().zip(&backward.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
     let mut queue: Vec<NodeId> = leaves.map(|(_, output)| output.value.node).collect();
     for &id in &order {
         queue.extend(backward.inputs(id).iter().filter(|value| flows(value, id)).map(|value| value.node));
@@ -78,7 +79,7 @@ pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
         let size = backward.fact(value).bytes().unwrap_or(u64::MAX);
         bytes[kind][op] = bytes[kind][op].saturating_add(size);
     }
-    Halves { second, between, bytes }
+    BackwardHalves { second, between, bytes }
 }
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {

@@ -138,17 +138,17 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         } else {
             0.0
         };
-        let dealt = (m / r).ceil().max(1.0);
+        let items_per_replica = (m / r).ceil().max(1.0);
         let times = match kind {
-            ScheduleKind::TwoBw => dealt,
+            ScheduleKind::TwoBw => items_per_replica,
             _ if never_flushed => 1.0 / r,
-            _ => dealt - 1.0,
+            _ => items_per_replica - 1.0,
         };
         let rings_an_item = match kind {
             ScheduleKind::TwoBw => 1.0 / m,
             _ => per_item / r,
         };
-        let all = if never_flushed { times } else { dealt };
+        let all = if never_flushed { times } else { items_per_replica };
         loads.push((times * compute[at], all * compute[at], format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], all * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;

@@ -34,10 +34,10 @@ const SHARE: f64 = 1e-9;
 pub fn figures(plan: &Plan) -> Vec<PlanFault> {
     let mut faults = Vec::new();
     match plan.cost {
-        CostModel::Hybrid => paced(plan, f64::from(plan.schedule.microbatches), &mut faults),
+        CostModel::Hybrid => check_instance_rate(plan, f64::from(plan.schedule.microbatches), &mut faults),
         CostModel::Load => {
             load(plan, &mut faults);
-            paced(plan, 1.0, &mut faults);
+            check_instance_rate(plan, 1.0, &mut faults);
         }
         CostModel::Pipec | CostModel::Paper | CostModel::Pipedream => {
             verify::schedule(plan, &mut faults);
@@ -191,10 +191,10 @@ fn step(plan: &Plan, faults: &mut Vec<PlanFault>) {
     };
     let samples = plan.schedule.micro_batch as f64 * m;
     let rate = if following > 0.0 { samples * 1e6 / following } else { 0.0 };
-    differing("step_us", predicted.step_us, step, faults);
-    differing("throughput_per_s", predicted.throughput_per_s, rate, faults);
+    check_equal("step_us", predicted.step_us, step, faults);
+    check_equal("throughput_per_s", predicted.throughput_per_s, rate, faults);
     let bubble = match (is_whole, kind.is_continuous()) {
-        (true, false) => waiting(plan),
+        (true, false) => bubble_fraction(plan),
         (true, true) => 0.0,
         (false, _) => fill / (m + fill),
     };
@@ -205,11 +205,11 @@ fn step(plan: &Plan, faults: &mut Vec<PlanFault>) {
 }
 
 /// Fraction of a flushed step in which the busiest devices do not compute.
-fn waiting(plan: &Plan) -> f64 {
+fn bubble_fraction(plan: &Plan) -> f64 {
     let mut work: BTreeMap<&[u32], f64> = BTreeMap::new();
     for stage in &plan.stages {
-        let dealt = plan.schedule.microbatches.div_ceil(stage.replicas.max(1)).max(1);
-        *work.entry(&stage.devices).or_default() += (stage.fwd_us + stage.bwd_us) * f64::from(dealt);
+        let items_per_replica = plan.schedule.microbatches.div_ceil(stage.replicas.max(1)).max(1);
+        *work.entry(&stage.devices).or_default() += (stage.fwd_us + stage.bwd_us) * f64::from(items_per_replica);
     }
     let most = work.into_values().fold(0.0, f64::max).min(plan.predicted.by_equations_us());
     match plan.predicted.minibatch_us {
@@ -237,15 +237,15 @@ fn load(plan: &Plan, faults: &mut Vec<PlanFault>) {
 }
 
 /// Checks step and throughput of an instance whose objective is the time per sample.
-fn paced(plan: &Plan, samples: f64, faults: &mut Vec<PlanFault>) {
+fn check_instance_rate(plan: &Plan, samples: f64, faults: &mut Vec<PlanFault>) {
     let predicted = &plan.predicted;
     let us = predicted.minibatch_us;
     let rate = if us > 0.0 { 1e6 / us } else { 0.0 };
-    differing("step_us", predicted.step_us, us * samples, faults);
-    differing("throughput_per_s", predicted.throughput_per_s, rate, faults);
+    check_equal("step_us", predicted.step_us, us * samples, faults);
+    check_equal("throughput_per_s", predicted.throughput_per_s, rate, faults);
 }
 
-fn differing(name: &str, said: f64, found: f64, faults: &mut Vec<PlanFault>) {
+fn check_equal(name: &str, said: f64, found: f64, faults: &mut Vec<PlanFault>) {
     if verify::differs(said, found) {
         let (what, found) = (format!("predicted.{name}"), format!("{found} by its own minibatch"));
         faults.push(PlanFault::Figure { what, said: said.to_string(), found });

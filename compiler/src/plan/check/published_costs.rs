@@ -8,7 +8,7 @@ use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::OpId;
 
-struct Clock<'a> {
+struct NestedTime<'a> {
     problem: &'a Problem,
     cluster: Cluster,
     stages: &'a [Stage],
@@ -32,11 +32,11 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec
             return (0.0, String::new());
         }
     };
-    let mut clock = Clock { problem, cluster, stages: &plan.stages, stage_of, faults };
+    let mut clock = NestedTime { problem, cluster, stages: &plan.stages, stage_of, faults };
     clock.span(depth - 1, 0, plan.stages.len())
 }
 
-impl Clock<'_> {
+impl NestedTime<'_> {
     /// Time of the stages [from, to), which fill one unit of the level above `level`, and its bottleneck.
     fn span(&mut self, level: usize, from: usize, to: usize) -> (f64, String) {
         let mut worst = (0.0, String::new());

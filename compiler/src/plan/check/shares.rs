@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 /// Unsharded bytes of a stage: `summed` has one gradient sum per parameter, `terms` one per use, `shared` those of tied
 /// weights. `largest` is the most of any op, with its weights if these are gathered at the same time. `state` is
 /// optimizer bytes per byte.
-pub struct Of {
+pub struct UnshardedBytes {
     pub weights: u64,
     pub summed: u64,
     pub masters: u64,
@@ -44,7 +44,7 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFau
 }
 
 /// Bytes of one weight version per replica.
-pub fn kept(stage: &Stage, of: &Of) -> u64 {
+pub fn kept(stage: &Stage, of: &UnshardedBytes) -> u64 {
     if stage.zero < 3 {
         return of.weights;
     }
@@ -69,7 +69,7 @@ pub fn late(plan: &Plan, stage: usize) -> u64 {
 }
 
 /// Bytes of gradients and optimizer state per replica, with the given number of weight versions.
-pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, u64) {
+pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &UnshardedBytes) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
     let own = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 || stage.zero == 0 {
@@ -88,7 +88,7 @@ pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, 
     };
     // With several versions, the next round's sums start before the previous round is stepped; under 2BW the replica
     // does this too.
-    let of_others = match stage.zero {
+    let shard_bytes = match stage.zero {
         1 if kind == ScheduleKind::TwoBw => {
             let free = if of.masters == 0 { of.weights.min(of.terms) } else { 0 };
             of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared).saturating_sub(free)
@@ -97,7 +97,7 @@ pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, 
         _ => part(of.terms, of.shared),
     };
     // From ZeRO 2, a replica holds the gradients of the running op, or during their all-reduce those of tied weights.
-    let of_its_own = if stage.zero == 1 { own } else { of.largest.max(of.shared) };
+    let unsharded_bytes = if stage.zero == 1 { own } else { of.largest.max(of.shared) };
     let stepped = state(part(of.summed, of.shared), part(of.masters, of.shared.min(of.masters)));
-    (of_its_own.saturating_add(of_others), stepped)
+    (unsharded_bytes.saturating_add(shard_bytes), stepped)
 }

@@ -11,7 +11,7 @@ use crate::plan::buckets::buckets;
 use crate::plan::check::error::PlanFault;
 use crate::plan::groups;
 use crate::plan::in_flight;
-use crate::plan::in_flight::Lanes;
+use crate::plan::in_flight::StageInFlight;
 use crate::plan::links::Wire;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
@@ -33,7 +33,7 @@ pub const TOLERANCE: f64 = 1e-9;
 /// Checks `plan` as a solution of `problem`. Returns all faults found.
 pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
     let mut faults = Vec::new();
-    let alone = problem;
+    let unsharded = problem;
     let problem = &*shared(problem, plan, &mut faults);
     let stage_of = coverage(&problem.graph, plan, &mut faults);
     devices(&problem.cluster, plan, &mut faults);
@@ -42,7 +42,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> 
     if !faults.is_empty() {
         return Err(faults);
     }
-    sharing(alone, plan, &stage_of, &mut faults);
+    sharing(unsharded, plan, &stage_of, &mut faults);
     edges(&problem.graph, plan, &stage_of, &mut faults);
     let memory = memory(problem, plan, &stage_of);
     for (at, (stage, found)) in plan.stages.iter().zip(&memory).enumerate() {
@@ -65,7 +65,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> 
     if let Some((link, us)) = counted.as_ref().and_then(|traffic| traffic.binding.as_ref()) {
         if *us > minibatch_us {
             minibatch_us = *us;
-            bottleneck = link_told(link);
+            bottleneck = describe_link(link);
         }
         let said_us = plan.predicted.by_equations_us();
         if *us > said_us * (1.0 + TOLERANCE) {
@@ -89,7 +89,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> 
 
 /// Recomputes time and memory of any stages, such as a user's. The plan's stated values, edges and memory limits are
 /// ignored.
-pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
+pub fn evaluate(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let problem = &*shared(problem, plan, &mut faults);
     let stage_of = coverage(&problem.graph, plan, &mut faults);
@@ -104,7 +104,7 @@ pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<PlanFault>>
         counted.as_ref().and_then(|traffic| traffic.binding.as_ref()).filter(|(_, us)| *us > minibatch_us)
     {
         minibatch_us = *us;
-        bottleneck = link_told(link);
+        bottleneck = describe_link(link);
     }
     let busiest_link = counted.map(|traffic| traffic.busiest);
     let memory = memory(problem, plan, &stage_of);
@@ -121,7 +121,7 @@ fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Pla
     }
 }
 
-fn link_told(link: &BusiestLink) -> String {
+fn describe_link(link: &BusiestLink) -> String {
     format!("the link of unit {} on {}", link.unit, link.level.escape_debug())
 }
 
@@ -230,11 +230,12 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
     Cow::Owned(Problem { graph: costs.graph.clone(), ..problem.clone() })
 }
 
-fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
-    let costs = alone.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
+fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
+    let costs =
+        unsharded.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
     let mut found = vec![[0.0; 4]; plan.stages.len()];
     for (op, &stage) in stage_of.iter().enumerate() {
-        let (cost, meetings) = (&alone.graph.ops[op], costs.map_or([0.0; 2], |costs| costs.meetings[op]));
+        let (cost, meetings) = (&unsharded.graph.ops[op], costs.map_or([0.0; 2], |costs| costs.meetings[op]));
         let all = [cost.fwd_us, cost.bwd_us, meetings[0], meetings[1]];
         found[stage].iter_mut().zip(all).for_each(|(sum, us)| *sum += us);
     }
@@ -243,9 +244,9 @@ fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Pl
             (None, false) => continue,
             (Some(said), true) => [said.alone_fwd_us, said.alone_bwd_us, said.meeting_fwd_us, said.meeting_bwd_us],
             (said, is_shared) => {
-                let told = |is: bool| if is { "figures of sharing" } else { "none" }.to_string();
+                let describe = |is: bool| if is { "figures of sharing" } else { "none" }.to_string();
                 let what = format!("sharing of stage {at}");
-                faults.push(PlanFault::Figure { what, said: told(said.is_some()), found: told(is_shared) });
+                faults.push(PlanFault::Figure { what, said: describe(said.is_some()), found: describe(is_shared) });
                 continue;
             }
         };
@@ -277,8 +278,8 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
         ScheduleKind::RoundRobin => schedule.in_flight.clone(),
         ScheduleKind::RoundRobinVsync => {
             let lanes = plan.stages.iter().zip(&schedule.in_flight);
-            let lanes = lanes.map(|(stage, &in_flight)| Lanes { replicas: stage.replicas, in_flight });
-            let first = lanes.clone().next().unwrap_or(Lanes { replicas: 1, in_flight: 1 });
+            let lanes = lanes.map(|(stage, &in_flight)| StageInFlight { replicas: stage.replicas, in_flight });
+            let first = lanes.clone().next().unwrap_or(StageInFlight { replicas: 1, in_flight: 1 });
             lanes.map(|own| in_flight::synced(own.replicas, first)).collect()
         }
         ScheduleKind::TwoBw => vec![2; plan.stages.len()],
@@ -325,11 +326,11 @@ fn apart(plan: &Plan) -> Option<String> {
 pub fn edge_bytes(plan: &Plan, found: &BTreeMap<(u32, u32), u64>, faults: &mut Vec<PlanFault>) {
     let said: BTreeMap<(u32, u32), u64> =
         plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
-    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
+    let describe = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
     for key in found.keys().chain(said.keys().filter(|key| !found.contains_key(key))) {
         let [left, right] = [&said, found].map(|edges| edges.get(key));
         if left != right {
-            faults.push(PlanFault::Edge { from: key.0, to: key.1, said: told(left), found: told(right) });
+            faults.push(PlanFault::Edge { from: key.0, to: key.1, said: describe(left), found: describe(right) });
         }
     }
 }
@@ -385,13 +386,13 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
-    let mut put_by = vec![0u64; plan.stages.len()];
+    let mut batched_grad_bytes = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
     let mut summed = vec![0u64; plan.stages.len()];
     let mut masters = vec![0u64; plan.stages.len()];
     let mut sent = vec![0u64; plan.stages.len()];
     let mut only_sent = vec![0u64; plan.stages.len()];
-    let mut halves = vec![0u64; plan.stages.len()];
+    let mut pending_grad_bytes = vec![0u64; plan.stages.len()];
     let mut forward_us = vec![0.0; plan.stages.len()];
     // For each op: read within its stage, and read at all.
     let mut stays = vec![false; graph.ops.len()];
@@ -441,7 +442,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
         let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
         let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
-        put_by[stage] += if is_joint { op.joint_bytes } else { 0 };
+        batched_grad_bytes[stage] += if is_joint { op.joint_bytes } else { 0 };
         let is_split = plan.schedule.apart.get(stage).is_some_and(|&apart| apart > 0) && received[stage] > 0;
         let live = if is_split { op.live.split } else { op.live.whole };
         workspace[stage] = workspace[stage].max(scratch + live[ends[op.id as usize]]);
@@ -449,7 +450,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     }
     for (at, (op, &stage)) in graph.ops.iter().zip(stage_of).enumerate() {
         let comes_as_it_is = is_read[at] && !stays[at];
-        halves[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
+        pending_grad_bytes[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
     }
     let trains = plan.schedule.kind != ScheduleKind::Inference;
     let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
@@ -461,7 +462,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let (terms, shared) = (terms[stage], shared[stage]);
         let (summed, masters) = (summed[stage], masters[stage]);
         let largest = if plan.stages[stage].zero < 3 { largest[stage] } else { needed[stage] };
-        let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
+        let of =
+            shares::UnshardedBytes { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
         let held = || shares::held(&plan.stages[stage], plan.schedule.weight_versions[stage], plan.schedule.kind, &of);
         let (gradients, optimizer) = if trains { held() } else { (0, 0) };
         let gradients = gradients.saturating_add(shared.saturating_mul(shares::late(plan, stage)));
@@ -485,7 +487,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             0 => 0,
             _ => {
                 // Without inputs there is no input-gradient pass: the whole backward is the weight-gradient pass.
-                let own = if received[stage] > 0 { halves[stage].saturating_mul(apart) } else { 0 };
+                let own = if received[stage] > 0 { pending_grad_bytes[stage].saturating_mul(apart) } else { 0 };
                 own.saturating_add(sent[stage].saturating_mul(apart - 1))
             }
         };
@@ -499,7 +501,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
             false => received[stage],
         };
-        let workspace = workspace[stage].saturating_add(put_by[stage]);
+        let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
         let sum = [versions, gradients, optimizer, activations, between, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }

@@ -44,21 +44,21 @@ struct Place {
 }
 
 /// An edge of the stage: its items, and the outgoing gradient buffers that a Send holds.
-struct Side {
+struct EdgeState {
     edge: EdgeId,
-    items: DenseMap<Passage>,
+    items: DenseMap<EdgeTransfer>,
     sending: u32,
 }
 
 /// Posted transfers of one item over one edge; `is_here` if received data is not used yet.
 #[derive(Default)]
-struct Passage {
+struct EdgeTransfer {
     activation: bool,
     gradient: bool,
     is_here: bool,
 }
 
-impl Passage {
+impl EdgeTransfer {
     /// Marks the transfer as posted; false if it was posted before.
     fn post(&mut self, kind: Payload) -> bool {
         let posted = match kind {
@@ -85,8 +85,8 @@ pub struct CheckState {
     zero: u32,
     recomputes: bool,
     /// Edges of incoming activations, and of outgoing activations.
-    incoming: Vec<Side>,
-    outgoing: Vec<Side>,
+    incoming: Vec<EdgeState>,
+    outgoing: Vec<EdgeState>,
     loaded: DenseMap<()>,
     flights: DenseMap<Flight>,
     last_forward: Option<MicrobatchId>,
@@ -116,7 +116,7 @@ impl CheckState {
         let edges = |mine: fn(&(StageId, StageId)) -> StageId| {
             let numbered = (0..).map(EdgeId).zip(&program.edges);
             let mine = numbered.filter(|(_, ends)| mine(ends) == stage);
-            mine.map(|(edge, _)| Side { edge, items: DenseMap::new(limit), sending: 0 }).collect()
+            mine.map(|(edge, _)| EdgeState { edge, items: DenseMap::new(limit), sending: 0 }).collect()
         };
         Self {
             stage,
@@ -180,7 +180,7 @@ impl CheckState {
         if version != expected {
             return Err(Fault::WrongVersion { found: version, rule: expected });
         }
-        self.has_whole(version)?;
+        self.check_gathered(version)?;
         if self.slots.get(slot.0).is_some_and(|place| place.item.is_some() || place.sends > 0) {
             return Err(Fault::SlotTaken(slot));
         }
@@ -323,7 +323,7 @@ impl CheckState {
         if self.side(edge)?.items.entry(item.0).post(kind) { Ok(()) } else { Err(Fault::Again(item)) }
     }
 
-    fn side(&mut self, edge: EdgeId) -> Result<&mut Side, Fault> {
+    fn side(&mut self, edge: EdgeId) -> Result<&mut EdgeState, Fault> {
         let mut sides = self.incoming.iter_mut().chain(&mut self.outgoing);
         sides.find(|side| side.edge == edge).ok_or(Fault::NotMine)
     }
@@ -396,11 +396,11 @@ impl CheckState {
         if self.zero >= 3 && rule.schedule.flushes() && version.0 < self.closed {
             return Err(Fault::NoVersion(version));
         }
-        self.has_whole(version)
+        self.check_gathered(version)
     }
 
     /// Checks that a version exists and is fully gathered.
-    pub fn has_whole(&self, version: Version) -> Result<(), Fault> {
+    pub fn check_gathered(&self, version: Version) -> Result<(), Fault> {
         if !self.versions.contains(&version) {
             return Err(Fault::NoVersion(version));
         }
@@ -488,7 +488,7 @@ impl CheckState {
             return Err(Fault::WrongCount { found: count, expected });
         }
         // A version that is partly sharded cannot be stepped from: unstepped parameters carry over unchanged.
-        self.has_whole(from)?;
+        self.check_gathered(from)?;
         if in_place {
             self.versions.remove(&from);
         }
@@ -526,7 +526,7 @@ impl CheckState {
 }
 
 /// Consumes the data that these edges delivered for the item.
-fn use_all(sides: &mut [Side], item: MicrobatchId, kind: Payload) -> Result<(), Fault> {
+fn use_all(sides: &mut [EdgeState], item: MicrobatchId, kind: Payload) -> Result<(), Fault> {
     for side in sides {
         let passage = side.items.get_mut(item.0);
         if !passage.is_some_and(|passage| std::mem::take(&mut passage.is_here)) {

@@ -101,13 +101,13 @@ fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
 
 /// Posts at both ends of a channel, and the items posted at one end only.
 #[derive(Default)]
-struct Ends {
+struct ChannelEnds {
     sends: u32,
     recvs: u32,
     unmet: VecDeque<MicrobatchId>,
 }
 
-impl Ends {
+impl ChannelEnds {
     /// Posts the next Send or Recv, which must match the item of the other end.
     fn post(&mut self, item: MicrobatchId, sends: bool) -> Result<u32, Fault> {
         let (mine, others, other) =
@@ -136,7 +136,7 @@ enum Posted {
     Meeting(Meeting),
 }
 
-struct Hands {
+struct WorkerProgress {
     at: usize,
     tokens: DenseMap<Posted>,
     ledgers: Vec<CheckState>,
@@ -146,7 +146,7 @@ struct Hands {
     is_awake: bool,
 }
 
-impl Hands {
+impl WorkerProgress {
     fn of(&mut self, stage: StageId) -> Result<&mut CheckState, Fault> {
         self.ledgers.iter_mut().find(|ledger| ledger.stage() == stage).ok_or(Fault::NotMine)
     }
@@ -156,9 +156,9 @@ struct Checker<'a> {
     program: &'a Program,
     rule: Rule,
     layout: Layout,
-    hands: Vec<Hands>,
+    hands: Vec<WorkerProgress>,
     channels: Channels,
-    ends: Vec<Ends>,
+    ends: Vec<ChannelEnds>,
     joined: HashMap<Meeting, u32>,
     /// For ZeRO 2 and 3: items whose gradients are accumulated, by stage and round.
     added: HashMap<(StageId, u32), u32>,
@@ -170,7 +170,7 @@ struct Checker<'a> {
 impl<'a> Checker<'a> {
     fn new(program: &'a Program) -> Self {
         let layout = Layout::new(&program.stages);
-        let hands = |worker: &WorkerProgram| Hands {
+        let hands = |worker: &WorkerProgram| WorkerProgress {
             at: 0,
             tokens: DenseMap::new(worker.instructions.len()),
             ledgers: program.stages_of(worker.rank).map(|stage| CheckState::new(program, stage, worker)).collect(),
@@ -237,7 +237,7 @@ impl<'a> Checker<'a> {
         let mut seen = vec![false; self.hands.len()];
         let mut worker = stuck;
         while !std::mem::replace(&mut seen[worker.index()], true) {
-            match self.owes(worker) {
+            match self.waits_for_worker(worker) {
                 Some(next) => worker = next,
                 None => break,
             }
@@ -246,7 +246,7 @@ impl<'a> Checker<'a> {
     }
 
     /// The worker that still has to post the counterpart of the blocking operation.
-    fn owes(&self, worker: WorkerId) -> Option<WorkerId> {
+    fn waits_for_worker(&self, worker: WorkerId) -> Option<WorkerId> {
         match *self.posted(worker)? {
             Posted::Send { channel, item, .. } => {
                 let Channel { to, edge, kind, .. } = self.channels.channel(channel);
@@ -406,7 +406,7 @@ impl<'a> Checker<'a> {
         // With a flush, a replica reuses the gradient shard buffer once it has gathered the round's weights.
         let has_room = |worker: WorkerId| {
             let ledgers = &self.hands[worker.index()].ledgers;
-            ledgers.iter().any(|ledger| ledger.stage() == stage && ledger.has_whole(Version(round)).is_ok())
+            ledgers.iter().any(|ledger| ledger.stage() == stage && ledger.check_gathered(Version(round)).is_ok())
         };
         let added = self.added.get(&(stage, round)).copied().unwrap_or(0);
         added >= self.rule.place(stage, item)
@@ -437,7 +437,7 @@ impl<'a> Checker<'a> {
     fn channel(&mut self, worker: WorkerId, channel: Channel) -> u32 {
         let number = self.channels.number(worker, channel);
         if number as usize == self.ends.len() {
-            self.ends.push(Ends::default());
+            self.ends.push(ChannelEnds::default());
         }
         number
     }

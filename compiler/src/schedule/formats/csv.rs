@@ -22,7 +22,7 @@ use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::equal_replicas;
 use crate::schedule::custom;
-use crate::schedule::custom::OrderOfWork;
+use crate::schedule::custom::ComputeOrder;
 use crate::schedule::semantics::{StepCount, dealt};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
@@ -157,7 +157,7 @@ impl ComputeTable {
     }
 }
 
-impl OrderOfWork for ComputeTable {
+impl ComputeOrder for ComputeTable {
     /// Replica 0's items represent those of any replica with as many: only the order counts.
     fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
         let replicas = pipeline.stages.first().map_or(1, |stage| stage.replicas.max(1));
@@ -213,7 +213,7 @@ impl FromStr for ComputeTable {
                     return Err(error("a table of at most 16777216 cells"));
                 }
                 read.push(
-                    read_cell(bare(word))
+                    read_cell(strip_quotes(word))
                         .ok_or_else(|| error("work such as 2F0, 2B0, 2I0 or 2W0, nothing, or (2F1;2B0)OVERLAP_F_B"))?,
                 );
             }
@@ -244,7 +244,7 @@ fn read_work(word: &str) -> Option<Work> {
 }
 
 /// Removes quotes and spaces around a cell.
-fn bare(word: &str) -> &str {
+fn strip_quotes(word: &str) -> &str {
     let word = word.trim();
     word.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(word).trim()
 }

@@ -116,13 +116,13 @@ impl Program {
             }
             Instruction::Wait { token } => format!("wait #{}", token.0),
             Instruction::AllReduce { stage, round, bucket, token } => {
-                format!("all-reduce {} round {round}{} #{}", stage.0, named(bucket), token.0)
+                format!("all-reduce {} round {round}{} #{}", stage.0, bucket_suffix(bucket), token.0)
             }
             Instruction::ReduceScatter { stage, round, bucket, token } => {
-                format!("reduce-scatter {} round {round}{} #{}", stage.0, named(bucket), token.0)
+                format!("reduce-scatter {} round {round}{} #{}", stage.0, bucket_suffix(bucket), token.0)
             }
             Instruction::AllGather { stage, version, bucket, token } => {
-                format!("all-gather {} v{}{} #{}", stage.0, version.0, named(bucket), token.0)
+                format!("all-gather {} v{}{} #{}", stage.0, version.0, bucket_suffix(bucket), token.0)
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 let arrow = if in_place { "=>" } else { ">" };
@@ -135,7 +135,7 @@ impl Program {
 }
 
 /// The bucket of a collective; bucket 0 is omitted.
-fn named(bucket: u32) -> String {
+fn bucket_suffix(bucket: u32) -> String {
     if bucket == 0 { String::new() } else { format!(" bucket {bucket}") }
 }
 

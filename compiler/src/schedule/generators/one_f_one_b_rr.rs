@@ -32,7 +32,7 @@ fn generate(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result
 mod tests {
     use super::*;
     use crate::plan::StageId;
-    use crate::plan::in_flight::{Lanes, synced};
+    use crate::plan::in_flight::{StageInFlight, synced};
     use crate::schedule::check::verify::check;
     use crate::schedule::{Instruction, published_caps};
 
@@ -69,7 +69,7 @@ mod tests {
             let replicas: Vec<u32> = (0..2 + below(3)).map(|_| equal.unwrap_or(1 + below(5))).collect();
             let extra = below(3);
             let caps: Vec<u32> = published_caps(&replicas).iter().map(|cap| cap + extra).collect();
-            let first = Lanes { replicas: replicas[0], in_flight: caps[0] };
+            let first = StageInFlight { replicas: replicas[0], in_flight: caps[0] };
             let pipeline = Pipeline::balanced(&replicas, 2.0).with_caps(&caps);
             let program = one_f_one_b_rr_vsync(&pipeline, StepCount::minibatches(120)).unwrap();
             check(&program).unwrap();

@@ -29,14 +29,14 @@ pub fn zbv(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleErr
 }
 
 /// One direction of the V on a rank, and the next item of each phase.
-struct Way {
+struct VDirection {
     stage: StageId,
     forward: u32,
     input: u32,
     weight: u32,
 }
 
-impl Way {
+impl VDirection {
     fn forward(&mut self) -> Work {
         self.forward += 1;
         Work { stage: self.stage, item: MicrobatchId(self.forward - 1), part: Phase::Forward }
@@ -56,7 +56,7 @@ impl Way {
 fn row(p: u32, rank: RankId, items: u32) -> Vec<Work> {
     let all = items.max(2 * p - 1);
     let r = rank.0;
-    let way = |stage: u32| Way { stage: StageId(stage), forward: 0, input: 0, weight: 0 };
+    let way = |stage: u32| VDirection { stage: StageId(stage), forward: 0, input: 0, weight: 0 };
     let (mut down, mut up) = (way(r), way(2 * p - 1 - r));
     let mut row: Vec<Work> = (0..2 * (p - r) - 1).map(|_| down.forward()).collect();
     for _ in 0..r {

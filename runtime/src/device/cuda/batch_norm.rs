@@ -1,6 +1,6 @@
 //! Batch normalisation: one block per channel.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
@@ -19,7 +19,7 @@ fn members(x: &TensorLayout, lines: &str) -> String {
 pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
     let kind = held(accumulator(x.dtype));
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
         draft.reads(name, x.dtype, At::input(i));
     }
@@ -46,7 +46,7 @@ pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<LaunchPlan> {
 pub fn grad(x: &TensorLayout) -> Option<LaunchPlan> {
     let (channels, count) = (x.shape[1], x.len() / x.shape[1]);
     let kind = held(accumulator(x.dtype));
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
         draft.reads(name, x.dtype, At::input(i));
     }

@@ -2,7 +2,7 @@
 //!
 //! Supports every window, group count and element type. If cuDNN is found, convolutions use it instead.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::recipe::{At, LaunchPlan};
 use super::windows::{close, element, flat, seeing, seen, split};
@@ -39,7 +39,7 @@ fn volume(sizes: &[usize]) -> usize {
 pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &w.shape, y: &y.shape };
     let kind = held(accumulator(y.dtype));
-    let mut draft = Draft::new(s.reach());
+    let mut draft = KernelBuilder::new(s.reach());
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("w", w.dtype, At::input(1));
     draft.writes("y", y.dtype, At::output(0));
@@ -72,7 +72,7 @@ pub fn forward(window: &Window, x: &TensorLayout, w: &TensorLayout, y: &TensorLa
 pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &dx.shape, w: &w.shape, y: &dy.shape };
     let kind = held(accumulator(dx.dtype));
-    let mut draft = Draft::new(s.reach());
+    let mut draft = KernelBuilder::new(s.reach());
     draft.reads("dy", dy.dtype, At::input(0));
     draft.reads("w", w.dtype, At::input(1));
     draft.writes("dx", dx.dtype, At::output(0));
@@ -105,7 +105,7 @@ pub fn input_grad(window: &Window, dy: &TensorLayout, w: &TensorLayout, dx: &Ten
 pub fn weight_grad(window: &Window, dy: &TensorLayout, x: &TensorLayout, dw: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { x: &x.shape, w: &dw.shape, y: &dy.shape };
     let kind = held(accumulator(dw.dtype));
-    let mut draft = Draft::new(s.reach());
+    let mut draft = KernelBuilder::new(s.reach());
     draft.reads("dy", dy.dtype, At::input(0));
     draft.reads("x", x.dtype, At::input(1));
     draft.writes("dw", dw.dtype, At::output(0));

@@ -1,6 +1,6 @@
 //! Mean cross-entropy and its gradient: one block per target, then one for the mean.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::recipe::{At, Base, Launch, LaunchPlan};
 use super::softmax::most_and_total;
@@ -18,7 +18,7 @@ fn counts(ignore: Option<i64>) -> String {
 
 /// One block that counts targets. A label outside the classes sets the fault cell; the first one wins.
 fn count(target: &TensorLayout, input: usize, classes: usize, ignore: Option<i64>, to: At) -> Launch {
-    let mut draft = Draft::new(target.len());
+    let mut draft = KernelBuilder::new(target.len());
     draft.reads("target", target.dtype, At::input(input));
     draft.writes("count", compiler::tensor::DType::U64, to);
     draft.faults(At { base: Base::Fault, offset: 0 });
@@ -46,7 +46,7 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     let counted = recipe.take(8);
     let losses = recipe.take(target.len() * sums.size());
     recipe.launches.push(count(target, 1, size, op.ignore, counted));
-    let mut draft = Draft::new(logits.len());
+    let mut draft = KernelBuilder::new(logits.len());
     draft.reads("x", logits.dtype, At::input(0));
     draft.reads("target", target.dtype, At::input(1));
     draft.writes("lse", logits.dtype, At::output(1));
@@ -63,7 +63,7 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
         load(logits.dtype, &format!("x[from + (at)t * (at){inner}]"))
     );
     recipe.launches.push(draft.block_each(target.len(), size, &lines));
-    let mut draft = Draft::new(target.len());
+    let mut draft = KernelBuilder::new(target.len());
     draft.reads("losses", sums, losses);
     draft.reads("count", compiler::tensor::DType::U64, counted);
     draft.writes("loss", logits.dtype, At::output(0));
@@ -88,7 +88,7 @@ pub fn grad(
     let mut recipe = LaunchPlan::default();
     let counted = recipe.take(8);
     recipe.launches.push(count(target, 2, size, op.ignore, counted));
-    let mut draft = Draft::new(logits.len());
+    let mut draft = KernelBuilder::new(logits.len());
     draft.reads("dloss", dloss.dtype, At::input(0));
     draft.reads("x", logits.dtype, At::input(1));
     draft.reads("target", target.dtype, At::input(2));

@@ -15,17 +15,17 @@ const MOST_BLOCKS: usize = 16384;
 const NARROW: usize = 1 << 31;
 
 #[derive(Default)]
-pub struct Draft {
+pub struct KernelBuilder {
     parameters: Vec<String>,
     arguments: Vec<At>,
     body: String,
     is_wide: bool,
 }
 
-impl Draft {
-    /// `reach` is the largest element count indexed in any operand.
-    pub fn new(reach: usize) -> Draft {
-        Draft { is_wide: reach >= NARROW, ..Draft::default() }
+impl KernelBuilder {
+    /// `max_elements` is the largest element count indexed in any operand.
+    pub fn new(max_elements: usize) -> KernelBuilder {
+        KernelBuilder { is_wide: max_elements >= NARROW, ..KernelBuilder::default() }
     }
 
     /// Adds a pointer parameter to read.

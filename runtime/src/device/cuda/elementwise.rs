@@ -1,6 +1,6 @@
 //! Elementwise ops, one thread per element. Each op is an expression over its operands, so chains could be fused.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{cast, held, load, store};
 use super::offsets::{Walk, offsets};
 use super::recipe::{At, LaunchPlan};
@@ -78,7 +78,7 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> String {
 
 /// An elementwise op with its operands broadcast to the output.
 pub fn kernel(op: &Op, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut draft = Draft::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
+    let mut draft = KernelBuilder::new(inputs.iter().map(TensorLayout::len).chain([y.len()]).max().unwrap_or(0));
     let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &y.shape)).collect();
     let (lines, places) = offsets("d", "i", &y.shape, &walks);
     let dtypes: Vec<DType> = inputs.iter().map(|x| x.dtype).collect();

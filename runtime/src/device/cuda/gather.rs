@@ -3,7 +3,7 @@
 //! Slices with the same target are combined in index order without atomics. Each target stores the first index that
 //! names it, and each index the next one with the same target; one thread per element follows this list.
 
-use super::draft::{Draft, threads_for};
+use super::draft::{KernelBuilder, threads_for};
 use super::element::{accumulator, bits, held, load, store};
 use super::recipe::{At, Base, Launch, LaunchPlan};
 use crate::device::layout::TensorLayout;
@@ -45,7 +45,7 @@ impl Rows<'_> {
 /// One block that sets the fault cell for the first index out of range.
 fn check(rows: Rows<'_>, input: usize) -> Launch {
     let Rows { indices, size, .. } = rows;
-    let mut draft = Draft::new(indices.len().max(rows.count()));
+    let mut draft = KernelBuilder::new(indices.len().max(rows.count()));
     draft.reads("indices", indices.dtype, At::input(input));
     draft.faults(At { base: Base::Fault, offset: 0 });
     let lines = format!(
@@ -63,7 +63,7 @@ pub fn gather(op: &Gather, x: &TensorLayout, indices: &TensorLayout, y: &TensorL
     let (size, run) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: 1 };
     let dtype = bits(x.dtype);
-    let mut draft = Draft::new(x.len().max(y.len()));
+    let mut draft = KernelBuilder::new(x.len().max(y.len()));
     draft.reads("x", dtype, At::input(0));
     draft.reads("indices", indices.dtype, At::input(1));
     draft.writes("y", dtype, At::output(0));
@@ -87,7 +87,7 @@ pub fn batch_gather(
     let (size, run) = (x.shape[op.batch], x.shape[op.batch + 1..].iter().product::<usize>());
     let rows = Rows { indices, size, examples: x.shape[..op.batch].iter().product() };
     let dtype = bits(x.dtype);
-    let mut draft = Draft::new(x.len().max(y.len()));
+    let mut draft = KernelBuilder::new(x.len().max(y.len()));
     draft.reads("x", dtype, At::input(0));
     draft.reads("indices", indices.dtype, At::input(1));
     draft.writes("y", dtype, At::output(0));
@@ -103,10 +103,10 @@ pub fn batch_gather(
 fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
     let (indices, size) = (rows.indices, rows.count());
     let (first, next) = (recipe.take(size * 8), recipe.take(indices.len() * 8));
-    let mut draft = Draft::new(size);
+    let mut draft = KernelBuilder::new(size);
     draft.writes("first", DType::U64, first);
     recipe.launches.push(draft.each(size, "first[i] = ~0ull;"));
-    let mut draft = Draft::new(indices.len().max(size));
+    let mut draft = KernelBuilder::new(indices.len().max(size));
     draft.reads("indices", indices.dtype, At::input(1));
     draft.writes("first", DType::U64, first);
     draft.writes("next", DType::U64, next);
@@ -166,7 +166,7 @@ fn join(
         DType::Bool if kind != ScatterKind::Replace => "i64",
         d => held(d),
     };
-    let mut draft = Draft::new(updates.1.len().max(y.len()));
+    let mut draft = KernelBuilder::new(updates.1.len().max(y.len()));
     if let Some(x) = x {
         draft.reads("x", y.dtype, x);
     }

@@ -1,6 +1,6 @@
 //! Grouped matrix products: one thread per result element.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
@@ -18,7 +18,7 @@ pub fn kernel(
 ) -> Option<LaunchPlan> {
     let ([rows, k], n) = ([x.shape[0], x.shape[1]], y.shape[1]);
     let [along, across] = if op.transpose { [1, k] } else { [n, 1] };
-    let mut draft = Draft::new(x.len().max(w.len()).max(y.len()));
+    let mut draft = KernelBuilder::new(x.len().max(w.len()).max(y.len()));
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("w", w.dtype, At::input(1));
     draft.reads("ends", ends.dtype, At::input(2));
@@ -39,7 +39,7 @@ pub fn kernel(
 /// Gradient with respect to the matrices.
 pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout, c: &TensorLayout) -> Option<LaunchPlan> {
     let (rows, m, n) = (a.shape[0], a.shape[1], b.shape[1]);
-    let mut draft = Draft::new(a.len().max(b.len()).max(c.len()));
+    let mut draft = KernelBuilder::new(a.len().max(b.len()).max(c.len()));
     draft.reads("a", a.dtype, At::input(0));
     draft.reads("b", b.dtype, At::input(1));
     draft.reads("ends", ends.dtype, At::input(2));

@@ -1,7 +1,7 @@
 //! GRU and its gradient; see [`lstm`](super::lstm) for the structure. With the reset gate before the product a step
 //! takes two launches, because the candidate's product reads all units.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{held, load, store};
 use super::lstm::Sizes;
 use super::matmul::{Matrix, Product};
@@ -38,7 +38,7 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     let put = |gate: usize, value: &str| format!("gates[to + {gate} * (at){hidden}] = {};\n", store(dtype, value));
     for t in order(s.steps, op.reverse) {
         let draft = || {
-            let mut draft = Draft::new(s.batch * wide * hidden.max(4));
+            let mut draft = KernelBuilder::new(s.batch * wide * hidden.max(4));
             draft.reads("from_x", s.sums, from_x.after(t * s.kept(wide)));
             draft.reads("w", dtype, At::input(2));
             draft.reads("b_ih", dtype, At::input(3));
@@ -110,10 +110,10 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         4 * hidden
     );
     let gate = |g: usize| load(dtype, &format!("gates[from + {g} * (at){hidden}]"));
-    let reach = s.batch * wide * hidden.max(4);
+    let max_elements = s.batch * wide * hidden.max(4);
     for (n, t) in order(s.steps, !op.reverse).enumerate() {
         // Gradients at the update gate and the candidate.
-        let mut draft = Draft::new(reach);
+        let mut draft = KernelBuilder::new(max_elements);
         let so_far = match n {
             0 => {
                 draft.reads("last_dh", dtype, last_dh);
@@ -141,7 +141,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         );
         recipe.launches.push(draft.each(s.batch * hidden, &lines));
         // Gradient at the reset gate.
-        let mut draft = Draft::new(reach);
+        let mut draft = KernelBuilder::new(max_elements);
         draft.reads("w", dtype, w_hh);
         draft.reads("gates", dtype, gates.after(t * s.step(4 * hidden)));
         draft.reads("h", dtype, s.state_before(t, h0, y));
@@ -161,7 +161,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         );
         recipe.launches.push(draft.each(s.batch * hidden, &lines));
         // Gradient of the previous state.
-        let mut draft = Draft::new(reach);
+        let mut draft = KernelBuilder::new(max_elements);
         draft.reads("w", dtype, w_hh);
         draft.reads("gates", dtype, gates.after(t * s.step(4 * hidden)));
         draft.reads("da", s.sums, da.after(t * s.kept(wide)));
@@ -176,7 +176,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         );
         recipe.launches.push(draft.each(s.batch * hidden, &lines));
     }
-    let mut draft = Draft::new(reach);
+    let mut draft = KernelBuilder::new(max_elements);
     draft.reads("dh", s.sums, dh);
     draft.writes("dh0", dtype, dh0);
     recipe.launches.push(draft.each(s.batch * hidden, &format!("dh0[i] = {};", store(dtype, "dh[i]"))));

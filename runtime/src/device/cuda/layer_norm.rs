@@ -1,6 +1,6 @@
 //! Layer normalisation: one block per row. Gradients of scale and bias are sums over rows, in two passes.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::recipe::{At, LaunchPlan};
 use super::reduce::reduce;
@@ -11,7 +11,7 @@ use compiler::op::{LayerNorm, ReduceKind};
 pub fn kernel(op: &LayerNorm, x: &TensorLayout) -> Option<LaunchPlan> {
     let size: usize = x.shape[op.axis..].iter().product();
     let kind = held(accumulator(x.dtype));
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["x", "scale", "bias"].into_iter().enumerate() {
         draft.reads(name, x.dtype, At::input(i));
     }
@@ -42,7 +42,7 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let kind = held(sums);
     let mut recipe = LaunchPlan::default();
     let products = recipe.take(x.len() * sums.size());
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
         draft.reads(name, x.dtype, At::input(i));
     }

@@ -1,7 +1,7 @@
 //! LSTM and its gradient: input products cover all steps at once; each step is one launch with a thread per unit and
 //! row.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::matmul::{Matrix, Product};
 use super::movement::moved;
@@ -130,7 +130,7 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
     let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
     let [y, last_h, last_c, gates, cells] = [0, 1, 2, 3, 4].map(At::output);
     for t in order(s.steps, reverse) {
-        let mut draft = Draft::new(s.batch * s.wide.max(s.width).max(s.wide * hidden));
+        let mut draft = KernelBuilder::new(s.batch * s.wide.max(s.width).max(s.wide * hidden));
         draft.reads("from_x", s.sums, from_x.after(t * s.kept(s.wide)));
         draft.reads("w", dtype, At::input(2));
         draft.reads("b_ih", dtype, At::input(3));
@@ -185,7 +185,7 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
     let place = format!("at j = i % (at){hidden}, n = i / (at){hidden};\n");
     let mut after: Option<usize> = None;
     for t in order(s.steps, !reverse) {
-        let mut draft = Draft::new(s.batch * wide * hidden.max(s.width));
+        let mut draft = KernelBuilder::new(s.batch * wide * hidden.max(s.width));
         let (dh, dc_from) = match after {
             None => {
                 draft.reads("last_dh", dtype, last_dh);
@@ -226,7 +226,7 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
     }
     let [dx, dw_ih, dw_hh, db, dh0, dc0] = [0, 1, 2, 3, 4, 5].map(At::output);
     let first = order(s.steps, reverse).next()?;
-    let mut draft = Draft::new(s.batch * wide * hidden);
+    let mut draft = KernelBuilder::new(s.batch * wide * hidden);
     draft.reads("after", s.sums, da.after(first * s.kept(wide)));
     draft.reads("w", dtype, w_hh);
     draft.reads("dc", s.sums, dc);

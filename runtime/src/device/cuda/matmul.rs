@@ -2,7 +2,7 @@
 //!
 //! Supports every element type, stride and batch. If cuBLAS is found, large products use it instead.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
 use super::offsets::{Walk, offsets};
 use super::recipe::{At, Launch, LaunchPlan};
@@ -70,12 +70,12 @@ impl Product<'_> {
             let last: isize = walk.steps.iter().zip(self.batch).map(|(step, size)| step * (*size as isize - 1)).sum();
             last as usize + rows * matrix.steps[0] + columns * matrix.steps[1]
         };
-        let reach = [
+        let max_elements = [
             furthest(a, &self.walks[0], [self.rows, self.terms]),
             furthest(b, &self.walks[1], [self.terms, self.columns]),
             furthest(c, &self.walks[2], [self.rows, self.columns]),
         ];
-        let mut draft = Draft::new(reach.into_iter().max().unwrap_or(0));
+        let mut draft = KernelBuilder::new(max_elements.into_iter().max().unwrap_or(0));
         draft.reads("a", a.dtype, a.at);
         draft.reads("b", b.dtype, b.at);
         draft.writes("c", c.dtype, c.at);

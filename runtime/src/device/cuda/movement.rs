@@ -1,6 +1,6 @@
 //! Data movement ops: one thread per output element.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{bits, held, literal, load, store};
 use super::offsets::{Walk, offsets};
 use super::recipe::{At, Launch, LaunchPlan};
@@ -12,7 +12,7 @@ use compiler::tensor::view::strides;
 /// Copies elements of `from` at the walk's offsets to the elements of `to` in order.
 pub fn moved(from: (At, usize), to: At, y: &TensorLayout, walk: &Walk) -> Launch {
     let dtype = bits(y.dtype);
-    let mut draft = Draft::new(from.1.max(y.len()));
+    let mut draft = KernelBuilder::new(from.1.max(y.len()));
     draft.reads("x", dtype, from.0);
     draft.writes("y", dtype, to);
     let (lines, places) = offsets("d", "i", &y.shape, std::slice::from_ref(walk));
@@ -67,7 +67,7 @@ pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<
             continue;
         }
         let dtype = bits(y.dtype);
-        let mut draft = Draft::new(y.len());
+        let mut draft = KernelBuilder::new(y.len());
         draft.reads("x", dtype, At::input(k));
         draft.writes("y", dtype, At::output(0));
         let (lines, places) = offsets("d", "i", &x.shape, &[Walk { base, steps: own.steps.clone() }]);
@@ -86,7 +86,7 @@ pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
         _ => own.steps[axis] * (op.interior[axis] as isize + 1),
     };
     let steps: Vec<isize> = (0..own.steps.len()).map(step).collect();
-    let mut fill = Draft::new(y.len());
+    let mut fill = KernelBuilder::new(y.len());
     fill.writes("y", y.dtype, At::output(0));
     let value = match y.dtype.is_float() {
         true => store(y.dtype, &literal(y.dtype, op.value)),
@@ -96,7 +96,7 @@ pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     };
     let fill = fill.each(y.len(), &format!("y[i] = {value};"));
     let dtype = bits(y.dtype);
-    let mut draft = Draft::new(y.len());
+    let mut draft = KernelBuilder::new(y.len());
     draft.reads("x", dtype, At::input(0));
     draft.writes("y", dtype, At::output(0));
     let (lines, places) = offsets("d", "i", &x.shape, &[Walk { base: low, steps }]);
@@ -105,7 +105,7 @@ pub fn pad(op: &Pad, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
 }
 
 pub fn iota(op: &Iota, y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut draft = Draft::new(y.len());
+    let mut draft = KernelBuilder::new(y.len());
     draft.writes("y", y.dtype, At::output(0));
     let mut steps = vec![0; y.shape.len()];
     steps[op.axis] = 1;
@@ -118,7 +118,7 @@ pub fn iota(op: &Iota, y: &TensorLayout) -> Option<LaunchPlan> {
 
 /// Uniform random numbers by element index; see the op's definition.
 pub fn uniform(op: &Uniform, y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut draft = Draft::new(y.len());
+    let mut draft = KernelBuilder::new(y.len());
     draft.reads("counter", compiler::tensor::DType::I64, At::input(0));
     draft.writes("y", y.dtype, At::output(0));
     draft.add(&format!("u64 key = mix(mix({}ull) ^ (u64)counter[0]);", op.stream));
@@ -129,7 +129,7 @@ pub fn uniform(op: &Uniform, y: &TensorLayout) -> Option<LaunchPlan> {
 
 /// Dropout by element index; see the op's definition.
 pub fn dropout(op: &Dropout, x: &TensorLayout) -> Option<LaunchPlan> {
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("counter", compiler::tensor::DType::I64, At::input(1));
     draft.writes("y", x.dtype, At::output(0));

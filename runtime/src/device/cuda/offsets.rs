@@ -59,15 +59,15 @@ pub fn offsets(prefix: &str, index: &str, shape: &[usize], walks: &[Walk]) -> (S
             }
         }
     }
-    let told = walks.iter().zip(terms).map(|(walk, mut terms)| {
+    let expressions = walks.iter().zip(terms).map(|(walk, mut terms)| {
         if walk.base != 0 || terms.is_empty() {
             terms.push(format!("(at){}", walk.base));
         }
         // Strides may be negative: unsigned arithmetic wraps to the right offset.
         format!("({})", terms.join(" + "))
     });
-    let told = told.collect();
-    (lines, told)
+    let expressions = expressions.collect();
+    (lines, expressions)
 }
 
 fn joined(shape: &[usize], walks: &[Walk]) -> Vec<(usize, Vec<isize>)> {

@@ -1,6 +1,6 @@
 //! Ops that compare or accumulate along an axis: argmax, top-k, and cumulative sums.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{held, load, store};
 use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
@@ -26,7 +26,7 @@ fn line(shape: &[usize], axis: usize) -> (usize, usize, usize) {
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let kind = held(x.dtype);
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", DType::I64, At::output(0));
     let before = before(op.largest, x.dtype.is_float(), true);
@@ -50,7 +50,7 @@ pub fn top_k(op: &TopK, x: &TensorLayout, values: &TensorLayout) -> Option<Launc
     let (outer, size, inner) = line(&x.shape, op.axis);
     let count = values.shape[op.axis];
     let kind = held(x.dtype);
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", x.dtype, At::output(0));
     draft.writes("places", DType::I64, At::output(1));
@@ -82,7 +82,7 @@ pub fn cumulative(op: &Cumulative, x: &TensorLayout) -> Option<LaunchPlan> {
     let (outer, size, inner) = line(&x.shape, op.axis);
     let kind = held(x.dtype);
     let kind = if kind == "bool" { "i64" } else { kind };
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", x.dtype, At::output(0));
     let (start, sign) = match op.kind {
@@ -90,13 +90,13 @@ pub fn cumulative(op: &Cumulative, x: &TensorLayout) -> Option<LaunchPlan> {
         CumulativeKind::Prod => (1, "*"),
     };
     let place = if op.reverse { format!("((at){size} - 1 - k)") } else { "k".to_string() };
-    let told = if op.exclusive { "so_far" } else { "joined" };
+    let result_name = if op.exclusive { "so_far" } else { "joined" };
     let lines = format!(
         "at from = i / (at){inner} * (at){size} * (at){inner} + i % (at){inner};\n{kind} so_far = {start};\n\
          for (at k = 0; k < (at){size}; k++) {{\nat p = from + {place} * (at){inner};\n\
          {kind} joined = so_far {sign} ({kind}){};\ny[p] = {};\nso_far = joined;\n}}",
         load(x.dtype, "x[p]"),
-        store(x.dtype, told)
+        store(x.dtype, result_name)
     );
     Some(LaunchPlan::of(draft.each(outer * inner, &lines)))
 }

@@ -1,7 +1,7 @@
 //! Pooling and its gradients: one thread per result element. A gradient gathers from the windows that read its element,
 //! so no atomics are needed.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, literal, load, store};
 use super::recipe::{At, LaunchPlan};
 use super::windows::{close, flat, seeing, seen, split};
@@ -76,7 +76,7 @@ impl Shapes<'_> {
 
 pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
-    let mut draft = Draft::new(x.len().max(y.len()));
+    let mut draft = KernelBuilder::new(x.len().max(y.len()));
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", y.dtype, At::output(0));
     let body = format!("{}{}y[i] = {};", s.split(s.y, "e"), s.winner(x), store(y.dtype, "most"));
@@ -87,7 +87,7 @@ pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPla
 pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &dy.shape };
     let kind = held(accumulator(x.dtype));
-    let mut draft = Draft::new(x.len().max(dy.len()));
+    let mut draft = KernelBuilder::new(x.len().max(dy.len()));
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("dy", dy.dtype, At::input(1));
     draft.writes("dx", x.dtype, At::output(0));
@@ -106,7 +106,7 @@ pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<Lau
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
     let kind = held(accumulator(x.dtype));
-    let mut draft = Draft::new(x.len().max(y.len()));
+    let mut draft = KernelBuilder::new(x.len().max(y.len()));
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", y.dtype, At::output(0));
     let body = format!(
@@ -125,7 +125,7 @@ pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPla
 pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<LaunchPlan> {
     let s = Shapes { window: &op.window, kernel: &op.kernel, x: &dx.shape, y: &dy.shape };
     let kind = held(accumulator(dx.dtype));
-    let mut draft = Draft::new(dx.len().max(dy.len()));
+    let mut draft = KernelBuilder::new(dx.len().max(dy.len()));
     draft.reads("dy", dy.dtype, At::input(0));
     draft.writes("dx", dx.dtype, At::output(0));
     let body = format!(

@@ -1,7 +1,7 @@
 //! Reductions: one block per result if its elements are contiguous, else one thread per result. With too few results to
 //! fill a GPU, a first launch reduces parts.
 
-use super::draft::{Draft, THREADS};
+use super::draft::{KernelBuilder, THREADS};
 use super::element::{accumulator, held, load, store};
 use super::offsets::{Walk, offsets};
 use super::recipe::{At, Launch, LaunchPlan};
@@ -92,7 +92,7 @@ pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At,
     let divisor = if kind == ReduceKind::Mean && layout.dtype.is_float() { each } else { 1 };
     let outer = (outer.as_slice(), Walk { base: 0, steps: outer_steps });
     let inner = (inner.as_slice(), Walk { base: 0, steps: inner_steps });
-    let shape = Shape { outer, inner, results, each, parts, part, by_block, reach: layout.len() };
+    let shape = Shape { outer, inner, results, each, parts, part, by_block, max_elements: layout.len() };
     if parts == 1 {
         recipe.launches.push(join_parts(kind, (from, layout.dtype), y, &shape, divisor));
         return;
@@ -109,7 +109,7 @@ pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At,
         parts: 1,
         part: parts,
         by_block: parts >= 32,
-        reach: results * parts,
+        max_elements: results * parts,
     };
     recipe.launches.push(join_parts(kind, (partials, kept), y, &joined, divisor));
 }
@@ -129,13 +129,13 @@ struct Shape<'a> {
     parts: usize,
     part: usize,
     by_block: bool,
-    reach: usize,
+    max_elements: usize,
 }
 
 /// Writes every part of every result; the parts of a result are adjacent.
 fn join_parts(kind: ReduceKind, x: (At, DType), y: (At, DType), shape: &Shape<'_>, divisor: usize) -> Launch {
     let Join { held, start, of } = Join::new(kind, x.1);
-    let mut draft = Draft::new(shape.reach.max(shape.results * shape.parts));
+    let mut draft = KernelBuilder::new(shape.max_elements.max(shape.results * shape.parts));
     draft.reads("x", x.1, x.0);
     draft.writes("y", y.1, y.0);
     // The result index varies fastest, so that adjacent threads read adjacent results.

@@ -1,6 +1,6 @@
 //! Elman RNN and its gradient; see [`lstm`](super::lstm) for the structure.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{held, load, store};
 use super::lstm::Sizes;
 use super::recipe::{At, LaunchPlan};
@@ -34,7 +34,7 @@ pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
     let (y, last_h) = (At::output(0), At::output(1));
     for t in order(s.steps, op.reverse) {
-        let mut draft = Draft::new(s.batch * hidden * hidden);
+        let mut draft = KernelBuilder::new(s.batch * hidden * hidden);
         draft.reads("from_x", s.sums, from_x.after(t * s.kept(s.wide)));
         draft.reads("w", dtype, At::input(2));
         draft.reads("b_ih", dtype, At::input(3));
@@ -71,7 +71,7 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     );
     let mut after: Option<usize> = None;
     for t in order(s.steps, !op.reverse) {
-        let mut draft = Draft::new(s.batch * hidden * hidden);
+        let mut draft = KernelBuilder::new(s.batch * hidden * hidden);
         let dh = match after {
             None => {
                 draft.reads("last_dh", dtype, last_dh);
@@ -97,7 +97,7 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     }
     let [dx, dw_ih, dw_hh, db, dh0] = [0, 1, 2, 3, 4].map(At::output);
     let first = order(s.steps, op.reverse).next()?;
-    let mut draft = Draft::new(s.batch * hidden * hidden);
+    let mut draft = KernelBuilder::new(s.batch * hidden * hidden);
     draft.reads("after", s.sums, da.after(first * s.kept(hidden)));
     draft.reads("w", dtype, w_hh);
     draft.writes("dh0", dtype, dh0);

@@ -1,6 +1,6 @@
 //! Softmax and log-softmax: one block per row.
 
-use super::draft::Draft;
+use super::draft::KernelBuilder;
 use super::element::{accumulator, held, literal, load, store};
 use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
@@ -22,7 +22,7 @@ pub fn most_and_total(dtype: DType, size: usize, inner: usize) -> String {
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<LaunchPlan> {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     let kind = held(accumulator(x.dtype));
-    let mut draft = Draft::new(x.len());
+    let mut draft = KernelBuilder::new(x.len());
     draft.reads("x", x.dtype, At::input(0));
     draft.writes("y", x.dtype, At::output(0));
     let value = if logarithm { "v - most - m_log(total)" } else { "m_exp(v - most) / total" };

@@ -338,7 +338,7 @@ pub fn copy(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let source = scope.value("src")?;
     let source = scope.cast(source, fact.dtype)?;
-    let shape = symbolic_batch::open_as(scope, &fact.shape, &scope.fact(source).shape)?;
+    let shape = symbolic_batch::shape_with_batch(scope, &fact.shape, &scope.fact(source).shape)?;
     one(scope.broadcast(source, shape)?)
 }
 

@@ -5,9 +5,9 @@ use super::{Outputs, Scope, one};
 use crate::import::batched;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::gather::{count, further, scaled, steps};
+use crate::import::onnx::lower::gather::{add_offset, count, scaled, steps};
 use crate::import::onnx::lower::movement::{met, transposed};
-use crate::import::symbolic_batch::shaped;
+use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
@@ -25,8 +25,8 @@ pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let mut column = scope.fact(is).shape;
     column.push(Dim::Known(1));
     let is = scope.reshape(is, column)?;
-    let held = stopped(scope, rows)?;
-    one(scope.select(is, held, rows)?)
+    let without_gradient = stopped(scope, rows)?;
+    one(scope.select(is, without_gradient, rows)?)
 }
 
 /// `index_select`.
@@ -59,7 +59,7 @@ pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usiz
                 scaled(scope, count, &stride)?
             }
         };
-        place = further(scope, place, steps)?;
+        place = add_offset(scope, place, steps)?;
     }
     place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))
 }
@@ -74,7 +74,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     if let (Some(size), Some(own)) = (wide.get_mut(along), dims.get(along)) {
         size.clone_from(own);
     }
-    let x = shaped(scope, x, &wide)?;
+    let x = with_batch_of(scope, x, &wide)?;
     let dims = scope.fact(x).shape;
     if let Some(slices) = batched::slices(scope, &dims, index, along)? {
         return one(batched::gather(scope, x, slices, along)?);
@@ -163,7 +163,7 @@ impl Indexed {
                 [_] => index,
                 _ => steps(scope, index, &sizes[at], &volume(&sizes[at + 1..])?)?,
             };
-            place = further(scope, place, steps)?;
+            place = add_offset(scope, place, steps)?;
         }
         let place = place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))?;
         let mut flat = turned[..lead].to_vec();
@@ -205,7 +205,7 @@ pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, L
     let Some(axis) = counted(scope, index) else { return Ok(index) };
     let mut shape = scope.fact(index).shape;
     shape[axis].clone_from(size);
-    shaped(scope, index, &shape)
+    with_batch_of(scope, index, &shape)
 }
 
 /// The single axis along which a value counts `0, 1, …`; all its other axes have size 1.

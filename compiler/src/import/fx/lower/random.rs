@@ -85,7 +85,7 @@ pub fn bernoulli(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Element type and shape of the samples: from the operand if `like`, or from arguments.
-fn asked(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Vec<Dim>), LowerReason> {
+fn sample_fact(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Vec<Dim>), LowerReason> {
     let dtype = scope.dtype("dtype")?;
     match like {
         true => {
@@ -98,7 +98,7 @@ fn asked(scope: &mut Scope<'_>, like: bool, natural: DType) -> Result<(DType, Ve
 
 /// Uniform numbers in 0..1, or standard normal ones.
 pub fn drawn(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
-    let (dtype, shape) = asked(scope, like, DType::F32)?;
+    let (dtype, shape) = sample_fact(scope, like, DType::F32)?;
     one(match normal {
         true => random::normal(scope, dtype, &shape, 0.0, 1.0)?,
         false => random::uniform(scope, dtype, &shape)?,
@@ -107,7 +107,7 @@ pub fn drawn(scope: &mut Scope<'_>, like: bool, normal: bool) -> Outputs {
 
 /// Integers from `low` to `high`, exclusive.
 pub fn whole(scope: &mut Scope<'_>, like: bool) -> Outputs {
-    let (dtype, shape) = asked(scope, like, DType::I64)?;
+    let (dtype, shape) = sample_fact(scope, like, DType::I64)?;
     let (low, high) = (scope.int("low", 0)?, scope.int("high", 1)?);
     let range = random::between(scope, DType::F64, &shape, [low as f64, high as f64])?;
     let floor = scope.unary(Unary::Floor, range)?;

@@ -5,7 +5,7 @@
 use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::grid::{self, Padding, Reading};
+use crate::import::onnx::lower::grid::{self, GridSampling, Padding};
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
 use crate::op::{Concat, Gather, MatMul, Op, ReduceKind, Value};
@@ -196,7 +196,7 @@ pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
         other => return Err(LowerReason::Unsupported(format!("interpolation mode {other}"))),
     };
     let (corners, filter) = (scope.flag("align_corners", false)?, grid::filter_of(joined));
-    let reading = Reading { padding, border_first: joined != 4, corners, filter };
+    let reading = GridSampling { padding, border_first: joined != 4, corners, filter };
     one(grid::sampled(scope, x, places, &reading)?)
 }
 

@@ -8,7 +8,7 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::place;
-use crate::import::symbolic_batch::shaped;
+use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{
     Binary, Compare, Concat, Cumulative, CumulativeKind, Gather, Iota, Op, ReduceKind, Scatter, ScatterKind, Unary,
     Value,
@@ -133,7 +133,7 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
     let Indexed { perm, lead, place, mut flat } = Indexed::read(scope, &fact.shape, indices)?;
     let turned = transposed(scope, x, perm.clone())?;
     // One update per index: both have the batch axis.
-    let turned = if perm.len() == 1 { shaped(scope, turned, &scope.fact(place).shape)? } else { turned };
+    let turned = if perm.len() == 1 { with_batch_of(scope, turned, &scope.fact(place).shape)? } else { turned };
     let own = scope.fact(turned).shape;
     if perm.len() == 1 {
         flat.clone_from(&own);

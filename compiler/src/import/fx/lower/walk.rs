@@ -18,7 +18,7 @@ use crate::import::fx::program::{Program, label, names};
 use crate::import::fx::schema::{self, Argument, SymArgument};
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::walk::{Fault, Faults, LowerError, Lowered, kept};
-use crate::import::onnx::lower::{Frozen, ImportedWeights, Weight};
+use crate::import::onnx::lower::{ImportedWeights, StaticSizes, Weight};
 use crate::import::onnx::name::shown;
 use crate::import::prune::prune;
 use crate::import::symbolic_batch;
@@ -44,7 +44,7 @@ pub fn check(program: &Program) -> Result<(), LowerError> {
 }
 
 /// Lowers a program whose operators passed [`check`], for inputs of the given types and shapes.
-pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowered, LowerError> {
+pub fn lower(program: &Program, inputs: &[Fact], frozen: &StaticSizes) -> Result<Lowered, LowerError> {
     let weight = |s: &crate::import::fx::program::Source| {
         Weight::new(s.name.clone(), s.fact.clone(), s.initial.clone(), s.parameter && s.fact.dtype.is_float())
     };
@@ -83,7 +83,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
 
 struct Walk<'a> {
     program: &'a Program,
-    frozen: &'a Frozen,
+    frozen: &'a StaticSizes,
     /// Values that the caller bound to symbols of the file.
     given: Bindings,
     graph: Graph,
@@ -144,7 +144,7 @@ impl Walk<'_> {
         let program = self.program;
         let mut views = Views::default();
         for node in live(&program.graph) {
-            self.shown_anew(node, outer, &views);
+            self.recompute_stale_views(node, outer, &views);
             match self.node(node, outer).and_then(|made| self.named(node, made, outer, &mut views)) {
                 Ok(()) | Err(None) => {}
                 Err(Some(reason)) => {
@@ -157,7 +157,7 @@ impl Walk<'_> {
     }
 
     /// Recomputes stale views that a node reads.
-    fn shown_anew(&mut self, node: &schema::Node, outer: &mut Names, views: &Views<'_>) {
+    fn recompute_stale_views(&mut self, node: &schema::Node, outer: &mut Names, views: &Views<'_>) {
         for input in &node.inputs {
             for name in names(&input.arg) {
                 let mut ways = Vec::new();
@@ -339,7 +339,7 @@ impl Walk<'_> {
         let mut scope = self.scope(node, outer);
         let value = scope.read(new)?;
         let value = scope.cast(value, fact.dtype)?;
-        let shape = symbolic_batch::open_as(&scope, &fact.shape, &scope.fact(value).shape)?;
+        let shape = symbolic_batch::shape_with_batch(&scope, &fact.shape, &scope.fact(value).shape)?;
         let value = scope.broadcast(value, shape)?;
         let class = views.class_of(operand);
         if alias::reshapes_in_place(&node.target) && views.members[class].len() > 1 {

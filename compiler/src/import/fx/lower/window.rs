@@ -121,10 +121,10 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let sizes = scope.fact(x).shape;
     let mut spatial = Vec::with_capacity(axes);
     for i in 0..axes {
-        let reach = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
+        let extent = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
         let moved = sizes[2 + i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
-        spatial.push(moved.add(&reach)?.sub(&pads)?);
+        spatial.push(moved.add(&extent)?.sub(&pads)?);
     }
     let groups = groups(scope)?;
     let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, weight])?;

@@ -41,7 +41,7 @@ fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
 }
 
 /// Repeats each key or value head for the query heads that share it (grouped-query attention).
-fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, LowerReason> {
+fn repeat_kv_heads(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, LowerReason> {
     let shape = scope.fact(x).shape;
     if shape[1] == *query_heads {
         return Ok(x);
@@ -81,20 +81,20 @@ fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Valu
 }
 
 /// Upper limit of a window size.
-const FURTHEST: i64 = 1 << 40;
+const MAX_WINDOW: i64 = 1 << 40;
 
 /// The additive attention mask under construction.
-struct Sight {
+struct AttentionMask {
     dtype: DType,
     /// Number of queries and of keys.
     sizes: [Dim; 2],
     /// Sum of all masks so far.
     bias: Option<Value>,
     /// True if some query may be fully masked.
-    blind: bool,
+    may_mask_all: bool,
 }
 
-impl Sight {
+impl AttentionMask {
     fn add(&mut self, scope: &mut Scope<'_>, bias: Value) -> Result<(), LowerReason> {
         self.bias = Some(match self.bias {
             Some(sum) => scope.binary(Binary::Add, sum, bias)?,
@@ -124,7 +124,7 @@ impl Sight {
             let pad = Pad { low: none, high, interior: vec![0; shape.len()], value: f64::NEG_INFINITY };
             bias = scope.add(Op::Pad(pad), &[bias])?;
         }
-        self.blind = true;
+        self.may_mask_all = true;
         self.add(scope, bias)
     }
 
@@ -133,15 +133,15 @@ impl Sight {
     fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), LowerReason> {
         let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
         let place = scope.binary(Binary::Add, i, offset)?;
-        for (side, reach) in sides.into_iter().enumerate() {
+        for (side, window_size) in sides.into_iter().enumerate() {
             // Limits the window size so that adding a position cannot overflow.
-            let Some(reach) = reach.map(|reach| reach.min(FURTHEST)) else { continue };
-            let reach = number(scope, &Dim::Known(reach))?;
+            let Some(window_size) = window_size.map(|window_size| window_size.min(MAX_WINDOW)) else { continue };
+            let window_size = number(scope, &Dim::Known(window_size))?;
             let seen = if side == 0 {
-                let first = scope.binary(Binary::Sub, place, reach)?;
+                let first = scope.binary(Binary::Sub, place, window_size)?;
                 scope.compare(Compare::LessEqual, first, j)?
             } else {
-                let last = scope.binary(Binary::Add, place, reach)?;
+                let last = scope.binary(Binary::Add, place, window_size)?;
                 scope.compare(Compare::LessEqual, j, last)?
             };
             let bias = allowed(scope, seen, self.dtype)?;
@@ -154,7 +154,7 @@ impl Sight {
     fn applied(&self, scope: &mut Scope<'_>, scores: Value) -> Result<(Value, Option<Value>), LowerReason> {
         let Some(bias) = self.bias else { return Ok((scores, None)) };
         let sum = scope.binary(Binary::Add, scores, bias)?;
-        if !self.blind {
+        if !self.may_mask_all {
             return Ok((sum, None));
         }
         let last = scope.fact(bias).rank() - 1;
@@ -203,15 +203,15 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     }
     let (present_k, present_v) = (k, v);
     let query_heads = scope.fact(q).shape[1].clone();
-    let (k, v) = (shared(scope, k, &query_heads)?, shared(scope, v, &query_heads)?);
+    let (k, v) = (repeat_kv_heads(scope, k, &query_heads)?, repeat_kv_heads(scope, v, &query_heads)?);
     // Half precision is computed in F32 and rounded once at the end.
     let inner = if matches!(dtype, DType::F16 | DType::Bf16) { DType::F32 } else { dtype };
     let (q, k, v) = (scope.cast(q, inner)?, scope.cast(k, inner)?, scope.cast(v, inner)?);
     let raw = scores(scope, q, k)?;
     let shape = scope.fact(raw).shape;
     let sizes = [shape[2].clone(), shape[3].clone()];
-    let mut sight = Sight { dtype: inner, sizes, bias: None, blind: false };
-    limits(scope, &mut sight, &shape[0], &past)?;
+    let mut sight = AttentionMask { dtype: inner, sizes, bias: None, may_mask_all: false };
+    collect_masks(scope, &mut sight, &shape[0], &past)?;
     let cap = scope.float("softcap", 0.0)?;
     let capped = if cap > 0.0 {
         let small = scope.with_number(Binary::Div, raw, cap)?;
@@ -220,18 +220,18 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     } else {
         raw
     };
-    let (biased, blind) = sight.applied(scope, capped)?;
+    let (biased, may_mask_all) = sight.applied(scope, capped)?;
     let mut probabilities = biased;
     if let Some(precision) = precision(scope)? {
         probabilities = scope.cast(probabilities, precision)?;
     }
     let zero = scope.scalar(scope.fact(probabilities).dtype, 0.0)?;
-    if let Some(blind) = blind {
-        probabilities = scope.select(blind, zero, probabilities)?;
+    if let Some(may_mask_all) = may_mask_all {
+        probabilities = scope.select(may_mask_all, zero, probabilities)?;
     }
     probabilities = self::probabilities(scope, probabilities)?;
-    if let Some(blind) = blind {
-        probabilities = scope.select(blind, zero, probabilities)?;
+    if let Some(may_mask_all) = may_mask_all {
+        probabilities = scope.select(may_mask_all, zero, probabilities)?;
     }
     let probabilities = scope.cast(probabilities, inner)?;
     let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, v])?;
@@ -252,9 +252,9 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Collects all masks: causal, window, mask input, sequence lengths.
-fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> Result<(), LowerReason> {
+fn collect_masks(scope: &mut Scope<'_>, sight: &mut AttentionMask, batch: &Dim, past: &Dim) -> Result<(), LowerReason> {
     let side = |scope: &Scope<'_>, name: &'static str| -> Result<Option<i64>, LowerReason> {
-        Ok(Some(scope.int(name, -1)?).filter(|reach| *reach >= 0))
+        Ok(Some(scope.int(name, -1)?).filter(|window_size| *window_size >= 0))
     };
     let (left, right) = (side(scope, "left_window_size")?, side(scope, "right_window_size")?);
     let causal = scope.flag("is_causal", false)?;
@@ -279,13 +279,13 @@ fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> 
         };
         sight.window(scope, offset, [left, right])?;
         // Without a left window, and with a non-negative offset, the first key is never masked.
-        sight.blind |= left.is_some() || lengths.is_some();
+        sight.may_mask_all |= left.is_some() || lengths.is_some();
     }
     if let Some(lengths) = lengths {
         let j = count(scope, 4, 3, &sight.sizes[1])?;
         let seen = scope.compare(Compare::Less, j, lengths)?;
         let bias = allowed(scope, seen, sight.dtype)?;
-        sight.blind = true;
+        sight.may_mask_all = true;
         sight.add(scope, bias)?;
     }
     Ok(())
@@ -302,7 +302,7 @@ pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let dtype = scope.fact(q).dtype;
     let inner = precision(scope)?.unwrap_or(if dtype == DType::F64 { DType::F64 } else { DType::F32 });
     let query_heads = scope.fact(q).shape[1].clone();
-    let k = shared(scope, k, &query_heads)?;
+    let k = repeat_kv_heads(scope, k, &query_heads)?;
     let scores = scores(scope, q, k)?;
     scope.cast(scores, inner)
 }
@@ -317,7 +317,7 @@ pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
     if fact.rank() != 4 {
         return Err(LowerReason::Inputs(format!("its input {fact} has not rank 4")));
     }
-    let v = shared(scope, v, &weights.shape[1])?;
+    let v = repeat_kv_heads(scope, v, &weights.shape[1])?;
     let v = scope.cast(v, weights.dtype)?;
     let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, v])?;
     Ok(vec![Known::Value(scope.cast(y, fact.dtype)?)])

@@ -87,10 +87,12 @@ fn order(graph: &GraphProto) -> Result<Vec<usize>, LowerReason> {
     let inputs = graph.input.iter().map(|input| (input.name(), "input of its subgraph"));
     let initializers = graph.initializer.iter().map(|tensor| (tensor.name(), "initializer of its subgraph"));
     let mut given: Vec<(&str, &'static str)> = inputs.chain(initializers).collect();
-    let own: HashSet<&str> = given.iter().map(|(name, _)| *name).collect();
+    let defined: HashSet<&str> = given.iter().map(|(name, _)| *name).collect();
     let free =
         check_graph::free(graph).ok_or_else(|| LowerReason::Unsupported("a subgraph that nests deeper".to_string()))?;
-    given.extend(free.into_iter().filter(|name| !own.contains(name) && !made.contains(name)).map(|n| (n, "outside")));
+    given.extend(
+        free.into_iter().filter(|name| !defined.contains(name) && !made.contains(name)).map(|n| (n, "outside")),
+    );
     let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
     let names = unique_names(&graph.node);
     let (mut faults, mut warnings) = (Vec::new(), Vec::new());

@@ -18,7 +18,7 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
         let body = Body::read(walk, node, if holds { "then_branch" } else { "else_branch" })?;
         return body.run(walk, node, None, Vec::new());
     }
-    let told = walk.faults.len();
+    let faults_before = walk.faults.len();
     let averages = walk.ledger.averages.len();
     let mut results = Vec::with_capacity(2);
     for name in ["then_branch", "else_branch"] {
@@ -29,7 +29,7 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
     let Some(both) = both else {
         // The failing branch may be the one that never runs, so the unknown condition is reported instead of its
         // errors.
-        walk.faults.truncate(told);
+        walk.faults.truncate(faults_before);
         return Err(Some(undecided(walk, node, "the condition, with a branch that does not fit here,")?));
     };
     if walk.ledger.averages.len() > averages {

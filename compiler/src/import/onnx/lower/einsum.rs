@@ -209,16 +209,16 @@ mod tests {
 
     #[test]
     fn labels_are_letters_and_dots() {
-        let told = |part: &str, dots| labels("e", part, dots).map_err(|e| e.to_string());
+        let parse_labels = |part: &str, dots| labels("e", part, dots).map_err(|e| e.to_string());
         let letter = Label::Letter;
-        assert_eq!(told("a...b", 2), Ok(vec![letter('a'), Label::Dots(1), Label::Dots(0), letter('b')]));
-        assert_eq!(told("", 0), Ok(vec![]));
-        assert!(told("a.b", 1).unwrap_err().contains("no letter"));
-        assert!(told("......", 1).unwrap_err().contains("no letter"));
+        assert_eq!(parse_labels("a...b", 2), Ok(vec![letter('a'), Label::Dots(1), Label::Dots(0), letter('b')]));
+        assert_eq!(parse_labels("", 0), Ok(vec![]));
+        assert!(parse_labels("a.b", 1).unwrap_err().contains("no letter"));
+        assert!(parse_labels("......", 1).unwrap_err().contains("no letter"));
     }
 
     #[test]
-    fn without_a_result_letters_that_stand_once_are_free() {
+    fn implicit_result_has_letters_that_occur_once() {
         assert_eq!(free(&["...ij", "jk"], 1), [Label::Dots(0), Label::Letter('i'), Label::Letter('k')]);
         assert_eq!(free(&["i", "i"], 0), []);
     }

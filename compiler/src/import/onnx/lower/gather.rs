@@ -45,7 +45,7 @@ pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Valu
 }
 
 /// Adds the offset along one more axis to the flat index.
-pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, LowerReason> {
+pub fn add_offset(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, LowerReason> {
     Ok(Some(match place {
         Some(place) => scope.binary(Binary::Add, place, steps)?,
         None => steps,
@@ -72,8 +72,8 @@ pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along:
     }
     let larger = |at: usize| matches!((picked[at].known(), dims[at].known()), (Some(have), Some(size)) if have > size);
     if let Some(at) = (0..dims.len()).find(|&at| at != along && larger(at)) {
-        let told = format!("an index of {} rows at axis {at}, where the input has {}", picked[at], dims[at]);
-        return Err(LowerReason::Inputs(told));
+        let message = format!("an index of {} rows at axis {at}, where the input has {}", picked[at], dims[at]);
+        return Err(LowerReason::Inputs(message));
     }
     let index = scope.cast(index, DType::I64)?;
     let mut place = None;
@@ -85,7 +85,7 @@ pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along:
             let count = count(scope, dims.len(), at, &picked[at])?;
             scaled(scope, count, &stride)?
         };
-        place = further(scope, place, steps)?;
+        place = add_offset(scope, place, steps)?;
     }
     place.ok_or_else(|| LowerReason::Inputs("a number has no axis to index".to_string()))
 }
@@ -137,7 +137,7 @@ pub fn slice_places(
             let part = scope.reshape(part, picked.to_vec())?;
             steps(scope, part, &dims[at], &stride)?
         };
-        place = further(scope, place, steps)?;
+        place = add_offset(scope, place, steps)?;
     }
     let place = place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))?;
     Ok((place, indexed.len()))

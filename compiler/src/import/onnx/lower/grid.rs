@@ -73,7 +73,7 @@ pub enum Padding {
 }
 
 /// Sampling options of a grid.
-pub struct Reading {
+pub struct GridSampling {
     pub padding: Padding,
     /// True if positions outside are clamped to the border before their neighbours are selected, as in ONNX for all
     /// filters. PyTorch clamps the four neighbours of a bicubic sample instead.
@@ -86,9 +86,9 @@ pub struct Reading {
 }
 
 /// The filter for a number of neighbours per axis: 0 for nearest, 2 for linear, 4 for cubic.
-pub fn filter_of(joined: usize) -> Option<(Vec<f64>, Filter)> {
+pub fn filter_of(neighbour_count: usize) -> Option<(Vec<f64>, Filter)> {
     let by = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
-    match joined {
+    match neighbour_count {
         0 => None,
         2 => Some((vec![0.0, 1.0], by(None))),
         _ => Some((vec![-1.0, 0.0, 1.0, 2.0], by(Some(-0.75)))),
@@ -104,7 +104,7 @@ pub fn sample(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Grid sampling, shared by all importers.
-pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading) -> Result<Value, LowerReason> {
+pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &GridSampling) -> Result<Value, LowerReason> {
     let (fact, places) = (scope.fact(x), scope.fact(grid));
     let axes = fact.rank().saturating_sub(2);
     let fits = axes > 0 && places.rank() == fact.rank() && places.shape[axes + 1].is(axes as i64);
@@ -160,7 +160,7 @@ pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading)
     scope.reshape(y, shape)
 }
 
-fn reading(scope: &Scope<'_>) -> Result<Reading, LowerReason> {
+fn reading(scope: &Scope<'_>) -> Result<GridSampling, LowerReason> {
     let padding = match scope.text("padding_mode", "zeros")?.as_str() {
         "zeros" => Padding::Zeros,
         "border" => Padding::Border,
@@ -177,7 +177,7 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, LowerReason> {
     if !scope.fact_of(0)?.dtype.is_float() {
         return Err(LowerReason::Unsupported("a sample of an image of whole numbers".to_string()));
     }
-    Ok(Reading { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
+    Ok(GridSampling { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
 }
 
 /// The neighbour indices along one axis, and their weights unless nearest, both `[N, P, K]`; from coordinates
@@ -186,7 +186,7 @@ fn around(
     scope: &mut impl Build,
     grid: Value,
     size: &Dim,
-    reading: &Reading,
+    reading: &GridSampling,
 ) -> Result<(Value, Option<Value>), LowerReason> {
     let dtype = scope.fact(grid).dtype;
     let size = number(scope, size)?;
@@ -215,7 +215,7 @@ fn around(
         let below = scope.compare(Compare::Less, place, low)?;
         let above = scope.compare(Compare::Less, high, place)?;
         let outside = scope.binary(Binary::Or, below, above)?;
-        let inside = kept(scope, place, zero, last)?;
+        let inside = clamp(scope, place, zero, last)?;
         place = scope.select(outside, inside, place)?;
     }
     let (near, weight) = match &reading.filter {
@@ -225,7 +225,7 @@ fn around(
             let left = scope.unary(Unary::Floor, place)?;
             let near = scope.binary(Binary::Add, left, steps)?;
             let distance = scope.binary(Binary::Sub, place, near)?;
-            (near, Some(weighed(scope, distance, filter)?))
+            (near, Some(filter_weights(scope, distance, filter)?))
         }
     };
     let mut weight = weight;
@@ -243,11 +243,11 @@ fn around(
         Padding::Reflection => index = reflected(scope, near, low, high)?,
         Padding::Border => {}
     }
-    let index = kept(scope, index, zero, last)?;
+    let index = clamp(scope, index, zero, last)?;
     Ok((scope.cast(index, DType::I64)?, weight))
 }
 
-fn kept(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
+fn clamp(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
     let above = scope.binary(Binary::Max, x, low)?;
     scope.binary(Binary::Min, above, high)
 }
@@ -269,7 +269,7 @@ fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Resul
 
 /// Filter weights at signed distances `[…, K]`. The cubic filter has one polynomial for the two inner and one for the
 /// two outer neighbours.
-fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, LowerReason> {
+fn filter_weights(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, LowerReason> {
     let d = scope.unary(Unary::Abs, distance)?;
     let Some(a) = filter.cubic else {
         let minus = scope.unary(Unary::Neg, d)?;

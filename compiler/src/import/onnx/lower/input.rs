@@ -5,7 +5,7 @@
 //! constants in the file repeat it. Equal sizes of other inputs are no evidence: `symbolic_batch` finds the inputs that
 //! also have the batch axis from the operators that combine them.
 
-use super::Frozen;
+use super::StaticSizes;
 use super::weight::dtype_of;
 use crate::import::onnx::element::element_name;
 use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
@@ -61,7 +61,7 @@ pub struct Inputs {
     /// The default batch size: the caller's `--dim`, or the size in the file.
     pub default: Option<i64>,
     /// The value of the batch symbol in constants of the file.
-    pub frozen: Frozen,
+    pub frozen: StaticSizes,
     /// By input, the axis where the batch symbol replaced a number.
     pub opened: BTreeMap<String, usize>,
     /// Other symbols that are still unbound.
@@ -110,7 +110,7 @@ pub fn read(
         fixed: None,
         batch: size.as_ref().and_then(|d| d.symbols().into_iter().next()),
         default: None,
-        frozen: Frozen::new(),
+        frozen: StaticSizes::new(),
         opened: BTreeMap::new(),
         open: Vec::new(),
         facts,

@@ -147,16 +147,16 @@ impl Axis {
     /// The weight matrix `[to, from]`.
     pub fn weights(&self, transform: Transform, filter: Filter) -> Result<Vec<f64>, LowerReason> {
         let stretch = if filter.antialias { self.scale.min(1.0) } else { 1.0 };
-        let reach = (filter.support() / stretch).ceil();
+        let radius = (filter.support() / stretch).ceil();
         // A crop may have any scale, so the kernel may be arbitrarily wide.
-        self.check(self.from.max((2.0 * reach) as usize))?;
+        self.check(self.from.max((2.0 * radius) as usize))?;
         let mut matrix = vec![0.0; self.to * self.from];
         for (at, row) in matrix.chunks_exact_mut(self.from).enumerate() {
             let origin = self.origin(transform, at);
             let mut total = 0.0;
             // Positions are floats, because far outside they would overflow an index.
-            for step in 0..=(2.0 * reach) as usize {
-                let place = origin.floor() - reach + step as f64;
+            for step in 0..=(2.0 * radius) as usize {
+                let place = origin.floor() - radius + step as f64;
                 let outside = place < 0.0 || place > (self.from - 1) as f64;
                 if filter.exclude_outside && outside {
                     continue;
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn ties_go_where_the_rounding_says() {
+    fn ties_follow_the_rounding_mode() {
         let nearest = |rounding| axis(4, 2).nearest(Transform::HalfPixel, rounding).unwrap();
         assert_eq!(nearest(Rounding::PreferFloor), [0, 2]);
         assert_eq!(nearest(Rounding::PreferCeil), [1, 3]);
@@ -240,14 +240,14 @@ mod tests {
     }
 
     #[test]
-    fn a_crop_knows_what_lies_outside() {
+    fn crop_marks_positions_outside_the_input() {
         let crop = Axis { region: [0.5, 1.5], ..axis(3, 3) };
         assert_eq!(crop.outside(Transform::Crop), [false, false, true]);
         assert_eq!(crop.nearest(Transform::Crop, Rounding::Floor).unwrap(), [1, 2, 2]);
     }
 
     #[test]
-    fn places_far_outside_and_axes_too_large_do_no_harm() {
+    fn extreme_positions_and_sizes_are_handled() {
         let far = Axis { region: [-1e300, f64::MAX], ..axis(3, 4) };
         assert!(far.weights(Transform::Crop, filter(Some(-0.5))).is_ok());
         let wide = Axis { scale: 1e-30, ..axis(3, 4) };

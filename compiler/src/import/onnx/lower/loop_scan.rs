@@ -77,7 +77,7 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
     let outs = outs.ok_or_else(|| LowerReason::Inputs("its body gives too few results".to_string()))?;
     let scope = walk.scope(node).ok_or(None)?;
     let reversed = if batched { "directions" } else { "scan_input_directions" };
-    let way = Way {
+    let way = ScanAxes {
         states,
         axes_in: list(&scope, "scan_input_axes", count)?,
         reversed_in: list(&scope, reversed, count)?,
@@ -102,7 +102,7 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
 }
 
 /// Scan axes and directions of the inputs and outputs of a `Scan`.
-struct Way {
+struct ScanAxes {
     states: usize,
     axes_in: Vec<i64>,
     reversed_in: Vec<i64>,
@@ -110,7 +110,14 @@ struct Way {
     reversed_out: Vec<i64>,
 }
 
-fn scan_one(walk: &mut Walk<'_>, node: &Node, body: &Body, way: &Way, given: Vec<Known>, sample: usize) -> Results {
+fn scan_one(
+    walk: &mut Walk<'_>,
+    node: &Node,
+    body: &Body,
+    way: &ScanAxes,
+    given: Vec<Known>,
+    sample: usize,
+) -> Results {
     let mut scope = scope_of(walk, node, given.clone())?;
     let mut places = Vec::new();
     let mut turns = None;

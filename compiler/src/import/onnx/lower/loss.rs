@@ -2,7 +2,7 @@
 
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::import::symbolic_batch::shaped;
+use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -87,7 +87,7 @@ pub fn picked(
         _ => {
             let mut wanted = left.clone();
             wanted.remove(1);
-            shaped(scope, target, &wanted)?
+            with_batch_of(scope, target, &wanted)?
         }
     };
     let classes_of = scope.fact(target);

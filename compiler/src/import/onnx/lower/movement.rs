@@ -6,7 +6,7 @@ use super::padding::{self, Mode};
 use super::slice::part;
 use super::{Known, LowerReason, Outputs, Scope, symbol};
 use crate::import::build::Build;
-use crate::import::symbolic_batch::{sample, shaped};
+use crate::import::symbolic_batch::{sample, with_batch_of};
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -56,7 +56,7 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
         None => scope.value(0)?,
     };
     let x = match asked.len().checked_sub(scope.fact(x).rank()) {
-        Some(ahead) => shaped(scope, x, &asked[ahead..])?,
+        Some(ahead) => with_batch_of(scope, x, &asked[ahead..])?,
         None => x,
     };
     let own = scope.fact(x).shape;

@@ -46,10 +46,10 @@ pub fn places(
     for axis in 0..axes {
         // Pads up to the end of the last window.
         let moved = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
-        let reach =
+        let extent =
             moved.add(&Dim::from(window.dilations[axis].saturating_mul(kernel[axis] - 1)))?.add(&Dim::Known(1))?;
         let low = Dim::from(window.pads_begin[axis]);
-        let lacking = reach.sub(&spatial[axis])?.sub(&low)?;
+        let lacking = extent.sub(&spatial[axis])?.sub(&low)?;
         pad.low[axis + 2] = low;
         pad.high[axis + 2] = if lacking.known().is_some_and(|v| v < 0) { Dim::Known(0) } else { lacking };
     }
@@ -196,9 +196,9 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
             let known = |d: &Dim| d.known().and_then(|v| usize::try_from(v).ok());
             if let (Some(windows), Some(size)) = (known(&windows[axis]), known(&spatial[axis])) {
                 let span = window.dilations[axis].saturating_mul(kernel[axis] - 1) + 1;
-                let reach = windows.saturating_sub(1).saturating_mul(window.strides[axis]).saturating_add(span);
+                let extent = windows.saturating_sub(1).saturating_mul(window.strides[axis]).saturating_add(span);
                 let have = size.saturating_add(window.pads_begin[axis]);
-                window.pads_end[axis] = window.pads_end[axis].max(reach.saturating_sub(have));
+                window.pads_end[axis] = window.pads_end[axis].max(extent.saturating_sub(have));
             }
         }
     }

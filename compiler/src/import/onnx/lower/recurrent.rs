@@ -112,19 +112,19 @@ fn joined(pieces: Vec<Piece>) -> Vec<Piece> {
 }
 
 /// A weight of all directions, as rows.
-struct Stack {
+struct DirectionWeights {
     pieces: Vec<Piece>,
     row: Vec<Dim>,
 }
 
-impl Stack {
+impl DirectionWeights {
     /// Reads input `slot` of shape `[directions, gates·hidden, …]`.
     fn read(
         scope: &mut Scope<'_>,
         slot: usize,
         [directions, gate_rows]: [i64; 2],
         row: &[Dim],
-    ) -> Result<Stack, LowerReason> {
+    ) -> Result<DirectionWeights, LowerReason> {
         let value = scope.value(slot)?;
         let fact = scope.fact(value);
         let mut expected = vec![Dim::Known(directions), Dim::Known(gate_rows)];
@@ -135,7 +135,10 @@ impl Stack {
         }
         let unknown = || LowerReason::Inputs(format!("the size of input {slot} is not known"));
         let mut visits = VISITS;
-        Ok(Stack { pieces: pieces(scope.graph, value, 2, DEPTH, &mut visits).ok_or_else(unknown)?, row: row.to_vec() })
+        Ok(DirectionWeights {
+            pieces: pieces(scope.graph, value, 2, DEPTH, &mut visits).ok_or_else(unknown)?,
+            row: row.to_vec(),
+        })
     }
 
     /// Concatenates the row blocks in `order`, each of `hidden` rows; block 0 starts at row `first`.
@@ -289,9 +292,9 @@ fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, Lowe
 }
 
 struct Weights {
-    w: Stack,
-    r: Stack,
-    b: Option<Stack>,
+    w: DirectionWeights,
+    r: DirectionWeights,
+    b: Option<DirectionWeights>,
     gates: i64,
     hidden: i64,
 }
@@ -301,9 +304,9 @@ impl Weights {
         let (directions, hidden) = (layer.reversed.len() as i64, layer.hidden);
         let wide = gates * hidden;
         let fact = scope.fact(layer.x);
-        let w = Stack::read(scope, 1, [directions, wide], &fact.shape[2..])?;
-        let r = Stack::read(scope, 2, [directions, wide], &[Dim::Known(hidden)])?;
-        let b = if scope.has(3) { Some(Stack::read(scope, 3, [directions, 2 * wide], &[])?) } else { None };
+        let w = DirectionWeights::read(scope, 1, [directions, wide], &fact.shape[2..])?;
+        let r = DirectionWeights::read(scope, 2, [directions, wide], &[Dim::Known(hidden)])?;
+        let b = if scope.has(3) { Some(DirectionWeights::read(scope, 3, [directions, 2 * wide], &[])?) } else { None };
         Ok(Weights { w, r, b, gates, hidden })
     }
 

@@ -36,7 +36,7 @@ pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind, since: i64) -> Outputs {
 
 /// Reductions composed of a sum and an elementwise function.
 #[derive(Clone, Copy, PartialEq)]
-pub enum Around {
+pub enum SumForm {
     /// `Σ|x|`
     Absolute,
     /// `√Σx²`
@@ -47,21 +47,21 @@ pub enum Around {
     Square,
 }
 
-pub fn sum_around(scope: &mut Scope<'_>, around: Around) -> Outputs {
+pub fn sum_around(scope: &mut Scope<'_>, around: SumForm) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
     let before = match around {
-        Around::Absolute => scope.unary(Unary::Abs, x)?,
-        Around::Norm | Around::Square => scope.binary(Binary::Mul, x, x)?,
-        Around::Log => x,
+        SumForm::Absolute => scope.unary(Unary::Abs, x)?,
+        SumForm::Norm | SumForm::Square => scope.binary(Binary::Mul, x, x)?,
+        SumForm::Log => x,
     };
     let sum = match list {
         Some(list) => scope.reduce(ReduceKind::Sum, before, &list, keep)?,
         None => before,
     };
     let y = match around {
-        Around::Norm => scope.root(sum, 2.0)?,
-        Around::Log => scope.unary(Unary::Log, sum)?,
-        Around::Absolute | Around::Square => sum,
+        SumForm::Norm => scope.root(sum, 2.0)?,
+        SumForm::Log => scope.unary(Unary::Log, sum)?,
+        SumForm::Absolute | SumForm::Square => sum,
     };
     Ok(vec![Known::Value(y)])
 }

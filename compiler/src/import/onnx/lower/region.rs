@@ -1,7 +1,7 @@
 //! Bilinear sampling of images: `RoiAlign`, `DeformConv`. A sample is the weighted sum of the four surrounding pixels.
 //! Pixels are rows of a gather, so image and weights have gradients.
 
-use super::gather::{count, further, number, scaled};
+use super::gather::{add_offset, count, number, scaled};
 use super::movement::transposed;
 use super::slice::part;
 use super::window::with_bias;
@@ -12,7 +12,7 @@ use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
 /// One coordinate of sample points: the lower and upper pixel with their weights.
-struct Between {
+struct BilinearAxis {
     pixels: [Value; 2],
     weights: [Value; 2],
 }
@@ -37,7 +37,7 @@ fn rest(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
 }
 
 /// Samples an axis of `size` pixels with zero padding around the image.
-fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, LowerReason> {
+fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
     let last = (size - 1) as f64;
     let low = scope.unary(Unary::Floor, x)?;
     let high = scope.with_number(Binary::Add, low, 1.0)?;
@@ -51,11 +51,11 @@ fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Low
         let kept = scope.with_number(Binary::Min, kept, last)?;
         *pixel = scope.cast(kept, DType::I64)?;
     }
-    Ok(Between { pixels, weights })
+    Ok(BilinearAxis { pixels, weights })
 }
 
 /// Samples an axis of `size` pixels where the border pixels extend by one pixel; beyond that the weights are zero.
-fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, LowerReason> {
+fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
     let last = (size - 1) as f64;
     let there = inside(scope, x, -1.0, size as f64)?;
     let x = scope.with_number(Binary::Max, x, 0.0)?;
@@ -66,7 +66,7 @@ fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Low
     let above = scope.binary(Binary::Sub, x, low)?;
     let below = rest(scope, above)?;
     let weights = [scope.binary(Binary::Mul, below, there)?, scope.binary(Binary::Mul, above, there)?];
-    Ok(Between { pixels: [scope.cast(low, DType::I64)?, scope.cast(high, DType::I64)?], weights })
+    Ok(BilinearAxis { pixels: [scope.cast(low, DType::I64)?, scope.cast(high, DType::I64)?], weights })
 }
 
 /// The weighted rows of `table` for the four pixels around each point; the row index is `first + y·width + x`.
@@ -75,7 +75,7 @@ fn corners(
     table: Value,
     first: Value,
     width: &Dim,
-    [y, x]: [&Between; 2],
+    [y, x]: [&BilinearAxis; 2],
 ) -> Result<Vec<Value>, LowerReason> {
     let mut made = Vec::with_capacity(4);
     for (y_pixel, y_weight) in y.pixels.iter().zip(&y.weights) {
@@ -241,7 +241,7 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     for (axis, step) in [(0, parts.mul(&image)?), (1, image)] {
         let number = count(scope, 5, axis, &points[axis])?;
         let steps = scaled(scope, number, &step)?;
-        first = further(scope, first, steps)?;
+        first = add_offset(scope, first, steps)?;
     }
     let zero = number(scope, &Dim::Known(0))?;
     let four = corners(scope, table, first.unwrap_or(zero), width, [&axes[0], &axes[1]])?;

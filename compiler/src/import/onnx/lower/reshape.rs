@@ -10,7 +10,7 @@
 //! axis. If it is unknown, exactly one target axis must fit.
 
 use super::attribute::{axes, axis};
-use super::{Frozen, Known, LowerReason, Outputs, Scope, symbol};
+use super::{Known, LowerReason, Outputs, Scope, StaticSizes, symbol};
 use crate::import::batch_in_axis::{place, within};
 use crate::import::build::Build;
 use crate::import::symbolic_batch::alone;
@@ -37,31 +37,38 @@ pub fn target(
     input: &[Dim],
     asked: &[Dim],
     allow_zero: bool,
-    frozen: &Frozen,
+    frozen: &StaticSizes,
     within: &dyn Fn(usize) -> Option<i64>,
 ) -> Result<Vec<Dim>, LowerReason> {
-    let told = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
+    let format_shape = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
     let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
     if open.len() > 1 {
-        return Err(LowerReason::Inputs(format!("the shape {} has -1 more than once", told(asked))));
+        return Err(LowerReason::Inputs(format!("the shape {} has -1 more than once", format_shape(asked))));
     }
     if let Some(wrong) = asked.iter().find(|d| d.known().is_some_and(|v| v < -1)) {
-        return Err(LowerReason::Inputs(format!("the shape {} has a size of {wrong}", told(asked))));
+        return Err(LowerReason::Inputs(format!("the shape {} has a size of {wrong}", format_shape(asked))));
     }
     let copied = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
         let one = |(i, dim): (usize, &Dim)| match from.get(i) {
             _ if allow_zero || !dim.is(0) => Ok(dim.clone()),
             Some(same) => Ok(same.clone()),
-            None => {
-                Err(LowerReason::Inputs(format!("the shape {} copies an axis that {} lacks", told(asked), told(from))))
-            }
+            None => Err(LowerReason::Inputs(format!(
+                "the shape {} copies an axis that {} lacks",
+                format_shape(asked),
+                format_shape(from)
+            ))),
         };
         asked.iter().enumerate().map(one).collect()
     };
     let solved = |from: &[Dim]| -> Result<Vec<Dim>, LowerReason> {
         let mut shape = copied(from)?;
-        let mismatch =
-            || LowerReason::Inputs(format!("the shape {} does not fit the input's {}", told(asked), told(from)));
+        let mismatch = || {
+            LowerReason::Inputs(format!(
+                "the shape {} does not fit the input's {}",
+                format_shape(asked),
+                format_shape(from)
+            ))
+        };
         if let Some(&at) = open.first() {
             shape[at] = Dim::Known(1);
             let rest = volume(&shape)?;
@@ -83,7 +90,7 @@ pub fn target(
 fn opened(
     input: &[Dim],
     shape: &[Dim],
-    frozen: &Frozen,
+    frozen: &StaticSizes,
     within: &dyn Fn(usize) -> Option<i64>,
 ) -> Result<Vec<Dim>, LowerReason> {
     let unclear =
@@ -177,14 +184,14 @@ mod tests {
     }
 
     fn at_four(input: &str, asked: &str) -> Result<Vec<Dim>, String> {
-        let frozen = Frozen::from([("batch".to_string(), 4)]);
+        let frozen = StaticSizes::from([("batch".to_string(), 4)]);
         // The batch is the outer part of merged axes.
         let ahead = |axis: usize| dims(input)[axis].div_exact(&Dim::symbol("batch")).ok().and_then(|rest| rest.known());
         target(&dims(input), &dims(asked), false, &frozen, &ahead).map_err(|e| e.to_string())
     }
 
     #[test]
-    fn the_batch_goes_where_the_strides_say() {
+    fn batch_position_follows_strides() {
         for (input, asked, want) in [
             ("batch 16 64", "4 16 4 16", "batch 16 4 16"),
             ("batch 16 97", "64 97", "batch*16 97"),
@@ -202,8 +209,8 @@ mod tests {
     }
 
     #[test]
-    fn what_made_an_axis_tells_where_its_batch_goes() {
-        let frozen = Frozen::from([("batch".to_string(), 4)]);
+    fn batch_position_comes_from_the_producer_of_the_axis() {
+        let frozen = StaticSizes::from([("batch".to_string(), 4)]);
         let shape = |input: &str, asked: &str, step: Option<i64>| {
             target(&dims(input), &dims(asked), false, &frozen, &|_| step).map_err(|e| e.to_string())
         };
@@ -218,9 +225,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_clear_is_refused() {
+    fn ambiguous_batch_is_refused() {
         assert!(at_four("batch 6", "3 8").unwrap_err().contains("not clear"));
-        let one = Frozen::from([("batch".to_string(), 1)]);
+        let one = StaticSizes::from([("batch".to_string(), 1)]);
         assert!(
             target(&dims("batch 16"), &dims("1 16"), false, &one, &|_| None)
                 .unwrap_err()
@@ -235,7 +242,7 @@ mod tests {
 
     #[test]
     fn symbols_without_a_size_divide() {
-        let none = Frozen::new();
+        let none = StaticSizes::new();
         let shape = |input: &str, asked: &str| target(&dims(input), &dims(asked), false, &none, &|_| None);
         assert_eq!(shape("b s 64", "b s 4 16").unwrap(), dims("b s 4 16"));
         assert_eq!(shape("b s 64", "-1 64").unwrap(), dims("b*s 64"));

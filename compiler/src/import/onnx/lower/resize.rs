@@ -104,8 +104,8 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, L
     let mut axes = Vec::new();
     for ((at, region), asked) in listed.into_iter().zip(regions).zip(asked) {
         let unchanged = match &asked {
-            Asked::Size(size, _) => same(scope, &dims[at], size),
-            Asked::Scale(scale) => *scale == 1.0,
+            RequestedSize::Size(size, _) => same(scope, &dims[at], size),
+            RequestedSize::Scale(scale) => *scale == 1.0,
         };
         if unchanged && region == [0.0, 1.0] {
             continue;
@@ -116,26 +116,26 @@ fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, L
             return Err(LowerReason::Inputs("an axis without elements cannot be resized".to_string()));
         }
         let (to, scale) = match asked {
-            Asked::Size(size, scale) => {
+            RequestedSize::Size(size, scale) => {
                 let to = size.known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
                 (to, scale.unwrap_or(to as f64 / from as f64))
             }
             // In F32, the precision of the scales: 10 elements times 0.7 are 7, although 0.7 is slightly smaller as a
             // float.
-            Asked::Scale(scale) => ((scale as f32 * from as f32 * span(region) as f32).floor() as usize, scale),
+            RequestedSize::Scale(scale) => ((scale as f32 * from as f32 * span(region) as f32).floor() as usize, scale),
         };
         axes.push((at, Axis { from, to, scale, region }));
     }
     Ok(axes)
 }
 
-enum Asked {
+enum RequestedSize {
     /// The size, and the scale if it does not follow from the size.
     Size(Dim, Option<f64>),
     Scale(f64),
 }
 
-fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>, LowerReason> {
+fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<RequestedSize>, LowerReason> {
     let slot = if scope.opset < 11 { 1 } else { 2 };
     let what = "the scale of a resize";
     let scales: Vec<f64> = match scope.floats("scales")? {
@@ -146,14 +146,14 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>
         if scales.iter().any(|s| !s.is_finite() || *s <= 0.0) {
             return Err(LowerReason::Inputs(format!("the scales {scales:?} are not all above 0")));
         }
-        return counted(scales.into_iter().map(Asked::Scale).collect(), listed.len());
+        return counted(scales.into_iter().map(RequestedSize::Scale).collect(), listed.len());
     }
     let sizes = scope.dims(3, "the size of a resize")?.ok_or(LowerReason::Missing { slot })?;
     let sizes = counted(sizes, listed.len())?;
     let ratio = |(size, &at): (&Dim, &usize)| Some(size.known()? as f64 / dims[at].known().filter(|d| *d > 0)? as f64);
     let ratios = || sizes.iter().zip(listed).map(ratio).collect::<Option<Vec<f64>>>();
     let scale = match scope.text("keep_aspect_ratio_policy", "stretch")?.as_str() {
-        "stretch" => return Ok(sizes.into_iter().map(|size| Asked::Size(size, None)).collect()),
+        "stretch" => return Ok(sizes.into_iter().map(|size| RequestedSize::Size(size, None)).collect()),
         "not_larger" => ratios().and_then(|list| list.into_iter().reduce(f64::min)),
         "not_smaller" => ratios().and_then(|list| list.into_iter().reduce(f64::max)),
         other => return Err(LowerReason::Unsupported(format!("the policy `{other}` for the aspect ratio"))),
@@ -162,7 +162,7 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>
     let scale = scale.ok_or_else(open)?;
     // Round half up.
     let size = |&at: &usize| dims[at].known().map(|d| Dim::Known((scale * d as f64 + 0.5).floor() as i64));
-    let sizes = listed.iter().map(|at| Some(Asked::Size(size(at)?, Some(scale)))).collect::<Option<Vec<_>>>();
+    let sizes = listed.iter().map(|at| Some(RequestedSize::Size(size(at)?, Some(scale)))).collect::<Option<Vec<_>>>();
     sizes.ok_or_else(open)
 }
 

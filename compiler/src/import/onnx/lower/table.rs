@@ -1,7 +1,7 @@
 //! The table of supported ONNX operators.
 
 use super::elementwise as each;
-use super::reduce::{self, Around, reduce};
+use super::reduce::{self, SumForm, reduce};
 use super::{
     Outputs, Scope, attention, bits, boxes, constant, determinant, einsum, gather, grid, indicator, linear, loss,
     movement, ngram, norm, order, padding, pool, quantise, random, recurrent, region, reshape, resize, scatter,
@@ -111,16 +111,16 @@ pub fn find(operator: &str) -> Option<Lower> {
         "GlobalLpPool" => pool::global_lp_pool,
         "GlobalMaxPool" => |s| reduce::global(s, ReduceKind::Max),
         "LogSoftmax" => |s| reduce::softmax(s, true),
-        "ReduceL1" => |s| reduce::sum_around(s, Around::Absolute),
-        "ReduceL2" => |s| reduce::sum_around(s, Around::Norm),
-        "ReduceLogSum" => |s| reduce::sum_around(s, Around::Log),
+        "ReduceL1" => |s| reduce::sum_around(s, SumForm::Absolute),
+        "ReduceL2" => |s| reduce::sum_around(s, SumForm::Norm),
+        "ReduceLogSum" => |s| reduce::sum_around(s, SumForm::Log),
         "ReduceLogSumExp" => reduce::log_sum_exp,
         "ReduceMax" => |s| reduce(s, ReduceKind::Max, 18),
         "ReduceMean" => |s| reduce(s, ReduceKind::Mean, 18),
         "ReduceMin" => |s| reduce(s, ReduceKind::Min, 18),
         "ReduceProd" => |s| reduce(s, ReduceKind::Prod, 18),
         "ReduceSum" => |s| reduce(s, ReduceKind::Sum, 13),
-        "ReduceSumSquare" => |s| reduce::sum_around(s, Around::Square),
+        "ReduceSumSquare" => |s| reduce::sum_around(s, SumForm::Square),
         "Softmax" => |s| reduce::softmax(s, false),
         // Order along an axis.
         "CumProd" => |s| order::cumulative(s, CumulativeKind::Prod),

@@ -23,12 +23,12 @@ fn block(scope: &mut Scope<'_>, x: Value, axis: usize, at: i64, hidden: i64) -> 
     part(scope, x, axis, Dim::Known(at * hidden), Dim::Known((at + 1) * hidden))
 }
 
-struct Run<'a> {
+struct UnrolledDirection<'a> {
     layer: &'a Layer,
     direction: usize,
 }
 
-impl Run<'_> {
+impl UnrolledDirection<'_> {
     /// Clips `x` and applies activation function `n`.
     fn apply(&self, scope: &mut Scope<'_>, n: usize, mut x: Value) -> Result<Value, LowerReason> {
         if let Some(clip) = self.layer.clip {
@@ -93,7 +93,7 @@ pub fn rnn(
     [w, r, b_w, b_r]: [Value; 4],
     h0: Value,
 ) -> Result<Vec<Value>, LowerReason> {
-    let run = Run { layer, direction };
+    let run = UnrolledDirection { layer, direction };
     let b = scope.binary(Binary::Add, b_w, b_r)?;
     run.over(scope, [w, b], vec![h0], |scope, x, states| {
         let from_h = product(scope, states[0], r)?;
@@ -111,7 +111,7 @@ pub fn gru(
     h0: Value,
     reset_after: bool,
 ) -> Result<Vec<Value>, LowerReason> {
-    let (run, hidden) = (Run { layer, direction }, layer.hidden);
+    let (run, hidden) = (UnrolledDirection { layer, direction }, layer.hidden);
     let gates = part(scope, r, 0, Dim::Known(0), Dim::Known(2 * hidden))?;
     let b_gates = part(scope, b_r, 0, Dim::Known(0), Dim::Known(2 * hidden))?;
     let (candidate, b_candidate) = (block(scope, r, 0, 2, hidden)?, block(scope, b_r, 0, 2, hidden)?);
@@ -150,7 +150,7 @@ pub fn lstm(
     [w, r, b_w, b_r]: [Value; 4],
     first: [Value; 2],
 ) -> Result<Vec<Value>, LowerReason> {
-    let (run, hidden) = (Run { layer, direction }, layer.hidden);
+    let (run, hidden) = (UnrolledDirection { layer, direction }, layer.hidden);
     let coupled = scope.flag("input_forget", false)?;
     let b = scope.binary(Binary::Add, b_w, b_r)?;
     // Peepholes of i, o and f.

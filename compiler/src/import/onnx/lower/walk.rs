@@ -6,8 +6,8 @@
 use super::frame::{Frame, Frames};
 use super::support::{self, Unsupported};
 use super::{
-    Frozen, ImportedWeights, Known, LowerReason, Scope, Weight, arithmetic, branch, call, flex, fold, prune, table,
-    weight,
+    ImportedWeights, Known, LowerReason, Scope, StaticSizes, Weight, arithmetic, branch, call, flex, fold, prune,
+    table, weight,
 };
 use crate::graph::{AddError, Graph, Origin, Output};
 use crate::import::known_inputs::Known as Beyond;
@@ -104,7 +104,7 @@ pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
 }
 
 /// Lowers a model that passed [`check`]. `inputs` are its input facts, `beyond` is further information about them.
-pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyond) -> Result<Lowered, LowerError> {
+pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &StaticSizes, beyond: &Beyond) -> Result<Lowered, LowerError> {
     let opset = model.opset("").unwrap_or(*OPSETS.end());
     let key = |f: &'_ Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
     let mut walk = Walk {
@@ -157,7 +157,7 @@ type Callee = (String, String, String);
 
 pub struct Walk<'a> {
     functions: HashMap<Callee, &'a Function>,
-    frozen: &'a Frozen,
+    frozen: &'a StaticSizes,
     graph: Graph,
     pub frames: Frames,
     pub ledger: ImportedWeights,
@@ -173,13 +173,13 @@ impl Walk<'_> {
             self.frames.written(node)?;
             match self.node(node) {
                 Ok(outputs) => self.name(node, outputs),
-                Err(told) => {
+                Err(failure) => {
                     whole = false;
                     let name = format!("{}{}", self.frames.top().prefix, node.name);
                     let operator = node.op_type.clone();
                     let module = node.module.clone();
                     let fault = |reason| Fault { node: name, operator, module, line: String::new(), reason };
-                    self.faults.extend(told.map(fault));
+                    self.faults.extend(failure.map(fault));
                 }
             }
         }

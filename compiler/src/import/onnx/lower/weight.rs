@@ -23,7 +23,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 const MERGED: usize = 1024;
 
 /// Prefixes that PyTorch's dynamo exporter gives to computed constants, followed by a number.
-const MADE: [&str; 7] = ["val", "unsqueeze", "cos", "sin", "mul", "cat", "expand"];
+const GENERATED_PREFIXES: [&str; 7] = ["val", "unsqueeze", "cos", "sin", "mul", "cat", "expand"];
 
 /// The element type for an ONNX code, if pipec supports it.
 pub fn dtype_of(code: i32) -> Option<DType> {
@@ -71,7 +71,7 @@ pub fn sort(
     buffers: &BTreeSet<String>,
 ) -> (HashMap<String, Known>, Vec<Weight>) {
     let mut known = HashMap::with_capacity(initializers.len());
-    let (mut weights, applied, layers) = (Vec::new(), applied(nodes), of_layers(nodes));
+    let (mut weights, applied, layers) = (Vec::new(), applied(nodes), layer_weights(nodes));
     for source in initializers {
         let Ok(fact) = fact_of(source) else {
             known.insert(source.name.clone(), Known::Absent("a tensor of this element type"));
@@ -126,7 +126,7 @@ fn applied(nodes: &[Node]) -> HashSet<&str> {
 
 /// Names of tensors read as layer weights, possibly reshaped. These are parameters even with a generated name: an
 /// inference export transposes the weights of linear layers and renames them.
-fn of_layers(nodes: &[Node]) -> HashSet<&str> {
+fn layer_weights(nodes: &[Node]) -> HashSet<&str> {
     let mut read = HashSet::new();
     for node in nodes.iter().rev() {
         match node.op_type.as_str() {
@@ -149,7 +149,7 @@ fn made_up(name: &str) -> bool {
             .and_then(|rest| rest.strip_prefix('_'))
             .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
     };
-    name.is_empty() || name.starts_with("onnx::") || MADE.iter().any(|stem| numbered(stem))
+    name.is_empty() || name.starts_with("onnx::") || GENERATED_PREFIXES.iter().any(|stem| numbered(stem))
 }
 
 fn merged(source: &Source) -> bool {

@@ -42,8 +42,8 @@ fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usi
     }
     let size = size.known().and_then(|v| usize::try_from(v).ok()).ok_or_else(open)?;
     let windows = size.div_ceil(stride);
-    let reach = windows.saturating_sub(1).saturating_mul(stride).saturating_add(dilation.saturating_mul(kernel - 1));
-    Ok((reach + 1).saturating_sub(size))
+    let extent = windows.saturating_sub(1).saturating_mul(stride).saturating_add(dilation.saturating_mul(kernel - 1));
+    Ok((extent + 1).saturating_sub(size))
 }
 
 pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, LowerReason> {
@@ -136,10 +136,10 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     };
     let mut spatial = Vec::with_capacity(axes);
     for i in 0..axes {
-        let reach = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
+        let extent = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
         let moved = sizes[i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
-        let whole = moved.add(&reach)?.sub(&pads)?;
+        let whole = moved.add(&extent)?.sub(&pads)?;
         let want = match &asked {
             // Some files include batch and channels.
             Some(list) => list.len().checked_sub(axes).and_then(|from| list.get(from + i)).map(|v| Dim::Known(*v)),

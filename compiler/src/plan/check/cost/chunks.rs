@@ -33,17 +33,17 @@ pub fn time(levels: &[Level], plan: &Plan, sums: &Sums<'_>) -> (f64, String) {
             if computes(held) > computes(slowest) { held } else { slowest }
         },
     );
-    let told = slowest.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
-    let mut loads = vec![((m / r).ceil().max(1.0) * pace, format!("compute of stages {told}"))];
+    let stage_names = slowest.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
+    let mut loads = vec![((m / r).ceil().max(1.0) * pace, format!("compute of stages {stage_names}"))];
     let mut ports: BTreeMap<(usize, u64), f64> = BTreeMap::new();
     for (devices, held) in &ranks {
         let r = devices.len().max(1) as f64;
         let times = (m / r).ceil().max(1.0);
-        let told = held.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
+        let stage_names = held.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
         let mut unit = 1u64;
         for (level, about) in levels.iter().enumerate() {
             let messages: f64 = held.iter().map(|&at| sums.over[at][level].comes + sums.over[at][level].goes).sum();
-            loads.push((times * messages, format!("links of stages {told} on {}", about.name.escape_debug())));
+            loads.push((times * messages, format!("links of stages {stage_names} on {}", about.name.escape_debug())));
             if about.shared && level > 0 {
                 for device in devices.iter() {
                     *ports.entry((level, u64::from(*device) / unit)).or_default() += messages / r;
