@@ -33,25 +33,25 @@ fn the_guide_is_true() {
     links(&page, root);
 }
 
-/// The README's subcommands in sequence in a clean folder, with user data.
+/// The commands of one session, run in order in a clean folder with the data of `digits`.
 #[test]
-fn the_verbs_of_the_readme_follow_each_other() {
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
-    let block = readme.split("## The verbs").nth(1).and_then(|rest| rest.split("```sh\n").nth(1)).unwrap();
+fn the_commands_of_one_session_run_in_order() {
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/commands.md")).unwrap();
+    let block = page.split("## One session").nth(1).and_then(|rest| rest.split("```sh\n").nth(1)).unwrap();
     let block = block.split("```").next().unwrap().replace("\\\n", " ");
     let folder = tempfile::tempdir().unwrap();
     digits(&folder.path().join("train.npz"));
     digits(&folder.path().join("x.npz"));
-    let mut verbs = 0;
+    let mut commands = 0;
     for line in block.lines() {
         let words = line.split(" #").next().unwrap().split_whitespace().collect::<Vec<_>>();
         let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin("pipec"));
         command.current_dir(folder.path()).args(&words[1..]).env("XDG_CACHE_HOME", folder.path().join(".cache"));
         let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{line}: {}", String::from_utf8_lossy(&output.stderr));
-        verbs += 1;
+        commands += 1;
     }
-    assert!(verbs >= 12, "{verbs} lines");
+    assert!(commands >= 12, "{commands} lines");
 }
 
 /// The file that the guide's Python code writes.
