@@ -106,7 +106,7 @@ pub struct PlannedCluster {
     pub idle: Vec<u32>,
 }
 
-/// The order in which a stage works through minibatches and microbatches.
+/// The order in which a stage works through minibatches and micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 pub enum ScheduleKind {
     /// All forwards, then all backwards.
@@ -133,7 +133,7 @@ pub enum ScheduleKind {
     /// Two directions on a V of two chunks.
     #[serde(rename = "dualpipev")]
     DualPipeV,
-    /// Two weight versions, a new one for every minibatch of microbatches.
+    /// Two weight versions, a new one for every minibatch of micro-batches.
     #[serde(rename = "2bw")]
     TwoBw,
     /// 1F1B with round robin replicas and weight stashing.

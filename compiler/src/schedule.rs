@@ -73,7 +73,7 @@ id!(
     WorkerId
 );
 id!(
-    /// An item of work: a minibatch under asynchronous schedules, a microbatch (counted over the whole run) under flush.
+    /// An item of work: a minibatch under asynchronous schedules, a micro-batch (counted over the whole run) under flush.
     MicrobatchId
 );
 id!(

@@ -66,7 +66,7 @@ pub fn raise(figures: &mut [u64; 4], bytes: u64, [comes, goes]: [u64; 2]) {
 /// Variant of the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Way {
-    /// Weight gradients of several microbatches are computed together, see
+    /// Weight gradients of several micro-batches are computed together, see
     /// [`batched_weight_grad`](crate::pass::batched_weight_grad).
     pub is_joint: bool,
     /// Input gradients and weight gradients are separate passes.

@@ -20,7 +20,7 @@ impl OpId {
     }
 }
 
-/// Costs of one op per microbatch: times in microseconds, sizes in bytes.
+/// Costs of one op per micro-batch: times in microseconds, sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct OpCost {
     /// Index in the list of ops.
@@ -84,7 +84,7 @@ pub struct Members {
 pub struct TensorCost {
     pub name: String,
     pub producer: OpId,
-    /// Per microbatch.
+    /// Per micro-batch.
     pub bytes: u64,
     /// Ascending, without duplicates.
     pub consumers: Vec<OpId>,
@@ -203,7 +203,7 @@ impl OpCost {
         self.weight_us.unwrap_or(self.bwd_us / 2.0)
     }
 
-    /// Bytes kept per microbatch in flight.
+    /// Bytes kept per micro-batch in flight.
     pub fn kept_bytes(&self) -> u64 {
         self.saved_bytes.saturating_add(self.fed_bytes)
     }
@@ -233,7 +233,7 @@ impl OpCost {
 pub const MOMENTUM_PASSES: f64 = 5.0;
 
 impl CostGraph {
-    /// Adds the optimizer step to the weight-gradient time, once per `items` microbatches, for an optimizer with
+    /// Adds the optimizer step to the weight-gradient time, once per `items` micro-batches, for an optimizer with
     /// `state` times the weight bytes. Steps are memory-bound, and every pass over the weights takes the same time.
     pub fn charge_updates(&mut self, state: f64, items: u32) {
         let passes = 3.0 + 2.0 * state;

@@ -1,9 +1,9 @@
 //! Layers with choices: the planning problem of Piper (Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional
 //! Planner for DNN Parallelization", NeurIPS 2021, section 3).
 //!
-//! A pipeline of contiguous stages trains with 1F1B on batches of N microbatches. Stage S has d replicas of t devices
+//! A pipeline of contiguous stages trains with 1F1B on batches of N micro-batches. Stage S has d replicas of t devices
 //! each (data and tensor parallelism). For each t a layer offers some choices, for example with and without
-//! recomputation, and one is selected. The time of a stage per microbatch and its memory per device are:
+//! recomputation, and one is selected. The time of a stage per micro-batch and its memory per device are:
 //!
 //! ```text
 //! time(S) = sum of p(v) / d  over v in S
@@ -23,7 +23,7 @@
 //!
 //! The objective is to minimise the largest time(S), which is the time per sample in the unit of the file. Constraints:
 //! at most k devices in total, and each d divides N. The sum of d over all stages is at most N, because at most N
-//! microbatches are in flight.
+//! micro-batches are in flight.
 //!
 //! Details that the paper leaves open follow its released planner. A transfer is charged to both ends, and twice
 //! (activation and gradient). The factor 4 for data parallelism is that of PipeDream's planner. The bandwidth of a file
@@ -38,13 +38,13 @@ pub const MAX_CHOICES: usize = 32;
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Choice {
     pub name: String,
-    /// Forward plus backward time of one microbatch.
+    /// Forward plus backward time of one micro-batch.
     pub time: f64,
     /// Weights per device, all-reduced between replicas.
     pub weight_bytes: f64,
-    /// Bytes per microbatch in flight.
+    /// Bytes per micro-batch in flight.
     pub bytes_in_flight: f64,
-    /// Bytes independent of the microbatches in flight.
+    /// Bytes independent of the micro-batches in flight.
     pub bytes_standing: f64,
     /// For each link of the layer: additional bytes moved by tensor parallelism if the link leaves the stage.
     pub sync: Vec<f64>,
@@ -69,7 +69,7 @@ pub struct Layer {
 pub struct Link {
     pub from: u32,
     pub to: u32,
-    /// Per microbatch.
+    /// Per micro-batch.
     pub bytes: f64,
 }
 
@@ -84,7 +84,7 @@ pub struct Hybrid {
     pub bytes_per_device: f64,
     /// Bytes per unit of time that a device sends or receives.
     pub bandwidth: f64,
-    /// Microbatches per batch.
+    /// Micro-batches per batch.
     pub microbatches: u32,
 }
 

@@ -35,7 +35,7 @@ impl DeviceSpan {
     }
 }
 
-/// Microseconds of the busiest shared link per microbatch; 0 if every device has its own link.
+/// Microseconds of the busiest shared link per micro-batch; 0 if every device has its own link.
 pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> f64 {
     let levels = &problem.cluster.levels;
     let spans = shape.is_flat && levels.len() > 1;
@@ -110,7 +110,7 @@ fn unit(levels: &[Level], at: usize) -> u64 {
     levels[..at].iter().fold(1, |size, level| size.saturating_mul(u64::from(level.count.max(1))))
 }
 
-/// Fraction of microbatches whose sender and receiver replicas both lie in these replica ranges.
+/// Fraction of micro-batches whose sender and receiver replicas both lie in these replica ranges.
 fn same_unit_fraction(left: (u64, u64), right: (u64, u64), from: DeviceSpan, to: DeviceSpan) -> f64 {
     if left.0 >= left.1 || right.0 >= right.1 {
         return 0.0;

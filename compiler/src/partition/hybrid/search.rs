@@ -11,7 +11,7 @@
 //! | I, J       | sets of `Lattice`, closed under "is read by"                              |
 //! | needs(I)   | `Need`: total replicas and devices; all Pareto-optimal pairs              |
 //! | d, t       | replicas and tensor-parallel degree of the stage                          |
-//! | y          | replicas of J plus d, divided by d, rounded up: microbatches in flight    |
+//! | y          | replicas of J plus d, divided by d, rounded up: micro-batches in flight    |
 //! | time(..)   | `Search::stage`                                                           |
 //!
 //! Piper's program (section 4) minimises time for every number of devices and replicas. Minimising devices and replicas
@@ -32,7 +32,7 @@ pub struct Span {
     pub units: Vec<u32>,
     pub degree: u32,
     pub replicas: u32,
-    /// Microbatches in flight per replica.
+    /// Micro-batches in flight per replica.
     pub in_flight: u32,
     /// Index of each unit's option at this degree.
     pub picks: Vec<u16>,

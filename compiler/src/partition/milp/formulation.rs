@@ -111,7 +111,7 @@ impl<'a> Formulation<'a> {
         self.choice.replicas.len()
     }
 
-    /// k_m: factor of a microbatch's time in T.
+    /// k_m: factor of a micro-batch's time in T.
     pub(super) fn weight(&self, stage: usize) -> f64 {
         let replicas = self.choice.replicas[stage];
         match self.scope.problem.cost {

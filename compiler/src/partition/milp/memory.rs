@@ -10,7 +10,7 @@ use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
 use good_lp::{Expression, variable};
 
-/// Input gradients that a stage sends back per microbatch.
+/// Input gradients that a stage sends back per micro-batch.
 #[derive(Default)]
 struct Back {
     /// Bytes of each tensor, and whether it is an input of the stage.

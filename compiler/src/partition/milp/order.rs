@@ -5,7 +5,7 @@ use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::OpCost;
 
 pub struct Order {
-    /// Microseconds of each op per microbatch, without recomputation.
+    /// Microseconds of each op per micro-batch, without recomputation.
     pub times: Vec<f64>,
     /// Time of each op and all its predecessors.
     pub head: Vec<f64>,

@@ -19,7 +19,7 @@ const MOST_STEPS: u64 = 1 << 20;
 pub struct Choice {
     pub replicas: Vec<u32>,
     pub recompute: Vec<bool>,
-    /// Microbatches in flight per replica of each stage.
+    /// Micro-batches in flight per replica of each stage.
     pub caps: Vec<u32>,
     /// Relative speed of the slowest device of each stage.
     pub paces: Vec<f64>,
@@ -107,7 +107,7 @@ fn least_work_us(problem: &Problem) -> f64 {
     match problem.cost {
         CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => problem.graph.total_us(),
         CostModel::Pipec if asked.latency || !problem.schedule.is_continuous() => 0.0,
-        // 2BW: for all microbatches of a minibatch.
+        // 2BW: for all micro-batches of a minibatch.
         CostModel::Pipec if asked.trains() => asked.link_weight() * problem.graph.total_us(),
         CostModel::Pipec => forward(),
     }

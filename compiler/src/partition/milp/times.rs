@@ -150,7 +150,7 @@ impl Formulation<'_> {
         }
     }
 
-    /// Upper bound on a microbatch's time in any stage under cost model `pipec`.
+    /// Upper bound on a micro-batch's time in any stage under cost model `pipec`.
     fn room(&self) -> f64 {
         if self.scope.asked.adds() {
             return self.scope.most;
@@ -159,7 +159,7 @@ impl Formulation<'_> {
         self.scope.most / slowest
     }
 
-    /// For each stage the time of its incoming and of its outgoing messages per microbatch.
+    /// For each stage the time of its incoming and of its outgoing messages per micro-batch.
     ///
     /// A tensor is sent once to each stage that reads it, directly from its producer. All tensors between two stages
     /// form one message.

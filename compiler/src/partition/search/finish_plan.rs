@@ -155,7 +155,7 @@ pub fn bound_us(problem: &Problem, chosen: &PlanCandidate, found: &SearchResult)
 }
 
 /// Lower bound under cost model `pipec`: all compute spread over all devices at their speeds, and the latency of one
-/// microbatch on the fastest device.
+/// micro-batch on the fastest device.
 pub fn spread(problem: &Problem) -> f64 {
     let (devices, fastest) = (class::together(&problem.cluster), class::fastest(&problem.cluster.classes));
     let m = f64::from(problem.microbatches);
@@ -199,7 +199,7 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
         let asked = build_plan::asked(problem);
         let looked = |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots);
         let CostEstimate { step_us, bubble, .. } = looked(&asked);
-        // Throughput is set by the slowest stage, because microbatches overlap.
+        // Throughput is set by the slowest stage, because micro-batches overlap.
         let following = looked(&FlowQuery { latency: false, ..asked }).step_us;
         let Some(objective) = objective_us else {
             let throughput_per_s = rate(following);

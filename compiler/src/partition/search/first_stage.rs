@@ -1,6 +1,6 @@
 //! Enumerates possible first stages, for searches that start at the last stage.
 //!
-//! With vertical sync, weight versions in all stages depend on the replicas and in-flight microbatches of the first
+//! With vertical sync, weight versions in all stages depend on the replicas and in-flight micro-batches of the first
 //! stage. Without flushes, pending gradient sums of tied weights do too. A backward search does not know the first
 //! stage, so it runs once for each.
 

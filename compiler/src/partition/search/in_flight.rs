@@ -1,7 +1,7 @@
-//! Chooses in-flight caps: more microbatches in flight reduce idle time but cost memory for saved activations and
+//! Chooses in-flight caps: more micro-batches in flight reduce idle time but cost memory for saved activations and
 //! weight versions, and increase staleness.
 //!
-//! The search starts from the published rule, or from the round-trip time of a microbatch if transfers make that
+//! The search starts from the published rule, or from the round-trip time of a micro-batch if transfers make that
 //! longer. Lower caps cannot reach the throughput (see `simulate::one_f_one_b_rr`).
 //!
 //! 1. Raise the single cap that improves throughput most; ties go to the cap that costs less memory.
@@ -86,7 +86,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficie
     let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
         Ok(mut pipeline) => {
             if problem.schedule == ScheduleKind::TwoBw {
-                // Under 2BW each round is a whole minibatch, so microbatches do not wait for the previous all-reduce.
+                // Under 2BW each round is a whole minibatch, so micro-batches do not wait for the previous all-reduce.
                 pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
             }
             start(pipeline, &published, problem.schedule, &fits, &mut lacks_memory)
@@ -218,7 +218,7 @@ fn at_once(
     (caps, best)
 }
 
-/// The published caps, raised to cover the round-trip time of a microbatch. If those do not fit, each cap is limited to
+/// The published caps, raised to cover the round-trip time of a micro-batch. If those do not fit, each cap is limited to
 /// what the caps of the other stages can make use of.
 fn start(
     pipeline: Pipeline,

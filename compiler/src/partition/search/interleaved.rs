@@ -29,7 +29,7 @@ const MOST_STEPS: usize = 50_000_000;
 
 const MOST_CHOICES: usize = 24;
 
-/// Microbatches per stage after which no schedule has more in flight; except bfs, which keeps all in flight.
+/// Micro-batches per stage after which no schedule has more in flight; except bfs, which keeps all in flight.
 const SETTLED: u32 = 4;
 
 /// The best plan with `problem.chunks` stages on every rank.

@@ -1,6 +1,6 @@
 //! The best partition of a linear order (or of few down-sets) with every stage within the memory limit.
 //!
-//! A stage's memory depends on its microbatches in flight, and so on the workers after it. So the search runs
+//! A stage's memory depends on its micro-batches in flight, and so on the workers after it. So the search runs
 //! backwards: when the range [i, j) with m units is put before a suffix of w units, its memory is known exactly.
 //!
 //! ```text

@@ -240,7 +240,7 @@ impl PlacementQuery<'_> {
         self.fleet.pace(first, replicas)
     }
 
-    /// Lower bound on the compute of a range for one microbatch: on the fastest device.
+    /// Lower bound on the compute of a range for one micro-batch: on the fastest device.
     pub fn least_us(&self, from: usize, to: usize) -> f64 {
         self.places.compute_us(from, to, self.asked.trains()) / self.fleet.fastest()
     }

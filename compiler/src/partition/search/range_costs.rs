@@ -54,9 +54,9 @@ pub struct RangeCosts<'a> {
 /// The ops between two nested down-sets: a possible stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Run {
-    /// Per microbatch.
+    /// Per micro-batch.
     pub forward_us: f64,
-    /// Per microbatch.
+    /// Per micro-batch.
     pub backward_us: f64,
     /// Bytes of input tensors, each counted once.
     pub in_bytes: u64,
@@ -177,7 +177,7 @@ impl<'a> RangeCosts<'a> {
         self.graph.tensors[tensor as usize].consumers.iter().any(|to| !self.has(set, to.index()))
     }
 
-    /// Compute of a range in microseconds per microbatch: forward and backward, or forward only.
+    /// Compute of a range in microseconds per micro-batch: forward and backward, or forward only.
     pub fn compute_us(&self, from: usize, to: usize, trains: bool) -> f64 {
         let forward = self.forward[to] - self.forward[from];
         if trains { forward + self.backward[to] - self.backward[from] } else { forward }

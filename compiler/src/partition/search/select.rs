@@ -2,7 +2,7 @@
 //!
 //! The searches assume the in-flight caps of the schedule's rule. If these caps keep the busiest stage waiting and
 //! memory does not allow higher ones, other partitions with more free memory may be faster. So the search is repeated
-//! with memory reserved for more in-flight microbatches, while the estimate is below the simulated time.
+//! with memory reserved for more in-flight micro-batches, while the estimate is below the simulated time.
 
 use crate::partition::planner::{Partitioner, PlannerOptions, order};
 use crate::partition::search::build_plan;
@@ -24,7 +24,7 @@ const CLEARLY: f64 = 0.995;
 /// Smallest assumed ratio of the simulated time to the estimate for flushed schedules.
 const LEAST_OF_EQUATIONS: f64 = 0.6;
 
-/// Largest number of extra in-flight microbatches that memory is reserved for.
+/// Largest number of extra in-flight micro-batches that memory is reserved for.
 const MOST_ROOM: u32 = 4;
 
 /// Returns the best candidate and its simulation. Another candidate replaces the best estimate only if its simulated
@@ -101,7 +101,7 @@ fn without_needless_recompute(
     if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
 }
 
-/// Candidates found with memory reserved for `room` more microbatches and an estimate below `known_us`; best first.
+/// Candidates found with memory reserved for `room` more micro-batches and an estimate below `known_us`; best first.
 fn candidates_with_reserved_memory(
     question: &SearchContext<'_>,
     room: u32,

@@ -164,7 +164,7 @@ fn programmed(problem: &Problem, pipeline: &Pipeline, objective_us: f64, caps: &
     let us = schedule_of(problem.schedule)
         .ok()
         .and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok()?);
-    // A full schedule costs many times a steady-state simulation, at least that of a few hundred microbatches.
+    // A full schedule costs many times a steady-state simulation, at least that of a few hundred micro-batches.
     let pieces = 40 * 720 * caps.len() as u64;
     Steady { share: us.map_or(0.0, |us| if us > 0.0 { objective_us / us } else { 1.0 }), held, pieces }
 }

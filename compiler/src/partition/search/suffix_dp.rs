@@ -24,7 +24,7 @@ type Paced = Vec<(f64, [Option<StageLoad>; 2])>;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
     Busiest,
-    /// Latency of one microbatch.
+    /// Latency of one micro-batch.
     Way,
     Bytes,
     /// Number of stages, none busier than the limit.
@@ -226,7 +226,7 @@ impl PlacementQuery<'_> {
         if self.asked.latency || !self.asked.schedule.is_continuous() || !limit.is_finite() {
             return 0;
         }
-        // Under 2BW the limit covers all microbatches of a minibatch.
+        // Under 2BW the limit covers all micro-batches of a minibatch.
         let need = (compute_us * self.asked.link_weight() / limit * (1.0 - 1e-9)).ceil();
         if need.is_nan() { 0 } else { need as u32 }
     }
