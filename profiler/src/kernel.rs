@@ -7,12 +7,13 @@
 use crate::cache::Time;
 use compiler::graph::Graph;
 use compiler::op::table::{attributes, rule};
-use compiler::op::{BatchScatterAdd, KernelError, NodeId, Op, ScatterAdd};
+use compiler::op::{BatchScatterAdd, NodeId, Op, ScatterAdd};
 use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use runtime::data::mix;
+use runtime::device::api::{Device, DeviceError, Kernel, OutputMode, Region, RegionMut, Stream};
 use runtime::device::buffer::Buffer;
-use runtime::device::cpu::Kernel;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Minimum length of a sample, so that reading the clock (about 30 ns) is negligible.
@@ -56,8 +57,9 @@ impl Subject {
         format!("{} {attributes} {} -> {}", rule(&self.op).name(), facts(&self.inputs), facts(&self.outputs))
     }
 
-    pub fn kernel(&self) -> Kernel {
-        Kernel::new(&self.op, &self.inputs, &self.outputs)
+    /// The device's kernel of the op.
+    pub fn kernel(&self, device: &dyn Device) -> Result<Arc<dyn Kernel>, DeviceError> {
+        device.kernel(&self.op, &self.inputs, &self.outputs)
     }
 
     pub fn bytes(&self) -> u64 {
@@ -72,34 +74,39 @@ struct Copy {
 }
 
 /// Inputs and outputs of one copy.
-type Sides<'a> = (Vec<&'a [u8]>, Vec<&'a mut [u8]>);
+type Sides<'a> = (Vec<Region<'a>>, Vec<RegionMut<'a>>);
 
-/// Measures a kernel on valid random inputs. The tensors must fit in memory.
-pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, KernelError> {
+/// Measures a kernel of a device on valid random inputs. The tensors must fit in memory.
+pub fn time(subject: &Subject, device: &dyn Device, kernel: &dyn Kernel, runs: &Runs) -> Result<Time, DeviceError> {
+    let stream = device.stream()?;
     let size = (subject.bytes() as usize).max(1);
     let count = (runs.rotation_bytes / size).clamp(1, 1 << 16);
     let patterns: Vec<Tensor> = (0..subject.inputs.len()).map(|slot| pattern(subject, slot, runs.seed)).collect();
-    let copy = |_| Copy {
-        inputs: subject.inputs.iter().zip(&patterns).map(|(fact, pattern)| filled(fact, pattern)).collect(),
-        outputs: subject.outputs.iter().map(|fact| Buffer::new(size_of(fact))).collect(),
+    let copy = |_| -> Result<Copy, DeviceError> {
+        let inputs = subject.inputs.iter().zip(&patterns);
+        let inputs = inputs.map(|(fact, pattern)| filled(device, &*stream, fact, pattern));
+        let outputs = subject.outputs.iter().map(|fact| device.allocate(size_of(fact)));
+        Ok(Copy { inputs: inputs.collect::<Result<_, _>>()?, outputs: outputs.collect::<Result<_, _>>()? })
     };
-    let mut copies: Vec<Copy> = (0..count).map(copy).collect();
+    let mut copies: Vec<Copy> = (0..count).map(copy).collect::<Result<_, _>>()?;
     let mut sides: Vec<Sides<'_>> = copies
         .iter_mut()
-        .map(|c| (c.inputs.iter().map(Buffer::bytes).collect(), c.outputs.iter_mut().map(Buffer::bytes_mut).collect()))
+        .map(|c| {
+            (c.inputs.iter().map(Buffer::region).collect(), c.outputs.iter_mut().map(Buffer::region_mut).collect())
+        })
         .collect();
-    let mut workspace = Buffer::new(kernel.workspace());
+    let mut workspace = device.allocate(kernel.workspace())?;
     let mut next = 0;
-    let run = |times: usize| -> Result<(), KernelError> {
+    let run = |times: usize| -> Result<(), DeviceError> {
         for _ in 0..times {
             let (inputs, outputs) = &mut sides[next];
-            kernel.run(inputs, outputs, workspace.bytes_mut())?;
+            stream.run(kernel, inputs, outputs, workspace.region_mut(), OutputMode::Overwrite)?;
             next += 1;
             if next == count {
                 next = 0;
             }
         }
-        Ok(())
+        stream.finish()
     };
     sampled(run, runs)
 }
@@ -146,13 +153,15 @@ fn size_of(fact: &Fact) -> usize {
     fact.bytes().unwrap_or(0) as usize
 }
 
-fn filled(fact: &Fact, pattern: &Tensor) -> Buffer {
-    let mut buffer = Buffer::new(size_of(fact));
+fn filled(device: &dyn Device, stream: &dyn Stream, fact: &Fact, pattern: &Tensor) -> Result<Buffer, DeviceError> {
+    let mut buffer = device.allocate(size_of(fact))?;
     let source = pattern.bytes();
-    for part in buffer.bytes_mut().chunks_mut(source.len().max(1)) {
-        part.copy_from_slice(&source[..part.len()]);
-    }
-    buffer
+    stream.upload_with(buffer.region_mut(), &mut |bytes| {
+        for part in bytes.chunks_mut(source.len().max(1)) {
+            part.copy_from_slice(&source[..part.len()]);
+        }
+    })?;
+    Ok(buffer)
 }
 
 /// Input values: floats in 0.25 to 1.25, where every op is defined; integers are valid indices.
@@ -195,6 +204,7 @@ fn limit(subject: &Subject, slot: usize) -> i64 {
 mod tests {
     use super::*;
     use compiler::op::table::samples;
+    use runtime::device::cpu::device::cpu;
 
     #[test]
     fn every_op_has_values_that_it_admits() {
@@ -204,7 +214,9 @@ mod tests {
             let outputs = rule(&sample.op).infer(&inputs.iter().collect::<Vec<_>>()).unwrap();
             let subject = Subject { op: sample.op, inputs, outputs };
             let empty = subject.inputs.iter().chain(&subject.outputs).any(|f| f.bytes() == Some(0));
-            let time = time(&subject, &subject.kernel(), &runs);
+            let device = cpu();
+            let kernel = subject.kernel(&*device).unwrap();
+            let time = time(&subject, &*device, &*kernel, &runs);
             let time = time.unwrap_or_else(|e| panic!("{} {}: {e}", subject.key(), sample.title));
             assert!(time.median_ps > 0 || empty, "{}", subject.key());
         }

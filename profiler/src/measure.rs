@@ -13,12 +13,14 @@ use crate::update;
 use crate::whole::{Times, Whole, whole};
 use compiler::graph::Graph;
 use compiler::graph::hash::hash;
-use compiler::op::{KernelError, NodeId};
+use compiler::op::NodeId;
 use compiler::pass::analytic::node_cost;
 use compiler::pass::attribution::{Attribution, AttributionError, Training, attribute};
 use compiler::pass::costs::{cost_graph, dtype};
 use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
 use compiler::tensor::Tensor;
+use runtime::device::api::DeviceError;
+use runtime::device::cpu::device::cpu;
 use runtime::exec::compile::CompileError;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};
@@ -83,7 +85,9 @@ pub enum MeasureError {
     #[error("op `{name}` needs {bytes} bytes, {available} are free; take a smaller micro-batch or an analytic profile")]
     Memory { name: String, bytes: u64, available: u64 },
     #[error("op `{name}`: {fault}")]
-    Kernel { name: String, fault: KernelError },
+    Kernel { name: String, fault: DeviceError },
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 struct Job {
@@ -114,7 +118,7 @@ pub fn measure(
         budget: settings.budget,
     };
     let head = key_head(&device, &runs);
-    let (mut jobs, uses) = jobs(&attribution, &head);
+    let (mut jobs, uses) = jobs(&attribution, &head)?;
     let costs = cost_graph(model.graph, &attribution);
     let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
 
@@ -155,7 +159,7 @@ pub fn measure(
         if bytes > available {
             return Err(MeasureError::Memory { name: "a step of the optimizer".to_string(), bytes, available });
         }
-        let found = update::time(*size, &runs);
+        let found = update::time(*size, &runs)?;
         *time = Some(found);
         keeper.keep(&update_key(size), &[found]);
         done += 1;
@@ -253,32 +257,38 @@ struct Uses {
     weights: Vec<Vec<usize>>,
 }
 
-fn jobs(attribution: &Attribution, head: &str) -> (Vec<Job>, Uses) {
+fn jobs(attribution: &Attribution, head: &str) -> Result<(Vec<Job>, Uses), DeviceError> {
+    let device = cpu();
     let mut list: Vec<Job> = Vec::new();
     let mut by_key: HashMap<String, usize> = HashMap::new();
-    let mut find = |graph: &Graph, nodes: &[NodeId], op: usize| -> Vec<usize> {
+    let mut find = |graph: &Graph, nodes: &[NodeId], op: usize| -> Result<Vec<usize>, DeviceError> {
         let each = nodes.iter().map(|id| {
             let subject = Subject::of(graph, *id);
             let key = format!("{head} {}", subject.key());
-            *by_key.entry(key.clone()).or_insert_with(|| {
-                let kernel = subject.kernel();
-                let (workspace, is_reference) = (kernel.workspace() as u64, kernel.is_reference());
-                list.push(Job { subject, key, op, time: None, workspace, is_reference });
-                list.len() - 1
-            })
+            if let Some(known) = by_key.get(&key) {
+                return Ok(*known);
+            }
+            let kernel = subject.kernel(&*device)?;
+            let (workspace, is_reference) = (kernel.workspace() as u64, kernel.is_reference());
+            by_key.insert(key.clone(), list.len());
+            list.push(Job { subject, key, op, time: None, workspace, is_reference });
+            Ok(list.len() - 1)
         });
         each.collect()
     };
     let mut uses = Uses { forward: Vec::new(), backward: Vec::new(), weights: Vec::new() };
     for op in 0..attribution.ops.len() {
-        uses.forward.push(find(&attribution.forward, &attribution.forward_nodes[op], op));
+        uses.forward.push(find(&attribution.forward, &attribution.forward_nodes[op], op)?);
         let nodes = &attribution.backward_nodes[op];
-        let backward = attribution.backward.as_ref().map_or_else(Vec::new, |graph| find(graph, nodes, op));
+        let backward = match &attribution.backward {
+            Some(graph) => find(graph, nodes, op)?,
+            None => Vec::new(),
+        };
         let second = nodes.iter().zip(&backward).filter(|(id, _)| attribution.second.contains(id));
         uses.weights.push(second.map(|(_, job)| *job).collect());
         uses.backward.push(backward);
     }
-    (list, uses)
+    Ok((list, uses))
 }
 
 /// Microseconds per op (forward, backward) in the run of the whole model, averaged over ops with equal kernels.
@@ -302,8 +312,9 @@ fn run(job: &Job, name: &str, runs: &Runs) -> Result<Time, MeasureError> {
     if bytes > available {
         return Err(MeasureError::Memory { name: name.to_string(), bytes, available });
     }
-    let kernel = job.subject.kernel();
-    kernel::time(&job.subject, &kernel, runs).map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
+    let device = cpu();
+    let time = || kernel::time(&job.subject, &*device, &*job.subject.kernel(&*device)?, runs);
+    time().map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
 }
 
 /// Rotation size of a kernel's tensor copies, see [`kernel`]: the model's footprint up to twice the cache. A power of

@@ -7,6 +7,7 @@ use compiler::pass::attribution::{Attribution, owner};
 use compiler::pass::batched_weight_grad::put_by;
 use compiler::tensor::fact::Fact;
 use runtime::device::cpu::Kernel;
+use runtime::device::cpu::device::cpu;
 use runtime::exec::sequence::{chain_workspace, joint};
 
 /// For each op, the largest workspace of its kernels and chains, forward or backward, in bytes.
@@ -34,7 +35,7 @@ pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
     for (graph, chains) in graphs.into_iter().zip(&attribution.chains) {
         let Some(graph) = graph else { continue };
         for &last in chains.by_last.keys() {
-            let bytes = chain_workspace(graph, last, chains) as u64;
+            let bytes = chain_workspace(&*cpu(), graph, last, chains) as u64;
             if let Some(most) = owner(graph.node(last)).and_then(|op| most.get_mut(op)) {
                 *most = bytes.max(*most);
             }
@@ -48,7 +49,7 @@ pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
 pub fn of_joint(attribution: &Attribution) -> Vec<[u64; 2]> {
     let of = |graph: &Graph, id: &NodeId| -> Option<[u64; 2]> {
         let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|value| graph.fact(*value).clone()).collect();
-        let kernel = joint(&graph.node(*id).op, &inputs, &graph.node(*id).facts)?;
+        let kernel = joint(&*cpu(), &graph.node(*id).op, &inputs, &graph.node(*id).facts).ok()??;
         Some([put_by(&inputs)?, kernel.workspace() as u64])
     };
     let of_op = |nodes: &Vec<NodeId>| {

@@ -8,12 +8,14 @@ use compiler::graph::order;
 use compiler::op::{Op, Value};
 use compiler::pass::attribution::Attribution;
 use compiler::tensor::DType;
+use runtime::device::api::{DeviceError, WeightRegions};
 use runtime::device::buffer::Buffer;
-use runtime::optim::optimizer::{Optimizer, Rule, Update};
+use runtime::device::cpu::device::cpu;
+use runtime::device::optimizer::{StepArgs, UpdateRule};
 use std::collections::HashMap;
 
 /// The factors do not affect the time, but values must stay in the normal range.
-const RULE: Rule = Rule::Sgd { learning_rate: 1e-6, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
+const RULE: UpdateRule = UpdateRule::Sgd { learning_rate: 1e-6, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
 
 pub type Size = (DType, u64);
 
@@ -35,25 +37,29 @@ pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
     sizes
 }
 
-pub fn time((dtype, bytes): Size, runs: &Runs) -> Time {
-    let optimizer = Optimizer::from(RULE);
+pub fn time((dtype, bytes): Size, runs: &Runs) -> Result<Time, DeviceError> {
+    let device = cpu();
+    let stream = device.stream()?;
     let copies = (runs.rotation_bytes as u64 / (3 * bytes).max(1)).clamp(1, 1 << 16);
-    let mut held: Vec<[Buffer; 3]> = (0..copies).map(|_| [(); 3].map(|()| Buffer::new(bytes as usize))).collect();
-    let mut next = 0;
-    let mut step = || {
-        let [weight, gradient, momentum] = &mut held[next];
-        let update = Update { dtype, gradient: gradient.bytes(), scale: 1.0, step: 1, rate: 1.0 };
-        optimizer.in_place(update, weight.bytes_mut(), std::slice::from_mut(momentum));
-        next = (next + 1) % copies as usize;
+    let copy = |_| {
+        let tensor = || device.allocate(bytes as usize);
+        Ok([tensor()?, tensor()?, tensor()?])
     };
-    let run = |times: usize| -> Result<(), std::convert::Infallible> {
-        (0..times).for_each(|_| step());
+    let mut held: Vec<[Buffer; 3]> = (0..copies).map(copy).collect::<Result<_, DeviceError>>()?;
+    let mut next = 0;
+    let mut step = || -> Result<(), DeviceError> {
+        let [weight, gradient, momentum] = &mut held[next];
+        let args = StepArgs { dtype, scale: 1.0, step: 1, rate: 1.0 };
+        let (weights, state) = (WeightRegions::InPlace(weight.region_mut()), &mut [momentum.region_mut()]);
+        stream.optimizer_step(&RULE, &args, weights, gradient.region(), state)?;
+        next = (next + 1) % copies as usize;
         Ok(())
     };
-    match sampled(run, runs) {
-        Ok(time) => time,
-        Err(never) => match never {},
-    }
+    let run = |times: usize| -> Result<(), DeviceError> {
+        (0..times).try_for_each(|_| step())?;
+        stream.finish()
+    };
+    sampled(run, runs)
 }
 
 #[cfg(test)]
@@ -64,7 +70,7 @@ mod tests {
     #[test]
     fn more_bytes_take_longer() {
         let runs = Runs { warmup: 1, samples: 9, seed: 0, rotation_bytes: 1 << 22, budget: Duration::from_millis(50) };
-        let [few, many] = [1 << 12, 1 << 22].map(|bytes| time((DType::F32, bytes), &runs).median_ps);
+        let [few, many] = [1 << 12, 1 << 22].map(|bytes| time((DType::F32, bytes), &runs).unwrap().median_ps);
         assert!(0 < few && 20 * few < many, "{few} and {many} ps");
     }
 }

@@ -12,11 +12,13 @@ use compiler::pass::attribution::{Attribution, Training, tag};
 use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
 use compiler::tensor::Tensor;
 use runtime::data::synthetic::synthetic;
+use runtime::device::api::DeviceError;
 use runtime::device::buffer::Buffer;
+use runtime::device::cpu::device::cpu;
 use runtime::exec::compile::{CompileError, NamedTensor, StageCode, compile};
 use runtime::exec::executor::{Executor, Item};
 use runtime::exec::sequence::Step;
-use runtime::stage::gradients::begun;
+use runtime::stage::gradients::lend_sums;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -114,27 +116,30 @@ impl Whole {
         }
         let code = &self.code;
         let given = |named: &NamedTensor| weights.get(&named.name).filter(|t| t.bytes().len() == named.bytes);
+        let device = cpu();
+        let upload = |tensor: &Tensor| -> Result<Buffer, DeviceError> { device.upload(tensor.bytes()) };
         let states = code.states.iter().map(|named| match given(named) {
-            Some(tensor) => Buffer::copy_of(tensor.bytes()),
-            None => made_up(named, |_| 1.0),
+            Some(tensor) => upload(tensor),
+            None => upload(&made_up(named, |_| 1.0)),
         });
-        let mut executor = Executor::new(code, states.collect());
-        let mut item: Item = executor.begin();
+        let states = states.collect::<Result<_, _>>().ok()?;
+        let mut executor = Executor::new(code, states, &device, Arc::default()).ok()?;
+        let mut item: Item = executor.begin().ok()?;
         let parameters = code.parameters.iter().map(|named| match given(named) {
-            Some(tensor) => Arc::new(Buffer::copy_of(tensor.bytes())),
-            None => Arc::new(spread(named, runs.seed)),
+            Some(tensor) => upload(tensor).map(Arc::new),
+            None => upload(&spread(named, runs.seed)).map(Arc::new),
         });
-        item.weights = parameters.collect();
+        item.weights = parameters.collect::<Result<_, _>>().ok()?;
         for (i, feed) in code.feeds.iter().enumerate() {
             let rows = feed.fact.concrete().and_then(|shape| shape.first().copied()).unwrap_or(1);
             let mut made = synthetic(&self.graph, std::slice::from_ref(feed), rows, rows, runs.seed ^ i as u64);
             let tensor = made.remove(&feed.name).filter(|t| t.bytes().len() == feed.bytes)?;
-            item.feeds.push(Arc::new(Buffer::copy_of(tensor.bytes())));
+            item.feeds.push(Arc::new(upload(&tensor).ok()?));
         }
 
         // The first run allocates all buffers.
         executor.forward(&mut item).ok()?;
-        item.sums = begun(&mut vec![None; code.gradient_terms.len()], &mut executor);
+        item.sums = lend_sums(&mut vec![None; code.gradient_terms.len()], &executor).ok()?;
         executor.backward(&mut item).ok()?;
         let began = Instant::now();
         let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));
@@ -151,7 +156,7 @@ impl Whole {
                 break;
             }
         }
-        executor.finish(item);
+        executor.finish(item).ok()?;
         let mut ops = vec![[0; 2]; self.ops];
         for (way, (samples, sequence)) in samples.iter().zip([&code.forward, &code.backward]).enumerate() {
             samples.share_out(&sequence.steps, |op, picoseconds| {
@@ -216,7 +221,7 @@ impl Samples {
 }
 
 /// Floats with the scale of initial weights, so that activations neither vanish nor explode.
-fn spread(named: &NamedTensor, seed: u64) -> Buffer {
+fn spread(named: &NamedTensor, seed: u64) -> Tensor {
     let shape = named.fact.concrete().unwrap_or_default();
     let fan_in: usize = shape.iter().skip(1).product();
     let scale = 1.0 / (fan_in.max(1) as f64).sqrt();
@@ -225,11 +230,11 @@ fn spread(named: &NamedTensor, seed: u64) -> Buffer {
 }
 
 /// One value per element; integers are zero, which is a valid index.
-fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Buffer {
-    if !named.fact.dtype.is_float() {
-        return Buffer::new(named.bytes);
-    }
+fn made_up(named: &NamedTensor, value: impl Fn(usize) -> f64) -> Tensor {
     let count = named.bytes / named.fact.dtype.size();
-    let values: Vec<f64> = (0..count).map(value).collect();
-    Buffer::copy_of(Tensor::from_f64(&[count], &values).cast(named.fact.dtype).bytes())
+    let values: Vec<f64> = match named.fact.dtype.is_float() {
+        true => (0..count).map(value).collect(),
+        false => vec![0.0; count],
+    };
+    Tensor::from_f64(&[count], &values).cast(named.fact.dtype)
 }

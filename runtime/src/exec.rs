@@ -3,5 +3,6 @@
 pub mod compile;
 pub mod evaluate;
 pub mod executor;
+mod memory_limit;
 pub mod moving_average;
 pub mod sequence;

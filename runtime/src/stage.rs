@@ -2,6 +2,7 @@
 
 pub mod gradient_round;
 pub mod gradients;
+pub mod messages;
 pub mod recompute;
 pub mod saved_weights;
 pub mod shard_exchange;

@@ -28,7 +28,9 @@ pub fn describe(error: &TrainError) -> Error {
             Error::input("cannot train").because(error).with_help("`--momentum 0.9`, or `--optimizer adam`")
         }
         TrainError::Diverged(diverged) => self::diverged(diverged),
-        TrainError::Worker(_) | TrainError::Link(_) => Error::negative("training stopped").because(error),
+        TrainError::Worker(_) | TrainError::Link(_) | TrainError::Device(_) => {
+            Error::negative("training stopped").because(error)
+        }
         _ => Error::input("cannot train").because(error),
     }
 }

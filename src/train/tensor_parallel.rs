@@ -69,7 +69,9 @@ impl Sharing {
         run_shared(training, course, (&self.layouts, self.devices), on_step).map_err(|error| match &error {
             TensorParallelError::Panic { .. } => Error::bug(&error.to_string()),
             TensorParallelError::Train(error) => failures::describe(error),
-            TensorParallelError::Thread { .. } => Error::negative("training stopped").because(&error),
+            TensorParallelError::Thread { .. } | TensorParallelError::Device(_) => {
+                Error::negative("training stopped").because(&error)
+            }
             TensorParallelError::Weight { .. } => Error::input("cannot train").because(&error),
         })
     }

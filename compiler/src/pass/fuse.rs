@@ -262,7 +262,7 @@ mod tests {
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
             for value in graph.ids().flat_map(|id| graph.values(id)) {
                 assert_eq!(layout.locations.contains_key(&value), !chains.inner.contains(&value));
-                assert!(!kept.contains(&value) || matches!(layout.locations[&value], Home::WriterConfig(_)));
+                assert!(!kept.contains(&value) || matches!(layout.locations[&value], Home::Saved(_)));
             }
             chains
         }

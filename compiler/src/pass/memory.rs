@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | [`Home::Source`] | inputs, parameters, states, constants and views of them | decided by their owner |
 //! | [`Home::Own`] | values sent to other stages | in a separate buffer, shared with the receiver |
-//! | [`Home::WriterConfig`] | values that the backward of the same minibatch reads | from forward to backward |
+//! | [`Home::Saved`] | values that the backward of the same minibatch reads | from forward to backward |
 //! | [`Home::Arena`] | everything else, and kernel workspaces | within the run |
 //!
 //! Inner values of a fused chain ([`fuse`](super::fuse)) and gradients accumulated by their producer have no location.
@@ -30,7 +30,7 @@ pub enum Home {
     /// In a separate buffer: index in [`Layout::own`].
     Own(usize),
     /// Byte offset in the block saved for the backward.
-    WriterConfig(usize),
+    Saved(usize),
     Arena(usize),
 }
 
@@ -94,7 +94,7 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
             Some(Home::Own(layout.own.len() - 1))
         } else if class.kept {
             layout.kept_bytes += aligned(class.bytes);
-            Some(Home::WriterConfig(layout.kept_bytes - aligned(class.bytes)))
+            Some(Home::Saved(layout.kept_bytes - aligned(class.bytes)))
         } else {
             let last = if class.held { order.len() } else { class.last };
             transient.push(Block {

@@ -7,6 +7,7 @@ use crate::checkpoint::encode::{Flight, STEP};
 use crate::checkpoint::merge_shards::join;
 use crate::checkpoint::{ParameterState, StageSnapshot, StageState};
 use crate::comm::tensor_group::Layouts;
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
@@ -99,21 +100,22 @@ impl<'a> ShardGatherer<'a> {
     }
 
     /// Adds a device's snapshot. Returns the gathered snapshots that it completes.
-    pub fn take(&mut self, device: usize, part: StageSnapshot) -> Vec<StageSnapshot> {
+    pub fn take(&mut self, device: usize, part: StageSnapshot) -> Result<Vec<StageSnapshot>, DeviceError> {
         let replica = if part.replicas > 1 { 0 } else { part.replica };
         let (key, replicas) = ((part.minibatches, part.stage.0, replica), part.replicas.max(1) as usize);
         let of = self.parts.entry(key).or_insert_with(|| (0..self.devices).map(|_| Vec::new()).collect());
         of[device].push(part);
         if of.iter().any(|own| own.len() < replicas) {
-            return Vec::new();
+            return Ok(Vec::new());
         }
+        let parts = self.parts.remove(&key).unwrap_or_default().into_iter();
         let mut left: Vec<VecDeque<StageSnapshot>> =
-            self.parts.remove(&key).unwrap_or_default().into_iter().map(|own| join(own).into()).collect();
+            parts.map(|own| Ok(join(own)?.into())).collect::<Result<_, DeviceError>>()?;
         let mut whole = Vec::new();
         while let Some(parts) = left.iter_mut().map(VecDeque::pop_front).collect::<Option<Vec<StageSnapshot>>>() {
-            whole.push(self.joined(parts));
+            whole.push(self.joined(parts)?);
         }
-        whole
+        Ok(whole)
     }
 
     /// Adds a device's part of a program checkpoint. Returns the gathered one once all devices have contributed.
@@ -129,51 +131,62 @@ impl<'a> ShardGatherer<'a> {
         Some(Checkpoint { weights: joined(&all, self.layouts), ..parts.swap_remove(0) })
     }
 
-    fn joined(&self, parts: Vec<StageSnapshot>) -> StageSnapshot {
+    fn joined(&self, parts: Vec<StageSnapshot>) -> Result<StageSnapshot, DeviceError> {
         let code = &self.codes[parts[0].stage.index()];
-        let one = |p: usize, each: &[&Buffer]| -> Option<Buffer> {
+        let one = |p: usize, each: &[&Buffer]| -> Result<Option<Buffer>, DeviceError> {
             let named = &code.parameters[p];
             // A tied weight with versions of its own is empty in the stage's versions.
-            let cut = cut_of(self.layouts, &named.name).filter(|_| !each[0].is_empty())?;
-            let tensors: Vec<Tensor> = each.iter().map(|own| tensor(named, own.bytes())).collect();
-            Some(Buffer::copy_of(whole_of(&tensors, cut).bytes()))
+            let Some(cut) = cut_of(self.layouts, &named.name).filter(|_| !each[0].is_empty()) else { return Ok(None) };
+            let tensors = each.iter().map(|own| Ok(tensor(named, &own.download()?)));
+            let tensors: Vec<Tensor> = tensors.collect::<Result<_, DeviceError>>()?;
+            Ok(Some(Buffer::host_copy(whole_of(&tensors, cut).bytes())))
         };
-        let weights = |each: Vec<&Weights>| -> Weights {
+        let weights = |each: Vec<&Weights>| -> Result<Weights, DeviceError> {
             let of = |p: usize| {
                 let own: Vec<&Buffer> = each.iter().map(|weights| &*weights[p]).collect();
-                one(p, &own).map_or_else(|| each[0][p].clone(), Arc::new)
+                Ok(one(p, &own)?.map_or_else(|| each[0][p].clone(), Arc::new))
             };
             (0..each[0].len()).map(of).collect()
         };
-        let buffer = |p: usize, own: Vec<&Buffer>| one(p, &own).unwrap_or_else(|| Buffer::copy_of(own[0].bytes()));
-        let moves = |p: usize, each: Vec<&ParameterState>| {
-            let of = |kind: fn(&ParameterState) -> Option<&Buffer>| {
-                each.iter().map(|own| kind(own)).collect::<Option<Vec<_>>>().map(|own| buffer(p, own))
-            };
-            let state = |at: usize| buffer(p, each.iter().map(|own| &own.state[at]).collect());
-            ParameterState {
-                master: of(|own| own.master.as_ref()),
-                state: (0..each[0].state.len()).map(state).collect(),
-                drift: of(|own| own.drift.as_ref()),
-                updates: each[0].updates,
+        let buffer = |p: usize, own: Vec<&Buffer>| -> Result<Buffer, DeviceError> {
+            match one(p, &own)? {
+                Some(whole) => Ok(whole),
+                None => Ok(Buffer::host_copy(&own[0].download()?)),
             }
         };
-        let numbered = |of: fn(&StageSnapshot) -> &BTreeMap<u32, Weights>| -> BTreeMap<u32, Weights> {
-            let each = |number: &u32| parts.iter().filter_map(|part| of(part).get(number)).collect();
-            of(&parts[0]).keys().map(|number| (*number, weights(each(number)))).collect()
+        let moves = |p: usize, each: Vec<&ParameterState>| -> Result<ParameterState, DeviceError> {
+            let of = |kind: fn(&ParameterState) -> Option<&Buffer>| {
+                each.iter().map(|own| kind(own)).collect::<Option<Vec<_>>>().map(|own| buffer(p, own)).transpose()
+            };
+            let state = |at: usize| buffer(p, each.iter().map(|own| &own.state[at]).collect());
+            Ok(ParameterState {
+                master: of(|own| own.master.as_ref())?,
+                state: (0..each[0].state.len()).map(state).collect::<Result<_, _>>()?,
+                drift: of(|own| own.drift.as_ref())?,
+                updates: each[0].updates,
+            })
         };
-        let (versions, forwards) = (numbered(|part| &part.versions), numbered(|part| &part.forwards));
+        let numbered = |of: fn(&StageSnapshot) -> &BTreeMap<u32, Weights>| {
+            let each = |number: &u32| parts.iter().filter_map(|part| of(part).get(number)).collect();
+            of(&parts[0]).keys().map(|number| Ok((*number, weights(each(number))?))).collect::<Result<_, DeviceError>>()
+        };
+        let (versions, forwards) = (numbered(|part| &part.versions)?, numbered(|part| &part.forwards)?);
         let wholes: Option<Vec<&StageState>> = parts.iter().map(|part| part.whole.as_ref()).collect();
-        let whole = wholes.map(|each| StageState {
-            weights: weights(each.iter().map(|whole| &whole.weights).collect()),
-            moves: (0..each[0].moves.len()).map(|p| moves(p, each.iter().map(|of| &of.moves[p]).collect())).collect(),
-            states: each[0].states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
-            scale: each[0].scale,
-        });
+        let mut whole = None;
+        if let Some(each) = wholes {
+            let of_parameter = |p: usize| moves(p, each.iter().map(|of| &of.moves[p]).collect());
+            let states = each[0].states.iter().map(|state| Ok(Buffer::host_copy(&state.download()?)));
+            whole = Some(StageState {
+                weights: weights(each.iter().map(|whole| &whole.weights).collect())?,
+                moves: (0..each[0].moves.len()).map(of_parameter).collect::<Result<_, _>>()?,
+                states: states.collect::<Result<_, DeviceError>>()?,
+                scale: each[0].scale,
+            });
+        }
         let shared = parts[0].shared.clone();
         let StageSnapshot { stage, replica, minibatches, .. } = parts[0];
         // The snapshots' memory stays counted until they are gathered.
-        StageSnapshot {
+        Ok(StageSnapshot {
             stage,
             replica,
             minibatches,
@@ -184,7 +197,7 @@ impl<'a> ShardGatherer<'a> {
             forwards,
             shared,
             counted: None,
-        }
+        })
     }
 }
 

@@ -1,13 +1,15 @@
 //! Encodes stage snapshots as files of named tensors, and decodes them.
 
 use crate::checkpoint::StageSnapshot;
-use crate::data::weights::{FileError, Piece, encode};
+use crate::checkpoint::writer::CheckpointWriteError;
+use crate::data::weights::{Piece, encode};
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::optim::optimizer::Optimizer;
-use crate::optim::update::wide;
-use bytemuck::cast_slice;
 use compiler::tensor::{DType, Tensor};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -52,18 +54,24 @@ pub fn files(
     code: &StageCode,
     optimizer: &Optimizer,
     given: &BTreeMap<String, Tensor>,
-) -> Result<Vec<(Holds, Vec<u8>)>, FileError> {
+) -> Result<Vec<(Holds, Vec<u8>)>, CheckpointWriteError> {
     let mut files = Vec::new();
     let path = |holds: Holds| holds.file_name(part.stage.0, part.replica);
     if let Some(whole) = &part.whole {
         let mut pieces = Vec::new();
         for ((named, weight), moves) in code.parameters.iter().zip(&whole.weights).zip(&whole.moves) {
-            pieces.push((named.name.clone(), piece(named, moves.master.as_ref().unwrap_or(weight))));
+            pieces.push((named.name.clone(), piece(named, moves.master.as_ref().unwrap_or(weight))?));
         }
         for (at, (named, state)) in code.states.iter().zip(&whole.states).enumerate() {
             let stays = code.follows.iter().all(|follow| follow.state != at);
             let given = given.get(&named.name).filter(|_| stays);
-            pieces.push((named.name.clone(), given.map_or_else(|| piece(named, state), Piece::of)));
+            pieces.push((
+                named.name.clone(),
+                match given {
+                    Some(given) => Piece::of(given),
+                    None => piece(named, state)?,
+                },
+            ));
         }
         files.push((Holds::Weights, encode(Path::new(&path(Holds::Weights)), pieces)?));
         let counts: Vec<[u8; 8]> = whole.moves.iter().map(|of| i64::from(of.updates).to_le_bytes()).collect();
@@ -71,9 +79,9 @@ pub fn files(
         for ((named, moves), count) in code.parameters.iter().zip(&whole.moves).zip(&counts) {
             let kinds = optimizer.names().iter().copied().zip(&moves.state);
             for (kind, state) in kinds.chain(moves.drift.iter().map(|drift| (DRIFT, drift))) {
-                pieces.push((format!("{}/{kind}", named.name), piece(named, state)));
+                pieces.push((format!("{}/{kind}", named.name), piece(named, state)?));
             }
-            let count = Piece { dtype: DType::I64, shape: Vec::new(), bytes: count };
+            let count = Piece { dtype: DType::I64, shape: Vec::new(), bytes: Cow::Borrowed(count) };
             pieces.push((format!("{}/{STEP}", named.name), count));
         }
         files.push((Holds::Optimizer, encode(Path::new(&path(Holds::Optimizer)), pieces)?));
@@ -84,12 +92,15 @@ pub fn files(
     for (prefix, weights) in versions.chain(forwards) {
         // A tied weight with versions of its own is empty in the stage's versions.
         let known = code.parameters.iter().zip(weights).filter(|(named, weight)| weight.len() == named.bytes);
-        pieces.extend(known.map(|(named, weight)| (format!("{prefix}/{}", named.name), piece(named, weight))));
+        for (named, weight) in known {
+            pieces.push((format!("{prefix}/{}", named.name), piece(named, weight)?));
+        }
     }
     for (&at, versions) in &part.shared {
         let named = &code.parameters[at];
-        let older = versions.iter();
-        pieces.extend(older.map(|(of, weight)| (format!("shared{of}/{}", named.name), piece(named, weight))));
+        for (of, weight) in versions {
+            pieces.push((format!("shared{of}/{}", named.name), piece(named, weight)?));
+        }
     }
     if !pieces.is_empty() {
         files.push((Holds::InFlight, encode(Path::new(&path(Holds::InFlight)), pieces)?));
@@ -119,27 +130,31 @@ pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
 
 /// The name of a parameter or updated state with a non-finite value, if there is one. Constant states may have any
 /// values.
-pub fn not_finite<'a>(part: &StageSnapshot, code: &'a StageCode) -> Option<&'a str> {
-    let whole = part.whole.as_ref()?;
+pub fn not_finite<'a>(part: &StageSnapshot, code: &'a StageCode) -> Result<Option<&'a str>, DeviceError> {
+    let Some(whole) = part.whole.as_ref() else { return Ok(None) };
     let held = whole.weights.iter().zip(&whole.moves).map(|(weight, moves)| moves.master.as_ref().unwrap_or(weight));
-    let is_finite = |named: &NamedTensor, buffer: &Buffer| {
-        let piece = piece(named, buffer);
-        match piece.dtype {
-            DType::F32 => cast_slice::<u8, f32>(piece.bytes).iter().all(|value| value.is_finite()),
-            DType::F64 => cast_slice::<u8, f64>(piece.bytes).iter().all(|value| value.is_finite()),
+    let is_finite = |named: &NamedTensor, buffer: &Buffer| -> Result<bool, DeviceError> {
+        let piece = piece(named, buffer)?;
+        Ok(match piece.dtype {
+            DType::F32 => piece.bytes.as_chunks().0.iter().all(|bytes| f32::from_le_bytes(*bytes).is_finite()),
+            DType::F64 => piece.bytes.as_chunks().0.iter().all(|bytes| f64::from_le_bytes(*bytes).is_finite()),
             _ => true,
-        }
+        })
     };
     let moves = |at: &usize| code.follows.iter().any(|follow| follow.state == *at);
     let states = (0..code.states.len()).filter(moves).map(|at| (&code.states[at], &whole.states[at]));
-    let mut all = code.parameters.iter().zip(held).chain(states);
-    all.find(|(named, buffer)| !is_finite(named, buffer)).map(|(named, _)| &*named.name)
+    for (named, buffer) in code.parameters.iter().zip(held).chain(states) {
+        if !is_finite(named, buffer)? {
+            return Ok(Some(&*named.name));
+        }
+    }
+    Ok(None)
 }
 
-fn piece<'a>(named: &NamedTensor, buffer: &'a Buffer) -> Piece<'a> {
+fn piece<'a>(named: &NamedTensor, buffer: &'a Buffer) -> Result<Piece<'a>, DeviceError> {
     let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-    let dtype = if buffer.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
-    Piece { dtype, shape, bytes: buffer.bytes() }
+    let dtype = if buffer.len() == named.bytes { named.fact.dtype } else { accumulation_type(named.fact.dtype) };
+    Ok(Piece { dtype, shape, bytes: buffer.download()? })
 }
 
 #[cfg(test)]

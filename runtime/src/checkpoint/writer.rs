@@ -18,6 +18,7 @@ use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
 use crate::checkpoint::merge_shards::join;
 use crate::data::weights::FileError;
+use crate::device::api::DeviceError;
 use crate::exec::compile::StageCode;
 use crate::optim::optimizer::Optimizer;
 use compiler::graph::hash::sha256;
@@ -34,6 +35,8 @@ pub enum CheckpointWriteError {
     Write { path: PathBuf, fault: io::Error },
     #[error(transparent)]
     Encode(#[from] FileError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("`{name}` holds NaN or an infinity, from which no run could go on")]
     NotFinite { name: String },
 }
@@ -122,8 +125,8 @@ impl<'a, F: Files> Keeper<'a, F> {
         let waiting = open.shares.entry(stage).or_default();
         waiting.push(part);
         if waiting.len() >= replicas {
-            let whole = join(open.shares.remove(&stage).unwrap_or_default());
-            let written = |open: &mut Open| whole.iter().try_for_each(|part| self.write_part(part, open));
+            let parts = open.shares.remove(&stage).unwrap_or_default();
+            let written = |open: &mut Open| join(parts)?.iter().try_for_each(|part| self.write_part(part, open));
             if open.fault.is_none()
                 && let Err(fault) = written(&mut open)
             {
@@ -164,7 +167,7 @@ impl<'a, F: Files> Keeper<'a, F> {
             wrote(&folder, self.files.make_folder(&folder))?;
         }
         let (stage, replica) = (part.stage.0, part.replica);
-        if let Some(name) = not_finite(part, &self.of.codes[part.stage.index()]) {
+        if let Some(name) = not_finite(part, &self.of.codes[part.stage.index()])? {
             return Err(CheckpointWriteError::NotFinite { name: name.to_string() });
         }
         for (holds, bytes) in files(part, &self.of.codes[part.stage.index()], self.of.optimizer, self.of.given)? {

@@ -4,12 +4,32 @@
 //! results without a leader. If members are in several processes, each process has its own copy and forwards its
 //! contributions.
 
+use crate::device::api::DeviceError;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A collective failed because a member is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerLost;
+
+/// A collective failed because a member is lost, or the device failed at its part.
+#[derive(Debug, Clone, PartialEq)]
+pub enum CollectiveError {
+    PeerLost,
+    Device(DeviceError),
+}
+
+impl From<PeerLost> for CollectiveError {
+    fn from(_: PeerLost) -> CollectiveError {
+        CollectiveError::PeerLost
+    }
+}
+
+impl From<DeviceError> for CollectiveError {
+    fn from(fault: DeviceError) -> CollectiveError {
+        CollectiveError::Device(fault)
+    }
+}
 
 struct Collective<T> {
     brought: Vec<Option<T>>,

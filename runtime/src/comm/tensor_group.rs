@@ -5,6 +5,10 @@
 //! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed.
 
 use crate::comm::communicator::{Communicator, PeerLost};
+use crate::device::api::{DeviceError, Region, RegionMut};
+use crate::device::buffer::Buffer;
+use crate::device::context::DeviceContext;
+use crate::device::layout::TensorLayout;
 use compiler::op::collective::met;
 use compiler::op::sharding::part_of;
 use compiler::op::{KernelError, Op, ReduceKind, Sharding};
@@ -14,7 +18,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Communicator of the same worker on every device.
-pub type TensorComm = Communicator<Tensor>;
+pub type TensorComm = Communicator<TensorPart>;
+
+/// The operand of one device.
+#[derive(Clone)]
+pub enum TensorPart {
+    Host(Tensor),
+    /// In device memory, for sums.
+    Device(Arc<Buffer>),
+}
 
 /// Sharding of each parameter, by name.
 pub type Layouts = BTreeMap<String, Sharding>;
@@ -33,40 +45,89 @@ impl TensorRank {
         TensorRank { table, device, devices, layouts, met: AtomicU64::new(0) }
     }
 
-    fn gather(&self, own: Tensor) -> Result<Arc<Vec<Tensor>>, PeerLost> {
+    fn gather(&self, own: TensorPart) -> Result<Arc<Vec<TensorPart>>, PeerLost> {
         let number = self.met.fetch_add(1, Ordering::Relaxed);
         self.table.bring(number, self.device, own);
         self.table.meet(number)
     }
 
+    fn gather_host(&self, own: Tensor) -> Result<Vec<Tensor>, PeerLost> {
+        let parts = self.gather(TensorPart::Host(own))?;
+        let host = |part: &TensorPart| match part {
+            TensorPart::Host(tensor) => tensor.clone(),
+            TensorPart::Device(_) => unreachable!("all devices run the same op"),
+        };
+        Ok(parts.iter().map(host).collect())
+    }
+
     /// All-reduces the sums of squares of these parameters' gradients. Unsharded parameters are equal on all devices
     /// and count once.
     pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, PeerLost> {
-        let all = self.gather(Tensor::from_f64(&[own.len()], own))?;
+        let all = self.gather_host(Tensor::from_f64(&[own.len()], own))?;
         let of: Vec<Vec<f64>> = all.iter().map(Tensor::to_f64).collect();
         let is_split = |name: &&str| matches!(self.layouts.get(*name), Some(Sharding::Split(_)));
         let each = names.iter().map(is_split).enumerate();
         Ok(each.map(|(at, split)| of.iter().take(if split { of.len() } else { 1 }).map(|of| of[at]).sum()).collect())
     }
 
-    /// Runs a collective op on this rank's tensor and writes its result.
-    pub fn meet(&self, op: &Op, own: Tensor, output: &mut [u8]) -> Result<(), KernelError> {
-        if let Op::Shard(shard) = op {
-            output.copy_from_slice(part_of(&own, shard.cut, self.devices, self.device).bytes());
-            return Ok(());
-        }
-        let parts = self.gather(own).map_err(|_| KernelError::Gone)?;
+    /// Runs a collective op on this rank's tensor and writes its result. Sums stay in device memory; other ops pass
+    /// through the host.
+    pub fn meet(
+        &self,
+        op: &Op,
+        (layout, own): (&TensorLayout, Region<'_>),
+        output: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
         match op {
-            Op::AllReduce(o) if o.kind == ReduceKind::Sum => sum_in_order(parts.iter().cloned(), output),
+            Op::AllReduce(o) if o.kind == ReduceKind::Sum && matches!(layout.dtype, DType::F32 | DType::F64) => {
+                return self.sum(layout.dtype, own, output, device);
+            }
+            _ => {}
+        }
+        let mut bytes = Vec::new();
+        device.stream.download_with(own, &mut |from| bytes = from.to_vec())?;
+        let own = Tensor::new(layout.dtype, layout.shape.clone(), bytes.into());
+        let own = own.expect("a region has the size of its layout");
+        if let Op::Shard(shard) = op {
+            return device.stream.upload(part_of(&own, shard.cut, self.devices, self.device).bytes(), output);
+        }
+        let parts = self.gather_host(own).map_err(|_| KernelError::Gone)?;
+        device.stream.upload_with(output, &mut |output| match op {
+            Op::AllReduce(o) if o.kind == ReduceKind::Sum => sum_in_order(&parts, output),
             Op::ReduceScatter(o) => {
                 let own = parts.iter().map(|term| part_of(term, o.cut, self.devices, self.device));
-                sum_in_order(own, output);
+                sum_in_order(&own.collect::<Vec<_>>(), output);
             }
             _ => {
                 let got = met(op, &parts, self.device).expect("only what devices do together comes here");
                 output.copy_from_slice(got.bytes());
             }
+        })
+    }
+
+    /// Adds the terms of all devices in device order.
+    fn sum(
+        &self,
+        dtype: DType,
+        own: Region<'_>,
+        mut output: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), DeviceError> {
+        let mut term = device.take_staging(own.len())?;
+        device.stream.copy(own, Buffer::exclusive(&mut term))?;
+        device.release(&term)?;
+        let parts = self.gather(TensorPart::Device(term.clone())).map_err(|_| KernelError::Gone)?;
+        for (at, part) in parts.iter().enumerate() {
+            let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
+            let part = device.receive(part.clone())?;
+            match at {
+                0 => device.stream.copy(part.region(), output.reborrow())?,
+                _ => device.stream.accumulate(dtype, part.region(), output.reborrow())?,
+            }
+            device.release(&part)?;
         }
+        device.give_staging(term);
         Ok(())
     }
 
@@ -77,14 +138,13 @@ impl TensorRank {
 }
 
 /// Adds terms in order with rounding after each addition, as a device that adds two tensors at a time would.
-fn sum_in_order(terms: impl Iterator<Item = Tensor>, sum: &mut [u8]) {
-    let terms: Vec<Tensor> = terms.collect();
+fn sum_in_order(terms: &[Tensor], sum: &mut [u8]) {
     match terms[0].dtype() {
-        DType::F32 => each::<4>(&terms, sum, |a, b| (f32::from_le_bytes(a) + f32::from_le_bytes(b)).to_le_bytes()),
-        DType::F64 => each::<8>(&terms, sum, |a, b| (f64::from_le_bytes(a) + f64::from_le_bytes(b)).to_le_bytes()),
+        DType::F32 => each::<4>(terms, sum, |a, b| (f32::from_le_bytes(a) + f32::from_le_bytes(b)).to_le_bytes()),
+        DType::F64 => each::<8>(terms, sum, |a, b| (f64::from_le_bytes(a) + f64::from_le_bytes(b)).to_le_bytes()),
         _ => {
             let op = Op::AllReduce(compiler::op::AllReduce { kind: ReduceKind::Sum, devices: terms.len() });
-            let total = met(&op, &terms, 0).expect("a sum of terms is one of the ops of a group");
+            let total = met(&op, terms, 0).expect("a sum of terms is one of the ops of a group");
             sum.copy_from_slice(total.bytes());
         }
     }
@@ -102,6 +162,7 @@ fn each<const N: usize>(terms: &[Tensor], sum: &mut [u8], add: impl Fn([u8; N], 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::device::cpu;
     use compiler::op::{AllGather, AllReduce, AllToAll, ReduceScatter, Shard, SplitDim};
 
     #[test]
@@ -128,11 +189,14 @@ mod tests {
                     let tensor_rank = TensorRank::new(table.clone(), device, devices, Arc::default());
                     let (ops, all) = (&ops, &all);
                     scope.spawn(move || {
+                        let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
                         for op in ops {
-                            let want = met(op, all, device).unwrap();
-                            let mut got = vec![0xff; want.bytes().len()];
-                            tensor_rank.meet(op, all[device].clone(), &mut got).unwrap();
-                            assert_eq!(got, want.bytes().to_vec(), "{op:?} of {dtype}");
+                            let (want, own) = (met(op, all, device).unwrap(), &all[device]);
+                            let layout = TensorLayout { dtype, shape: own.shape().to_vec() };
+                            let own = Buffer::host_copy(own.bytes());
+                            let mut got = Buffer::host_copy(&vec![0xff; want.bytes().len()]);
+                            tensor_rank.meet(op, (&layout, own.region()), got.region_mut(), &context).unwrap();
+                            assert_eq!(got.download().unwrap(), &want.bytes()[..], "{op:?} of {dtype}");
                         }
                     });
                 }
@@ -146,9 +210,14 @@ mod tests {
         let tensor_ranks = [0, 1].map(|device| TensorRank::new(table.clone(), device, 2, Arc::default()));
         let op = Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 2 });
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| tensor_ranks[0].meet(&op, Tensor::from_f32(&[1], &[1.0]), &mut [0; 4]));
+            let waiter = scope.spawn(|| {
+                let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
+                let layout = TensorLayout { dtype: DType::F32, shape: vec![1] };
+                let (own, mut sum) = (Buffer::host(4), Buffer::host(4));
+                tensor_ranks[0].meet(&op, (&layout, own.region()), sum.region_mut(), &context)
+            });
             tensor_ranks[1].abandon();
-            assert_eq!(waiter.join().unwrap(), Err(KernelError::Gone));
+            assert_eq!(waiter.join().unwrap(), Err(DeviceError::Kernel(KernelError::Gone)));
         });
     }
 }

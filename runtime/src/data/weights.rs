@@ -6,6 +6,7 @@
 use compiler::tensor::{DType, Tensor};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
@@ -170,12 +171,12 @@ fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
 pub struct Piece<'a> {
     pub dtype: DType,
     pub shape: Vec<usize>,
-    pub bytes: &'a [u8],
+    pub bytes: Cow<'a, [u8]>,
 }
 
 impl<'a> Piece<'a> {
     pub fn of(tensor: &'a Tensor) -> Piece<'a> {
-        Piece { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes: tensor.bytes() }
+        Piece { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes: Cow::Borrowed(tensor.bytes()) }
     }
 }
 
@@ -183,8 +184,8 @@ impl<'a> Piece<'a> {
 pub fn encode(path: &Path, pieces: Vec<(String, Piece<'_>)>) -> Result<Vec<u8>, FileError> {
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let mut views = Vec::new();
-    for (name, Piece { dtype, shape, bytes }) in pieces {
-        let view = TensorView::new(to_safetensors(dtype), shape, bytes);
+    for (name, Piece { dtype, shape, bytes }) in &pieces {
+        let view = TensorView::new(to_safetensors(*dtype), shape.clone(), bytes);
         views.push((name, view.map_err(|e| wrong(e.to_string()))?));
     }
     safetensors::serialize(views, None).map_err(|e| wrong(e.to_string()))

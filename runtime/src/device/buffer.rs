@@ -1,9 +1,12 @@
-//! Byte buffers aligned for vector kernels, and a pool that reuses them.
+//! Buffers of device memory, and a pool that reuses them. Host memory is aligned for vector kernels.
 
+use crate::device::api::{Device, DeviceError, Event, Region, RegionMut};
 use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::borrow::Cow;
 use std::collections::HashMap;
-use std::ptr::NonNull;
+use std::ops::Range;
+use std::ptr::{NonNull, without_provenance_mut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,13 +16,38 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const LARGE_PAGE: usize = 2 << 20;
 const SMALL_PAGE: usize = 4096;
 
-/// Bytes aligned to [`ALIGNMENT`].
+/// Memory of a device. Only the device dereferences it; others name it by its [`Region`] and read it on the host
+/// through [`Buffer::download`].
 pub struct Buffer {
-    start: NonNull<u8>,
+    memory: Memory,
     bytes: usize,
     ledger: Option<Arc<MemoryCounter>>,
     lent: AtomicBool,
     pool: Option<Arc<()>>,
+    /// Work of other streams that may not be done: see [`Stream::release`](crate::device::api::Stream::release).
+    events: Mutex<Vec<Event>>,
+}
+
+enum Memory {
+    Host(HostMemory),
+    Device(Arc<dyn DeviceMemory>),
+}
+
+/// An allocation that the host cannot dereference.
+pub trait DeviceMemory: Send + Sync {
+    /// Address in the device's address space.
+    fn address(&self) -> u64;
+
+    fn bytes(&self) -> usize;
+
+    /// Copies the memory to the host, and waits. Earlier work on it is done.
+    fn download(&self, to: &mut [u8]) -> Result<(), DeviceError>;
+}
+
+/// Host bytes aligned to [`ALIGNMENT`].
+struct HostMemory {
+    start: NonNull<u8>,
+    bytes: usize,
 }
 
 /// Counts the bytes of buffers, independent of the thread that drops them.
@@ -99,14 +127,14 @@ impl Drop for CountedBytes {
     }
 }
 
-// SAFETY: a buffer owns its bytes, like a boxed slice.
-unsafe impl Send for Buffer {}
+// SAFETY: it owns its bytes, like a boxed slice.
+unsafe impl Send for HostMemory {}
 // SAFETY: shared access is only through `&[u8]`.
-unsafe impl Sync for Buffer {}
+unsafe impl Sync for HostMemory {}
 
-impl Buffer {
-    /// A zero-filled buffer.
-    pub fn new(bytes: usize) -> Buffer {
+impl HostMemory {
+    /// Zeroed memory.
+    fn new(bytes: usize) -> HostMemory {
         let layout = layout(bytes);
         // SAFETY: the layout has at least one cache line.
         let start = unsafe { alloc(layout) };
@@ -116,7 +144,56 @@ impl Buffer {
         }
         // SAFETY: the bytes have just been allocated.
         unsafe { start.as_ptr().write_bytes(0, layout.size()) };
-        Buffer { start, bytes, ledger: None, lent: AtomicBool::new(false), pool: None }
+        HostMemory { start, bytes }
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.start.as_ptr(), layout(self.bytes)) }
+    }
+}
+
+impl Buffer {
+    fn of(memory: Memory, bytes: usize) -> Buffer {
+        let (lent, events) = (AtomicBool::new(false), Mutex::default());
+        Buffer { memory, bytes, ledger: None, lent, pool: None, events }
+    }
+
+    /// A zeroed buffer in host memory.
+    pub fn host(bytes: usize) -> Buffer {
+        Buffer::of(Memory::Host(HostMemory::new(bytes)), bytes)
+    }
+
+    /// A copy in host memory.
+    pub fn host_copy(bytes: &[u8]) -> Buffer {
+        let mut buffer = Buffer::host(bytes.len());
+        buffer.bytes_mut().copy_from_slice(bytes);
+        buffer
+    }
+
+    /// A buffer in the memory of a device that the host cannot dereference.
+    pub fn device(memory: Arc<dyn DeviceMemory>) -> Buffer {
+        let bytes = memory.bytes();
+        Buffer::of(Memory::Device(memory), bytes)
+    }
+
+    /// No memory: stands for a tensor that is elsewhere.
+    pub fn empty() -> Buffer {
+        Buffer::host(0)
+    }
+
+    pub fn is_host(&self) -> bool {
+        matches!(self.memory, Memory::Host(_))
+    }
+
+    /// The device's memory; `None` for host memory.
+    pub fn device_memory(&self) -> Option<&Arc<dyn DeviceMemory>> {
+        match &self.memory {
+            Memory::Device(memory) => Some(memory),
+            Memory::Host(_) => None,
+        }
     }
 
     /// Counts the buffer in `ledger` until it is dropped.
@@ -142,12 +219,6 @@ impl Buffer {
         }
     }
 
-    pub fn copy_of(bytes: &[u8]) -> Buffer {
-        let mut buffer = Buffer::new(bytes.len());
-        buffer.bytes_mut().copy_from_slice(bytes);
-        buffer
-    }
-
     pub fn len(&self) -> usize {
         self.bytes
     }
@@ -156,27 +227,69 @@ impl Buffer {
         self.bytes == 0
     }
 
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `start` points at `bytes` initialised bytes that the buffer owns.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    pub fn region(&self) -> Region<'_> {
+        let (start, is_host) = match &self.memory {
+            Memory::Host(memory) => (memory.start.as_ptr(), true),
+            Memory::Device(memory) => (without_provenance_mut(memory.address() as usize), false),
+        };
+        // SAFETY: the buffer owns this initialised memory, and is borrowed.
+        unsafe { Region::new(start, self.bytes, is_host) }
     }
 
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`, and `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    /// Panics if the range is not within the buffer.
+    pub fn region_of(&self, range: Range<usize>) -> Region<'_> {
+        self.region().slice(range)
     }
 
-    /// Address of the first byte. The caller must ensure exclusive access for writes through it.
-    pub fn start(&self) -> *mut u8 {
-        self.start.as_ptr()
+    pub fn region_mut(&mut self) -> RegionMut<'_> {
+        // SAFETY: the buffer is borrowed exclusively.
+        unsafe { self.region().assume_exclusive() }
+    }
+
+    /// The memory of a buffer that nobody else holds, such as one just taken from a pool. Panics if it is shared.
+    pub fn exclusive(buffer: &mut Arc<Buffer>) -> RegionMut<'_> {
+        Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").region_mut()
+    }
+
+    /// The bytes on the host, after the work with which streams have released the buffer: the memory itself, or a copy
+    /// of a device's.
+    pub fn download(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        match &self.memory {
+            Memory::Host(_) => Ok(Cow::Borrowed(self.region().host()?)),
+            Memory::Device(memory) => {
+                self.events().iter().try_for_each(Event::synchronize)?;
+                let mut copy = vec![0; self.bytes];
+                memory.download(&mut copy)?;
+                Ok(Cow::Owned(copy))
+            }
+        }
+    }
+
+    /// Adds work to those that [`Buffer::events`] returns. Work that is done is dropped.
+    pub fn add_event(&self, event: Event) {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.retain(|event| !event.has_occurred());
+        events.push(event);
+    }
+
+    pub fn events(&self) -> Vec<Event> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Overwrites a host buffer of this length. Panics for other memory.
+    pub fn fill_host(&mut self, bytes: &[u8]) {
+        self.bytes_mut().copy_from_slice(bytes);
+    }
+
+    /// The bytes of a host buffer. Panics for other memory.
+    pub(in crate::device) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.region_mut().host().expect("the buffer is in host memory")
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         self.release_slot();
-        // SAFETY: allocated in `new` with this layout.
-        unsafe { dealloc(self.start.as_ptr(), layout(self.bytes)) }
     }
 }
 
@@ -197,9 +310,9 @@ fn ask_for_large_pages(start: NonNull<u8>, bytes: usize) {
 #[cfg(not(target_os = "linux"))]
 fn ask_for_large_pages(_: NonNull<u8>, _: usize) {}
 
-/// Reuses buffers, by size. In steady state a worker allocates none.
-#[derive(Default)]
+/// Reuses buffers of a device, by size. In steady state a worker allocates none.
 pub struct Pool {
+    device: Arc<dyn Device>,
     free: HashMap<usize, Vec<Arc<Buffer>>>,
     /// Identity of the pool. It takes back only its own buffers; otherwise two pools would exchange and keep buffers
     /// forever. An address is no identity, since it is reused after a free.
@@ -209,8 +322,12 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// An unshared buffer with arbitrary content.
-    pub fn take(&mut self, bytes: usize) -> Arc<Buffer> {
+    pub fn new(device: Arc<dyn Device>, ledger: Arc<MemoryCounter>) -> Pool {
+        Pool { device, free: HashMap::new(), own: Arc::default(), ledger }
+    }
+
+    /// An unshared buffer with arbitrary content. The stream that writes it acquires it first.
+    pub fn take(&mut self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
         let free = self.free.entry(bytes).or_default();
         // A receiver may still read a returned buffer; it is skipped until released.
         let mut found = None;
@@ -225,22 +342,22 @@ impl Pool {
             Some(at) => {
                 let buffer = free.swap_remove(at);
                 buffer.reclaim_slot();
-                buffer
+                Ok(buffer)
             }
             None => {
-                let mut buffer = Buffer::new(bytes);
+                let mut buffer = self.device.allocate(bytes)?;
                 self.ledger.take_place(bytes);
                 (buffer.ledger, buffer.pool) = (Some(self.ledger.clone()), Some(self.own.clone()));
-                Arc::new(buffer)
+                Ok(Arc::new(buffer))
             }
         }
     }
 
     /// A buffer that is freed, not pooled, after use.
-    pub fn once(&self, bytes: usize) -> Arc<Buffer> {
-        let mut buffer = Buffer::new(bytes);
+    pub fn once(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
+        let mut buffer = self.device.allocate(bytes)?;
         buffer.count_in(&self.ledger);
-        Arc::new(buffer)
+        Ok(Arc::new(buffer))
     }
 
     /// Returns a buffer. Others may still read it or return it too; it is listed once.
@@ -261,29 +378,30 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::device::cpu;
 
     #[test]
     fn the_place_of_what_is_lent_is_taken_again() {
-        let mut pool = Pool::default();
-        let buffer = pool.take(100);
+        let mut pool = Pool::new(cpu(), Arc::default());
+        let buffer = pool.take(100).unwrap();
         let reader = buffer.clone();
         let held = |pool: &Pool| pool.ledger.now.load(Ordering::Relaxed);
         buffer.release_slot();
         buffer.release_slot();
         pool.give(buffer);
         // A reader remains: a second buffer takes its slot, and a third needs a new slot.
-        let other = pool.take(100);
+        let other = pool.take(100).unwrap();
         assert_eq!(held(&pool), 100);
-        let third = pool.take(100);
+        let third = pool.take(100).unwrap();
         assert_eq!(held(&pool), 200);
         [other, third].into_iter().for_each(|buffer| pool.give(buffer));
         drop(reader);
         pool.ledger.take_place(100);
-        let again = pool.take(100);
+        let again = pool.take(100).unwrap();
         assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
         pool.ledger.leave_place(100);
         drop(again);
-        let once = pool.once(50);
+        let once = pool.once(50).unwrap();
         assert_eq!(held(&pool), 250);
         drop(once);
         assert_eq!((held(&pool), pool.ledger.peak()), (200, 250));
@@ -291,21 +409,21 @@ mod tests {
 
     #[test]
     fn a_pool_lists_what_it_made_once_and_nothing_else() {
-        let mut pool = Pool::default();
-        let buffer = pool.take(100);
-        assert_eq!(buffer.start() as usize % ALIGNMENT, 0);
+        let mut pool = Pool::new(cpu(), Arc::default());
+        let buffer = pool.take(100).unwrap();
+        assert_eq!(buffer.region().address() as usize % ALIGNMENT, 0);
         let reader = buffer.clone();
         pool.give(buffer.clone());
         pool.give(buffer);
-        pool.give(Arc::new(Buffer::new(100)));
+        pool.give(Arc::new(Buffer::host(100)));
         // Still in use: a new one is allocated.
-        assert!(!Arc::ptr_eq(&pool.take(100), &reader));
-        let address = reader.start();
+        assert!(!Arc::ptr_eq(&pool.take(100).unwrap(), &reader));
+        let address = reader.region().address();
         drop(reader);
-        assert_eq!(pool.take(100).start(), address);
+        assert_eq!(pool.take(100).unwrap().region().address(), address);
         // A buffer at the address of a freed one belongs to somebody else.
-        drop(pool.take(300));
-        let others: Vec<Arc<Buffer>> = (0..100).map(|_| Arc::new(Buffer::new(300))).collect();
+        drop(pool.take(300).unwrap());
+        let others: Vec<Arc<Buffer>> = (0..100).map(|_| Arc::new(Buffer::host(300))).collect();
         others.into_iter().for_each(|other| pool.give(other));
         assert!(pool.free.get(&300).is_none_or(Vec::is_empty));
     }

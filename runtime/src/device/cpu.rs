@@ -18,6 +18,7 @@
 //! assert_eq!(y, [2.0, 4.0]);
 //! ```
 
+pub mod arithmetic;
 pub mod batch_gather;
 pub mod batch_norm;
 pub mod cast;
@@ -25,6 +26,7 @@ pub mod chain;
 pub mod conv;
 pub mod cross_entropy;
 pub mod depthwise;
+pub mod device;
 pub mod dropout;
 pub mod elementwise;
 #[cfg(target_arch = "x86_64")]
@@ -55,16 +57,15 @@ pub mod softmax;
 pub mod square;
 pub mod sum;
 pub mod table;
+pub mod update;
 pub mod walk;
 mod wide;
 #[cfg(target_arch = "x86_64")]
 pub mod winograd;
 
 pub use super::layout::TensorLayout;
-use compiler::op::collective::is_meeting;
 use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
-use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
 use std::sync::Arc;
@@ -167,15 +168,6 @@ impl Kernel {
         assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
     }
 
-    /// For a collective: the op and this rank's input tensor. `None` for compute ops.
-    pub fn together(&self, inputs: &[&[u8]]) -> Option<(&Op, Tensor)> {
-        if !is_meeting(&self.op) && !matches!(self.op, Op::Shard(_)) {
-            return None;
-        }
-        let (own, layout) = (inputs.first()?.to_vec(), self.inputs.first()?);
-        Some((&self.op, Tensor::new(layout.dtype, layout.shape.clone(), own.into()).ok()?))
-    }
-
     pub fn name(&self) -> &'static str {
         rule(&self.op).name()
     }
@@ -213,8 +205,8 @@ impl Kernel {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use super::arithmetic::accumulate;
     use super::*;
-    use crate::optim::optimizer::accumulate;
     use bytemuck::{cast_slice, cast_slice_mut};
     use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
     use compiler::tensor::DType;
@@ -233,9 +225,9 @@ pub(crate) mod tests {
         let count = outputs[0].bytes().unwrap() as usize / 4;
         let before = numbers(count, 7);
         let (mut apart, mut written, mut added) = (before.clone(), numbers(count, 8), before);
-        let mut workspace = crate::device::buffer::Buffer::new(kernel.workspace());
+        let mut workspace = crate::device::buffer::Buffer::host(kernel.workspace());
         kernel.run(inputs, &mut [cast_slice_mut(&mut written)], workspace.bytes_mut()).unwrap();
-        accumulate(DType::F32, cast_slice_mut(&mut apart), cast_slice(&written));
+        accumulate(DType::F32, cast_slice(&written), cast_slice_mut(&mut apart));
         kernel.run_adding(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut()).unwrap();
         let most = apart.iter().fold(0.0f32, |most, value| most.max(value.abs()));
         let is_near = |(added, apart): (&f32, &f32)| (added - apart).abs() <= 1e-6 * most;

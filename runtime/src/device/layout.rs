@@ -29,3 +29,13 @@ impl TensorLayout {
         self.len() * self.dtype.size()
     }
 }
+
+/// True for `f16` and `bf16`.
+pub fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::Bf16)
+}
+
+/// Element type of gradient sums, master weights and optimizer state of a parameter with this element type.
+pub fn accumulation_type(dtype: DType) -> DType {
+    if is_half(dtype) { DType::F32 } else { dtype }
+}

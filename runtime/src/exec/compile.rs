@@ -2,9 +2,10 @@
 //!
 //! Stages are compiled from last to first, because a stage must know which gradients later stages send.
 
-use crate::device::buffer::Buffer;
-use crate::device::cpu::half::is_half;
-use crate::device::host_memory;
+use crate::device::api::{Device, DeviceError};
+use crate::device::cpu::device::cpu;
+use crate::device::layout::is_half;
+use crate::exec::memory_limit::{check_memory, check_sizes};
 use crate::exec::moving_average::{StateUpdate, follows};
 use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, tasks};
 use compiler::export::quantity;
@@ -38,6 +39,8 @@ pub enum CompileError {
     Memory { node: String, needed: u64, available: u64 },
     #[error("a stage needs {}, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
     StageMemory { needed: u64, available: u64 },
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error(transparent)]
     Share(#[from] ChooseError),
     #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
@@ -154,7 +157,19 @@ pub fn compile_parts(
     splits: bool,
     joins: &dyn Fn(usize) -> bool,
 ) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(graph, place, stages, loss, (splits, joins), None)?.0)
+    compile_for(&*cpu(), graph, place, stages, loss, (splits, joins))
+}
+
+/// Like [`compile_parts`], for the streams of a kind of device.
+pub fn compile_for(
+    device: &dyn Device,
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+    (splits, joins): (bool, &dyn Fn(usize) -> bool),
+) -> Result<Vec<StageCode>, CompileError> {
+    Ok(compile_with(device, graph, place, stages, loss, (splits, joins), None)?.0)
 }
 
 /// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
@@ -167,10 +182,11 @@ pub fn compile_tensor_parallel(
     splits: bool,
     machine: &Machine,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    compile_with(graph, place, stages, Some(loss), (splits, &|_| false), Some(machine))
+    compile_with(&*cpu(), graph, place, stages, Some(loss), (splits, &|_| false), Some(machine))
 }
 
 fn compile_with(
+    device: &dyn Device,
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
     stages: usize,
@@ -178,7 +194,7 @@ fn compile_with(
     (splits, joins): (bool, &dyn Fn(usize) -> bool),
     machine: Option<&Machine>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    check_sizes(graph)?;
+    check_sizes(device, graph)?;
     let mut cut = fragments(graph, place, stages)?;
     let tied = tied_parameter_names(&cut);
     let mut parameters = BTreeMap::new();
@@ -204,15 +220,15 @@ fn compile_with(
             }
         };
         let code = match machine {
-            None => Assembly::new(fragment, backward.as_ref(), (splits, joins(stage))).stage(loss),
+            None => Assembly::new(device, fragment, backward.as_ref(), (splits, joins(stage))).stage(loss)?,
             Some(machine) => {
                 let whole = Stage::new(fragment, backward.as_ref(), &tied);
                 let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine)?;
                 parameters.extend(shared.parameters);
-                Assembly::new(&shared.fragment, shared.backward.as_ref(), (splits, false)).stage(loss)
+                Assembly::new(device, &shared.fragment, shared.backward.as_ref(), (splits, false)).stage(loss)?
             }
         };
-        check_memory(&code)?;
+        check_memory(device, &code)?;
         codes.push(code);
     }
     codes.reverse();
@@ -234,44 +250,8 @@ fn tied_parameter_names(cut: &[Fragment]) -> BTreeSet<String> {
     several
 }
 
-/// Rejects a stage that cannot run even one micro-batch on this host; a failed allocation would abort the process.
-fn check_memory(code: &StageCode) -> Result<(), CompileError> {
-    let own = |list: &[NamedTensor]| list.iter().map(|n| n.bytes as u64).sum::<u64>();
-    let buffers: u64 = code.own_bytes.iter().map(|b| *b as u64).sum();
-    let needed = own(&code.parameters) + own(&code.states) + own(&code.feeds);
-    let needed = needed + buffers + code.kept_bytes as u64 + code.arena_bytes as u64;
-    match host_memory::available() {
-        Some(available) if needed > available => Err(CompileError::StageMemory { needed, available }),
-        _ => Ok(()),
-    }
-}
-
-/// Checks that every shape is concrete and that no op exceeds the host memory, so sums of sizes cannot overflow later.
-fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
-    let available = host_memory::available().unwrap_or(1 << 40);
-    for id in graph.ids() {
-        let node = graph.node(id);
-        let told = || node.told().to_string();
-        for fact in &node.facts {
-            match fact.bytes() {
-                None => return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() }),
-                Some(_) if fact.concrete().is_none() => {
-                    return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() });
-                }
-                Some(_) => {}
-            }
-        }
-        let inputs = graph.inputs(id);
-        let facts = inputs.iter().map(|v| graph.fact(*v)).chain(&node.facts);
-        let needed = facts.fold(0u64, |sum, f| sum.saturating_add(f.bytes().unwrap_or(0)));
-        if needed > available {
-            return Err(CompileError::Memory { node: told(), needed, available });
-        }
-    }
-    Ok(())
-}
-
 struct Assembly<'a> {
+    device: &'a dyn Device,
     fragment: &'a Fragment,
     backward: Option<&'a Backward>,
     splits: bool,
@@ -296,7 +276,12 @@ struct BackwardCode {
 }
 
 impl<'a> Assembly<'a> {
-    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, (splits, joins): (bool, bool)) -> Assembly<'a> {
+    fn new(
+        device: &'a dyn Device,
+        fragment: &'a Fragment,
+        backward: Option<&'a Backward>,
+        (splits, joins): (bool, bool),
+    ) -> Assembly<'a> {
         let graph = &fragment.graph;
         let received: HashSet<NodeId> = fragment.received.iter().map(|r| r.local).collect();
         let mut feeds = Vec::new();
@@ -324,6 +309,7 @@ impl<'a> Assembly<'a> {
             transfer.place.slot = Slot::GradientIn(i);
         }
         Assembly {
+            device,
             fragment,
             backward,
             splits,
@@ -338,7 +324,7 @@ impl<'a> Assembly<'a> {
     }
 
     /// Assembles the stage code. Training returns the loss, both scaled and unscaled.
-    fn stage(mut self, loss: Option<&str>) -> StageCode {
+    fn stage(mut self, loss: Option<&str>) -> Result<StageCode, DeviceError> {
         let graph = &self.fragment.graph;
         let kept: HashSet<Value> = self
             .backward
@@ -355,7 +341,7 @@ impl<'a> Assembly<'a> {
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let (together, _) = chains(graph, &order, &needs, &|_, _| true);
-        let (tasks, layout) = tasks(graph, &order, together, &needs, false);
+        let (tasks, layout) = tasks(self.device, graph, &order, together, &needs, false)?;
         self.forward_layout = layout;
         let forward = self.forward_sequence(tasks);
 
@@ -382,14 +368,14 @@ impl<'a> Assembly<'a> {
         });
         let results: Vec<(NamedTensor, TensorAddress)> = results.collect();
 
-        let made = self.backward_code();
+        let made = self.backward_code()?;
         let reference = |s: &Sequence| -> Vec<String> {
-            s.steps.iter().filter_map(|step| step.task.reference_op()).map(str::to_string).collect()
+            s.steps.iter().filter_map(|step| step.reference_op()).map(str::to_string).collect()
         };
         let mut reference_ops = [reference(&forward), reference(&made.first), reference(&made.second)].concat();
         reference_ops.sort();
         reference_ops.dedup();
-        StageCode {
+        Ok(StageCode {
             forward,
             backward: made.first,
             weight: made.second,
@@ -412,7 +398,7 @@ impl<'a> Assembly<'a> {
             parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
             states: self.states.into_iter().map(|(_, n)| n).collect(),
             gradients_in: self.gradients_in,
-        }
+        })
     }
 
     fn forward_sequence(&mut self, tasks: Vec<Planned>) -> Sequence {
@@ -421,7 +407,7 @@ impl<'a> Assembly<'a> {
         for id in order::canonical(graph) {
             if let Op::Constant(c) = &graph.node(id).op {
                 self.constants.insert(id, sequence.constants.len());
-                sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                sequence.constants.push(c.tensor.clone());
             }
         }
         for task in tasks {
@@ -434,7 +420,7 @@ impl<'a> Assembly<'a> {
         let bytes = bytes(self.fragment.graph.fact(value));
         let slot = match self.forward_layout.locations[&value] {
             Home::Arena(offset) => Slot::Arena(offset),
-            Home::WriterConfig(offset) => Slot::WriterConfig(offset),
+            Home::Saved(offset) => Slot::Saved(offset),
             Home::Own(index) => Slot::Own(index),
             Home::Source(node) => self.source(node),
         };
@@ -453,8 +439,8 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn backward_code(&self) -> BackwardCode {
-        let Some(backward) = self.backward else { return BackwardCode::default() };
+    fn backward_code(&self) -> Result<BackwardCode, DeviceError> {
+        let Some(backward) = self.backward else { return Ok(BackwardCode::default()) };
         let graph = &backward.graph;
         let parts = self.splits.then(|| parts(backward));
         let mut sequence = Sequence::default();
@@ -463,7 +449,7 @@ impl<'a> Assembly<'a> {
         for id in order::canonical(graph) {
             let slot = match &graph.node(id).op {
                 Op::Constant(c) => {
-                    sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                    sequence.constants.push(c.tensor.clone());
                     Slot::Constant(sequence.constants.len() - 1)
                 }
                 Op::Parameter(p) => {
@@ -502,7 +488,7 @@ impl<'a> Assembly<'a> {
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
-        let (tasks, layout) = tasks(graph, &order, together, &needs, self.joins);
+        let (tasks, layout) = tasks(self.device, graph, &order, together, &needs, self.joins)?;
         // Sort the buffers of sent gradients by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
         for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
@@ -532,7 +518,7 @@ impl<'a> Assembly<'a> {
                 (Some(&Home::Arena(offset)), None) => Slot::Arena(offset),
                 (Some(Home::Own(index)), _) => Slot::GradientOut(own_slot[index]),
                 (Some(Home::Source(node)), _) => sources[node],
-                (Some(&Home::WriterConfig(offset)), _) => Slot::SplitBackward(offset),
+                (Some(&Home::Saved(offset)), _) => Slot::SplitBackward(offset),
                 (None, term) => Slot::Sum(term.expect("a value without a home is added to sums")),
             };
             TensorAddress { slot, bytes: bytes(graph.fact(*value)) }
@@ -543,7 +529,7 @@ impl<'a> Assembly<'a> {
         let mut second = Sequence::default();
         for task in tasks {
             let part = if is_second(task.node) { &mut second } else { &mut sequence };
-            let adds = task.adds() && added.contains(&task.outputs()[0]);
+            let adds = task.can_accumulate() && added.contains(&task.outputs()[0]);
             let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
             let mut step = task.step(graph, &layout, &mut arena_bytes, place);
             if adds {
@@ -555,7 +541,7 @@ impl<'a> Assembly<'a> {
             part.steps.push(step);
         }
         if parts.is_some() {
-            second.constants = sequence.constants.iter().map(|constant| Buffer::copy_of(constant.bytes())).collect();
+            second.constants.clone_from(&sequence.constants);
         }
         let mut terms = Vec::new();
         for (made, output) in backward.output_roles.iter().zip(&graph.outputs) {
@@ -570,7 +556,7 @@ impl<'a> Assembly<'a> {
             gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
         let mut read = second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.place));
         let reads_sent = parts.is_some() && read.any(|place| matches!(place.slot, Slot::GradientOut(_)));
-        BackwardCode {
+        Ok(BackwardCode {
             first: sequence,
             second,
             terms,
@@ -578,7 +564,7 @@ impl<'a> Assembly<'a> {
             reads_sent,
             between_bytes: layout.kept_bytes,
             arena_bytes,
-        }
+        })
     }
 
     /// Location from which the backward pass reads a saved forward value.
@@ -590,7 +576,7 @@ impl<'a> Assembly<'a> {
                     unreachable!("a constant's home")
                 };
                 let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's home") };
-                sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                sequence.constants.push(c.tensor.clone());
                 Slot::Constant(sequence.constants.len() - 1)
             }
             slot => slot,

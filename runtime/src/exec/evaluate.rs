@@ -1,6 +1,8 @@
 //! Inference: runs a graph forward on given inputs.
 
+use crate::device::api::{Device, DeviceError};
 use crate::device::buffer::Buffer;
+use crate::device::cpu::device::cpu;
 use crate::exec::compile::{CompileError, NamedTensor, compile};
 use crate::exec::executor::{ExecuteError, Executor};
 use compiler::graph::{Graph, order};
@@ -20,6 +22,8 @@ pub enum EvaluateError {
     Compile(#[from] CompileError),
     #[error(transparent)]
     Execute(#[from] ExecuteError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("no value is given for {kind} `{name}`")]
     Missing { kind: &'static str, name: String },
     #[error("{kind} `{name}` is {got}, the model has {expected}")]
@@ -58,19 +62,21 @@ pub fn evaluate_each(
     }
     let codes = compile(&graph, &place, 1, None)?;
     let code = &codes[0];
-    let states = buffers("state", &code.states, weights)?;
-    let mut executor = Executor::new(code, states);
-    let parameters: Vec<_> = buffers("parameter", &code.parameters, weights)?.into_iter().map(Arc::new).collect();
+    let device = cpu();
+    let states = buffers("state", &code.states, weights, &*device)?;
+    let mut executor = Executor::new(code, states, &device, Arc::default())?;
+    let parameters: Vec<_> =
+        buffers("parameter", &code.parameters, weights, &*device)?.into_iter().map(Arc::new).collect();
     for mut given in given {
-        let mut item = executor.begin();
+        let mut item = executor.begin()?;
         item.weights = parameters.clone();
         given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
-        item.feeds = buffers("input", &code.feeds, &given)?.into_iter().map(Arc::new).collect();
+        item.feeds = buffers("input", &code.feeds, &given, &*device)?.into_iter().map(Arc::new).collect();
         executor.forward(&mut item)?;
         let mut results = BTreeMap::new();
         for (named, place) in &code.results {
             let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-            let bytes = executor.result(&item, *place).to_vec();
+            let bytes = executor.download_result(&item, *place)?;
             let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
             results.insert(named.name.clone(), tensor.expect("the place has the size of the result"));
         }
@@ -103,11 +109,12 @@ fn sources(
     Ok(results)
 }
 
-/// Copies the tensors into buffers in the order of `wanted`. Checks shapes, and casts between float types.
+/// Uploads the tensors to a device, in the order of `wanted`. Checks shapes, and casts between float types.
 pub fn buffers(
     kind: &'static str,
     wanted: &[NamedTensor],
     given: &BTreeMap<String, Tensor>,
+    device: &dyn Device,
 ) -> Result<Vec<Buffer>, EvaluateError> {
     let one = |named: &NamedTensor| {
         let name = named.name.clone();
@@ -116,7 +123,7 @@ pub fn buffers(
             let got = format!("{}{:?}", tensor.dtype(), tensor.shape());
             return Err(EvaluateError::Fact { kind, name, expected: named.fact.to_string(), got });
         }
-        Ok(Buffer::copy_of(tensor.cast(named.fact.dtype).bytes()))
+        Ok(device.upload(tensor.cast(named.fact.dtype).bytes())?)
     };
     wanted.iter().map(one).collect()
 }

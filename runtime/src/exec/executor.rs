@@ -1,14 +1,15 @@
 //! Runs the kernels of a stage for one micro-batch.
 //!
-//! The compiler fixes offsets; the executor turns them into addresses. An in-flight micro-batch owns its saved
+//! The compiler fixes offsets; the executor turns them into regions of device memory and queues the kernels on its stream. An in-flight micro-batch owns its saved
 //! activations and the buffers it sends. It holds references to received buffers and to its weight version.
 
+use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
-use crate::device::buffer::{Buffer, Pool};
+use crate::device::api::{Device, DeviceError, OutputMode, Region, RegionMut};
+use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::context::DeviceContext;
 use crate::exec::compile::StageCode;
 use crate::exec::sequence::{Joint, Sequence, Slot, Step, TensorAddress};
-use crate::optim::optimizer::accumulate;
-use crate::stage::gradients::begin;
 use crate::zero::streaming::{RoundPosition, RunPhase, ShardStream};
 use compiler::op::KernelError;
 use compiler::pass::batched_weight_grad::ITEMS;
@@ -18,12 +19,28 @@ use thiserror::Error;
 /// One weight version of a stage, in the order of [`StageCode::parameters`].
 pub type Weights = Vec<Arc<Buffer>>;
 
-/// A kernel failed on its operands.
+/// A kernel failed on its operands, or the device did.
 #[derive(Debug, Error, Clone, PartialEq)]
 #[error("node `{node}`: {fault}")]
 pub struct ExecuteError {
     pub node: String,
-    pub fault: KernelError,
+    pub fault: DeviceError,
+}
+
+impl ExecuteError {
+    fn of_collective(step: &Step, fault: CollectiveError) -> ExecuteError {
+        let fault = match fault {
+            CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Gone),
+            CollectiveError::Device(fault) => fault,
+        };
+        ExecuteError { node: step.node().to_string(), fault }
+    }
+}
+
+impl From<DeviceError> for ExecuteError {
+    fn from(fault: DeviceError) -> ExecuteError {
+        ExecuteError { node: "the tensors of a micro-batch".to_string(), fault }
+    }
 }
 
 /// The state of one in-flight micro-batch (or minibatch, under asynchronous schedules) on a stage.
@@ -63,16 +80,15 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// The buffer as a mutable slice.
+    /// The buffer as memory to write.
     ///
     /// # Safety
     ///
-    /// Only [`Executor::run`] may call this. The item owns the sum during its backward pass, and one thread runs one
+    /// Only [`Executor::run`] may call this. The item owns the sum during its backward pass, and one stream runs one
     /// kernel at a time.
-    #[allow(clippy::mut_from_ref)]
-    unsafe fn write(&self) -> &mut [u8] {
-        // SAFETY: the bytes belong to the buffer; the caller guarantees exclusive access.
-        unsafe { std::slice::from_raw_parts_mut(self.buffer.start(), self.buffer.len()) }
+    unsafe fn write(&self) -> RegionMut<'_> {
+        // SAFETY: the memory belongs to the buffer; the caller guarantees exclusive access.
+        unsafe { self.buffer.region().assume_exclusive() }
     }
 }
 
@@ -97,35 +113,48 @@ fn lend_to_readers(sent: &Arc<Buffer>) {
 pub struct Executor<'a> {
     pub code: &'a StageCode,
     pub states: Vec<Buffer>,
-    pub pool: Pool,
+    pub device: DeviceContext,
     /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
     pub tensor_rank: Option<Arc<TensorRank>>,
     /// Gradient and weight streaming between steps, under ZeRO 2 and 3.
-    pub pieces: Option<ShardStream>,
+    pub shard_stream: Option<ShardStream>,
     arena: Buffer,
+    /// Constants of the forward pass, and of both phases of the backward pass.
+    constants: [Vec<Buffer>; 2],
 }
 
 impl<'a> Executor<'a> {
-    pub fn new(code: &'a StageCode, states: Vec<Buffer>) -> Executor<'a> {
-        Executor {
+    /// Allocates the arena and uploads the constants. `ledger` counts the memory of micro-batches.
+    pub fn new(
+        code: &'a StageCode,
+        states: Vec<Buffer>,
+        device: &Arc<dyn Device>,
+        ledger: Arc<MemoryCounter>,
+    ) -> Result<Executor<'a>, DeviceError> {
+        let uploaded = |sequence: &Sequence| -> Result<Vec<Buffer>, DeviceError> {
+            sequence.constants.iter().map(|constant| device.upload(constant.bytes())).collect()
+        };
+        Ok(Executor {
             code,
             states,
-            pool: Pool::default(),
+            device: DeviceContext::new(device.clone(), ledger)?,
             tensor_rank: None,
-            pieces: None,
-            arena: Buffer::new(code.arena_bytes),
-        }
+            shard_stream: None,
+            arena: device.allocate(code.arena_bytes)?,
+            // Both phases of a split backward have the same constants.
+            constants: [uploaded(&code.forward)?, uploaded(&code.backward)?],
+        })
     }
 
     /// Allocates an item: its saved-activation block and its send buffers. The caller sets the weights before the first
     /// pass.
-    pub fn begin(&mut self) -> Item {
-        let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
-        Item {
+    pub fn begin(&self) -> Result<Item, DeviceError> {
+        let own = self.code.own_bytes.iter().map(|&bytes| self.device.take(bytes)).collect::<Result<_, _>>()?;
+        Ok(Item {
             weights: Weights::new(),
             version: 0,
             gathered: Vec::new(),
-            kept: Some(self.pool.take(self.code.kept_bytes)),
+            kept: Some(self.device.take(self.code.kept_bytes)?),
             own,
             received: vec![None; self.code.received.len()],
             feeds: Vec::new(),
@@ -136,7 +165,7 @@ impl<'a> Executor<'a> {
             sums: Vec::new(),
             is_done: false,
             turn: RoundPosition::default(),
-        }
+        })
     }
 
     /// Runs the forward pass. The caller has set all received values and feeds.
@@ -154,13 +183,13 @@ impl<'a> Executor<'a> {
     pub fn backward_input(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
         if code.between_bytes > 0 {
-            item.between = Some(self.pool.take(code.between_bytes));
+            item.between = Some(self.device.take(code.between_bytes)?);
         }
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             // Two gradients may be the same tensor, as for the operands of an addition: the second shares the first
             // one's buffer.
             item.gradients_out[i] = match transfer.place.slot {
-                Slot::GradientOut(own) if own == i => Some(self.pool.take(transfer.place.bytes)),
+                Slot::GradientOut(own) if own == i => Some(self.device.take(transfer.place.bytes)?),
                 _ => None,
             };
         }
@@ -168,7 +197,7 @@ impl<'a> Executor<'a> {
         // A gradient that is only forwarded, as for an addition, has no buffer of its own.
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             if item.gradients_out[i].is_none() {
-                let shared = self.shared(&code.backward, item, transfer.place);
+                let shared = self.shared(RunPhase::Backward, item, transfer.place)?;
                 item.gradients_out[i] = Some(shared);
             }
         }
@@ -187,45 +216,58 @@ impl<'a> Executor<'a> {
     /// Frees the saved activations until [`Executor::again`] recomputes them.
     pub fn let_go(&mut self, item: &mut Item) {
         if let Some(kept) = item.kept.take() {
-            self.pool.give(kept);
+            self.device.give(kept);
         }
     }
 
     /// Recomputes the activations. Send buffers are allocated anew, because other stages may still read the first ones.
     pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
-        let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
+        let own = self.code.own_bytes.iter().map(|&bytes| self.device.take(bytes)).collect::<Result<_, _>>()?;
         for sent in std::mem::replace(&mut item.own, own) {
             lend_to_readers(&sent);
-            self.pool.give(sent);
+            self.device.give(sent);
         }
-        item.kept = Some(self.pool.take(self.code.kept_bytes));
+        item.kept = Some(self.device.take(self.code.kept_bytes)?);
         self.forward(item)
     }
 
-    pub fn finish(&mut self, item: Item) {
+    /// Frees a micro-batch.
+    pub fn finish(&mut self, item: Item) -> Result<(), DeviceError> {
         let from_others = item.received.iter().chain(&item.gradients_in).flatten();
-        from_others.for_each(|buffer| self.pool.ledger.leave_place(buffer.len()));
+        let ledger = self.device.ledger();
+        for buffer in from_others {
+            // Its owner may write it again after the reads of this stream.
+            self.device.release(buffer)?;
+            ledger.leave_place(buffer.len());
+        }
         item.own.iter().for_each(lend_to_readers);
         let buffers = item.kept.into_iter().chain(item.own).chain(item.between);
         let gradients = item.gradients_out.into_iter().chain(item.sent_gradients).flatten();
         for buffer in buffers.chain(gradients).chain(item.feeds) {
-            self.pool.give(buffer);
+            self.device.give(buffer);
         }
+        Ok(())
     }
 
-    /// Bytes at a location after a forward pass.
-    pub fn result<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b [u8] {
-        self.read(&self.code.forward, item, place)
+    /// The tensor at a location after a forward pass.
+    pub fn result<'b>(&'b self, item: &'b Item, place: TensorAddress) -> Region<'b> {
+        self.region(RunPhase::Forward, item, place)
     }
 
-    /// Bytes at a location after a backward pass.
-    pub fn gradient<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b [u8] {
-        // Both passes of a split backward have the same constants.
-        self.read(&self.code.backward, item, place)
+    /// The bytes at a location after a forward pass. Waits for it.
+    pub fn download_result(&self, item: &Item, place: TensorAddress) -> Result<Vec<u8>, DeviceError> {
+        let mut bytes = Vec::new();
+        self.device.stream.download_with(self.result(item, place), &mut |from| bytes = from.to_vec())?;
+        Ok(bytes)
+    }
+
+    /// The tensor at a location after a backward pass.
+    pub fn gradient<'b>(&'b self, item: &'b Item, place: TensorAddress) -> Region<'b> {
+        self.region(RunPhase::Backward, item, place)
     }
 
     /// A buffer to send to another stage: shared if the location is a whole buffer, else a copy.
-    pub fn shared(&mut self, sequence: &Sequence, item: &Item, place: TensorAddress) -> Arc<Buffer> {
+    pub fn shared(&self, run: RunPhase, item: &Item, place: TensorAddress) -> Result<Arc<Buffer>, DeviceError> {
         let whole = match place.slot {
             Slot::Own(i) => Some(&item.own[i]),
             Slot::Received(i) => item.received[i].as_ref(),
@@ -234,152 +276,154 @@ impl<'a> Executor<'a> {
             _ => None,
         };
         if let Some(buffer) = whole {
-            return buffer.clone();
+            return Ok(buffer.clone());
         }
-        let mut copy = self.pool.take(place.bytes);
-        let bytes = self.read(sequence, item, place);
-        Arc::get_mut(&mut copy)
-            .expect("the pool hands out buffers that nobody else holds")
-            .bytes_mut()
-            .copy_from_slice(bytes);
-        copy
+        let mut copy = self.device.take(place.bytes)?;
+        self.device.stream.copy(self.region(run, item, place), Buffer::exclusive(&mut copy))?;
+        Ok(copy)
     }
 
     fn run(&self, run: RunPhase, item: &mut Item) -> Result<(), ExecuteError> {
         let (code, sequence) = (self.code, run.of(self.code));
-        let Some(pieces) = self.pieces.as_ref().filter(|pieces| pieces.has(run)) else {
-            return self.run_watched(sequence, item, &mut || ());
+        let Some(shard_stream) = self.shard_stream.as_ref().filter(|shard_stream| shard_stream.has(run)) else {
+            return self.run_watched(run, item, &mut || ());
         };
         for (at, step) in sequence.steps.iter().enumerate() {
-            let gone = |_| ExecuteError { node: step.told().to_string(), fault: KernelError::Gone };
-            pieces.before(code, run, at, item, &self.pool.ledger).map_err(gone)?;
-            self.run_steps(sequence, std::slice::from_ref(step), item, &mut || ())?;
-            pieces.after(code, run, at, item).map_err(gone)?;
+            let failed = |fault| ExecuteError::of_collective(step, fault);
+            shard_stream.before(code, run, at, item, &self.device).map_err(failed)?;
+            self.run_steps(run, std::slice::from_ref(step), item, &mut || ())?;
+            shard_stream.after(code, run, at, item, &self.device).map_err(failed)?;
         }
         Ok(())
     }
 
     /// Runs the forward pass and calls `done` after every step.
     pub fn forward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
-        self.run_watched(&self.code.forward, item, done)
+        self.run_watched(RunPhase::Forward, item, done)
     }
 
     /// Like [`Executor::forward_watched`] for an unsplit backward of an item that has already run backward once.
     pub fn backward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
-        self.run_watched(&self.code.backward, item, done)
+        self.run_watched(RunPhase::Backward, item, done)
     }
 
-    fn run_watched(&self, sequence: &Sequence, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
-        self.run_steps(sequence, &sequence.steps, item, done)
+    fn run_watched(&self, run: RunPhase, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+        self.run_steps(run, &run.of(self.code).steps, item, done)
     }
 
     fn run_steps(
         &self,
-        sequence: &Sequence,
+        run: RunPhase,
         steps: &[Step],
         item: &Item,
         done: &mut dyn FnMut(),
     ) -> Result<(), ExecuteError> {
-        let mut inputs: Vec<&[u8]> = Vec::with_capacity(8);
-        let mut outputs: Vec<&mut [u8]> = Vec::with_capacity(4);
+        let mut inputs: Vec<Region<'_>> = Vec::with_capacity(8);
+        let mut outputs: Vec<RegionMut<'_>> = Vec::with_capacity(4);
         for step in steps {
             inputs.clear();
             outputs.clear();
             for place in &step.inputs {
-                inputs.push(self.read(sequence, item, *place));
+                inputs.push(self.region(run, item, *place));
             }
             for place in &step.outputs {
+                // SAFETY: see `write`; these are the outputs of the step.
                 outputs.push(unsafe { self.write(item, *place) });
             }
+            // SAFETY: see `write`; this is the workspace of the step.
             let workspace = unsafe { self.write(item, step.workspace) };
-            let refused = |fault| ExecuteError { node: step.told().to_string(), fault };
-            if let Some((tensor_rank, (op, own))) =
-                self.tensor_rank.as_ref().and_then(|s| Some((s, step.task.together(&inputs)?)))
-            {
-                tensor_rank.meet(op, own, outputs[0]).map_err(refused)?;
-            } else if step.adds_to.is_empty() {
-                step.task.run(&inputs, &mut outputs, workspace).map_err(refused)?;
-            }
-            let joint = step.joint.as_ref().filter(|_| item.turn.is_joined());
-            if let Some(joint) = joint {
-                self.put_by(step, joint, item, (&inputs, &mut *workspace))?;
-            }
-            for term in step.adds_to.iter().filter(|_| joint.is_none()) {
-                let sum = item.sum(*term);
-                let to = &mut [unsafe { sum.write() }];
-                let run = match sum.is_begun {
-                    true => step.task.run_adding(&inputs, to, workspace),
-                    false => step.task.run(&inputs, to, workspace),
-                };
-                run.map_err(refused)?;
-            }
-            for term in &step.terms {
-                self.add_to_sum(sequence, item, *term);
-            }
+            self.run_step(run, step, item, (&inputs, &mut outputs, workspace))
+                .map_err(|fault| ExecuteError { node: step.node().to_string(), fault })?;
             done();
         }
         Ok(())
     }
 
+    fn run_step(
+        &self,
+        run: RunPhase,
+        step: &Step,
+        item: &Item,
+        (inputs, outputs, mut workspace): (&[Region<'_>], &mut [RegionMut<'_>], RegionMut<'_>),
+    ) -> Result<(), DeviceError> {
+        let (stream, kernel) = (&self.device.stream, &*step.kernel);
+        if let (Some(tensor_rank), Some(collective)) = (&self.tensor_rank, &step.collective) {
+            let operand = (&collective.operand, inputs[0]);
+            tensor_rank.meet(&collective.op, operand, outputs[0].reborrow(), &self.device)?;
+        } else if step.adds_to.is_empty() {
+            stream.run(kernel, inputs, outputs, workspace.reborrow(), OutputMode::Overwrite)?;
+        }
+        let joint = step.joint.as_ref().filter(|_| item.turn.is_joined());
+        if let Some(joint) = joint {
+            self.run_joint(step, joint, item, (inputs, workspace.reborrow()))?;
+        }
+        for term in step.adds_to.iter().filter(|_| joint.is_none()) {
+            let sum = item.sum(*term);
+            // SAFETY: see `Sum::write`; the step accumulates into this sum.
+            let to = &mut [unsafe { sum.write() }];
+            stream.run(kernel, inputs, to, workspace.reborrow(), mode_of(sum.is_begun))?;
+        }
+        step.terms.iter().try_for_each(|term| self.add_to_sum(run, item, *term))
+    }
+
     /// Buffers the operands of one micro-batch for a batched weight gradient. The last of [`ITEMS`] runs the batched
     /// kernel.
-    fn put_by(
+    fn run_joint(
         &self,
         step: &Step,
         joint: &Joint,
         item: &Item,
-        (inputs, workspace): (&[&[u8]], &mut [u8]),
-    ) -> Result<(), ExecuteError> {
+        (inputs, mut workspace): (&[Region<'_>], RegionMut<'_>),
+    ) -> Result<(), DeviceError> {
+        let stream = &self.device.stream;
         let at = item.turn.own as usize % ITEMS as usize;
-        for (place, bytes) in joint.inputs.iter().zip(inputs) {
+        for (place, input) in joint.inputs.iter().zip(inputs) {
             // SAFETY: see `write`; each step has its own buffer, after all offsets of the forward and backward layouts
             // in the arena.
-            let room = unsafe { self.write(item, *place) };
-            room[at * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+            let operands = unsafe { self.write(item, *place) };
+            stream.copy(*input, operands.slice(at * input.len()..(at + 1) * input.len()))?;
         }
         if at + 1 < ITEMS as usize {
             return Ok(());
         }
-        let all: Vec<&[u8]> = joint.inputs.iter().map(|place| self.read(&self.code.backward, item, *place)).collect();
+        let all = joint.inputs.iter().map(|place| self.region(RunPhase::Backward, item, *place));
+        let all: Vec<Region<'_>> = all.collect();
         for term in &step.adds_to {
+            // SAFETY: see `Sum::write`; the step accumulates into this sum.
             let to = &mut [unsafe { item.sum(*term).write() }];
             // The first batch of the round overwrites the sum.
-            let run = match item.turn.own < u64::from(ITEMS) {
-                true => joint.kernel.run(&all, to, &mut *workspace),
-                false => joint.kernel.run_adding(&all, to, &mut *workspace),
-            };
-            run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
+            let mode = mode_of(item.turn.own >= u64::from(ITEMS));
+            stream.run(&*joint.kernel, &all, to, workspace.reborrow(), mode)?;
         }
         Ok(())
     }
 
     /// Accumulates a term into its sum. The first term is already there, or is copied.
-    fn add_to_sum(&self, sequence: &Sequence, item: &Item, term: usize) {
+    fn add_to_sum(&self, run: RunPhase, item: &Item, term: usize) -> Result<(), DeviceError> {
         let (at, sum) = (&self.code.gradient_terms[term], item.sum(term));
         let is_there = matches!(at.place.slot, Slot::Gradient { term: first, .. } if first == term);
         if is_there && !sum.is_begun {
-            return;
+            return Ok(());
         }
-        let made = self.read(sequence, item, at.place);
-        // SAFETY: see `write`; a term that is accumulated does not alias its sum.
+        let made = self.region(run, item, at.place);
+        // SAFETY: see `Sum::write`; a term that is accumulated does not alias its sum.
         let to = unsafe { sum.write() };
         let dtype = self.code.parameters[at.parameter].fact.dtype;
         match sum.is_begun {
-            true => accumulate(dtype, to, made),
-            false => begin(dtype, to, made),
+            true => self.device.stream.accumulate(dtype, made, to),
+            false => self.device.stream.begin_sum(dtype, made, to),
         }
     }
 
-    fn address(&self, item: &Item, place: TensorAddress) -> *mut u8 {
-        let inside = |buffer: &Buffer, offset: usize| {
-            assert!(offset + place.bytes <= buffer.len(), "a place lies within its buffer");
-            buffer.start().wrapping_add(offset)
+    /// The memory of a tensor.
+    fn region<'b>(&'b self, run: RunPhase, item: &'b Item, place: TensorAddress) -> Region<'b> {
+        let inside = |buffer: &'b Buffer, offset: usize| buffer.region_of(offset..offset + place.bytes);
+        let whole = |buffer: Option<&'b Arc<Buffer>>| {
+            inside(buffer.expect("the program waits for a tensor before it is used"), 0)
         };
-        let whole =
-            |buffer: Option<&Arc<Buffer>>| inside(buffer.expect("the program waits for a tensor before it is used"), 0);
         match place.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
-            Slot::WriterConfig(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
+            Slot::Saved(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
             Slot::Own(i) => inside(&item.own[i], 0),
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
@@ -395,29 +439,24 @@ impl<'a> Executor<'a> {
             Slot::Feed(i) => inside(&item.feeds[i], 0),
             Slot::Parameter(i) => inside(item.gathered.get(i).and_then(Option::as_ref).unwrap_or(&item.weights[i]), 0),
             Slot::State(i) => inside(&self.states[i], 0),
-            Slot::Constant(_) => unreachable!("constants belong to their sequence"),
+            Slot::Constant(i) => inside(&self.constants[usize::from(run != RunPhase::Forward)][i], 0),
         }
     }
 
-    fn read<'b>(&'b self, sequence: &'b Sequence, item: &'b Item, place: TensorAddress) -> &'b [u8] {
-        if let Slot::Constant(i) = place.slot {
-            return &sequence.constants[i].bytes()[..place.bytes];
-        }
-        // SAFETY: `address` checked the bounds. Nothing writes these bytes during the borrow: a kernel's outputs never
-        // overlap its inputs (`pass::memory`), and one thread runs one kernel at a time.
-        unsafe { std::slice::from_raw_parts(self.address(item, place), place.bytes) }
-    }
-
-    /// The bytes that a kernel writes.
+    /// The memory that a kernel writes.
     ///
     /// # Safety
     ///
     /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step. The memory plan gives them
-    /// bytes that no live tensor has. The item alone holds the buffers of `Own`, `WriterConfig`, `GradientOut`, `Sum` and
-    /// `Gradient` until they are sent or its pass ends.
-    #[allow(clippy::mut_from_ref)]
-    unsafe fn write<'b>(&'b self, item: &'b Item, place: TensorAddress) -> &'b mut [u8] {
-        // SAFETY: `address` checks the bounds; the caller guarantees exclusive access.
-        unsafe { std::slice::from_raw_parts_mut(self.address(item, place), place.bytes) }
+    /// bytes that no live tensor has, and a kernel's outputs never overlap its inputs (`pass::memory`). One stream runs
+    /// one kernel at a time. The item alone holds the buffers of `Own`, `Saved`, `GradientOut`, `Sum` and `Gradient`
+    /// until they are sent or its pass ends.
+    unsafe fn write<'b>(&'b self, item: &'b Item, place: TensorAddress) -> RegionMut<'b> {
+        // SAFETY: the caller guarantees exclusive access. No constant is written, so the phase does not matter.
+        unsafe { self.region(RunPhase::Forward, item, place).assume_exclusive() }
     }
+}
+
+fn mode_of(accumulates: bool) -> OutputMode {
+    if accumulates { OutputMode::Accumulate } else { OutputMode::Overwrite }
 }

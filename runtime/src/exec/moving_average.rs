@@ -9,6 +9,7 @@
 //! statistics of the micro-batch. A sample that is not a batch variance is averaged like a mean. The modes are equal
 //! under schedules that do not split minibatches.
 
+use crate::device::api::{DeviceError, Stream};
 use crate::device::buffer::Buffer;
 use crate::exec::compile::NamedTensor;
 use crate::exec::sequence::TensorAddress;
@@ -16,7 +17,7 @@ use crate::optim::policy::Statistics;
 use compiler::graph::Graph;
 use compiler::op::{NodeId, Op, Value};
 use compiler::tensor::DType;
-use compiler::tensor::view::{View, ViewMut};
+use compiler::tensor::view::View;
 use std::collections::BTreeMap;
 
 /// A state that is the moving average of a value.
@@ -70,22 +71,23 @@ pub fn follows(
 
 /// Updates the states with the samples of a step, given in micro-batch order, `microbatches` per minibatch.
 pub fn follow(
+    stream: &dyn Stream,
     statistics: Statistics,
     follows: &[StateUpdate],
     (states, named): (&mut [Buffer], &[NamedTensor]),
     samples: &[Samples],
     microbatches: u32,
-) {
+) -> Result<(), DeviceError> {
     let mut step = |follow: &StateUpdate, sample: &[f64]| {
-        let bytes = states[follow.state].bytes_mut();
-        move_along(named[follow.state].fact.dtype, bytes, sample, follow.keep);
+        let state = states[follow.state].region_mut();
+        stream.moving_average(named[follow.state].fact.dtype, sample, follow.keep, state)
     };
     let values = |at: usize, of: &Samples| numbers(named[follows[at].state].fact.dtype, &of.1[at]);
     let Statistics::Deferred { unbiased } = statistics else {
         for sample in samples {
-            follows.iter().enumerate().for_each(|(at, follow)| step(follow, &values(at, sample)));
+            follows.iter().enumerate().try_for_each(|(at, follow)| step(follow, &values(at, sample)))?;
         }
-        return;
+        return Ok(());
     };
     let mut minibatches: BTreeMap<u32, Vec<&Samples>> = BTreeMap::new();
     for sample in samples {
@@ -109,9 +111,10 @@ pub fn follow(
                     *value = (*value + between) * correction;
                 }
             }
-            step(follow, &whole);
+            step(follow, &whole)?;
         }
     }
+    Ok(())
 }
 
 /// Elementwise mean of equally long rows.
@@ -134,14 +137,4 @@ fn numbers(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let shape = [bytes.len() / dtype.size()];
     let view = View::new(dtype, &shape, bytes);
     (0..shape[0]).map(|i| view.f64(i)).collect()
-}
-
-/// `state ← keep · state + (1 − keep) · sample`, computed in `f64`.
-fn move_along(dtype: DType, state: &mut [u8], sample: &[f64], keep: f64) {
-    let shape = [state.len() / dtype.size()];
-    let mut state = ViewMut::new(dtype, &shape, state);
-    for (i, sample) in sample.iter().enumerate().take(shape[0]) {
-        let old = state.as_view().f64(i);
-        state.set_f64(i, keep * old + (1.0 - keep) * sample);
-    }
 }

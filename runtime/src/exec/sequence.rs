@@ -1,11 +1,12 @@
 //! The kernel sequence of a pass: ordered steps with the addresses of their inputs and outputs. A step runs the kernel
-//! of one op, or a fused chain of elementwise ops.
+//! of one op, or of a fused chain of elementwise ops.
 
-use crate::device::buffer::Buffer;
-use crate::device::cpu::chain::{Chain, Link, Operand};
-use crate::device::cpu::{Kernel, TensorLayout};
+use crate::device::api::{Device, DeviceError, Kernel};
+use crate::device::chain::{Link, Operand};
+use crate::device::layout::TensorLayout;
 use compiler::graph::Graph;
-use compiler::op::{KernelError, NodeId, Op, Value};
+use compiler::op::collective::is_meeting;
+use compiler::op::{NodeId, Op, Value};
 use compiler::pass::attribution::runs;
 use compiler::pass::batched_weight_grad::{ITEMS, joined};
 use compiler::pass::fuse::{Chains, ends};
@@ -13,6 +14,7 @@ use compiler::pass::memory::{self, Needs};
 use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 
 /// The storage of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +22,7 @@ pub enum Slot {
     /// Offset in the worker's arena.
     Arena(usize),
     /// Offset in the micro-batch's block of saved activations.
-    WriterConfig(usize),
+    Saved(usize),
     /// A send buffer of the micro-batch.
     Own(usize),
     /// A buffer received from another stage.
@@ -56,82 +58,34 @@ pub struct TensorAddress {
     pub bytes: usize,
 }
 
-pub enum KernelTask {
-    Op(Kernel),
-    Chain(Chain),
+/// An op in which the devices of a tensor-parallel group take part together.
+#[derive(Clone, Debug)]
+pub struct Collective {
+    pub op: Op,
+    /// Layout of this device's operand.
+    pub operand: TensorLayout,
 }
 
-impl KernelTask {
-    pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
-        match self {
-            KernelTask::Op(kernel) => kernel.run(inputs, outputs, workspace),
-            KernelTask::Chain(chain) => chain.run(inputs, outputs, workspace),
-        }
-    }
-
-    /// Runs and accumulates into the output. Requires [`adds`](KernelTask::adds).
-    pub fn run_adding(
-        &self,
-        inputs: &[&[u8]],
-        outputs: &mut [&mut [u8]],
-        workspace: &mut [u8],
-    ) -> Result<(), KernelError> {
-        match self {
-            KernelTask::Op(kernel) => kernel.run_adding(inputs, outputs, workspace),
-            KernelTask::Chain(_) => unreachable!("chains do not add"),
-        }
-    }
-
-    /// The collective that this task is, and this rank's input to it; none for compute tasks.
-    pub fn together(&self, inputs: &[&[u8]]) -> Option<(&Op, Tensor)> {
-        match self {
-            KernelTask::Op(kernel) => kernel.together(inputs),
-            KernelTask::Chain(_) => None,
-        }
-    }
-
-    /// True if the kernel can accumulate into its output.
-    pub fn adds(&self) -> bool {
-        match self {
-            KernelTask::Op(kernel) => kernel.adds(),
-            KernelTask::Chain(_) => false,
-        }
-    }
-
-    /// Scratch bytes.
-    pub fn workspace(&self) -> usize {
-        match self {
-            KernelTask::Op(kernel) => kernel.workspace(),
-            KernelTask::Chain(chain) => chain.workspace(),
-        }
-    }
-
-    pub fn ops(&self) -> usize {
-        match self {
-            KernelTask::Op(_) => 1,
-            KernelTask::Chain(chain) => chain.ops(),
-        }
-    }
-
-    /// The op name if the task runs the reference kernel because no fast one exists.
-    pub fn reference_op(&self) -> Option<&'static str> {
-        match self {
-            KernelTask::Op(kernel) if kernel.is_reference() => Some(kernel.name()),
-            _ => None,
-        }
+impl Collective {
+    fn of(op: &Op, operands: &[Fact]) -> Option<Collective> {
+        let is_collective = is_meeting(op) || matches!(op, Op::Shard(_));
+        let operand = operands.first().filter(|_| is_collective)?;
+        Some(Collective { op: op.clone(), operand: TensorLayout::of(operand) })
     }
 }
 
 /// The same kernel for [`ITEMS`] micro-batches of a round at once: see [`joined`].
 pub struct Joint {
     /// Uses the step's workspace.
-    pub kernel: Kernel,
+    pub kernel: Arc<dyn Kernel>,
     /// Arena buffers that collect the micro-batches' inputs, consecutively.
     pub inputs: Vec<TensorAddress>,
 }
 
 pub struct Step {
-    pub task: KernelTask,
+    pub kernel: Arc<dyn Kernel>,
+    /// Set if the op is a collective. Devices of a group run it together instead of the kernel.
+    pub collective: Option<Collective>,
     pub inputs: Vec<TensorAddress>,
     pub outputs: Vec<TensorAddress>,
     pub workspace: TensorAddress,
@@ -148,15 +102,21 @@ pub struct Step {
 
 impl Step {
     /// The node named in error messages.
-    pub fn told(&self) -> &str {
+    pub fn node(&self) -> &str {
         self.nodes.last().map_or("", String::as_str)
+    }
+
+    /// The op name if the step runs the reference implementation because the device has no fast kernel.
+    pub fn reference_op(&self) -> Option<&'static str> {
+        self.kernel.is_reference().then(|| self.kernel.name())
     }
 }
 
 #[derive(Default)]
 pub struct Sequence {
     pub steps: Vec<Step>,
-    pub constants: Vec<Buffer>,
+    /// Tensors of [`Slot::Constant`], which every executor uploads to its device.
+    pub constants: Vec<Tensor>,
 }
 
 /// A task of a graph before tensors have addresses.
@@ -164,8 +124,9 @@ pub struct Planned {
     /// The op, or the last op of a chain.
     pub node: NodeId,
     nodes: Vec<NodeId>,
-    task: KernelTask,
-    joint: Option<Kernel>,
+    kernel: Arc<dyn Kernel>,
+    collective: Option<Collective>,
+    joint: Option<Arc<dyn Kernel>>,
     inputs: Vec<Value>,
     outputs: Vec<Value>,
 }
@@ -175,12 +136,12 @@ impl Planned {
         &self.outputs
     }
 
-    pub fn adds(&self) -> bool {
-        self.task.adds()
+    pub fn can_accumulate(&self) -> bool {
+        self.kernel.can_accumulate()
     }
 
     fn workspace(&self) -> usize {
-        self.task.workspace().max(self.joint.as_ref().map_or(0, Kernel::workspace))
+        self.kernel.workspace().max(self.joint.as_ref().map_or(0, |kernel| kernel.workspace()))
     }
 
     /// Resolves addresses after memory planning. Buffers for batched operands are appended to `arena`, which grows.
@@ -208,7 +169,8 @@ impl Planned {
             terms: Vec::new(),
             joint,
             nodes: self.nodes.iter().map(|node| graph.node(*node).told().to_string()).collect(),
-            task: self.task,
+            kernel: self.kernel,
+            collective: self.collective,
         }
     }
 }
@@ -217,58 +179,72 @@ impl Planned {
 /// dissolved. A gradient term gets memory of its own if its kernel cannot accumulate. With `joins`, accumulating
 /// kernels are batched over several micro-batches where that pays off.
 pub fn tasks(
+    device: &dyn Device,
     graph: &Graph,
     order: &[NodeId],
     mut chains: Chains,
     needs: &Needs<'_>,
     joins: bool,
-) -> (Vec<Planned>, memory::Layout) {
+) -> Result<(Vec<Planned>, memory::Layout), DeviceError> {
     let mut made: BTreeMap<NodeId, Planned> = BTreeMap::new();
     for last in chains.by_last.keys().copied().collect::<Vec<_>>() {
-        match chain(graph, last, &chains) {
+        match chain(device, graph, last, &chains) {
             Some(planned) => drop(made.insert(last, planned)),
             None => chains.dissolve(last),
         }
     }
     let in_chains: HashSet<NodeId> = chains.by_last.values().flatten().copied().collect();
-    let one = |id: &NodeId| match made.remove(id) {
-        Some(planned) => Some(planned),
-        None if in_chains.contains(id) || !runs(&graph.node(*id).op) => None,
-        None => {
-            let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
-            let kernel = Kernel::new(&graph.node(*id).op, &facts, &graph.node(*id).facts);
-            let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
-            let is_added = joins && kernel.adds() && outputs.first().is_some_and(|made| needs.added.contains(made));
-            let joint = if is_added { joint(&graph.node(*id).op, &facts, &graph.node(*id).facts) } else { None };
-            Some(Planned { node: *id, nodes: vec![*id], task: KernelTask::Op(kernel), joint, inputs, outputs })
+    let mut planned: Vec<Planned> = Vec::new();
+    for id in order {
+        if let Some(chain) = made.remove(id) {
+            planned.push(chain);
+            continue;
         }
-    };
-    let planned: Vec<Planned> = order.iter().filter_map(one).collect();
+        let node = graph.node(*id);
+        if in_chains.contains(id) || !runs(&node.op) {
+            continue;
+        }
+        let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
+        let kernel = device.kernel(&node.op, &facts, &node.facts)?;
+        let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
+        let is_added =
+            joins && kernel.can_accumulate() && outputs.first().is_some_and(|made| needs.added.contains(made));
+        let joint = if is_added { joint(device, &node.op, &facts, &node.facts)? } else { None };
+        let collective = Collective::of(&node.op, &facts);
+        planned.push(Planned { node: *id, nodes: vec![*id], kernel, collective, joint, inputs, outputs });
+    }
     let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.workspace())).collect();
-    let adding = planned.iter().filter(|planned| planned.task.adds()).filter_map(|planned| planned.outputs.first());
+    let adding =
+        planned.iter().filter(|planned| planned.can_accumulate()).filter_map(|planned| planned.outputs.first());
     let added: HashSet<Value> = adding.filter(|value| needs.added.contains(value)).copied().collect();
     let layout = memory::plan(graph, order, &Needs { added: &added, workspace: &workspace, chains: &chains, ..*needs });
-    (planned, layout)
+    Ok((planned, layout))
 }
 
 /// The kernel that computes an op's gradient for several micro-batches at once, where that pays off.
-pub fn joint(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Option<Kernel> {
-    let kernel = Kernel::new(op, &joined(op, inputs, outputs.first()?)?, outputs);
-    kernel.adds().then_some(kernel)
+pub fn joint(
+    device: &dyn Device,
+    op: &Op,
+    inputs: &[Fact],
+    outputs: &[Fact],
+) -> Result<Option<Arc<dyn Kernel>>, DeviceError> {
+    let Some(inputs) = outputs.first().and_then(|output| joined(op, inputs, output)) else { return Ok(None) };
+    let kernel = device.kernel(op, &inputs, outputs)?;
+    Ok(kernel.can_accumulate().then_some(kernel))
 }
 
 /// Scratch bytes of the fused chain ending with this op; 0 if its ops run one by one.
-pub fn chain_workspace(graph: &Graph, last: NodeId, chains: &Chains) -> usize {
-    chain(graph, last, chains).map_or(0, |planned| planned.task.workspace())
+pub fn chain_workspace(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> usize {
+    chain(device, graph, last, chains).map_or(0, |planned| planned.kernel.workspace())
 }
 
 /// Builds a chain as one task if all its ops have fast kernels.
-fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
+fn chain(device: &dyn Device, graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let ops = &chains.by_last[&last];
     let (inputs, outputs) = ends(graph, ops, &chains.inner);
     let operand = |value: Value| match ops.iter().position(|op| *op == value.node) {
-        Some(made) => Some(Operand::Made(made)),
-        None => inputs.iter().position(|input| *input == value).map(Operand::Given),
+        Some(made) => Some(Operand::Result(made)),
+        None => inputs.iter().position(|input| *input == value).map(Operand::Input),
     };
     let link = |op: &NodeId| {
         let value = Value { node: *op, output: 0 };
@@ -281,6 +257,6 @@ fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     };
     let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;
     let given: Vec<TensorLayout> = inputs.iter().map(|value| TensorLayout::of(graph.fact(*value))).collect();
-    let task = KernelTask::Chain(Chain::new(&links, &given)?);
-    Some(Planned { node: last, nodes: ops.clone(), task, joint: None, inputs, outputs })
+    let kernel = device.chain(&links, &given)?;
+    Some(Planned { node: last, nodes: ops.clone(), kernel, collective: None, joint: None, inputs, outputs })
 }

@@ -2,17 +2,29 @@
 //! updates.
 
 use crate::checkpoint::ParameterState;
-use crate::device::buffer::{Buffer, Pool};
-use crate::device::cpu::half::{is_half, narrow};
-use crate::device::cpu::real::Real;
+use crate::device::api::{DeviceError, Region, RegionMut, WeightRegions};
+use crate::device::buffer::Buffer;
+use crate::device::context::DeviceContext;
+use crate::device::layout::accumulation_type;
+use crate::device::optimizer::{Prediction, StepArgs};
 use crate::exec::compile::StageCode;
 use crate::exec::executor::Weights;
-use crate::optim::optimizer::{Ahead, Optimizer, Update};
+use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{DISCREPANCY, Staleness};
 use crate::zero::shard::ShardRange;
-use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use std::sync::Arc;
+
+/// The distance of a weight prediction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ahead {
+    /// Updates to predict.
+    pub steps: u32,
+    /// Updates made so far.
+    pub made: u32,
+    /// Learning-rate scale of the predicted updates.
+    pub rate: f64,
+}
 
 /// Updates the parameters of a stage.
 pub struct ParameterUpdater<'a> {
@@ -34,13 +46,14 @@ impl<'a> ParameterUpdater<'a> {
         code: &StageCode,
         optimizer: &'a Optimizer,
         masters: Vec<Option<Buffer>>,
-        staleness: Staleness,
-        delay: u32,
+        (staleness, delay): (Staleness, u32),
         share: ShardRange,
-    ) -> ParameterUpdater<'a> {
+        device: &DeviceContext,
+    ) -> Result<ParameterUpdater<'a>, DeviceError> {
         let masters = masters.into_iter().enumerate();
-        let masters: Vec<Option<Buffer>> =
-            masters.map(|(at, master)| master.map(|whole| cut(&share, at, DType::F32, whole))).collect();
+        let masters: Vec<Option<Buffer>> = masters
+            .map(|(at, master)| master.map(|whole| shard_of(&share, at, DType::F32, whole, device)).transpose())
+            .collect::<Result<_, _>>()?;
         let own = |at: usize| {
             let named = &code.parameters[at];
             share.own(at, named.bytes, named.fact.dtype.size()).len()
@@ -48,15 +61,19 @@ impl<'a> ParameterUpdater<'a> {
         let bytes = |at: usize| masters[at].as_ref().map_or(own(at), Buffer::len);
         let drifts = matches!(staleness, Staleness::PipeMare { .. }) && delay > 0;
         let all = 0..code.parameters.len();
-        ParameterUpdater {
+        let state = |at: usize| (0..optimizer.buffers()).map(|_| device.allocate(bytes(at))).collect::<Result<_, _>>();
+        Ok(ParameterUpdater {
             optimizer,
             dtypes: code.parameters.iter().map(|named| named.fact.dtype).collect(),
-            state: all.clone().map(|at| optimizer.new_state(bytes(at))).collect(),
-            drift: if drifts { all.map(|at| Buffer::new(bytes(at))).collect() } else { Vec::new() },
+            state: all.clone().map(state).collect::<Result<_, _>>()?,
+            drift: match drifts {
+                true => all.map(|at| device.allocate(bytes(at))).collect::<Result<_, _>>()?,
+                false => Vec::new(),
+            },
             keep: DISCREPANCY.powf(1.0 / f64::from(delay.max(1))),
             masters,
             share,
-        }
+        })
     }
 
     /// Bytes of optimizer state, master weights and PipeMare's averages.
@@ -66,76 +83,101 @@ impl<'a> ParameterUpdater<'a> {
     }
 
     /// Updates this replica's shard of a parameter. Overwrites the old version if it is unshared, else allocates.
-    pub fn step(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>, pool: &mut Pool) -> Arc<Buffer> {
+    pub fn step(
+        &mut self,
+        p: usize,
+        mut weight: Arc<Buffer>,
+        gradient: &Buffer,
+        args: &StepArgs,
+        device: &DeviceContext,
+    ) -> Result<Arc<Buffer>, DeviceError> {
+        let (rule, stream) = (&self.optimizer.rule, &device.stream);
         let own = match self.share.keeps() {
             true => 0..weight.len(),
             false => self.share.own(p, weight.len(), self.dtypes[p].size()),
         };
-        let state = &mut self.state[p];
+        let mut state: Vec<RegionMut<'_>> = self.state[p].iter_mut().map(Buffer::region_mut).collect();
         if let Some(master) = &mut self.masters[p] {
-            self.optimizer.in_place(update, master.bytes_mut(), state);
+            let in_place = WeightRegions::InPlace(master.region_mut());
+            stream.optimizer_step(rule, args, in_place, gradient.region(), &mut state)?;
             if Arc::get_mut(&mut weight).is_none() {
-                weight = pool.take(weight.len());
+                weight = device.take(weight.len())?;
             }
-            narrow(self.dtypes[p], cast_slice(master.bytes()), &mut exclusive(&mut weight)[own]);
-            return weight;
+            let rounded = Buffer::exclusive(&mut weight).slice(own);
+            stream.cast((DType::F32, master.region()), (self.dtypes[p], rounded))?;
+            return Ok(weight);
         }
         // PipeMare's `δ` needs the difference of two versions.
         if let (true, Some(only)) = (self.drift.is_empty(), Arc::get_mut(&mut weight)) {
-            self.optimizer.in_place(update, &mut only.bytes_mut()[own], state);
-            return weight;
+            let in_place = WeightRegions::InPlace(only.region_mut().slice(own));
+            stream.optimizer_step(rule, args, in_place, gradient.region(), &mut state)?;
+            return Ok(weight);
         }
-        let mut next = pool.take(weight.len());
-        self.optimizer.out_of_place(update, &weight.bytes()[own.clone()], &mut exclusive(&mut next)[own], state);
+        let mut next = device.take(weight.len())?;
+        let (old, new) = (weight.region_of(own.clone()), Buffer::exclusive(&mut next).slice(own));
+        stream.optimizer_step(rule, args, WeightRegions::OutOfPlace { old, new }, gradient.region(), &mut state)?;
         if let Some(drift) = self.drift.get_mut(p) {
-            let (drift, keep) = (drift.bytes_mut(), self.keep);
-            match self.dtypes[p] {
-                DType::F64 => follow_step::<f64>(drift, weight.bytes(), next.bytes(), keep),
-                _ => follow_step::<f32>(drift, weight.bytes(), next.bytes(), keep),
-            }
-            pool.give(weight);
+            let versions = (weight.region(), next.region());
+            stream.average_update(self.dtypes[p], versions, self.keep, drift.region_mut())?;
+            device.give(weight);
         }
-        next
+        Ok(next)
     }
 
     /// Restores saved state.
-    pub fn begin(&mut self, moves: Vec<ParameterState>) {
+    pub fn begin(&mut self, moves: Vec<ParameterState>, device: &DeviceContext) -> Result<(), DeviceError> {
         let (mut state, mut drift) = (Vec::new(), Vec::new());
         for (p, of) in moves.into_iter().enumerate() {
-            let dtype = wide(self.dtypes[p]);
-            state.push(of.state.into_iter().map(|whole| cut(&self.share, p, dtype, whole)).collect());
+            let dtype = accumulation_type(self.dtypes[p]);
+            let own = of.state.into_iter().map(|whole| shard_of(&self.share, p, dtype, whole, device));
+            state.push(own.collect::<Result<_, _>>()?);
             drift.extend(of.drift);
         }
         (self.state, self.drift) = (state, drift);
+        Ok(())
     }
 
     /// A copy of a parameter's optimizer state, as far as this replica holds it.
-    pub fn moves(&self, p: usize) -> ParameterState {
-        let copy = |buffer: &Buffer| Buffer::copy_of(buffer.bytes());
-        let (master, drift) = (self.masters[p].as_ref().map(copy), self.drift.get(p).map(copy));
-        ParameterState { master, state: self.state[p].iter().map(copy).collect(), drift, updates: 0 }
+    pub fn moves(&self, p: usize, device: &DeviceContext) -> Result<ParameterState, DeviceError> {
+        let copy = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
+            let copy = device.copy_of(buffer.region())?;
+            device.release(&copy)?;
+            Ok(copy)
+        };
+        Ok(ParameterState {
+            master: self.masters[p].as_ref().map(copy).transpose()?,
+            state: self.state[p].iter().map(copy).collect::<Result<_, _>>()?,
+            drift: self.drift.get(p).map(copy).transpose()?,
+            updates: 0,
+        })
     }
 
     /// Weights predicted some updates ahead in the last update direction (SpecTrain).
-    pub fn ahead(&self, weights: &Weights, ahead: impl Fn(usize) -> Ahead, pool: &mut Pool) -> Weights {
+    pub fn ahead(
+        &self,
+        weights: &Weights,
+        ahead: impl Fn(usize) -> Ahead,
+        device: &DeviceContext,
+    ) -> Result<Weights, DeviceError> {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
-            let mut to = pool.take(weight.len());
-            self.optimizer.ahead(self.dtypes[p], ahead(p), weight.bytes(), &self.state[p], exclusive(&mut to));
-            to
+            let mut to = device.take(weight.len())?;
+            let Ahead { steps, made, rate } = ahead(p);
+            let prediction = Prediction { dtype: self.dtypes[p], steps, made, rate };
+            let state: Vec<Region<'_>> = self.state[p].iter().map(Buffer::region).collect();
+            let (rule, to_region) = (&self.optimizer.rule, Buffer::exclusive(&mut to));
+            device.stream.predict_weights(rule, &prediction, weight.region(), &state, to_region)?;
+            Ok(to)
         };
         weights.iter().enumerate().map(one).collect()
     }
 
     /// Approximate weights of `steps` updates ago (PipeMare).
-    pub fn back(&self, weights: &Weights, steps: u32, pool: &mut Pool) -> Weights {
+    pub fn back(&self, weights: &Weights, steps: u32, device: &DeviceContext) -> Result<Weights, DeviceError> {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
-            let mut to = pool.take(weight.len());
-            let (drift, bytes) = (self.drift[p].bytes(), exclusive(&mut to));
-            match self.dtypes[p] {
-                DType::F64 => set_back::<f64>(weight.bytes(), steps, drift, bytes),
-                _ => set_back::<f32>(weight.bytes(), steps, drift, bytes),
-            }
-            to
+            let mut to = device.take(weight.len())?;
+            let (drift, back) = (self.drift[p].region(), Buffer::exclusive(&mut to));
+            device.stream.set_back_weights(self.dtypes[p], weight.region(), (drift, steps), back)?;
+            Ok(to)
         };
         weights.iter().enumerate().map(one).collect()
     }
@@ -158,32 +200,15 @@ impl<'a> ParameterUpdater<'a> {
 }
 
 /// This replica's shard of a parameter-sized tensor.
-fn cut(share: &ShardRange, p: usize, dtype: DType, whole: Buffer) -> Buffer {
-    if share.is_sharded(p) { Buffer::copy_of(&whole.bytes()[share.own(p, whole.len(), dtype.size())]) } else { whole }
-}
-
-/// Element type of gradient sums and optimizer state.
-pub fn wide(dtype: DType) -> DType {
-    if is_half(dtype) { DType::F32 } else { dtype }
-}
-
-/// Mutable bytes of a buffer just taken from a pool.
-pub fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
-    Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").bytes_mut()
-}
-
-/// `δ ← keep · δ + (1 − keep) · (new − old)`
-fn follow_step<T: Real>(drift: &mut [u8], old: &[u8], new: &[u8], keep: f64) {
-    let steps = cast_slice::<u8, T>(old).iter().zip(cast_slice::<u8, T>(new));
-    for (drift, (old, new)) in cast_slice_mut::<u8, T>(drift).iter_mut().zip(steps) {
-        *drift = T::of(keep * drift.wide() + (1.0 - keep) * (new.wide() - old.wide()));
-    }
-}
-
-/// `to = weight − steps · δ`
-fn set_back<T: Real>(weight: &[u8], steps: u32, drift: &[u8], to: &mut [u8]) {
-    let from = cast_slice::<u8, T>(weight).iter().zip(cast_slice::<u8, T>(drift));
-    for (to, (weight, drift)) in cast_slice_mut::<u8, T>(to).iter_mut().zip(from) {
-        *to = T::of(weight.wide() - f64::from(steps) * drift.wide());
+fn shard_of(
+    share: &ShardRange,
+    p: usize,
+    dtype: DType,
+    whole: Buffer,
+    device: &DeviceContext,
+) -> Result<Buffer, DeviceError> {
+    match share.is_sharded(p) {
+        true => device.copy_of(whole.region_of(share.own(p, whole.len(), dtype.size()))),
+        false => Ok(whole),
     }
 }

@@ -3,6 +3,7 @@
 //! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::process::frame::{FrameWriter, Kind};
 use crossbeam_channel::{Receiver, RecvTimeoutError};
@@ -58,27 +59,31 @@ impl Outbound {
 }
 
 /// Writes queued frames, and a heartbeat from `beat` every second. Returns when the senders are dropped, after the last
-/// frame, or if the peer is gone, which the reader of the connection will notice.
-pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
+/// frame, or if the peer is gone, which the reader of the connection will notice. Fails if a device does.
+pub fn write(
+    mut to: FrameWriter<Box<dyn Write + Send>>,
+    queue: &Receiver<Outbound>,
+    beat: &dyn Fn() -> Vec<u8>,
+) -> Result<(), DeviceError> {
     let mut next = Instant::now();
     loop {
         let due = next.saturating_duration_since(Instant::now());
         let frame = match queue.recv_timeout(due) {
             Ok(frame) => Some(frame),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
         };
         if let Some(frame) = &frame {
-            let bodies = frame.bodies.iter().map(|buffer| buffer.bytes());
-            let parts: Vec<&[u8]> = [&frame.head[..]].into_iter().chain(bodies).collect();
+            let bodies = frame.bodies.iter().map(|buffer| buffer.download()).collect::<Result<Vec<_>, _>>()?;
+            let parts: Vec<&[u8]> = [&frame.head[..]].into_iter().chain(bodies.iter().map(|body| &**body)).collect();
             let is_last = matches!(frame.kind, Kind::Abort | Kind::Bye);
             if to.write(frame.kind, &parts).is_err() || is_last {
-                return;
+                return Ok(());
             }
         }
         if Instant::now() >= next {
             if to.write(Kind::Heartbeat, &[&beat()]).is_err() {
-                return;
+                return Ok(());
             }
             next = Instant::now() + BEAT;
         }
@@ -195,9 +200,10 @@ mod tests {
             FrameReader::new(DeadlineReader::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
-        to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::copy_of(&[2, 3]))] }).unwrap();
+        to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::host_copy(&[2, 3]))] })
+            .unwrap();
         assert_eq!(reader.read(9), Ok((Kind::Bye, &[1, 2, 3][..])));
-        writer.join().unwrap();
+        writer.join().unwrap().unwrap();
         assert_eq!(reader.read(9), Err(FrameError::Closed));
     }
 

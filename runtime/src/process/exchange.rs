@@ -276,8 +276,11 @@ impl<'a> Exchange<'a> {
                 own.iter().flat_map(|worker| at(worker).to_le_bytes()).collect()
             };
             let alive = self.writing.as_ref().map(|(alive, _)| alive.clone());
+            let writing = run_status.clone();
             let writer = move || {
-                connection::write(writer, &queue, &beat);
+                if let Err(fault) = connection::write(writer, &queue, &beat) {
+                    writing.end(LinkError::Ended { process: None, what: fault.to_string() });
+                }
                 drop(alive);
             };
             let thread = |what: &str| Builder::new().name(format!("{what} {}", routes.process));
@@ -301,11 +304,14 @@ impl<'a> Exchange<'a> {
     /// Sends snapshots to process 0. Blocks while process 0 has not taken those of the previous checkpoint; with a slow
     /// disk they would fill this process's memory.
     pub fn parts(&self) -> impl Fn(&StageSnapshot) + Send + 'static {
-        let (queue, room) = (self.queues.get(&0).cloned(), self.room.clone());
+        let (queue, room, run_status) = (self.queues.get(&0).cloned(), self.room.clone(), self.run_status());
         move |part: &StageSnapshot| {
             // If there are no tokens or readers any more, the run is over.
             if let (Some(queue), Ok(())) = (&queue, room.recv()) {
-                let _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part)));
+                match parts::pack(part) {
+                    Ok(bytes) => _ = queue.send(Outbound::of(Kind::Checkpoint, bytes)),
+                    Err(fault) => run_status.end(LinkError::Ended { process: None, what: fault.to_string() }),
+                }
             }
         }
     }

@@ -3,10 +3,11 @@
 //! A snapshot is written field by field, each buffer with a length prefix. A length must match the parameter or state.
 
 use crate::checkpoint::{ParameterState, StageSnapshot, StageState};
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
-use crate::optim::update::wide;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use crate::zero::shard::range;
@@ -62,67 +63,70 @@ impl<'a> PartForm<'a> {
 }
 
 fn wide_bytes(named: &NamedTensor) -> usize {
-    named.bytes / named.fact.dtype.size().max(1) * wide(named.fact.dtype).size()
+    named.bytes / named.fact.dtype.size().max(1) * accumulation_type(named.fact.dtype).size()
 }
 
-fn put(to: &mut Vec<u8>, buffer: &Buffer) {
+fn put(to: &mut Vec<u8>, buffer: &Buffer) -> Result<(), DeviceError> {
     to.extend((buffer.len() as u64).to_le_bytes());
-    to.extend(buffer.bytes());
+    to.extend(&*buffer.download()?);
+    Ok(())
 }
 
 fn put_count(to: &mut Vec<u8>, count: usize) {
     to.extend((count as u32).to_le_bytes());
 }
 
-fn put_moves(to: &mut Vec<u8>, moves: &ParameterState) {
+fn put_moves(to: &mut Vec<u8>, moves: &ParameterState) -> Result<(), DeviceError> {
     to.extend(moves.updates.to_le_bytes());
     put_count(to, moves.state.len());
-    moves.state.iter().for_each(|state| put(to, state));
+    moves.state.iter().try_for_each(|state| put(to, state))?;
     for one in [&moves.master, &moves.drift] {
         to.push(u8::from(one.is_some()));
-        one.iter().for_each(|one| put(to, one));
+        one.iter().try_for_each(|one| put(to, one))?;
     }
+    Ok(())
 }
 
-fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) {
+fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) -> Result<(), DeviceError> {
     put_count(to, sets.len());
     for (number, weights) in sets {
         to.extend(number.to_le_bytes());
         put_count(to, weights.len());
-        weights.iter().for_each(|weight| put(to, weight));
+        weights.iter().try_for_each(|weight| put(to, weight))?;
     }
+    Ok(())
 }
 
-pub fn pack(part: &StageSnapshot) -> Vec<u8> {
+pub fn pack(part: &StageSnapshot) -> Result<Vec<u8>, DeviceError> {
     let mut to = [part.stage.0.to_le_bytes(), part.replica.to_le_bytes(), part.minibatches.to_le_bytes()].concat();
     to.extend(part.replicas.to_le_bytes());
     put_count(&mut to, part.moves.len());
-    part.moves.iter().for_each(|moves| put_moves(&mut to, moves));
+    part.moves.iter().try_for_each(|moves| put_moves(&mut to, moves))?;
     to.push(u8::from(part.whole.is_some()));
     if let Some(whole) = &part.whole {
         for (weight, moves) in whole.weights.iter().zip(&whole.moves) {
-            put(&mut to, weight);
-            put_moves(&mut to, moves);
+            put(&mut to, weight)?;
+            put_moves(&mut to, moves)?;
         }
-        whole.states.iter().for_each(|state| put(&mut to, state));
+        whole.states.iter().try_for_each(|state| put(&mut to, state))?;
         to.push(u8::from(whole.scale.is_some()));
         if let Some((scale, good)) = whole.scale {
             to.extend(scale.to_le_bytes());
             to.extend(good.to_le_bytes());
         }
     }
-    put_weights(&mut to, &part.versions);
-    put_weights(&mut to, &part.forwards);
+    put_weights(&mut to, &part.versions)?;
+    put_weights(&mut to, &part.forwards)?;
     put_count(&mut to, part.shared.len());
     for (parameter, versions) in &part.shared {
         put_count(&mut to, *parameter);
         put_count(&mut to, versions.len());
         for (version, weight) in versions {
             to.extend(version.to_le_bytes());
-            put(&mut to, weight);
+            put(&mut to, weight)?;
         }
     }
-    to
+    Ok(to)
 }
 
 /// Reads a buffer that must have one of these lengths.
@@ -130,7 +134,7 @@ fn take(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<Buffer, FrameError
     let what = "a tensor of a checkpoint";
     let length = fields.u64(what)?;
     let known = lengths.iter().find(|known| **known as u64 == length);
-    Ok(Buffer::copy_of(fields.bytes(*known.ok_or(FrameError::Field { what })?, what)?))
+    Ok(Buffer::host_copy(fields.bytes(*known.ok_or(FrameError::Field { what })?, what)?))
 }
 
 fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
@@ -190,7 +194,7 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnaps
     let lengths = |named: &NamedTensor| {
         let size = named.fact.dtype.size();
         let share = range(named.bytes, size, replica as usize, replicas as usize).len();
-        [named.bytes, wide_bytes(named), share, share / size.max(1) * wide(named.fact.dtype).size()]
+        [named.bytes, wide_bytes(named), share, share / size.max(1) * accumulation_type(named.fact.dtype).size()]
     };
     let count = fields.u32(what)? as usize;
     if count != 0 && count != code.parameters.len() {

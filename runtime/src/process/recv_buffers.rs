@@ -11,14 +11,14 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A copy of these bytes, in a buffer that only the ring and the caller hold.
+    /// A copy of these bytes in host memory, in a buffer that only the ring and the caller hold.
     pub fn copy_of(&mut self, bytes: &[u8]) -> Arc<Buffer> {
         let made = self.made.entry(bytes.len()).or_default();
         let free = made.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
         // The least recently used buffer is the next to become free.
-        let mut buffer = free.map_or_else(|| Arc::new(Buffer::new(bytes.len())), |at| made.remove(at));
+        let mut buffer = free.map_or_else(|| Arc::new(Buffer::host(bytes.len())), |at| made.remove(at));
         if let Some(own) = Arc::get_mut(&mut buffer) {
-            own.bytes_mut().copy_from_slice(bytes);
+            own.fill_host(bytes);
         }
         made.push(buffer.clone());
         buffer
@@ -34,9 +34,10 @@ mod tests {
         let mut ring = Ring::default();
         let first = ring.copy_of(b"abc");
         let second = ring.copy_of(b"def");
-        let address = first.start();
+        let address = first.region().address();
         drop(first);
         let third = ring.copy_of(b"ghi");
-        assert_eq!((third.start(), second.bytes(), third.bytes()), (address, &b"def"[..], &b"ghi"[..]));
+        let bytes = |buffer: &Buffer| buffer.download().unwrap().to_vec();
+        assert_eq!((third.region().address(), bytes(&second), bytes(&third)), (address, b"def".into(), b"ghi".into()));
     }
 }

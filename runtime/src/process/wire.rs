@@ -208,7 +208,7 @@ mod tests {
     fn packed(part: &impl Contribution) -> Vec<u8> {
         let (mut head, mut bodies) = (Vec::new(), Vec::new());
         part.pack(&mut head, &mut bodies);
-        bodies.iter().for_each(|body| head.extend(body.bytes()));
+        bodies.iter().for_each(|body| head.extend(&*body.download().unwrap()));
         head
     }
 
@@ -223,37 +223,38 @@ mod tests {
     }
 
     fn term_of(bytes: usize) -> Arc<Buffer> {
-        Arc::new(Buffer::new(bytes))
+        Arc::new(Buffer::host(bytes))
     }
 
     #[test]
     fn parts_read_back() {
         let form = ContributionForm { terms: vec![4, 8], samples: vec![2], items: 9, most_items: 1 };
-        let term = Arc::new(Buffer::copy_of(&[1, 2, 3, 4, 5, 6, 7, 8]));
+        let term = Arc::new(Buffer::host_copy(&[1, 2, 3, 4, 5, 6, 7, 8]));
         let part = ReplicaGradients { terms: vec![None, Some(term.clone())], samples: vec![(5, vec![vec![8, 9]])] };
         let bytes = packed(&part);
         let back = ReplicaGradients::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
         assert_eq!(back.samples, part.samples);
         assert_eq!(
-            back.terms.iter().map(|t| t.as_ref().map(|t| t.bytes())).collect::<Vec<_>>(),
-            [None, Some(term.bytes())]
+            back.terms.iter().map(|t| t.as_ref().map(|t| t.download().unwrap())).collect::<Vec<_>>(),
+            [None, Some(term.download().unwrap())]
         );
         cut::<ReplicaGradients>(&bytes, &form);
 
         let form = TermsForm { ranks: vec![0, 3], bytes: 8 };
         let bytes = packed(&vec![(3usize, term.clone())]);
         let back = GradientTerms::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
-        assert_eq!((back.len(), back[0].0, back[0].1.bytes()), (1, 3, term.bytes()));
+        assert_eq!((back.len(), back[0].0), (1, 3));
+        assert_eq!(back[0].1.download(), term.download());
         cut::<GradientTerms>(&bytes, &form);
         let other = packed(&vec![(2usize, term)]);
         assert!(GradientTerms::unpack(&form, &mut Fields::of(&other), &mut Ring::default()).is_err());
 
         let form = SharesForm { most: vec![8, 16, 0] };
-        let shares = Shares(vec![(1, Arc::new(Buffer::copy_of(&[1, 2]))), (0, term_of(8)), (2, term_of(0))]);
+        let shares = Shares(vec![(1, Arc::new(Buffer::host_copy(&[1, 2]))), (0, term_of(8)), (2, term_of(0))]);
         let bytes = packed(&shares);
         let Shares(back) = Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
         let contents = |shares: &[(usize, Arc<Buffer>)]| -> Vec<(usize, Vec<u8>)> {
-            shares.iter().map(|(place, share)| (*place, share.bytes().to_vec())).collect()
+            shares.iter().map(|(place, share)| (*place, share.download().unwrap().to_vec())).collect()
         };
         assert_eq!(contents(&back), contents(&shares.0));
         cut::<Shares>(&bytes, &form);

@@ -1,8 +1,8 @@
 //! Serialises a worker's result for process 0: tensors, recorded activity and peak memory.
 
 use crate::device::buffer::Buffer;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
-use crate::optim::update::wide;
 use crate::process::connection::Outbound;
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, Kind};
@@ -131,7 +131,7 @@ impl<'a> Leaving<'a> {
         let list_of = if list == STATES { &place.code.states } else { &place.code.parameters };
         let named = list_of.get(at).ok_or(unfit.clone())?;
         let bytes = if list == STATES { named.bytes } else { widened(named) };
-        let buffer = Buffer::copy_of(fields.bytes(bytes, what)?);
+        let buffer = Buffer::host_copy(fields.bytes(bytes, what)?);
         let is_new = match list {
             WEIGHTS => place.weights[at].replace(Arc::new(buffer)).is_none(),
             STATES => place.states[at].replace(buffer).is_none(),
@@ -172,7 +172,7 @@ impl<'a> Leaving<'a> {
 
 /// Size of a returned parameter: 16-bit ones are returned in `f32`.
 fn widened(named: &NamedTensor) -> usize {
-    named.bytes / named.fact.dtype.size().max(1) * wide(named.fact.dtype).size()
+    named.bytes / named.fact.dtype.size().max(1) * accumulation_type(named.fact.dtype).size()
 }
 
 /// Maximum frame length.

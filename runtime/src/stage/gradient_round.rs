@@ -3,13 +3,14 @@
 //! A bucket holds whole parameters. The plan may assign parameters to buckets; the rest go with the last one. Without a plan's
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
-use crate::comm::communicator::PeerLost;
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::{Executor, Item};
 use crate::exec::moving_average::Samples;
-use crate::optim::update::wide;
-use crate::stage::gradients::{GradientTerms, add_all, reduced};
+use crate::stage::gradients::{GradientTerms, collect_sums, reduced};
 use crate::stage::stage_worker::StageWorker;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -77,8 +78,8 @@ impl RoundGradients {
     }
 
     /// Accumulates the gradients of a micro-batch after its backward pass.
-    pub fn add(&mut self, executor: &mut Executor<'_>, item: &mut Item) -> Result<(), PeerLost> {
-        add_all(&mut self.terms, executor, item)?;
+    pub fn add(&mut self, executor: &Executor<'_>, item: &mut Item) -> Result<(), CollectiveError> {
+        collect_sums(&mut self.terms, executor, item)?;
         self.items += 1;
         Ok(())
     }
@@ -114,28 +115,32 @@ fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
 
 impl StageWorker<'_> {
     /// Posts one bucket of a round. It is contributed to the all-reduce once all backward passes of the round are done.
-    pub fn reduce(&mut self, posting: PostedBucket) {
-        match self.gathered.items < posting.items {
-            true => self.gathered.due.push(posting),
-            false => self.bring(posting),
+    pub fn reduce(&mut self, posting: PostedBucket) -> Result<(), DeviceError> {
+        if self.gathered.items < posting.items {
+            self.gathered.due.push(posting);
+            return Ok(());
         }
+        self.bring(posting)
     }
 
     /// Retries buckets that were posted early, after a backward pass.
-    pub fn bring_due(&mut self) {
+    pub fn bring_due(&mut self) -> Result<(), DeviceError> {
         for posting in std::mem::take(&mut self.gathered.due) {
-            self.reduce(posting);
+            self.reduce(posting)?;
         }
+        Ok(())
     }
 
-    fn bring(&mut self, PostedBucket { round, bucket, replica, .. }: PostedBucket) {
+    fn bring(&mut self, PostedBucket { round, bucket, replica, .. }: PostedBucket) -> Result<(), DeviceError> {
         self.gathered.replica = replica;
         let mut part = self.gathered.take(bucket);
         if bucket + 1 >= self.gathered.buckets {
-            self.executor.pieces.iter().for_each(|pieces| pieces.end_round(round));
+            self.executor.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
         }
-        self.contribute_tied(round, Some(bucket), &mut part.terms);
+        self.contribute_tied(round, Some(bucket), &mut part.terms)?;
+        part.terms.iter().flatten().try_for_each(|term| self.executor.device.release(term))?;
         self.replicas.bring(self.meeting(round, bucket), replica, part);
+        Ok(())
     }
 
     /// Sequence number of the collective for one bucket of a round or version.
@@ -144,15 +149,15 @@ impl StageWorker<'_> {
     }
 
     /// Blocks until the all-reduce of one bucket is done.
-    pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), PeerLost> {
+    pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), CollectiveError> {
         let all = self.replicas.meet(self.meeting(round, bucket))?;
-        let ReplicaGradients { mut terms, samples } = self.sum(&all);
+        let ReplicaGradients { mut terms, samples } = self.sum(&all)?;
         self.take_sums(round, bucket, &mut terms);
         // On separate devices every replica would sum in its own buffer. In one process other replicas may still read
         // this contribution.
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
             own.release_slot();
-            self.executor.pool.give(own.clone());
+            self.executor.device.give(own.clone());
         }
         match self.reduced.get_mut(&round) {
             None => _ = self.reduced.insert(round, ReplicaGradients { terms, samples }),
@@ -166,42 +171,48 @@ impl StageWorker<'_> {
 
     /// Takes this replica's shards of sums that were accumulated during the backward passes.
     fn take_sums(&self, round: u32, bucket: u32, terms: &mut [Option<Arc<Buffer>>]) {
-        let Some(pieces) = &self.executor.pieces else { return };
+        let Some(shard_stream) = &self.executor.shard_stream else { return };
         let own = self.code.gradient_terms.iter().zip(terms).enumerate();
-        let own = own.filter(|(at, (term, _))| self.gathered.bucket_of[*at] == bucket && pieces.takes(term.parameter));
-        own.for_each(|(at, (_, sum))| *sum = pieces.sum(round, at));
+        let own =
+            own.filter(|(at, (term, _))| self.gathered.bucket_of[*at] == bucket && shard_stream.takes(term.parameter));
+        own.for_each(|(at, (_, sum))| *sum = shard_stream.sum(round, at));
     }
 
     /// The gradients since the last step, for a stage without replicas.
-    pub fn contribution(&mut self, round: u32) -> ReplicaGradients {
+    pub fn contribution(&mut self, round: u32) -> Result<ReplicaGradients, DeviceError> {
         let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
         let mut own = ReplicaGradients { terms, samples: std::mem::take(&mut self.gathered.samples) };
         self.gathered.items = 0;
-        self.contribute_tied(round, None, &mut own.terms);
-        own
+        self.contribute_tied(round, None, &mut own.terms)?;
+        Ok(own)
     }
 
     /// Sums this replica's shard over all replicas, in replica order; samples are in micro-batch order.
-    fn sum(&mut self, all: &[ReplicaGradients]) -> ReplicaGradients {
+    fn sum(&mut self, all: &[ReplicaGradients]) -> Result<ReplicaGradients, DeviceError> {
         let code = self.code;
         // With streaming, only sums shared with other stages pass here; their buffers are freed rather than pooled.
-        let stays = self.executor.pieces.is_none();
+        let stays = self.executor.shard_stream.is_none();
         let mut terms = Vec::new();
         for (i, term) in code.gradient_terms.iter().enumerate() {
             let dtype = code.parameters[term.parameter].fact.dtype;
             let parts = all.iter().filter_map(|c| c.terms[i].as_ref());
-            let element = wide(dtype).size();
+            let element = accumulation_type(dtype).size();
             let own = |bytes: usize| self.share.own(term.parameter, bytes, element);
-            terms.push(reduced((&mut self.executor.pool, stays), dtype, parts, own));
+            terms.push(reduced((&self.executor.device, stays), dtype, parts, own)?);
         }
         let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
-        ReplicaGradients { terms, samples }
+        Ok(ReplicaGradients { terms, samples })
     }
 
     /// Contributes terms of tied parameters whose stages step at different times, as soon as all are there. Other
     /// workers may need them before this worker steps. `bucket` limits it to one bucket.
-    fn contribute_tied(&self, round: u32, bucket: Option<u32>, terms: &mut [Option<Arc<Buffer>>]) {
+    fn contribute_tied(
+        &self,
+        round: u32,
+        bucket: Option<u32>,
+        terms: &mut [Option<Arc<Buffer>>],
+    ) -> Result<(), DeviceError> {
         for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
             let is_here = |of: &u32| bucket.is_none_or(|bucket| *of == bucket);
             let buckets = &self.gathered.bucket_of;
@@ -215,7 +226,9 @@ impl StageWorker<'_> {
             }
             let own: GradientTerms =
                 own.into_iter().filter_map(|((term, sum), _)| Some((term.rank, sum.take()?))).collect();
+            own.iter().try_for_each(|(_, term)| self.executor.device.release(term))?;
             tied.place.bring(u64::from(round) + 1, tied.member, own);
         }
+        Ok(())
     }
 }

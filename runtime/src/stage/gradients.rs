@@ -1,75 +1,71 @@
 //! Gradient accumulation: over the micro-batches of a replica, over replicas, and over the uses of a parameter.
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
-use crate::comm::communicator::PeerLost;
-use crate::device::buffer::{Buffer, Pool};
-use crate::device::cpu::half::{is_half, widen};
-use crate::device::cpu::square::squares;
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::DeviceError;
+use crate::device::buffer::Buffer;
+use crate::device::context::DeviceContext;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::GradientTerm;
 use crate::exec::executor::{Executor, Item, Sum};
-use crate::optim::optimizer::{accumulate, add};
-use crate::optim::update::{exclusive, wide};
-use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
-use compiler::tensor::view::ViewMut;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Terms of a parameter's gradient, each with its rank in the sum.
 pub type GradientTerms = Vec<(usize, Arc<Buffer>)>;
 
-/// Lends the round's gradient sums to a backward pass, which accumulates into them; [`add_all`] takes them back.
-pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Sum>> {
+/// Lends the round's gradient sums to a backward pass, which accumulates into them; [`collect_sums`] takes them back.
+pub fn lend_sums(sums: &mut [Option<Arc<Buffer>>], executor: &Executor<'_>) -> Result<Vec<Option<Sum>>, DeviceError> {
     let code = executor.code;
     let of = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
-        (term.is_summed && !leaves(executor, term)).then(|| match sum.take() {
+        if !term.is_summed || is_streamed(executor, term) {
+            return Ok(None);
+        }
+        Ok(Some(match sum.take() {
             Some(buffer) => Sum { buffer, is_begun: true },
-            None => Sum { buffer: empty(executor, term), is_begun: false },
-        })
+            None => Sum { buffer: allocate_sum(executor, term)?, is_begun: false },
+        }))
     };
     code.gradient_terms.iter().zip(sums).map(of).collect()
 }
 
 /// True if the term goes to its owners' shards as soon as it is computed.
-fn leaves(executor: &Executor<'_>, term: &GradientTerm) -> bool {
-    executor.pieces.as_ref().is_some_and(|pieces| pieces.takes(term.parameter))
+fn is_streamed(executor: &Executor<'_>, term: &GradientTerm) -> bool {
+    executor.shard_stream.as_ref().is_some_and(|shard_stream| shard_stream.takes(term.parameter))
 }
 
 /// Allocates the sum of a term.
-fn empty(executor: &mut Executor<'_>, term: &GradientTerm) -> Arc<Buffer> {
+fn allocate_sum(executor: &Executor<'_>, term: &GradientTerm) -> Result<Arc<Buffer>, DeviceError> {
     let dtype = executor.code.parameters[term.parameter].fact.dtype;
-    executor.pool.take(gradient_bytes(dtype, term.place.bytes))
+    executor.device.take(gradient_bytes(dtype, term.place.bytes))
 }
 
 /// Size of the gradient sum for `bytes` of weights.
 pub fn gradient_bytes(dtype: DType, bytes: usize) -> usize {
-    bytes / dtype.size().max(1) * wide(dtype).size()
-}
-
-/// Writes the first term of a sum.
-pub fn begin(dtype: DType, sum: &mut [u8], term: &[u8]) {
-    match is_half(dtype) {
-        true => widen(dtype, term, cast_slice_mut(sum)),
-        false => sum.copy_from_slice(term),
-    }
+    bytes / dtype.size().max(1) * accumulation_type(dtype).size()
 }
 
 /// Takes back the sums that a backward pass accumulated into, and accumulates the remaining terms. With streaming it
 /// blocks until earlier micro-batches have added theirs.
-pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, item: &mut Item) -> Result<(), PeerLost> {
+pub fn collect_sums(
+    sums: &mut [Option<Arc<Buffer>>],
+    executor: &Executor<'_>,
+    item: &mut Item,
+) -> Result<(), CollectiveError> {
     let code = executor.code;
     let all = sums.iter_mut().zip(&code.gradient_terms).enumerate();
     for (at, (sum, term)) in all.filter(|(_, (_, term))| !term.is_summed) {
         let dtype = code.parameters[term.parameter].fact.dtype;
-        if !leaves(executor, term) {
-            add_left(sum, executor, item, term, dtype);
+        if !is_streamed(executor, term) {
+            accumulate_term(sum, executor, item, term, dtype)?;
             continue;
         }
         let mut made = None;
-        add_left(&mut made, executor, item, term, dtype);
-        if let (Some(pieces), Some(made)) = (&executor.pieces, made) {
-            pieces.add(code, at, item.turn, made.bytes())?;
-            executor.pool.give(made);
+        accumulate_term(&mut made, executor, item, term, dtype)?;
+        if let (Some(shard_stream), Some(made)) = (&executor.shard_stream, made) {
+            shard_stream.add(code, at, item.turn, made.region(), &executor.device)?;
+            executor.device.give(made);
         }
     }
     for (sum, made) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
@@ -79,85 +75,85 @@ pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, it
 }
 
 /// Accumulates a term that the backward pass wrote elsewhere.
-fn add_left(
+fn accumulate_term(
     sum: &mut Option<Arc<Buffer>>,
-    executor: &mut Executor<'_>,
+    executor: &Executor<'_>,
     item: &Item,
     term: &GradientTerm,
     dtype: DType,
-) {
+) -> Result<(), DeviceError> {
+    let (stream, made) = (&executor.device.stream, executor.gradient(item, term.place));
     if let Some(sum) = sum {
-        return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
+        return stream.accumulate(dtype, made, Buffer::exclusive(sum));
     }
-    let mut first = empty(executor, term);
-    begin(dtype, exclusive(&mut first), executor.gradient(item, term.place));
+    let mut first = allocate_sum(executor, term)?;
+    stream.begin_sum(dtype, made, Buffer::exclusive(&mut first))?;
     *sum = Some(first);
+    Ok(())
 }
 
 /// Sums the replicas' contributions in order, over the byte range `own(length)`. `stays` selects a pooled buffer,
 /// otherwise one that is freed after use.
 pub fn reduced<'a>(
-    (pool, stays): (&mut Pool, bool),
+    (device, stays): (&DeviceContext, bool),
     dtype: DType,
     parts: impl Iterator<Item = &'a Arc<Buffer>>,
     own: impl Fn(usize) -> Range<usize>,
-) -> Option<Arc<Buffer>> {
+) -> Result<Option<Arc<Buffer>>, DeviceError> {
     let mut sum: Option<Arc<Buffer>> = None;
     for part in parts {
-        let part = &part.bytes()[own(part.len())];
+        let part = device.receive(part.clone())?;
+        let own = part.region_of(own(part.len()));
         match &mut sum {
-            None => sum = Some(copy(room(pool, part.len(), stays), part)),
-            Some(sum) => accumulate(wide(dtype), exclusive(sum), part),
+            None => {
+                let mut first = new_sum(device, own.len(), stays)?;
+                device.stream.copy(own, Buffer::exclusive(&mut first))?;
+                sum = Some(first);
+            }
+            Some(sum) => device.stream.accumulate(accumulation_type(dtype), own, Buffer::exclusive(sum))?,
         }
+        device.release(&part)?;
     }
-    sum
+    Ok(sum)
 }
 
 /// The gradient of a parameter: its terms summed in rank order. `stays` selects a pooled buffer if one is needed.
-pub fn total(pool: &mut Pool, dtype: DType, mut terms: GradientTerms, stays: bool) -> Option<Arc<Buffer>> {
+pub fn total(
+    device: &DeviceContext,
+    dtype: DType,
+    mut terms: GradientTerms,
+    stays: bool,
+) -> Result<Option<Arc<Buffer>>, DeviceError> {
     terms.sort_by_key(|(rank, _)| *rank);
-    let mut terms = terms.into_iter().map(|(_, sum)| sum);
-    let mut total = terms.next()?;
+    let (dtype, mut terms) = (accumulation_type(dtype), terms.into_iter().map(|(_, sum)| sum));
+    let Some(first) = terms.next() else { return Ok(None) };
+    let mut total = device.receive(first)?;
     for term in terms {
+        let term = device.receive(term)?;
         match Arc::get_mut(&mut total) {
-            Some(sum) => accumulate(wide(dtype), sum.bytes_mut(), term.bytes()),
+            Some(sum) => device.stream.accumulate(dtype, term.region(), sum.region_mut())?,
             // Other stages sum the same terms, so they must not change.
             None => {
-                let mut sum = room(pool, total.len(), stays);
-                add(wide(dtype), total.bytes(), term.bytes(), exclusive(&mut sum));
+                let mut sum = new_sum(device, total.len(), stays)?;
+                device.stream.add(dtype, total.region(), term.region(), Buffer::exclusive(&mut sum))?;
+                device.release(&total)?;
                 total = sum;
             }
         }
+        device.release(&term)?;
     }
-    Some(total)
+    Ok(Some(total))
 }
 
-fn room(pool: &mut Pool, bytes: usize, stays: bool) -> Arc<Buffer> {
-    if stays { pool.take(bytes) } else { pool.once(bytes) }
+fn new_sum(device: &DeviceContext, bytes: usize, stays: bool) -> Result<Arc<Buffer>, DeviceError> {
+    if stays { device.take(bytes) } else { device.once(bytes) }
 }
 
-fn copy(mut copy: Arc<Buffer>, bytes: &[u8]) -> Arc<Buffer> {
-    exclusive(&mut copy).copy_from_slice(bytes);
-    copy
-}
-
-/// Sum of squares of a parameter's gradient.
-pub fn square(dtype: DType, gradient: &[u8]) -> f64 {
-    match wide(dtype) {
-        DType::F64 => squares(cast_slice::<u8, f64>(gradient)),
-        _ => squares(cast_slice::<u8, f32>(gradient)),
-    }
-}
-
-pub fn scaled(dtype: DType, gradient: &[u8], scale: f64) -> Buffer {
-    let mut copy = Buffer::copy_of(gradient);
+/// A copy of a gradient sum, multiplied by `scale`.
+pub fn scaled(device: &DeviceContext, dtype: DType, gradient: &Buffer, scale: f64) -> Result<Buffer, DeviceError> {
+    let mut copy = device.copy_of(gradient.region())?;
     if scale != 1.0 {
-        let shape = [gradient.len() / wide(dtype).size()];
-        let mut view = ViewMut::new(wide(dtype), &shape, copy.bytes_mut());
-        for i in 0..shape[0] {
-            let value = view.as_view().f64(i);
-            view.set_f64(i, value * scale);
-        }
+        device.stream.scale(accumulation_type(dtype), copy.region_mut(), scale)?;
     }
-    copy
+    Ok(copy)
 }

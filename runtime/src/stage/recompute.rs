@@ -4,6 +4,7 @@
 //! still be in transit; without that instruction, the backward pass does. Both use the weights of the backward pass, so both give
 //! the same bits.
 
+use crate::device::api::DeviceError;
 use crate::exec::executor::{ExecuteError, Item};
 use crate::stage::stage_worker::StageWorker;
 use crate::zero::streaming::RoundPosition;
@@ -24,7 +25,7 @@ impl StageWorker<'_> {
     /// Recomputes the activations with the weights of the backward pass, if they were freed.
     pub fn recompute(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
-        self.take_weights(&mut state, version, lag);
+        self.take_weights(&mut state, version, lag)?;
         self.again(&mut state)?;
         self.give_weights(&mut state, lag);
         self.items.insert(item, state);
@@ -36,14 +37,15 @@ impl StageWorker<'_> {
     }
 
     /// Sets the weights of the backward pass, unless the forward's weights are stashed.
-    pub(super) fn take_weights(&mut self, state: &mut Item, version: u32, lag: Lag) {
+    pub(super) fn take_weights(&mut self, state: &mut Item, version: u32, lag: Lag) -> Result<(), DeviceError> {
         if lag.is_stashed {
-            return;
+            return Ok(());
         }
         (state.weights, state.version) = (self.versions.get(&version).cloned().unwrap_or_default(), version);
         if self.sets_back(lag) {
-            state.weights = self.stepper.back(&state.weights, lag.updates, &mut self.executor.pool);
+            state.weights = self.updater.back(&state.weights, lag.updates, &self.executor.device)?;
         }
+        Ok(())
     }
 
     /// Releases those weights again.
@@ -53,11 +55,11 @@ impl StageWorker<'_> {
         }
         let weights = std::mem::take(&mut state.weights);
         if self.sets_back(lag) {
-            weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
+            weights.into_iter().for_each(|weight| self.executor.device.give(weight));
         }
     }
 
     fn sets_back(&self, lag: Lag) -> bool {
-        !lag.is_stashed && lag.updates > 0 && self.stepper.drifts()
+        !lag.is_stashed && lag.updates > 0 && self.updater.drifts()
     }
 }

@@ -1,9 +1,9 @@
 //! The weights of a stage, saved at the `Checkpoint` instructions of its program.
 
-use crate::comm::communicator::PeerLost;
-use crate::device::buffer::Buffer;
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::{DeviceError, Region};
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::NamedTensor;
-use crate::optim::update::wide;
 use crate::stage::stage_worker::StageWorker;
 use compiler::plan::StageId;
 use compiler::tensor::Tensor;
@@ -30,25 +30,32 @@ impl StageWorker<'_> {
     /// Copies a weight version and the current states, by name. The newest version has 16-bit parameters in `f32`;
     /// older versions, and sharded masters, do not. A tied weight with versions of its own has its current value. Under
     /// ZeRO 3 it blocks until replicas have published their shards.
-    pub fn checkpoint(&self, version: u32) -> Result<BTreeMap<String, Tensor>, PeerLost> {
+    pub fn checkpoint(&self, version: u32) -> Result<BTreeMap<String, Tensor>, CollectiveError> {
         let is_newest = self.versions.keys().next_back() == Some(&version);
         let mut written = BTreeMap::new();
         let weights = self.versions.get(&version).map(|weights| self.whole(version, weights)).transpose()?;
         let parameters = self.code.parameters.iter().zip(weights.iter().flatten());
         for (at, (named, weight)) in parameters.enumerate() {
             let weight = self.late.iter().find(|late| late.parameter == at).map_or(weight, |late| &late.weight);
-            let master = self.stepper.master(at).filter(|_| is_newest);
-            written.insert(named.name.clone(), tensor(named, master.map_or(weight.bytes(), Buffer::bytes)));
+            let master = self.updater.master(at).filter(|_| is_newest);
+            written.insert(named.name.clone(), self.download(named, master.unwrap_or(weight).region())?);
         }
-        let states = self.code.states.iter().zip(&self.executor.states);
-        written.extend(states.map(|(named, state)| (named.name.clone(), tensor(named, state.bytes()))));
+        for (named, state) in self.code.states.iter().zip(&self.executor.states) {
+            written.insert(named.name.clone(), self.download(named, state.region())?);
+        }
         Ok(written)
+    }
+
+    fn download(&self, named: &NamedTensor, region: Region<'_>) -> Result<Tensor, DeviceError> {
+        let mut copy = None;
+        self.executor.device.stream.download_with(region, &mut |bytes| copy = Some(tensor(named, bytes)))?;
+        Ok(copy.expect("a download calls its reader"))
     }
 }
 
 /// Copies the bytes into a tensor. A 16-bit parameter or its gradient is `f32` if `bytes` has that size.
 pub fn tensor(named: &NamedTensor, bytes: &[u8]) -> Tensor {
     let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-    let dtype = if bytes.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
+    let dtype = if bytes.len() == named.bytes { named.fact.dtype } else { accumulation_type(named.fact.dtype) };
     Tensor::new(dtype, shape, bytes.to_vec().into()).expect("the buffer has the size of the tensor")
 }

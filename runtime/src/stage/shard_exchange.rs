@@ -5,14 +5,15 @@
 //! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
 
 use crate::checkpoint::ResumeState;
-use crate::comm::communicator::{Communicator, PeerLost};
+use crate::comm::communicator::{CollectiveError, Communicator};
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
-use crate::device::cpu::half::is_half;
+use crate::device::context::DeviceContext;
+use crate::device::layout::is_half;
 use crate::exec::compile::StageCode;
 use crate::exec::executor::Weights;
-use crate::optim::update::exclusive;
 use crate::stage::stage_worker::StageWorker;
-use crate::zero::shard::{ShardRange, Shares, joined};
+use crate::zero::shard::{ShardRange, Shares};
 use std::sync::Arc;
 
 /// Gathers shards among the replicas of a stage.
@@ -30,19 +31,26 @@ pub struct Stepped {
 }
 
 /// The initial shards of a replica under ZeRO 3; older versions of a resumed run stay unsharded.
-pub(super) fn begin(share: &ShardRange, code: &StageCode, whole: Weights, begin: Option<&mut ResumeState>) -> Weights {
-    let own = share.kept(&code.parameters, &whole);
+pub(super) fn begin(
+    share: &ShardRange,
+    code: &StageCode,
+    whole: Weights,
+    begin: Option<&mut ResumeState>,
+    device: &DeviceContext,
+) -> Result<Weights, DeviceError> {
+    let own = share.kept(&code.parameters, &whole, device)?;
     if let Some(begin) = begin {
         let alike = std::mem::take(&mut begin.alike);
         begin.versions.extend(alike.into_iter().map(|version| (version, whole.clone())));
     }
-    own
+    Ok(own)
 }
 
 impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.
-    pub fn contribute_shards(&mut self, version: u32, bucket: u32) {
-        let Some(shard_comm) = self.shard_comm.clone() else { return };
+    pub fn contribute_shards(&mut self, version: u32, bucket: u32) -> Result<(), DeviceError> {
+        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
+        let device = &self.executor.device;
         let (weights, stepped) = (self.versions.get(&version), self.stepped.get(&version));
         let mut own = Vec::new();
         for &p in stepped.iter().flat_map(|stepped| &stepped.parameters) {
@@ -51,66 +59,77 @@ impl StageWorker<'_> {
             if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
                 let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
                 // With streaming, free the buffer after use instead of pooling it.
-                let mut part = match &self.executor.pieces {
-                    None => self.executor.pool.take(range.len()),
-                    Some(_) => self.executor.pool.once(range.len()),
+                let mut part = match &self.executor.shard_stream {
+                    None => device.take(range.len())?,
+                    Some(_) => device.once(range.len())?,
                 };
-                exclusive(&mut part).copy_from_slice(&weight.bytes()[range]);
+                device.stream.copy(weight.region_of(range), Buffer::exclusive(&mut part))?;
+                device.release(&part)?;
                 own.push((p, part));
             }
         }
         shard_comm.bring(self.meeting(version, bucket), self.share.replica(), Shares(own));
+        Ok(())
     }
 
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
-    pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, PeerLost> {
+    pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
         let all = shard_comm.meet(self.meeting(version, bucket))?;
         // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
         all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
-        let weights = self.versions.get_mut(&version).ok_or(PeerLost)?;
+        let device = &self.executor.device;
+        let weights = self.versions.get_mut(&version).ok_or(CollectiveError::PeerLost)?;
         for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
             for (p, part) in shares {
-                let (named, weight) = self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(PeerLost)?;
+                let (named, weight) =
+                    self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(CollectiveError::PeerLost)?;
                 let range = self.share.range_of(*p, weight.len(), named.fact.dtype.size(), member);
                 // The step made this the only reference. A wrong length means that it is not this parameter's shard.
-                let to = Arc::get_mut(weight).ok_or(PeerLost)?.bytes_mut();
-                to.get_mut(range).filter(|to| to.len() == part.len()).ok_or(PeerLost)?.copy_from_slice(part.bytes());
+                let to = Arc::get_mut(weight).filter(|to| range.end <= to.len() && range.len() == part.len());
+                let to = to.ok_or(CollectiveError::PeerLost)?.region_mut().slice(range);
+                let part = device.receive(part.clone())?;
+                device.stream.copy(part.region(), to)?;
+                device.release(&part)?;
             }
         }
         for (_, own) in all.get(self.share.replica()).into_iter().flat_map(|own| &own.0) {
-            self.executor.pool.give(own.clone());
+            self.executor.device.give(own.clone());
         }
         let Some(stepped) = self.stepped.get_mut(&version) else { return Ok(false) };
         stepped.buckets = stepped.buckets.saturating_sub(1);
         let is_whole = stepped.buckets == 0;
         if is_whole {
             self.stepped.remove(&version);
-            self.executor.pieces.iter().for_each(|pieces| pieces.open(version));
+            self.executor.shard_stream.iter().for_each(|shard_stream| shard_stream.open(version));
         }
         Ok(is_whole)
     }
 
     /// Publishes this replica's shard of a version, under ZeRO 3.
-    pub(super) fn put(&self, version: u32) {
-        if let (Some(pieces), Some(weights)) = (&self.executor.pieces, self.versions.get(&version)) {
-            pieces.put(version, weights);
+    pub(super) fn put(&self, version: u32) -> Result<(), DeviceError> {
+        match (&self.executor.shard_stream, self.versions.get(&version)) {
+            (Some(shard_stream), Some(weights)) => shard_stream.put(version, weights, &self.executor.device),
+            _ => Ok(()),
         }
     }
 
     /// Releases a version for this replica, under ZeRO 3.
     pub(super) fn let_go(&self, version: u32) {
-        self.executor.pieces.iter().for_each(|pieces| pieces.let_go(version));
+        self.executor.shard_stream.iter().for_each(|shard_stream| shard_stream.let_go(version));
     }
 
     /// Gathers all sharded parameters of a version.
-    pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, PeerLost> {
-        let Some(pieces) = self.executor.pieces.as_ref().filter(|_| self.share.keeps()) else {
+    pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, CollectiveError> {
+        let Some(shard_stream) = self.executor.shard_stream.as_ref().filter(|_| self.share.keeps()) else {
             return Ok(weights.clone());
         };
         let of = |(p, weight): (usize, &Arc<Buffer>)| {
             let is_share = self.share.is_sharded(p) && weight.len() < self.code.parameters[p].bytes;
-            if is_share { pieces.whole(self.code, version, p, None) } else { Ok(weight.clone()) }
+            match is_share {
+                true => shard_stream.whole(self.code, (version, p), None, &self.executor.device),
+                false => Ok(weight.clone()),
+            }
         };
         weights.iter().enumerate().map(of).collect()
     }
@@ -126,7 +145,7 @@ impl StageWorker<'_> {
         &mut self,
         weights: &mut Weights,
         gradients: &mut [(usize, Buffer)],
-    ) -> Result<(), PeerLost> {
+    ) -> Result<(), CollectiveError> {
         let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
@@ -135,7 +154,10 @@ impl StageWorker<'_> {
         let masters = (0..parameters).filter(|p| dealt(p) && in_shares(p));
         let mut own: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
         let copies = gradients.iter().filter(|(p, _)| dealt(p));
-        own.extend(copies.map(|(p, share)| (parameters + p, Arc::new(Buffer::copy_of(share.bytes())))));
+        for (p, share) in copies {
+            own.push((parameters + p, Arc::new(self.executor.device.copy_of(share.region())?)));
+        }
+        own.iter().try_for_each(|(_, share)| self.executor.device.release(share))?;
         let places: Vec<usize> = own.iter().map(|(place, _)| *place).collect();
         shard_comm.bring(LAST, self.share.replica(), Shares(own));
         if self.share.replica() > 0 {
@@ -144,13 +166,17 @@ impl StageWorker<'_> {
         let all = shard_comm.meet(LAST)?;
         for place in places {
             let parts = all.iter().map(|Shares(shares)| shares.iter().find(|(of, _)| *of == place));
-            let parts: Option<Vec<&[u8]>> = parts.map(|part| part.map(|(_, part)| part.bytes())).collect();
-            let whole = joined(parts.ok_or(PeerLost)?.into_iter());
+            let parts: Option<Vec<Arc<Buffer>>> = parts.map(|part| part.map(|(_, part)| part.clone())).collect();
+            let parts = parts.ok_or(CollectiveError::PeerLost)?.into_iter();
+            let parts = parts.map(|part| self.executor.device.receive(part)).collect::<Result<Vec<_>, _>>()?;
+            let whole = self.executor.device.concatenated(parts.iter().map(|part| part.region()))?;
             match place.checked_sub(parameters) {
                 None => weights[place] = Arc::new(whole),
-                Some(p) => gradients.iter_mut().filter(|(of, _)| *of == p).for_each(|(_, gradient)| {
-                    *gradient = Buffer::copy_of(whole.bytes());
-                }),
+                Some(p) => {
+                    if let Some((_, gradient)) = gradients.iter_mut().find(|(of, _)| *of == p) {
+                        *gradient = whole;
+                    }
+                }
             }
         }
         Ok(())

@@ -7,6 +7,8 @@
 //! for it.
 
 use crate::checkpoint::{ParameterState, ResumeState, StageSnapshot, StageState};
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::DeviceError;
 use crate::device::buffer::{Buffer, CountedBytes, MemoryCounter};
 use crate::exec::executor::Weights;
 use crate::stage::recompute::Lag;
@@ -61,15 +63,16 @@ pub struct CheckpointPoint {
 
 impl StageWorker<'_> {
     /// Restores the state of a resumed run.
-    pub(super) fn begin(&mut self, begin: ResumeState) {
+    pub(super) fn begin(&mut self, begin: ResumeState) -> Result<(), DeviceError> {
         let ResumeState { version, moves, mut versions, alike, forwards, mut shared } = begin;
         let loaded = versions.values_mut().flatten().filter_map(Arc::get_mut);
-        loaded.for_each(|weight| weight.count_in(&self.executor.pool.ledger));
+        let ledger = self.executor.device.ledger();
+        loaded.for_each(|weight| weight.count_in(&ledger));
         let first = std::mem::take(&mut self.versions).into_values().next().unwrap_or_default();
         versions.extend(alike.into_iter().chain([version]).map(|of| (of, first.clone())));
         for weights in versions.values_mut() {
             for late in &self.late {
-                weights[late.parameter] = Arc::new(Buffer::new(0));
+                weights[late.parameter] = Arc::new(Buffer::empty());
             }
         }
         self.versions = versions;
@@ -88,8 +91,9 @@ impl StageWorker<'_> {
             }
         }
         self.uncounted = moves.iter().map(|of| i64::from(version) - i64::from(of.updates)).collect();
-        self.stepper.begin(moves);
+        self.updater.begin(moves, &self.executor.device)?;
         self.cutting.forwards = forwards;
+        Ok(())
     }
 
     /// The newest version that is gathered completely.
@@ -98,12 +102,18 @@ impl StageWorker<'_> {
     }
 
     /// Keeps the weights for a micro-batch's forward after a checkpoint, whether or not the forward runs.
-    pub fn hold(&mut self, item: u32, version: u32, lag: Lag) {
-        let (weights, predicted) = self.weights_of(item, version, lag);
-        self.keep(item, version, &weights, predicted);
+    pub fn hold(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), DeviceError> {
+        let (weights, predicted) = self.weights_of(item, version, lag)?;
+        self.keep(item, version, &weights, predicted)
     }
 
-    pub(super) fn keep(&mut self, item: u32, version: u32, weights: &Weights, predicted: bool) {
+    pub(super) fn keep(
+        &mut self,
+        item: u32,
+        version: u32,
+        weights: &Weights,
+        predicted: bool,
+    ) -> Result<(), DeviceError> {
         let of_item = |held: &&Held| held.is_version && held.version == version;
         let weights = match self.cutting.held.iter().find(of_item).filter(|_| !predicted) {
             Some(held) => held.weights.clone(),
@@ -112,14 +122,30 @@ impl StageWorker<'_> {
                 let weights = self.versions.get(&version).cloned().unwrap_or_default();
                 // Replicas may have released their shards by the time of the checkpoint. If one is lost, no checkpoint
                 // is written.
-                self.whole(version, &weights).unwrap_or(weights)
+                self.whole_unless_lost(version, &weights)?.unwrap_or(weights)
             }
         };
+        self.release_all(&weights)?;
         self.cutting.held.push(Held { item, version, weights, is_version: !predicted });
+        Ok(())
+    }
+
+    /// Gathers a version; `None` if a replica is lost.
+    fn whole_unless_lost(&self, version: u32, weights: &Weights) -> Result<Option<Weights>, DeviceError> {
+        match self.whole(version, weights) {
+            Ok(whole) => Ok(Some(whole)),
+            Err(CollectiveError::PeerLost) => Ok(None),
+            Err(CollectiveError::Device(fault)) => Err(fault),
+        }
+    }
+
+    /// Hands weights over to the thread that writes snapshots.
+    fn release_all(&self, weights: &Weights) -> Result<(), DeviceError> {
+        weights.iter().try_for_each(|weight| self.executor.device.release(weight))
     }
 
     /// Takes a snapshot, once the version of the last update before the checkpoint is complete.
-    pub fn cut(&mut self, cut: CheckpointPoint) {
+    pub fn cut(&mut self, cut: CheckpointPoint) -> Result<(), DeviceError> {
         let CheckpointPoint { minibatches, version, replica, older, given, next, scale } = cut;
         let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
         for (item, of) in older {
@@ -131,26 +157,39 @@ impl StageWorker<'_> {
                 // Its forward has not run, so its version still exists.
                 None => {
                     if let (Some(weights), false) = (self.versions.get(&of), versions.contains_key(&of)) {
-                        let Ok(whole) = self.whole(of, weights) else { return };
+                        let Some(whole) = self.whole_unless_lost(of, weights)? else { return Ok(()) };
+                        self.release_all(&whole)?;
                         versions.insert(of, whole);
                     }
                 }
             }
         }
         self.cutting.held.retain(|held| held.item >= next);
-        let newest = self.versions.get(&version).filter(|_| self.is_first);
-        let Ok(newest) = newest.map(|weights| self.whole(version, weights)).transpose() else { return };
-        let whole = self.is_first.then(|| StageState {
-            weights: newest.unwrap_or_default(),
-            moves: (0..self.code.parameters.len()).map(|p| self.moves(p, version)).collect(),
-            states: self.executor.states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
-            scale,
-        });
+        let mut whole = None;
+        if self.is_first {
+            let newest = self.versions.get(&version).map(|weights| self.whole_unless_lost(version, weights));
+            let Some(weights) = newest.unwrap_or(Ok(Some(Weights::new())))? else { return Ok(()) };
+            self.release_all(&weights)?;
+            let moves = (0..self.code.parameters.len()).map(|p| self.moves(p, version));
+            let states = self.executor.states.iter().map(|state| {
+                let copy = self.executor.device.copy_of(state.region())?;
+                self.executor.device.release(&copy)?;
+                Ok(copy)
+            });
+            let (moves, states) = (moves.collect::<Result<_, _>>()?, states.collect::<Result<_, DeviceError>>()?);
+            whole = Some(StageState { weights, moves, states, scale });
+        }
         let (stage, shared) = (self.stage, BTreeMap::new());
         let replicas = if self.share.shards_any() { self.share.replicas() as u32 } else { 1 };
-        let own = |p: usize| if self.share.is_sharded(p) { self.moves(p, version) } else { ParameterState::default() };
+        let own = |p: usize| match self.share.is_sharded(p) {
+            true => self.moves(p, version),
+            false => Ok(ParameterState::default()),
+        };
         let is_other = replicas > 1 && !self.is_first;
-        let moves = if is_other { (0..self.code.parameters.len()).map(own).collect() } else { Vec::new() };
+        let moves = match is_other {
+            true => (0..self.code.parameters.len()).map(own).collect::<Result<_, _>>()?,
+            false => Vec::new(),
+        };
         let mut part = StageSnapshot {
             stage,
             replica,
@@ -169,11 +208,12 @@ impl StageWorker<'_> {
         } else {
             self.cutting.waiting.push((version, part));
         }
+        Ok(())
     }
 
-    fn moves(&self, p: usize, version: u32) -> ParameterState {
+    fn moves(&self, p: usize, version: u32) -> Result<ParameterState, DeviceError> {
         let updates = u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
-        ParameterState { updates, ..self.stepper.moves(p) }
+        Ok(ParameterState { updates, ..self.updater.moves(p, &self.executor.device)? })
     }
 
     /// Drops a version's weight. Returns true if a snapshot still holds it: it is then charged to the snapshot and
@@ -188,17 +228,18 @@ impl StageWorker<'_> {
     }
 
     /// A tied weight has reached another version: completes the snapshots waiting for it.
-    pub(super) fn late_came(&mut self, at: usize) {
+    pub(super) fn late_came(&mut self, at: usize) -> Result<(), DeviceError> {
         if self.cutting.window == 0 {
-            return;
+            return Ok(());
         }
         let (p, version) = (self.late[at].parameter, self.late[at].version);
         let weight = self.late[at].weight.clone();
+        self.executor.device.release(&weight)?;
         self.late[at].kept.insert(version, weight.clone());
         let oldest = version.saturating_sub(self.cutting.window);
         self.late[at].kept.retain(|of, _| *of >= oldest);
-        let Some(of) = self.cutting.waiting.iter().position(|(of, _)| *of == version) else { return };
-        let moves = self.moves(p, version);
+        let Some(of) = self.cutting.waiting.iter().position(|(of, _)| *of == version) else { return Ok(()) };
+        let moves = self.moves(p, version)?;
         let part = &mut self.cutting.waiting[of].1;
         let older = self.late[at].kept.range(..version).map(|(of, weight)| (*of, weight.clone())).collect();
         part.shared.insert(p, older);
@@ -211,6 +252,7 @@ impl StageWorker<'_> {
             part.counted = Some(CountedBytes::new(&self.cutting.ledger, part.bytes()));
             self.cutting.ready.push(part);
         }
+        Ok(())
     }
 
     /// Removes the complete snapshots.

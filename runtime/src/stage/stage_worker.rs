@@ -5,20 +5,22 @@
 //! shares the parameter.
 
 use crate::checkpoint::ResumeState;
-use crate::comm::channel::TensorMessage;
-use crate::comm::communicator::{Communicator, PeerLost};
+use crate::comm::communicator::{CollectiveError, Communicator};
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
+use crate::device::api::{Device, DeviceError, Region};
 use crate::device::buffer::{Buffer, MemoryCounter};
-use crate::exec::compile::{NamedTensor, StageCode};
+use crate::device::layout::accumulation_type;
+use crate::device::optimizer::StepArgs;
+use crate::exec::compile::StageCode;
 use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, follow};
 use crate::optim::grad_norm::{NormAllReduce, Squares};
-use crate::optim::optimizer::{Ahead, Optimizer, Update};
+use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
-use crate::optim::update::{ParameterUpdater, wide};
+use crate::optim::update::{Ahead, ParameterUpdater};
 use crate::stage::gradient_round::{ReplicaGradients, RoundGradients};
-use crate::stage::gradients::{GradientTerms, begun, scaled, square, total};
+use crate::stage::gradients::{GradientTerms, lend_sums, scaled, total};
 use crate::stage::recompute::Lag;
 use crate::stage::shard_exchange::{ShardComm, Stepped};
 use crate::stage::snapshot::PendingSnapshots;
@@ -29,9 +31,10 @@ use crate::zero::streaming::{RoundPosition, ShardStream};
 use compiler::op::KernelError;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
-use compiler::schedule::Payload;
 use compiler::schedule::action::Phase;
+use compiler::tensor::DType;
 use compiler::tensor::view::{View, ViewMut};
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -69,6 +72,8 @@ pub struct OptimizerStep {
 
 pub struct StageSetup<'a> {
     pub stage: StageId,
+    /// The worker's device, which holds all tensors below.
+    pub device: Arc<dyn Device>,
     pub code: &'a StageCode,
     /// Version 0 of the parameters.
     pub weights: Weights,
@@ -130,7 +135,7 @@ pub struct StageWorker<'a> {
     pub(super) reduced: HashMap<u32, ReplicaGradients>,
     /// Rounds prepared for their step.
     ready: HashMap<u32, Ready>,
-    pub(super) stepper: ParameterUpdater<'a>,
+    pub(super) updater: ParameterUpdater<'a>,
     /// By parameter: version number minus number of updates.
     pub(super) uncounted: Vec<i64>,
     pub(super) gradients: Vec<(usize, Buffer)>,
@@ -166,9 +171,10 @@ impl<'a> StageWorker<'a> {
         place: StageSetup<'a>,
         manner: StageConfig<'a>,
         (ledger, given): (&Arc<MemoryCounter>, &Arc<MemoryCounter>),
-    ) -> StageWorker<'a> {
+    ) -> Result<StageWorker<'a>, DeviceError> {
         let StageSetup {
             stage,
+            device,
             code,
             weights: mut first,
             masters,
@@ -189,24 +195,24 @@ impl<'a> StageWorker<'a> {
         } = place;
         let StageConfig { optimizer, policy, microbatches, flushes, keeps_gradients, window } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
-        let mut executor = Executor::new(code, states);
-        executor.pool.ledger = ledger.clone();
+        let mut executor = Executor::new(code, states, &device, ledger.clone())?;
         executor.tensor_rank = tensor_rank;
         if let Some(gradient_shards) = gradient_shards {
             let version = begin.as_ref().map_or(0, |begin| begin.version);
             gradient_shards.enter(share.replica(), ledger, if flushes { version } else { u32::MAX });
-            executor.pieces = Some(ShardStream::new(code, share.clone(), gradient_shards, ends_with_round));
+            executor.shard_stream = Some(ShardStream::new(code, share.clone(), gradient_shards, ends_with_round));
         }
-        let stepper = ParameterUpdater::new(code, optimizer, masters, policy.staleness, delay, share.clone());
-        ledger.add(stepper.bytes() + kept + code.arena_bytes);
+        let staleness = (policy.staleness, delay);
+        let updater = ParameterUpdater::new(code, optimizer, masters, staleness, share.clone(), &executor.device)?;
+        ledger.add(updater.bytes() + kept + code.arena_bytes);
         if share.keeps() {
-            first = crate::stage::shard_exchange::begin(&share, code, first, begin.as_mut());
+            first = crate::stage::shard_exchange::begin(&share, code, first, begin.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
         let mut late = Vec::new();
         for (at, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
             // The stage's weight versions hold an empty buffer for it.
-            let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::new(0)));
+            let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::empty()));
             let parameter = shared.parameter;
             let kept = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
             let (waiting, given) = (VecDeque::new(), BTreeMap::new());
@@ -233,25 +239,26 @@ impl<'a> StageWorker<'a> {
             gathered: RoundGradients::new(code, buckets),
             reduced: HashMap::new(),
             ready: HashMap::new(),
-            stepper,
+            updater,
             uncounted: vec![0; code.parameters.len()],
             gradients: Vec::new(),
             samples: HashMap::new(),
             cutting: PendingSnapshots::new(window, given),
         };
         if let Some(begin) = begin {
-            stage_worker.begin(begin);
+            stage_worker.begin(begin)?;
         }
-        stage_worker.put(stage_worker.newest_version());
-        stage_worker
+        stage_worker.put(stage_worker.newest_version())?;
+        Ok(stage_worker)
     }
 
     /// Runs pending steps of tied weights and returns the final weights, states and gradients.
-    pub fn leave(mut self) -> Result<StageResult, PeerLost> {
+    pub fn leave(mut self) -> Result<StageResult, CollectiveError> {
         self.finish()?;
         let weights = self.newest();
-        let (mut weights, mut gradients) = (self.stepper.leave(weights), std::mem::take(&mut self.gradients));
+        let (mut weights, mut gradients) = (self.updater.leave(weights), std::mem::take(&mut self.gradients));
         self.join_left(&mut weights, &mut gradients)?;
+        self.executor.device.stream.finish()?;
         Ok(StageResult { weights, states: self.executor.states, gradients })
     }
 
@@ -277,35 +284,39 @@ impl<'a> StageWorker<'a> {
         self.let_go(version);
         for buffer in self.versions.remove(&version).unwrap_or_default() {
             if !self.drop_weight(&buffer) {
-                self.executor.pool.give(buffer);
+                self.executor.device.give(buffer);
             }
         }
     }
 
-    fn item(&mut self, item: u32) -> &mut Item {
-        let executor = &mut self.executor;
-        self.items.entry(item).or_insert_with(|| executor.begin())
+    pub(super) fn item(&mut self, item: u32) -> Result<&mut Item, DeviceError> {
+        Ok(match self.items.entry(item) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(free) => free.insert(self.executor.begin()?),
+        })
     }
 
     /// Loads the data of a micro-batch. `scale` is the loss scale, if the graph has that input.
-    pub fn load(&mut self, batches: &Batches, item: u32, scale: f64) {
+    pub fn load(&mut self, batches: &Batches, item: u32, scale: f64) -> Result<(), DeviceError> {
         let mut feeds = Vec::new();
         for feed in &self.code.feeds {
-            let mut buffer = self.executor.pool.take(feed.bytes);
-            let bytes = Arc::get_mut(&mut buffer).expect("the pool hands out buffers that nobody else holds");
-            match feed.name == LOSS_SCALE {
-                true => ViewMut::new(feed.fact.dtype, &[1], bytes.bytes_mut()).set_f64(0, scale),
-                false => batches.fill(&feed.name, item, bytes.bytes_mut()),
-            }
+            let mut buffer = self.executor.device.take(feed.bytes)?;
+            self.executor.device.stream.upload_with(Buffer::exclusive(&mut buffer), &mut |bytes| match feed.name
+                == LOSS_SCALE
+            {
+                true => ViewMut::new(feed.fact.dtype, &[1], bytes).set_f64(0, scale),
+                false => batches.fill(&feed.name, item, bytes),
+            })?;
             feeds.push(buffer);
         }
-        self.item(item).feeds = feeds;
+        self.item(item)?.feeds = feeds;
+        Ok(())
     }
 
     /// The weights for a micro-batch's forward, and true if they are predicted or restored.
-    pub(super) fn weights_of(&mut self, item: u32, version: u32, lag: Lag) -> (Weights, bool) {
+    pub(super) fn weights_of(&mut self, item: u32, version: u32, lag: Lag) -> Result<(Weights, bool), DeviceError> {
         if let Some(weights) = self.cutting.forwards.remove(&item) {
-            return (weights, true);
+            return Ok((weights, true));
         }
         let mut weights = self.versions.get(&version).cloned().unwrap_or_default();
         for late in &self.late {
@@ -315,30 +326,33 @@ impl<'a> StageWorker<'a> {
         if predicts {
             let made = |p: usize| u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
             let ahead = |p: usize| Ahead { steps: lag.updates, made: made(p), rate: lag.rate };
-            weights = self.stepper.ahead(&weights, ahead, &mut self.executor.pool);
+            weights = self.updater.ahead(&weights, ahead, &self.executor.device)?;
         }
-        (weights, predicts)
+        Ok((weights, predicts))
     }
 
     /// Runs the forward of a micro-batch with `version`. Returns the loss if this stage computes it. If `is_behind` is
     /// set, the micro-batch follows a checkpoint, which keeps the forward's weights.
     pub fn forward(&mut self, item: u32, version: u32, lag: Lag, is_behind: bool) -> Result<Option<f64>, ExecuteError> {
-        let (weights, predicts) = self.weights_of(item, version, lag);
+        let (weights, predicts) = self.weights_of(item, version, lag)?;
         if is_behind {
-            self.keep(item, version, &weights, predicts);
+            self.keep(item, version, &weights, predicts)?;
         }
-        self.item(item);
+        self.item(item)?;
         let Some(state) = self.items.get_mut(&item) else { return Ok(None) };
         (state.weights, state.version) = (weights, version);
         self.executor.forward(state)?;
         if !self.code.follows.is_empty() {
-            let samples = self.code.follows.iter().map(|f| self.executor.result(state, f.sample).to_vec()).collect();
-            self.samples.insert(item, samples);
+            let samples = self.code.follows.iter().map(|f| self.executor.download_result(state, f.sample));
+            self.samples.insert(item, samples.collect::<Result<_, _>>()?);
         }
         let mut loss = None;
         for (named, place) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
             let shape = named.fact.concrete().unwrap_or_default();
-            loss = Some(View::new(named.fact.dtype, &shape, self.executor.result(state, *place)).f64(0));
+            let result = self.executor.result(state, *place);
+            self.executor.device.stream.download_with(result, &mut |bytes| {
+                loss = Some(View::new(named.fact.dtype, &shape, bytes).f64(0));
+            })?;
         }
         // The activations are recomputed before the backward.
         if let (true, Some(state)) = (self.code.recompute, self.items.get_mut(&item)) {
@@ -350,7 +364,7 @@ impl<'a> StageWorker<'a> {
         // Without stashing, the backward does not use these.
         let weights = self.items.get_mut(&item).map(|state| std::mem::take(&mut state.weights)).unwrap_or_default();
         if predicts {
-            weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
+            weights.into_iter().for_each(|weight| self.executor.device.give(weight));
         }
         Ok(loss)
     }
@@ -359,10 +373,10 @@ impl<'a> StageWorker<'a> {
     /// stashed.
     pub fn backward(&mut self, item: u32, part: Phase, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
-        self.take_weights(&mut state, version, lag);
+        self.take_weights(&mut state, version, lag)?;
         state.turn = RoundPosition { own: self.gathered.items(), ..lag.turn };
         if part.ends() {
-            state.sums = begun(&mut self.gathered.terms, &mut self.executor);
+            state.sums = lend_sums(&mut self.gathered.terms, &self.executor)?;
         }
         if part.makes_gradients() {
             // A program need not contain a recompute instruction.
@@ -373,96 +387,42 @@ impl<'a> StageWorker<'a> {
             self.executor.backward_weight(&mut state)?;
             // The states use the samples in the same update as the gradients.
             self.gathered.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
-            let gone = |_| ExecuteError { node: "the gradients of parameters".to_string(), fault: KernelError::Gone };
-            self.gathered.add(&mut self.executor, &mut state).map_err(gone)?;
-            self.bring_due();
+            let failed = |fault: CollectiveError| {
+                let fault = match fault {
+                    CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Gone),
+                    CollectiveError::Device(fault) => fault,
+                };
+                ExecuteError { node: "the gradients of parameters".to_string(), fault }
+            };
+            self.gathered.add(&self.executor, &mut state).map_err(failed)?;
+            self.bring_due()?;
         }
         self.give_weights(&mut state, lag);
         self.items.insert(item, state);
-        self.release(item);
+        self.release(item)?;
         Ok(())
     }
 
     /// Frees a micro-batch once its backward is done and its last message is posted.
-    fn release(&mut self, item: u32) {
+    pub(super) fn release(&mut self, item: u32) -> Result<(), DeviceError> {
         let is_over = |state: &mut Item| state.is_done && state.gradients_out.iter().all(Option::is_none);
         let waits = !self.code.gradients_out.is_empty();
         let over = self.items.get_mut(&item).is_some_and(|state| if waits { is_over(state) } else { state.is_done });
         if over && let Some(state) = self.items.remove(&item) {
-            self.executor.finish(state);
+            self.executor.finish(state)?;
         }
-    }
-
-    /// The tensors of a micro-batch for another stage.
-    pub fn parcels(&mut self, item: u32, kind: Payload, other: StageId) -> Vec<TensorMessage> {
-        let code = self.code;
-        let (transfers, sequence) = match kind {
-            Payload::Activation => (&code.sent, &code.forward),
-            Payload::Gradient => (&code.gradients_out, &code.backward),
-        };
-        let mut parcels = Vec::new();
-        for (i, t) in transfers.iter().enumerate().filter(|(_, t)| t.stage == other.index()) {
-            let Some(state) = self.items.get(&item) else { break };
-            let buffer = match (kind, state.gradients_out.get(i)) {
-                (Payload::Gradient, Some(Some(buffer))) => buffer.clone(),
-                _ => self.executor.shared(sequence, state, t.place),
-            };
-            parcels.push(TensorMessage { value: t.value, group: t.group, buffer });
-        }
-        parcels
-    }
-
-    /// Marks gradients for a stage as sent, in any order. After the last send the micro-batch is freed.
-    pub fn sent_gradients(&mut self, item: u32, other: StageId) {
-        let Some(state) = self.items.get_mut(&item) else { return };
-        for (slot, t) in state.gradients_out.iter_mut().zip(&self.code.gradients_out) {
-            if t.stage == other.index() {
-                if let Some(buffer) = slot.take() {
-                    self.executor.pool.give(buffer);
-                }
-            }
-        }
-        self.release(item);
-    }
-
-    /// Stores the tensors received from another stage.
-    pub fn unpack(&mut self, other: StageId, kind: Payload, item: u32, parcels: Vec<TensorMessage>) {
-        let code = self.code;
-        let transfers = match kind {
-            Payload::Activation => &code.received,
-            Payload::Gradient => &code.gradients_in,
-        };
-        let ledger = self.executor.pool.ledger.clone();
-        let state = self.item(item);
-        let slots = match kind {
-            Payload::Activation => &mut state.received,
-            Payload::Gradient => &mut state.gradients_in,
-        };
-        for parcel in parcels {
-            let at = transfers
-                .iter()
-                .position(|t| (t.stage, t.value, t.group) == (other.index(), parcel.value, parcel.group));
-            if let Some(at) = at {
-                // On separate devices sender and receiver each hold a copy, so both count one here. The sender reads an
-                // activation again.
-                ledger.take_place(parcel.buffer.len());
-                if kind == Payload::Gradient {
-                    parcel.buffer.release_slot();
-                }
-                slots[at] = Some(parcel.buffer);
-            }
-        }
+        Ok(())
     }
 
     /// Prepares a round's gradients for the step and contributes those of tied parameters. A worker prepares all its
     /// stages before any steps, since two of them may share a parameter.
-    pub fn prepare(&mut self, round: u32) {
+    pub fn prepare(&mut self, round: u32) -> Result<(), DeviceError> {
         if self.ready.contains_key(&round) {
-            return;
+            return Ok(());
         }
         let ReplicaGradients { terms, mut samples } = match self.reduced.remove(&round) {
             Some(reduced) => reduced,
-            None => self.contribution(round),
+            None => self.contribution(round)?,
         };
         samples.sort_by_key(|(item, _)| *item);
         let mut by_parameter: Vec<GradientTerms> = vec![Vec::new(); self.code.parameters.len()];
@@ -473,14 +433,16 @@ impl<'a> StageWorker<'a> {
         }
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let own = std::mem::take(&mut by_parameter[tied.parameter]);
+            own.iter().try_for_each(|(_, term)| self.executor.device.release(term))?;
             tied.place.bring(u64::from(round) + 1, tied.member, if self.is_first { own } else { Vec::new() });
         }
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
+        Ok(())
     }
 
     /// Sums a prepared round's gradients, including other stages' terms of tied parameters if all step together. A
     /// worker gathers all its stages after preparing them.
-    pub fn gather(&mut self, round: u32) -> Result<(), PeerLost> {
+    pub fn gather(&mut self, round: u32) -> Result<(), CollectiveError> {
         if self.ready.get(&round).is_none_or(|ready| ready.totals.is_some()) {
             return Ok(());
         }
@@ -489,24 +451,28 @@ impl<'a> StageWorker<'a> {
             terms[tied.parameter] = tied.place.meet(u64::from(round) + 1)?.iter().flatten().cloned().collect();
         }
         // With streaming, all but a shard of each gradient is freed.
-        let (stays, pool) = (self.executor.pieces.is_none(), &mut self.executor.pool);
+        let (stays, device) = (self.executor.shard_stream.is_none(), &self.executor.device);
         let parameters = self.code.parameters.iter();
         let totals =
-            terms.into_iter().zip(parameters).map(|(terms, named)| total(pool, named.fact.dtype, terms, stays));
-        let totals = totals.collect();
+            terms.into_iter().zip(parameters).map(|(terms, named)| total(device, named.fact.dtype, terms, stays));
+        let totals = totals.collect::<Result<_, _>>()?;
         self.ready.insert(round, Ready { by_parameter: Vec::new(), totals: Some(totals), samples });
         Ok(())
     }
 
     /// Sums of squares of a round's gathered gradients. Blocks for the other tensor-parallel ranks.
-    pub fn squares(&self, round: u32) -> Result<Squares, PeerLost> {
+    pub fn squares(&self, round: u32) -> Result<Squares, CollectiveError> {
         let totals = self.ready.get(&round).and_then(|ready| ready.totals.as_ref());
-        let each = totals.into_iter().flatten().zip(&self.numbers).zip(&self.code.parameters);
-        let made = each.filter_map(|((total, &number), named)| Some((total.as_ref()?, number, named)));
-        let squared = |(total, number, named): (&Arc<Buffer>, usize, &'a NamedTensor)| {
-            ((number, square(named.fact.dtype, total.bytes())), named.name.as_str())
-        };
-        let (mut own, names): (Squares, Vec<&str>) = made.map(squared).unzip();
+        let (mut numbers, mut names, mut gradients) = (Vec::new(), Vec::new(), Vec::<(DType, Region<'_>)>::new());
+        for ((total, number), named) in totals.into_iter().flatten().zip(&self.numbers).zip(&self.code.parameters) {
+            if let Some(total) = total {
+                numbers.push(*number);
+                names.push(named.name.as_str());
+                gradients.push((accumulation_type(named.fact.dtype), total.region()));
+            }
+        }
+        let squares = self.executor.device.stream.squared_norms(&gradients)?;
+        let mut own: Squares = numbers.into_iter().zip(squares).collect();
         if let Some(tensor_rank) = self.executor.tensor_rank.as_ref().filter(|_| !own.is_empty()) {
             let parts: Vec<f64> = own.iter().map(|(_, square)| *square).collect();
             let whole = tensor_rank.whole_squares(&names, &parts)?;
@@ -516,16 +482,16 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Total sum of squares of a round's gathered gradients. Blocks for the other replicas if gradients are sharded.
-    pub fn sum_of_squares(&self, round: u32) -> Result<f64, PeerLost> {
+    pub fn sum_of_squares(&self, round: u32) -> Result<f64, CollectiveError> {
         let own = self.squares(round)?;
         match &self.norms {
-            Some(norms) => norms.sum(round, own),
+            Some(norms) => Ok(norms.sum(round, own)?),
             None => Ok(own.iter().fold(0.0, |sum, (_, square)| sum + square)),
         }
     }
 
     /// Runs the optimizer step and updates the states. The round must have been gathered.
-    pub fn update(&mut self, step: OptimizerStep) {
+    pub fn update(&mut self, step: OptimizerStep) -> Result<(), DeviceError> {
         let to = step.round + 1;
         let mut old = self.versions.get(&step.from).cloned().unwrap_or_default();
         if step.in_place {
@@ -533,7 +499,7 @@ impl<'a> StageWorker<'a> {
             self.versions.remove(&step.from);
         }
         let ready = self.ready.remove(&step.round);
-        let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return };
+        let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return Ok(()) };
         let mut new: Weights = Vec::with_capacity(old.len());
         if self.shard_comm.is_some() {
             let is_stepped = |p: &usize| step.factor.is_some() && self.share.is_sharded(*p) && totals[*p].is_some();
@@ -548,18 +514,19 @@ impl<'a> StageWorker<'a> {
             new.push(match totals[p].take() {
                 // A parameter without a gradient stays unchanged.
                 None => weight,
-                Some(gradient) => self.apply(p, weight, gradient, step),
+                Some(gradient) => self.apply(p, weight, gradient, step)?,
             });
         }
         self.versions.insert(to, new);
-        self.put(to);
+        self.put(to)?;
         if step.factor.is_none() {
             // A skipped step does not count as an update.
             self.uncounted.iter_mut().for_each(|more| *more += 1);
-            return;
+            return Ok(());
         }
         let states = (&mut self.executor.states[..], &self.code.states[..]);
-        follow(self.policy.statistics, &self.code.follows, states, &samples, self.microbatches);
+        let stream = &*self.executor.device.stream;
+        follow(stream, self.policy.statistics, &self.code.follows, states, &samples, self.microbatches)
     }
 
     pub(super) fn apply(
@@ -568,24 +535,24 @@ impl<'a> StageWorker<'a> {
         weight: Arc<Buffer>,
         gradient: Arc<Buffer>,
         step: OptimizerStep,
-    ) -> Arc<Buffer> {
+    ) -> Result<Arc<Buffer>, DeviceError> {
         let dtype = self.code.parameters[p].fact.dtype;
         let Some(factor) = step.factor else {
-            self.executor.pool.give(gradient);
-            return weight;
+            self.executor.device.give(gradient);
+            return Ok(weight);
         };
         let scale = factor / f64::from(step.count.max(1));
         // After a resume, the update count continues from the checkpoint.
         let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[p]).unwrap_or(1);
-        let update = Update { dtype: wide(dtype), gradient: gradient.bytes(), scale, step: counted, rate: step.rate };
+        let args = StepArgs { dtype: accumulation_type(dtype), scale, step: counted, rate: step.rate };
         if step.in_place {
             self.drop_weight(&weight);
         }
-        let next = self.stepper.step(p, weight, update, &mut self.executor.pool);
+        let next = self.updater.step(p, weight, &gradient, &args, &self.executor.device)?;
         if self.keeps_gradients {
-            self.gradients.push((p, scaled(dtype, gradient.bytes(), scale)));
+            self.gradients.push((p, scaled(&self.executor.device, dtype, &gradient, scale)?));
         }
-        self.executor.pool.give(gradient);
-        next
+        self.executor.device.give(gradient);
+        Ok(next)
     }
 }

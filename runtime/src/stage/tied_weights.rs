@@ -3,10 +3,11 @@
 //! The step of a round needs the gradients of all stages that hold the weight. It runs when a forward pass first needs the new
 //! version; by then all of them have contributed.
 
-use crate::comm::communicator::PeerLost;
+use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
+use crate::device::layout::accumulation_type;
 use crate::optim::grad_norm::factor;
-use crate::stage::gradients::{square, total};
+use crate::stage::gradients::total;
 use crate::stage::stage_worker::{OptimizerStep, StageWorker};
 use compiler::plan::StageId;
 use std::collections::{BTreeMap, VecDeque};
@@ -27,13 +28,13 @@ pub(super) struct LateTiedWeight {
 
 impl StageWorker<'_> {
     /// Runs the remaining steps of tied weights. Blocks.
-    pub fn finish(&mut self) -> Result<(), PeerLost> {
+    pub fn finish(&mut self) -> Result<(), CollectiveError> {
         let all = u32::MAX;
         (0..self.late.len()).try_for_each(|at| self.step_late(at, all))
     }
 
     /// Runs the steps of tied weights up to the versions that a micro-batch sees. `version` gives that of a stage.
-    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), PeerLost> {
+    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), CollectiveError> {
         for at in 0..self.late.len() {
             let holders = &self.tied[self.late[at].tied].holders;
             let seen = holders.iter().map(|&stage| version(stage)).min().unwrap_or(0);
@@ -44,39 +45,45 @@ impl StageWorker<'_> {
 
     /// Steps a tied weight up to `version`, as far as its stage has stepped. Its gradient is clipped by its own norm,
     /// because the norms of the other parameters become known at other times.
-    fn step_late(&mut self, at: usize, version: u32) -> Result<(), PeerLost> {
+    fn step_late(&mut self, at: usize, version: u32) -> Result<(), CollectiveError> {
         while self.late[at].version < version {
             let next = self.late[at].version + 1;
             if let Some(weight) = self.late[at].given.remove(&next) {
                 self.late[at].weight = weight;
                 self.late[at].version = next;
-                self.late_came(at);
+                self.late_came(at)?;
                 continue;
             }
             let Some(step) = self.late[at].waiting.pop_front() else { break };
             let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
             let all = place.meet(u64::from(step.round) + 1)?;
             let terms = all.iter().flatten().cloned().collect();
-            let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.executor.pieces.is_none());
-            let total = total(&mut self.executor.pool, dtype, terms, stays);
+            let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.executor.shard_stream.is_none());
+            let total = total(&self.executor.device, dtype, terms, stays)?;
             // On separate devices each rank would have a copy of the others' terms; here the others may still read this
             // one's.
             let own = all.get(self.tied[self.late[at].tied].member);
             own.into_iter().flatten().for_each(|(_, term)| term.release_slot());
             if let Some(total) = total {
-                let norm = || square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
-                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm()));
-                let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));
+                let factor = match self.policy.clip_norm {
+                    None => 1.0,
+                    Some(clip) => {
+                        let tensors = [(accumulation_type(dtype), total.region())];
+                        let square = self.executor.device.stream.squared_norms(&tensors)?[0];
+                        factor(clip, square.sqrt() / f64::from(step.count.max(1)))
+                    }
+                };
+                let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::empty()));
                 if self.keeps_gradients {
                     self.gradients.retain(|(of, _)| *of != p);
                 }
                 // In-flight micro-batches may still use it.
                 let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
-                self.late[at].weight = self.apply(p, weight, total, OptimizerStep { factor: Some(factor), ..step });
-                old.into_iter().for_each(|old| self.executor.pool.give(old));
+                self.late[at].weight = self.apply(p, weight, total, OptimizerStep { factor: Some(factor), ..step })?;
+                old.into_iter().for_each(|old| self.executor.device.give(old));
             }
             self.late[at].version = step.round + 1;
-            self.late_came(at);
+            self.late_came(at)?;
         }
         Ok(())
     }

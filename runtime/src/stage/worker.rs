@@ -7,7 +7,9 @@ use crate::checkpoint::StageSnapshot as CheckpointPart;
 use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::checkpoint::points::Cuts;
 use crate::comm::channel::{Incoming, Message, Outgoing};
+use crate::comm::communicator::CollectiveError;
 use crate::data::Batches;
+use crate::device::api::DeviceError;
 use crate::device::buffer::{Buffer, MemoryCounter};
 use crate::exec::executor::ExecuteError;
 use crate::optim::grad_norm::{LossScale, NormAllReduce, factor};
@@ -36,6 +38,8 @@ use thiserror::Error;
 pub enum WorkerError {
     #[error("worker {worker}: {fault}")]
     Execute { worker: String, fault: ExecuteError },
+    #[error("worker {worker}: {fault}")]
+    Device { worker: String, fault: DeviceError },
     #[error("worker {worker}: another worker stopped")]
     PeerGone { worker: String },
     #[error("bug in pipec: worker {worker}, instruction {at}: {what}")]
@@ -187,7 +191,9 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
             None => 0,
         },
     };
-    let stage_workers = places.into_iter().map(|place| StageWorker::new(place, manner, (&ledger, &given))).collect();
+    let stage_workers = places.into_iter().map(|place| StageWorker::new(place, manner, (&ledger, &given)));
+    let stage_workers = stage_workers.collect::<Result<_, _>>();
+    let stage_workers = stage_workers.map_err(|fault| WorkerError::Device { worker: name.clone(), fault })?;
     let scaling = gear.policy.loss_scaling;
     let scale = gear.scale.map_or(LossScale::new(scaling), |kept| LossScale::resumed(scaling, kept));
     let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then_some(scale));
@@ -212,15 +218,23 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
             false => worker.skip(*instruction)?,
         }
     }
-    let gone = worker.gone();
     for stage_worker in &mut worker.stage_workers {
-        stage_worker.finish().map_err(|_| gone.clone())?;
+        stage_worker.finish().map_err(|fault| failed(&worker.name, fault))?;
     }
     worker.send_snapshots();
-    let stages =
-        worker.stage_workers.into_iter().map(StageWorker::leave).collect::<Result<_, _>>().map_err(|_| gone)?;
+    let stages = worker.stage_workers.into_iter().map(StageWorker::leave).collect::<Result<_, _>>();
+    let stages = stages.map_err(|fault| failed(&worker.name, fault))?;
     let (held_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
     Ok(WorkerResult { stages, spans: worker.spans, held_bytes, checkpoint_bytes })
+}
+
+/// The error of a worker whose part in a collective, or whose device, failed.
+fn failed(worker: &str, fault: impl Into<CollectiveError>) -> WorkerError {
+    let worker = worker.to_string();
+    match fault.into() {
+        CollectiveError::PeerLost => WorkerError::PeerGone { worker },
+        CollectiveError::Device(fault) => WorkerError::Device { worker, fault },
+    }
 }
 
 impl<'a> Worker<'a> {
@@ -229,7 +243,7 @@ impl<'a> Worker<'a> {
         match instruction {
             Instruction::Load { stage, item } => {
                 let (batches, scale) = (self.gear.batches, self.scale.map_or(1.0, |scale| scale.value));
-                self.stage_worker(at, stage)?.load(batches, item.0, scale);
+                self.on_stage(at, stage, |of| of.load(batches, item.0, scale))?;
             }
             Instruction::Forward { .. }
             | Instruction::Backward { .. }
@@ -253,27 +267,30 @@ impl<'a> Worker<'a> {
                 let replica = self.gear.program.workers[self.gear.id.index()].replica;
                 let replicas = self.gear.program.stages[stage.index()].replicas;
                 let items = dealt(self.rule.count(stage, round), replicas, replica);
-                self.stage_worker(at, stage)?.reduce(PostedBucket { round, bucket, replica: replica as usize, items });
+                let posting = PostedBucket { round, bucket, replica: replica as usize, items };
+                self.on_stage(at, stage, |of| of.reduce(posting))?;
                 self.pending.insert(token, Pending::Reduce { stage, round, bucket });
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
-                let gone = self.gone();
                 if !self.stage_worker(at, stage)?.has(from.0) {
                     return Err(self.bug(at, "version is gone"));
                 }
                 // All steps of a round are adjacent: see `schedule::lower`.
+                let (name, stage_workers) = (&self.name, self.stage_workers.iter_mut());
                 let mut stage_workers: Vec<&mut StageWorker<'a>> =
-                    self.stage_workers.iter_mut().filter(|stage_worker| stage_worker.has(from.0)).collect();
-                stage_workers.iter_mut().for_each(|stage_worker| stage_worker.prepare(round));
+                    stage_workers.filter(|stage_worker| stage_worker.has(from.0)).collect();
+                for stage_worker in &mut stage_workers {
+                    stage_worker.prepare(round).map_err(|fault| failed(name, fault))?;
+                }
                 for stage_worker in stage_workers {
-                    stage_worker.gather(round).map_err(|_| gone.clone())?;
+                    stage_worker.gather(round).map_err(|fault| failed(name, fault))?;
                 }
                 let factor = self.factor(at, stage, round, count)?;
                 let rate = self.rate(stage, round);
                 let step = OptimizerStep { round, count, rate, from: from.0, in_place, factor };
-                self.stage_worker(at, stage)?.update(step);
+                self.on_stage(at, stage, |of| of.update(step))?;
                 if !self.stage_worker(at, stage)?.is_in_shares(to.0) {
-                    self.cut(stage, to.0);
+                    self.cut(stage, to.0)?;
                 }
                 let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to.0 });
                 self.spend(Work::Step(stage, to.0), start);
@@ -292,12 +309,11 @@ impl<'a> Worker<'a> {
                 if !self.stage_worker(at, stage)?.has(version) {
                     return Err(self.bug(at, "version is gone"));
                 }
-                let gone = self.gone();
-                let weights = self.stage_worker(at, stage)?.checkpoint(version).map_err(|_| gone)?;
+                let weights = self.on_stage(at, stage, |of| of.checkpoint(version))?;
                 let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
             }
             Instruction::AllGather { stage, version: Version(version), bucket, token } => {
-                self.stage_worker(at, stage)?.contribute_shards(version, bucket);
+                self.on_stage(at, stage, |of| of.contribute_shards(version, bucket))?;
                 self.pending.insert(token, Pending::Gather { stage, version, bucket });
             }
         }
@@ -319,12 +335,22 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// Does something with a stage that may fail.
+    fn on_stage<T, E: Into<CollectiveError>>(
+        &mut self,
+        at: usize,
+        stage: StageId,
+        act: impl FnOnce(&mut StageWorker<'a>) -> Result<T, E>,
+    ) -> Result<T, WorkerError> {
+        let done = act(self.stage_worker(at, stage)?);
+        done.map_err(|fault| failed(&self.name, fault))
+    }
+
     fn compute(&mut self, at: usize, instruction: Instruction) -> Result<(), WorkerError> {
         let start = self.now();
         let Some((work, version, _)) = instruction.work() else { return Ok(()) };
         let (item, part) = (work.item.0, work.part);
         let lag = self.lag(work.stage, work.item);
-        let gone = self.gone();
         let stage_worker = self.stage_worker(at, work.stage)?;
         let has = match part {
             Phase::Forward => stage_worker.can_run(item, version.0),
@@ -339,7 +365,8 @@ impl<'a> Worker<'a> {
                 let place =
                     self.stage_workers.iter().position(|stage_worker| stage_worker.stage == work.stage).unwrap_or(0);
                 let (rule, stage_worker) = (&self.rule, &mut self.stage_workers[place]);
-                stage_worker.catch_up(&|stage| rule.version(stage, work.item).0).map_err(|_| gone)?;
+                let caught_up = stage_worker.catch_up(&|stage| rule.version(stage, work.item).0);
+                caught_up.map_err(|fault| failed(&self.name, fault))?;
                 stage_worker.forward(item, version.0, lag, is_behind)
             }
             _ => self.stage_worker(at, work.stage)?.backward(item, part, version.0, lag).map(|()| None),
@@ -381,14 +408,15 @@ impl<'a> Worker<'a> {
         let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(MinibatchBarrier::end);
         let newest = end.map_or(0, |end| version_at(&self.rule, stage, end).0);
         let lag = self.lag(stage, item);
-        let gone = self.gone();
+        let name = &self.name;
         let Some(stage_worker) = self.stage_workers.iter_mut().find(|stage_worker| stage_worker.stage == stage) else {
             return Ok(());
         };
         if stage_worker.newest_version() < newest && stage_worker.can_run(item.0, version.0) {
             let rule = &self.rule;
-            stage_worker.catch_up(&|stage| rule.version(stage, item).0).map_err(|_| gone)?;
-            stage_worker.hold(item.0, version.0, lag);
+            let caught_up = stage_worker.catch_up(&|stage| rule.version(stage, item).0);
+            caught_up.map_err(|fault| failed(name, fault))?;
+            stage_worker.hold(item.0, version.0, lag).map_err(|fault| failed(name, fault))?;
         }
         self.send_snapshots();
         Ok(())
@@ -415,12 +443,12 @@ impl<'a> Worker<'a> {
     }
 
     /// Takes a snapshot if there is a checkpoint at this version, which is complete.
-    fn cut(&mut self, stage: StageId, version: u32) {
-        let Some(CheckpointPlan { cuts, gate, .. }) = &self.gear.cutting else { return };
+    fn cut(&mut self, stage: StageId, version: u32) -> Result<(), WorkerError> {
+        let Some(CheckpointPlan { cuts, gate, .. }) = &self.gear.cutting else { return Ok(()) };
         let minibatches = self.minibatches(stage, version);
         let is_end = || gate.is_some_and(|gate| gate.end() == Some(minibatches));
         if !(cuts.is_some_and(|cuts| cuts.is_at(minibatches)) || is_end()) {
-            return;
+            return Ok(());
         }
         let next = cuts.and_then(|cuts| cuts.after(minibatches)).unwrap_or(u32::MAX);
         let replica = self.gear.program.workers[self.gear.id.index()].replica;
@@ -435,9 +463,10 @@ impl<'a> Worker<'a> {
             scale: self.scale.map(|scale| scale.kept()),
         };
         if let Some(stage_worker) = self.stage_workers.iter_mut().find(|stage_worker| stage_worker.stage == stage) {
-            stage_worker.cut(cut);
+            stage_worker.cut(cut).map_err(|fault| failed(&self.name, fault))?;
         }
         self.send_snapshots();
+        Ok(())
     }
 
     /// Sends complete snapshots to the writer.
@@ -467,16 +496,15 @@ impl<'a> Worker<'a> {
         let count = f64::from(count.max(1));
         let Some(norms) = &self.gear.norms else {
             let Some(clip) = clip else { return Ok(Some(1.0)) };
-            let gone = self.gone();
-            let sum = self.stage_worker(at, stage)?.sum_of_squares(round).map_err(|_| gone)?;
+            let sum = self.on_stage(at, stage, |of| of.sum_of_squares(round))?;
             return Ok(Some(factor(clip, sum.sqrt() / count)));
         };
         if let Some((_, factor)) = self.agreed.filter(|(of, _)| *of == round) {
             return Ok(factor);
         }
-        let own =
-            self.stage_workers.iter().map(|stage_worker| stage_worker.squares(round)).collect::<Result<Vec<_>, _>>();
-        let sum = own.and_then(|own| norms.sum(round, own.concat())).map_err(|_| self.gone())?;
+        let own = self.stage_workers.iter().map(|stage_worker| stage_worker.squares(round));
+        let own = own.collect::<Result<Vec<_>, _>>().map_err(|fault| failed(&self.name, fault))?;
+        let sum = norms.sum(round, own.concat()).map_err(|fault| failed(&self.name, fault))?;
         let scale = self.scale.map_or(1.0, |scale| scale.value);
         let is_finite = sum.is_finite() || self.scale.is_none();
         let shortened = clip.map_or(1.0, |clip| factor(clip, sum.sqrt() / (count * scale)));
@@ -503,7 +531,7 @@ impl<'a> Worker<'a> {
         peer: WorkerId,
     ) -> Result<Pending, WorkerError> {
         let (here, other) = self.ends(edge, kind, true);
-        let message = Message { item, parcels: self.stage_worker(at, here)?.parcels(item, kind, other) };
+        let message = Message { item, parcels: self.on_stage(at, here, |of| of.parcels(item, kind, other))? };
         // The sender keeps an activation for its backward.
         let lent = message.parcels.iter().filter(|_| kind == Payload::Gradient);
         let gradients = lent.map(|parcel| parcel.buffer.clone()).collect();
@@ -511,7 +539,7 @@ impl<'a> Worker<'a> {
         let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
         let number = channel.send(message).map_err(|_| gone)?;
         if kind == Payload::Gradient {
-            self.stage_worker(at, here)?.sent_gradients(item, other);
+            self.on_stage(at, here, |of| of.sent_gradients(item, other))?;
         }
         Ok(Pending::Sent { key, number, gradients })
     }
@@ -530,16 +558,14 @@ impl<'a> Worker<'a> {
                 let channel = self.gear.incoming.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
                 let message = channel.take(item).map_err(|_| gone)?;
                 let (here, other) = self.ends(edge, kind, false);
-                self.stage_worker(at, here)?.unpack(other, kind, item, message.parcels);
+                self.on_stage(at, here, |of| of.unpack(other, kind, item, message.parcels))?;
             }
             Pending::Reduce { stage, round, bucket } => {
-                let gone = self.gone();
-                self.stage_worker(at, stage)?.reduced(round, bucket).map_err(|_| gone)?;
+                self.on_stage(at, stage, |of| of.reduced(round, bucket))?;
             }
             Pending::Gather { stage, version, bucket } => {
-                let gone = self.gone();
-                if self.stage_worker(at, stage)?.receive_shards(version, bucket).map_err(|_| gone)? {
-                    self.cut(stage, version);
+                if self.on_stage(at, stage, |of| of.receive_shards(version, bucket))? {
+                    self.cut(stage, version)?;
                 }
             }
         }

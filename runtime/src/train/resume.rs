@@ -6,12 +6,14 @@
 
 use crate::checkpoint::encode::{DRIFT, Flight, STEP};
 use crate::checkpoint::{ParameterState, ResumeState};
+use crate::device::api::{Device, DeviceError};
 use crate::device::buffer::Buffer;
+use crate::device::cpu::device::cpu;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
 use crate::exec::sequence::Slot;
 use crate::optim::policy::Staleness;
-use crate::optim::update::wide;
 use crate::train::run::TrainJob;
 use compiler::plan::StageId;
 use compiler::schedule::resume::{period, version_at, versions_before};
@@ -26,6 +28,8 @@ use thiserror::Error;
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum StartError {
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("the checkpoint has no `{name}`")]
     Missing { name: String },
     #[error("`{name}` of the checkpoint is {got}, the run needs {expected}")]
@@ -94,7 +98,7 @@ impl Start {
     pub fn check_whole(&self, training: &TrainJob<'_>) -> Result<(), StartError> {
         for (stage, code) in (0..).map(StageId).zip(training.codes) {
             for replica in 0..training.program.stages[stage.index()].replicas {
-                self.begin(stage, replica, code, training)?;
+                self.begin(stage, replica, code, training, &*cpu())?;
             }
         }
         Ok(())
@@ -107,12 +111,13 @@ impl Start {
         replica: u32,
         code: &StageCode,
         training: &TrainJob<'_>,
+        device: &dyn Device,
     ) -> Result<ResumeState, StartError> {
         let rule = Rule::of(training.program);
         let version = version_at(&rule, stage, self.minibatches).0;
         let drifts =
             matches!(training.policy.staleness, Staleness::PipeMare { .. }) && rule.stages[stage.index()].cap > 1;
-        let moves = code.parameters.iter().map(|named| self.moves(named, training.optimizer.names(), drifts));
+        let moves = code.parameters.iter().map(|named| self.moves(named, training.optimizer.names(), drifts, device));
         let mut begin = ResumeState { version, moves: moves.collect::<Result<_, _>>()?, ..ResumeState::default() };
         let older = versions_before(&rule, stage, replica, self.minibatches);
         let Some(flight) = &self.flight else {
@@ -127,14 +132,14 @@ impl Start {
         for (item, version) in older {
             let (item, version) = (item.0, version.0);
             if let Some(tensors) = own.and_then(|own| own.forwards.get(&item)) {
-                begin.forwards.insert(item, weights(code, tensors, &|_| false)?);
+                begin.forwards.insert(item, weights(code, tensors, &|_| false, device)?);
                 continue;
             }
             let Entry::Vacant(free) = begin.versions.entry(version) else { continue };
             let known = both().find_map(|flight| flight.versions.get(&version));
             // A stage with tied parameters only has no other weights in its versions.
             let none = BTreeMap::new();
-            let made = weights(code, known.unwrap_or(&none), &is_late);
+            let made = weights(code, known.unwrap_or(&none), &is_late, device);
             free.insert(made.map_err(|fault| match fault {
                 StartError::Missing { name } => StartError::Missing { name: format!("v{version}/{name}") },
                 other => other,
@@ -143,18 +148,27 @@ impl Start {
         for (p, named) in code.parameters.iter().enumerate() {
             let Some(known) = first.and_then(|first| first.shared.get(&named.name)) else { continue };
             let older = known.iter().filter(|(of, _)| **of < version);
-            let older = older.map(|(of, tensor)| Ok((*of, Arc::new(buffer(named, named.fact.dtype, tensor)?))));
-            begin.shared.insert(p, older.collect::<Result<_, _>>()?);
+            let mut versions = BTreeMap::new();
+            for (of, tensor) in older {
+                versions.insert(*of, Arc::new(buffer(named, named.fact.dtype, tensor, device)?));
+            }
+            begin.shared.insert(p, versions);
         }
         Ok(begin)
     }
 
-    fn moves(&self, named: &NamedTensor, kinds: &[&str], drifts: bool) -> Result<ParameterState, StartError> {
+    fn moves(
+        &self,
+        named: &NamedTensor,
+        kinds: &[&str],
+        drifts: bool,
+        device: &dyn Device,
+    ) -> Result<ParameterState, StartError> {
         let of = |kind: &str| {
             let name = format!("{}/{kind}", named.name);
             self.optimizer.get(&name).ok_or(StartError::Missing { name })
         };
-        let as_wide = |kind: &str| buffer(named, wide(named.fact.dtype), of(kind)?);
+        let as_wide = |kind: &str| buffer(named, accumulation_type(named.fact.dtype), of(kind)?, device);
         let state = kinds.iter().map(|kind| as_wide(kind)).collect::<Result<_, _>>()?;
         let updates = of(STEP)?;
         let is_count = updates.dtype() == DType::I64 && updates.len() == 1;
@@ -168,7 +182,7 @@ impl Start {
         let bytes = named.bytes;
         let drift = drifts.then(|| match of(DRIFT) {
             Ok(_) => as_wide(DRIFT),
-            Err(_) => Ok(Buffer::new(bytes)),
+            Err(_) => Ok(device.allocate(bytes)?),
         });
         Ok(ParameterState { master: None, state, drift: drift.transpose()?, updates })
     }
@@ -179,24 +193,25 @@ fn weights(
     code: &StageCode,
     tensors: &BTreeMap<String, Tensor>,
     is_elsewhere: &dyn Fn(&NamedTensor) -> bool,
+    device: &dyn Device,
 ) -> Result<Weights, StartError> {
     let one = |named: &NamedTensor| {
         if is_elsewhere(named) {
-            return Ok(Arc::new(Buffer::new(0)));
+            return Ok(Arc::new(Buffer::empty()));
         }
         let missing = || StartError::Missing { name: named.name.clone() };
         let tensor = tensors.get(&named.name).ok_or_else(missing)?;
-        Ok(Arc::new(buffer(named, named.fact.dtype, tensor)?))
+        Ok(Arc::new(buffer(named, named.fact.dtype, tensor, device)?))
     };
     code.parameters.iter().map(one).collect()
 }
 
-fn buffer(named: &NamedTensor, dtype: DType, tensor: &Tensor) -> Result<Buffer, StartError> {
+fn buffer(named: &NamedTensor, dtype: DType, tensor: &Tensor, device: &dyn Device) -> Result<Buffer, StartError> {
     if tensor.dtype() != dtype || named.fact.concrete().as_deref() != Some(tensor.shape()) {
         let shape = named.fact.concrete().unwrap_or_default();
         let expected = format!("{dtype}{shape:?}");
         let got = format!("{}{:?}", tensor.dtype(), tensor.shape());
         return Err(StartError::Fact { name: named.name.clone(), expected, got });
     }
-    Ok(Buffer::copy_of(tensor.bytes()))
+    Ok(device.upload(tensor.bytes())?)
 }

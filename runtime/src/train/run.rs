@@ -6,14 +6,17 @@ use crate::checkpoint::points::Cuts;
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
+use crate::device::api::{Device, DeviceError};
 use crate::device::buffer::Buffer;
-use crate::device::cpu::half::is_half;
+use crate::device::cpu::device as cpu;
+use crate::device::layout::accumulation_type;
+use crate::device::layout::is_half;
+use crate::device::open::open;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::evaluate::{EvaluateError, buffers};
 use crate::optim::grad_norm::{NormAllReduce, Squares, share_number};
 use crate::optim::optimizer::{Optimizer, trains};
 use crate::optim::policy::Policy;
-use crate::optim::update::wide;
 use crate::process::exchange::Exchange;
 use crate::process::process_group::Group;
 use crate::process::run_status::{FailureCause, LinkError};
@@ -82,6 +85,8 @@ pub enum TrainError {
     Apart { stage: usize, level: u32 },
     #[error(transparent)]
     Start(#[from] StartError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
     Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
@@ -97,7 +102,9 @@ impl TrainError {
     pub fn lost_another(&self) -> bool {
         match self {
             TrainError::Worker(WorkerError::PeerGone { .. }) => true,
-            TrainError::Worker(WorkerError::Execute { fault, .. }) => fault.fault == KernelError::Gone,
+            TrainError::Worker(WorkerError::Execute { fault, .. }) => {
+                fault.fault == DeviceError::Kernel(KernelError::Gone)
+            }
             _ => false,
         }
     }
@@ -308,6 +315,7 @@ pub fn run_tensor_parallel(
     let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
+    let device = open(cpu::NAME)?;
     let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &mut exchange)?;
@@ -349,13 +357,21 @@ pub fn run_tensor_parallel(
             };
             Ok(StageSetup {
                 stage,
+                device: device.clone(),
                 code,
-                weights: buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect(),
-                masters: code.parameters.iter().map(|named| master(named, training.weights)).collect(),
+                weights: buffers("parameter", &code.parameters, training.weights, &*device)?
+                    .into_iter()
+                    .map(Arc::new)
+                    .collect(),
+                masters: code
+                    .parameters
+                    .iter()
+                    .map(|named| master(named, training.weights, &*device))
+                    .collect::<Result<_, _>>()?,
                 numbers: code.parameters.iter().enumerate().map(number).collect(),
                 delay: program.stages[stage.index()].cap.saturating_sub(1),
                 ends_with_round: sees_the_newest(program, stage),
-                states: buffers("state", &code.states, training.weights)?,
+                states: buffers("state", &code.states, training.weights, &*device)?,
                 buckets: program.stages[stage.index()].buckets,
                 replicas: replicas[stage.index()].clone(),
                 shard_comm: shard_comms.shard_comm.clone(),
@@ -364,7 +380,7 @@ pub fn run_tensor_parallel(
                 share,
                 tied,
                 is_first: own.replica == 0,
-                begin: start.map(|start| start.begin(stage, own.replica, code, training)).transpose()?,
+                begin: start.map(|start| start.begin(stage, own.replica, code, training, &*device)).transpose()?,
                 tensor_rank: tensor_ranks.get(w).cloned(),
             })
         };
@@ -463,7 +479,7 @@ pub fn run_tensor_parallel(
     if let Some(diverged) = losses.diverged() {
         return Err(TrainError::Diverged(diverged));
     }
-    Ok(results?.map(|outcomes| collect(training, outcomes, losses.done(), seconds)))
+    results?.map(|outcomes| collect(training, outcomes, losses.done(), seconds)).transpose()
 }
 
 /// Fails all waits of peers for this worker, unless it finished.
@@ -536,7 +552,12 @@ fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
     }
 }
 
-fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64>, seconds: f64) -> Trained {
+fn collect(
+    training: &TrainJob<'_>,
+    outcomes: Vec<WorkerResult>,
+    losses: Vec<f64>,
+    seconds: f64,
+) -> Result<Trained, TrainError> {
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
@@ -545,30 +566,35 @@ fn collect(training: &TrainJob<'_>, outcomes: Vec<WorkerResult>, losses: Vec<f64
         let stages = training.program.stages_of(own.rank).zip(outcome.stages);
         for (stage, left) in stages.filter(|_| own.replica == 0) {
             let code = &training.codes[stage.index()];
-            let put = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, bytes: &[u8]| {
-                to.insert(named.name.clone(), tensor(named, bytes));
+            let put = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, buffer: &Buffer| {
+                to.insert(named.name.clone(), tensor(named, &buffer.download()?));
+                Ok::<(), DeviceError>(())
             };
-            code.parameters.iter().zip(&left.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            code.parameters.iter().zip(&left.weights).try_for_each(|(n, b)| put(&mut weights, n, b))?;
             for (at, (named, buffer)) in code.states.iter().zip(&left.states).enumerate() {
                 // Return a state that nothing updates as it was given, without rounding.
                 match training.weights.get(&named.name) {
                     Some(given) if is_half(named.fact.dtype) && code.follows.iter().all(|f| f.state != at) => {
                         weights.insert(named.name.clone(), given.clone());
                     }
-                    _ => put(&mut weights, named, buffer.bytes()),
+                    _ => put(&mut weights, named, buffer)?,
                 }
             }
-            left.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
+            left.gradients.iter().try_for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b))?;
         }
         spans.push(outcome.spans);
         held_bytes.push(outcome.held_bytes);
         checkpoint_bytes.push(outcome.checkpoint_bytes);
     }
-    Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes }
+    Ok(Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes })
 }
 
 /// The `f32` master weights of a 16-bit parameter.
-fn master(named: &NamedTensor, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
-    let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
-    Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
+fn master(
+    named: &NamedTensor,
+    weights: &BTreeMap<String, Tensor>,
+    device: &dyn Device,
+) -> Result<Option<Buffer>, DeviceError> {
+    let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype));
+    given.map(|given| device.upload(given.cast(accumulation_type(named.fact.dtype)).bytes())).transpose()
 }

@@ -4,11 +4,11 @@
 //! on every device, so messages and replica all-reduces stay among the workers of one device. Only collective ops in
 //! the graph involve other devices ([`tensor_group`](crate::comm::tensor_group)). Parameters and optimizer state are
 //! sharded; the results are gathered at the end.
-//! together at the end.
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::devices::{ShardGatherer, dealt, joined, start_of};
 use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
+use crate::device::api::DeviceError;
 use crate::exec::compile::{CompileError, compile_tensor_parallel};
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
@@ -31,6 +31,8 @@ pub enum TensorParallelError {
     Train(#[from] TrainError),
     #[error("weight `{name}` is {got:?}, which is not divided among {devices} devices as its stage was")]
     Weight { name: String, got: Vec<usize>, devices: usize },
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("the system gives no thread for device {device}: {fault}")]
     Thread { device: usize, fault: std::io::Error },
     #[error("bug in pipec: the thread of device {device} panicked")]
@@ -102,6 +104,7 @@ pub fn run_shared(
     let (keeps, writes) = (on_part.is_some(), on_checkpoint.is_some());
     // The device that contributes the last shard of a checkpoint passes it on; others wait while it does.
     let keeper = Mutex::new((ShardGatherer::new(training.codes, layouts, devices), on_part));
+    let gather_fault = Mutex::new(None);
     let mut joining = ShardGatherer::new(training.codes, layouts, devices);
     let (told, written) = mpsc::channel::<(usize, Checkpoint)>();
     type Reported = mpsc::Sender<(usize, Checkpoint)>;
@@ -111,9 +114,12 @@ pub fn run_shared(
         let mut take = |part: StageSnapshot| {
             let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
             let (joining, on_part) = &mut *keeper;
-            let whole = joining.take(device, part);
-            if let Some(on_part) = on_part {
-                whole.into_iter().for_each(on_part);
+            match (joining.take(device, part), on_part) {
+                (Ok(whole), Some(on_part)) => whole.into_iter().for_each(on_part),
+                (Ok(_), None) => {}
+                (Err(fault), _) => {
+                    *gather_fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(fault);
+                }
             }
         };
         // The receiver lives until all devices have finished.
@@ -161,6 +167,9 @@ pub fn run_shared(
     });
     hear();
     let mut left = first_cause(outcomes)?;
+    if let Some(fault) = gather_fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(fault.into());
+    }
     let mut whole = |of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
         let each: Vec<_> = left.iter_mut().map(|own| std::mem::take(of(own))).collect();
         joined(&each, layouts)

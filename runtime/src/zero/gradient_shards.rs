@@ -7,10 +7,11 @@
 //!
 //! The owner of a shard is charged for its memory.
 
-use crate::comm::communicator::PeerLost;
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::Region;
 use crate::device::buffer::{Buffer, MemoryCounter};
-use crate::optim::optimizer::accumulate;
-use crate::optim::update::wide;
+use crate::device::context::DeviceContext;
+use crate::device::layout::accumulation_type;
 use crate::zero::shard::ShardRange;
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
@@ -80,14 +81,15 @@ impl GradientShards {
         &self,
         term: Term,
         before: u32,
-        gradient: &[u8],
+        gradient: Region<'_>,
         (parameter, dtype): (usize, DType),
         share: &ShardRange,
-    ) -> Result<(), PeerLost> {
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
         let mut state = self.lock();
         let ledgers = loop {
             if state.is_abandoned {
-                return Err(PeerLost);
+                return Err(CollectiveError::PeerLost);
             }
             let has_room = |owner: &Option<(Arc<MemoryCounter>, u32)>| {
                 owner.as_ref().filter(|(_, last)| term.round <= *last).map(|(ledger, _)| ledger.clone())
@@ -101,14 +103,19 @@ impl GradientShards {
         // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
         let mut shares = state.sums.get_mut(&term).map(|sum| std::mem::take(&mut sum.shares)).unwrap_or_default();
         drop(state);
-        let dtype = wide(dtype);
+        let dtype = accumulation_type(dtype);
         for (replica, ledger) in ledgers.iter().enumerate() {
-            let part = &gradient[share.range_of(parameter, gradient.len(), dtype.size(), replica)];
+            let part = gradient.slice(share.range_of(parameter, gradient.len(), dtype.size(), replica));
             match shares.get_mut(replica) {
-                Some(Some(sum)) => accumulate(dtype, sum.bytes_mut(), part),
+                Some(Some(sum)) => {
+                    device.stream.acquire(sum)?;
+                    device.stream.accumulate(dtype, part, sum.region_mut())?;
+                    device.release(sum)?;
+                }
                 _ => {
-                    let mut first = Buffer::copy_of(part);
+                    let mut first = device.copy_of(part)?;
                     first.count_in(ledger);
+                    device.release(&first)?;
                     shares.push(Some(first));
                 }
             }
@@ -142,6 +149,7 @@ impl GradientShards {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::device::cpu;
 
     fn bytes(numbers: &[f32]) -> Vec<u8> {
         numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
@@ -158,7 +166,11 @@ mod tests {
             for item in (0..4u32).rev() {
                 let (gradient_shards, share) = (&gradient_shards, ShardRange::of(item as usize % 2, 2, vec![true]));
                 let own = bytes(&numbers[item as usize]);
-                scope.spawn(move || gradient_shards.add(term, item, &own, (0, DType::F32), &share).unwrap());
+                scope.spawn(move || {
+                    let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
+                    let own = Buffer::host_copy(&own);
+                    gradient_shards.add(term, item, own.region(), (0, DType::F32), &share, &device).unwrap();
+                });
             }
             ledgers.iter().enumerate().for_each(|(replica, ledger)| gradient_shards.enter(replica, ledger, 2));
             (0..2).for_each(|replica| gradient_shards.open(replica, 3));
@@ -167,7 +179,7 @@ mod tests {
             |at: usize| numbers.iter().fold(None, |sum: Option<f32>, of| Some(sum.map_or(of[at], |sum| sum + of[at])));
         let expected: Vec<f32> = (0..3).filter_map(sum).collect();
         let [first, second] = [0, 1].map(|replica| gradient_shards.take(term, replica).unwrap());
-        assert_eq!([first.bytes(), second.bytes()].concat(), bytes(&expected));
+        assert_eq!([first.download().unwrap(), second.download().unwrap()].concat(), bytes(&expected));
         assert_eq!(ledgers.each_ref().map(|ledger| ledger.peak()), [4, 8]);
         assert!(gradient_shards.take(term, 0).is_none() && gradient_shards.lock().sums.is_empty());
     }
@@ -177,10 +189,13 @@ mod tests {
         let gradient_shards = GradientShards::new(1);
         let share = ShardRange::of(0, 1, vec![true]);
         std::thread::scope(|scope| {
-            let waits = scope
-                .spawn(|| gradient_shards.add(Term { round: 0, term: 0 }, 1, &bytes(&[1.0]), (0, DType::F32), &share));
+            let waits = scope.spawn(|| {
+                let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
+                let (term, own) = (Term { round: 0, term: 0 }, Buffer::host_copy(&bytes(&[1.0])));
+                gradient_shards.add(term, 1, own.region(), (0, DType::F32), &share, &device)
+            });
             gradient_shards.abandon();
-            assert_eq!(waits.join().unwrap(), Err(PeerLost));
+            assert_eq!(waits.join().unwrap(), Err(CollectiveError::PeerLost));
         });
     }
 }

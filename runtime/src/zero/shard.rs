@@ -3,7 +3,9 @@
 //! Every parameter is divided by elements into contiguous ranges, one per replica and as even as possible. Gradients, optimizer
 //! state and master weights of a range are buffers of its size. A parameter shared with other stages is not sharded.
 
+use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::context::DeviceContext;
 use crate::exec::compile::NamedTensor;
 use crate::exec::executor::Weights;
 use std::ops::Range;
@@ -42,14 +44,20 @@ impl ShardRange {
     }
 
     /// The part of a full weight version that this replica keeps.
-    pub fn kept(&self, parameters: &[NamedTensor], whole: &Weights) -> Weights {
+    pub fn kept(
+        &self,
+        parameters: &[NamedTensor],
+        whole: &Weights,
+        device: &DeviceContext,
+    ) -> Result<Weights, DeviceError> {
         let of = |((parameter, named), weight): ((usize, &NamedTensor), &Arc<Buffer>)| match self.keeps
             && self.is_sharded(parameter)
         {
             true => {
-                Arc::new(Buffer::copy_of(&weight.bytes()[self.own(parameter, weight.len(), named.fact.dtype.size())]))
+                let own = self.own(parameter, weight.len(), named.fact.dtype.size());
+                Ok(Arc::new(device.copy_of(weight.region_of(own))?))
             }
-            false => weight.clone(),
+            false => Ok(weight.clone()),
         };
         parameters.iter().enumerate().zip(whole).map(of).collect()
     }
@@ -92,12 +100,6 @@ pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Ran
 
 /// One replica's shards of a weight version, or of its final state, by parameter.
 pub struct Shares(pub Vec<(usize, Arc<Buffer>)>);
-
-/// Concatenates shards in replica order.
-pub fn joined<'a>(parts: impl Iterator<Item = &'a [u8]>) -> Buffer {
-    let bytes: Vec<u8> = parts.flatten().copied().collect();
-    Buffer::copy_of(&bytes)
-}
 
 #[cfg(test)]
 mod tests {

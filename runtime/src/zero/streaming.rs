@@ -4,12 +4,14 @@
 //! gradient that aliases another tensor is added after the pass. A gathered parameter stays allocated until the first step that
 //! does not read it.
 
-use crate::comm::communicator::PeerLost;
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::{DeviceError, Region};
 use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::context::DeviceContext;
+use crate::device::layout::accumulation_type;
 use crate::exec::compile::StageCode;
 use crate::exec::executor::{Item, Sum, Weights};
 use crate::exec::sequence::{Sequence, Slot, Step, TensorAddress};
-use crate::optim::update::wide;
 use crate::zero::gradient_shards::{GradientShards, Term};
 use crate::zero::shard::ShardRange;
 use compiler::pass::batched_weight_grad::ITEMS;
@@ -119,22 +121,22 @@ impl ShardStream {
         run: RunPhase,
         step: usize,
         item: &mut Item,
-        ledger: &Arc<MemoryCounter>,
-    ) -> Result<(), PeerLost> {
-        let moment = &self.of(run)[step];
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
+        let (moment, ledger) = (&self.of(run)[step], device.ledger());
         for &parameter in &moment.gathered {
             // A resumed run holds full weights for versions before its start.
             if item.weights[parameter].len() < code.parameters[parameter].bytes {
                 item.gathered.resize(code.parameters.len(), None);
-                let whole = self.whole(code, item.version, parameter, Some(ledger))?;
+                let whole = self.whole(code, (item.version, parameter), Some(&ledger), device)?;
                 item.gathered[parameter] = Some(whole);
             }
         }
         for &term in &moment.begun {
             let at = &code.gradient_terms[term];
             let dtype = code.parameters[at.parameter].fact.dtype;
-            let mut room = Buffer::new(at.place.bytes / dtype.size() * wide(dtype).size());
-            room.count_in(ledger);
+            let mut room = device.allocate(at.place.bytes / dtype.size() * accumulation_type(dtype).size())?;
+            room.count_in(&ledger);
             item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
         }
         Ok(())
@@ -142,7 +144,14 @@ impl ShardStream {
 
     /// Frees what the next step does not read, and adds finished sums to the owners' shards. Blocks until earlier
     /// micro-batches have added theirs.
-    pub fn after(&self, code: &StageCode, run: RunPhase, step: usize, item: &mut Item) -> Result<(), PeerLost> {
+    pub fn after(
+        &self,
+        code: &StageCode,
+        run: RunPhase,
+        step: usize,
+        item: &mut Item,
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
         let moment = &self.of(run)[step];
         for &parameter in &moment.dropped {
             if let Some(gathered) = item.gathered.get_mut(parameter) {
@@ -151,42 +160,52 @@ impl ShardStream {
         }
         for &term in &moment.ended {
             if let Some(made) = item.sums[term].take() {
-                self.add(code, term, item.turn, made.buffer.bytes())?;
+                self.add(code, term, item.turn, made.buffer.region(), device)?;
             }
         }
         Ok(())
     }
 
     /// Adds a term, in the element type of sums, to the owners' shards.
-    pub fn add(&self, code: &StageCode, term: usize, turn: RoundPosition, made: &[u8]) -> Result<(), PeerLost> {
+    pub fn add(
+        &self,
+        code: &StageCode,
+        term: usize,
+        turn: RoundPosition,
+        made: Region<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
         let parameter = code.gradient_terms[term].parameter;
         let of = (parameter, code.parameters[parameter].fact.dtype);
-        self.gradient_shards.add(Term { round: turn.round, term }, turn.before, made, of, &self.share)
+        let term = Term { round: turn.round, term };
+        self.gradient_shards.add(term, turn.before, made, of, &self.share, device)
     }
 
     /// Gathers a parameter from the shards of a version. Charges `ledger` if given.
     pub fn whole(
         &self,
         code: &StageCode,
-        version: u32,
-        parameter: usize,
+        (version, parameter): (u32, usize),
         ledger: Option<&Arc<MemoryCounter>>,
-    ) -> Result<Arc<Buffer>, PeerLost> {
-        let mut whole = Buffer::new(code.parameters[parameter].bytes);
+        device: &DeviceContext,
+    ) -> Result<Arc<Buffer>, CollectiveError> {
+        let mut whole = device.allocate(code.parameters[parameter].bytes)?;
         ledger.into_iter().for_each(|ledger| whole.count_in(ledger));
-        self.gradient_shards.weights.read(version, parameter, whole.bytes_mut())?;
+        self.gradient_shards.weights.read(version, parameter, whole.region_mut(), device)?;
         Ok(Arc::new(whole))
     }
 
     /// Publishes this replica's shard of a version.
-    pub fn put(&self, version: u32, weights: &Weights) {
+    pub fn put(&self, version: u32, weights: &Weights, device: &DeviceContext) -> Result<(), DeviceError> {
         if self.share.keeps() {
+            weights.iter().try_for_each(|weight| device.release(weight))?;
             let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.is_sharded(parameter) {
                 true => weight.clone(),
-                false => Arc::new(Buffer::new(0)),
+                false => Arc::new(Buffer::empty()),
             });
             self.gradient_shards.weights.put(version, self.share.replica(), own.collect());
         }
+        Ok(())
     }
 
     /// Releases a version for this replica.

@@ -4,8 +4,10 @@
 //! ([`streaming`](crate::zero::streaming)). A shard stays until every replica has released the version; its owner pays for its
 //! memory. A read waits only for a shard that is about to be published, because programs gather a version before they use it.
 
-use crate::comm::communicator::PeerLost;
+use crate::comm::communicator::CollectiveError;
+use crate::device::api::RegionMut;
 use crate::device::buffer::Buffer;
+use crate::device::context::DeviceContext;
 use crate::exec::executor::Weights;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -59,11 +61,17 @@ impl WeightShards {
     }
 
     /// Gathers a parameter of a version. Blocks until all shards are published.
-    pub fn read(&self, version: u32, parameter: usize, to: &mut [u8]) -> Result<(), PeerLost> {
+    pub fn read(
+        &self,
+        version: u32,
+        parameter: usize,
+        mut to: RegionMut<'_>,
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
         let mut state = self.lock();
         let shares: Vec<Arc<Buffer>> = loop {
             if state.is_abandoned {
-                return Err(PeerLost);
+                return Err(CollectiveError::PeerLost);
             }
             let shares = state.versions.get(&version).map(|known| known.shares.iter());
             let of = |share: &Option<Weights>| share.as_ref().and_then(|share| share.get(parameter)).cloned();
@@ -73,14 +81,19 @@ impl WeightShards {
             }
         };
         drop(state);
-        let mut rest = to;
-        for share in shares {
-            // A wrong shard length means that the shard is not of this parameter.
-            let (own, behind) = rest.split_at_mut_checked(share.len()).ok_or(PeerLost)?;
-            own.copy_from_slice(share.bytes());
-            rest = behind;
+        // A wrong shard length means that the shard is not of this parameter.
+        if shares.iter().map(|share| share.len()).sum::<usize>() != to.len() {
+            return Err(CollectiveError::PeerLost);
         }
-        if rest.is_empty() { Ok(()) } else { Err(PeerLost) }
+        let mut end = 0;
+        for share in shares {
+            let start = end;
+            end += share.len();
+            let share = device.receive(share)?;
+            device.stream.copy(share.region(), to.reborrow().slice(start..end))?;
+            device.release(&share)?;
+        }
+        Ok(())
     }
 
     /// Fails all current and future waits, after a worker was lost.
@@ -93,25 +106,28 @@ impl WeightShards {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::device::cpu;
 
     fn share(bytes: &[u8]) -> Weights {
-        vec![Arc::new(Buffer::copy_of(bytes))]
+        vec![Arc::new(Buffer::host_copy(bytes))]
     }
 
     #[test]
     fn a_version_is_read_until_all_have_let_it_go() {
         let weight_shards = WeightShards::new(2);
         weight_shards.put(3, 1, share(&[4, 5]));
-        let mut whole = [0; 5];
+        let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
+        let mut whole = Buffer::host(5);
         std::thread::scope(|scope| {
             scope.spawn(|| weight_shards.put(3, 0, share(&[1, 2, 3])));
-            weight_shards.read(3, 0, &mut whole).unwrap();
+            weight_shards.read(3, 0, whole.region_mut(), &device).unwrap();
         });
-        assert_eq!(whole, [1, 2, 3, 4, 5]);
+        assert_eq!(whole.download().unwrap(), &[1, 2, 3, 4, 5][..]);
         weight_shards.let_go(3, 0);
         weight_shards.let_go(3, 0);
-        weight_shards.read(3, 0, &mut whole).unwrap();
-        assert_eq!(weight_shards.read(3, 0, &mut [0; 4]), Err(PeerLost));
+        weight_shards.read(3, 0, whole.region_mut(), &device).unwrap();
+        let refused = weight_shards.read(3, 0, Buffer::host(4).region_mut(), &device);
+        assert_eq!(refused, Err(CollectiveError::PeerLost));
         weight_shards.let_go(3, 1);
         assert!(weight_shards.lock().versions.is_empty());
     }
@@ -121,9 +137,12 @@ mod tests {
         let weight_shards = WeightShards::new(2);
         weight_shards.put(0, 0, share(&[1]));
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| weight_shards.read(0, 0, &mut [0; 2]));
+            let waits = scope.spawn(|| {
+                let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
+                weight_shards.read(0, 0, Buffer::host(2).region_mut(), &device)
+            });
             weight_shards.abandon();
-            assert_eq!(waits.join().unwrap(), Err(PeerLost));
+            assert_eq!(waits.join().unwrap(), Err(CollectiveError::PeerLost));
         });
     }
 }

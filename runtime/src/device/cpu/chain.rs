@@ -6,7 +6,8 @@
 use super::table;
 use super::walk::stretched;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
-use compiler::op::{KernelError, Op};
+use crate::device::chain::{Link, Operand};
+use compiler::op::KernelError;
 use compiler::pass::fuse::{MOST_READ, MOST_WRITTEN};
 
 /// Elements per tile: a few tensors of it fit into the first-level cache.
@@ -17,24 +18,6 @@ const MOST_OUTER: usize = 8;
 const MOST_SLOTS: usize = 8;
 /// Maximum operands of an op.
 const MOST_OPERANDS: usize = 3;
-
-/// An operand of a fused op.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operand {
-    /// Index into the chain's inputs.
-    Given(usize),
-    /// The result of an earlier op of the chain.
-    Made(usize),
-}
-
-pub struct Link {
-    pub op: Op,
-    pub operands: Vec<Operand>,
-    /// All results have the same shape.
-    pub result: TensorLayout,
-    /// True if the result is an output of the chain; outputs are in op order.
-    pub is_written: bool,
-}
 
 /// A chain at concrete shapes.
 pub struct Chain {
@@ -116,8 +99,8 @@ impl Chain {
         for (link, result) in links.iter().zip(&places) {
             let kernel = |rows: usize| {
                 let layout = |operand: &Operand| match *operand {
-                    Operand::Given(i) => TensorLayout { dtype: given[i].dtype, shape: part(i, rows) },
-                    Operand::Made(i) => TensorLayout { dtype: links[i].result.dtype, shape: piece(rows) },
+                    Operand::Input(i) => TensorLayout { dtype: given[i].dtype, shape: part(i, rows) },
+                    Operand::Result(i) => TensorLayout { dtype: links[i].result.dtype, shape: piece(rows) },
                 };
                 let operands: Vec<TensorLayout> = link.operands.iter().map(layout).collect();
                 let result = TensorLayout { dtype: link.result.dtype, shape: piece(rows) };
@@ -126,8 +109,8 @@ impl Chain {
             let rest = dims[cut] % height;
             let kernels = [Some(kernel(height)?), if rest > 0 { Some(kernel(rest)?) } else { None }];
             let at = |operand: &Operand| match *operand {
-                Operand::Given(i) => At::Given(i),
-                Operand::Made(i) => places[i],
+                Operand::Input(i) => At::Given(i),
+                Operand::Result(i) => places[i],
             };
             let operands = link.operands.iter().map(at).collect();
             steps.push(Step { kernels, operands, result: *result });
@@ -255,7 +238,7 @@ fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
     let mut last: Vec<usize> = (0..links.len()).collect();
     for (at, link) in links.iter().enumerate() {
         for operand in &link.operands {
-            if let Operand::Made(made) = *operand {
+            if let Operand::Result(made) = *operand {
                 last[made] = at;
             }
         }
@@ -303,7 +286,7 @@ mod tests {
     use super::*;
     use crate::device::cpu::Kernel;
     use compiler::op::table::rule;
-    use compiler::op::{Binary, Cast, Compare, Select, Unary};
+    use compiler::op::{Binary, Cast, Compare, Op, Select, Unary};
     use compiler::tensor::DType;
     use compiler::tensor::fact::Fact;
 
@@ -335,8 +318,8 @@ mod tests {
         let mut made: Vec<(TensorLayout, Vec<u64>)> = Vec::new();
         for (op, operands, _) in ops {
             let layout = |operand: &Operand| match *operand {
-                Operand::Given(i) => given[i].clone(),
-                Operand::Made(i) => made[i].0.clone(),
+                Operand::Input(i) => given[i].clone(),
+                Operand::Result(i) => made[i].0.clone(),
             };
             let facts: Vec<Fact> = operands.iter().map(|o| fact(&layout(o))).collect();
             let results = rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
@@ -346,8 +329,8 @@ mod tests {
             let read: Vec<&[u8]> = operands
                 .iter()
                 .map(|operand| match *operand {
-                    Operand::Given(i) => inputs[i],
-                    Operand::Made(i) => &bytemuck::cast_slice::<u64, u8>(&made[i].1)[..made[i].0.bytes()],
+                    Operand::Input(i) => inputs[i],
+                    Operand::Result(i) => &bytemuck::cast_slice::<u64, u8>(&made[i].1)[..made[i].0.bytes()],
                 })
                 .collect();
             let kernel = Kernel::new(op, &facts, &results);
@@ -374,18 +357,18 @@ mod tests {
 
     #[test]
     fn a_chain_gives_the_bits_of_its_ops() {
-        use Operand::{Given, Made};
+        use Operand::{Input, Result};
         let binary = |op, a, b, written| (Op::Binary(op), vec![a, b], written);
         let unary = |op, x, written| (Op::Unary(op), vec![x], written);
         let ops: Ops = vec![
-            binary(Binary::Add, Given(0), Given(1), true),
-            unary(Unary::Gelu, Made(0), false),
-            binary(Binary::Mul, Made(1), Given(2), false),
-            (Op::Compare(Compare::Less), vec![Given(3), Made(2)], false),
-            (Op::Select(Select {}), vec![Made(3), Made(0), Given(3)], false),
-            (Op::Cast(Cast { to: DType::F64 }), vec![Made(4)], false),
-            unary(Unary::Tanh, Made(5), true),
-            binary(Binary::Sub, Made(2), Made(4), true),
+            binary(Binary::Add, Input(0), Input(1), true),
+            unary(Unary::Gelu, Result(0), false),
+            binary(Binary::Mul, Result(1), Input(2), false),
+            (Op::Compare(Compare::Less), vec![Input(3), Result(2)], false),
+            (Op::Select(Select {}), vec![Result(3), Result(0), Input(3)], false),
+            (Op::Cast(Cast { to: DType::F64 }), vec![Result(4)], false),
+            unary(Unary::Tanh, Result(5), true),
+            binary(Binary::Sub, Result(2), Result(4), true),
         ];
         let of = |shape: &[usize]| TensorLayout { dtype: DType::F32, shape: shape.to_vec() };
         let shapes: [(&[usize], [&[usize]; 3]); 8] = [

@@ -356,7 +356,7 @@ pub(super) mod tests {
         let out = rule(op).infer(&facts).unwrap().remove(0);
         let of = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);
         let (factors, mut result) = ([of(facts[0], 1), of(facts[1], 2)], of(&out, 3));
-        let mut workspace = Buffer::new(fast.workspace);
+        let mut workspace = Buffer::host(fast.workspace);
         let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
         (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
         let wide = |fact: &Fact| TensorLayout::of(&Fact { dtype: DType::F64, ..fact.clone() });

@@ -3,16 +3,12 @@
 
 use super::table::fast;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
+pub use crate::device::layout::is_half;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{Cast, Op};
 use compiler::tensor::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-
-/// True for `f16` and `bf16`.
-pub fn is_half(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::Bf16)
-}
 
 /// `to = from`. Panics for other types.
 pub fn widen(dtype: DType, from: &[u8], to: &mut [f32]) {

@@ -1,0 +1,290 @@
+//! What the runtime asks of a device: memory, kernels, and streams of work on them.
+//!
+//! Everything above `device` names memory by [`Buffer`] and [`Region`] and computes through a [`Stream`]. It never
+//! dereferences an address, so the device may be a GPU.
+//!
+//! A stream runs its verbs in the order of their calls. A verb may return before its work is done; on the CPU it never
+//! does. Only [`Stream::finish`], the downloads and [`Stream::squared_norms`] wait. A failure of earlier work may appear
+//! as the result of a later verb. A buffer may therefore be dropped while work on it is queued: a device frees memory
+//! in stream order, or after the work.
+//!
+//! A buffer that goes to another thread is used by another stream. [`Stream::release`] marks it with an event after the
+//! work queued so far, and [`Stream::acquire`] lets the other stream wait for that. A reader releases it again when its
+//! reads are queued, so that the next writer, which acquires it from the pool, waits for them. The CPU needs neither.
+//!
+//! Decisions that differ from a plain handle-based interface:
+//!
+//! - [`Region`] has a lifetime, and [`RegionMut`] is exclusive. The verbs are safe functions: the compiler checks bounds
+//!   of life and aliasing for all callers but the executor, whose memory plan it cannot know.
+//! - The verbs take `&self`: a stream is a handle of a queue that one thread uses, and callers hold regions of other
+//!   fields of the same struct.
+//! - Uploads and downloads come with a closure ([`Stream::upload_with`], [`Stream::download_with`]): the CPU passes its
+//!   memory itself, without a copy; a GPU passes pinned memory.
+//! - Sums of squares are taken for many tensors in one verb, because each wait for a result stalls a GPU.
+//! - Operands of sums are 16-bit or wide; [`accumulation_type`](crate::device::layout::accumulation_type) gives the type
+//!   of the sum.
+
+use crate::device::buffer::Buffer;
+use crate::device::chain::Link;
+use crate::device::layout::{TensorLayout, accumulation_type};
+use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use compiler::op::{KernelError, Op};
+use compiler::tensor::DType;
+use compiler::tensor::fact::Fact;
+use std::any::Any;
+use std::sync::Arc;
+use thiserror::Error;
+
+pub use crate::device::region::{Region, RegionMut};
+
+#[derive(Debug, Error, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub enum DeviceError {
+    /// A kernel rejects the values of its operands.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    #[error("there is no device `{name}`")]
+    Unknown { name: String },
+    #[error("device {device} has {free} bytes left, {needed} are needed")]
+    Memory { device: String, needed: u64, free: u64 },
+    #[error("device {device} cannot cast {from} to {to}")]
+    Cast { device: String, from: DType, to: DType },
+    #[error("device {device} has no kernel for `{op}`")]
+    NoKernel { device: String, op: &'static str },
+    #[error("bug in pipec: a device was given another device's {what}")]
+    Foreign { what: &'static str },
+    #[error("device {device} failed: {what}")]
+    Failed { device: String, what: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// The name that [`open`](crate::device::open::open) knows, such as `cpu`.
+    pub name: String,
+    /// The product name.
+    pub model: String,
+}
+
+/// A device: the CPU or a GPU.
+pub trait Device: Send + Sync {
+    fn info(&self) -> &DeviceInfo;
+
+    /// Bytes that can still be allocated; `None` if unknown.
+    fn available_memory(&self) -> Option<u64>;
+
+    /// Allocates zeroed memory.
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError>;
+
+    /// True if streams of this device can read the buffer where it is.
+    fn can_access(&self, buffer: &Buffer) -> bool;
+
+    /// The kernel of an op at concrete shapes.
+    fn kernel(&self, op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Result<Arc<dyn Kernel>, DeviceError>;
+
+    /// The kernel of a chain of elementwise ops. `None` if its ops must run one by one.
+    fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>>;
+
+    /// A new, empty stream.
+    fn stream(&self) -> Result<Box<dyn Stream>, DeviceError>;
+
+    /// Copies host bytes into new memory, and waits.
+    fn upload(&self, bytes: &[u8]) -> Result<Buffer, DeviceError> {
+        let (mut buffer, stream) = (self.allocate(bytes.len())?, self.stream()?);
+        stream.upload(bytes, buffer.region_mut())?;
+        stream.finish()?;
+        Ok(buffer)
+    }
+}
+
+/// A compiled op, or chain of elementwise ops, at concrete shapes. It belongs to a kind of device: replicas share it.
+pub trait Kernel: Any + Send + Sync {
+    /// The op, or the last op of a chain.
+    fn name(&self) -> &'static str;
+
+    /// Scratch bytes.
+    fn workspace(&self) -> usize;
+
+    /// True if it can accumulate into its output.
+    fn can_accumulate(&self) -> bool;
+
+    /// Number of ops that it computes.
+    fn ops(&self) -> usize;
+
+    /// True if it runs the op's reference implementation because the device has no fast one.
+    fn is_reference(&self) -> bool;
+}
+
+/// What a kernel does to its output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputMode {
+    Overwrite,
+    /// Requires [`Kernel::can_accumulate`].
+    Accumulate,
+}
+
+/// The weights of an optimizer step.
+pub enum WeightRegions<'a> {
+    InPlace(RegionMut<'a>),
+    /// Writes the new version and leaves the old one unchanged.
+    OutOfPlace {
+        old: Region<'a>,
+        new: RegionMut<'a>,
+    },
+}
+
+/// An in-order queue of work on a device. See [the module](self) for what the verbs promise.
+pub trait Stream: Send {
+    /// Runs a kernel. `workspace` has at least [`Kernel::workspace`] bytes.
+    fn run(
+        &self,
+        kernel: &dyn Kernel,
+        inputs: &[Region<'_>],
+        outputs: &mut [RegionMut<'_>],
+        workspace: RegionMut<'_>,
+        mode: OutputMode,
+    ) -> Result<(), DeviceError>;
+
+    /// Writes memory from the host. `fill` writes all bytes of its argument, which has the length of `to`. The verb
+    /// calls it before it returns.
+    fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError>;
+
+    /// Waits for the queued work and reads memory on the host.
+    fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError>;
+
+    /// `to = from`, of equal length.
+    fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError>;
+
+    /// `to = from`, rounded to nearest.
+    fn cast(&self, from: (DType, Region<'_>), to: (DType, RegionMut<'_>)) -> Result<(), DeviceError>;
+
+    /// `sum += term`. A 16-bit `term` has an `f32` sum.
+    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError>;
+
+    /// `sum = first + second`, for `f32` or `f64`.
+    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError>;
+
+    /// `values *= factor`, for `f32` or `f64`.
+    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError>;
+
+    /// The sum of squares of each tensor of `f32` or `f64`. Waits.
+    fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError>;
+
+    /// One optimizer step. `state` has the tensors of [`UpdateRule::states`].
+    fn optimizer_step(
+        &self,
+        rule: &UpdateRule,
+        step: &StepArgs,
+        weights: WeightRegions<'_>,
+        gradient: Region<'_>,
+        state: &mut [RegionMut<'_>],
+    ) -> Result<(), DeviceError>;
+
+    /// `to` = weights after further updates in the direction of the last one: `w − steps·lr·v`. `v` is the momentum, or
+    /// Adam's bias-corrected first moment over the root of its second.
+    fn predict_weights(
+        &self,
+        rule: &UpdateRule,
+        prediction: &Prediction,
+        weights: Region<'_>,
+        state: &[Region<'_>],
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError>;
+
+    /// `average = keep · average + (1 − keep) · (new − old)`, where `versions` are the old and the new one.
+    fn average_update(
+        &self,
+        dtype: DType,
+        versions: (Region<'_>, Region<'_>),
+        keep: f64,
+        average: RegionMut<'_>,
+    ) -> Result<(), DeviceError>;
+
+    /// `to = weights − steps · average`: approximate weights of some updates ago. `distance` is the average update and the
+    /// number of steps.
+    fn set_back_weights(
+        &self,
+        dtype: DType,
+        weights: Region<'_>,
+        distance: (Region<'_>, u32),
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError>;
+
+    /// `state = keep · state + (1 − keep) · sample`. The sample comes from the host, where it was combined over
+    /// micro-batches and replicas.
+    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError>;
+
+    /// An event that occurs when the work queued so far is done.
+    fn record(&self) -> Result<Event, DeviceError>;
+
+    /// Delays later work of this stream until the event has occurred.
+    fn wait(&self, event: &Event) -> Result<(), DeviceError>;
+
+    /// Waits on the host until all queued work is done.
+    fn finish(&self) -> Result<(), DeviceError>;
+
+    /// Copies host bytes into memory of the same length.
+    fn upload(&self, from: &[u8], to: RegionMut<'_>) -> Result<(), DeviceError> {
+        self.upload_with(to, &mut |to| to.copy_from_slice(from))
+    }
+
+    /// Waits for the queued work and copies memory to the host.
+    fn download(&self, from: Region<'_>, to: &mut [u8]) -> Result<(), DeviceError> {
+        self.download_with(from, &mut |from| to.copy_from_slice(from))
+    }
+
+    /// Writes the first term of a sum.
+    fn begin_sum(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        self.cast((dtype, term), (accumulation_type(dtype), sum))
+    }
+
+    /// Marks a buffer with the work queued so far: other streams that acquire it wait for that work.
+    fn release(&self, buffer: &Buffer) -> Result<(), DeviceError> {
+        if !buffer.is_host() {
+            buffer.add_event(self.record()?);
+        }
+        Ok(())
+    }
+
+    /// Lets later work of this stream wait for the work with which other streams have released the buffer.
+    fn acquire(&self, buffer: &Buffer) -> Result<(), DeviceError> {
+        match buffer.is_host() {
+            true => Ok(()),
+            false => buffer.events().iter().try_for_each(|event| self.wait(event)),
+        }
+    }
+}
+
+/// A point in a stream.
+#[derive(Clone)]
+pub struct Event(Option<Arc<dyn DeviceEvent>>);
+
+/// An event of a device whose streams run asynchronously.
+pub trait DeviceEvent: Any + Send + Sync {
+    fn has_occurred(&self) -> bool;
+
+    /// Waits on the host.
+    fn synchronize(&self) -> Result<(), DeviceError>;
+}
+
+impl Event {
+    /// An event that has occurred.
+    pub const OCCURRED: Event = Event(None);
+
+    pub fn new(event: Arc<dyn DeviceEvent>) -> Event {
+        Event(Some(event))
+    }
+
+    /// The device's event; `None` if it has occurred.
+    pub fn device_event(&self) -> Option<&dyn DeviceEvent> {
+        self.0.as_deref()
+    }
+
+    pub fn has_occurred(&self) -> bool {
+        self.device_event().is_none_or(DeviceEvent::has_occurred)
+    }
+
+    /// Waits on the host.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.device_event().map_or(Ok(()), DeviceEvent::synchronize)
+    }
+}

@@ -1,0 +1,96 @@
+//! A worker's access to its device: a stream, and pools of memory.
+
+use crate::device::api::{Device, DeviceError, Region, Stream};
+use crate::device::buffer::{Buffer, MemoryCounter, Pool};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+/// The device of a worker as one thread uses it.
+pub struct DeviceContext {
+    pub device: Arc<dyn Device>,
+    pub stream: Box<dyn Stream>,
+    pool: RefCell<Pool>,
+    /// Buffers that no plan counts: operands of collectives.
+    staging: RefCell<Pool>,
+}
+
+impl DeviceContext {
+    /// A context with its own stream. `ledger` counts the memory of its pool.
+    pub fn new(device: Arc<dyn Device>, ledger: Arc<MemoryCounter>) -> Result<DeviceContext, DeviceError> {
+        let (pool, staging) = (Pool::new(device.clone(), ledger), Pool::new(device.clone(), Arc::default()));
+        let stream = device.stream()?;
+        Ok(DeviceContext { device, stream, pool: RefCell::new(pool), staging: RefCell::new(staging) })
+    }
+
+    /// Counts the pool's buffers.
+    pub fn ledger(&self) -> Arc<MemoryCounter> {
+        self.pool.borrow().ledger.clone()
+    }
+
+    /// An unshared buffer of the pool, with arbitrary content.
+    pub fn take(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
+        let buffer = self.pool.borrow_mut().take(bytes)?;
+        self.stream.acquire(&buffer)?;
+        Ok(buffer)
+    }
+
+    /// A buffer that is freed, not pooled, after use.
+    pub fn once(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
+        self.pool.borrow().once(bytes)
+    }
+
+    /// Returns a buffer to the pool. Others may still read it or return it too.
+    pub fn give(&self, buffer: Arc<Buffer>) {
+        self.pool.borrow_mut().give(buffer);
+    }
+
+    /// An unshared buffer for an operand of a collective, with arbitrary content.
+    pub fn take_staging(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
+        let buffer = self.staging.borrow_mut().take(bytes)?;
+        self.stream.acquire(&buffer)?;
+        Ok(buffer)
+    }
+
+    pub fn give_staging(&self, buffer: Arc<Buffer>) {
+        self.staging.borrow_mut().give(buffer);
+    }
+
+    pub fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        self.device.allocate(bytes)
+    }
+
+    /// A copy in new memory.
+    pub fn copy_of(&self, from: Region<'_>) -> Result<Buffer, DeviceError> {
+        let mut copy = self.device.allocate(from.len())?;
+        self.stream.copy(from, copy.region_mut())?;
+        Ok(copy)
+    }
+
+    /// Copies of these regions one after the other, in new memory.
+    pub fn concatenated<'a>(&self, parts: impl Iterator<Item = Region<'a>> + Clone) -> Result<Buffer, DeviceError> {
+        let mut whole = self.device.allocate(parts.clone().map(|part| part.len()).sum())?;
+        let mut end = 0;
+        for part in parts {
+            let start = end;
+            end += part.len();
+            self.stream.copy(part, whole.region_mut().slice(start..end))?;
+        }
+        Ok(whole)
+    }
+
+    /// Hands a buffer over to other threads.
+    pub fn release(&self, buffer: &Buffer) -> Result<(), DeviceError> {
+        self.stream.release(buffer)
+    }
+
+    /// Takes a buffer over from another thread: itself if the device can read it, else a copy on the device.
+    pub fn receive(&self, buffer: Arc<Buffer>) -> Result<Arc<Buffer>, DeviceError> {
+        if self.device.can_access(&buffer) {
+            self.stream.acquire(&buffer)?;
+            return Ok(buffer);
+        }
+        let mut own = self.take(buffer.len())?;
+        self.stream.upload(&buffer.download()?, Buffer::exclusive(&mut own))?;
+        Ok(own)
+    }
+}

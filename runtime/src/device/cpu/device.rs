@@ -1,0 +1,305 @@
+//! The CPU as a device. Every verb of its stream runs at once, on the caller's thread.
+
+use super::chain::Chain;
+use super::half::{is_half, narrow, widen};
+use super::update::WeightBytes;
+use super::{arithmetic, update};
+use crate::device::api::{
+    Device, DeviceError, DeviceInfo, Event, Kernel, OutputMode, Region, RegionMut, Stream, WeightRegions,
+};
+use crate::device::buffer::Buffer;
+use crate::device::chain::Link;
+use crate::device::host_memory;
+use crate::device::layout::TensorLayout;
+use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::Op;
+use compiler::tensor::DType;
+use compiler::tensor::fact::Fact;
+use std::any::Any;
+use std::sync::{Arc, LazyLock};
+
+/// The name of the CPU.
+pub const NAME: &str = "cpu";
+
+/// Operands that [`CpuStream::run`] needs no allocation for.
+const FEW: usize = 8;
+
+pub struct CpuDevice {
+    info: DeviceInfo,
+}
+
+static CPU: LazyLock<Arc<CpuDevice>> =
+    LazyLock::new(|| Arc::new(CpuDevice { info: DeviceInfo { name: NAME.to_string(), model: "CPU".to_string() } }));
+
+/// The CPU.
+pub fn cpu() -> Arc<dyn Device> {
+    CPU.clone()
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn available_memory(&self) -> Option<u64> {
+        host_memory::available()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        Ok(Buffer::host(bytes))
+    }
+
+    fn can_access(&self, buffer: &Buffer) -> bool {
+        buffer.is_host()
+    }
+
+    fn kernel(&self, op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Result<Arc<dyn Kernel>, DeviceError> {
+        Ok(Arc::new(super::Kernel::new(op, inputs, outputs)))
+    }
+
+    fn chain(&self, links: &[Link], inputs: &[TensorLayout]) -> Option<Arc<dyn Kernel>> {
+        Some(Arc::new(Chain::new(links, inputs)?))
+    }
+
+    fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
+        Ok(Box::new(CpuStream))
+    }
+}
+
+impl Kernel for super::Kernel {
+    fn name(&self) -> &'static str {
+        self.name()
+    }
+
+    fn workspace(&self) -> usize {
+        self.workspace()
+    }
+
+    fn can_accumulate(&self) -> bool {
+        self.adds()
+    }
+
+    fn ops(&self) -> usize {
+        1
+    }
+
+    fn is_reference(&self) -> bool {
+        self.is_reference()
+    }
+}
+
+impl Kernel for Chain {
+    fn name(&self) -> &'static str {
+        "chain"
+    }
+
+    fn workspace(&self) -> usize {
+        self.workspace()
+    }
+
+    fn can_accumulate(&self) -> bool {
+        false
+    }
+
+    fn ops(&self) -> usize {
+        self.ops()
+    }
+
+    fn is_reference(&self) -> bool {
+        false
+    }
+}
+
+/// A stream of the CPU. It has no state, since no work is ever queued.
+pub struct CpuStream;
+
+impl Stream for CpuStream {
+    fn run(
+        &self,
+        kernel: &dyn Kernel,
+        inputs: &[Region<'_>],
+        outputs: &mut [RegionMut<'_>],
+        workspace: RegionMut<'_>,
+        mode: OutputMode,
+    ) -> Result<(), DeviceError> {
+        let (mut few_inputs, mut many_inputs) = ([&[][..]; FEW], Vec::new());
+        let inputs: &[&[u8]] = match few_inputs.get_mut(..inputs.len()) {
+            Some(few) => {
+                for (bytes, region) in few.iter_mut().zip(inputs) {
+                    *bytes = region.host()?;
+                }
+                few
+            }
+            None => {
+                for region in inputs {
+                    many_inputs.push(region.host()?);
+                }
+                &many_inputs
+            }
+        };
+        let (mut few_outputs, mut many_outputs) = (<[&mut [u8]; FEW]>::default(), Vec::new());
+        let outputs: &mut [&mut [u8]] = match few_outputs.get_mut(..outputs.len()) {
+            Some(few) => {
+                for (bytes, region) in few.iter_mut().zip(outputs) {
+                    *bytes = region.reborrow().host()?;
+                }
+                few
+            }
+            None => {
+                for region in outputs {
+                    many_outputs.push(region.reborrow().host()?);
+                }
+                &mut many_outputs
+            }
+        };
+        let (workspace, any) = (workspace.host()?, kernel as &dyn Any);
+        if let Some(kernel) = any.downcast_ref::<super::Kernel>() {
+            match mode {
+                OutputMode::Overwrite => kernel.run(inputs, outputs, workspace)?,
+                OutputMode::Accumulate => kernel.run_adding(inputs, outputs, workspace)?,
+            }
+        } else if let (Some(chain), OutputMode::Overwrite) = (any.downcast_ref::<Chain>(), mode) {
+            chain.run(inputs, outputs, workspace)?;
+        } else {
+            return Err(DeviceError::Foreign { what: "kernel" });
+        }
+        Ok(())
+    }
+
+    fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        fill(to.host()?);
+        Ok(())
+    }
+
+    fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        read(from.host()?);
+        Ok(())
+    }
+
+    fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
+        to.host()?.copy_from_slice(from.host()?);
+        Ok(())
+    }
+
+    fn cast(
+        &self,
+        (from_dtype, from): (DType, Region<'_>),
+        (to_dtype, to): (DType, RegionMut<'_>),
+    ) -> Result<(), DeviceError> {
+        let (from, to) = (from.host()?, to.host()?);
+        match (from_dtype, to_dtype) {
+            (one, other) if one == other => to.copy_from_slice(from),
+            (half, DType::F32) if is_half(half) => widen(half, from, cast_slice_mut(to)),
+            (DType::F32, half) if is_half(half) => narrow(half, cast_slice(from), to),
+            (from, to) => return Err(DeviceError::Cast { device: NAME.to_string(), from, to }),
+        }
+        Ok(())
+    }
+
+    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        arithmetic::accumulate(dtype, term.host()?, sum.host()?);
+        Ok(())
+    }
+
+    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        arithmetic::add(dtype, first.host()?, second.host()?, sum.host()?);
+        Ok(())
+    }
+
+    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
+        arithmetic::scale(dtype, values.host()?, factor);
+        Ok(())
+    }
+
+    fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
+        tensors.iter().map(|(dtype, values)| Ok(arithmetic::squared_norm(*dtype, values.host()?))).collect()
+    }
+
+    fn optimizer_step(
+        &self,
+        rule: &UpdateRule,
+        step: &StepArgs,
+        weights: WeightRegions<'_>,
+        gradient: Region<'_>,
+        state: &mut [RegionMut<'_>],
+    ) -> Result<(), DeviceError> {
+        let weights = match weights {
+            WeightRegions::InPlace(weights) => WeightBytes::InPlace(weights.host()?),
+            WeightRegions::OutOfPlace { old, new } => WeightBytes::OutOfPlace { old: old.host()?, new: new.host()? },
+        };
+        let (mut states, gradient): ([&mut [u8]; 2], _) = (Default::default(), gradient.host()?);
+        for (bytes, region) in states.iter_mut().zip(state) {
+            *bytes = region.reborrow().host()?;
+        }
+        match step.dtype {
+            DType::F64 => update::step::<f64>(rule, step, weights, gradient, states),
+            _ => update::step::<f32>(rule, step, weights, gradient, states),
+        }
+        Ok(())
+    }
+
+    fn predict_weights(
+        &self,
+        rule: &UpdateRule,
+        prediction: &Prediction,
+        weights: Region<'_>,
+        state: &[Region<'_>],
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut states: [&[u8]; 2] = Default::default();
+        for (bytes, region) in states.iter_mut().zip(state) {
+            *bytes = region.host()?;
+        }
+        match prediction.dtype {
+            DType::F64 => update::predict::<f64>(rule, prediction, weights.host()?, states, to.host()?),
+            _ => update::predict::<f32>(rule, prediction, weights.host()?, states, to.host()?),
+        }
+        Ok(())
+    }
+
+    fn average_update(
+        &self,
+        dtype: DType,
+        (old, new): (Region<'_>, Region<'_>),
+        keep: f64,
+        average: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        match dtype {
+            DType::F64 => update::average_update::<f64>(old.host()?, new.host()?, keep, average.host()?),
+            _ => update::average_update::<f32>(old.host()?, new.host()?, keep, average.host()?),
+        }
+        Ok(())
+    }
+
+    fn set_back_weights(
+        &self,
+        dtype: DType,
+        weights: Region<'_>,
+        (average, steps): (Region<'_>, u32),
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        match dtype {
+            DType::F64 => update::set_back::<f64>(weights.host()?, steps, average.host()?, to.host()?),
+            _ => update::set_back::<f32>(weights.host()?, steps, average.host()?, to.host()?),
+        }
+        Ok(())
+    }
+
+    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
+        arithmetic::moving_average(dtype, sample, keep, state.host()?);
+        Ok(())
+    }
+
+    fn record(&self) -> Result<Event, DeviceError> {
+        Ok(Event::OCCURRED)
+    }
+
+    fn wait(&self, event: &Event) -> Result<(), DeviceError> {
+        event.synchronize()
+    }
+
+    fn finish(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
