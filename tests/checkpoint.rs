@@ -12,7 +12,7 @@ use crate::ready::{Ready, STEPS, adam, bits, checkpoints, cnn, contents, gpt, ml
 use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer};
 use compiler::op::{BatchNorm, Emit, Input, Op, Parameter, State};
 use compiler::pass::loss::Loss;
-use compiler::schedule::Schedule;
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::resume::period;
 use compiler::schedule::semantics::StepCount;
 use compiler::tensor::dim::{Bindings, Dim};

@@ -3,19 +3,18 @@
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::partition::planner::{PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::ScheduleKind;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::schedule::check::verify::check;
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use std::collections::BTreeMap;
 
-const KINDS: [ScheduleKind; 4] =
-    [ScheduleKind::Interleaved, ScheduleKind::Bfs, ScheduleKind::Zbv, ScheduleKind::DualPipeV];
+const KINDS: [Schedule; 4] = [Schedule::Interleaved, Schedule::Bfs, Schedule::Zbv, Schedule::DualPipeV];
 
 /// A chain in which every third op is also read three ops later.
 fn chain(times: &[f64], bytes: u64) -> CostGraph {
@@ -43,7 +42,7 @@ fn chain(times: &[f64], bytes: u64) -> CostGraph {
     }
 }
 
-fn problem(graph: CostGraph, spec: &str, kind: ScheduleKind, chunks: u32, microbatches: u32) -> Problem {
+fn problem(graph: CostGraph, spec: &str, kind: Schedule, chunks: u32, microbatches: u32) -> Problem {
     let mut problem = Problem::new(graph, levels(spec).unwrap(), CostModel::Pipec);
     problem.schedule = kind;
     problem.chunks = chunks;
@@ -71,7 +70,7 @@ fn programs_hold_what_plans_say() {
                 assert!(held.values().all(|stages| *stages == chunks as usize), "{plan_error}: {held:?}");
                 let shape = pipeline(&plan).unwrap();
                 let count = StepCount { minibatches: 2, microbatches };
-                let program = schedule(schedule_of(kind).unwrap(), &shape, count).unwrap();
+                let program = schedule(generated(kind).unwrap(), &shape, count).unwrap();
                 check(&program).unwrap();
                 let caps: Vec<u32> = program.stages.iter().map(|stage| stage.cap).collect();
                 assert_eq!(caps, plan.schedule.in_flight, "{plan_error}");
@@ -91,7 +90,7 @@ fn predictions_are_what_simulation_finds() {
         let plan = if plan.stages.len() == 8 { plan } else { planned(&alone).plan };
         let shape = pipeline(&plan).unwrap();
         let count = StepCount { minibatches: 1, microbatches: 16 };
-        let program = schedule(schedule_of(kind).unwrap(), &shape, count).unwrap();
+        let program = schedule(generated(kind).unwrap(), &shape, count).unwrap();
         let found = simulate(&program, &shape, &Machine::of(&shape)).unwrap().makespan;
         let off = (plan.predicted.step_us - found).abs() / found;
         assert!(off < 0.08, "{}: {} predicted, {found} simulated", kind.name(), plan.predicted.step_us);
@@ -124,10 +123,10 @@ fn chunks_of_one_rank_share_its_memory() {
 fn incompatible_settings_are_reported() {
     let plan_error = |problem: &Problem| plan(problem, &PlannerOptions::default()).unwrap_err().to_string();
     let graph = || chain(&[1.0; 12], 1);
-    assert!(plan_error(&problem(graph(), "4:1GB/s", ScheduleKind::OneFOneB, 2, 4)).contains("interleaved"));
-    assert!(plan_error(&problem(graph(), "4:1GB/s", ScheduleKind::Zbv, 3, 4)).contains('2'));
-    assert!(plan_error(&problem(graph(), "4:1GB/s", ScheduleKind::Interleaved, 9, 4)).contains("9 chunks"));
-    let mut unequal = problem(graph(), "4:1GB/s", ScheduleKind::Interleaved, 2, 4);
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::OneFOneB, 2, 4)).contains("interleaved"));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Zbv, 3, 4)).contains('2'));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 chunks"));
+    let mut unequal = problem(graph(), "4:1GB/s", Schedule::Interleaved, 2, 4);
     unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
     assert!(plan_error(&unequal).contains("equal replicas"));
     unequal.constraints.replicas = Some(vec![2, 2, 2, 2]);

@@ -13,12 +13,12 @@ use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{Training as Trains, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
+use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
-use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
-use compiler::schedule::Schedule;
 use compiler::schedule::pipeline::pipeline;
 use compiler::schedule::semantics::StepCount;
 use compiler::tensor::Tensor;
@@ -59,7 +59,7 @@ struct Set {
     microbatches: u32,
     dims: BTreeMap<String, i64>,
     optimizer: Optimizer,
-    order: (ScheduleKind, Schedule),
+    order: (Schedule, Schedule),
     want: Vec<f64>,
 }
 
@@ -98,7 +98,7 @@ fn set(root: &Path, name: &str, microbatches: u32) -> Set {
     });
     let weights = weights.collect();
     let want = arrays(&folder.join("expected.npz"))["loss64_sgd_m09_micro4"].to_f64();
-    let (optimizer, order) = (Optimizer::from(rule), (ScheduleKind::OneFOneB, Schedule::OneFOneB));
+    let (optimizer, order) = (Optimizer::from(rule), (Schedule::OneFOneB, Schedule::OneFOneB));
     Set { model, graph, costs, arrays: all, weights, batch, microbatches, dims, optimizer, order, want }
 }
 
@@ -234,9 +234,9 @@ fn all_go_together() {
 fn two_rounds_are_open_without_a_flush() {
     let Some(root) = data("parity") else { return };
     let orders = [
-        ((ScheduleKind::TwoBw, Schedule::TwoBw), MICROBATCHES),
+        ((Schedule::TwoBw, Schedule::TwoBw), MICROBATCHES),
         // Minibatches alternate between the replicas, unsplit.
-        ((ScheduleKind::RoundRobin, Schedule::OneFOneBRr), 1),
+        ((Schedule::OneFOneBRr, Schedule::OneFOneBRr), 1),
     ];
     for (order, microbatches) in orders {
         let set = Set { order, ..set(&root, "gpt", microbatches) };
@@ -261,7 +261,7 @@ fn two_rounds_are_open_without_a_flush() {
 #[test]
 fn sums_of_shared_parameters_are_planned_while_they_wait() {
     let Some(root) = data("parity") else { return };
-    let order = (ScheduleKind::RoundRobin, Schedule::OneFOneBRr);
+    let order = (Schedule::OneFOneBRr, Schedule::OneFOneBRr);
     let set = Set { order, ..set(&root, "gpt", 1) };
     for stages in 2..=4 {
         let plan = set.plan(Combination { degree: 1, zero: 0, replicas: 1, stages }).unwrap();

@@ -17,12 +17,13 @@ use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
 use compiler::plan::check::verify::{check, evaluate};
 use compiler::plan::problem::{CostModel, Problem};
-use compiler::plan::{LevelPlacement, Plan, ScheduleKind, Stage, StageId};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{LevelPlacement, Plan, Stage, StageId};
 use compiler::profile::ProfiledModel;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageSpec};
+use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
@@ -81,7 +82,7 @@ fn extend(
 ) {
     if op == ops {
         let mut plan = Plan { stages: stages.clone(), ..template.clone() };
-        let (count, versions) = (stages.len(), if problem.schedule == ScheduleKind::TwoBw { 2 } else { 1 });
+        let (count, versions) = (stages.len(), if problem.schedule == Schedule::TwoBw { 2 } else { 1 });
         (plan.schedule.in_flight, plan.schedule.weight_versions) = (vec![1; count], vec![versions; count]);
         *best = best.min(evaluate(problem, &plan).unwrap().minibatch_us);
         return;
@@ -123,8 +124,7 @@ fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
         problem.cluster.levels[outermost].shared = random.below(3) == 0;
         problem.cluster.levels.iter_mut().for_each(|level| level.latency.0 = random.below(3) as f64 * 1e-6);
         (problem.schedule, problem.microbatches) =
-            [(ScheduleKind::RoundRobin, 1), (ScheduleKind::OneFOneB, 4), (ScheduleKind::TwoBw, 6)]
-                [random.below(3) as usize];
+            [(Schedule::OneFOneBRr, 1), (Schedule::OneFOneB, 4), (Schedule::TwoBw, 6)][random.below(3) as usize];
         problem.shared = [2, 4].map(|devices| on_groups(&problem.graph, devices, &mut random)).into();
         let options = PlannerOptions { partitioner: Partitioner::Exhaustive, ..PlannerOptions::default() };
         let found = plan(&problem, &options).unwrap().plan;
@@ -157,8 +157,7 @@ fn random_models_on_random_levels_pass_their_judge() {
         let outermost = problem.cluster.levels.len() - 1;
         problem.cluster.levels[outermost].shared = random.below(2) == 0;
         problem.schedule =
-            [ScheduleKind::OneFOneB, ScheduleKind::RoundRobin, ScheduleKind::Interleaved, ScheduleKind::ZbH1]
-                [random.below(4) as usize];
+            [Schedule::OneFOneB, Schedule::OneFOneBRr, Schedule::Interleaved, Schedule::ZbH1][random.below(4) as usize];
         problem.chunks = if problem.schedule.has_chunks() { 2 } else { 1 };
         problem.microbatches = if problem.schedule.is_round_robin() { 1 } else { 8 };
         problem.shared = [2, 4].map(|devices| on_groups(&problem.graph, devices, &mut random)).into();
@@ -258,7 +257,7 @@ fn devices_hold_what_plans_say() {
     problem.shared = vec![shared_costs(&graph, TRAINING, &alone, &machine).unwrap()];
     problem.constraints.tensor = true;
     problem.constraints.replicas = Some(vec![1, 1]);
-    (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 2);
+    (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 2);
     let plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
     let mut stages = vec![0; order::numbered(&graph).len()];
     for stage in &plan.stages {

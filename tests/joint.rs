@@ -10,11 +10,11 @@ use compiler::pass::attribution::{Training as Learns, attribute};
 use compiler::pass::batched_weight_grad::ITEMS;
 use compiler::pass::costs::cost_graph;
 use compiler::pass::loss::Loss;
-use compiler::plan::ScheduleKind;
 use compiler::plan::gradient_buffers::GradientBuffers;
 use compiler::plan::memory::{MemoryMultipliers, MemoryTerms};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageSpec};
+use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
@@ -255,7 +255,7 @@ fn batch_buffers_are_in_the_memory_plan() {
             recompute: false,
             zero: 0,
             optimizer_state: 1.0,
-            schedule: ScheduleKind::OneFOneB,
+            schedule: Schedule::OneFOneB,
             microbatches,
         };
         let planned = holdings.held(&multiples);

@@ -10,11 +10,12 @@ use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptio
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
-use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId};
 use compiler::schedule::action::{Phase, apart};
-use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::schedule::published_caps as published;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
@@ -34,13 +35,13 @@ const CLUSTERS: [&str; 7] = [
     "2:10GB/s,3:1GB/s",
 ];
 
-const SCHEDULES: [ScheduleKind; 6] = [
-    ScheduleKind::RoundRobin,
-    ScheduleKind::RoundRobinVsync,
-    ScheduleKind::Gpipe,
-    ScheduleKind::OneFOneB,
-    ScheduleKind::TwoBw,
-    ScheduleKind::Inference,
+const SCHEDULES: [Schedule; 6] = [
+    Schedule::OneFOneBRr,
+    Schedule::OneFOneBRrVsync,
+    Schedule::Gpipe,
+    Schedule::OneFOneB,
+    Schedule::TwoBw,
+    Schedule::Inference,
 ];
 
 /// Up to eight ops in a chain, or ops that each read up to two earlier ones.
@@ -73,7 +74,7 @@ fn random_problem(seed: u64) -> Problem {
     problem.activation_compression = (random.below(2) == 0).then_some(1.0);
     problem.optimizer_state = random.below(3) as f64;
     problem.schedule = SCHEDULES[random.below(SCHEDULES.len() as u64) as usize];
-    problem.microbatches = if problem.schedule == ScheduleKind::RoundRobin { 1 } else { 1 + random.below(6) as u32 };
+    problem.microbatches = if problem.schedule == Schedule::OneFOneBRr { 1 } else { 1 + random.below(6) as u32 };
     problem.recompute = random.below(2) == 0;
     problem.objective = if random.below(3) == 0 { Objective::Memory } else { Objective::Throughput };
     problem.in_flight = InFlight::Auto;
@@ -141,7 +142,7 @@ fn no_plan_is_over_its_limit_and_the_least_limit_is_the_least() {
 
 /// The program's maximum in-flight counts match the plan.
 fn holds_its_counts(name: &str, plan: &Plan) {
-    let kind = schedule_of(plan.schedule.kind).unwrap();
+    let kind = generated(plan.schedule.kind).unwrap();
     let minibatches = if kind.is_round_robin() { 12 } else { 2 };
     let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let program = schedule(kind, &pipeline(plan).unwrap(), count).unwrap();
@@ -164,16 +165,16 @@ fn holds_its_counts(name: &str, plan: &Plan) {
 #[test]
 fn no_plan_of_any_schedule_is_over_its_limit() {
     let kinds = [
-        ScheduleKind::Gpipe,
-        ScheduleKind::OneFOneB,
-        ScheduleKind::ZbH1,
-        ScheduleKind::ZbH2,
-        ScheduleKind::Zbv,
-        ScheduleKind::Interleaved,
-        ScheduleKind::Bfs,
-        ScheduleKind::DualPipeV,
-        ScheduleKind::TwoBw,
-        ScheduleKind::RoundRobin,
+        Schedule::Gpipe,
+        Schedule::OneFOneB,
+        Schedule::ZbH1,
+        Schedule::ZbH2,
+        Schedule::Zbv,
+        Schedule::Interleaved,
+        Schedule::Bfs,
+        Schedule::DualPipeV,
+        Schedule::TwoBw,
+        Schedule::OneFOneBRr,
     ];
     for kind in kinds {
         let (mut planned, mut refused) = (0, 0);
@@ -187,7 +188,7 @@ fn no_plan_of_any_schedule_is_over_its_limit() {
             let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
             problem.schedule = kind;
             problem.chunks = if kind.has_chunks() { 2 } else { 1 };
-            problem.microbatches = if kind == ScheduleKind::RoundRobin { 1 } else { 1 + random.below(8) as u32 };
+            problem.microbatches = if kind == Schedule::OneFOneBRr { 1 } else { 1 + random.below(8) as u32 };
             problem.optimizer_state = (seed % 3) as f64;
             problem.recompute = seed % 4 > 0;
             problem.constraints.no_replication = seed % 2 == 0;
@@ -226,7 +227,7 @@ fn no_partition_of_a_small_graph_needs_less_than_the_least_limit() {
         problem.memory_limit = Some(Bytes(1000));
         // With vertical sync the versions of all stages follow the first; the published cost model's search only has a
         // bound for them.
-        let is_known = problem.schedule != ScheduleKind::RoundRobinVsync;
+        let is_known = problem.schedule != Schedule::OneFOneBRrVsync;
         if problem.cost != CostModel::Pipec && (!is_known || problem.cluster.levels.len() > 1) {
             continue;
         }

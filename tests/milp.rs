@@ -12,9 +12,9 @@ use compiler::partition::milp::solve::refine;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::partition::search::candidates::{SearchContext, SearchLimits, SearchResult};
 use compiler::partition::search::fused_graph::FusedGraph;
-use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use compiler::plan::read::to_json;
+use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId, ParamCost};
 use instances::{Random, chain, random_graph, transformer};
@@ -112,8 +112,8 @@ fn whole_group_costs_tie_the_exhaustive_search() {
 
 #[test]
 fn cost_pipec_ties_the_exhaustive_search_under_every_schedule() {
-    use ScheduleKind::{Gpipe, Inference, OneFOneB, RoundRobin, RoundRobinVsync, TwoBw};
-    let schedules = [RoundRobin, RoundRobinVsync, TwoBw, OneFOneB, Gpipe, Inference];
+    use Schedule::{Gpipe, Inference, OneFOneB, OneFOneBRr, OneFOneBRrVsync, TwoBw};
+    let schedules = [OneFOneBRr, OneFOneBRrVsync, TwoBw, OneFOneB, Gpipe, Inference];
     for seed in 0..60 {
         let mut problem = random_problem(80_000 + seed, CostModel::Pipec);
         problem.schedule = schedules[seed as usize % 6];

@@ -9,8 +9,8 @@ use compiler::cluster::read::levels;
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Problem, ProblemError};
+use compiler::plan::schedule::Schedule;
 use instances::{Random, random_graph};
 use std::time::Instant;
 
@@ -52,9 +52,9 @@ fn small(seed: u64) -> Problem {
     let slow_bytes = if random.below(3) == 0 { 2_000_000 + random.below(6_000_000) } else { 1 << 40 };
     let cluster = mixed(text, &speeds, |speed| if speed == 1.0 { 1 << 40 } else { slow_bytes });
     let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
-    use ScheduleKind::{Gpipe, Inference, OneFOneB, RoundRobin, TwoBw};
+    use Schedule::{Gpipe, Inference, OneFOneB, OneFOneBRr, TwoBw};
     problem.schedule =
-        [RoundRobin, RoundRobin, RoundRobin, OneFOneB, Gpipe, TwoBw, Inference][random.below(7) as usize];
+        [OneFOneBRr, OneFOneBRr, OneFOneBRr, OneFOneB, Gpipe, TwoBw, Inference][random.below(7) as usize];
     problem.microbatches = if matches!(problem.schedule, OneFOneB | Gpipe | TwoBw) { 4 } else { 1 };
     problem.optimizer_state = random.below(3) as f64;
     problem
@@ -94,7 +94,7 @@ fn infeasible_memory_needs_no_search() {
         let mut random = Random(120_000 + seed);
         let cost = [CostModel::Pipec, CostModel::Pipec, CostModel::Paper][seed as usize % 3];
         let mut problem = Problem::new(random_graph(&mut random, 10), levels("6:1GB/s").unwrap(), cost);
-        problem.schedule = [ScheduleKind::ZbH1, ScheduleKind::ZbH2, ScheduleKind::RoundRobin][seed as usize / 3 % 3];
+        problem.schedule = [Schedule::ZbH1, Schedule::ZbH2, Schedule::OneFOneBRr][seed as usize / 3 % 3];
         problem.microbatches = 8;
         problem.optimizer_state = 2.0;
         problem.constraints.no_replication = seed % 2 == 0 && cost == CostModel::Pipec;

@@ -8,10 +8,11 @@ use compiler::cluster::read::{gpus, levels};
 use compiler::cluster::unit::bandwidth;
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::plan::Plan;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use compiler::plan::read::{from_json, schema, to_json};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::simulate::one_f_one_b_rr::Steady;
@@ -198,7 +199,7 @@ fn every_schedule_and_objective_makes_a_sound_plan() {
     for seed in 0..60 {
         let mut random = Random(4000 + seed);
         let mut problem = random_problem(&mut random, Kind::OneSource, 10, if seed % 3 == 0 { NESTED } else { FLAT });
-        let kinds: Vec<ScheduleKind> = ScheduleKind::ALL.into_iter().filter(|kind| !kind.has_chunks()).collect();
+        let kinds: Vec<Schedule> = Schedule::ALL.into_iter().filter(|kind| !kind.has_chunks()).collect();
         problem.schedule = kinds[seed as usize % kinds.len()];
         problem.microbatches = 1 + random.below(8) as u32;
         problem.objective = if seed % 2 == 0 { Objective::Memory } else { Objective::Throughput };
@@ -582,13 +583,13 @@ fn many_fixed_stages_are_balanced() {
         longest = next;
     }
     for (cost, schedule) in [
-        (CostModel::Pipec, ScheduleKind::RoundRobin),
-        (CostModel::Pipec, ScheduleKind::OneFOneB),
-        (CostModel::Pipedream, ScheduleKind::RoundRobin),
+        (CostModel::Pipec, Schedule::OneFOneBRr),
+        (CostModel::Pipec, Schedule::OneFOneB),
+        (CostModel::Pipedream, Schedule::OneFOneBRr),
     ] {
         let mut problem = Problem::new(graph.clone(), levels("100:1000GB/s").unwrap(), cost);
         problem.schedule = schedule;
-        problem.microbatches = if schedule == ScheduleKind::OneFOneB { 4 } else { 1 };
+        problem.microbatches = if schedule == Schedule::OneFOneB { 4 } else { 1 };
         problem.constraints.replicas = Some(vec![1; stages]);
         let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
         assert_eq!(plan.stages.len(), stages);

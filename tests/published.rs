@@ -1,10 +1,11 @@
 //! Published schedules: bubbles, activations and step times match the papers' formulas, and torch's generated tables.
 
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError, StageSpec};
+use compiler::schedule::{Pipeline, Program, RankId, ScheduleError, StageSpec};
 use compiler::simulate::Timeline;
 use compiler::simulate::run::{Machine, simulate};
 
@@ -198,7 +199,7 @@ fn torchgpipe_speeds_up_as_published() {
 
 #[test]
 fn any_number_of_microbatches_runs() {
-    for name in Schedule::ALL.into_iter().filter(|name| name.flushes()) {
+    for name in Schedule::GENERATED.into_iter().filter(|name| name.flushes()) {
         let v = match name {
             Schedule::Interleaved | Schedule::Bfs => 3,
             Schedule::Zbv | Schedule::DualPipeV => 2,

@@ -12,7 +12,8 @@ use compiler::plan::check::figures::figures;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::read::{from_json, to_json};
-use compiler::plan::{Edge, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Edge, Stage};
 use compiler::profile::cost_graph::{OpId, ParamCost};
 use compiler::schedule::pipeline::pipeline_of;
 use compiler::simulate::check_plan::stated;
@@ -61,7 +62,7 @@ fn question(seed: u64) -> (Problem, Partitioner) {
     }
     let mut problem = Problem::new(graph, cluster, cost);
     problem.activation_compression = one_in(&mut random, 2).then_some(1.0);
-    problem.schedule = ScheduleKind::ALL[random.below(ScheduleKind::ALL.len() as u64) as usize];
+    problem.schedule = Schedule::ALL[random.below(Schedule::ALL.len() as u64) as usize];
     problem.chunks = if problem.schedule.has_chunks() { 2 } else { 1 };
     problem.microbatches = 1 + random.below(6) as u32;
     problem.micro_batch = 1 + random.below(3);

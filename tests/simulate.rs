@@ -1,12 +1,13 @@
 //! Simulated figures known from elsewhere: bubbles, activations, stashes, shared cores, links.
 
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::formats::chart::chart;
 use compiler::schedule::formats::json::{from_json, to_json};
 use compiler::schedule::link_time::Link;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Bucket, Pipeline, Program, Schedule, StageSpec};
+use compiler::schedule::{Bucket, Pipeline, Program, StageSpec};
 use compiler::simulate::efficiency::{auto_caps, steady_efficiency};
 use compiler::simulate::network::Network;
 use compiler::simulate::one_f_one_b_rr::{bound, ideal_us, steady};

@@ -10,11 +10,11 @@ use compiler::pass::attribution::{Training as Trains, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
-use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, Stage};
 use compiler::profile::{Method, Profile, ProfiledModel};
-use compiler::schedule::Schedule;
 use compiler::schedule::action::Phase;
-use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::one_f_one_b_rr::{Steady, steady};
 use compiler::tensor::Tensor;
@@ -50,8 +50,8 @@ pub struct Way {
 
 impl Way {
     /// Unsplit minibatches use a schedule without a flush.
-    fn kind(self) -> ScheduleKind {
-        if self.microbatches == 1 { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB }
+    fn kind(self) -> Schedule {
+        if self.microbatches == 1 { Schedule::OneFOneBRr } else { Schedule::OneFOneB }
     }
 }
 
@@ -132,7 +132,7 @@ impl<'a> Known<'a> {
 
     /// Prepares training by the plan.
     pub fn ready(&self, way: Way, plan: Plan, steps: u32) -> Ready<'_> {
-        let schedule: Schedule = schedule_of(plan.schedule.kind).expect("these orders of work are generated");
+        let schedule: Schedule = generated(plan.schedule.kind).expect("these orders of work are generated");
         // Steps before the counted ones fill the pipeline, steps after them keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
         let first = filling.max(WARM_UP);

@@ -83,7 +83,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use compiler::schedule::Schedule;
+    use compiler::plan::schedule::Schedule;
     use compiler::schedule::scheduler::schedule;
 
     #[test]

@@ -21,10 +21,12 @@ pub mod memory;
 pub mod ports;
 pub mod problem;
 pub mod read;
+pub mod schedule;
 pub mod stage_cost;
 pub mod zero;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
+use crate::plan::schedule::Schedule;
 use crate::profile::Method;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -106,56 +108,12 @@ pub struct PlannedCluster {
     pub idle: Vec<u32>,
 }
 
-/// The order in which a stage works through minibatches and micro-batches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
-pub enum ScheduleKind {
-    /// All forwards, then all backwards.
-    #[serde(rename = "gpipe")]
-    Gpipe,
-    /// One forward, one backward, with a flush at the end of a minibatch.
-    #[serde(rename = "1f1b")]
-    OneFOneB,
-    /// 1F1B over several chunks per worker.
-    #[serde(rename = "interleaved")]
-    Interleaved,
-    /// Looped breadth first.
-    #[serde(rename = "bfs")]
-    Bfs,
-    /// Zero bubble, first form.
-    #[serde(rename = "zb-h1")]
-    ZbH1,
-    /// Zero bubble, second form.
-    #[serde(rename = "zb-h2")]
-    ZbH2,
-    /// Zero bubble on a V of two chunks.
-    #[serde(rename = "zbv")]
-    Zbv,
-    /// Two directions on a V of two chunks.
-    #[serde(rename = "dualpipev")]
-    DualPipeV,
-    /// Two weight versions, a new one for every minibatch of micro-batches.
-    #[serde(rename = "2bw")]
-    TwoBw,
-    /// 1F1B with round robin replicas and weight stashing.
-    #[serde(rename = "1f1b-rr")]
-    RoundRobin,
-    /// The same with one weight version for a minibatch in all stages.
-    #[serde(rename = "1f1b-rr-vsync")]
-    RoundRobinVsync,
-    /// Forward only.
-    #[serde(rename = "inference")]
-    Inference,
-    /// An order from a file of the user.
-    #[serde(rename = "csv")]
-    Csv,
-}
-
 /// How work is ordered, and what each stage may hold while it is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlannedSchedule {
     /// The kind of schedule.
-    pub kind: ScheduleKind,
+    pub kind: Schedule,
     /// Samples in one micro-batch.
     pub micro_batch: u64,
     /// Micro-batches in one minibatch.
@@ -459,81 +417,5 @@ impl Stage {
     /// All op ids of the stage, ascending.
     pub fn op_ids(&self) -> impl Iterator<Item = u32> + '_ {
         self.ops.iter().flat_map(|&(from, to)| from..to)
-    }
-}
-
-impl ScheduleKind {
-    pub const ALL: [ScheduleKind; 13] = [
-        ScheduleKind::Gpipe,
-        ScheduleKind::OneFOneB,
-        ScheduleKind::Interleaved,
-        ScheduleKind::Bfs,
-        ScheduleKind::ZbH1,
-        ScheduleKind::ZbH2,
-        ScheduleKind::Zbv,
-        ScheduleKind::DualPipeV,
-        ScheduleKind::TwoBw,
-        ScheduleKind::RoundRobin,
-        ScheduleKind::RoundRobinVsync,
-        ScheduleKind::Inference,
-        ScheduleKind::Csv,
-    ];
-
-    /// Name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            ScheduleKind::Gpipe => "gpipe",
-            ScheduleKind::OneFOneB => "1f1b",
-            ScheduleKind::Interleaved => "interleaved",
-            ScheduleKind::Bfs => "bfs",
-            ScheduleKind::ZbH1 => "zb-h1",
-            ScheduleKind::ZbH2 => "zb-h2",
-            ScheduleKind::Zbv => "zbv",
-            ScheduleKind::DualPipeV => "dualpipev",
-            ScheduleKind::TwoBw => "2bw",
-            ScheduleKind::RoundRobin => "1f1b-rr",
-            ScheduleKind::RoundRobinVsync => "1f1b-rr-vsync",
-            ScheduleKind::Inference => "inference",
-            ScheduleKind::Csv => "csv",
-        }
-    }
-
-    /// True if the stages go down the ranks and back up in a V, two per rank.
-    pub fn is_on_a_v(self) -> bool {
-        matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
-    }
-
-    /// True if in-flight caps are configurable. In the other schedules they follow from the number of micro-batches and
-    /// stages.
-    pub fn takes_caps(self) -> bool {
-        let flows = matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw);
-        flows || matches!(self, ScheduleKind::OneFOneB | ScheduleKind::Inference | ScheduleKind::Csv)
-    }
-
-    /// True if the backward is split into input-gradient and weight-gradient passes.
-    pub fn splits_backward(self) -> bool {
-        self.is_on_a_v() || matches!(self, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)
-    }
-
-    /// True if a rank holds several stages.
-    pub fn has_chunks(self) -> bool {
-        self.is_on_a_v() || matches!(self, ScheduleKind::Interleaved | ScheduleKind::Bfs)
-    }
-
-    /// True if replicas process whole minibatches in round-robin order.
-    pub fn is_round_robin(self) -> bool {
-        matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
-    }
-
-    pub fn from_name(name: &str) -> Option<ScheduleKind> {
-        ScheduleKind::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    /// True if minibatches overlap: there is no flush between weight updates.
-    pub fn is_continuous(self) -> bool {
-        matches!(
-            self,
-            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw | ScheduleKind::Inference
-        )
     }
 }

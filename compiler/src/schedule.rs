@@ -38,6 +38,7 @@ pub mod shape;
 pub mod version_lifetime;
 pub mod zero;
 
+use crate::plan::schedule::Schedule;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -93,106 +94,6 @@ id!(
     Slot
 );
 
-/// The schedules, by their command-line names.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub enum Schedule {
-    /// `gpipe`: all forwards of a minibatch, then all backwards.
-    Gpipe,
-    /// `1f1b`: one forward, one backward, and a flush after every minibatch.
-    OneFOneB,
-    /// `interleaved`: 1F1B with a flush and several stages per rank.
-    Interleaved,
-    /// `bfs`: looped breadth-first, gpipe with several stages per rank.
-    Bfs,
-    /// `zb-h1`: 1F1B with a flush and a split backward; weight-gradient passes fill the bubbles.
-    ZbH1,
-    /// `zb-h2`: zb-h1 with more items in flight and no bubble within a rank's work.
-    ZbH2,
-    /// `zbv`: zero bubble on a V of two stages per rank.
-    Zbv,
-    /// `dualpipev`: paired forwards and backwards on a V of two stages per rank.
-    DualPipeV,
-    /// `1f1b-rr`: one forward, one backward, round-robin over replicas, weight stashing, no flush.
-    OneFOneBRr,
-    /// `1f1b-rr-vsync`: 1f1b-rr with vertical sync: all stages use the weight version of the first.
-    OneFOneBRrVsync,
-    /// `1f1b-rr-newest`: 1f1b-rr without stashing: forward and backward each use the newest weights.
-    OneFOneBRrNewest,
-    /// `2bw`: PipeDream-2BW, double-buffered weights.
-    TwoBw,
-    /// `inference`: forward only.
-    Inference,
-    /// `csv`: a custom schedule, from a table or from Rust.
-    Csv,
-}
-
-impl Schedule {
-    /// Every generated schedule, in documentation order.
-    pub const ALL: [Schedule; 13] = [
-        Schedule::Gpipe,
-        Schedule::OneFOneB,
-        Schedule::Interleaved,
-        Schedule::Bfs,
-        Schedule::ZbH1,
-        Schedule::ZbH2,
-        Schedule::Zbv,
-        Schedule::DualPipeV,
-        Schedule::OneFOneBRr,
-        Schedule::OneFOneBRrVsync,
-        Schedule::OneFOneBRrNewest,
-        Schedule::TwoBw,
-        Schedule::Inference,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Schedule::Gpipe => "gpipe",
-            Schedule::OneFOneB => "1f1b",
-            Schedule::Interleaved => "interleaved",
-            Schedule::Bfs => "bfs",
-            Schedule::ZbH1 => "zb-h1",
-            Schedule::ZbH2 => "zb-h2",
-            Schedule::Zbv => "zbv",
-            Schedule::DualPipeV => "dualpipev",
-            Schedule::OneFOneBRr => "1f1b-rr",
-            Schedule::OneFOneBRrVsync => "1f1b-rr-vsync",
-            Schedule::OneFOneBRrNewest => "1f1b-rr-newest",
-            Schedule::TwoBw => "2bw",
-            Schedule::Inference => "inference",
-            Schedule::Csv => "csv",
-        }
-    }
-
-    /// True if an item is a whole minibatch, and each round over the replicas makes one update.
-    pub fn is_round_robin(self) -> bool {
-        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::OneFOneBRrNewest)
-    }
-
-    /// True if a backward uses the weights of its forward.
-    pub fn stashes(self) -> bool {
-        self != Schedule::OneFOneBRrNewest
-    }
-
-    /// True if an update averages a whole minibatch of micro-batches.
-    pub fn is_by_minibatch(self) -> bool {
-        self.trains() && !self.is_round_robin()
-    }
-
-    /// True if every item sees the updates of all earlier minibatches.
-    pub fn flushes(self) -> bool {
-        self.is_by_minibatch() && self != Schedule::TwoBw
-    }
-
-    pub fn splits_backward(self) -> bool {
-        matches!(self, Schedule::ZbH1 | Schedule::ZbH2 | Schedule::Zbv | Schedule::DualPipeV)
-    }
-
-    /// True if there are backwards and weight updates.
-    pub fn trains(self) -> bool {
-        self != Schedule::Inference
-    }
-}
-
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -203,7 +104,7 @@ impl FromStr for Schedule {
     type Err = ScheduleError;
 
     fn from_str(name: &str) -> Result<Self, ScheduleError> {
-        let found = Schedule::ALL.into_iter().chain([Schedule::Csv]).find(|schedule| schedule.name() == name);
+        let found = Schedule::GENERATED.into_iter().chain([Schedule::Csv]).find(|schedule| schedule.name() == name);
         found.ok_or_else(|| ScheduleError::UnknownName { name: name.to_string() })
     }
 }

@@ -8,9 +8,9 @@ use compiler::export::quantity;
 use compiler::graph::hash::sha256;
 use compiler::import::piper;
 use compiler::partition::hybrid::solve::{Request, SolveError, solve};
-use compiler::plan::ScheduleKind;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::hybrid::check as judged;
+use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, PlannedModel};
 use compiler::profile::hybrid::Hybrid;
 use pipec::error::Error;
@@ -109,10 +109,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         ("--noncontiguous", arguments.noncontiguous),
         (
             "--schedule",
-            options
-                .schedule
-                .as_ref()
-                .is_some_and(|schedule| *schedule != ScheduleChoice::Named(ScheduleKind::OneFOneB)),
+            options.schedule.as_ref().is_some_and(|schedule| *schedule != ScheduleChoice::Named(Schedule::OneFOneB)),
         ),
     ];
     let given = [&own[..], &device_placement::unsupported(&options)].concat();

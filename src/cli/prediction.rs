@@ -12,8 +12,8 @@ use compiler::export::quantity::{self, short};
 use compiler::export::stage_name::ranges;
 use compiler::partition::search::in_flight::ENOUGH;
 use compiler::plan::problem::{CostModel, Objective};
-use compiler::plan::{Plan, ScheduleKind, Stage};
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::plan::{Plan, Stage};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::Machine;
@@ -62,7 +62,7 @@ pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
 
 /// What the plan's program takes, where that is a little more than the figure above it.
 fn in_program(plan: &Plan) -> Option<String> {
-    let (kind, pipeline) = (schedule_of(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
+    let (kind, pipeline) = (generated(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
     let us = step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
     waits(plan, us)?;
     Some(format!(
@@ -86,7 +86,7 @@ fn is_steady(plan: &Plan) -> bool {
 
 /// Whether the objective and the baselines are times of a micro-batch.
 pub fn is_of_items(plan: &Plan) -> bool {
-    let is_whole = plan.cost == CostModel::Pipec && plan.schedule.kind != ScheduleKind::Inference;
+    let is_whole = plan.cost == CostModel::Pipec && plan.schedule.kind.trains();
     plan.schedule.microbatches > 1 && !is_whole
 }
 
@@ -230,7 +230,7 @@ pub fn update_samples(plan: &Plan) -> Vec<u64> {
 /// Over how many samples an update averages, in words, where that is more than one item; nothing where nobody trains by the plan.
 pub fn updates(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
-    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || schedule.kind == ScheduleKind::Inference {
+    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
         return None;
     }
     let most = stages.iter().map(|stage| stage.replicas).max().filter(|most| *most > 1);
@@ -385,7 +385,7 @@ fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     let run = Run::of(plan.schedule.kind, &pipeline, &machine, plan.schedule.microbatches);
     let minibatches = Some(run.minibatches()).filter(|minibatches| *minibatches >= FEWEST)?;
     let count = StepCount { minibatches, microbatches };
-    let step = run.step_us(&schedule(schedule_of(plan.schedule.kind).ok()?, &pipeline, count).ok()?)?;
+    let step = run.step_us(&schedule(generated(plan.schedule.kind).ok()?, &pipeline, count).ok()?)?;
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     (step > 0.0).then(|| samples * 1e6 / step)
 }

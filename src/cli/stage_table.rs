@@ -7,7 +7,7 @@ use compiler::export::quantity;
 use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
 use compiler::import::onnx::name::shown;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::{Plan, Stage};
 use compiler::profile::Method;
 use compiler::schedule::StageSpec;
 use compiler::schedule::pipeline::pipeline;
@@ -133,7 +133,7 @@ fn links(plan: &Plan) -> Vec<[String; 2]> {
     let is_told = plan.cost == CostModel::Pipec && plan.cluster.devices > 1;
     let Some(pipeline) = is_told.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
     let told = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let trains = plan.schedule.kind.trains();
     let one = |(at, shape): (usize, &StageSpec)| {
         let sent = pipeline.edges.iter().map(|edge| {
             let forward = if edge.from.index() == at { edge.forward_us } else { 0.0 };

@@ -11,20 +11,20 @@ use crate::plan::solve::{PlanResult, cost_name, protect_output, solve_with_group
 use crate::plan::tied_weights;
 use compiler::export::sweep::Figures;
 use compiler::partition::planner::Planned;
-use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective};
+use compiler::plan::schedule::Schedule;
 use compiler::profile::shared::TensorParallelCosts;
 
 /// Schedules that flush. All sizes are planned under the first one.
-const SCHEDULES: [ScheduleKind; 8] = [
-    ScheduleKind::OneFOneB,
-    ScheduleKind::Gpipe,
-    ScheduleKind::Interleaved,
-    ScheduleKind::Bfs,
-    ScheduleKind::ZbH1,
-    ScheduleKind::ZbH2,
-    ScheduleKind::Zbv,
-    ScheduleKind::DualPipeV,
+const SCHEDULES: [Schedule; 8] = [
+    Schedule::OneFOneB,
+    Schedule::Gpipe,
+    Schedule::Interleaved,
+    Schedule::Bfs,
+    Schedule::ZbH1,
+    Schedule::ZbH2,
+    Schedule::Zbv,
+    Schedule::DualPipeV,
 ];
 
 /// The number of sizes that are planned under every schedule.
@@ -41,7 +41,7 @@ pub struct Tried {
     /// Micro-batches in a minibatch.
     pub microbatches: u32,
     /// The schedule.
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     /// Samples per second and peak bytes of a device, or why there is no plan.
     pub answer: Result<(f64, u64), String>,
 }
@@ -89,7 +89,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     for (_, sized) in known.iter().take(BEST) {
         for schedule in &schedules[1..] {
             search.solve(sized, schedule.clone())?;
-            progress(schedule.named().map_or("", ScheduleKind::name));
+            progress(schedule.named().map_or("", Schedule::name));
         }
     }
     events.event(Event::ProgressEnd);
@@ -201,7 +201,7 @@ fn combination(
     one.micro_batch = Some(micro_batch);
     one.options.microbatches = microbatches;
     one.options.schedule = schedule;
-    if !one.options.schedule.as_ref().and_then(ScheduleChoice::named).is_some_and(ScheduleKind::has_chunks) {
+    if !one.options.schedule.as_ref().and_then(ScheduleChoice::named).is_some_and(Schedule::has_chunks) {
         one.options.chunks = None;
     }
     one
@@ -234,7 +234,7 @@ impl Search<'_> {
     /// Plans one combination and keeps the plan if it is the best so far. Returns its score.
     fn solve(&mut self, sized: &Sized, schedule: ScheduleChoice) -> Result<f64, Error> {
         let Sized { size, costs, shared } = sized;
-        let kind = schedule.named().unwrap_or(ScheduleKind::Csv);
+        let kind = schedule.named().unwrap_or(Schedule::Csv);
         let one = combination(self.request, *size, Some(schedule));
         one.options.validate()?;
         let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options) {

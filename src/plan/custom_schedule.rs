@@ -7,12 +7,12 @@ use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
 use compiler::export::quantity::plural;
-use compiler::plan::ScheduleKind;
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::fit::fit;
 use compiler::schedule::formats::csv::ComputeTable;
 use compiler::schedule::formats::json::from_json;
-use compiler::schedule::{Instruction, Pipeline, Program, Schedule, ScheduleError};
+use compiler::schedule::{Instruction, Pipeline, Program, ScheduleError};
 use std::path::Path;
 
 /// The most bytes of a file.
@@ -63,17 +63,12 @@ pub fn open(path: Option<&Path>, events: &dyn EventSink) -> Result<Option<Custom
 }
 
 impl CustomSchedule {
-    /// The schedule whose update rule it follows.
-    pub fn kind(&self) -> ScheduleKind {
-        match self {
-            CustomSchedule::Table(_) => ScheduleKind::Csv,
-            CustomSchedule::Program(program) => {
-                ScheduleKind::from_name(program.schedule.name()).unwrap_or(ScheduleKind::Csv)
-            }
-        }
+    /// The schedule in plans: the one whose update rule it follows, if plans may have it.
+    pub fn kind(&self) -> Schedule {
+        Some(self.schedule()).filter(|schedule| Schedule::ALL.contains(schedule)).unwrap_or(Schedule::Csv)
     }
 
-    /// The schedule of its programs.
+    /// The schedule whose update rule it follows.
     pub fn schedule(&self) -> Schedule {
         match self {
             CustomSchedule::Table(_) => Schedule::Csv,

@@ -11,14 +11,14 @@ use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::partition::explain::infeasible::Infeasible;
 use compiler::partition::planner::PlanError;
-use compiler::plan::ScheduleKind;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, ProblemError};
+use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 use std::path::Path;
 
 /// The error of a planner, with the smallest sufficient memory limit if nothing fits.
-pub fn describe(file: &Path, error: PlanError, schedule: ScheduleKind) -> Error {
+pub fn describe(file: &Path, error: PlanError, schedule: Schedule) -> Error {
     let what = format!("cannot plan {}", file.display());
     match &error {
         PlanError::Problem(ProblemError::NoSpeed { class, .. }) => Error::input(what).because(&error).with_help(format!(
@@ -78,7 +78,7 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         ways.push((1..=MOST).map(way).collect());
     }
     if options.schedule.is_none() && options.microbatches == 1 && !options.is_inference() {
-        let flushed = changed(&|other| other.options.schedule = Some(ScheduleChoice::Named(ScheduleKind::OneFOneB)));
+        let flushed = changed(&|other| other.options.schedule = Some(ScheduleChoice::Named(Schedule::OneFOneB)));
         ways.push(vec![("`--schedule 1f1b`".to_string(), flushed)]);
     }
     let fits = |(name, other): &(String, PlanRequest)| {
@@ -112,7 +112,7 @@ const MOST_OPS: usize = 400;
 const MOST_DEVICES: u32 = 16;
 
 /// The error for devices whose own memory is too small.
-fn too_small(file: &Path, small: &Infeasible, schedule: ScheduleKind) -> Error {
+fn too_small(file: &Path, small: &Infeasible, schedule: Schedule) -> Error {
     let Infeasible { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } =
         small;
     let (memory, missing) = (quantity::bytes(*memory), quantity::bytes(*missing));
@@ -141,6 +141,6 @@ fn too_small(file: &Path, small: &Infeasible, schedule: ScheduleKind) -> Error {
 }
 
 /// Advice for schedules with an in-flight limit.
-fn fewer(schedule: ScheduleKind) -> &'static str {
+fn fewer(schedule: Schedule) -> &'static str {
     if schedule.takes_caps() { "fewer minibatches in flight (`--in-flight`), " } else { "" }
 }

@@ -11,9 +11,9 @@ use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
 use compiler::partition::planner::Partitioner;
-use compiler::plan::ScheduleKind;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -61,7 +61,7 @@ pub enum ScheduleChoice {
     /// The best of the schedules that flush.
     Auto,
     /// A known schedule.
-    Named(ScheduleKind),
+    Named(Schedule),
     /// A file: a table `.csv`, or programs `.json`.
     File(PathBuf),
 }
@@ -73,7 +73,7 @@ impl ScheduleChoice {
     }
 
     /// The known schedule.
-    pub fn named(&self) -> Option<ScheduleKind> {
+    pub fn named(&self) -> Option<Schedule> {
         if let ScheduleChoice::Named(kind) = self { Some(*kind) } else { None }
     }
 }
@@ -190,17 +190,17 @@ impl PlanOptions {
 
     /// Whether the plan is for inference, as far as that is known without reading a custom schedule.
     pub fn is_inference(&self) -> bool {
-        self.schedule_kind(None) == ScheduleKind::Inference
+        self.schedule_kind(None) == Schedule::Inference
     }
 
     /// The kind of the schedule: the given one, else the default.
-    pub fn schedule_kind(&self, custom: Option<&CustomSchedule>) -> ScheduleKind {
+    pub fn schedule_kind(&self, custom: Option<&CustomSchedule>) -> Schedule {
         let default = match (&self.target, self.objective) {
-            (_, Objective::Latency) => ScheduleKind::Inference,
-            (Some(_), _) => ScheduleKind::OneFOneB,
+            (_, Objective::Latency) => Schedule::Inference,
+            (Some(_), _) => Schedule::OneFOneB,
             // Round robin takes whole minibatches.
-            (None, _) if self.microbatches > 1 => ScheduleKind::OneFOneB,
-            (None, _) => ScheduleKind::RoundRobin,
+            (None, _) if self.microbatches > 1 => Schedule::OneFOneB,
+            (None, _) => Schedule::OneFOneBRr,
         };
         let named = self.schedule.as_ref().and_then(ScheduleChoice::named);
         custom.map(CustomSchedule::kind).or(named).unwrap_or(default)
@@ -240,7 +240,7 @@ impl PlanOptions {
     fn validate_schedule(&self) -> Result<(), Error> {
         let kind = self.schedule_kind(self.custom_schedule()?.as_ref());
         if let Some(target) = self.target.map(Target::name)
-            && (kind.is_continuous() || kind == ScheduleKind::Inference)
+            && (kind.is_continuous() || kind == Schedule::Inference)
         {
             return Err(Error::input(format!("`--target {target}` does not go with `--schedule {}`", kind.name()))
                 .because("no framework carries weight versions")
@@ -254,11 +254,11 @@ impl PlanOptions {
                 .because("no framework runs stages with different numbers of replicas")
                 .with_help("`--stages 2,2,2`, or leave it out"));
         }
-        if self.objective == Objective::Latency && kind != ScheduleKind::Inference {
+        if self.objective == Objective::Latency && kind.trains() {
             return Err(Error::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
                 .because("it is about one item's way through a pipeline that only answers")
                 .with_help("leave out `--schedule`, or write `--schedule inference`"));
         }
-        self.zero.validate(kind != ScheduleKind::Inference)
+        self.zero.validate(kind.trains())
     }
 }

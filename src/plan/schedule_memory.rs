@@ -6,7 +6,8 @@
 use compiler::export::quantity;
 use compiler::export::quantity::plural;
 use compiler::plan::check::cost::class_of;
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, Stage};
 use compiler::schedule::action;
 use compiler::schedule::action::Phase;
 use compiler::schedule::{Instruction, Program, WorkerProgram};
@@ -60,7 +61,7 @@ pub fn beyond(plan: &Plan, program: &Program) -> Vec<String> {
         }
         // A plan for a table does not know which of its backwards come in two parts.
         let counted = plan.schedule.apart.get(at).copied().unwrap_or(0);
-        let found = apart.get(at).copied().filter(|_| splits(program) && plan.schedule.kind != ScheduleKind::Csv);
+        let found = apart.get(at).copied().filter(|_| splits(program) && plan.schedule.kind != Schedule::Csv);
         if let Some(found) = found.filter(|found| *found > counted) {
             told.push(format!(
                 "stage {at} has {found} micro-batches between the halves of their backward, the plan counts {counted}"

@@ -14,7 +14,8 @@ use compiler::cluster::Bytes;
 use compiler::partition::planner::{Planned, PlannerOptions};
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::plan::problem::{CostModel, InFlight, Problem};
-use compiler::plan::{Edge, PlannedModel, ScheduleKind, Stage};
+use compiler::plan::schedule::VersionRule;
+use compiler::plan::{Edge, PlannedModel, Stage};
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
@@ -124,7 +125,7 @@ fn problem(
     problem.optimizer = optimizer.name().to_string();
     problem.schedule = options.schedule_kind(custom);
     let microbatches = options.microbatches;
-    if microbatches > 1 && problem.schedule == ScheduleKind::Inference {
+    if microbatches > 1 && !problem.schedule.trains() {
         return Err(Error::input(format!("`--microbatches {microbatches}` does not go with a plan for inference"))
             .because("what only answers has no minibatches")
             .with_help("`--micro-batch` says how many samples it answers at a time"));
@@ -172,8 +173,8 @@ fn problem(
 /// limits.
 fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let levels = &problem.cluster.levels;
-    let simulated = |pipeline| match problem.schedule {
-        ScheduleKind::RoundRobinVsync => steady_in_sync(&pipeline).ok(),
+    let simulated = |pipeline| match problem.schedule.versions() {
+        VersionRule::Synchronised => steady_in_sync(&pipeline).ok(),
         _ => steady(&pipeline).ok(),
     };
     let unknown = || Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 };

@@ -5,7 +5,8 @@ use compiler::import::onnx::name::shown;
 use compiler::partition::planner::{PlanError, Planned};
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective, Problem, Target};
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, Stage};
 use compiler::profile::cost_graph::ParamCost;
 use std::cmp::Reverse;
 
@@ -85,7 +86,7 @@ pub fn trained(
     let found = asked.iter().filter_map(|asked| solve(asked).ok().filter(is_taken)).min_by(better);
     let found = found.or_else(|| {
         let mut flushed = problem.clone();
-        flushed.schedule = ScheduleKind::OneFOneB;
+        flushed.schedule = Schedule::OneFOneB;
         solve(&flushed).ok()
     });
     let Some(mut other) = found else { return Ok(planned) };

@@ -10,7 +10,7 @@ use crate::train::request::CheckpointRequest;
 use crate::train::run_settings::{differences, terms};
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
-use compiler::schedule::Schedule;
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::lock::{self, Held, LockError};

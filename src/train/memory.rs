@@ -4,8 +4,9 @@ use crate::error::Error;
 use compiler::export::quantity;
 use compiler::graph::Graph;
 use compiler::plan::in_flight::{StageInFlight, synced};
+use compiler::plan::schedule::{Chunks, InFlightRule, VersionRule};
+use compiler::schedule::Program;
 use compiler::schedule::action::apart;
-use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
 use runtime::device::cpu::half::is_half;
 use runtime::exec::compile::{NamedTensor, StageCode, Transfer};
@@ -50,18 +51,20 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         let most = program.items.div_ceil(stage.replicas.max(1));
         let cap = u64::from(stage.cap.min(most).max(1));
         let of_minibatch = u64::from(program.microbatches.div_ceil(stage.replicas.max(1)));
-        let (versions, items) = match program.schedule {
-            Schedule::Gpipe => (1, of_minibatch),
-            Schedule::TwoBw => (2, cap),
-            Schedule::OneFOneBRr => (cap, cap),
-            Schedule::OneFOneBRrVsync => {
+        let properties = program.schedule.properties();
+        let holds_minibatch = properties.in_flight == InFlightRule::Minibatch && properties.chunks == Chunks::One;
+        let (versions, items) = match properties.versions {
+            VersionRule::Previous => (2, cap),
+            VersionRule::Stashed => (cap, cap),
+            VersionRule::Synchronised => {
                 let first = StageInFlight { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
                 (u64::from(synced(stage.replicas, first)).min(u64::from(most) + 1), cap)
             }
-            // One that is predicted or set back beside the newest.
-            Schedule::OneFOneBRrNewest => (2, cap),
-            Schedule::Inference => (1, cap),
-            _ => (1, cap.min(of_minibatch)),
+            // The newest, and one that is predicted or set back.
+            VersionRule::Newest => (2, cap),
+            VersionRule::Single if !program.schedule.trains() => (1, cap),
+            VersionRule::Single if holds_minibatch && !program.schedule.is_custom() => (1, of_minibatch),
+            VersionRule::Single => (1, cap.min(of_minibatch)),
         };
         let named = |list: &[NamedTensor]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
         let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();

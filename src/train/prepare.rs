@@ -23,13 +23,14 @@ use compiler::pass::loss::{TARGET, class_axis};
 use compiler::pass::mixed_precision::{Mixed, mixed};
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased_variance::unbiased;
+use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::resume::period;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
+use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
@@ -103,7 +104,7 @@ pub struct Task<'a> {
     /// The plan.
     pub plan: &'a Plan,
     /// Order of work, if not the plan's.
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     /// The user's own order of work, if the schedule is in a file.
     pub own: Option<&'a CustomSchedule>,
     /// Caps, if not the plan's.
@@ -235,7 +236,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         schedule: match task.own {
             Some(own) => own.schedule(),
             None if task.newest => Schedule::OneFOneBRrNewest,
-            None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
+            None => generated(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };

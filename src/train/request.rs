@@ -8,8 +8,9 @@ use crate::plan::optimizer::Optimizer;
 use crate::plan::request::ScheduleChoice;
 use crate::train::checkpoints::Resume;
 use crate::train::prepare::Length;
+use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use runtime::optim::lr_schedule::Rate;
 use runtime::optim::optimizer::{Optimizer as UpdateRule, Rule};
@@ -222,19 +223,19 @@ impl PolicyRequest {
     }
 
     /// The schedule with the requested treatment of stale weights.
-    pub fn schedule(&self, schedule: ScheduleKind, is_given: bool) -> Result<ScheduleKind, Error> {
+    pub fn schedule(&self, schedule: Schedule, is_given: bool) -> Result<Schedule, Error> {
         let Some(staleness) = self.staleness else { return Ok(schedule) };
         if !schedule.is_round_robin() {
             let what = format!("`--staleness` belongs to schedule 1f1b-rr, and this is {}", schedule.name());
             return Err(Error::input(what).with_help("under a schedule that flushes no weights are stale"));
         }
         match (staleness, schedule) {
-            (Staleness::VerticalSync, _) => Ok(ScheduleKind::RoundRobinVsync),
-            (_, ScheduleKind::RoundRobinVsync) if is_given => {
+            (Staleness::VerticalSync, _) => Ok(Schedule::OneFOneBRrVsync),
+            (_, Schedule::OneFOneBRrVsync) if is_given => {
                 Err(Error::input("`--schedule 1f1b-rr-vsync` is `--staleness vertical-sync`")
                     .with_help("leave out one of the two"))
             }
-            _ => Ok(ScheduleKind::RoundRobin),
+            _ => Ok(Schedule::OneFOneBRr),
         }
     }
 

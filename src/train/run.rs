@@ -30,7 +30,8 @@ use compiler::import::import::Batch;
 use compiler::op::Op;
 use compiler::partition::planner::Partitioner;
 use compiler::pass::loss::{IGNORED, attach};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::Plan;
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::RowOrder;
@@ -153,7 +154,7 @@ fn once(
     };
     let requested =
         custom.as_ref().map(CustomSchedule::kind).or(request.schedule.as_ref().and_then(ScheduleChoice::named));
-    if requested == Some(ScheduleKind::Inference) {
+    if requested == Some(Schedule::Inference) {
         return Err(Error::input("`--schedule inference` does not train").with_help("leave it out, or write `1f1b`"));
     }
     let (steps, epochs) = match request.length {
@@ -166,11 +167,11 @@ fn once(
     }
     let steps = custom.as_ref().map_or(Ok(steps), |custom| custom.count("--steps", steps))?;
     let whole = microbatches == 1 && request.policy.allows_continuous();
-    let default = if whole { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB };
+    let default = if whole { Schedule::OneFOneBRr } else { Schedule::OneFOneB };
     let schedule = requested.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(default);
     let schedule = request.policy.schedule(schedule, requested.is_some())?;
     // Without a requested schedule, and where none is needed that does not flush, the planner may choose one that trains.
-    let is_free = requested.is_none() && whole && request.policy.schedule(ScheduleKind::OneFOneB, false).is_ok();
+    let is_free = requested.is_none() && whole && request.policy.schedule(Schedule::OneFOneB, false).is_ok();
     let fixed = Some(schedule).filter(|_| !is_free);
     let (plan, schedule) = match given {
         Some(plan) => (plan, schedule),
@@ -421,7 +422,7 @@ fn plan_on_cpu(
     loaded: &LoadedModel,
     batch: u64,
     microbatches: u32,
-    (schedule, custom): (Option<ScheduleKind>, Option<&CustomSchedule>),
+    (schedule, custom): (Option<Schedule>, Option<&CustomSchedule>),
 ) -> Result<Plan, Error> {
     let stages = match (&request.replicas, custom) {
         (None, Some(custom)) if request.cut_after.is_none() => Some(custom.replicas()?),

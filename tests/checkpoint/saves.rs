@@ -1,7 +1,7 @@
 //! Interrupted saves and corrupt checkpoints.
 
 use crate::ready::{bits, checkpoints, cnn, contents, mlp, momentum, plan, ready};
-use compiler::schedule::Schedule;
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};

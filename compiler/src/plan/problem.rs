@@ -2,8 +2,9 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, Cluster, class};
+use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
-use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
+use crate::plan::{PlannedModel, PlannedProfile, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
 use crate::profile::shared::TensorParallelCosts;
@@ -120,7 +121,7 @@ pub struct Problem {
     pub memory_limit: Option<Bytes>,
     /// Bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
     pub optimizer_state: f64,
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     pub micro_batch: u64,
     pub microbatches: u32,
     pub chunks: u32,
@@ -143,7 +144,7 @@ impl Problem {
     /// Adds the optimizer step to the op costs. Call it once schedule, micro-batches and optimizer are known. The
     /// published cost models leave it out.
     pub fn count_updates(&mut self) {
-        if self.cost == CostModel::Pipec && self.schedule != ScheduleKind::Inference {
+        if self.cost == CostModel::Pipec && self.schedule.trains() {
             let items = if self.schedule.is_round_robin() { 1 } else { self.microbatches };
             for graph in std::iter::once(&mut self.graph).chain(self.shared.iter_mut().map(|costs| &mut costs.graph)) {
                 graph.charge_updates(self.optimizer_state, items);
@@ -208,7 +209,7 @@ impl Problem {
             activation_compression: None,
             memory_limit: None,
             optimizer_state: 0.0,
-            schedule: ScheduleKind::RoundRobin,
+            schedule: Schedule::OneFOneBRr,
             micro_batch: 1,
             microbatches: 1,
             chunks: 1,
@@ -296,7 +297,7 @@ impl Problem {
                 return Err(ProblemError::OtherCost { what });
             }
         }
-        let flows = self.objective != Objective::Latency || self.schedule == ScheduleKind::Inference;
+        let flows = self.objective != Objective::Latency || !self.schedule.trains();
         setting(flows, "schedule", self.schedule.name().to_string(), "inference for objective latency")?;
         let most = self.constraints.most_stages.unwrap_or(1);
         setting(most >= 1, "most stages", most.to_string(), "at least 1")?;

@@ -8,11 +8,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::list_scheduler::{Choice, Layout, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount, dealt};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 /// Builds the program; `row(rank, items)` is called with `items` at least 1. Fails if replica counts differ, if a row
 /// is incomplete, or if rows deadlock.

@@ -28,10 +28,11 @@
 //! assert_eq!(csv(&program), "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n");
 //! ```
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::Work;
 use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
-use crate::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, RankId, ScheduleError};
 
 /// A custom schedule: the compute order of every rank.
 pub trait ComputeOrder {

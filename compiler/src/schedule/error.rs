@@ -1,6 +1,6 @@
 //! Errors of schedule generation.
 
-use crate::schedule::Schedule;
+use crate::plan::schedule::Schedule;
 
 fn instead(schedule: Schedule) -> &'static str {
     match schedule {
@@ -13,7 +13,7 @@ fn instead(schedule: Schedule) -> &'static str {
 }
 
 fn known() -> String {
-    Schedule::ALL.map(Schedule::name).join(", ")
+    Schedule::GENERATED.map(Schedule::name).join(", ")
 }
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

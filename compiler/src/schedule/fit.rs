@@ -72,9 +72,10 @@ fn describe_replicas(list: &[(RankId, u32)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::schedule::Schedule;
+    use crate::schedule::Edge;
     use crate::schedule::check::verify::check;
     use crate::schedule::scheduler::schedule;
-    use crate::schedule::{Edge, Schedule};
 
     fn skipping() -> Pipeline {
         let mut pipeline = Pipeline::balanced(&[2, 1, 1], 2.0);

@@ -5,7 +5,8 @@
 
 use crate::plan::in_flight::common_divisor;
 use crate::plan::ports::Ports;
-use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec, published_caps};
+use crate::plan::schedule::Schedule;
+use crate::schedule::{Edge, Pipeline, RankId, ScheduleError, StageSpec, published_caps};
 
 pub const MAX_WORKERS: u64 = 1 << 16;
 

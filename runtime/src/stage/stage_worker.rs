@@ -416,10 +416,10 @@ impl<'a> StageWorker<'a> {
     pub fn sent_gradients(&mut self, item: u32, other: StageId) {
         let Some(state) = self.items.get_mut(&item) else { return };
         for (slot, t) in state.gradients_out.iter_mut().zip(&self.code.gradients_out) {
-            if t.stage == other.index() {
-                if let Some(buffer) = slot.take() {
-                    self.executor.pool.give(buffer);
-                }
+            if t.stage == other.index()
+                && let Some(buffer) = slot.take()
+            {
+                self.executor.pool.give(buffer);
             }
         }
         self.release(item);

@@ -1,6 +1,6 @@
 //! The `--schedule` flag.
 
-use compiler::plan::ScheduleKind;
+use compiler::plan::schedule::Schedule;
 use compiler::text::suggest::hint;
 use pipec::plan::request::ScheduleChoice;
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ pub fn any(text: &str) -> Result<ScheduleChoice, String> {
 
 /// Reads `--schedule`: a name, or the path of a file.
 pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
-    let known = ScheduleKind::ALL.into_iter().filter(|kind| *kind != ScheduleKind::Csv);
+    let known = Schedule::ALL.into_iter().filter(|kind| *kind != Schedule::Csv);
     if is_file(text) {
         return Ok(ScheduleChoice::File(PathBuf::from(text)));
     }
@@ -48,7 +48,7 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
                 .to_string(),
         );
     }
-    let names: Vec<&str> = known.map(ScheduleKind::name).collect();
+    let names: Vec<&str> = known.map(Schedule::name).collect();
     let lower = text.to_lowercase();
     let same = names.iter().copied().find(|name| *name == lower);
     let elsewhere = ELSEWHERE.iter().find(|(other, _)| *other == lower).map(|(_, own)| *own);

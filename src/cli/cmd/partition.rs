@@ -11,7 +11,8 @@ use crate::cli::screen::Screen;
 use clap::{Args, ValueEnum};
 use compiler::export::quantity;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{ScheduleKind, read};
+use compiler::plan::read;
+use compiler::plan::schedule::Schedule;
 use pipec::costs::{CostInput, ModelFormat};
 use pipec::error::Error;
 use pipec::files::output;
@@ -172,7 +173,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
 
 /// What to type next. A plan of the user's own order of work is run with that order again: the plan does not hold it. What only
 /// answers is not trained.
-fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: ScheduleKind, is_refused: bool) -> String {
+fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: Schedule, is_refused: bool) -> String {
     let plan = plan.display();
     let schedule = match custom {
         Some(file) => format!(" --schedule {}", file.display()),
@@ -180,7 +181,7 @@ fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: ScheduleKind, is
         None => String::new(),
     };
     let mut text = format!("next: pipec simulate {plan}{}\n", if custom.is_some() { &schedule } else { "" });
-    let trains = kind != ScheduleKind::Inference;
+    let trains = kind.trains();
     if trains && model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
         text += &format!("      pipec train {} --plan {plan}{schedule} --data train.npz\n", model.display());
     }

@@ -8,16 +8,17 @@ use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use clap::{Args, Subcommand};
 use compiler::export::quantity;
+use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::figures::figures;
 use compiler::plan::check::verify::check as judged;
 use compiler::plan::problem::CostModel;
 use compiler::plan::read;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::Program;
 use compiler::schedule::check::verify;
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::check_plan::stated;
@@ -152,7 +153,7 @@ fn judge(
     }
     let failure = Error::negative(format!("{} is not sound", path.display()));
     let failure = faults.iter().take(16).fold(failure, Error::because);
-    let is_open = plan.schedule.kind == ScheduleKind::Csv && own.is_none();
+    let is_open = plan.schedule.kind == Schedule::Csv && own.is_none();
     Err(match (is_open, exceeds) {
         (true, _) => failure.with_help("`--schedule FILE` names the file of its order of work"),
         (false, true) => failure.with_help(schedule_memory::HELP),
@@ -178,7 +179,7 @@ fn checked(plan: &Plan, own: Option<&CustomSchedule>) -> Result<Program, String>
     let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches };
     let made = pipeline(plan).and_then(|pipeline| match own {
         Some(own) => own.unchecked(&pipeline, CHECKED),
-        None => schedule(schedule_of(plan.schedule.kind)?, &pipeline, count),
+        None => schedule(generated(plan.schedule.kind)?, &pipeline, count),
     });
     let program = made.map_err(|error| error.to_string())?;
     verify::check(&program).map_err(|error| error.to_string())?;

@@ -15,7 +15,8 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind, read};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, read};
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
 use compiler::tensor::Tensor;
@@ -137,7 +138,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let pinned = STAGES.map(|replicas| replicas.to_string()).join(",");
     screen.text(&format!(
         "\n3. To show a pipeline at work, the one that is trained is pinned: --stages {pinned}, {} programs\n",
-        ScheduleKind::RoundRobin.name()
+        Schedule::OneFOneBRr.name()
     ));
     let plan = plan_with(&PlanOptions { replicas: Some(STAGES.to_vec()), ..options })?;
     show(&plan, screen);
@@ -156,7 +157,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         loaded: &loaded,
         weights: &initial,
         plan: &plan,
-        schedule: ScheduleKind::RoundRobin,
+        schedule: Schedule::OneFOneBRr,
         own: None,
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),

@@ -12,10 +12,11 @@ use compiler::export::report::page::PICTURES;
 use compiler::export::report::{Alternative, Answer, Measured, ModelInfo, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
 use compiler::graph::hash::sha256;
+use compiler::plan::Plan;
 use compiler::plan::coarsen;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::pipeline::pipeline;
 use pipec::costs::CostInput;
 use pipec::costs::Costs;
@@ -136,7 +137,7 @@ fn played(plan: &Plan, path: Option<&Path>, screen: &Screen) -> Result<Result<Pl
         return Ok(match plan.schedule.kind {
             _ if is_cyclic(plan) => Err(NOT_A_PIPELINE.to_string()),
             _ if is_instance(plan) => Err(INSTANCE.to_string()),
-            ScheduleKind::Csv => {
+            Schedule::Csv => {
                 Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
             }
             _ => play::play(plan).map_err(|error| error.to_string()),

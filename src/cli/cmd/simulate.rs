@@ -8,13 +8,14 @@ use clap::Args;
 use compiler::export::quantity;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
+use compiler::plan::StageMemory;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{ScheduleKind, StageMemory};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::Program;
 use compiler::schedule::formats::chart::chart;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
 use compiler::schedule::formats::json::to_json;
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::{run, steady_throughput};
@@ -108,7 +109,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         Some(own) => own.program(&pipeline, minibatches),
         None => {
             let count = StepCount { minibatches, microbatches };
-            schedule_of(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
+            generated(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
         }
     };
     let write_program = |path: &PathBuf, program: &Program| -> Result<(), Error> {
@@ -238,9 +239,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 
 /// Bytes that a replica of a stage holds whatever runs, beside what is played: weights, gradients of all of them (shares are fewer), and what items
 /// in flight have saved, which is nothing where nothing runs backward.
-fn throughout(memory: &StageMemory, kind: ScheduleKind) -> i128 {
+fn throughout(memory: &StageMemory, kind: Schedule) -> i128 {
     let (of_items, trained) = match kind {
-        ScheduleKind::Inference => (memory.activations, 0),
+        Schedule::Inference => (memory.activations, 0),
         _ => (0, i128::from(memory.gradients) - i128::from(memory.weights)),
     };
     let all = [of_items, memory.optimizer, memory.between, memory.messages, memory.workspace];

@@ -9,7 +9,8 @@ use clap::Args;
 use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
-use compiler::plan::{ScheduleKind, coarsen};
+use compiler::plan::coarsen;
+use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
 use pipec::costs::CostInput;
 use pipec::costs::Costs;
@@ -123,8 +124,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
 }
 
 fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
-    let default =
-        if arguments.microbatches.iter().any(|m| *m > 1) { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    let default = if arguments.microbatches.iter().any(|m| *m > 1) { Schedule::OneFOneB } else { Schedule::OneFOneBRr };
     let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
         Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB`, for each device")
     })?;
@@ -139,8 +139,8 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
 }
 
 /// The schedules of the request.
-fn schedules(arguments: &Arguments) -> Vec<ScheduleKind> {
-    arguments.schedule.iter().filter_map(|name| ScheduleKind::from_name(name)).collect()
+fn schedules(arguments: &Arguments) -> Vec<Schedule> {
+    arguments.schedule.iter().filter_map(|name| Schedule::from_name(name)).collect()
 }
 
 fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Point>, Error> {
@@ -152,7 +152,7 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
         sizes => sizes.to_vec(),
     };
     let schedules = match &schedules(arguments)[..] {
-        [] => vec![base.schedule.as_ref().and_then(ScheduleChoice::named).unwrap_or(ScheduleKind::RoundRobin)],
+        [] => vec![base.schedule.as_ref().and_then(ScheduleChoice::named).unwrap_or(Schedule::OneFOneBRr)],
         given => given.to_vec(),
     };
     let depths: Vec<Option<u32>> = match &arguments.depth[..] {
@@ -222,7 +222,7 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
 }
 
 /// A finished row, in one line.
-fn told(devices: u32, depth: Option<u32>, kind: ScheduleKind, m: u32, answer: &Result<Figures, String>) -> String {
+fn told(devices: u32, depth: Option<u32>, kind: Schedule, m: u32, answer: &Result<Figures, String>) -> String {
     let found = match answer {
         Ok(found) => {
             format!("{} samples/s, {}", quantity::samples(found.throughput_per_s), quantity::bytes(found.peak_bytes))

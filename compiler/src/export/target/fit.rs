@@ -4,7 +4,8 @@ use super::refusal::Refusal;
 use super::{ExportInput, Imported};
 use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::schedule::Schedule;
+use crate::plan::{Plan, Stage};
 
 /// Refuses a plan for a published instance, which has no model.
 pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
@@ -22,7 +23,7 @@ pub fn model<'a>(asked: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
 pub fn flushes(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     is_of_a_model(plan)?;
     match plan.schedule.kind {
-        kind @ ScheduleKind::Inference => Err(Refusal::TrainsNothing { tool, kind }),
+        kind @ Schedule::Inference => Err(Refusal::TrainsNothing { tool, kind }),
         kind if kind.is_continuous() => Err(Refusal::Versions { tool, kind }),
         _ => Ok(()),
     }
@@ -83,7 +84,7 @@ pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
 pub fn schedules(
     plan: &Plan,
     tool: &'static str,
-    known: &[ScheduleKind],
+    known: &[Schedule],
     has: &'static str,
     instead: &'static str,
 ) -> Result<(), Refusal> {

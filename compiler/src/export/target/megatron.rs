@@ -13,7 +13,8 @@
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::schedule::Schedule;
+use crate::plan::{Plan, Stage};
 use crate::schedule::pipeline::pipeline;
 use std::collections::BTreeMap;
 
@@ -26,7 +27,7 @@ const USE: &str = "these are arguments of Megatron-LM's training script: \
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
-    let known = [ScheduleKind::OneFOneB, ScheduleKind::Interleaved];
+    let known = [Schedule::OneFOneB, Schedule::Interleaved];
     fit::schedules(plan, TOOL, &known, "1f1b and interleaved", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
     let microbatches = fit::share(plan, replicas)?;

@@ -13,7 +13,7 @@
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
 use crate::import::onnx::name::display_name;
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use crate::profile::cost_graph::CostGraph;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,7 +25,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     fit::schedules(
         plan,
         "PipeDream",
-        &[ScheduleKind::RoundRobin, ScheduleKind::Gpipe, ScheduleKind::OneFOneB],
+        &[Schedule::OneFOneBRr, Schedule::Gpipe, Schedule::OneFOneB],
         "1f1b-rr, and 1f1b and gpipe where minibatches are flushed",
         "1f1b",
     )?;

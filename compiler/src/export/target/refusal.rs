@@ -1,7 +1,7 @@
 //! Reasons why a target cannot express a plan, with suggested planner options.
 
 use crate::import::onnx::name::shown;
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use crate::schedule::ScheduleError;
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -10,9 +10,9 @@ pub enum Refusal {
     #[error("the plan is for a published instance, whose nodes have times and names but are no model")]
     Instance,
     #[error("schedule {} keeps several weight versions and {tool} knows one", .kind.name())]
-    Versions { tool: &'static str, kind: ScheduleKind },
+    Versions { tool: &'static str, kind: Schedule },
     #[error("schedule {} trains nothing, and {tool} trains", .kind.name())]
-    TrainsNothing { tool: &'static str, kind: ScheduleKind },
+    TrainsNothing { tool: &'static str, kind: Schedule },
     #[error("stages have {replicas} replicas, and {tool} runs equally many of each")]
     UnequalReplicas { tool: &'static str, replicas: String },
     #[error("{devices} devices share each replica, and what {tool} is given has no place for that")]
@@ -22,7 +22,7 @@ pub enum Refusal {
     #[error("{microbatches} micro-batches cannot be dealt equally to {replicas} replicas")]
     Deal { microbatches: u32, replicas: u32 },
     #[error("{tool} has no schedule {}; it has {has}", .kind.name())]
-    Schedule { tool: &'static str, kind: ScheduleKind, has: &'static str, instead: &'static str },
+    Schedule { tool: &'static str, kind: Schedule, has: &'static str, instead: &'static str },
     #[error("stage {stage} has no module that is told: ops of it come from no module of the source")]
     NoModules { stage: u32 },
     #[error("module `{}` is in stages {first} and {second}, and {tool} keeps it whole", shown(.module))]

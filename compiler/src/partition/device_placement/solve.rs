@@ -13,9 +13,10 @@ use crate::partition::search::downset_lattice::Lattice;
 use crate::plan::check::error::PlanFault;
 use crate::plan::device_placement;
 use crate::plan::problem::{CostModel, Objective};
+use crate::plan::schedule::Schedule;
 use crate::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
-    Predicted, SCHEMA, ScheduleKind, Search, Stage, StageId, StageMemory,
+    Predicted, SCHEMA, Search, Stage, StageId, StageMemory,
 };
 use crate::profile::Method;
 use crate::profile::placement::{NOMINAL, Node, Placement};
@@ -111,7 +112,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     let lower_bound_us = proven.unwrap_or(bound).min(worst);
     let stages = stages(placement, &units, &answer.stages);
     let backward = placement.nodes.iter().any(|node| node.is_backward);
-    let kind = if backward { ScheduleKind::RoundRobin } else { ScheduleKind::Inference };
+    let kind = if backward { Schedule::OneFOneBRr } else { Schedule::Inference };
     let in_flight: Vec<u32> = (1..=stages.len() as u32).rev().collect();
     let weight_versions = if backward { in_flight.clone() } else { vec![1; stages.len()] };
     let single: f64 = placement.nodes.iter().map(|node| node.time).sum();

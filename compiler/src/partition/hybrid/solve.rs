@@ -14,9 +14,10 @@ use crate::partition::search::downset_lattice::Lattice;
 use crate::plan::check::error::PlanFault;
 use crate::plan::hybrid;
 use crate::plan::problem::{CostModel, Objective};
+use crate::plan::schedule::Schedule;
 use crate::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
-    Predicted, SCHEMA, ScheduleKind, Search as Searched, Stage, StageId, StageMemory,
+    Predicted, SCHEMA, Search as Searched, Stage, StageId, StageMemory,
 };
 use crate::profile::Method;
 use crate::profile::hybrid::Hybrid;
@@ -125,7 +126,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         cost: CostModel::Hybrid,
         objective: Objective::Throughput,
         schedule: PlannedSchedule {
-            kind: ScheduleKind::OneFOneB,
+            kind: Schedule::OneFOneB,
             micro_batch: 1,
             microbatches: hybrid.microbatches,
             chunks: 1,

@@ -12,7 +12,7 @@ use crate::plan::check::verify;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost;
-use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search};
+use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -42,7 +42,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
     let (lower_bound_us, proven_optimal) =
         certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
-    if problem.schedule == ScheduleKind::Csv {
+    if problem.schedule.is_custom() {
         warnings.push(
             "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
         );
@@ -132,7 +132,7 @@ pub fn certificate(
     bound_us: f64,
     is_played: bool,
 ) -> (f64, bool) {
-    let is_table = problem.schedule == ScheduleKind::Csv;
+    let is_table = problem.schedule.is_custom();
     let is_flushed = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous();
     let is_of_time = problem.objective != Objective::Memory && !is_table;
     if is_table || (is_flushed && (is_played || minibatch_us != objective_us)) {
@@ -163,7 +163,7 @@ pub fn spread(problem: &Problem) -> f64 {
     let asked = build_plan::asked(problem);
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
     // Weight-gradient passes are not on the critical path; for a table it is unknown which backwards are split.
-    let may_split = problem.schedule.splits_backward() || problem.schedule == ScheduleKind::Csv;
+    let may_split = problem.schedule.splits_backward() || problem.schedule.is_custom();
     let later: f64 = problem.graph.ops.iter().map(|op| op.weight_part_us()).sum();
     let way = if may_split && asked.trains() { (total - later).max(forward) } else { total };
     match (asked.latency, problem.schedule.is_continuous()) {

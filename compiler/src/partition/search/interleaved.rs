@@ -11,11 +11,12 @@ use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchResult, fullest};
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::{finish_plan, linear_search};
+use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
-use crate::plan::{ScheduleKind, StageMemory};
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::apart;
-use crate::schedule::pipeline::schedule_of;
+use crate::schedule::pipeline::generated;
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, StageSpec};
@@ -345,14 +346,14 @@ struct Counts {
 fn counts(problem: &Problem, ranks: u32, replicas: u32) -> Option<Counts> {
     let stages = ranks * problem.chunks;
     let items = problem.microbatches.div_ceil(replicas);
-    if problem.schedule == ScheduleKind::Bfs {
+    if problem.schedule == Schedule::Bfs {
         return Some(Counts { caps: vec![items; stages as usize], apart: Vec::new() });
     }
     let chain = Pipeline::chain((0..stages).map(|_| StageSpec::new(1, 1.0, 2.0)).collect());
     let pipeline = if problem.schedule.is_on_a_v() { chain.folded() } else { chain.looped(ranks) };
     let microbatches = items.min(stages.saturating_mul(SETTLED));
     let count = StepCount { minibatches: 1, microbatches };
-    let program = schedule(schedule_of(problem.schedule).ok()?, &pipeline, count).ok()?;
+    let program = schedule(generated(problem.schedule).ok()?, &pipeline, count).ok()?;
     let caps = program.stages.iter().map(|stage| stage.cap).collect();
     let apart = if problem.schedule.splits_backward() { apart(&program) } else { Vec::new() };
     Some(Counts { caps, apart })

@@ -23,10 +23,10 @@ use crate::partition::search::linear_search;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::pipec::{MemoryScope, PlacedPipeline, PlacementQuery, Rules, StagePlacement};
 use crate::partition::search::range_costs::RangeCosts;
-use crate::plan::ScheduleKind;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
+use crate::plan::schedule::PendingWeightGrads;
 
 /// Largest number of cuts along an order: fine, and coarse.
 const MAX_PLACES: usize = 1000;
@@ -81,7 +81,7 @@ pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Re
 }
 
 fn free(problem: &Problem) -> Rules {
-    Rules { recompute: problem.recompute && problem.schedule != ScheduleKind::Inference, ..Rules::default() }
+    Rules { recompute: problem.recompute && problem.schedule.trains(), ..Rules::default() }
 }
 
 fn keeps(problem: &Problem) -> Option<()> {
@@ -341,7 +341,9 @@ impl AssumedPipelines {
         let devices = problem.cluster.devices();
         let is_synced = first_stage::matters(problem);
         let wants = build_plan::is_limited(problem) || problem.objective == Objective::Memory;
-        let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
+        let guesses = (is_synced
+            || matches!(problem.schedule.properties().split, Some(PendingWeightGrads::PerEarlierWorker(_))))
+            && wants;
         let firsts = || first_stage::each(problem).take(MOST_FIRSTS + 1).map(First::Known).collect();
         let firsts: Vec<First> = if guesses && is_synced { firsts() } else { Vec::new() };
         let of_first = |first: First| (None, first);

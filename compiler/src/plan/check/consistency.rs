@@ -7,7 +7,7 @@ use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify::class_memory;
 use crate::plan::groups;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, ScheduleKind, zero};
+use crate::plan::{Plan, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -51,7 +51,7 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
     for (at, stage) in plan.stages.iter().enumerate() {
         let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
         faults.extend(what.map(|what| PlanFault::Schedule { what }));
-        let what = zero::contradiction(stage, schedule.kind != ScheduleKind::Inference);
+        let what = zero::contradiction(stage, schedule.kind.trains());
         faults.extend(what.map(|what| PlanFault::Schedule { what: format!("stage {at}: {what}") }));
     }
     edges(plan, &mut faults);

@@ -17,13 +17,13 @@
 //! A tensor read by several stages is in several edges but is sent once, so outgoing bytes are only bounded. Costs
 //! `paper` and `pipedream` charge links by tensors and ops, which a plan does not list.
 
+use crate::plan::Plan;
 use crate::plan::check::cost;
 use crate::plan::check::cost::Loads;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
 use crate::plan::check::verify::TOLERANCE;
 use crate::plan::problem::{CostModel, Objective};
-use crate::plan::{Plan, ScheduleKind};
 use crate::profile::placement::NOMINAL;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -100,7 +100,7 @@ fn messages(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if !plan.edges.is_empty() && plan.stages.iter().all(|stage| stage.memory.messages == 0) {
         return;
     }
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let trains = plan.schedule.kind.trains();
     for (at, (stage, (into, least, most))) in plan.stages.iter().zip(moved(plan)).enumerate() {
         // Gradients may be single- or double-buffered, depending on op times that are not in the plan.
         let (least, most) = match trains {
@@ -154,7 +154,7 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if !plan.cluster.classes.is_empty() {
         return;
     }
-    let is_whole = plan.cost == CostModel::Pipec && (!kind.is_continuous() || kind == ScheduleKind::TwoBw);
+    let is_whole = plan.cost == CostModel::Pipec && (!kind.is_continuous() || kind.is_double_buffered());
     let items = if is_whole { f64::from(plan.schedule.microbatches.max(1)) } else { 1.0 };
     let (mut forward, mut all) = (0.0, 0.0);
     for stage in &plan.stages {
@@ -167,7 +167,7 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
         forward += stage.fwd_us;
         all += stage.fwd_us + stage.bwd_us - again;
     }
-    if plan.cost == CostModel::Pipec && kind == ScheduleKind::Inference {
+    if plan.cost == CostModel::Pipec && !kind.trains() {
         all = forward;
     }
     let said = plan.baselines.single;

@@ -14,7 +14,8 @@ use crate::plan::in_flight;
 use crate::plan::in_flight::StageInFlight;
 use crate::plan::links::Wire;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
+use crate::plan::schedule::{PendingWeightGrads, VersionRule};
+use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, Stage, StageMemory};
 use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -274,15 +275,15 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if let Some(what) = apart(plan) {
         faults.push(PlanFault::Schedule { what });
     }
-    let wanted: Vec<u32> = match schedule.kind {
-        ScheduleKind::RoundRobin => schedule.in_flight.clone(),
-        ScheduleKind::RoundRobinVsync => {
+    let wanted: Vec<u32> = match schedule.kind.versions() {
+        VersionRule::Stashed => schedule.in_flight.clone(),
+        VersionRule::Synchronised => {
             let lanes = plan.stages.iter().zip(&schedule.in_flight);
             let lanes = lanes.map(|(stage, &in_flight)| StageInFlight { replicas: stage.replicas, in_flight });
             let first = lanes.clone().next().unwrap_or(StageInFlight { replicas: 1, in_flight: 1 });
             lanes.map(|own| in_flight::synced(own.replicas, first)).collect()
         }
-        ScheduleKind::TwoBw => vec![2; plan.stages.len()],
+        VersionRule::Previous => vec![2; plan.stages.len()],
         _ => vec![1; plan.stages.len()],
     };
     if faults.is_empty() && schedule.weight_versions != wanted {
@@ -305,11 +306,8 @@ fn apart(plan: &Plan) -> Option<String> {
             "apart is {apart:?} for caps {in_flight:?}; one number of at least 1 each, within the cap"
         ));
     }
-    let depth = match kind {
-        ScheduleKind::ZbH1 => 1,
-        ScheduleKind::ZbH2 => 2,
-        _ => return None,
-    };
+    let Some(PendingWeightGrads::PerEarlierWorker(depth)) = kind.properties().split else { return None };
+    let depth = u64::from(depth);
     let mut workers = 0u64;
     for (at, stage) in plan.stages.iter().enumerate() {
         let r = u64::from(stage.replicas.max(1));
@@ -431,7 +429,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
         }
     }
-    let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
+    let is_by_minibatch = plan.schedule.kind.is_double_buffered() || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
         largest[stage] = largest[stage].max(used[op.id as usize]);
@@ -452,7 +450,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let comes_as_it_is = is_read[at] && !stays[at];
         pending_grad_bytes[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
     }
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let trains = plan.schedule.kind.trains();
     let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
     let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
     let pace = class::fastest(&problem.cluster.classes);

@@ -18,6 +18,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::plan::zero::MOST;
 use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::check::error::{CheckError, Fault};
@@ -29,8 +30,7 @@ use crate::schedule::semantics::Rule;
 use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Token, Version, WorkerId,
-    WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// Proves that a program runs to its end and keeps the guarantees above; returns the first violation.

@@ -19,12 +19,13 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::equal_replicas;
 use crate::schedule::custom;
 use crate::schedule::custom::ComputeOrder;
 use crate::schedule::semantics::{StepCount, dealt};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 /// Most cells of a table: no larger program is possible.
 const MAX_CELLS: usize = 1 << 24;

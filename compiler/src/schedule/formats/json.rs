@@ -14,8 +14,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::profile::json;
-use crate::schedule::{Program, ProgramStage, Schedule, WorkerProgram};
+use crate::schedule::{Program, ProgramStage, WorkerProgram};
 
 /// Value of the `schema` field.
 pub const SCHEMA: &str = "pipec.program/1";
