@@ -50,7 +50,7 @@ impl fmt::Display for Infeasible {
             Some(class) => write!(
                 f,
                 "exceeds the memory of device class {class} (`{kind}`, {memory} bytes) by {missing} bytes; {smallest} \
-                 bytes per device are enough"
+                 bytes on each of its devices are enough"
             )?,
             None => write!(
                 f,
