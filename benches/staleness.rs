@@ -66,7 +66,7 @@ fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness:
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let pipeline = pipeline.with_caps(&published_caps(&vec![1; stages]));
-    let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be cut");
+    let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be partitioned");
     let data = Dataset::new(arrays(&digits.train), &feeds(&prepared.codes), BATCH).expect("the digits fit");
     let order = RowOrder::Shuffled { seed };
     let batches = Batches::new(data, BATCH, 1, EPOCHS * per_epoch, order).expect("there is an epoch of digits");
@@ -107,7 +107,7 @@ fn main() {
         ("pipemare", Schedule::OneFOneBRrNewest, Staleness::PipeMare { anneal }),
         ("none", Schedule::OneFOneBRrNewest, Staleness::None),
     ];
-    println!("| staleness | lr | loss of the last epoch | accuracy | held by the first stage |");
+    println!("| staleness | lr | loss of the last epoch | accuracy | memory of the first stage |");
     println!("| --- | --- | --- | --- | --- |");
     for rate in RATES {
         for (name, schedule, staleness) in ways {

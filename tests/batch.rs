@@ -91,7 +91,7 @@ fn remaining_fixed_batch_sizes_are_reported() {
     let picked = fixed(&[node("Gather", &["x", "rows"], &["y"])], &rows);
     assert!(matches!(picked.batch, Batch::Fixed { size: Some(8), .. }), "{:?}", picked.batch);
     assert!(
-        picked.warnings.iter().any(|warning| warning.contains("picks samples by numbers")),
+        picked.warnings.iter().any(|warning| warning.contains("selects samples with indices")),
         "{:?}",
         picked.warnings
     );

@@ -324,5 +324,5 @@ fn without_a_flush_another_plan_begins_with_the_one_version_of_the_cut() {
     // After six minibatches, rounds of three end, but rounds of four do not.
     let four = ready(&mlp(), plan(Schedule::OneFOneBRr, &[4, 1], 1), adam(), Policy::default());
     let fault = found.start.check(&four.prepared.program).unwrap_err().to_string();
-    assert!(fault.contains("after minibatch 6") && fault.contains("every 4 minibatches"), "{fault}");
+    assert!(fault.contains("from minibatch 6") && fault.contains("every 4 minibatches"), "{fault}");
 }

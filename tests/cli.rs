@@ -339,7 +339,7 @@ fn constraints_and_objectives_of_plans() {
         fails(at, 2, &[&flags[..], wrong].concat());
     }
     let none = fails(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
-    assert!(none.contains("lacks") && none.contains("is the least that was found to do"), "{none}");
+    assert!(none.contains("exceeds it by") && none.contains("is the least that was found to do"), "{none}");
 }
 
 #[test]

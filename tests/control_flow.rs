@@ -49,7 +49,7 @@ fn an_open_condition_between_shapes_needs_its_value() {
     let branch = with(with(node("If", &["c"], &["y"]), subgraph("then_branch", yes)), subgraph("else_branch", no));
     let model = main_graph(&[branch], &[typed("x", F32, &[2]), typed("c", BOOL, &[])], &[]);
     let message = refused(&model);
-    assert!(message.contains("node `If_0` (If)") && message.contains("follows from the graph inputs `c`"), "{message}");
+    assert!(message.contains("node `If_0` (If)") && message.contains("depends on the graph inputs `c`"), "{message}");
     let data = [("x", f32s(&[1.0, 2.0])), ("c", Tensor::from_bool(&[], &[true]))];
     let (results, taken) = answers(&model, &data).unwrap();
     assert_eq!((results[0].to_f64(), taken), (vec![1.0, 2.0, 1.0, 2.0], vec!["c".to_string()]));
@@ -91,7 +91,7 @@ fn loops_turn_as_often_as_they_say() {
     // A trip count that is an input must have a known value.
     let open = summing_model("m", "yes", "same", 0);
     assert!(
-        refused(&open).contains("the trip count of a loop must be a constant, but follows from the graph inputs `m`")
+        refused(&open).contains("the trip count of a loop must be a constant, but depends on the graph inputs `m`")
     );
     let (results, taken) = answers(&open, &data(2)).unwrap();
     assert_eq!((results[0].to_f64(), taken), (turns[..4].to_vec(), vec!["m".to_string()]));
@@ -99,13 +99,13 @@ fn loops_turn_as_often_as_they_say() {
     assert_eq!(answer(&summing_model("", "yes", "below", 1), &data(0)), turns[..4]);
     // Zero iterations.
     let never = answers(&summing_model("n", "no", "same", 0), &data(0));
-    assert!(never.unwrap_err().contains("does not say the shape of its results"));
+    assert!(never.unwrap_err().contains("results of unknown shape"));
 }
 
 #[test]
 fn a_loop_without_end_is_refused() {
     let message = refused(&summing_model("", "yes", "same", 0));
-    assert!(message.contains("a loop of more than 65536 nodes when it is written out is not supported"), "{message}");
+    assert!(message.contains("a loop with more than 65536 nodes when unrolled is not supported"), "{message}");
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn sequences_live_while_importing() {
     let model = main_graph(&nodes, &[typed("x", F32, &[2])], &constants);
     assert_eq!(answer(&model, &[("x", f32s(&[1.0, 2.0]))]), [7.0, 1.0, 2.0]);
     let message = refused(&main_graph(&[node("SequenceConstruct", &["x"], &["y"])], &[typed("x", F32, &[2])], &[]));
-    assert!(message.contains("graph output `y`: a sequence in place of a tensor"), "{message}");
+    assert!(message.contains("graph output `y`: a sequence instead of a tensor"), "{message}");
 }
 
 #[test]

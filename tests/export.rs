@@ -186,7 +186,7 @@ fn what_a_tool_cannot_carry_is_refused() {
     }
     // DeepSpeed supports only ZeRO 1 with pipelines.
     let shares = |level: &'static str| ["--gpus", "4", "--stages", "2,2", "--target", "deepspeed", "--zero", level];
-    for (level, why) in [("2", "ZeRO at level 2"), ("3", "ZeRO at level 3")] {
+    for (level, why) in [("2", "ZeRO stage 2"), ("3", "ZeRO stage 3")] {
         refused(&shares(level), "deepspeed", why, "--target deepspeed --zero 1");
     }
     gpt(folder, &shares("1"));

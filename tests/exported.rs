@@ -142,7 +142,7 @@ fn a_copy_of_a_parameter_may_be_changed_and_the_parameter_may_not() {
     };
     let x = Tensor::from_f32(&[1, 3], &[10.0, 10.0, 10.0]);
     close(&program("copy").run(&[("x", x)], &["z"])[0], &[1.0, 22.0, 33.0]);
-    assert!(program("p_w").model(&["z"]).unwrap_err().contains("changed in place"));
+    assert!(program("p_w").model(&["z"]).unwrap_err().contains("modified in place"));
 }
 
 #[test]
@@ -431,7 +431,7 @@ fn regions_change_the_tensors_outside_them() {
     close(&program("x").run(&[("x", x)], &["a"])[0], &[1.0, 4.0, 3.0, 8.0]);
     // PyTorch's gradient would ignore the in-place update.
     let refused = program("p_w").model(&["a"]).unwrap_err();
-    assert!(refused.contains("in place under no_grad"), "{refused}");
+    assert!(refused.contains("in-place change under no_grad"), "{refused}");
 }
 
 #[test]
@@ -514,5 +514,5 @@ fn operators_on_numbers_are_lowered_or_refused() {
         .node("sym_size.int", &[("self", tensor("x")), ("dim", int(0))], &["n"])
         .node("expand", &[("self", tensor("x")), ("size", json!({"as_sym_ints": [{"as_name": "n"}]}))], &["y"]);
     let refused = refused.model(&["y"]).unwrap_err();
-    assert!(refused.contains("a number has no axes"), "{refused}");
+    assert!(refused.contains("a scalar has no axes"), "{refused}");
 }

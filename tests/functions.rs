@@ -99,5 +99,5 @@ fn missing_body_parts_are_located() {
         function(&name(level), &[next], &["x"], &["y"])
     });
     let message = refused(&calling(chain.collect(), local(node("F0", &["x"], &["y"]))));
-    assert!(message.contains("a nest of functions and subgraphs deeper than 64"), "{message}");
+    assert!(message.contains("functions and subgraphs nested deeper than 64"), "{message}");
 }

@@ -78,16 +78,12 @@ fn shard_errors_are_located() {
         ("    recompute 0F1\n    0B1\n", "    0B1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
         ("    recompute 0F1\n", "    recompute 0F1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
         ("    recompute 0F1\n", "    recompute 0F1@v1\n", "worker 0.1, instruction 2"),
-        (
-            "    wait #1\n    checkpoint 0 v1\n",
-            "    checkpoint 0 v1\n    wait #1\n",
-            "in shares that have not been gathered",
-        ),
+        ("    wait #1\n    checkpoint 0 v1\n", "    checkpoint 0 v1\n    wait #1\n", "has not been gathered"),
         ("    all-gather 0 v1 #1\n    wait #1\n    checkpoint 0 v1\n", "", "worker 0.0, at its end"),
         ("    reduce-scatter 0 round 0 #0\n", "    all-reduce 0 round 0 #0\n", "worker 0.0, instruction 4"),
-        ("    wait #1\n    checkpoint 0 v1\n", "    drop 0 v1\n", "in shares that have not been gathered"),
-        ("cap=1 zero=1", "cap=1", "whose rounds are summed by all-reduces"),
-        ("cap=1 zero=1", "cap=1 zero=9", "ZeRO has levels"),
+        ("    wait #1\n    checkpoint 0 v1\n", "    drop 0 v1\n", "has not been gathered"),
+        ("cap=1 zero=1", "cap=1", "whose rounds need all-reduces"),
+        ("cap=1 zero=1", "cap=1 zero=9", "ZeRO has stages"),
         ("all-gather 0 v1 #1", "all-gather 0 v1 bucket 1 #1", "bucket 1 where bucket 0 is next"),
     ];
     for (right, wrong, expected) in lines {

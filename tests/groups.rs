@@ -421,5 +421,5 @@ fn exports_carry_the_degree() {
         "{told}"
     );
     let told = ends(at, 1, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
-    assert!(told.contains("2 devices share each replica") && told.contains("--tensor never"), "{told}");
+    assert!(told.contains("tensor-parallel degree 2") && told.contains("--tensor never"), "{told}");
 }

@@ -107,6 +107,6 @@ fn two_hosts_train_together_and_notice_a_cut_cable() {
     let peers = ["workers 1.0, 1.1 (stage 1), process ", "worker 0.0 (stage 0), process "];
     for ((code, told), peer) in told.iter().zip(peers) {
         assert_eq!(*code, Some(1), "{told}");
-        assert!(told.contains(peer) && told.contains("has not been heard of for 5"), "{told}");
+        assert!(told.contains(peer) && told.contains("has sent nothing for 5"), "{told}");
     }
 }

@@ -292,7 +292,7 @@ fn faults_are_gathered_and_name_their_nodes() {
     ]);
     assert_eq!(
         said,
-        "unsupported operators: Multinomial ×1 (first: node `l`; random numbers of a distribution that pipec does not draw), \
+        "unsupported operators: Multinomial ×1 (first: node `l`; random numbers of this distribution are not implemented), \
          Reluu ×2 (first: node `r`)"
     );
 }
@@ -447,7 +447,7 @@ fn recurrent_layers_run_in_all_directions() {
 #[test]
 fn recurrent_layers_with_rare_options_want_few_steps() {
     let said = |attributes, inputs: &[&str]| lstm("forward", 1, attributes, inputs).unwrap_err();
-    assert!(said(vec![int("input_forget", 1)], &[]).contains("rare options over T steps"));
+    assert!(said(vec![int("input_forget", 1)], &[]).contains("these options over T steps"));
     assert!(lstm("sideways", 1, vec![], &[]).unwrap_err().contains("`direction` is sideways"));
     assert!(
         lstm("bidirectional", 1, vec![], &[]).unwrap_err().contains("input 1 is f32[1, 8, 2], expected f32[2, 8, 2]")

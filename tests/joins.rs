@@ -120,7 +120,7 @@ fn cuts_after_joins_are_reported() {
         "{first:?}"
     );
     let negated_warning = found.warnings.iter().find(|warning| warning.contains("negated")).unwrap();
-    assert!(negated_warning.contains("stands with `layer`"), "{negated_warning}");
+    assert!(negated_warning.contains("fused with `layer`"), "{negated_warning}");
     let id = problem("").graph.ops.iter().position(|op| op.name == "negated").unwrap();
     assert_eq!(with(&problem(&id.to_string()), Partitioner::Pipec).unwrap().plan.stages, found.stages);
     let plain = with(&problem("layer"), Partitioner::Pipec).unwrap().plan;
@@ -146,7 +146,7 @@ fn the_judge_refuses_what_is_apart() {
     assert!(
         faults.iter().any(|fault| matches!(fault, PlanFault::Apart { op, with, .. } if *op == first && *with == layer))
     );
-    assert!(faults[0].to_string().contains("to which it belongs"), "{}", faults[0]);
+    assert!(faults[0].to_string().contains("must be in the same stage"), "{}", faults[0]);
 }
 
 /// `weights` parameter-only ops, then `data` data ops, which may read earlier ones of either kind.

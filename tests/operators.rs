@@ -223,7 +223,7 @@ fn sizes_that_depend_on_values_are_those_of_the_data() {
     assert_eq!(outputs[0].to_f64(), [0.0, 3.0, 1.0]);
     let model = model(22, graph(&[node("NonZero", &["x"], &["y"])], &[typed("x", F32, &[2, 2])], &["y"]));
     let message = refused(&model);
-    assert!(message.contains("must be a constant, but follows from the graph inputs `x`"), "{message}");
+    assert!(message.contains("must be a constant, but depends on the graph inputs `x`"), "{message}");
 }
 
 #[test]

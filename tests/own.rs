@@ -51,12 +51,12 @@ fn a_table_runs_through_every_verb() {
     assert_eq!((&plan["schedule"]["kind"], &plan["schedule"]["microbatches"]), (&"csv".into(), &6.into()));
     // The plan contains no schedule, and commands that need one say so.
     refused(folder, &["plan", "check", "own.json"], 1, "`--schedule FILE`");
-    refused(folder, &["simulate", "own.json"], 2, "`--schedule FILE` gives it");
+    refused(folder, &["simulate", "own.json"], 2, "`--schedule FILE`");
     done(folder, &["plan", "check", "own.json", "--schedule", "mine.csv"]);
     done(folder, &["report", "own.json", "--html", "bare.html"]);
     assert!(fs::read_to_string(folder.join("bare.html")).unwrap().contains("`--schedule FILE` names it"));
     done(folder, &["report", "own.json", "--schedule", "mine.csv", "--html", "own.html"]);
-    assert!(fs::read_to_string(folder.join("own.html")).unwrap().contains("<title>stage 1, backward of item 5"));
+    assert!(fs::read_to_string(folder.join("own.html")).unwrap().contains("<title>stage 1, backward of micro-batch 5"));
     // Under a flush, the schedule changes no bits.
     done(folder, &[&TRAIN[..], &["--steps", "3", "--schedule", "mine.csv", "--save", "a.npz"]].concat());
     done(folder, &[&TRAIN[..], &["--steps", "3", "--save", "b.npz"]].concat());
@@ -144,7 +144,7 @@ fn invalid_schedules_are_reported() {
     bad(&value.to_string());
     refused(folder, &simulate, 1, "gives no sound program");
     bad(&sound.replacen("\"items\": 12", "\"items\": 4294967292", 1));
-    refused(folder, &simulate, 2, "too long a program");
+    refused(folder, &simulate, 2, "is too long");
     bad(&fs::read_to_string(folder.join("plan.json")).unwrap());
     refused(folder, &simulate, 2, "it is a plan");
     bad(&sound.replacen("\"replicas\": 1", "\"replicas\": 2", 1));
@@ -195,7 +195,7 @@ fn a_program_writes_checkpoints() {
     list.push(serde_json::json!({"op": "checkpoint", "stage": 0, "version": 2}));
     fs::write(folder.join("p.json"), program.to_string()).unwrap();
     let train = [&TRAIN[..], &["--schedule", "p.json"]].concat();
-    refused(folder, &train, 2, "no place for checkpoints");
+    refused(folder, &train, 2, "no checkpoint folder");
     refused(folder, &train, 2, "`--checkpoint-dir FOLDER`");
     done(folder, &[&train[..], &["--checkpoint-dir", "ck"]].concat());
     let read = |name: &str| runtime::data::weights::read(&folder.join("ck").join(name)).unwrap();

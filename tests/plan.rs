@@ -233,7 +233,7 @@ fn the_judge_finds_every_change() {
             let ops = plan.stages[0].ops.clone();
             plan.stages[0].ops = std::mem::replace(&mut plan.stages[1].ops, ops);
         }),
-        ("is used by stage 0 too", &|plan| plan.stages[1].devices = vec![0]),
+        ("is also used by stage 0", &|plan| plan.stages[1].devices = vec![0]),
         ("device 4 does not exist", &|plan| plan.stages[3].devices = vec![4]),
         ("0 devices for 1 replicas", &|plan| plan.stages[3].devices.clear()),
         ("1 devices for 2 replicas", &|plan| plan.stages[0].replicas = 2),
@@ -255,8 +255,8 @@ fn the_judge_finds_every_change() {
         ("edge 0 -> 1", &|plan| plan.edges[0].tensors[0].push('x')),
         ("predicted.minibatch_us", &|plan| plan.predicted.minibatch_us *= 1.0 + 1e-6),
         ("not as deep", &|plan| plan.stages[2].hierarchy.truncate(1)),
-        ("0 places for 2 levels", &|plan| plan.stages.iter_mut().for_each(|stage| stage.hierarchy.clear())),
-        ("group 5 where group 1 comes next", &|plan| plan.stages[1].hierarchy[0].group = 5),
+        ("0 entries for 2 levels", &|plan| plan.stages.iter_mut().for_each(|stage| stage.hierarchy.clear())),
+        ("group 5 instead of the next group, 1", &|plan| plan.stages[1].hierarchy[0].group = 5),
         ("share a group of the innermost level", &|plan| plan.stages[1].hierarchy[0].group = 0),
         ("take 4 of the 2 members", &|plan| {
             plan.stages.iter_mut().enumerate().for_each(|(at, stage)| {

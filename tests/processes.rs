@@ -244,7 +244,7 @@ mod supervised {
         let (code, told, seconds) = long.end();
         assert_eq!(code, Some(1), "{told}");
         assert!(told.contains("worker 0.0 (stage 0), process "), "{told}");
-        assert!(told.contains("has not been heard of for 2.") && told.contains("is stopped (SIGSTOP)"), "{told}");
+        assert!(told.contains("has sent nothing for 2.") && told.contains("is stopped (SIGSTOP)"), "{told}");
         // The last heartbeat may have arrived a second earlier.
         assert!((0.9..6.0).contains(&seconds), "{seconds} s");
         all_gone(&pids);
@@ -369,7 +369,7 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
     assert_eq!(ended(&second), (Some(0), String::new()));
     let (code, told) = end(first);
     assert_eq!(code, Some(0), "{told}");
-    assert!(told.contains("the bytes are no frame of pipec's"), "{told}");
+    assert!(told.contains("the bytes are not a pipec frame"), "{told}");
     assert!(fs::read(at.join("hand.safetensors")).unwrap() == expected);
     // By host list; both hosts are this machine.
     let hosts = format!(
@@ -429,12 +429,12 @@ fn processes_that_cannot_meet_say_why() {
     let address = format!("127.0.0.1:{}", port());
     let (code, told) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
-    assert!(told.contains(&format!("waits for worker 1.0 (stage 1) to come to {address}, up to ")), "{told}");
-    assert!(told.contains(&format!("worker 1.0 (stage 1) did not come to {address} within 5 s")), "{told}");
+    assert!(told.contains(&format!("waits for worker 1.0 (stage 1) to connect to {address}, up to ")), "{told}");
+    assert!(told.contains(&format!("worker 1.0 (stage 1) did not connect to {address} within 5 s")), "{told}");
     let (code, told) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
     assert!(told.contains(&format!("waits for process 0 at {address}, up to ")), "{told}");
-    assert!(told.contains(&format!("nothing answers at {address} within 5 s")), "{told}");
+    assert!(told.contains(&format!("no answer from {address} within 5 s")), "{told}");
     // Another program listens on the port and does not answer.
     let busy = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = busy.local_addr().unwrap().to_string();
@@ -448,7 +448,7 @@ fn processes_that_cannot_meet_say_why() {
     });
     let (code, told) = end(rank(at, "1", &address, &["--steps", "5"]));
     assert_eq!(code, Some(1));
-    assert!(told.contains("does not speak pipec's protocol"), "{told}");
+    assert!(told.contains("does not use pipec's protocol"), "{told}");
     other.join().unwrap();
     // The processes have different inputs.
     let differ = |more: [&[&str]; 2], what: &str| {
@@ -468,8 +468,8 @@ fn processes_that_cannot_meet_say_why() {
     let one = |number: &str| command(at, &[&flags[..], &more, &["--rank", number]].concat()).spawn().unwrap();
     let told = [one("0"), one("1"), one("1")].map(end);
     assert!(told.iter().all(|(code, _)| *code == Some(1)), "{told:?}");
-    assert!(told[0].1.contains("worker 2.0 (stage 2); worker 1.0 (stage 1) came twice"), "{told:?}");
-    assert!(told[1..].iter().any(|(_, told)| told.contains("is here already")), "{told:?}");
+    assert!(told[0].1.contains("worker 2.0 (stage 2); worker 1.0 (stage 1) connected twice"), "{told:?}");
+    assert!(told[1..].iter().any(|(_, told)| told.contains("is already connected")), "{told:?}");
 }
 
 /// A proxy to process 0 that corrupts what the process sends after `after` bytes.
@@ -518,7 +518,7 @@ fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
     };
     let cut: fn(&mut [u8]) -> bool = |_| false;
     let cases = [
-        (flip, "what comes from worker 1.0 (stage 1), process"),
+        (flip, "a message from worker 1.0 (stage 1), process"),
         (cut, "the connection to worker 1.0 (stage 1), process"),
     ];
     for (spoil, expected) in cases {

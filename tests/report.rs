@@ -63,7 +63,7 @@ fn the_page_says_everything_in_the_same_bytes() {
         assert!(text.contains(&format!(">{wanted}</text>")), "`{wanted}` is missing");
     }
     // Every computation of both workers has a hint with its weight version.
-    assert!(text.contains("<title>stage 1, backward of item 3, weights version "), "no hint");
+    assert!(text.contains("<title>stage 1, backward of micro-batch 3, weight version "), "no hint");
     // 6 | 6 ms becomes 8 | 4 when either middle op changes sides.
     assert_eq!(text.matches("<td class=\"n\">+33.33 %</td>").count(), 2, "what moving the cut costs");
     assert!(!text.contains("http:") && !text.contains("https:"), "the page names an address");
@@ -111,7 +111,7 @@ fn long_runs_are_drawn_in_slices() {
     let stages = vec!["1"; 24].join(",");
     planned(folder, &["--gpus", "24", "--stages", &stages, "--schedule", "gpipe", "--microbatches", "300"]);
     let text = page(folder, &[]);
-    assert!(text.contains("slices of time"), "the page does not say that it leaves something out");
+    assert!(text.contains("time slices"), "the page does not say that it leaves something out");
     assert!(text.len() < 2_000_000 && text.matches("<rect").count() < 8_000, "{} bytes", text.len());
 }
 
@@ -149,7 +149,7 @@ fn a_device_with_several_stages_holds_them_all() {
     let total = |at: usize| plan["stages"][at]["memory"]["total"].as_u64().unwrap();
     let fullest = (0..4).map(|at| total(at) + total(at + 4)).max().unwrap();
     let fullest_device = compiler::export::quantity::bytes(fullest);
-    assert!(text.contains(&format!("<dt>Fullest device</dt><dd>{fullest_device}<small>")), "{fullest_device}");
+    assert!(text.contains(&format!("<dt>Peak memory per device</dt><dd>{fullest_device}<small>")), "{fullest_device}");
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn a_run_stands_beside_its_prediction() {
     fs::write(folder.join("m.jsonl"), format!("{{\"loss\":1,\"seconds\":1}}\n{more}")).unwrap();
     let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("it speaks of stage 2, the plan has 2 stages"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("it has a stage 2, the plan has 2 stages"));
     fs::write(folder.join("m.jsonl"), "{\"loss\": 1}\n").unwrap();
     let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
     assert_eq!(output.status.code(), Some(2));
@@ -196,7 +196,10 @@ fn a_run_is_compared_with_its_own_plan() {
     let planned: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
     assert_eq!(planned["stages"].as_array().unwrap().len(), 4);
     let text = page(folder, &["--metrics", "m.jsonl"]);
-    assert!(text.contains("stages 0, 2 together, held") && text.contains("stages 1, 3 together, held"), "{text}");
+    assert!(
+        text.contains("stages 0, 2 together, peak memory") && text.contains("stages 1, 3 together, peak memory"),
+        "{text}"
+    );
     assert!(!text.contains("stage 2, held"));
     // More or fewer workers than cores.
     let metrics = fs::read_to_string(folder.join("m.jsonl")).unwrap();
@@ -215,14 +218,14 @@ fn a_run_is_compared_with_its_own_plan() {
         let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(2), "{said}");
-        assert!(said.contains("of a run under another plan") && said.contains(why), "{said}");
+        assert!(said.contains("the run used another plan") && said.contains(why), "{said}");
     };
     let other = ["partition", "m.onnx", "--schedule", "1f1b", "--microbatches", "4", "--micro-batch", "4"];
     done(&[&other[..], &["--gpus", "2", "--stages", "1,1", "-o", "plan.json"]].concat());
     refused("it has 4 stages, the plan 2 stages");
     done(&["zoo", "mlp", "--layers", "9", "-o", "m.onnx"]);
     done(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
-    refused("its model is another one");
+    refused("its model differs");
 }
 
 #[test]

@@ -508,7 +508,7 @@ fn errors_are_located() {
     );
     let text = program.to_string().replace("    wait #0\n    load 1F0\n    1F0\n", "    load 1F0\n    1F0\n");
     let error = check(&text.parse().unwrap()).unwrap_err().to_string();
-    assert!(error.ends_with("the activations of item 0 over edge 0 have not been waited for"), "{error}");
+    assert!(error.ends_with("no Wait yet for the activations of micro-batch 0 over edge 0"), "{error}");
 }
 
 #[test]
@@ -537,5 +537,5 @@ fn opposite_orders_of_waiting_are_a_deadlock() {
         .replace("load 1F0\n        1F0", "recv 0F0 < 0.0 #1\n wait #1\n load 1F0\n 1F0")
         .replace("send 0F0 > 1.0 #0\n        wait #0\n", "");
     let error = check(&stuck.parse().unwrap()).unwrap_err().to_string();
-    assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");
+    assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): deadlock: 0.0 never sends micro-batch 0");
 }

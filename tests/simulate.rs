@@ -183,7 +183,7 @@ fn a_stage_that_is_recomputed_says_so() {
         assert_eq!((timeline.busy(0), timeline.makespan), (8.0, makespan), "{name}");
         let without = text.lines().filter(|line| !line.contains("recompute 0F1")).collect::<Vec<_>>().join("\n");
         let error = check(&without.parse().unwrap()).unwrap_err().to_string();
-        assert!(error.contains("the forward of item 1 read, and it has not run again"), "{error}");
+        assert!(error.contains("inputs of micro-batch 1, and there was no Recompute"), "{error}");
     }
     let program = schedule(Schedule::Inference, &pipeline, StepCount::minibatches(2)).unwrap();
     assert!(!program.to_string().contains("recompute"));

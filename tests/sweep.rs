@@ -64,7 +64,7 @@ fn rows_follow_the_formulas() {
         assert!(!picture.contains(">3 stages<"), "a curve without points stands in the legend of {name}");
     }
     let bubble = fs::read_to_string(folder.join("plots/bubble.svg")).unwrap();
-    assert!(bubble.contains("at least four micro-batches a stage"), "M = 4 K is not marked");
+    assert!(bubble.contains("at least four micro-batches per stage"), "M = 4 K is not marked");
 }
 
 #[test]

@@ -339,9 +339,9 @@ fn a_constant_that_differs_from_sample_to_sample_keeps_the_batch() {
     let cast = node("Cast", "cast", &["indices"], &["table"], vec![int("to", 1)]);
     let model = with_token(vec![table], [vec![cast], nodes].concat()).unwrap();
     let Batch::Fixed { size: Some(4), why } = &model.batch else { panic!("{:?}", model.batch) };
-    assert!(why.contains("`add`") && why.contains("differ from sample to sample"), "{why}");
+    assert!(why.contains("`add`") && why.contains("differ between samples"), "{why}");
     assert!(
-        model.warnings.iter().any(|w| w.contains("dynamic_axes") && w.contains("stays at the 4")),
+        model.warnings.iter().any(|w| w.contains("dynamic_axes") && w.contains("keeps the exported size 4")),
         "{:?}",
         model.warnings
     );

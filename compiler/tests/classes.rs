@@ -267,7 +267,7 @@ fn what_knows_no_classes_is_refused() {
     let cluster = mixed("2:1GB/s", &[(1, 1.0, 1 << 40), (1, 2.0, 1 << 40)]);
     for cost in [CostModel::Paper, CostModel::Pipedream] {
         let refused = with(&Problem::new(chain(&[3.0, 3.0]), cluster.clone(), cost), Partitioner::Pipec).unwrap_err();
-        assert_eq!(refused.to_string(), "a cluster of several device classes goes with cost `pipec` only");
+        assert_eq!(refused.to_string(), "a cluster of several device classes requires cost `pipec`");
     }
     let mut problem = Problem::new(chain(&[3.0, 3.0]), cluster.clone(), CostModel::Pipec);
     problem.objective = Objective::Memory;

@@ -158,17 +158,17 @@ fn round_robin_plans_take_what_is_predicted() {
         if starves {
             let memory =
                 found.predicted.bottleneck.contains("memory") && found.warnings.iter().any(|w| w.contains("caps"));
-            let told_so = found.predicted.bottleneck.contains("; without them");
+            let is_reported = found.predicted.bottleneck.contains("; without them");
             let mut more = found.clone();
             more.schedule.in_flight.iter_mut().for_each(|cap| *cap += 8);
             if problem.memory_limit.is_some() && memory {
                 bound += 1;
-            } else if told_so && objective < (1.0 - 0.01) * simulated(&more, 480) {
+            } else if is_reported && objective < (1.0 - 0.01) * simulated(&more, 480) {
                 // No caps reach the target.
                 waits += 1;
                 println!("waits: {summary}");
             } else {
-                wrong += &format!("not told: {summary}");
+                wrong += &format!("not reported: {summary}");
             }
         }
         if us < (1.0 - WITHIN) * real {

@@ -17,7 +17,7 @@ pub fn gradients(plan: &Plan) -> Option<String> {
     let parts = plan.stages.iter().map(|stage| stage.buckets.len()).max().unwrap_or(0);
     let how = match parts {
         0 | 1 => "at once".to_string(),
-        _ => format!("in parts of {}, up to {parts} a stage", quantity::bytes(size)),
+        _ => format!("in buckets of {}, up to {parts} per stage", quantity::bytes(size)),
     };
-    Some(format!("replicas sum them {how}; {:.0} % of that time is hidden behind work", share * 100.0))
+    Some(format!("replicas all-reduce them {how}; {:.0} % of that time overlaps with computation", share * 100.0))
 }

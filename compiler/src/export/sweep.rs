@@ -223,7 +223,7 @@ impl Sweep {
         let most = curves.iter().flat_map(|curve| &curve.points).map(|(_, bytes)| *bytes).fold(0.0, f64::max);
         let limit = self.points.iter().find_map(|point| point.answer.as_ref().ok()?.limit_bytes);
         let limit = limit.map(|limit| ("limit".to_string(), limit as f64)).filter(|(_, limit)| *limit <= 8.0 * most);
-        Plot { limit, ..plot("Memory of the fullest device", "devices", devices, Unit::Bytes, curves) }
+        Plot { limit, ..plot("Peak memory per device", "devices", devices, Unit::Bytes, curves) }
     }
 
     fn communication(&self, devices: &[f64]) -> Plot {
@@ -231,7 +231,7 @@ impl Sweep {
         curves.extend(
             self.references("data parallelism", devices, false, |_, figures| figures.data_parallel_bytes_per_sample),
         );
-        plot("Bytes sent for one sample", "devices", devices, Unit::Bytes, curves)
+        plot("Bytes sent per sample", "devices", devices, Unit::Bytes, curves)
     }
 
     fn by_depth(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
@@ -278,8 +278,8 @@ impl Sweep {
                 self.named(format!("{}, {}", name(line.depth), plural(u64::from(devices), "device", "devices")), &line);
             curves.push(Curve { name, points, is_reference: false });
         }
-        let ring_name = "at least four micro-batches a stage".to_string();
-        let base = plot("Idle share of a step", "micro-batches in a minibatch", &counts, Unit::Share, curves);
+        let ring_name = "at least four micro-batches per stage".to_string();
+        let base = plot("Bubble: idle fraction of a step", "micro-batches per minibatch", &counts, Unit::Share, curves);
         Plot { rings, ring_name, ..base }
     }
 }

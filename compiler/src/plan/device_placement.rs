@@ -28,12 +28,12 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
             }
         }
         if held.replicas != 1 || held.devices.len() != 1 {
-            let what = format!("{} replicas; such devices do not replicate", held.replicas);
+            let what = format!("{} replicas; device placements do not replicate", held.replicas);
             faults.push(PlanFault::Devices { stage, what });
         }
     }
     if plan.stages.len() > placement.devices as usize {
-        let what = format!("there are {} stages and {} devices", plan.stages.len(), placement.devices);
+        let what = format!("{} stages on {} devices", plan.stages.len(), placement.devices);
         faults.push(PlanFault::Devices { stage: plan.stages.len() - 1, what });
     }
     let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);

@@ -6,7 +6,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The order in which a stage processes minibatches and micro-batches.
+/// Pipeline schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 pub enum Schedule {
     /// All forwards, then all backwards.
@@ -21,25 +21,25 @@ pub enum Schedule {
     /// Looped breadth first.
     #[serde(rename = "bfs")]
     Bfs,
-    /// Zero bubble, first form.
+    /// Zero bubble, ZB-H1.
     #[serde(rename = "zb-h1")]
     ZbH1,
-    /// Zero bubble, second form.
+    /// Zero bubble, ZB-H2.
     #[serde(rename = "zb-h2")]
     ZbH2,
     /// Zero bubble on a V of two chunks.
     #[serde(rename = "zbv")]
     Zbv,
-    /// Two directions on a V of two chunks.
+    /// DualPipeV: paired forwards and backwards on a V of two chunks.
     #[serde(rename = "dualpipev")]
     DualPipeV,
-    /// Two weight versions, a new one for every minibatch of micro-batches.
+    /// PipeDream-2BW: two weight versions, a new one for every minibatch.
     #[serde(rename = "2bw")]
     TwoBw,
-    /// 1F1B with round robin replicas and weight stashing.
+    /// 1F1B with round-robin replicas and weight stashing.
     #[serde(rename = "1f1b-rr")]
     OneFOneBRr,
-    /// The same with one weight version for a minibatch in all stages.
+    /// 1F1B-RR with vertical sync: all stages use one weight version per minibatch.
     #[serde(rename = "1f1b-rr-vsync")]
     OneFOneBRrVsync,
     /// 1F1B-RR without stashing: forward and backward each use the newest weights. Training alone uses it; no plan does.
@@ -48,7 +48,7 @@ pub enum Schedule {
     /// Forward only.
     #[serde(rename = "inference")]
     Inference,
-    /// An order from a file of the user.
+    /// A custom schedule from a file.
     #[serde(rename = "csv")]
     Csv,
 }

@@ -83,15 +83,15 @@ pub fn contradiction(stage: &Stage, trains: bool) -> Option<String> {
     let (all, held) = (stage.parameter_bytes, stage.memory.weights);
     match stage.zero {
         0..3 if all > 0 => {
-            Some(format!("parameter_bytes is {all}, and its replicas hold all of them: zero is {}", stage.zero))
+            Some(format!("parameter_bytes is {all}, but is only valid with zero 3: zero is {}", stage.zero))
         }
         3 if stage.replicas > 0 && !(share(all, stage.replicas)..=all).contains(&held) => {
-            Some(format!("weights are {held} B, no share of {all} B for one of {} replicas", stage.replicas))
+            Some(format!("weights are {held} B, not a shard of {all} B for one of {} replicas", stage.replicas))
         }
         0 => None,
-        level if level > MOST => Some(format!("zero is {level}; ZeRO has levels 0 to {MOST}")),
-        level if stage.replicas < 2 => Some(format!("zero is {level}, and one replica has nobody to share with")),
-        level if !trains => Some(format!("zero is {level}, and nothing is trained")),
+        level if level > MOST => Some(format!("zero is {level}; ZeRO has stages 0 to {MOST}")),
+        level if stage.replicas < 2 => Some(format!("zero is {level}, but ZeRO needs at least 2 replicas")),
+        level if !trains => Some(format!("zero is {level}, but the schedule does not train")),
         _ => None,
     }
 }

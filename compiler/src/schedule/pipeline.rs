@@ -21,7 +21,7 @@ pub fn pipeline(plan: &Plan) -> Result<Pipeline, ScheduleError> {
     let pipeline = pipeline_of(&plan.cluster.levels, &plan.stages, &plan.edges, &plan.schedule.in_flight)?;
     if pipeline.chunks() != plan.schedule.chunks {
         let (found, chunks) = (pipeline.chunks(), plan.schedule.chunks);
-        let what = format!("the plan says {chunks} chunks on each worker, its devices hold {found}");
+        let what = format!("the plan states {chunks} stages per device, its devices have {found}");
         return Err(ScheduleError::BadRanks { what });
     }
     Ok(pipeline)

@@ -29,6 +29,6 @@ pub fn stated(plan: &Plan) -> Option<PlanFault> {
     (!is_within).then(|| PlanFault::Figure {
         what: "predicted.minibatch_us".into(),
         said: said.to_string(),
-        found: format!("{us} when its program is played"),
+        found: format!("{us} by simulation of its program"),
     })
 }

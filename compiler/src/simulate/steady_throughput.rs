@@ -144,8 +144,8 @@ mod tests {
             (0..count).map(end).collect()
         };
         for count in [400, 401, 555, 1000] {
-            let told = even(&ends(count), 1);
-            assert!((told - 10.0).abs() < 1e-3, "{count}: {told}");
+            let rate = even(&ends(count), 1);
+            assert!((rate - 10.0).abs() < 1e-3, "{count}: {rate}");
         }
     }
 
@@ -168,9 +168,9 @@ mod tests {
                 let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(minibatches)).unwrap();
                 run.step_us(&program).unwrap()
             };
-            let told: Vec<f64> = [1000, 1103, 1709, run.minibatches()].into_iter().map(at).collect();
-            for us in &told {
-                assert!((us / told[0] - 1.0).abs() < 1e-3 && *us >= ideal_us(&pipeline), "{told:?}");
+            let values: Vec<f64> = [1000, 1103, 1709, run.minibatches()].into_iter().map(at).collect();
+            for us in &values {
+                assert!((us / values[0] - 1.0).abs() < 1e-3 && *us >= ideal_us(&pipeline), "{values:?}");
             }
         }
     }

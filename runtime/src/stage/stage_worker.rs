@@ -292,7 +292,7 @@ impl<'a> StageWorker<'a> {
         let mut feeds = Vec::new();
         for feed in &self.code.feeds {
             let mut buffer = self.executor.pool.take(feed.bytes);
-            let bytes = Arc::get_mut(&mut buffer).expect("the pool hands out buffers that nobody else holds");
+            let bytes = Arc::get_mut(&mut buffer).expect("the pool hands out buffers with a single owner");
             match feed.name == LOSS_SCALE {
                 true => ViewMut::new(feed.fact.dtype, &[1], bytes.bytes_mut()).set_f64(0, scale),
                 false => batches.fill(&feed.name, item, bytes.bytes_mut()),

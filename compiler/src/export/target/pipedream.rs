@@ -26,10 +26,10 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         plan,
         "PipeDream",
         &[Schedule::OneFOneBRr, Schedule::Gpipe, Schedule::OneFOneB],
-        "1f1b-rr, and 1f1b and gpipe where minibatches are flushed",
+        "1f1b-rr, and 1f1b and gpipe, which flush minibatches",
         "1f1b",
     )?;
-    let costs = asked.costs.ok_or(Refusal::Model { what: "the costs of ops are not at hand".to_string() })?;
+    let costs = asked.costs.ok_or(Refusal::Model { what: "the op costs are not available".to_string() })?;
     let mut stage_of = vec![0u32; costs.ops.len()];
     for stage in &plan.stages {
         for op in stage.op_ids() {

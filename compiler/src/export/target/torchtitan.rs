@@ -35,7 +35,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
             {
                 let module = parts[stage as usize].first().cloned().unwrap_or_default();
                 let why = format!(
-                    "is on rank {}, and torchtitan gives {} parts to ranks in a loop",
+                    "is on rank {}, and torchtitan assigns {} parts to ranks in a loop",
                     ranks[stage as usize],
                     kind.name()
                 );

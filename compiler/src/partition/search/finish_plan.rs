@@ -44,15 +44,18 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
     if problem.schedule.is_custom() {
         warnings.push(
-            "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
+            "predicted times are estimates for a flush, not for this table; run `pipec simulate` for the table".into(),
         );
     }
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
-        warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
+        warnings.push(format!("search truncated ({fallback}); a better plan may exist"));
     }
     if flattens && problem.cost != CostModel::Pipec {
-        warnings
-            .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
+        warnings.push(
+            "stages do not fill whole groups of devices; times assume the slowest level's bandwidth for every \
+                link"
+                .into(),
+        );
     }
     warnings.extend(warning);
     let holdings = build_plan::holdings(problem, &chosen.shape);
@@ -111,8 +114,8 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + verify::TOLERANCE) {
         let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
         plan.warnings.push(format!(
-            "the links of group {} on {level} need {percent:.0} % of the predicted time for what goes over them; this cost model \
-             gives each transfer and each all-reduce a link of its own",
+            "the links of group {} on {level} need {percent:.0} % of the predicted time for their traffic; this cost \
+             model assumes a separate link for each transfer and all-reduce",
             link.unit
         ));
     }

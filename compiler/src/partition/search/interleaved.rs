@@ -43,7 +43,7 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
         || matches!(problem.in_flight, InFlight::Given(_))
     {
         return unmet(
-            "`--cut-after`, `--pin` and caps in flight do not go with a schedule of several stages on each rank"
+            "`--cut-after`, `--pin` and in-flight caps cannot be combined with a schedule of several stages per rank"
                 .to_string(),
         );
     }
@@ -62,9 +62,9 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
     }
     if found.candidates.is_empty() {
         let (chunks, ops) = (problem.chunks, problem.graph.ops.len());
-        return unmet(format!("{chunks} chunks on each of at least 2 ranks do not fit {ops} ops and these devices"));
+        return unmet(format!("{chunks} stages on each of at least 2 ranks do not fit {ops} ops and these devices"));
     }
-    let reason = "chunks are cut along linear orders, equally long";
+    let reason = "only equal cuts along topological orders were tried";
     found.fallback = Some(reason.to_string());
     Ok(found)
 }
@@ -76,7 +76,8 @@ fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
         let stages = given.len() as u32;
         if given.iter().any(|r| *r != given[0]) || !stages.is_multiple_of(chunks) || stages / chunks < 2 {
             let what = format!(
-                "`--stages` with {chunks} stages on each rank: equal replicas, {chunks} stages for each of at least 2 ranks, which are {} numbers",
+                "`--stages` with {chunks} stages per rank needs equal replicas and at least 2 ranks, which is {} \
+                numbers",
                 2 * u64::from(chunks)
             );
             return Err(ProblemError::Unmet { what });

@@ -79,8 +79,8 @@ pub fn played(
         // literature.
         if is_starved && played.lacks_memory {
             played.minibatch_us = by_steady;
-            played.warning = Some(efficiency_warning("within memory the", percent(by_steady)));
-            played.held = Some(format!("{HELD}, which memory does not let rise"));
+            played.warning = Some(efficiency_warning("with this memory limit, the", percent(by_steady)));
+            played.held = Some(format!("{HELD}, which memory keeps low"));
         } else if is_starved {
             let reached = if is_auto { "" } else { ", which the predicted figures assume" };
             played.warning = Some(efficiency_warning(if is_auto { "the" } else { "these" }, share * 100.0) + reached);
@@ -113,7 +113,7 @@ pub fn played(
         played.minibatch_us = us;
         if is_starved || played.lacks_memory {
             let (which, why) = match (is_auto, played.lacks_memory) {
-                (true, true) => ("within memory the", ", which memory does not let rise"),
+                (true, true) => ("with this memory limit, the", ", which memory keeps low"),
                 (true, false) => ("the", ""),
                 (false, _) => ("these", ", which are given"),
             };
@@ -122,8 +122,8 @@ pub fn played(
         } else {
             // The schedule has fewer transfer buffers than the steady-state simulation, which has one per transfer.
             let percent = percent(us);
-            let what = "waiting for transfers lets this plan reach";
-            played.warning = Some(format!("{what} {percent:.0} % of what its busiest stage or link would let it"));
+            let what = "waiting for transfers limits this plan to";
+            played.warning = Some(format!("{what} {percent:.0} % of the throughput of its busiest stage or link"));
             played.held = Some(WAITS.to_string());
         }
     }

@@ -124,7 +124,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         return crate::plan::check::cost::chunks::time(levels, plan, &sums);
     }
     if wants_latency {
-        return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "one item's way through".to_string());
+        return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "the latency of one micro-batch".to_string());
     }
 
     // Contribution to the objective, total time, and name.

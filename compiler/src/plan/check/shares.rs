@@ -32,12 +32,12 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFau
     for (at, stage) in plan.stages.iter().enumerate() {
         let can_share = stage.replicas >= 2 && plan.schedule.kind.trains();
         if stage.zero > 3 || (stage.zero > 0 && !can_share) {
-            let what = format!("stage {at} says zero {}, with {} replicas", stage.zero, stage.replicas);
+            let what = format!("stage {at} states zero {}, with {} replicas", stage.zero, stage.replicas);
             faults.push(PlanFault::Schedule { what });
         }
         let expected = if stage.zero == 3 { whole[at] } else { 0 };
         if stage.parameter_bytes != expected {
-            let what = format!("stage {at} says parameter_bytes {}, found {expected}", stage.parameter_bytes);
+            let what = format!("stage {at} states parameter_bytes {}, expected {expected}", stage.parameter_bytes);
             faults.push(PlanFault::Schedule { what });
         }
     }

@@ -192,13 +192,13 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
         let wanted = u64::from(stage.replicas) * u64::from(stage.degree());
         if stage.replicas == 0 || stage.devices.len() as u64 != wanted {
             let (found, replicas, degree) = (stage.devices.len(), stage.replicas, stage.degree());
-            fault(format!("{found} devices for {replicas} replicas of {degree}"));
+            fault(format!("{found} devices for {replicas} replicas of tensor-parallel degree {degree}"));
         }
         for &device in &stage.devices {
             match user.get_mut(device as usize) {
                 None => fault(format!("device {device} does not exist; the cluster has {}", cluster.devices())),
                 Some(Some(other)) if chunks == 1 || plan.stages[*other].devices != stage.devices => {
-                    fault(format!("device {device} is used by stage {other} too"));
+                    fault(format!("device {device} is also used by stage {other}"));
                 }
                 Some(Some(other)) if *other == at => fault(format!("device {device} is used twice")),
                 Some(Some(_)) => {}
@@ -211,7 +211,7 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
         }
         let sharing = plan.stages.iter().filter(|other| other.devices == stage.devices).count();
         if chunks > 1 && sharing != chunks as usize {
-            fault(format!("{sharing} stages are on its devices, the schedule has {chunks} chunks on each"));
+            fault(format!("{sharing} stages are on its devices, the schedule has {chunks} per device"));
         }
     }
 }
@@ -224,7 +224,7 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
         return Cow::Borrowed(problem);
     }
     let Some(costs) = problem.shared.iter().find(|costs| costs.devices == degree) else {
-        let what = format!("{degree} devices share each replica; the costs are of none that so many share");
+        let what = format!("tensor-parallel degree {degree}, for which there are no costs");
         faults.push(PlanFault::Devices { stage: 0, what });
         return Cow::Borrowed(problem);
     };
@@ -245,7 +245,7 @@ fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Ve
             (None, false) => continue,
             (Some(said), true) => [said.alone_fwd_us, said.alone_bwd_us, said.meeting_fwd_us, said.meeting_bwd_us],
             (said, is_shared) => {
-                let describe = |is: bool| if is { "figures of sharing" } else { "none" }.to_string();
+                let describe = |is: bool| if is { "sharing times" } else { "none" }.to_string();
                 let what = format!("sharing of stage {at}");
                 faults.push(PlanFault::Figure { what, said: describe(said.is_some()), found: describe(is_shared) });
                 continue;
@@ -268,7 +268,10 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let schedule = &plan.schedule;
     for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
         if list.len() != plan.stages.len() || list.contains(&0) {
-            let what = format!("{name} is {list:?} for {} stages; one number of at least 1 each", plan.stages.len());
+            let what = format!(
+                "{name} is {list:?} for {} stages; it needs one number of at least 1 per stage",
+                plan.stages.len()
+            );
             faults.push(PlanFault::Schedule { what });
         }
     }
@@ -298,12 +301,13 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
 fn apart(plan: &Plan) -> Option<String> {
     let PlannedSchedule { kind, in_flight, apart, .. } = &plan.schedule;
     if !kind.splits_backward() {
-        return (!apart.is_empty()).then(|| format!("apart is {apart:?}, and no backward is split"));
+        return (!apart.is_empty())
+            .then(|| format!("apart is {apart:?}, but this schedule does not split the backward"));
     }
     if apart.len() != plan.stages.len() || apart.iter().zip(in_flight).any(|(apart, most)| !(1..=*most).contains(apart))
     {
         return Some(format!(
-            "apart is {apart:?} for caps {in_flight:?}; one number of at least 1 each, within the cap"
+            "apart is {apart:?} for caps {in_flight:?}; it needs one number per stage, from 1 to the cap"
         ));
     }
     let Some(PendingWeightGrads::PerEarlierWorker(depth)) = kind.properties().split else { return None };
@@ -313,7 +317,7 @@ fn apart(plan: &Plan) -> Option<String> {
         let r = u64::from(stage.replicas.max(1));
         let found = (depth * workers.div_ceil(r) + 1).min(u64::from(in_flight[at]));
         if u64::from(apart[at]) != found {
-            return Some(format!("apart is {} at stage {at}, its place makes that {found}", apart[at]));
+            return Some(format!("apart is {} at stage {at}, but its position requires {found}", apart[at]));
         }
         workers += r;
     }
@@ -350,7 +354,7 @@ fn edges(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Pl
     for edge in &plan.edges {
         let names = edge.tensors.iter().map(String::as_str).collect();
         if said.insert((edge.from.0, edge.to.0), (edge.bytes, names)).is_some() {
-            let (said, found) = ("the edge twice".to_string(), "it once".to_string());
+            let (said, found) = ("the edge twice".to_string(), "the edge once".to_string());
             faults.push(PlanFault::Edge { from: edge.from.0, to: edge.to.0, said, found });
         }
     }
@@ -548,7 +552,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             let ops: Vec<u32> = stage.ops.iter().flat_map(|&(from, to)| from..to).collect();
             let size = problem.bucket.0;
             if !same(&stage.buckets, &buckets(&problem.graph, &ops, size)) {
-                let what = format!("buckets of stage {at}: expected those of {size} B, as its backward makes them");
+                let what = format!("buckets of stage {at}: expected buckets of {size} B, in backward order");
                 faults.push(PlanFault::Schedule { what });
             }
         }
