@@ -328,7 +328,7 @@ mod tests {
             let wanted = shape(got, expected);
             assert!(wanted.starts_with(with), "{wanted}");
         };
-        begins(&[9, 64], &[9, 8, 8], "if each row holds the same numbers in order, reshape");
+        begins(&[9, 64], &[9, 8, 8], "if each row has the same numbers in order, reshape");
         begins(&[9, 8, 1], &[9, 8], "reshape the array to [rows, 8]");
         begins(&[9, 8, 6, 3], &[9, 3, 8, 6], "transpose the array's axes to [rows, 3, 8, 6]");
         begins(&[9, 12], &[9, 16], "the model reads [rows, 16]");

@@ -200,7 +200,7 @@ mod tests {
     use super::*;
     use clap::{Command, CommandFactory};
 
-    /// The commands that do something, with the words that call them.
+    /// The commands that can be run, with their full names.
     fn ends(command: &Command, words: Vec<String>) -> Vec<(Vec<String>, Command)> {
         let inner: Vec<&Command> = command.get_subcommands().filter(|inner| !inner.is_hide_set()).collect();
         let is_verb = inner.is_empty() || command.get_name() == "zoo" || words.len() == 1;

@@ -204,18 +204,18 @@ mod tests {
     #[test]
     fn trained_weights_keep_their_place() {
         let folder = tempfile::tempdir().unwrap();
-        let told = |flag: &str, name: &str| {
+        let message = |flag: &str, name: &str| {
             let (at, file) = (folder.path().display().to_string(), folder.path().join(name).display().to_string());
             let words = ["pipec", "train", "m.onnx", "--synthetic-data", "--checkpoint-dir", &at, flag, &file];
             let command = Cli::command();
             refuse(&command, &command.clone().try_get_matches_from(words).unwrap()).err().map(|failure| failure.line())
         };
         for flag in ["--metrics", "--trace", "--save-gradients"] {
-            assert!(told(flag, WEIGHTS).is_some_and(|told| told.contains(WEIGHTS)), "{flag}");
-            assert_eq!(told(flag, "other.bin"), None);
+            assert!(message(flag, WEIGHTS).is_some_and(|message| message.contains(WEIGHTS)), "{flag}");
+            assert_eq!(message(flag, "other.bin"), None);
         }
-        // They are the same.
-        assert_eq!(told("--save", WEIGHTS), None);
+        // The paths are the same file.
+        assert_eq!(message("--save", WEIGHTS), None);
     }
 
     #[cfg(unix)]
@@ -227,7 +227,7 @@ mod tests {
         fs::write(path("b"), "").unwrap();
         std::os::unix::fs::symlink(path("a"), path("soft")).unwrap();
         fs::hard_link(path("a"), path("hard")).unwrap();
-        // A link to what is not there leads where it will be.
+        // A link to a missing file refers to its target.
         std::os::unix::fs::symlink("new", path("dangling")).unwrap();
         assert!(is_one(&path("dangling"), &path("new")) && !is_one(&path("dangling"), &path("a")));
         for same in ["a", "soft", "hard"] {

@@ -121,11 +121,11 @@ mod tests {
                       --hidden --layers\n               --heads";
         assert_eq!(folded(text, Some(34)), wanted);
         assert_eq!(folded(text, None), text);
-        // Colours take no room.
-        let told = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or bce";
+        // Colour codes have no width.
+        let text = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or bce";
         let wanted = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or\n                     bce";
-        assert_eq!(folded(told, Some(43)), wanted);
-        // A word is never broken.
+        assert_eq!(folded(text, Some(43)), wanted);
+        // Words are never split.
         assert_eq!(folded("one extraordinarily long", Some(8)), "one\nextraordinarily\nlong");
     }
 

@@ -264,30 +264,30 @@ mod tests {
     }
 
     #[test]
-    fn a_verb_that_does_not_exist_is_answered_with_the_nearest() {
+    fn an_unknown_command_suggests_the_nearest() {
         assert!(text("pipec partiton m.onnx").contains("tip: a similar subcommand exists: 'partition'"));
         assert!(text("pipec plan chekc p.json").contains("'check'"));
     }
 
     #[test]
-    fn a_flag_of_another_verb_is_told_where_it_belongs() {
-        let plans = "tip: `--zero` is a flag of `pipec partition`: the plan that it writes holds the answer";
+    fn a_flag_of_another_command_gets_a_tip() {
+        let plans = "tip: `--zero` is a flag of `pipec partition`; use it there";
         assert!(text("pipec train m.onnx --zero 2").contains(plans));
         assert!(text("pipec train m.onnx --zero=2").contains(plans));
-        // It sounds like `--verbose`.
+        // clap would suggest `--verbose`.
         assert!(!text("pipec train m.onnx --zero 2").contains("a similar"));
         assert!(text("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
         assert!(!text("pipec train m.onnx --flux 2").contains("is a flag of"));
     }
 
     #[test]
-    fn what_is_called_otherwise_elsewhere_is_known() {
+    fn flags_of_other_tools_are_known() {
         for (line, tip) in [
-            ("pipec partition m.onnx --tp 2", "was `--tensor` meant?"),
-            ("pipec partition m.onnx --nodes 2", "was `--levels` meant?"),
-            ("pipec train m.onnx --num-gpus 2", "was `--workers` meant?"),
-            ("pipec train m.onnx --pipeline-parallel-size 2", "was `--stages` meant?"),
-            ("pipec eval m.onnx --data x.npz", "was `--inputs` meant?"),
+            ("pipec partition m.onnx --tp 2", "did you mean `--tensor`?"),
+            ("pipec partition m.onnx --nodes 2", "did you mean `--levels`?"),
+            ("pipec train m.onnx --num-gpus 2", "did you mean `--workers`?"),
+            ("pipec train m.onnx --pipeline-parallel-size 2", "did you mean `--stages`?"),
+            ("pipec eval m.onnx --data x.npz", "did you mean `--inputs`?"),
             ("pipec simulate --plan p.json", "without a flag: `pipec simulate PLAN`"),
             ("pipec report p.json --plan p.json", "without a flag: `pipec report PLAN`"),
             ("pipec partition --model m.onnx", "without a flag: `pipec partition MODEL`"),
@@ -298,11 +298,11 @@ mod tests {
     }
 
     #[test]
-    fn what_a_flag_needs_is_told_and_not_a_model() {
+    fn a_missing_flag_is_explained() {
         for (line, tip) in [
-            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` says"),
+            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` sets"),
             ("pipec train m.onnx --synthetic-data --max-restarts 3", "tip: `--processes` runs every worker"),
-            ("pipec sweep m.onnx", "tip: `--gpus 2,4` asks"),
+            ("pipec sweep m.onnx", "tip: `--gpus 2,4` sets"),
             ("pipec sweep", "`pipec sweep gpt.onnx --gpus 2,4`"),
         ] {
             let text = text(line);
@@ -311,32 +311,32 @@ mod tests {
     }
 
     #[test]
-    fn one_is_the_least_of_whole_numbers_alone() {
-        assert!(text("pipec train m.onnx --batch 0").contains("tip: 1 is the least"));
-        assert!(!text("pipec train m.onnx --clip-norm 0").contains("is the least"));
+    fn the_minimum_is_named_for_whole_numbers() {
+        assert!(text("pipec train m.onnx --batch 0").contains("tip: the minimum is 1"));
+        assert!(!text("pipec train m.onnx --clip-norm 0").contains("the minimum is"));
     }
 
     #[test]
-    fn a_quantity_below_nothing_is_no_flag() {
+    fn a_negative_quantity_is_not_a_flag() {
         let text = text("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
-        assert!(text.contains("tip: `--bandwidth` takes nothing below 0") && !text.contains("-- -1"), "{text}");
-        // A flag that takes nothing at all is not text of it.
-        assert!(!super::tests::text("pipec train m.onnx --quiet -1").contains("takes nothing below 0"));
+        assert!(text.contains("tip: `--bandwidth` takes no negative value") && !text.contains("-- -1"), "{text}");
+        // A flag without a value gets no such tip.
+        assert!(!super::tests::text("pipec train m.onnx --quiet -1").contains("takes no negative value"));
     }
 
     #[test]
-    fn what_can_be_named_is_named() {
-        assert!(text("pipec schema").contains("tip: `pipec schema plan`, or another of profile, program, cluster"));
+    fn missing_values_are_listed() {
+        assert!(text("pipec schema").contains("tip: use `pipec schema plan`, or one of profile, program, cluster"));
     }
 
     #[test]
-    fn a_flag_that_is_begun_is_told_whole() {
+    fn the_start_of_a_flag_suggests_the_flag() {
         assert!(text("pipec train m.onnx --microbatch 4").contains("'--microbatches'"));
         assert!(text("pipec train m.onnx --optim sgd").contains("'--optimizer'"));
     }
 
     #[test]
-    fn the_form_is_known_without_a_command() {
+    fn the_format_is_known_without_a_command() {
         let wants = |line: &str| wants_json(line.split(' ').map(str::to_string));
         assert!(wants("pipec trian --format json") && wants("pipec --format=json x"));
         assert!(
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_has_the_parts_that_others_have() {
+    fn a_usage_error_has_all_parts() {
         let error =
             Cli::command().try_get_matches_from(["pipec", "train", "m.onnx", "--loss", "crossentropy"]).unwrap_err();
         let failure = failure(&error).to_string();

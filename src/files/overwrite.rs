@@ -258,7 +258,7 @@ mod tests {
     fn what_others_wrote_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        let told = |there: &[u8], mark: &Mark| {
+        let refusal = |there: &[u8], mark: &Mark| {
             fs::write(&path, there).unwrap();
             check(&path, mark).err().map(|failure| failure.reason())
         };
@@ -272,25 +272,25 @@ mod tests {
             b"notes",
         ];
         for mark in &all {
-            assert!(others.iter().all(|other| told(other, mark).is_some()), "{mark:?}");
-            assert_eq!(told(b"", mark), None);
+            assert!(others.iter().all(|other| refusal(other, mark).is_some()), "{mark:?}");
+            assert_eq!(refusal(b"", mark), None);
         }
         assert!(
-            told(others[1], &Mark::plan())
+            refusal(others[1], &Mark::plan())
                 .unwrap()
-                .contains("is no plan, and would be lost: it looks like an ONNX model")
+                .contains("is not a plan and would be lost: it looks like an ONNX model")
         );
-        assert!(told(b"{\"schema\": \"pipec.profile/1\"}", &Mark::plan()).unwrap().contains("it is a profile"));
-        assert_eq!(told(b"{\"schema\": \"pipec.plan/2\"}", &Mark::plan()), None);
-        // What has no kind of its own is known by the names in it, and text by its first words.
+        assert!(refusal(b"{\"schema\": \"pipec.profile/1\"}", &Mark::plan()).unwrap().contains("it is a profile"));
+        assert_eq!(refusal(b"{\"schema\": \"pipec.plan/2\"}", &Mark::plan()), None);
+        // Files without a type are identified by their JSON names, text by its first words.
         let (stages, script) = (b"{\"micro_batch\": 32, \"ranks\": []}", b"\"\"\"Trains a model in 3 stages.\n");
-        assert!(told(b"{\"ranks\": [1], \"micro_batch\": 1}", &mark(stages)).is_none());
-        assert!(told(b"{\"ranks\": [1]}", &mark(stages)).is_some());
-        assert!(told(b"\"\"\"Trains a model in 4 stages.\n", &mark(script)).is_none());
-        assert!(told(b"import torch\n", &mark(script)).is_some());
+        assert!(refusal(b"{\"ranks\": [1], \"micro_batch\": 1}", &mark(stages)).is_none());
+        assert!(refusal(b"{\"ranks\": [1]}", &mark(stages)).is_some());
+        assert!(refusal(b"\"\"\"Trains a model in 4 stages.\n", &mark(script)).is_none());
+        assert!(refusal(b"import torch\n", &mark(script)).is_some());
     }
 
-    /// Numbers are known by the model beside them alone.
+    /// External data is identified only by the model in the same folder.
     #[test]
     fn external_data_is_that_of_a_model_of_ours() {
         let folder = tempfile::tempdir().unwrap();

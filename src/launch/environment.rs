@@ -80,12 +80,12 @@ fn address(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, Strin
 mod tests {
     use super::*;
 
-    fn told(variables: &[(&str, &str)]) -> Result<Option<Launched>, String> {
+    fn detect(variables: &[(&str, &str)]) -> Result<Option<Launched>, String> {
         launched(&|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
     }
 
     fn of(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
-        let launched = told(variables).unwrap().unwrap();
+        let launched = detect(variables).unwrap().unwrap();
         (launched.rank, launched.processes, launched.address)
     }
 
@@ -103,13 +103,13 @@ mod tests {
 
     #[test]
     fn nothing_is_made_up() {
-        assert_eq!(told(&[]), Ok(None));
-        assert_eq!(told(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
-        assert_eq!(told(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None), "a batch script");
+        assert_eq!(detect(&[]), Ok(None));
+        assert_eq!(detect(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
+        assert_eq!(detect(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None), "a batch script");
         for wrong in [[("RANK", "x"), ("WORLD_SIZE", "2")], [("RANK", "2"), ("WORLD_SIZE", "2")]] {
-            assert!(told(&wrong).is_err(), "{wrong:?}");
+            assert!(detect(&wrong).is_err(), "{wrong:?}");
         }
         let port = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "99999")];
-        assert!(told(&port).unwrap_err().contains("MASTER_PORT"));
+        assert!(detect(&port).unwrap_err().contains("MASTER_PORT"));
     }
 }

@@ -66,7 +66,7 @@ pub fn file(text: &str) -> Result<PathBuf, String> {
         .ok_or_else(|| "write a custom schedule: a table FILE.csv, programs FILE.json".to_string())
 }
 
-/// Whether a schedule is the path of a file.
+/// True if a schedule is the path of a file.
 fn is_file(text: &str) -> bool {
     text.ends_with(".csv") || text.ends_with(".json")
 }

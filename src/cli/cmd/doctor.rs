@@ -119,7 +119,7 @@ fn cache() -> Finding {
     }
 }
 
-/// Whether a file can be written there.
+/// Checks that files can be written to a folder.
 fn folder(what: &'static str, folder: &Path) -> Finding {
     let probe = folder.join(format!("probe-{}", process::id()));
     // Other processes may write there too, so an existing file is never overwritten.
@@ -133,7 +133,7 @@ fn folder(what: &'static str, folder: &Path) -> Finding {
     Finding { what, state, found: folder.display().to_string(), next }
 }
 
-/// Whether processes of one machine can reach each other.
+/// Checks that processes of this machine can connect to each other.
 fn sockets() -> Finding {
     let what = "sockets";
     match TcpListener::bind("127.0.0.1:0") {

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 #[command(after_help = "Examples:\n  pipec man partition | man -l -\n  pipec man -o ~/.local/share/man/man1")]
 pub struct Arguments {
     /// The command, with its subcommand if it has any: `plan diff` [default: pipec itself]
-    #[arg(value_name = "VERB", num_args = 0..=2, conflicts_with = "output")]
+    #[arg(value_name = "COMMAND", num_args = 0..=2, conflicts_with = "output")]
     verb: Vec<String>,
     /// Write all pages into this folder, created if missing
     #[arg(short, long, value_name = "FOLDER")]
