@@ -58,8 +58,8 @@ pub fn check_tensors(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Refuses to overwrite the plan or profile (`kind`) of another model: a file at `path` whose model is neither `model` nor known
-/// by one of the `marks`, pairs of a field of its `model` object and the value expected there.
+/// Refuses to overwrite a plan or profile (`kind`) of another model. A file is of the same model if one of the `marks` matches: pairs of a
+/// field of its `model` object and the expected value.
 pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) -> Result<(), Error> {
     if !path.is_file() {
         return Ok(());
