@@ -106,7 +106,7 @@ fn groups(plan: &Plan) -> Option<String> {
         shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
     }
     Some(format!(
-        "{degree}: forward and backward over all stages take {} instead of {}; collectives take {:.1} %",
+        "{degree}: all stages together take {} instead of {}; collectives take {:.1} % of it",
         quantity::time(shared),
         quantity::time(alone),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 }
