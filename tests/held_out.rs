@@ -89,7 +89,7 @@ fn invalid_held_out_data_is_rejected() {
         (&["--eval-split", "1"][..], "between 0 and 1"),
         (&["--eval-split", "0.1", "--eval-data", "e.npz"], "cannot be used with"),
         (&["--eval-data", "e.npz"], "label 2 is outside the 2 classes"),
-        (&["--eval-data", "missing.npz"], "what is held out"),
+        (&["--eval-data", "missing.npz"], "the evaluation data"),
         (&["--eval-split", "0.9"], "fewer than one minibatch"),
     ] {
         let [_, stderr] = ends(folder, 2, &[&common[..], more].concat());

@@ -54,7 +54,7 @@ fn a_table_runs_through_every_verb() {
     refused(folder, &["simulate", "own.json"], 2, "`--schedule FILE`");
     done(folder, &["plan", "check", "own.json", "--schedule", "mine.csv"]);
     done(folder, &["report", "own.json", "--html", "bare.html"]);
-    assert!(fs::read_to_string(folder.join("bare.html")).unwrap().contains("`--schedule FILE` names it"));
+    assert!(fs::read_to_string(folder.join("bare.html")).unwrap().contains("with `--schedule FILE`"));
     done(folder, &["report", "own.json", "--schedule", "mine.csv", "--html", "own.html"]);
     assert!(fs::read_to_string(folder.join("own.html")).unwrap().contains("<title>stage 1, backward of micro-batch 5"));
     // Under a flush, the schedule changes no bits.
@@ -137,12 +137,12 @@ fn invalid_schedules_are_reported() {
     let at = list.iter().position(|one| one["op"] == "backward" && one["version"] == 1).unwrap();
     list[at]["version"] = 0.into();
     bad(&value.to_string());
-    refused(folder, &simulate, 1, "gives no sound program");
-    refused(folder, &[&TRAIN[..], &["--schedule", "bad.json"]].concat(), 1, "gives no sound program");
+    refused(folder, &simulate, 1, "gives no valid program");
+    refused(folder, &[&TRAIN[..], &["--schedule", "bad.json"]].concat(), 1, "gives no valid program");
     let mut value: Value = serde_json::from_str(&sound).unwrap();
     value["workers"][0]["instructions"].as_array_mut().unwrap().retain(|one| one["op"] != "send");
     bad(&value.to_string());
-    refused(folder, &simulate, 1, "gives no sound program");
+    refused(folder, &simulate, 1, "gives no valid program");
     bad(&sound.replacen("\"items\": 12", "\"items\": 4294967292", 1));
     refused(folder, &simulate, 2, "is too long");
     bad(&fs::read_to_string(folder.join("plan.json")).unwrap());
@@ -152,8 +152,8 @@ fn invalid_schedules_are_reported() {
     // Programs have a fixed number of minibatches.
     let own = ["--schedule", "p.json"];
     refused(folder, &[&["simulate", "plan.json", "--minibatches", "5"][..], &own].concat(), 2, "2 minibatches");
-    refused(folder, &[&TRAIN[..], &own, &["--steps", "9"]].concat(), 2, "leave out `--steps`");
-    refused(folder, &[&TRAIN[..], &own, &["--epochs", "1"]].concat(), 2, "`--epochs` does not go with programs");
+    refused(folder, &[&TRAIN[..], &own, &["--steps", "9"]].concat(), 2, "omit `--steps`");
+    refused(folder, &[&TRAIN[..], &own, &["--epochs", "1"]].concat(), 2, "`--epochs` cannot be combined with programs");
     refused(folder, &["simulate", "plan.json", "--schedule", "mine.txt"], 2, "FILE.json");
 }
 
@@ -277,13 +277,13 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     assert_eq!(output.status.code(), Some(1), "{told}");
     for (stage, cap) in [(0, 3), (1, 2), (2, 1)] {
         let each = format!(
-            "stage {stage} has 6 micro-batches in flight at {stage}F5 on worker {stage}.0, the plan counts {cap}"
+            "stage {stage} has 6 micro-batches in flight at {stage}F5 on worker {stage}.0, but the plan assumes {cap}"
         );
         assert!(told.contains(&each), "{told}");
     }
     assert!(told.contains("`pipec partition MODEL --schedule FILE`"), "{told}");
     let told = said(&check("four.csv"));
-    assert!(told.contains("minibatches of 4 micro-batches, the plan's times and memory are for 6"), "{told}");
+    assert!(told.contains("minibatches have 4 micro-batches, but the plan's times and memory assume 6"), "{told}");
     let output = pipec(folder, &["report", "plan.json", "--schedule", "fill.csv", "--html", "r.html"]);
     assert_eq!(output.status.code(), Some(0));
     assert!(said(&output).contains("stage 1 has 6 micro-batches in flight"), "{}", said(&output));
@@ -309,7 +309,7 @@ fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     plan("2,2");
     let write = ["simulate", "plan.json", "--minibatches", "1", "--programs", "own.csv"];
     let output = pipec(folder, &write);
-    assert!(!String::from_utf8_lossy(&output.stderr).contains("take this table back"));
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("read this table back"));
     assert_eq!(fs::read_to_string(folder.join("own.csv")).unwrap().lines().count(), 4);
     done(folder, &["plan", "check", "plan.json", "--schedule", "own.csv"]);
     let again = [&write[..5], &["again.csv", "--schedule", "own.csv"]].concat();
@@ -325,7 +325,7 @@ fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     let output = pipec(folder, &write);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(0), "{said}");
-    assert!(said.contains("`--schedule` does not take this table back") && said.contains("3-1"), "{said}");
+    assert!(said.contains("`--schedule` cannot read this table back") && said.contains("3-1"), "{said}");
 }
 
 #[test]
@@ -338,5 +338,5 @@ fn an_unknown_loss_is_not_sound() {
     assert!(plan["model"]["import"]["loss"].is_string(), "{}", plan["model"]);
     plan["model"]["import"]["loss"] = "hinge".into();
     fs::write(folder.join("plan.json"), plan.to_string()).unwrap();
-    refused(folder, &["plan", "check", "plan.json"], 1, "the loss `hinge` is not known");
+    refused(folder, &["plan", "check", "plan.json"], 1, "unknown loss `hinge`");
 }

@@ -285,7 +285,7 @@ mod supervised {
         send("KILL", children(child.id())[1]);
         let (code, told) = end(child);
         assert_eq!(code, Some(0), "{told}");
-        assert!(told.contains("restart 1 of 1") && told.contains("goes on after step "), "{told}");
+        assert!(told.contains("restart 1 of 1") && told.contains("resuming after step "), "{told}");
         let read = |name: &str| fs::read(at.join(name)).unwrap();
         assert!(read("t.safetensors") == read("p.safetensors"));
         let losses = |name: &str| -> Vec<Option<u64>> {
@@ -459,8 +459,8 @@ fn processes_that_cannot_meet_say_why() {
             assert!(told.contains(what) && told.contains("differ"), "{told}");
         }
     };
-    differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules, the settings of training");
-    differ([&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]], "the settings of training");
+    differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules, the training settings");
+    differ([&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]], "the training settings");
     // Two processes claim the same rank.
     let address = format!("127.0.0.1:{}", port());
     let more = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];

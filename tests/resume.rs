@@ -91,7 +91,7 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
             }
         }
         let said = ends(folder, 0, &again);
-        assert!(!said.contains("passed over"), "what bears its name is whole: {said}");
+        assert!(!said.contains("skipped"), "what bears its name is whole: {said}");
         assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
         let losses = |name: &str| -> Vec<Value> {
             let text = fs::read_to_string(folder.join(name)).unwrap();
@@ -195,8 +195,8 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
             ends(folder, 0, &flags(&[&rest, &["--save", "whole.safetensors"]]));
             let resumed = flags(&[&rest, &KEPT, &["--resume", "auto", "--save", "rest.safetensors"]]);
             let said = ends(folder, 0, &resumed);
-            assert!(said.contains(&format!("goes on after step {done} of {longer}")), "{said}");
-            assert!(said.contains("the run was begun for 400 steps, and is now of "), "{said}");
+            assert!(said.contains(&format!("resuming after step {done} of {longer}")), "{said}");
+            assert!(said.contains("the run was started with 400 steps, and now has "), "{said}");
             assert!(!said.contains("learning rate"), "{said}");
             assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
         }
@@ -214,8 +214,8 @@ fn two_runs_do_not_write_into_one_folder() {
         let mut first = spawned(folder, &flags);
         begun(folder, &mut first);
         let said = ends(folder, 2, &flags);
-        assert!(said.contains(&format!("process {} is writing checkpoints into ck", first.id())), "{said}");
-        assert!(said.contains("help: wait until it ends, or name another `--checkpoint-dir`"), "{said}");
+        assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
+        assert!(said.contains("help: wait until it ends, or choose another `--checkpoint-dir`"), "{said}");
         // A run from the start does not mention existing checkpoints here.
         let said = ends(folder, 2, &flags[..flags.len() - 2]);
         assert!(said.contains(&format!("process {} is writing checkpoints into ck", first.id())), "{said}");
@@ -260,12 +260,12 @@ fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
     let from = ["--resume", "ck/step-00000004"];
     let other = flags(&[&TRAIN, &flush, &["--stages", "1,1", "--schedule", "gpipe", "--save", "other.safetensors"]]);
     let said = ends(folder, 0, &flags(&[&other, &from]));
-    assert!(said.contains("under another plan") && !said.contains("warning"), "{said}");
+    assert!(said.contains("the plan differs from the checkpoint's") && !said.contains("warning"), "{said}");
     assert!(bytes(folder, "other.safetensors") == bytes(folder, "whole.safetensors"));
     // Without a flush it resumes with a warning.
     let stale = flags(&[&TRAIN, &["--stages", "1,1,1", "--steps", "8"], &from]);
     let said = ends(folder, 0, &stale);
-    assert!(said.contains("warning: the checkpoint is of another plan (schedule 1f1b, now 1f1b-rr)"), "{said}");
+    assert!(said.contains("warning: the checkpoint is from another plan (schedule 1f1b, now 1f1b-rr)"), "{said}");
     let odd = flags(&[&TRAIN, &["--stages", "3,1", "--steps", "8"], &from]);
     let said = ends(folder, 2, &odd);
     assert!(said.contains("finish a round only every 3 minibatches"), "{said}");
@@ -274,7 +274,7 @@ fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
     assert!(!said.contains("warning"), "{said}");
     let said =
         ends(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004/stage-1.safetensors"]]));
-    assert!(said.contains("the model's own values are kept"), "{said}");
+    assert!(said.contains("the model's values are used"), "{said}");
 }
 
 #[test]
@@ -292,14 +292,14 @@ fn a_finished_run_says_so_and_can_be_made_longer() {
     of("4", "first.safetensors");
     let said = of("4", "again.safetensors");
     assert!(
-        said.contains("the run is finished: all 4 steps were done before; a larger `--steps` or `--epochs` goes on"),
+        said.contains("the run is complete: all 4 steps were done before; increase `--steps` or `--epochs`"),
         "{said}"
     );
     assert!(!said.contains("no checkpoint will be written"), "{said}");
     assert!(bytes(folder, "again.safetensors") == bytes(folder, "first.safetensors"));
     // A single worker has nothing in flight after a checkpoint, so the longer run is equal.
     let said = of("6", "longer.safetensors");
-    assert!(said.contains("goes on after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
+    assert!(said.contains("resuming after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
     ends(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
     assert!(bytes(folder, "longer.safetensors") == bytes(folder, "whole.safetensors"));
 }
@@ -321,7 +321,7 @@ fn the_end_of_a_run_is_a_checkpoint_once() {
         let all = ["step-00000002", "step-00000004", "step-00000005", "weights.safetensors"];
         assert_eq!(names(folder), all, "{plan:?}");
         let said = ends(folder, 0, &flags(&[&kept("5"), &["--resume", "auto", "--save", "again.safetensors"]]));
-        assert!(said.contains("goes on after step 5 of 5"), "{said}");
+        assert!(said.contains("resuming after step 5 of 5"), "{said}");
         assert!(bytes(folder, "again.safetensors") == bytes(folder, "ck/weights.safetensors"), "{plan:?}");
         ends(folder, 0, &flags(&[&kept("6"), &["--resume", "ck/step-00000004"]]));
         let all = ["step-00000002", "step-00000004", "step-00000005", "step-00000006", "weights.safetensors"];
@@ -333,7 +333,7 @@ fn the_end_of_a_run_is_a_checkpoint_once() {
         assert!(said.contains("ck/weights.safetensors (weights), ck/step-00000005 (checkpoint)"), "{said}");
         assert_eq!(names(folder), ["step-00000005", "weights.safetensors"], "{plan:?}");
         let said = ends(folder, 0, &flags(&[&only("7"), &["--resume", "auto", "--keep", "1"]]));
-        assert!(said.contains("goes on after step 5 of 7"), "{said}");
+        assert!(said.contains("resuming after step 5 of 7"), "{said}");
         assert_eq!(names(folder), ["step-00000007", "weights.safetensors"], "{plan:?}");
         fs::remove_dir_all(folder.join("ck")).unwrap();
     }
@@ -352,12 +352,12 @@ fn an_older_checkpoint_that_fits_is_named() {
     ends(folder, 0, &flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8"], &KEPT]));
     let shorter = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "5"], &KEPT, &["--resume", "auto"]]);
     let said = ends(folder, 2, &shorter);
-    assert!(said.contains("cannot go on from ck/step-00000008"), "{said}");
-    assert!(said.contains("`--resume ck/step-00000004` goes on from an older one, which fits"), "{said}");
+    assert!(said.contains("cannot resume from ck/step-00000008"), "{said}");
+    assert!(said.contains("`--resume ck/step-00000004` is an older checkpoint that matches"), "{said}");
     // Rounds of two and three end together every six steps.
     let rounds = flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"]]);
     let said = ends(folder, 2, &flags(&[&rounds, &["--resume", "ck/step-00000008"]]));
-    assert!(said.contains("`--resume ck/step-00000006` goes on from an older one, which fits"), "{said}");
+    assert!(said.contains("`--resume ck/step-00000006` is an older checkpoint that matches"), "{said}");
     ends(folder, 0, &flags(&[&rounds, &["--resume", "ck/step-00000006"]]));
     let other = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8", "--momentum", "0.5"]]);
     let said = ends(folder, 2, &flags(&[&other, &["--resume", "ck/step-00000008"]]));
@@ -382,7 +382,7 @@ fn foreign_or_incomplete_checkpoints_are_rejected() {
     // Rounds of two and three end together every six steps.
     let rare = ["--checkpoint-dir", "rare", "--checkpoint-every", "4"];
     let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"], &rare]));
-    assert!(said.contains("every 6 steps: those of every 4 steps as soon behind"), "{said}");
+    assert!(said.contains("every 6 steps: those of every 4 steps at the next such step"), "{said}");
     assert!(folder.join("rare/step-00000006").is_dir() && folder.join("rare/step-00000012").is_dir());
     let never = ["--checkpoint-dir", "never", "--checkpoint-every", "4"];
     let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "5"], &never]));
@@ -421,18 +421,18 @@ fn foreign_or_incomplete_checkpoints_are_rejected() {
     let said = ends(folder, 2, &flags(&[&common, &["--resume", "ck/step-00000008"]]));
     assert!(said.contains("stage-1.optimizer.safetensors is damaged"), "{said}");
     let said = ends(folder, 0, &flags(&[&kept, &["--resume", "auto", "--save", "again.safetensors"]]));
-    assert!(said.contains("warning: ck/step-00000008 is passed over"), "{said}");
-    assert!(said.contains("stage-0.safetensors is missing") && said.contains("goes on after step 4 of 8"), "{said}");
+    assert!(said.contains("warning: ck/step-00000008 is skipped"), "{said}");
+    assert!(said.contains("stage-0.safetensors is missing") && said.contains("resuming after step 4 of 8"), "{said}");
     assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"));
     // The corrupt ones have been rewritten.
     let said = ends(folder, 0, &last);
-    assert!(!said.contains("passed over"), "{said}");
+    assert!(!said.contains("skipped"), "{said}");
     // Without a valid checkpoint, auto starts from the beginning.
     for name in names(folder).iter().filter(|name| name.starts_with("step-")) {
         fs::write(folder.join("ck").join(name).join("manifest.json"), "{\"schema\": \"pipec.checkpoint/1\"").unwrap();
     }
     let said = ends(folder, 0, &last);
-    assert!(said.contains("the run begins at the beginning"), "{said}");
+    assert!(said.contains("the run starts afresh"), "{said}");
     assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
 }
 
@@ -492,10 +492,10 @@ fn a_manifest_that_lists_too_little_is_passed_over() {
         }
         let said =
             ends(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"], &["--resume", "ck/step-00000006"]]));
-        assert!(said.contains("cannot go on from ck/step-00000006"), "{holds:?}: {said}");
+        assert!(said.contains("cannot resume from ck/step-00000006"), "{holds:?}: {said}");
         let said = ends(folder, 0, &flags(&[&common, &["--resume", "auto", "--save", "rest.safetensors"]]));
-        assert!(said.contains("warning: ck/step-00000006 is passed over"), "{holds:?}: {said}");
-        assert!(said.contains("goes on after step 4 of 8"), "{holds:?}: {said}");
+        assert!(said.contains("warning: ck/step-00000006 is skipped"), "{holds:?}: {said}");
+        assert!(said.contains("resuming after step 4 of 8"), "{holds:?}: {said}");
         assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"));
     }
 }
@@ -526,7 +526,7 @@ fn a_run_that_diverges_keeps_what_was_good() {
     let train = ["train", "m.onnx", "--synthetic-data", "--batch", "4", "--workers", "1", "--schedule", "1f1b"];
     let kept = ["--checkpoint-dir", "ck", "--checkpoint-every", "1", "--keep", "1"];
     let told = ends(folder, 1, &flags(&[&train, &kept, &["--steps", "30", "--lr", "1e18"]]));
-    assert!(told.contains("holds NaN or an infinity") && told.contains("diverged"), "{told}");
+    assert!(told.contains("contains NaN or an infinity") && told.contains("diverged"), "{told}");
     let steps: Vec<String> = names(folder).into_iter().filter(|name| name.starts_with("step-")).collect();
     let [good] = steps.try_into().unwrap();
     assert_ne!(good, "step-00000030");
@@ -544,6 +544,6 @@ fn a_decay_to_another_end_is_reported() {
     ends(folder, 0, &flags(&[&falls, &["4"]]));
     let said = ends(folder, 0, &flags(&[&falls, &["6", "--resume", "auto"]]));
     let told =
-        "warning: the run was begun for 4 steps, and is now of 6: the learning rate falls to the new end from here on";
+        "warning: the run was started with 4 steps, and now has 6: the learning rate now decays towards the new end";
     assert!(said.contains(told), "{said}");
 }

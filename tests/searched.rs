@@ -84,7 +84,7 @@ fn what_leaves_nothing_to_find_is_refused() {
     let message = refused(&["--batch", "10", "--microbatches", "4"]);
     assert!(message.contains("10 samples are not a multiple of 4"), "{message}");
     let message = refused(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
-    assert!(message.contains("these make 8 samples"), "{message}");
+    assert!(message.contains("their product is 8 samples"), "{message}");
     let message = refused(&["--batch", "24", "--schedule", "inference"]);
     assert!(message.contains("inference"), "{message}");
     let message = refused(&["--batch", "24", "--objective", "latency"]);
@@ -92,7 +92,7 @@ fn what_leaves_nothing_to_find_is_refused() {
     let message = refused(&["--microbatches", "2", "--schedule", "inference"]);
     assert!(message.contains("inference"), "{message}");
     let message = refused(&["--schedule", "auto", "--objective", "latency"]);
-    assert!(message.contains("`--objective latency` does not go with `--schedule auto`"), "{message}");
+    assert!(message.contains("`--objective latency` cannot be combined with `--schedule auto`"), "{message}");
     let message = refused(&["--schedule", "auto", "--cost", "paper"]);
     assert!(message.contains("--cost paper"), "{message}");
 }

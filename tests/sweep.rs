@@ -94,7 +94,12 @@ fn what_cannot_be_asked_is_a_row_among_others() {
         let refused = asked(row) == ("1f1b-rr".to_string(), 4);
         assert_eq!(row["feasible"].as_bool(), Some(!refused), "{row}");
         if refused {
-            assert!(row["why"].as_str().unwrap().contains("`--microbatches 4` does not go with `--schedule 1f1b-rr`"));
+            assert!(
+                row["why"]
+                    .as_str()
+                    .unwrap()
+                    .contains("`--microbatches 4` cannot be combined with `--schedule 1f1b-rr`")
+            );
         }
     }
     assert_eq!(rows.len(), 4);

@@ -1,4 +1,4 @@
-//! The verbs, one file each: arguments, one call, and how the answer is printed.
+//! The commands, one file each: arguments, one library call, and how its result is printed.
 
 pub mod cluster;
 pub mod completions;

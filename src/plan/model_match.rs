@@ -1,11 +1,11 @@
-//! Whether a plan is of the model at hand, and what the two have apart, in the same words wherever a plan meets a model.
+//! Checks that a plan belongs to a model, and reports the differences.
 
 use crate::error::Error;
 use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, PlannedModel};
 
-/// Characters of a fingerprint that are told.
-const TOLD: usize = 12;
+/// Characters of a fingerprint that are shown.
+const SHOWN: usize = 12;
 
 /// Refuses a model that is not the plan's. A published profile has no graph: its bytes are compared.
 pub fn check(plan: &Plan, here: &PlannedModel) -> Result<(), Error> {
@@ -22,31 +22,31 @@ pub fn check(plan: &Plan, here: &PlannedModel) -> Result<(), Error> {
         false => shown(&model.file).into_owned(),
     };
     let failure = Error::input(format!("{} is not the model of the plan", name(here)));
-    let first = |mark: &str| mark.chars().take(TOLD).collect::<String>();
+    let first = |mark: &str| mark.chars().take(SHOWN).collect::<String>();
     let failure = match here.ops == there.ops {
-        false => failure.because(format!("the plan is for {} with {} ops, this has {}", name(there), there.ops, here.ops)),
+        false => failure.because(format!("the plan is for {} with {} ops, this model has {}", name(there), there.ops, here.ops)),
         true if here.sha256 == there.sha256 && !here.sha256.is_empty() => failure.because(format!(
-            "the file is the one that was planned, read with other flags: {} there, {} here",
+            "the file is the planned one, but was imported with other flags: {} for the plan, {} here",
             flags(there),
             flags(here)
         )),
         true => failure.because(format!(
-            "the plan is for {}: both have {} ops, but other sizes, attributes or names of parameters (fingerprint {} there, {} here)",
+            "the plan is for {}: both have {} ops, but different sizes, attributes or parameter names (fingerprint {} in the plan, {} here)",
             name(there),
             here.ops,
             first(mark(there)),
             first(mark(here))
         )),
     };
-    Err(failure.with_help("name the file that was planned, or plan this one with `pipec partition`"))
+    Err(failure.with_help("pass the planned file, or plan this one with `pipec partition`"))
 }
 
-/// What a model is known by.
+/// The fingerprint of a model.
 fn mark(model: &PlannedModel) -> &str {
     if model.graph_hash.is_empty() { &model.sha256 } else { &model.graph_hash }
 }
 
-/// How a model was read, as one would type it.
+/// The import flags of a model, as on the command line.
 fn flags(model: &PlannedModel) -> String {
     let import = &model.import;
     let dims = import.dims.iter().map(|(name, size)| format!("`--dim {}={size}`", shown(name)));

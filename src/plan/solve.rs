@@ -1,4 +1,4 @@
-//! From costs and options to a plan.
+//! Computes a plan from costs and options.
 
 use crate::costs::{self, COSTS, Costs};
 use crate::error::Error;
@@ -21,14 +21,14 @@ use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
 use std::path::Path;
 
-/// The answer to a request.
+/// The result of a request.
 #[derive(Clone, Debug)]
 pub struct PlanResult {
-    /// The plan and the candidates that it was chosen from.
+    /// The plan and its candidates.
     pub planned: Planned,
     /// Why the runtime of pipec cannot train the plan, if it cannot.
     pub untrainable: Option<String>,
-    /// Combinations of micro-batch size and schedule that were searched, if there was more than one.
+    /// Searched combinations of micro-batch size and schedule, if more than one.
     pub tried: Vec<Tried>,
 }
 
@@ -85,7 +85,7 @@ pub fn solve_with_groups(
     };
     let once = |problem: &Problem| options.zero.plan(problem, &planner);
     let search = |problem: &Problem| if finds_bucket { best(problem, &once) } else { once(problem) };
-    // A schedule that the user names is kept, even if its plan cannot be trained.
+    // A schedule that the user requests is kept, even if its plan cannot be trained.
     let planned = search(&problem).and_then(|planned| match options.schedule {
         None => tied_weights::trained(&problem, planned, &search),
         Some(_) => Ok(planned),
@@ -126,20 +126,27 @@ fn problem(
     problem.schedule = options.schedule_kind(custom);
     let microbatches = options.microbatches;
     if microbatches > 1 && !problem.schedule.trains() {
-        return Err(Error::input(format!("`--microbatches {microbatches}` does not go with a plan for inference"))
-            .because("what only answers has no minibatches")
-            .with_help("`--micro-batch` says how many samples it answers at a time"));
+        return Err(Error::input(format!(
+            "`--microbatches {microbatches}` cannot be combined with a plan for inference"
+        ))
+        .because("inference has no minibatches")
+        .with_help("use `--micro-batch` to set the samples per inference"));
     }
     if microbatches > 1 && problem.schedule.is_round_robin() {
         let kind = problem.schedule.name();
-        return Err(Error::input(format!("`--microbatches {microbatches}` does not go with `--schedule {kind}`"))
-            .because("it takes whole minibatches")
-            .with_help("`--schedule 2bw` splits a minibatch without a flush, `--schedule 1f1b` with one"));
+        return Err(Error::input(format!(
+            "`--microbatches {microbatches}` cannot be combined with `--schedule {kind}`"
+        ))
+        .because("it uses whole minibatches")
+        .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
     }
     if matches!(options.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {
-        return Err(Error::input(format!("`--in-flight` does not go with `--schedule {}`", problem.schedule.name()))
-            .because("it says itself how many micro-batches are in flight")
-            .with_help("`--schedule 1f1b` flushes too and takes caps"));
+        return Err(Error::input(format!(
+            "`--in-flight` cannot be combined with `--schedule {}`",
+            problem.schedule.name()
+        ))
+        .because("the schedule sets the number of in-flight micro-batches")
+        .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
     }
     // The default, 1, agrees with every custom schedule.
     let given = Some(microbatches).filter(|given| *given > 1);

@@ -5,7 +5,7 @@ use compiler::text::suggest::hint;
 use pipec::plan::request::ScheduleChoice;
 use std::path::PathBuf;
 
-/// Requests the best schedule.
+/// The argument that requests a schedule search.
 const AUTO: &str = "auto";
 
 /// Names of schedules in other frameworks.
@@ -44,7 +44,7 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
     }
     if text == AUTO {
         return Err(
-            "the best order of work is found by `pipec partition --schedule auto`; the plan that it writes names it"
+            "`pipec partition --schedule auto` searches for the best schedule; the plan it writes names the schedule"
                 .to_string(),
         );
     }
@@ -56,20 +56,17 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
         Some(own) => format!("; did you mean `{own}`?"),
         None => hint(text, names.iter().copied()),
     };
-    Err(format!(
-        "write one of {}, or a file of your own: a table FILE.csv, programs FILE.json{meant}",
-        names.join(", ")
-    ))
+    Err(format!("write one of {}, or a custom schedule: a table FILE.csv, programs FILE.json{meant}", names.join(", ")))
 }
 
 /// Reads a `--schedule` that must be a file.
 pub fn file(text: &str) -> Result<PathBuf, String> {
     is_file(text)
         .then(|| PathBuf::from(text))
-        .ok_or_else(|| "write a file of your own: a table FILE.csv, programs FILE.json".to_string())
+        .ok_or_else(|| "write a custom schedule: a table FILE.csv, programs FILE.json".to_string())
 }
 
-/// Whether a schedule is the path of a file.
+/// True if a schedule is the path of a file.
 fn is_file(text: &str) -> bool {
     text.ends_with(".csv") || text.ends_with(".json")
 }

@@ -1,4 +1,4 @@
-//! `pipec man`: manual pages, from the same definition as the help.
+//! `pipec man`: manual pages, generated from the same definitions as the help.
 
 use crate::cli::args::Cli;
 use crate::cli::screen::Screen;
@@ -12,14 +12,14 @@ use serde_json::json;
 use std::fs;
 use std::path::PathBuf;
 
-/// Which page, or where all of them go.
+/// Arguments of `pipec man`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  pipec man partition | man -l -\n  pipec man -o ~/.local/share/man/man1")]
 pub struct Arguments {
-    /// The verb, and what it does where it does several things: `plan diff` [default: pipec itself]
-    #[arg(value_name = "VERB", num_args = 0..=2, conflicts_with = "output")]
+    /// The command, with its subcommand if it has any: `plan diff` [default: pipec itself]
+    #[arg(value_name = "COMMAND", num_args = 0..=2, conflicts_with = "output")]
     verb: Vec<String>,
-    /// Write all pages into this folder, which is made where it is missing
+    /// Write all pages into this folder, created if missing
     #[arg(short, long, value_name = "FOLDER")]
     output: Option<PathBuf>,
 }
@@ -28,7 +28,7 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let all = all_pages();
     if let Some(folder) = &arguments.output {
-        fs::create_dir_all(folder).map_err(|error| Error::file("make the folder", folder, error))?;
+        fs::create_dir_all(folder).map_err(|error| Error::file("create the folder", folder, error))?;
         let mut files = Vec::new();
         for (name, page) in &all {
             let path = folder.join(format!("{name}.1"));
@@ -52,7 +52,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
             let failure = Error::input(format!("there is no page `{wanted}`"));
             Err(match nearest(&wanted, all.iter().map(|(name, _)| name.as_str())) {
                 Some(near) => failure.with_help(format!("did you mean `{}`?", near.replace('-', " "))),
-                None => failure.with_help("`pipec --help` lists the verbs"),
+                None => failure.with_help("`pipec --help` lists the commands"),
             })
         }
     }
@@ -61,25 +61,25 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
 /// The page of every command by its name, `pipec` first.
 fn all_pages() -> Vec<(String, String)> {
     let mut whole = without_help(Cli::command());
-    // What a command is called as part of others is known from here on.
+    // Building sets the full names of subcommands.
     whole.build();
     let mut pages = Vec::new();
     collect(&whole, &mut pages);
     pages
 }
 
-/// Without the commands `help`, which have no pages.
+/// Removes the `help` commands, which have no pages.
 fn without_help(command: Command) -> Command {
     command.disable_help_subcommand(true).mut_subcommands(without_help)
 }
 
-/// The page of a command, then those of what it can do, hidden ones aside.
+/// Collects the page of a command, then those of its subcommands, except hidden ones.
 fn collect(command: &Command, pages: &mut Vec<(String, String)>) {
     let name = command.get_display_name().unwrap_or(command.get_name()).to_string();
     let mut page = Vec::new();
     let version = concat!("pipec ", env!("CARGO_PKG_VERSION"));
     let man = Man::new(command.clone()).source(version).manual("pipec manual");
-    man.render(&mut page).expect("memory takes all that is written");
+    man.render(&mut page).expect("writing to memory cannot fail");
     pages.push((name, String::from_utf8_lossy(&page).into_owned()));
     command.get_subcommands().filter(|inner| !inner.is_hide_set()).for_each(|inner| collect(inner, pages));
 }
