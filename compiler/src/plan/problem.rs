@@ -1,7 +1,7 @@
 //! The partitioning problem: cost graph, cluster, objective and limits.
 
 use crate::cluster::read::{self, ClusterError};
-use crate::cluster::{Bytes, Cluster, class};
+use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
 use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
 use crate::profile::Method;
@@ -21,6 +21,7 @@ pub enum CostModel {
     Pipedream,
     /// What the links, the replicas and the schedule make of it.
     Pipec,
+    // The crate `instances` defines, solves and checks the two costs below. They are data here: plans and reports name them.
     /// What a device computes, sends and receives, one after the other, without replicas: `profile/placement` defines it, and instances
     /// of that problem alone are planned so.
     Load,
@@ -28,6 +29,9 @@ pub enum CostModel {
     /// instances of that problem alone are planned so.
     Hybrid,
 }
+
+/// Bandwidth used to express the costs of `load` as bytes in plans: 1 GB/s, so that one microsecond is 1000 bytes.
+pub const NOMINAL: BytesPerSecond = BytesPerSecond(1e9);
 
 /// What is minimised.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
