@@ -18,8 +18,8 @@
 //! | CPU-s, MiB | processor seconds, and peak memory of the process |
 
 #[allow(dead_code)] // Tests use the rest.
-#[path = "../tests/instances/mod.rs"]
-mod instances;
+#[path = "../tests/problems/mod.rs"]
+mod problems;
 #[path = "partition/published.rs"]
 mod published;
 #[path = "partition/table.rs"]
@@ -27,14 +27,15 @@ mod table;
 
 use compiler::cluster::Cluster;
 use compiler::cluster::read::levels;
-use compiler::import::{dnn_partitioning, pipedream};
-use compiler::partition::device_placement::solve::{Request, solve};
+use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
 use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::profile::cost_graph::CostGraph;
 use criterion::Criterion;
-use instances::{Random, add, chain, parallel, transformer};
+use instances::placement::read::read;
+use instances::placement::solve::{Request, solve};
+use problems::{Random, add, chain, parallel, transformer};
 use published::{ANYWHERE, Golden, Optimum, PIPEDREAM, PLACEMENTS, WHOLE_SERVERS};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -144,7 +145,7 @@ fn placements() -> String {
             table.skipped(name);
             continue;
         };
-        let placement = dnn_partitioning::read(&text).expect("published instances can be read");
+        let placement = read(&text).expect("published instances can be read");
         let request = Request { anywhere, ..Request::default() };
         let (plan, spent) = spending(|| solve(&placement, &request).expect("published instances have a placement"));
         let label = match (anywhere, has_cpu) {

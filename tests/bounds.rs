@@ -1,7 +1,7 @@
 //! Lower bounds and searches, against exhaustive search on a thousand small graphs; the gap on large ones; independence
 //! of op numbering.
 
-mod instances;
+mod problems;
 
 use compiler::cluster::read::levels;
 use compiler::import::onnx::proto::{ModelProto, NodeProto};
@@ -10,7 +10,7 @@ use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::read::to_json;
 use compiler::profile::cost_graph::{CostGraph, OpId};
-use instances::{Random, chain, parallel, random_graph, transformer};
+use problems::{Random, chain, parallel, random_graph, transformer};
 use prost::Message;
 use std::time::Instant;
 

@@ -1,13 +1,13 @@
 //! Placement of graphs on devices without replication: against exhaustive search, and published instances.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 mod shared;
 
-use compiler::import::dnn_partitioning;
-use compiler::partition::device_placement::solve::{Request, SolveError, solve};
-use compiler::profile::placement::{Node, Placement};
-use instances::Random;
+use instances::placement::model::{Node, Placement};
+use instances::placement::read::read;
+use instances::placement::solve::{Request, SolveError, solve};
+use problems::Random;
 use shared::data;
 
 /// Up to seven nodes; a third of the instances have a backward pass.
@@ -157,7 +157,7 @@ fn published_instances() {
     let Some(folder) = data("partition/dnn-partitioning/throughput-inputs") else { return };
     for (name, load) in CONTIGUOUS {
         let text = std::fs::read_to_string(folder.join(format!("{name}.json"))).unwrap();
-        let placement = dnn_partitioning::read(&text).unwrap();
+        let placement = read(&text).unwrap();
         let plan = solve(&placement, &Request::default()).unwrap();
         assert!((plan.predicted.minibatch_us - load).abs() < 1e-4, "{name}: {}", plan.predicted.minibatch_us);
         assert!(plan.proven_optimal, "{name}");

@@ -1,7 +1,7 @@
 //! Tensor-parallel plans: against exhaustive search on small models, through the checker, and in training.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
 use assert_cmd::Command;
 use compiler::cluster::read::levels;
@@ -27,8 +27,8 @@ use compiler::schedule::{Pipeline, StageSpec};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
-use instances::{Random, random_graph};
 use models::zoo::{Options, build, to_bytes};
+use problems::{Random, random_graph};
 use runtime::train::prepare::Settings;
 use runtime::train::tensor_parallel::prepare_shared;
 use serde_json::{Value, json};
@@ -116,7 +116,7 @@ fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
         for at in 0..2 + random.below(3) as u32 {
             let reads: Vec<u32> = at.checked_sub(1).into_iter().collect();
             let (us, bytes, weights) = (1.0 + random.below(90) as f64, random.below(40_000), random.below(200_000));
-            instances::add(&mut graph, "op", &reads, us, bytes, 1 + weights);
+            problems::add(&mut graph, "op", &reads, us, bytes, 1 + weights);
         }
         let spec = ["4:1GB/s", "2:10GB/s,2:1GB/s", "6:2GB/s", "4:20GB/s,2:2GB/s"][random.below(4) as usize];
         let mut problem = Problem::new(graph, levels(spec).unwrap(), CostModel::Pipec);

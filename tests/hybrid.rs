@@ -2,13 +2,13 @@
 //! one.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
-use compiler::import::piper;
-use compiler::partition::hybrid::solve::{Request, SolveError, solve};
-use compiler::plan::hybrid::check;
-use compiler::profile::hybrid::{Choice, Hybrid, Layer, Link};
-use instances::Random;
+use instances::piper::check::check;
+use instances::piper::model::{Choice, Hybrid, Layer, Link};
+use instances::piper::read::read;
+use instances::piper::solve::{Request, SolveError, solve};
+use problems::Random;
 use std::path::PathBuf;
 
 /// Up to five layers; some without weights, some with a two-device variant, some with recomputation.
@@ -213,7 +213,7 @@ fn mutated_files_are_refused_or_planned() {
             }
         }
         let Ok(text) = String::from_utf8(bytes) else { continue };
-        let Ok(hybrid) = piper::read(&text) else { continue };
+        let Ok(hybrid) = read(&text) else { continue };
         match solve(&hybrid, &Request::default()) {
             Ok(plan) => {
                 check(&hybrid, &plan).unwrap();
@@ -234,7 +234,7 @@ fn the_published_instance_at_any_size() {
         return;
     }
     let text = std::fs::read_to_string(file).unwrap();
-    let published = piper::read(&text).unwrap();
+    let published = read(&text).unwrap();
     assert_eq!((published.layers.len(), published.devices, published.microbatches), (78, 10, 256));
     for devices in [1, 2, 4, 10, 16, 64, 256, 1024] {
         let hybrid = Hybrid { devices, ..published.clone() };

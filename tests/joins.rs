@@ -1,7 +1,7 @@
 //! Planning of models with several inputs and outputs, ops that depend only on parameters, and unused ops.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
@@ -17,7 +17,7 @@ use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
-use instances::Random;
+use problems::Random;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })

@@ -1,7 +1,7 @@
 //! Limits of any plan: device memory, and the bandwidth of shared links. Random graphs on one to three levels, under
 //! every cost model, schedule and objective.
 
-mod instances;
+mod problems;
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
@@ -21,7 +21,7 @@ use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{self, Instruction};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady};
-use instances::{Random, add, chain, parallel, transformer};
+use problems::{Random, add, chain, parallel, transformer};
 use std::collections::BTreeMap;
 use std::time::Instant;
 

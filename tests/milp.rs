@@ -2,7 +2,7 @@
 //! its proofs hold.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::{gpus, levels};
@@ -17,7 +17,7 @@ use compiler::plan::read::to_json;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId, ParamCost};
-use instances::{Random, chain, random_graph, transformer};
+use problems::{Random, chain, random_graph, transformer};
 use std::time::{Duration, Instant};
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {

@@ -2,7 +2,7 @@
 //! time.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
 use compiler::cluster::device::find;
 use compiler::cluster::read::levels;
@@ -11,7 +11,7 @@ use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::problem::{CostModel, Problem, ProblemError};
 use compiler::plan::schedule::Schedule;
-use instances::{Random, random_graph};
+use problems::{Random, random_graph};
 use std::time::Instant;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {

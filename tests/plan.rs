@@ -1,7 +1,7 @@
 //! Planning as a whole: partitioners against exhaustive search and published figures, within memory and time limits.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::{gpus, levels};
@@ -16,7 +16,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::simulate::one_f_one_b_rr::Steady;
-use instances::Random;
+use problems::Random;
 use std::time::{Duration, Instant};
 
 #[derive(Clone, Copy, PartialEq)]

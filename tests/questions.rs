@@ -2,7 +2,7 @@
 //! bound, or a reason. `PIPEC_QUESTIONS` sets the number.
 
 #[allow(dead_code)] // Other tests use the rest.
-mod instances;
+mod problems;
 
 use compiler::cluster::device::find;
 use compiler::cluster::read::levels;
@@ -18,7 +18,7 @@ use compiler::profile::cost_graph::{OpId, ParamCost};
 use compiler::schedule::pipeline::pipeline_of;
 use compiler::simulate::check_plan::stated;
 use compiler::simulate::one_f_one_b_rr::{Steady, steady};
-use instances::{Random, random_graph};
+use problems::{Random, random_graph};
 
 const CLUSTERS: [&str; 8] = [
     "1:1GB/s",

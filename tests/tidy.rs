@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Modules by layer, lowest first; a module may import lower layers and itself.
-const FLOORS: [(&str, usize); 19] = [
+const FLOORS: [(&str, usize); 20] = [
     ("compiler::text", 1),
     ("compiler::tensor", 1),
     ("compiler::cluster", 2),
@@ -23,6 +23,7 @@ const FLOORS: [(&str, usize); 19] = [
     ("compiler::partition", 12),
     ("compiler::export", 12),
     ("compiler", 13),
+    ("instances", 14),
     ("runtime", 14),
     ("profiler", 15),
     ("pipec", 16),
@@ -40,6 +41,7 @@ fn sources() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = [
         "src",
         "compiler/src",
+        "compiler/instances/src",
         "runtime/src",
         "profiler/src",
         "models/src",
@@ -75,7 +77,8 @@ fn told(path: &Path) -> String {
 fn room(path: &Path) -> Option<(&'static str, usize)> {
     let name = told(path);
     let (package, rest) = match name.split_once("/src/") {
-        Some((package, rest)) => (package, rest),
+        // A package in the folder of another has its own name: `compiler/instances/src/lib.rs` is in `instances`.
+        Some((package, rest)) => (package.rsplit('/').next()?, rest),
         None => ("pipec", name.strip_prefix("src/")?),
     };
     let first = rest.split(['/', '.']).next()?;
@@ -99,7 +102,7 @@ fn imports(text: &str, own: &str) -> BTreeSet<String> {
                 found.insert(format!("{of}::{next}"));
             }
         }
-        for package in ["models", "profiler"] {
+        for package in ["models", "profiler", "instances"] {
             if line.contains(&format!("{package}::")) && own != package {
                 found.insert(package.to_string());
             }

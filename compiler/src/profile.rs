@@ -6,9 +6,7 @@
 
 pub mod arena;
 pub mod cost_graph;
-pub mod hybrid;
 pub mod json;
-pub mod placement;
 pub mod read;
 pub mod shared;
 

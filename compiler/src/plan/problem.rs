@@ -1,7 +1,7 @@
 //! The partitioning problem: cost graph, cluster, objective and limits.
 
 use crate::cluster::read::{self, ClusterError};
-use crate::cluster::{Bytes, Cluster, class};
+use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
 use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
@@ -22,11 +22,15 @@ pub enum CostModel {
     Pipedream,
     /// Models links, replicas and the schedule.
     Pipec,
+    // The crate `instances` defines, solves and checks the two costs below.
     /// Sum of compute, send and receive times of a device, without replicas; only for device-placement instances.
     Load,
     /// Compute, transfer and all-reduce times of tensor-parallel replicas; only for hybrid-parallel instances.
     Hybrid,
 }
+
+/// Bandwidth used to express the costs of `load` as bytes in plans: 1 GB/s, so that one microsecond is 1000 bytes.
+pub const NOMINAL: BytesPerSecond = BytesPerSecond(1e9);
 
 /// The objective to minimise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]

@@ -4,8 +4,7 @@ use crate::cli::args::loss::LossArguments;
 use crate::cli::args::plan::PlanArguments;
 use crate::cli::args::{Devices, Dims};
 use crate::cli::candidates;
-use crate::cli::device_placement;
-use crate::cli::hybrid;
+use crate::cli::instances::{piper, placement};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use clap::{Args, ValueEnum};
@@ -122,8 +121,8 @@ impl Arguments {
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     match arguments.from {
-        Some(Format::DnnPartitioning) => return device_placement::run(&arguments, screen),
-        Some(Format::Piper) => return hybrid::run(&arguments, screen),
+        Some(Format::DnnPartitioning) => return placement::run(&arguments, screen),
+        Some(Format::Piper) => return piper::run(&arguments, screen),
         _ => {}
     }
     if arguments.noncontiguous {

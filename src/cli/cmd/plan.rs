@@ -2,8 +2,7 @@
 
 use crate::cli::args::schedule as schedule_flag;
 use crate::cli::cmd;
-use crate::cli::device_placement;
-use crate::cli::hybrid;
+use crate::cli::instances::{piper, placement};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use clap::{Args, Subcommand};
@@ -167,8 +166,8 @@ fn check_file(
 /// The faults of the plan under the costs of the model or instance.
 fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Screen) -> Result<Vec<PlanFault>, Error> {
     match plan.cost {
-        CostModel::Load => device_placement::check(plan, model),
-        CostModel::Hybrid => hybrid::check(plan, model),
+        CostModel::Load => placement::check(plan, model),
+        CostModel::Hybrid => piper::check(plan, model),
         CostModel::Pipec | CostModel::Paper | CostModel::Pipedream => {
             let source = CostSource::of_plan(model, profile, plan, screen)?;
             let costs = source.costs(plan, plan.schedule.micro_batch)?;

@@ -23,8 +23,7 @@ use crate::plan::check::cost::Loads;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
 use crate::plan::check::verify::TOLERANCE;
-use crate::plan::problem::{CostModel, Objective};
-use crate::profile::placement::NOMINAL;
+use crate::plan::problem::{CostModel, NOMINAL, Objective};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Largest absolute difference between two equal fractions of a step.

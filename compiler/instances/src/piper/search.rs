@@ -19,10 +19,10 @@
 //! count are not extended, and stages that leave too little for the rest are dropped. At fixed d and t, more replicas
 //! in later stages never reduce the memory of a stage, so fewer are never worse.
 
-use crate::partition::hybrid::choose::{Chosen, Offer, choose};
-use crate::partition::hybrid::layers::Layers;
-use crate::partition::search::downset_lattice::Lattice;
-use crate::profile::hybrid::Choice;
+use crate::piper::choose::{Chosen, Offer, choose};
+use crate::piper::layers::Layers;
+use crate::piper::model::Choice;
+use compiler::partition::search::downset_lattice::Lattice;
 
 /// Rounding tolerance for sums of bytes.
 const ROUNDING: f64 = 1.0 + 1e-12;

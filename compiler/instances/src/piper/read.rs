@@ -12,8 +12,8 @@
 //! predecessors, those of `syncTimeBw` ids of successors. `maxBatchSize` is an alias for the number of micro-batches. A
 //! choice uses recomputation if its id says so (`activation recomp`).
 
-use crate::profile::hybrid::{Choice, Hybrid, Layer, Link, MAX_CHOICES, MAX_LAYERS};
-use crate::profile::json::{self, JsonError};
+use crate::piper::model::{Choice, Hybrid, Layer, Link, MAX_CHOICES, MAX_LAYERS};
+use compiler::profile::json::{self, JsonError};
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, de};
 use std::collections::{BTreeSet, HashMap};

@@ -6,11 +6,12 @@ use crate::cli::screen::Screen;
 use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::graph::hash::sha256;
-use compiler::import::dnn_partitioning;
 use compiler::import::onnx::name::shown;
-use compiler::partition::device_placement::solve::{Request, SolveError, solve};
 use compiler::plan::check::error::PlanFault;
-use compiler::plan::{Plan, PlannedModel, device_placement, read};
+use compiler::plan::{Plan, PlannedModel, read};
+use instances::placement::check::check as judged;
+use instances::placement::read as dnn_partitioning;
+use instances::placement::solve::{Request, SolveError, solve};
 use pipec::error::Error;
 use pipec::files::input;
 use pipec::files::output;
@@ -76,7 +77,7 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
         placement.bytes_per_device = limit.0 as f64;
     }
-    Ok(device_placement::check(&placement, plan).err().unwrap_or_default())
+    Ok(judged(&placement, plan).err().unwrap_or_default())
 }
 
 /// Refuses an instance that is not the plan's.

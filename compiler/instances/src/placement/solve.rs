@@ -3,23 +3,23 @@
 //! Contiguous placements are optimal if all down-sets can be searched; otherwise only some linear orders are, with a
 //! warning. Non-contiguous placements are improved by local search, and only a lower bound indicates their quality.
 
-use crate::cluster::Bytes;
-use crate::cluster::read::{self, ClusterError};
-use crate::partition::device_placement::anywhere;
-use crate::partition::device_placement::contiguous::{Limits, contiguous};
-use crate::partition::device_placement::units::Units;
-use crate::partition::search::downset_lattice;
-use crate::partition::search::downset_lattice::Lattice;
-use crate::plan::check::error::PlanFault;
-use crate::plan::device_placement;
-use crate::plan::problem::{CostModel, Objective};
-use crate::plan::schedule::Schedule;
-use crate::plan::{
+use crate::placement::anywhere;
+use crate::placement::check;
+use crate::placement::contiguous::{Limits, contiguous};
+use crate::placement::model::{Node, Placement};
+use crate::placement::units::Units;
+use compiler::cluster::Bytes;
+use compiler::cluster::read::{self, ClusterError};
+use compiler::partition::search::downset_lattice;
+use compiler::partition::search::downset_lattice::Lattice;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::problem::{CostModel, NOMINAL, Objective};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
     Predicted, SCHEMA, Search, Stage, StageId, StageMemory,
 };
-use crate::profile::Method;
-use crate::profile::placement::{NOMINAL, Node, Placement};
+use compiler::profile::Method;
 use serde_json::json;
 use std::collections::BTreeMap;
 
@@ -168,7 +168,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         extra: BTreeMap::new(),
     };
     let judged = Placement { bytes_per_device: bytes, ..placement.clone() };
-    device_placement::check(&judged, &plan).map_err(SolveError::Unsound)?;
+    check::check(&judged, &plan).map_err(SolveError::Unsound)?;
     Ok(plan)
 }
 

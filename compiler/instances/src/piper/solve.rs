@@ -4,23 +4,23 @@
 //! the result is optimal. If there are too many, or the search runs out of steps, some linear orders are cut and the
 //! plan has a warning.
 
-use crate::cluster::read::{self, ClusterError};
-use crate::cluster::{Bytes, BytesPerSecond};
-use crate::partition::hybrid::choose::Chosen;
-use crate::partition::hybrid::layers::{Layers, takes_nothing};
-use crate::partition::hybrid::search::{Price, Search, Span, picks};
-use crate::partition::search::downset_lattice;
-use crate::partition::search::downset_lattice::Lattice;
-use crate::plan::check::error::PlanFault;
-use crate::plan::hybrid;
-use crate::plan::problem::{CostModel, Objective};
-use crate::plan::schedule::Schedule;
-use crate::plan::{
+use crate::piper::check;
+use crate::piper::choose::Chosen;
+use crate::piper::layers::{Layers, takes_nothing};
+use crate::piper::model::Hybrid;
+use crate::piper::search::{Price, Search, Span, picks};
+use compiler::cluster::read::{self, ClusterError};
+use compiler::cluster::{Bytes, BytesPerSecond};
+use compiler::partition::search::downset_lattice;
+use compiler::partition::search::downset_lattice::Lattice;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::problem::{CostModel, Objective};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
     Predicted, SCHEMA, Search as Searched, Stage, StageId, StageMemory,
 };
-use crate::profile::Method;
-use crate::profile::hybrid::Hybrid;
+use compiler::profile::Method;
 use std::collections::BTreeMap;
 
 /// Down-sets to explore if `--budget` is not set.
@@ -116,7 +116,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         optimizer: "sgd".to_string(),
         profile: PlannedProfile { sha256: request.sha256.clone(), method: Method::Imported },
         cluster: PlannedCluster {
-            device: crate::cluster::Device { memory, ..cluster.device },
+            device: compiler::cluster::Device { memory, ..cluster.device },
             levels: cluster.levels,
             classes: Vec::new(),
             devices: hybrid.devices,
@@ -159,7 +159,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         options: BTreeMap::new(),
         extra: BTreeMap::new(),
     };
-    hybrid::check(hybrid, &plan).map_err(SolveError::Unsound)?;
+    check::check(hybrid, &plan).map_err(SolveError::Unsound)?;
     Ok(plan)
 }
 
@@ -330,7 +330,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             &choices[pick_of.get(&op).map_or_else(nothing, |&pick| usize::from(pick))]
         };
         let sum =
-            |part: &dyn Fn(&crate::profile::hybrid::Choice) -> f64| ops.iter().map(|op| part(choice(op))).sum::<f64>();
+            |part: &dyn Fn(&crate::piper::model::Choice) -> f64| ops.iter().map(|op| part(choice(op))).sum::<f64>();
         let weights = sum(&|choice| choice.bytes_standing) as u64;
         let activations = sum(&|choice| choice.bytes_in_flight * f64::from(span.in_flight)) as u64;
         let devices = span.replicas * span.degree;

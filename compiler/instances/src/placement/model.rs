@@ -13,11 +13,7 @@
 //! do. The pipeline completes one minibatch every max(load), which is minimised. Nodes of one colour (forward and
 //! backward work on the same weights) must share a device. Times and costs have the unit of the file.
 
-use crate::cluster::BytesPerSecond;
 use std::collections::BTreeMap;
-
-/// Bandwidth used to express costs as bytes in plans: 1 GB/s, so that one microsecond is 1000 bytes.
-pub const NOMINAL: BytesPerSecond = BytesPerSecond(1e9);
 
 /// Largest number of nodes, and of edges.
 pub const MAX_NODES: usize = 100_000;

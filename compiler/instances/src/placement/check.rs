@@ -1,10 +1,11 @@
-//! Checker of placement plans: computes memory and load from the definition in `profile/placement.rs`. It shares no
+//! Checker of placement plans: computes memory and load from the definition in `model.rs`. It shares no
 //! code with the searches.
 
-use crate::plan::Plan;
-use crate::plan::check::error::PlanFault;
-use crate::plan::check::verify;
-use crate::profile::placement::{NOMINAL, Placement};
+use crate::placement::model::Placement;
+use compiler::plan::Plan;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::check::verify;
+use compiler::plan::problem::NOMINAL;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Checks that every node is on one device and colour classes stay together, and checks memory and the stated load.

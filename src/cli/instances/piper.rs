@@ -1,18 +1,18 @@
 //! Piper instances, whose layers have several configurations, from file to plan: `pipec partition FILE --from piper`.
 
 use crate::cli::cmd::partition::Arguments;
-use crate::cli::device_placement;
+use crate::cli::instances::placement;
 use crate::cli::screen::Screen;
 use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::graph::hash::sha256;
-use compiler::import::piper;
-use compiler::partition::hybrid::solve::{Request, SolveError, solve};
 use compiler::plan::check::error::PlanFault;
-use compiler::plan::hybrid::check as judged;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, PlannedModel};
-use compiler::profile::hybrid::Hybrid;
+use instances::piper::check::check as judged;
+use instances::piper::model::Hybrid;
+use instances::piper::read as piper;
+use instances::piper::solve::{Request, SolveError, solve};
 use pipec::error::Error;
 use pipec::files::input;
 use pipec::plan::request::{PlanOptions, ScheduleChoice};
@@ -28,7 +28,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     })?;
     settle(&mut hybrid, arguments)?;
     let sha256 = sha256(text.as_bytes());
-    device_placement::protect(arguments, &sha256)?;
+    placement::protect(arguments, &sha256)?;
     let request = Request {
         budget: arguments.question.budget,
         seed: arguments.question.seed,
@@ -52,14 +52,14 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
             SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),
         }
     })?;
-    device_placement::tell(&plan, arguments, screen)
+    placement::tell(&plan, arguments, screen)
 }
 
 /// The faults of the plan under the instance in a file.
 pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let text = input::text(path, piper::MAX_BYTES as u64)?;
     let mut hybrid = piper::read(&text).map_err(|error| Error::file("read the instance", path, error))?;
-    device_placement::is_of(plan, path, &text)?;
+    placement::is_of(plan, path, &text)?;
     // The plan may have been made with flags that override the file.
     hybrid.devices = plan.cluster.devices;
     hybrid.microbatches = plan.schedule.microbatches;
@@ -112,8 +112,8 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
             options.schedule.as_ref().is_some_and(|schedule| *schedule != ScheduleChoice::Named(Schedule::OneFOneB)),
         ),
     ];
-    let given = [&own[..], &device_placement::unsupported(&options)].concat();
-    device_placement::refuse_given(
+    let given = [&own[..], &placement::unsupported(&options)].concat();
+    placement::refuse_given(
         &given,
         "piper",
         "the instance has its own costs, layer configurations and schedule",

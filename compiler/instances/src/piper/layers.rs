@@ -4,7 +4,7 @@
 //! A layer without time and bytes, such as an attention mask, would only multiply the down-sets. It is left out of the
 //! search, its precedence is kept, and finally it joins the stage of its last input.
 
-use crate::profile::hybrid::{Choice, Hybrid, Layer};
+use crate::piper::model::{Choice, Hybrid, Layer};
 use std::collections::BTreeSet;
 
 /// Largest number of new edges from removing a layer.
@@ -174,7 +174,7 @@ pub fn takes_nothing(choice: &Choice) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::hybrid::Link;
+    use crate::piper::model::Link;
 
     #[test]
     fn what_weighs_nothing_is_left_out_and_keeps_its_order() {

@@ -5,7 +5,7 @@
 //! units is used. Units on a cycle are merged. Edges between forward and backward nodes carry tensors but impose no
 //! order, because a pipeline schedules the passes separately.
 
-use crate::profile::placement::Placement;
+use crate::placement::model::Placement;
 use std::collections::BTreeMap;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -196,7 +196,7 @@ fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::placement::Node;
+    use crate::placement::model::Node;
 
     fn node(is_backward: bool, colour: u64, transfer: f64, readers: &[u32]) -> Node {
         Node { time: 1.0, transfer, colour: Some(colour), is_backward, readers: readers.to_vec(), ..Node::default() }

@@ -16,8 +16,8 @@
 //! the rest cannot fit on the remaining devices. From each set, supersets are reached by adding units one by one; the
 //! load changes only by the tensors of the added unit.
 
-use crate::partition::device_placement::units::Units;
-use crate::partition::search::downset_lattice::Lattice;
+use crate::placement::units::Units;
+use compiler::partition::search::downset_lattice::Lattice;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {

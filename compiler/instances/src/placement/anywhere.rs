@@ -4,7 +4,7 @@
 //! of the device loads with a high power: unlike the maximum, it tells which of two equally loaded devices is easier to
 //! relieve. The placement with the smallest maximum load is kept. Random numbers come from a fixed seed.
 
-use crate::partition::device_placement::units::Units;
+use crate::placement::units::Units;
 
 /// Exponent of the energy; high, so that the largest load dominates, but other loads still count.
 const POWER: i32 = 12;

@@ -9,8 +9,8 @@
 //! Devices are the file's accelerators (`maxFPGAs`); CPUs are not used, so `cpuLatency` is ignored. An output has one
 //! cost; if its edges have different costs, the maximum counts.
 
-use crate::profile::json::{self, JsonError};
-use crate::profile::placement::{MAX_NODES, Node, Placement};
+use crate::placement::model::{MAX_NODES, Node, Placement};
+use compiler::profile::json::{self, JsonError};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;

@@ -1,11 +1,11 @@
 //! Checker of hybrid plans (layers with parallelization choices): computes time and memory of every stage from the
-//! definition in `profile/hybrid.rs`. It shares no code with the search.
+//! definition in `model.rs`. It shares no code with the search.
 
-use crate::plan::check::error::PlanFault;
-use crate::plan::check::verify;
-use crate::plan::check::verify::TOLERANCE;
-use crate::plan::{Plan, Stage};
-use crate::profile::hybrid::{Choice, Hybrid, Layer};
+use crate::piper::model::{Choice, Hybrid, Layer};
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::check::verify;
+use compiler::plan::check::verify::TOLERANCE;
+use compiler::plan::{Plan, Stage};
 use std::collections::BTreeMap;
 
 /// Checks layers, links, replicas, devices, memory and the stated time per sample. Returns the time.
