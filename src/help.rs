@@ -1,6 +1,7 @@
 //! Help texts for errors of the compiler and the runtime, which do not know the command line.
 
-use crate::files::detect;
+use crate::files::detect::{self, EXPORT};
+use crate::files::missing;
 use crate::loss::Loss;
 use compiler::cluster::read::ClusterError;
 use compiler::import::fx::error::FxError;
@@ -13,49 +14,13 @@ use compiler::import::with_inputs;
 use compiler::pass::loss::{LossError, TARGET};
 use compiler::plan::problem::ProblemError;
 use compiler::schedule::error::ScheduleError;
-use compiler::text::suggest::nearest;
 use runtime::data::DataError;
 use runtime::data::weights::FileError;
 use runtime::exec::compile::CompileError;
 use runtime::process::run_status::LinkError;
 use runtime::train::prepare::PrepareError;
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
-
-/// Maximum number of files listed.
-const LISTED: usize = 4;
-
-/// Help that shows how to export a PyTorch model.
-pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
-
-/// Help for a missing file: the similar name, or the files in the folder.
-pub fn absent(path: &Path) -> String {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let Ok(entries) = fs::read_dir(folder) else {
-        return format!("no such folder: {}", folder.display());
-    };
-    let mut names: Vec<String> =
-        entries.take(10_000).filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.sort();
-    let wanted = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    if let Some(near) = nearest(&wanted, names.iter().map(String::as_str)) {
-        return format!("did you mean {}?", shown(&folder.join(near).display().to_string()).trim_start_matches("./"));
-    }
-    if path.extension().is_some_and(|extension| extension == "toml") {
-        return "`pipec cluster detect -o cluster.toml` writes a cluster file of this machine".to_string();
-    }
-    names.retain(|name| Path::new(name).extension() == path.extension());
-    let there = match names.is_empty() {
-        true => "has no such file".to_string(),
-        false => format!("has {}", names.iter().take(LISTED).map(|name| shown(name)).collect::<Vec<_>>().join(", ")),
-    };
-    let folder = if folder == Path::new(".") { "this folder".to_string() } else { folder.display().to_string() };
-    format!("check the path: {folder} {there}")
-}
 
 /// Help for a model that cannot be imported.
 pub fn import(path: &Path, error: &ImportError) -> String {
@@ -68,7 +33,9 @@ pub fn import(path: &Path, error: &ImportError) -> String {
         );
     }
     match error {
-        ImportError::Decode(DecodeError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => absent(path),
+        ImportError::Decode(DecodeError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            missing::help(path)
+        }
         ImportError::Decode(DecodeError::Open { .. }) => "check its permissions".to_string(),
         ImportError::Decode(DecodeError::NotRegular { .. }) => "pass the model file in it".to_string(),
         ImportError::Decode(DecodeError::Format(format)) => match format {
@@ -104,7 +71,7 @@ pub fn weights(path: &Path, error: &FileError) -> String {
     let name = shown(&path.display().to_string()).into_owned();
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     match (error, extension) {
-        (FileError::Read { fault, .. }, _) if fault.kind() == ErrorKind::NotFound => absent(path),
+        (FileError::Read { fault, .. }, _) if fault.kind() == ErrorKind::NotFound => missing::help(path),
         (FileError::Read { .. }, _) => "check its permissions".to_string(),
         (FileError::Extension { .. }, "onnx" | "pt2") => {
             format!("a model contains its weights: pass `{name}` as MODEL to train from them")

@@ -7,9 +7,9 @@ use std::path::Path;
 
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> [String; 2] {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
-    told
+    let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
+    message
 }
 
 fn read(path: &Path) -> Value {
@@ -65,15 +65,15 @@ fn the_fastest_size_is_found() {
         let items = if schedule == "1f1b" { "4" } else { "1" };
         let more = ["--microbatches", items, "--micro-batch", "4", "--profile", "analytic:cpu", "--bucket"];
         let planned = |size: &str| {
-            let [told, _] = ends(folder, 0, &[&asked[..], links, &more, &[size, "-o", "p.json"]].concat());
+            let [message, _] = ends(folder, 0, &[&asked[..], links, &more, &[size, "-o", "p.json"]].concat());
             ends(folder, 0, &["plan", "check", "p.json", "--model", "m.onnx", "--profile", "analytic:cpu"]);
-            (read(&folder.join("p.json")), told)
+            (read(&folder.join("p.json")), message)
         };
         let us = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
-        let (found, told) = planned("auto");
+        let (found, message) = planned("auto");
         let size = found["options"]["bucket_bytes"].as_u64().unwrap();
         assert!(size.is_power_of_two());
-        assert!(told.contains("% of that time overlaps with computation"), "{told}");
+        assert!(message.contains("% of that time overlaps with computation"), "{message}");
         let others: Vec<f64> = (12..=19).map(|power| us(&planned(&format!("{}B", 1u64 << power)).0)).collect();
         let least = others.iter().copied().fold(f64::INFINITY, f64::min);
         assert!(
@@ -92,22 +92,22 @@ fn buckets_of_another_stage_are_reported() {
     ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
     ends(folder, 0, &["partition", "m.onnx", "--gpus", "2", "--stages", "2", "--bucket", "1B", "-o", "p.json", "-q"]);
     let plan = read(&folder.join("p.json"));
-    let told = |change: &dyn Fn(&mut Value), with_model: bool| {
+    let message = |change: &dyn Fn(&mut Value), with_model: bool| {
         let mut other = plan.clone();
         change(&mut other["stages"][0]["buckets"]);
         fs::write(folder.join("other.json"), other.to_string()).unwrap();
         let model: &[&str] = if with_model { &["--model", "m.onnx"] } else { &[] };
-        let [_, told] = ends(folder, 1, &[&["plan", "check", "other.json"], model].concat());
-        told
+        let [_, message] = ends(folder, 1, &[&["plan", "check", "other.json"], model].concat());
+        message
     };
-    assert!(told(&|buckets| buckets[0]["bytes"] = 7.into(), false).contains("the stage's parameters"));
-    assert!(told(&|buckets| buckets[0]["ready"] = 1.5.into(), false).contains("ascending numbers"));
-    assert!(told(&|buckets| _ = buckets.as_array_mut().unwrap().drain(1..), false).contains("at least 2"));
+    assert!(message(&|buckets| buckets[0]["bytes"] = 7.into(), false).contains("the stage's parameters"));
+    assert!(message(&|buckets| buckets[0]["ready"] = 1.5.into(), false).contains("ascending numbers"));
+    assert!(message(&|buckets| _ = buckets.as_array_mut().unwrap().drain(1..), false).contains("at least 2"));
     let swapped = |buckets: &mut Value| {
         let (a, b) = (buckets[0]["parameters"].take(), buckets[1]["parameters"].take());
         (buckets[0]["parameters"], buckets[1]["parameters"]) = (b, a);
     };
-    assert!(told(&swapped, true).contains("buckets of stage 0"));
+    assert!(message(&swapped, true).contains("buckets of stage 0"));
     let [_, refused] = ends(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--bucket", "none"]);
     assert!(refused.contains("--bucket"), "{refused}");
 }

@@ -195,7 +195,7 @@ fn a_stopped_run_leaves_a_resumable_checkpoint() {
                 stop.store(1, Ordering::Relaxed);
                 run.join().unwrap()
             });
-            let end = gate.end().expect("it was told before it began") as usize;
+            let end = gate.end().expect("it was asked before it began") as usize;
             assert!(end < STEPS as usize, "{what}: {end}");
             assert_eq!(bits(&first.losses), bits(&plain.losses[..end]), "{what}");
             let [(done, at)] = &checkpoints(folder.path())[..] else { panic!("{what}: no checkpoint") };

@@ -10,9 +10,9 @@ use std::path::Path;
 /// Returns standard output and standard error.
 fn ends(folder: &Path, code: i32, line: &str) -> (String, String) {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(line.split(' ')).output().unwrap();
-    let [told, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    let [message, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     assert_eq!(output.status.code(), Some(code), "{line}: {said}");
-    (told, said)
+    (message, said)
 }
 
 /// A model and twelve rows; the last four are scaled by `large`.
@@ -45,8 +45,8 @@ fn the_first_loss_that_is_no_number_ends_a_run_in_threads_and_processes() {
     let train = "train m.onnx --data d.npz --batch 4 --microbatches 2 --schedule 1f1b --lr 1e9 --epochs 3 --metrics m.jsonl --save w.npz";
     let mut alike = Vec::new();
     for more in ["--stages 1", "--stages 2,1", "--stages 1,1 --processes"] {
-        let (told, said) = ends(at, 1, &format!("{train} {more}"));
-        assert_eq!(told, "", "{more}");
+        let (message, said) = ends(at, 1, &format!("{train} {more}"));
+        assert_eq!(message, "", "{more}");
         alike.push(failure(&said).to_string());
         let lines: Vec<Value> =
             fs::read_to_string(at.join("m.jsonl")).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
@@ -78,8 +78,8 @@ fn weights_that_the_last_update_lost_are_not_written() {
     let at = folder.path();
     given(at, 1.0);
     let good = good(at);
-    let (told, said) = ends(at, 1, "train m.onnx --data d.npz --batch 4 --steps 1 --lr 1e39 --save w.npz");
-    assert_eq!(told, "");
+    let (message, said) = ends(at, 1, "train m.onnx --data d.npz --batch 4 --steps 1 --lr 1e39 --save w.npz");
+    assert_eq!(message, "");
     assert!(said.contains("` contains NaN or an infinity after step 1"), "{said}");
     assert_eq!(fs::read(at.join("w.npz")).unwrap(), good);
 }

@@ -23,18 +23,18 @@ fn pipec(folder: &Path, arguments: &[&str]) -> Output {
 /// Runs successfully and returns standard error.
 fn done(folder: &Path, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {told}");
-    told
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {message}");
+    message
 }
 
 /// Expects this exit code; returns standard error.
 fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = pipec(folder, arguments);
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told}");
-    assert_eq!(told.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{told}");
-    told
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}");
+    assert_eq!(message.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{message}");
+    message
 }
 
 fn text(folder: &Path, name: &str) -> String {
@@ -160,7 +160,7 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     assert_eq!(deepspeed["zero_optimization"], serde_json::json!({"stage": 0}));
     for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
         let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
-        assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} is told where it goes");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} names its destination");
     }
 }
 
@@ -170,8 +170,8 @@ fn what_a_tool_cannot_carry_is_refused() {
     let folder = folder.path();
     let refused = |flags: &[&str], to: &str, why: &str, help: &str| {
         gpt(folder, flags);
-        let told = fails(folder, 1, &["export", "p.json", "--to", to, "--model", "gpt.onnx", "-o", "x/"]);
-        assert!(told.contains(why) && told.contains(help), "{to}: {told}");
+        let message = fails(folder, 1, &["export", "p.json", "--to", to, "--model", "gpt.onnx", "-o", "x/"]);
+        assert!(message.contains(why) && message.contains(help), "{to}: {message}");
         assert!(!folder.join("x").exists(), "nothing is written");
     };
     let unequal = ["--gpus", "3", "--stages", "2,1", "--schedule", "1f1b"];
@@ -214,10 +214,10 @@ fn usage_errors_are_reported() {
     assert!(fails(folder, 2, &["export", "p.json", "--to", "nothing"]).contains("deepspeed, dot"));
     assert!(fails(folder, 2, &["export", "p.json", "--to", "onnx"]).contains("--model FILE"));
     done(folder, &["zoo", "mlp", "-o", "mlp.onnx"]);
-    let told = fails(folder, 2, &["export", "p.json", "--to", "onnx", "--model", "mlp.onnx"]);
-    assert!(told.contains("mlp.onnx is not the model of the plan"), "{told}");
-    let told = fails(folder, 2, &["export", "p.json", "--to", "torch", "-o", "-"]);
-    assert!(told.contains("several files"), "{told}");
+    let message = fails(folder, 2, &["export", "p.json", "--to", "onnx", "--model", "mlp.onnx"]);
+    assert!(message.contains("mlp.onnx is not the model of the plan"), "{message}");
+    let message = fails(folder, 2, &["export", "p.json", "--to", "torch", "-o", "-"]);
+    assert!(message.contains("several files"), "{message}");
     let dot = pipec(folder, &["export", "p.json", "--to", "dot", "-o", "-"]);
     assert!(String::from_utf8(dot.stdout).unwrap().starts_with("digraph plan {"));
 }
@@ -317,9 +317,9 @@ fn runs_as_the_whole(folder: &Path, model: &str, inputs: &BTreeMap<String, Tenso
     runtime::data::weights::write(&folder.join("x.npz"), inputs).unwrap();
     done(folder, &["eval", model, "--inputs", "x.npz", "-o", "whole.npz"]);
     let whole = runtime::data::weights::read(&folder.join("whole.npz")).unwrap();
-    let told = json(folder, "s/stages.json");
+    let message = json(folder, "s/stages.json");
     let mut pool = inputs.clone();
-    for stage in told["stages"].as_array().unwrap() {
+    for stage in message["stages"].as_array().unwrap() {
         let named = |input: &Value| input["name"].as_str().unwrap().to_string();
         let wanted: Vec<String> = stage["inputs"].as_array().unwrap().iter().map(named).collect();
         let given: BTreeMap<String, Tensor> = wanted.iter().map(|name| (name.clone(), pool[name].clone())).collect();
@@ -328,7 +328,7 @@ fn runs_as_the_whole(folder: &Path, model: &str, inputs: &BTreeMap<String, Tenso
         done(folder, &["eval", &file, "--inputs", "in.npz", "-o", "out.npz"]);
         pool.extend(runtime::data::weights::read(&folder.join("out.npz")).unwrap());
     }
-    for name in told["outputs"].as_array().unwrap() {
+    for name in message["outputs"].as_array().unwrap() {
         let name = name.as_str().unwrap();
         let (whole, chained) = (whole[name].to_f64(), pool[name].to_f64());
         assert_eq!(whole.len(), chained.len(), "{name}");

@@ -129,20 +129,20 @@ fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
         let options = PlannerOptions { partitioner: Partitioner::Exhaustive, ..PlannerOptions::default() };
         let found = plan(&problem, &options).unwrap().plan;
         let best = least(&problem, &found);
-        let told = format!("seed {seed}, {spec}, {:?}", problem.schedule);
+        let message = format!("seed {seed}, {spec}, {:?}", problem.schedule);
         assert!(
             (found.predicted.minibatch_us - best).abs() <= 1e-9 * best,
-            "{told}: {:?}, least {best}",
+            "{message}: {:?}, least {best}",
             found.predicted
         );
-        assert!(found.lower_bound_us <= best * (1.0 + 1e-9), "{told}");
+        assert!(found.lower_bound_us <= best * (1.0 + 1e-9), "{message}");
         check(&problem, &found).unwrap();
         match found.stages[0].degree() {
             1 => alone += 1,
             _ => shared += 1,
         }
         let ours = plan(&problem, &PlannerOptions::default()).unwrap().plan;
-        assert!(ours.predicted.minibatch_us <= best * (1.0 + 1e-9), "{told}: {:?}, least {best}", ours.predicted);
+        assert!(ours.predicted.minibatch_us <= best * (1.0 + 1e-9), "{message}: {:?}, least {best}", ours.predicted);
     }
     assert!(shared > 5 && alone > 5, "{shared} plans of groups, {alone} of single devices");
 }
@@ -290,9 +290,9 @@ fn devices_hold_what_plans_say() {
 
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
-    told.concat()
+    let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
+    message.concat()
 }
 
 /// A model and its plan for two stages with tensor-parallel degree 2.
@@ -314,14 +314,14 @@ fn planned_for(name: &str, folder: &Path) -> Value {
 fn a_plan_of_groups_is_as_it_was() {
     let folder = tempfile::tempdir().unwrap();
     planned(folder.path());
-    let told = ends(folder.path(), 0, &["plan", "show", "p.json"]);
+    let message = ends(folder.path(), 0, &["plan", "show", "p.json"]);
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/groups/gpt.txt");
     if std::env::var_os("PIPEC_BLESS").is_some() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, &told).unwrap();
+        fs::write(&path, &message).unwrap();
     }
     let wanted = fs::read_to_string(&path).unwrap();
-    assert_eq!(told, wanted, "{} differs; PIPEC_BLESS=1 rewrites it", path.display());
+    assert_eq!(message, wanted, "{} differs; PIPEC_BLESS=1 rewrites it", path.display());
 }
 
 #[test]
@@ -395,8 +395,8 @@ fn the_judge_refuses_other_groups() {
         assert_ne!(other, plan, "{what} changes nothing");
         fs::write(folder.path().join("q.json"), other.to_string()).unwrap();
         let checked = ["plan", "check", "q.json", "--model", "m.onnx", "--profile", "analytic:cpu"];
-        let told = ends(folder.path(), 1, &checked);
-        println!("{what}: {told}");
+        let message = ends(folder.path(), 1, &checked);
+        println!("{what}: {message}");
     }
 }
 
@@ -412,14 +412,14 @@ fn exports_carry_the_degree() {
     let more = ["--target", "megatron", "--stages", "2,2", "--micro-batch", "8", "--microbatches", "4", "-o", "p.json"];
     ends(at, 0, &[&asked[..], &more].concat());
     ends(at, 0, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
-    let told = fs::read_to_string(at.join("m.args")).unwrap();
-    assert!(told.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{told}");
+    let message = fs::read_to_string(at.join("m.args")).unwrap();
+    assert!(message.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{message}");
     ends(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
-    let told = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();
+    let message = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();
     assert!(
-        told.contains("tensor_parallel_degree = 2") && told.contains("data_parallel_replicate_degree = 2"),
-        "{told}"
+        message.contains("tensor_parallel_degree = 2") && message.contains("data_parallel_replicate_degree = 2"),
+        "{message}"
     );
-    let told = ends(at, 1, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
-    assert!(told.contains("tensor-parallel degree 2") && told.contains("--tensor never"), "{told}");
+    let message = ends(at, 1, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    assert!(message.contains("tensor-parallel degree 2") && message.contains("--tensor never"), "{message}");
 }

@@ -10,9 +10,9 @@ use std::path::Path;
 
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> [String; 2] {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
-    told
+    let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
+    message
 }
 
 /// Trains and returns the last line of the metrics.
@@ -85,7 +85,7 @@ fn invalid_held_out_data_is_rejected() {
     bad.insert("target".to_string(), Tensor::from_i64(&[4], &[0, 1, 2, 0]));
     weights::write(&folder.join("e.npz"), &bad).unwrap();
     let common = ["train", "m.onnx", "--data", "d.npz", "--batch", "4", "--steps", "2"];
-    for (more, told) in [
+    for (more, message) in [
         (&["--eval-split", "1"][..], "between 0 and 1"),
         (&["--eval-split", "0.1", "--eval-data", "e.npz"], "cannot be used with"),
         (&["--eval-data", "e.npz"], "label 2 is outside the 2 classes"),
@@ -93,7 +93,7 @@ fn invalid_held_out_data_is_rejected() {
         (&["--eval-split", "0.9"], "fewer than one minibatch"),
     ] {
         let [_, stderr] = ends(folder, 2, &[&common[..], more].concat());
-        assert!(stderr.contains(told), "{more:?}: {stderr}");
+        assert!(stderr.contains(message), "{more:?}: {stderr}");
     }
 }
 

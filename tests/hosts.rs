@@ -86,8 +86,8 @@ fn two_hosts_train_together_and_notice_a_cut_cable() {
     here(&[&["train", "m.onnx"][..], &flags].concat());
     let more = ["--steps", "6", "--save", "h.safetensors"];
     let both = [0, 1].map(|host| hosts.start(at, host, &more));
-    for (code, told) in both.map(end) {
-        assert_eq!(code, Some(0), "{told}");
+    for (code, message) in both.map(end) {
+        assert_eq!(code, Some(0), "{message}");
     }
     let read = |name: &str| fs::read(at.join(name)).unwrap();
     assert!(read("t.safetensors") == read("h.safetensors"));
@@ -102,11 +102,11 @@ fn two_hosts_train_together_and_notice_a_cut_cable() {
     let name = &hosts.names[0];
     assert!(ip(&format!("-n {name} link set v{name} down")));
     let cut = Instant::now();
-    let told = both.map(end);
+    let message = both.map(end);
     assert!(cut.elapsed() < Duration::from_secs(7), "{:?}", cut.elapsed());
     let peers = ["workers 1.0, 1.1 (stage 1), process ", "worker 0.0 (stage 0), process "];
-    for ((code, told), peer) in told.iter().zip(peers) {
-        assert_eq!(*code, Some(1), "{told}");
-        assert!(told.contains(peer) && told.contains("has sent nothing for 5"), "{told}");
+    for ((code, message), peer) in message.iter().zip(peers) {
+        assert_eq!(*code, Some(1), "{message}");
+        assert!(message.contains(peer) && message.contains("has sent nothing for 5"), "{message}");
     }
 }

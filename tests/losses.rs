@@ -54,17 +54,20 @@ fn the_usual_loss_is_counted_where_it_runs() {
         assert_eq!(planned(folder, more)["model"]["import"]["loss"], loss);
     }
     assert_eq!(planned(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
-    let told = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
-    assert!(told.contains("not a scalar") && told.contains("--loss none"), "{told}");
+    let message = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
+    assert!(message.contains("not a scalar") && message.contains("--loss none"), "{message}");
     // Training requires a loss, with and without a plan.
     for plan in [&["--plan", "plan.json"][..], &[]] {
-        let told = ends(
+        let message = ends(
             folder,
             2,
             &[&["train", "model.onnx", "--synthetic-data", "--batch", "4", "--loss", "output"], plan].concat(),
         );
-        assert!(told.contains("not a scalar") && told.contains("`--loss cross-entropy`, `mse` or `bce`"), "{told}");
-        assert!(!told.contains("--loss none"), "{told}");
+        assert!(
+            message.contains("not a scalar") && message.contains("`--loss cross-entropy`, `mse` or `bce`"),
+            "{message}"
+        );
+        assert!(!message.contains("--loss none"), "{message}");
     }
 }
 
@@ -81,12 +84,12 @@ fn a_profile_says_which_loss_its_times_have() {
     assert_eq!(json(&folder.join("profile.json"))["settings"]["loss"], "mse");
     ends(folder, 0, &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "-q", "-o", "plan.json"]);
     assert_eq!(json(&folder.join("plan.json"))["model"]["import"]["loss"], "mse");
-    let told = ends(
+    let message = ends(
         folder,
         2,
         &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "--loss", "bce", "-o", "p.json"],
     );
-    assert!(told.contains("`mse`") && told.contains("pipec profile"), "{told}");
+    assert!(message.contains("`mse`") && message.contains("pipec profile"), "{message}");
 }
 
 /// Every stage uses the planned memory within 5 %, and the planned settings apply to training by default.

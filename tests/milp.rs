@@ -81,19 +81,19 @@ fn from_single(problem: &Problem) -> SearchResult {
 }
 
 /// Checks a proven result against exhaustive search.
-fn ties_exhaustive(problem: &Problem, told: &str) {
+fn ties_exhaustive(problem: &Problem, message: &str) {
     let found = from_single(problem);
-    assert_eq!(found.fallback, None, "{told}");
+    assert_eq!(found.fallback, None, "{message}");
     let fits = found.candidates.iter().filter(|candidate| candidate.fits);
     let best = fits.map(|candidate| candidate.minibatch_us).min_by(f64::total_cmp);
     match with(problem, Partitioner::Exhaustive) {
         Ok(everything) => {
             let (best, wanted) = (best.unwrap_or(f64::INFINITY), us(&everything));
-            assert!(same(best, wanted), "{told}: milp {best}, everything {wanted}");
-            assert_eq!(found.proven_us, Some(best), "{told}");
+            assert!(same(best, wanted), "{message}: milp {best}, everything {wanted}");
+            assert_eq!(found.proven_us, Some(best), "{message}");
         }
-        Err(PlanError::Infeasible { .. }) => assert_eq!(best, None, "{told}"),
-        Err(error) => panic!("{told}: {error}"),
+        Err(PlanError::Infeasible { .. }) => assert_eq!(best, None, "{message}"),
+        Err(error) => panic!("{message}: {error}"),
     }
 }
 

@@ -273,17 +273,17 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     let caps = &plan["schedule"]["in_flight"];
     assert_eq!(caps, &serde_json::json!([3, 2, 1]));
     let output = check("fill.csv");
-    let told = said(&output);
-    assert_eq!(output.status.code(), Some(1), "{told}");
+    let answer = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{answer}");
     for (stage, cap) in [(0, 3), (1, 2), (2, 1)] {
         let each = format!(
             "stage {stage} has 6 micro-batches in flight at {stage}F5 on worker {stage}.0, but the plan assumes {cap}"
         );
-        assert!(told.contains(&each), "{told}");
+        assert!(answer.contains(&each), "{answer}");
     }
-    assert!(told.contains("`pipec partition MODEL --schedule FILE`"), "{told}");
-    let told = said(&check("four.csv"));
-    assert!(told.contains("minibatches have 4 micro-batches, but the plan's times and memory assume 6"), "{told}");
+    assert!(answer.contains("`pipec partition MODEL --schedule FILE`"), "{answer}");
+    let answer = said(&check("four.csv"));
+    assert!(answer.contains("minibatches have 4 micro-batches, but the plan's times and memory assume 6"), "{answer}");
     let output = pipec(folder, &["report", "plan.json", "--schedule", "fill.csv", "--html", "r.html"]);
     assert_eq!(output.status.code(), Some(0));
     assert!(said(&output).contains("stage 1 has 6 micro-batches in flight"), "{}", said(&output));

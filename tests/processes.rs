@@ -59,7 +59,7 @@ fn same(folder: &Path, what: &str, arguments: &[&str]) {
         let files = ["w.safetensors", "g.safetensors", "m.jsonl", "t.json"].map(|file| format!("{name}.{file}"));
         let [weights, gradients, metrics, trace] = &files;
         let write = ["--save", weights, "--save-gradients", gradients, "--metrics", metrics, "--trace", trace, "-q"];
-        let told =
+        let printed =
             done(folder, &[&["train"][..], arguments, &["--synthetic-data", "--batch", "8"], &write, more].concat());
         let lines = fs::read_to_string(folder.join(metrics)).unwrap();
         let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
@@ -70,7 +70,7 @@ fn same(folder: &Path, what: &str, arguments: &[&str]) {
         let tracks = fs::read_to_string(folder.join(trace)).unwrap().matches("thread_name").count();
         let held_out = total["held_out"].to_string();
         let bytes = [weights, gradients].map(|file| fs::read(folder.join(file)).unwrap());
-        assert!(told.starts_with("trained "), "{told}");
+        assert!(printed.starts_with("trained "), "{printed}");
         (losses, bytes, total["workers"].as_u64(), tracks, held_out)
     };
     let (threads, processes) = (run("threads", &[]), run("processes", &["--processes"]));
@@ -193,8 +193,8 @@ impl Long {
     fn end(mut self) -> (Option<i32>, String, f64) {
         let start = Instant::now();
         let output = self.child.take().unwrap().wait_with_output().unwrap();
-        let (code, told) = ended(&output);
-        (code, told, start.elapsed().as_secs_f64())
+        let (code, printed) = ended(&output);
+        (code, printed, start.elapsed().as_secs_f64())
     }
 }
 
@@ -226,12 +226,12 @@ mod supervised {
         let folder = tempfile::tempdir().unwrap();
         let (long, pids) = started(folder.path(), &[]);
         send("KILL", pids[1]);
-        let (code, told, seconds) = long.end();
-        assert_eq!(code, Some(1), "{told}");
+        let (code, printed, seconds) = long.end();
+        assert_eq!(code, Some(1), "{printed}");
         let named =
             format!("worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); it was last at `", pids[1]);
-        assert!(told.contains(&named), "{told}");
-        assert_eq!(told.lines().filter(|line| line.starts_with("error:")).count(), 1, "{told}");
+        assert!(printed.contains(&named), "{printed}");
+        assert_eq!(printed.lines().filter(|line| line.starts_with("error:")).count(), 1, "{printed}");
         assert!(seconds < 6.0, "{seconds} s");
         all_gone(&pids);
     }
@@ -241,10 +241,10 @@ mod supervised {
         let folder = tempfile::tempdir().unwrap();
         let (long, pids) = started(folder.path(), &["--deadline", "2"]);
         send("STOP", pids[0]);
-        let (code, told, seconds) = long.end();
-        assert_eq!(code, Some(1), "{told}");
-        assert!(told.contains("worker 0.0 (stage 0), process "), "{told}");
-        assert!(told.contains("has sent nothing for 2.") && told.contains("is stopped (SIGSTOP)"), "{told}");
+        let (code, printed, seconds) = long.end();
+        assert_eq!(code, Some(1), "{printed}");
+        assert!(printed.contains("worker 0.0 (stage 0), process "), "{printed}");
+        assert!(printed.contains("has sent nothing for 2.") && printed.contains("is stopped (SIGSTOP)"), "{printed}");
         // The last heartbeat may have arrived a second earlier.
         assert!((0.9..6.0).contains(&seconds), "{seconds} s");
         all_gone(&pids);
@@ -256,9 +256,9 @@ mod supervised {
         for (signal, expected) in [("INT", Some(130)), ("TERM", Some(143)), ("KILL", None)] {
             let (long, pids) = started(folder.path(), &[]);
             send(signal, long.pid());
-            let (code, told, seconds) = long.end();
-            assert_eq!(code, expected, "{told}");
-            assert_eq!(told.contains("interrupted by signal "), expected.is_some(), "{told}");
+            let (code, printed, seconds) = long.end();
+            assert_eq!(code, expected, "{printed}");
+            assert_eq!(printed.contains("interrupted by signal "), expected.is_some(), "{printed}");
             assert!(seconds < 6.0, "{seconds} s");
             all_gone(&pids);
             fs::remove_file(folder.path().join("m.jsonl")).unwrap();
@@ -283,9 +283,9 @@ mod supervised {
             thread::sleep(Duration::from_millis(5));
         }
         send("KILL", children(child.id())[1]);
-        let (code, told) = end(child);
-        assert_eq!(code, Some(0), "{told}");
-        assert!(told.contains("restart 1 of 1") && told.contains("resuming after step "), "{told}");
+        let (code, printed) = end(child);
+        assert_eq!(code, Some(0), "{printed}");
+        assert!(printed.contains("restart 1 of 1") && printed.contains("resuming after step "), "{printed}");
         let read = |name: &str| fs::read(at.join(name)).unwrap();
         assert!(read("t.safetensors") == read("p.safetensors"));
         let losses = |name: &str| -> Vec<Option<u64>> {
@@ -310,8 +310,8 @@ mod supervised {
         long.wait_until_it_trains();
         let again = children(long.pid());
         send("KILL", again[1]);
-        let (code, told, _) = long.end();
-        assert_eq!(code, Some(1), "one restart was allowed: {told}");
+        let (code, printed, _) = long.end();
+        assert_eq!(code, Some(1), "one restart was allowed: {printed}");
         all_gone(&again);
     }
 }
@@ -367,9 +367,9 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
     assert_eq!(strange.read_to_end(&mut answer).unwrap_or(0), 0);
     let second = rank(at, "1", &address, &more).wait_with_output().unwrap();
     assert_eq!(ended(&second), (Some(0), String::new()));
-    let (code, told) = end(first);
-    assert_eq!(code, Some(0), "{told}");
-    assert!(told.contains("the bytes are not a pipec frame"), "{told}");
+    let (code, printed) = end(first);
+    assert_eq!(code, Some(0), "{printed}");
+    assert!(printed.contains("the bytes are not a pipec frame"), "{printed}");
     assert!(fs::read(at.join("hand.safetensors")).unwrap() == expected);
     // By host list; both hosts are this machine.
     let hosts = format!(
@@ -415,8 +415,8 @@ fn those_who_say_nothing_keep_nobody_out() {
     let began = Instant::now();
     let second = end(rank(at, "1", &address, &["--steps", "5", "-q"]));
     assert_eq!(second, (Some(0), String::new()));
-    let (code, told) = end(first);
-    assert_eq!(code, Some(0), "{told}");
+    let (code, printed) = end(first);
+    assert_eq!(code, Some(0), "{printed}");
     assert!(began.elapsed() < PATIENCE);
 }
 
@@ -427,36 +427,36 @@ fn processes_that_cannot_meet_say_why() {
     small(at);
     // The other process does not start.
     let address = format!("127.0.0.1:{}", port());
-    let (code, told) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
+    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
-    assert!(told.contains(&format!("waits for worker 1.0 (stage 1) to connect to {address}, up to ")), "{told}");
-    assert!(told.contains(&format!("worker 1.0 (stage 1) did not connect to {address} within 5 s")), "{told}");
-    let (code, told) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
+    assert!(printed.contains(&format!("waits for worker 1.0 (stage 1) to connect to {address}, up to ")), "{printed}");
+    assert!(printed.contains(&format!("worker 1.0 (stage 1) did not connect to {address} within 5 s")), "{printed}");
+    let (code, printed) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
     assert_eq!(code, Some(1));
-    assert!(told.contains(&format!("waits for process 0 at {address}, up to ")), "{told}");
-    assert!(told.contains(&format!("no answer from {address} within 5 s")), "{told}");
+    assert!(printed.contains(&format!("waits for process 0 at {address}, up to ")), "{printed}");
+    assert!(printed.contains(&format!("no answer from {address} within 5 s")), "{printed}");
     // Another program listens on the port and does not answer.
     let busy = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = busy.local_addr().unwrap().to_string();
-    let (code, told) = end(rank(at, "0", &address, &["--steps", "5"]));
+    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5"]));
     assert_eq!(code, Some(1));
-    assert!(told.contains(&format!("cannot listen at {address}: the port is in use")), "{told}");
+    assert!(printed.contains(&format!("cannot listen at {address}: the port is in use")), "{printed}");
     let other = thread::spawn(move || {
         let (mut stream, _) = busy.accept().unwrap();
         stream.write_all(b"220 mail.example ESMTP\r\n").unwrap();
         let _ = stream.read(&mut [0; 64]);
     });
-    let (code, told) = end(rank(at, "1", &address, &["--steps", "5"]));
+    let (code, printed) = end(rank(at, "1", &address, &["--steps", "5"]));
     assert_eq!(code, Some(1));
-    assert!(told.contains("does not use pipec's protocol"), "{told}");
+    assert!(printed.contains("does not use pipec's protocol"), "{printed}");
     other.join().unwrap();
     // The processes have different inputs.
     let differ = |more: [&[&str]; 2], what: &str| {
         let address = format!("127.0.0.1:{}", port());
         let both = [("0", more[0]), ("1", more[1])].map(|(number, more)| rank(at, number, &address, more));
-        for (code, told) in both.map(end) {
-            assert_eq!(code, Some(1), "{told}");
-            assert!(told.contains(what) && told.contains("differ"), "{told}");
+        for (code, printed) in both.map(end) {
+            assert_eq!(code, Some(1), "{printed}");
+            assert!(printed.contains(what) && printed.contains("differ"), "{printed}");
         }
     };
     differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules, the training settings");
@@ -466,10 +466,10 @@ fn processes_that_cannot_meet_say_why() {
     let more = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];
     let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--address", &address];
     let one = |number: &str| command(at, &[&flags[..], &more, &["--rank", number]].concat()).spawn().unwrap();
-    let told = [one("0"), one("1"), one("1")].map(end);
-    assert!(told.iter().all(|(code, _)| *code == Some(1)), "{told:?}");
-    assert!(told[0].1.contains("worker 2.0 (stage 2); worker 1.0 (stage 1) connected twice"), "{told:?}");
-    assert!(told[1..].iter().any(|(_, told)| told.contains("is already connected")), "{told:?}");
+    let printed = [one("0"), one("1"), one("1")].map(end);
+    assert!(printed.iter().all(|(code, _)| *code == Some(1)), "{printed:?}");
+    assert!(printed[0].1.contains("worker 2.0 (stage 2); worker 1.0 (stage 1) connected twice"), "{printed:?}");
+    assert!(printed[1..].iter().any(|(_, printed)| printed.contains("is already connected")), "{printed:?}");
 }
 
 /// A proxy to process 0 that corrupts what the process sends after `after` bytes.
@@ -526,11 +526,11 @@ fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
         let more = ["--steps", "5000", "-q"];
         let first = rank(at, "0", &address, &more);
         let second = rank(at, "1", &between(address, 50_000, spoil), &more);
-        let (code, told) = end(first);
-        assert_eq!(code, Some(1), "{told}");
-        assert!(told.contains(expected), "{told}");
-        let (code, told) = end(second);
-        assert_eq!(code, Some(1), "{told}");
-        assert!(told.contains("training stopped"), "{told}");
+        let (code, printed) = end(first);
+        assert_eq!(code, Some(1), "{printed}");
+        assert!(printed.contains(expected), "{printed}");
+        let (code, printed) = end(second);
+        assert_eq!(code, Some(1), "{printed}");
+        assert!(printed.contains("training stopped"), "{printed}");
     }
 }

@@ -249,7 +249,7 @@ fn thirty_thousand_ops_take_seconds() {
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
 
-fn measured(graph: &Graph, cache: Option<&Cache>, told: &mut Vec<String>) -> Measured {
+fn measured(graph: &Graph, cache: Option<&Cache>, message: &mut Vec<String>) -> Measured {
     let settings = Settings { runs: 5, budget: Duration::from_millis(20), ..Settings::default() };
     let weights = BTreeMap::new();
     let model = Model { graph, training: CLASSES, model: model("ab"), loss: None, micro_batch: 4, weights: &weights };
@@ -258,7 +258,7 @@ fn measured(graph: &Graph, cache: Option<&Cache>, told: &mut Vec<String>) -> Mea
         assert_eq!(progress.done, count);
         count += 1;
         assert!(progress.done < progress.total);
-        told.push(progress.name.to_string());
+        message.push(progress.name.to_string());
     })
     .unwrap()
 }
@@ -283,8 +283,8 @@ fn what_was_measured_once_is_not_measured_again() {
         // Measured and analytic profiles agree on which ops have a weight gradient.
         let formula = analytic(&graph, CLASSES, "cpu");
         for (op, of) in first.profile.ops.iter().zip(&formula.ops) {
-            let [part, told] = [op, of].map(|op| op.weight_us.unwrap());
-            assert!(part <= op.bwd_us && (part > 0.0) == (told > 0.0), "{name}: {op:?}, {of:?}");
+            let [part, message] = [op, of].map(|op| op.weight_us.unwrap());
+            assert!(part <= op.bwd_us && (part > 0.0) == (message > 0.0), "{name}: {op:?}, {of:?}");
         }
         fill(&mut costs(&graph, CLASSES), &first.profile, Some("ab")).unwrap();
     }
@@ -292,9 +292,9 @@ fn what_was_measured_once_is_not_measured_again() {
     for file in std::fs::read_dir(cache.folder()).unwrap() {
         std::fs::write(file.unwrap().path(), "{\"schema\":").unwrap();
     }
-    let mut told = Vec::new();
-    assert!(measured(&zoo("mlp", 4), Some(&cache), &mut told).measured > 0);
-    assert!(!told.is_empty());
+    let mut message = Vec::new();
+    assert!(measured(&zoo("mlp", 4), Some(&cache), &mut message).measured > 0);
+    assert!(!message.is_empty());
 }
 
 #[test]

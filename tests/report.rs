@@ -92,7 +92,7 @@ fn names_can_do_nothing() {
     let text = page(folder, &["--model", "chain.graph.txt", "--svg", "."]);
     assert_eq!(text.matches("<script").count(), 1, "a script that is not ours");
     assert_eq!((text.matches("<img").count(), text.matches("</style").count()), (0, 1));
-    assert!(text.contains("&lt;script&gt;alert(1)"), "the name is told, escaped");
+    assert!(text.contains("&lt;script&gt;alert(1)"), "the name is shown, escaped");
     assert!(text.chars().all(|c| c == '\n' || !(c.is_control() || c == '\u{202e}')), "a character that acts");
     for name in ["graph.svg", "gantt.svg", "memory.svg", "memory-over-time.svg"] {
         let picture = fs::read_to_string(folder.join(name)).unwrap();

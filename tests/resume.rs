@@ -525,8 +525,8 @@ fn a_run_that_diverges_keeps_what_was_good() {
     ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
     let train = ["train", "m.onnx", "--synthetic-data", "--batch", "4", "--workers", "1", "--schedule", "1f1b"];
     let kept = ["--checkpoint-dir", "ck", "--checkpoint-every", "1", "--keep", "1"];
-    let told = ends(folder, 1, &flags(&[&train, &kept, &["--steps", "30", "--lr", "1e18"]]));
-    assert!(told.contains("contains NaN or an infinity") && told.contains("diverged"), "{told}");
+    let message = ends(folder, 1, &flags(&[&train, &kept, &["--steps", "30", "--lr", "1e18"]]));
+    assert!(message.contains("contains NaN or an infinity") && message.contains("diverged"), "{message}");
     let steps: Vec<String> = names(folder).into_iter().filter(|name| name.starts_with("step-")).collect();
     let [good] = steps.try_into().unwrap();
     assert_ne!(good, "step-00000030");
@@ -543,7 +543,7 @@ fn a_decay_to_another_end_is_reported() {
     let falls = flags(&[&TRAIN, &KEPT, &["--lr-schedule", "cosine", "--steps"]]);
     ends(folder, 0, &flags(&[&falls, &["4"]]));
     let said = ends(folder, 0, &flags(&[&falls, &["6", "--resume", "auto"]]));
-    let told =
+    let message =
         "warning: the run was started with 4 steps, and now has 6: the learning rate now decays towards the new end";
-    assert!(said.contains(told), "{said}");
+    assert!(said.contains(message), "{said}");
 }

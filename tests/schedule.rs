@@ -316,7 +316,9 @@ fn mistakes_are_found() {
         let Some((what, broken)) = mutate(&mut random, &program) else { continue };
         match check(&broken) {
             Ok(()) => panic!("seed {seed}: {what} went unnoticed in\n{program}"),
-            Err(CheckError::Shape { reason }) => panic!("seed {seed}: {what} is told as `{reason}`, without its place"),
+            Err(CheckError::Shape { reason }) => {
+                panic!("seed {seed}: {what} is reported as `{reason}`, without its place")
+            }
             Err(CheckError::At { .. } | CheckError::End { .. }) => {}
         }
         found += 1;
@@ -328,7 +330,7 @@ fn mistakes_are_found() {
 struct Mistake {
     what: String,
     broken: Program,
-    told: Vec<(usize, RangeInclusive<usize>)>,
+    answer: Vec<(usize, RangeInclusive<usize>)>,
 }
 
 const KINDS: [&str; 6] = [
@@ -386,7 +388,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
     let at = places[random.below(places.len() as u32) as usize];
     let before = list[at];
     let from = |others: Vec<(usize, usize)>| others.into_iter().map(|(other, at)| (other, at..=END));
-    let told = match kind {
+    let answer = match kind {
         0 => {
             list.remove(at);
             from(others(program, worker, before)).chain([(worker, at..=END)]).collect()
@@ -468,7 +470,7 @@ fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistak
         }
     };
     let what = format!("{} at worker {worker}, {at} (`{}`)", KINDS[kind], program.show(&before));
-    Some(Mistake { what, broken, told })
+    Some(Mistake { what, broken, answer })
 }
 
 /// Over a thousand mistakes of six kinds, each reported at its location, at its peer, or where it first has an effect.
@@ -479,17 +481,20 @@ fn random_errors_are_located() {
         let mut random = Random(seed);
         let (_, program) = random_program(&mut random);
         let kind = seed as usize % KINDS.len();
-        let Some(Mistake { what, broken, told }) = mistake(&mut random, &program, kind) else { continue };
+        let Some(Mistake { what, broken, answer }) = mistake(&mut random, &program, kind) else { continue };
         let error = check(&broken).expect_err(&format!("seed {seed}: {what}"));
         let (name, place) = match &error {
-            CheckError::Shape { reason } => panic!("seed {seed}: {what} is told as `{reason}`"),
+            CheckError::Shape { reason } => panic!("seed {seed}: {what} is reported as `{reason}`"),
             CheckError::At { worker, at, .. } => (worker, *at),
             CheckError::End { worker, .. } => (worker, END),
         };
         let is_match = |(worker, places): &(usize, RangeInclusive<usize>)| {
             *name == program.worker_name(WorkerId(*worker as u32)) && places.contains(&place)
         };
-        assert!(told.iter().any(is_match), "seed {seed}: {what} is told as: {error}; expected at {told:?}\n{program}");
+        assert!(
+            answer.iter().any(is_match),
+            "seed {seed}: {what} is reported as: {error}; expected at {answer:?}\n{program}"
+        );
         found[kind] += 1;
     }
     println!("{:?}", KINDS.iter().zip(found).collect::<Vec<_>>());

@@ -10,9 +10,9 @@ use std::path::Path;
 
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
-    told.concat()
+    let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
+    message.concat()
 }
 
 /// A small GPT and its plan for three groups of two: two replicas and one, or one stage each without a flush, where
@@ -70,8 +70,8 @@ fn a_run_goes_on_exactly_and_with_any_number_of_devices() {
             losses(folder, "rest.jsonl")
         };
         let whole = ["--save", "whole.safetensors", "--metrics", "whole.jsonl"];
-        let told = ends(folder, 0, &[&common[..], &whole].concat());
-        assert!(!told.contains("tensor parallelism of degree 2; 0 of"), "{told}");
+        let message = ends(folder, 0, &[&common[..], &whole].concat());
+        assert!(!message.contains("tensor parallelism of degree 2; 0 of"), "{message}");
         ends(folder, 0, &[&common[..], &KEPT].concat());
         let whole = losses(folder, "whole.jsonl");
         for done in [2, 6] {

@@ -7,9 +7,9 @@ use std::path::Path;
 
 fn ends(folder: &Path, code: i32, arguments: &[&str]) -> [String; 2] {
     let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
-    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
-    told
+    let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
+    message
 }
 
 fn read(path: &Path) -> Value {
@@ -82,8 +82,8 @@ fn weights_are_the_same_with_shares() {
     }
     assert!(trained(folder, "2.json", &steps) == trained(folder, "3.json", &steps));
     for plan in ["2.json", "3.json"] {
-        let [_, told] = ends(folder, 2, &[&TRAIN[..], &[plan, "--steps", "2", "--processes"]].concat());
-        assert!(told.contains("does not work across processes"), "{told}");
+        let [_, message] = ends(folder, 2, &[&TRAIN[..], &[plan, "--steps", "2", "--processes"]].concat());
+        assert!(message.contains("does not work across processes"), "{message}");
     }
 }
 
@@ -125,17 +125,17 @@ fn plans_say_what_replicas_share() {
     assert_eq!(held(&three, "gradients"), held(&two, "gradients"));
     let us = |plan: &Value| plan["predicted"]["objective_us"].as_f64().or(plan["predicted"]["minibatch_us"].as_f64());
     assert_eq!(us(&one), us(&zero));
-    let told = |change: &dyn Fn(&mut Value), model: &[&str]| {
+    let message = |change: &dyn Fn(&mut Value), model: &[&str]| {
         let mut other = one.clone();
         change(&mut other["stages"]);
         fs::write(folder.join("other.json"), other.to_string()).unwrap();
         ends(folder, 1, &[&["plan", "check", "other.json"], model].concat()).concat()
     };
-    assert!(told(&|stages| stages[0]["zero"] = 9.into(), &[]).contains("stages 0 to"));
-    assert!(told(&|stages| stages[1]["zero"] = 1.into(), &[]).contains("at least 2 replicas"));
-    assert!(told(&|stages| stages[0]["zero"] = 2.into(), &["--model", "m.onnx"]).contains("memory of stage 0"));
-    assert!(told(&|stages| stages[0]["zero"] = 3.into(), &[]).contains("not a shard of 0 B"));
-    assert!(told(&|stages| stages[0]["parameter_bytes"] = 7.into(), &[]).contains("only valid with zero 3"));
+    assert!(message(&|stages| stages[0]["zero"] = 9.into(), &[]).contains("stages 0 to"));
+    assert!(message(&|stages| stages[1]["zero"] = 1.into(), &[]).contains("at least 2 replicas"));
+    assert!(message(&|stages| stages[0]["zero"] = 2.into(), &["--model", "m.onnx"]).contains("memory of stage 0"));
+    assert!(message(&|stages| stages[0]["zero"] = 3.into(), &[]).contains("not a shard of 0 B"));
+    assert!(message(&|stages| stages[0]["parameter_bytes"] = 7.into(), &[]).contains("only valid with zero 3"));
     let [_, refused] = ends(folder, 2, &[&PLAN[..], &["--zero", "7"]].concat());
     assert!(refused.contains("or auto"), "{refused}");
     ends(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--schedule", "inference", "--zero", "1"]);

@@ -33,8 +33,8 @@ fn ended(child: Child) -> (Option<i32>, String) {
 }
 
 fn done(folder: &Path, parts: &[&[&str]]) {
-    let (code, told) = ended(spawned(folder, parts));
-    assert_eq!(code, Some(0), "{told}");
+    let (code, message) = ended(spawned(folder, parts));
+    assert_eq!(code, Some(0), "{message}");
 }
 
 fn model(folder: &Path) {
@@ -55,9 +55,9 @@ fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
         let early = child.try_wait().unwrap();
         if early.is_some() || began.elapsed() > PATIENCE {
             let _ = child.kill();
-            let mut told = String::new();
-            let _ = child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut told));
-            panic!("{what} does not come: {early:?}: {told}");
+            let mut message = String::new();
+            let _ = child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut message));
+            panic!("{what} does not come: {early:?}: {message}");
         }
         thread::sleep(Duration::from_millis(5));
     }
@@ -68,10 +68,10 @@ fn begun(folder: &Path, child: &mut Child) {
 }
 
 /// The step after which a run reports to have stopped.
-fn step(told: &str, signal: &str) -> u32 {
+fn step(message: &str, signal: &str) -> u32 {
     let ended = format!("error: stopped by {signal} after step ");
-    let step = told.split(&ended).nth(1).and_then(|rest| rest.split(' ').next());
-    step.and_then(|step| step.parse().ok()).unwrap_or_else(|| panic!("it does not say how far it was: {told}"))
+    let step = message.split(&ended).nth(1).and_then(|rest| rest.split(' ').next());
+    step.and_then(|step| step.parse().ok()).unwrap_or_else(|| panic!("it does not say how far it was: {message}"))
 }
 
 /// Resumes after that step and compares with an uninterrupted run.
@@ -101,10 +101,10 @@ fn all_processes_end_after_the_same_step() {
         begun(folder, &mut child);
         let pids = children(child.id());
         send(signal, if signalled == 0 { child.id() } else { pids[signalled - 1] });
-        let (ended, told) = ended(child);
-        assert_eq!(ended, Some(code), "{plan:?}: {told}");
+        let (ended, message) = ended(child);
+        assert_eq!(ended, Some(code), "{plan:?}: {message}");
         all_gone(&pids);
-        goes_on(folder, plan, step(&told, name));
+        goes_on(folder, plan, step(&message, name));
     }
 }
 
@@ -124,11 +124,11 @@ fn processes_that_are_started_by_hand_end_together() {
         let mut both = [start("0"), start("1")];
         begun(folder, &mut both[0]);
         send("TERM", both[signalled].id());
-        let [(first, told), (second, other)] = both.map(ended);
-        assert_eq!((first, second), (Some(143), Some(143)), "{told}{other}");
-        assert_eq!(step(&told, "SIGTERM"), step(&other, "SIGTERM"));
+        let [(first, message), (second, other)] = both.map(ended);
+        assert_eq!((first, second), (Some(143), Some(143)), "{message}{other}");
+        assert_eq!(step(&message, "SIGTERM"), step(&other, "SIGTERM"));
         assert!(other.contains("process 0 of the run writes its checkpoint"), "{other}");
-        goes_on(folder, &plan, step(&told, "SIGTERM"));
+        goes_on(folder, &plan, step(&message, "SIGTERM"));
         fs::remove_dir_all(folder.join("ck")).unwrap();
     }
 }
@@ -166,10 +166,10 @@ fn who_is_paused_is_not_given_up() {
     until(&mut child, "another step", || lines() > before);
     assert!(pids.iter().all(|pid| state(*pid) != 'T'));
     send("TERM", own);
-    let (code, told) = ended(child);
-    assert_eq!(code, Some(143), "{told}");
+    let (code, message) = ended(child);
+    assert_eq!(code, Some(143), "{message}");
     all_gone(&pids);
-    goes_on(folder, &plan, step(&told, "SIGTERM"));
+    goes_on(folder, &plan, step(&message, "SIGTERM"));
 }
 
 #[test]
@@ -192,8 +192,8 @@ fn who_was_started_again_pauses_with_its_children() {
     send("CONT", own);
     until(&mut child, "the end of the pause", || pids.iter().all(|pid| state(*pid) != 'T'));
     send("TERM", own);
-    let (code, told) = ended(child);
-    assert_eq!(code, Some(143), "{told}");
+    let (code, message) = ended(child);
+    assert_eq!(code, Some(143), "{message}");
     all_gone(&pids);
 }
 
@@ -212,9 +212,9 @@ fn a_second_signal_ends_all_at_once() {
     // Two pending signals would merge.
     thread::sleep(Duration::from_millis(50));
     send("TERM", child.id());
-    let (code, told) = ended(child);
-    assert_eq!(code, Some(143), "{told}");
-    assert!(!told.contains("stopped by"), "{told}");
+    let (code, message) = ended(child);
+    assert_eq!(code, Some(143), "{message}");
+    assert!(!message.contains("stopped by"), "{message}");
     all_gone(&pids);
     assert!(!pids.iter().any(|pid| is_there(*pid)));
 }

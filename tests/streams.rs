@@ -73,9 +73,9 @@ fn a_reader_that_goes_away_is_no_failure() {
         let mut child = command(folder.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop(child.stdout.take());
         let output = child.wait_with_output().unwrap();
-        let told = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{line}: {told}");
-        assert!(!told.contains("panicked") && !told.contains("error"), "{line}: {told}");
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{line}: {message}");
+        assert!(!message.contains("panicked") && !message.contains("error"), "{line}: {message}");
     }
 }
 
@@ -88,9 +88,9 @@ fn a_full_disk_is_reported() {
     for line in ["zoo", "plan show plan.json", "schema plan", "simulate plan.json --format json"] {
         let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let output = command(folder.path(), line).stdout(full).output().unwrap();
-        let told = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{line}: {told}");
-        assert!(told.contains("cannot write the result to standard output"), "{line}: {told}");
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{line}: {message}");
+        assert!(message.contains("cannot write the result to standard output"), "{line}: {message}");
     }
 }
 
@@ -117,10 +117,10 @@ fn quiet_keeps_all_results() {
     )
     .unwrap();
     let other = "partition m.onnx --cluster c.toml --profile analytic:h100 -o o.json";
-    let told = |more: &str| text(&ran(folder.path(), &format!("{other} {more}")).stderr);
-    assert!(told("").contains("warning:") && told("").contains("nothing was measured"));
-    assert!(told("-q").contains("warning:") && !told("-q").contains("nothing was measured"));
-    assert_eq!(told("-qq"), "");
+    let message = |more: &str| text(&ran(folder.path(), &format!("{other} {more}")).stderr);
+    assert!(message("").contains("warning:") && message("").contains("nothing was measured"));
+    assert!(message("-q").contains("warning:") && !message("-q").contains("nothing was measured"));
+    assert_eq!(message("-qq"), "");
     assert!(text(&ran(folder.path(), "inspect no.onnx -qq").stderr).starts_with("error: "));
 }
 
@@ -158,8 +158,8 @@ fn colour_is_as_it_is_said() {
     }
     // File names cannot colour the output.
     fs::write(at.join("n\u{1b}[31m.json"), "{}").unwrap();
-    let told = text(&command(at, "plan show --color always").arg("n\u{1b}[31m.json").output().unwrap().stderr);
-    assert!(!told.contains("\u{1b}[31m"), "{told:?}");
+    let message = text(&command(at, "plan show --color always").arg("n\u{1b}[31m.json").output().unwrap().stderr);
+    assert!(!message.contains("\u{1b}[31m"), "{message:?}");
 }
 
 #[test]

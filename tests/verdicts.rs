@@ -54,11 +54,12 @@ fn the_chosen_one_is_a_row_and_marked() {
         (&["--gpus", "2", "--partitioner", "single"], "single"),
         (&["--gpus", "2", "--partitioner", "milp", "--stages", "1,1"], "milp, pipec"),
     ] {
-        let told = done(folder, &[&["partition", "chain.graph.txt", "--compare", "-o", "p.json"][..], more].concat());
-        let table = told.split_once("candidate ").unwrap().1;
+        let message =
+            done(folder, &[&["partition", "chain.graph.txt", "--compare", "-o", "p.json"][..], more].concat());
+        let table = message.split_once("candidate ").unwrap().1;
         let first = table.lines().nth(1).unwrap();
-        assert!(first.starts_with(names) && first.ends_with("chosen"), "{more:?}: {told}");
-        assert_eq!(told.matches("chosen\n").count(), 1, "{more:?}: {told}");
+        assert!(first.starts_with(names) && first.ends_with("chosen"), "{more:?}: {message}");
+        assert_eq!(message.matches("chosen\n").count(), 1, "{more:?}: {message}");
     }
 }
 
@@ -154,10 +155,10 @@ fn two_plans_are_distinguished() {
     planned(folder, "a.json", &["--gpus", "2", "--cut-after", "node0"]);
     planned(folder, "b.json", &["--gpus", "2", "--cut-after", "node1"]);
     assert!(done(folder, &["plan", "diff", "a.json", "a.json"]).contains("the same plan"));
-    let (told, said) = ends(folder, 1, &["plan", "diff", "a.json", "b.json"]);
-    assert!(told.contains("op 1 (node1): stage 1 to stage 0"), "{told}");
+    let (message, said) = ends(folder, 1, &["plan", "diff", "a.json", "b.json"]);
+    assert!(message.contains("op 1 (node1): stage 1 to stage 0"), "{message}");
     // 3 | 12 ms become 9 | 6.
-    assert!(told.contains("3.000 ms to 9.000 ms") && told.contains("12.00 ms to 6.000 ms"), "{told}");
+    assert!(message.contains("3.000 ms to 9.000 ms") && message.contains("12.00 ms to 6.000 ms"), "{message}");
     assert!(said.contains("a.json and b.json differ"), "{said}");
     let value = ends(folder, 1, &["plan", "diff", "a.json", "b.json", "--format", "json"]).0;
     let value: Value = serde_json::from_str(&value).unwrap();
@@ -175,9 +176,9 @@ fn what_to_type_next_works() {
     let folder = folder.path();
     chain(folder);
     fs::write(folder.join("mine.csv"), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").unwrap();
-    let told =
+    let message =
         done(folder, &["partition", "chain.graph.txt", "--gpus", "2", "--schedule", "mine.csv", "-o", "own.json"]);
-    let next = told.split_once("next: pipec ").unwrap().1.lines().next().unwrap();
+    let next = message.split_once("next: pipec ").unwrap().1.lines().next().unwrap();
     assert_eq!(next, "simulate own.json --schedule mine.csv");
     let (_, said) = ends(folder, 0, &next.split(' ').collect::<Vec<_>>());
     assert!(said.contains("mine.csv: a table of one minibatch of 2 micro-batches, 2 stages on 2 ranks"), "{said}");
@@ -271,14 +272,14 @@ fn a_steady_state_is_that_of_no_run_in_particular() {
         done(folder, &[&flags[..], &["--stages", stages]].concat());
         let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
         let bound = plan["lower_bound_us"].as_f64().unwrap();
-        let mut told = Vec::new();
+        let mut message = Vec::new();
         for minibatches in ["10", "50", "100", "104", "1000", "2600"] {
             let flags = ["simulate", "p.json", "--minibatches", minibatches, "--format", "json", "-q"];
             let json: Value = serde_json::from_str(&done(folder, &flags)).unwrap();
-            told.push(json["step_us"].as_f64().unwrap());
+            message.push(json["step_us"].as_f64().unwrap());
         }
-        assert!(told.iter().all(|us| (us / told[0] - 1.0).abs() < 1e-3), "{stages}: {told:?}");
-        assert!(told.iter().all(|us| *us >= bound * (1.0 - 1e-9)), "{stages}: {told:?} under {bound}");
+        assert!(message.iter().all(|us| (us / message[0] - 1.0).abs() < 1e-3), "{stages}: {message:?}");
+        assert!(message.iter().all(|us| *us >= bound * (1.0 - 1e-9)), "{stages}: {message:?} under {bound}");
     }
 }
 
@@ -297,11 +298,11 @@ fn shared_parameters_are_planned_as_they_can_be_trained() {
         assert!(ends(folder, 0, &said).1.contains("`pipec train` refuses"), "{more:?}");
         ends(folder, 2, &train);
         let before = read();
-        let told = ends(folder, 0, &[&flags[..], more].concat()).1;
+        let message = ends(folder, 0, &[&flags[..], more].concat()).1;
         ends(folder, 0, &train);
         let plan = read();
         let time = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
-        assert_eq!(told.contains("of the best plan under 1f1b-rr"), time(&plan) > time(&before), "{told}");
+        assert_eq!(message.contains("of the best plan under 1f1b-rr"), time(&plan) > time(&before), "{message}");
         assert!(plan["options"].get("target").is_none(), "{plan}");
         let is_flushed = more[0] == "--stages";
         assert_eq!(plan["schedule"]["kind"] == "1f1b", is_flushed, "{plan}");

@@ -98,10 +98,10 @@ fn counted(model: &Model) -> u128 {
 
 #[test]
 fn published_sizes_have_the_published_counts() {
-    for (name, parameters, told) in PUBLISHED {
+    for (name, parameters, message) in PUBLISHED {
         let built = build(name, &Options { structure: true, ..Options::default() }).unwrap();
         assert_eq!(built.counts.parameters, *parameters, "{name}");
-        let (number, unit) = told.split_once(' ').unwrap();
+        let (number, unit) = message.split_once(' ').unwrap();
         let unit = if unit == "B" { 1e9 } else { 1e6 };
         let digits = number.split_once('.').map_or(0, |(_, digits)| digits.len());
         assert_eq!(format!("{:.digits$}", *parameters as f64 / unit), number, "{name}");
@@ -303,15 +303,15 @@ fn every_model_has_help_and_a_line_in_the_list() {
 fn a_model_of_a_hundred_billion_parameters_is_planned() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    let (code, _, told) = pipec(at, &["zoo", "gpt3", "-o", "gpt3.onnx"]);
+    let (code, _, message) = pipec(at, &["zoo", "gpt3", "-o", "gpt3.onnx"]);
     assert_eq!(code, Some(2));
-    assert!(told.contains("174604259328 parameters") && told.contains("`--structure`"), "{told}");
-    let (code, told, _) = pipec(at, &["zoo", "gpt3", "--structure", "-o", "gpt3.onnx"]);
+    assert!(message.contains("174604259328 parameters") && message.contains("`--structure`"), "{message}");
+    let (code, message, _) = pipec(at, &["zoo", "gpt3", "--structure", "-o", "gpt3.onnx"]);
     assert_eq!(code, Some(0));
-    assert!(told.contains("without weights"), "{told}");
-    let (code, told, _) = pipec(at, &["inspect", "gpt3.onnx", "--micro-batch", "1"]);
+    assert!(message.contains("without weights"), "{message}");
+    let (code, message, _) = pipec(at, &["inspect", "gpt3.onnx", "--micro-batch", "1"]);
     assert_eq!(code, Some(0));
-    assert!(told.contains("174,604,259,328"), "{told}");
+    assert!(message.contains("174,604,259,328"), "{message}");
     assert_eq!(pipec(at, &["zoo", "gpt2", "--depth", "3"]).0, Some(2));
     assert_eq!(pipec(at, &["zoo", "gpt2", "--tied", "perhaps"]).0, Some(2));
     assert_eq!(pipec(at, &["zoo", "gpt2", "--heads", "7"]).0, Some(2));

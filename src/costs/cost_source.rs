@@ -1,13 +1,13 @@
 //! A model whose costs are needed for several clusters, sizes or plans.
 
 use crate::cluster::{self, ClusterRequest};
+use crate::costs::model_match;
 use crate::costs::{self, COSTS, CostInput, Costs, ModelFormat, Times};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::{input, output};
 use crate::loss::CountedLoss;
 use crate::model::{self, ImportRequest, LoadedModel};
-use crate::plan::model_match;
 use compiler::cluster::{Cluster, Device, device};
 use compiler::plan::{Plan, PlannedCluster};
 use compiler::profile::Method;

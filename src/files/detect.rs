@@ -1,9 +1,11 @@
 //! Detects the type of an unexpected file by its first bytes, and the command or flag that reads it.
 
-use crate::help::EXPORT;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+
+/// Help that shows how to export a PyTorch model.
+pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
 
 /// The content of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::files::detect;
-use crate::help;
+use crate::files::missing;
 use compiler::graph::hash::sha256;
 use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, read};
@@ -18,7 +18,7 @@ pub const MOST_PLAN_BYTES: u64 = 256 << 20;
 pub fn text(path: &Path, most: u64) -> Result<String, Error> {
     let fail = |why: String| Error::file("read", path, why);
     let file = File::open(path).map_err(|error| match error.kind() {
-        ErrorKind::NotFound => fail("no such file".to_string()).with_help(help::absent(path)),
+        ErrorKind::NotFound => fail("no such file".to_string()).with_help(missing::help(path)),
         _ => fail(error.to_string()).with_help("check its permissions"),
     })?;
     let about = file.metadata().map_err(|error| fail(error.to_string()))?;

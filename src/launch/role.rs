@@ -9,13 +9,12 @@ use crate::launch::children;
 use crate::launch::children::Children;
 use crate::launch::environment::launched;
 use crate::launch::signals;
-use crate::train::digest::digests;
-use crate::train::prepare::{Prepared, Task};
 use compiler::export::quantity;
 use runtime::process::handshake::Identity;
 use runtime::process::placement::WorkerPlacement;
 use runtime::process::process_group::{Group, JoinMode, Notice, ProcessConfig, join, listen};
 use runtime::process::run_status::{LinkError, RunStatus};
+use runtime::train::run::TrainJob;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -214,17 +213,17 @@ impl ProcessRole {
         }
     }
 
-    /// Runs a prepared training with the other processes: `run` gets the process group, if there are others. `events` receives the events of
+    /// Runs a training job with the other processes, which must have equal `digests`. `run` gets the process group, if there are others. `events` receives the events of
     /// the run, `own` those of this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessRequest,
-        (task, prepared): (&Task<'_>, &Prepared),
+        (job, digests): (&TrainJob<'_>, &dyn Fn() -> Vec<(String, [u8; 32])>),
         restarts: u32,
         (events, own): (&dyn EventSink, &dyn EventSink),
         run: impl FnOnce(Option<Group>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        let workers = prepared.workers();
+        let workers = job.program.workers.len();
         let fate = Arc::new(RunStatus::default());
         // Processes started together connect at once; a wait for others means that users start them by hand.
         let is_own = matches!(self, ProcessRole::Member(member) if !matches!(member.share, WorkerDistribution::Beside));
@@ -234,15 +233,14 @@ impl ProcessRole {
             Notice::SentAway(whom) => events.warn(&whom),
         };
         let meet = |part: ProcessConfig, door: JoinMode| {
-            let training = prepared.training(task);
-            let lines = part.placement.lines(training.program, training.codes, runtime::train::run::agrees(&training));
-            join(training.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
+            let lines = part.placement.lines(job.program, job.codes, runtime::train::run::agrees(job));
+            join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
         let part =
             |own: usize, placement: WorkerPlacement, first: String, listen: Option<String>, run: u64| ProcessConfig {
                 own,
                 placement,
-                identity: Identity { run, parts: digests(task, prepared) },
+                identity: Identity { run, parts: digests() },
                 first,
                 listen,
                 patience: arguments.connect_timeout,
@@ -256,9 +254,8 @@ impl ProcessRole {
                 let address =
                     port.local_addr().map_err(|error| Error::negative("cannot listen").because(error))?.to_string();
                 let placement = WorkerPlacement::beside(workers);
-                let program = prepared.training(task).program;
                 let names: Vec<String> =
-                    (1..placement.processes).map(|process| placement.name(program, process)).collect();
+                    (1..placement.processes).map(|process| placement.name(job.program, process)).collect();
                 let number = fresh();
                 let children: Children = children::start(
                     &names,

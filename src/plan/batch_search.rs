@@ -3,10 +3,11 @@
 //! Micro-batch sizes that divide the minibatch are planned under 1F1B, similar sizes only once. The best sizes are then planned under
 //! every other synchronous schedule.
 
-use crate::costs::{self, CostInput, Costs};
+use crate::costs::{CostInput, Costs};
 use crate::error::{Error, ErrorKind};
 use crate::events::{Event, EventSink, Silent};
 use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::request_costs;
 use crate::plan::solve::{PlanResult, cost_name, protect_output, solve_with_groups};
 use crate::plan::tied_weights;
 use compiler::export::sweep::Figures;
@@ -72,7 +73,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     for (size, costs) in sizes {
         let costs = match costs {
             Some(costs) => costs,
-            None => costs::costs(&combination(request, size, None), &Silent)?,
+            None => request_costs::costs(&combination(request, size, None), &Silent)?,
         };
         // The model is the same at every size.
         if known.is_empty() {
@@ -169,13 +170,13 @@ fn sizes(request: &PlanRequest, events: &dyn EventSink) -> Result<Vec<(Size, Opt
     match (request.batch, request.micro_batch) {
         (Some(batch), None) if microbatches > 1 => Ok(vec![((batch / u64::from(microbatches), microbatches), None)]),
         (Some(batch), None) if matches!(request.costs, CostInput::Analytic(_)) => {
-            let costs = costs::costs(&combination(request, (batch, 1), None), events)?;
+            let costs = request_costs::costs(&combination(request, (batch, 1), None), events)?;
             let mut costs = Some(costs);
             let all = counts(batch).into_iter().map(|count| ((batch / u64::from(count), count), costs.take()));
             Ok(all.collect())
         }
         (batch, _) => {
-            let costs = costs::costs(request, events)?;
+            let costs = request_costs::costs(request, events)?;
             let count = batch.map_or(Ok(microbatches), |batch| count(costs.micro_batch, batch))?;
             Ok(vec![((costs.micro_batch, count), Some(costs))])
         }

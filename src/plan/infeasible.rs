@@ -1,11 +1,11 @@
 //! Infeasibility reports: why there is no plan, and which change of the request gives one.
 
-use crate::costs;
 use crate::costs::CostInput;
 use crate::error::{Error, ErrorKind};
 use crate::events::Silent;
 use crate::help;
 use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::request_costs;
 use crate::plan::solve::solve;
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
@@ -82,7 +82,7 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         ways.push(vec![("`--schedule 1f1b`".to_string(), flushed)]);
     }
     let fits = |(name, other): &(String, PlanRequest)| {
-        let costs = costs::costs(other, &Silent).ok()?;
+        let costs = request_costs::costs(other, &Silent).ok()?;
         let plan = solve(&other.model, costs, &other.options).ok()?.plan;
         let speed = quantity::samples(plan.predicted.throughput_per_s);
         Some(format!("{name} (peak memory {}, {speed} samples/s)", quantity::bytes(fullest(&plan))))

@@ -1,6 +1,6 @@
 //! Computes a plan from costs and options.
 
-use crate::costs::{self, COSTS, Costs};
+use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::output;
@@ -8,6 +8,7 @@ use crate::plan::batch_search::{self, Tried};
 use crate::plan::custom_schedule::{self, CustomSchedule};
 use crate::plan::infeasible::{Size, describe, with_remedies};
 use crate::plan::request::{BucketSize, PlanOptions, PlanRequest, ScheduleChoice};
+use crate::plan::request_costs;
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::tied_weights;
 use compiler::cluster::Bytes;
@@ -39,7 +40,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     }
     request.options.validate()?;
     custom_schedule::open(request.options.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
-    let costs = costs::costs(request, events)?;
+    let costs = request_costs::costs(request, events)?;
     protect_output(request, &costs.model)?;
     let params = costs.graph.params.clone();
     let size = Size { ops: costs.graph.ops.len(), devices: costs.cluster.devices(), micro_batch: costs.micro_batch };

@@ -2,9 +2,6 @@
 
 use crate::costs::Costs;
 use crate::error::Error;
-use compiler::cluster::Device;
-use compiler::graph::Graph;
-use compiler::pass::attribution::Training;
 use compiler::plan::groups::MOST;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::TensorParallelCosts;
@@ -22,17 +19,6 @@ pub enum TensorParallel {
     Auto,
     /// This degree.
     Degree(u32),
-}
-
-/// A model with known ops, whose costs on tensor-parallel groups can be computed.
-#[derive(Clone)]
-pub struct Shareable {
-    /// The model at fixed sizes.
-    pub graph: Graph,
-    /// The training mode, for its backward and loss.
-    pub training: Training,
-    /// The device of the roofline.
-    pub device: Device,
 }
 
 impl TensorParallel {

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
-use crate::help;
+use crate::files::missing;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::op::dropout::COUNTER;
@@ -29,7 +29,7 @@ pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> 
                 .with_help(help);
         }
         let help = match &error {
-            FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => help::absent(path),
+            FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => missing::help(path),
             FileError::Read { fault, .. } if fault.kind() == ErrorKind::PermissionDenied => {
                 "check its permissions".to_string()
             }

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
-use crate::help;
+use crate::files::missing;
 use crate::train::initial_weights::listed;
 use crate::train::prepare::{Prepared, Task};
 use crate::train::request::CheckpointRequest;
@@ -158,7 +158,7 @@ pub fn begin(
 fn unreadable(folder: &Path, fault: &FindError) -> Error {
     let failure = refused(folder);
     if !folder.exists() {
-        return failure.because("no such folder").with_help(help::absent(folder)).with_more_help(NEWEST);
+        return failure.because("no such folder").with_help(missing::help(folder)).with_more_help(NEWEST);
     }
     if folder.is_file() {
         let failure = failure.because("it is a file, but a checkpoint is a folder");

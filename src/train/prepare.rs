@@ -1,12 +1,12 @@
 //! Compiles stages, makes and checks programs, and trains a model under a plan.
 
+use crate::costs::model_match;
 use crate::error::Error;
 use crate::help;
 use crate::launch::stop_signal::Stop;
 use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
-use crate::plan::model_match;
 use crate::train::arrays;
 use crate::train::checkpoints::{Begun, Keeping, kept_of};
 use crate::train::digest;

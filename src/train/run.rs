@@ -15,6 +15,7 @@ use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::plan::solve::solve;
 use crate::train::arrays;
 use crate::train::checkpoints::{self, Keeping, WEIGHTS};
+use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
 use crate::train::prepare::{self, Data, Done, HeldOut, Length, Prepared, Task};
@@ -276,8 +277,9 @@ fn once(
     }
     let metrics = request.metrics.as_deref().filter(|_| role.reports());
     let run = |group| watched(&task, &prepared, metrics, group, events);
-    let job = (&task, &prepared);
-    let Some(done) = role.run(&request.processes, job, restarts, (events, process_events), run)? else {
+    let job = prepared.training(&task);
+    let digests = || digest::digests(&task, &prepared);
+    let Some(done) = role.run(&request.processes, (&job, &digests), restarts, (events, process_events), run)? else {
         return Ok(None);
     };
     if let Some(ended) = &done.ended {

@@ -78,8 +78,8 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
     // No FMA contraction: a GPU contracts, but this tests the source.
     command.args(["-std=c++17", "-O0", "-w", "-ffp-contract=off", "-o"]).arg(&program).arg(&source);
     let done = command.output().unwrap();
-    let told = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{}", told.lines().take(40).collect::<Vec<_>>().join("\n"));
+    let message = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{}", message.lines().take(40).collect::<Vec<_>>().join("\n"));
     program
 }
 
