@@ -18,7 +18,7 @@
 //! | CPU-s, MiB | processor seconds, and peak memory of the process |
 
 #[allow(dead_code)] // Tests use the rest.
-#[path = "../tests/problems/mod.rs"]
+#[path = "../tests/support/problems.rs"]
 mod problems;
 #[path = "partition/published.rs"]
 mod published;
