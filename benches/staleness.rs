@@ -113,7 +113,7 @@ fn main() {
         for (name, schedule, staleness) in ways {
             let (mut loss, mut right, mut held) = (0.0, 0.0, 0);
             for seed in 0..SEEDS {
-                let (model, digits) = (model(seed), digits::load(seed).expect("the digits are part of the program"));
+                let (model, digits) = (model(seed), digits::load(seed));
                 let trained = run(&model, &digits, seed, schedule, staleness, rate);
                 let last = &trained.losses[trained.losses.len() - digits.train.rows / BATCH..];
                 loss += last.iter().sum::<f64>() / last.len() as f64;

@@ -1,8 +1,9 @@
 //! The guide's and README's commands print and draw what the pages show, and quoted code matches the sources.
 
 use crate::support::console::{pages, play};
-use compiler::tensor::Tensor;
+use compiler::tensor::{DType, Tensor};
 use runtime::data::weights;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -54,10 +55,11 @@ fn the_commands_of_one_session_run_in_order() {
 
 /// The file that the guide's Python code writes.
 fn digits(path: &Path) {
-    fs::write(path, models::digits::NPZ).unwrap();
-    let mut arrays = weights::read(path).unwrap();
-    let x: Vec<f32> = arrays["x"].to_f64().into_iter().map(|pixel| pixel as f32 / 16.0).collect();
-    arrays.insert("x".to_string(), Tensor::from_f32(arrays["x"].shape(), &x));
+    let (x, y) = models::digits::raw();
+    let x: Vec<f32> = x.iter().map(|pixel| f32::from(*pixel) / 16.0).collect();
+    let x = Tensor::from_f32(&[y.len(), 1, 8, 8], &x);
+    let y = Tensor::new(DType::U8, vec![y.len()], y.to_vec().into()).unwrap();
+    let arrays = BTreeMap::from([("x".to_string(), x), ("y".to_string(), y)]);
     weights::write(path, &arrays).unwrap();
 }
 

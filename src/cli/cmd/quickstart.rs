@@ -110,7 +110,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let built = zoo::build(arguments.model.name(), &options).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&at("model.onnx"), &zoo::to_bytes(&built.model))?;
     let loaded = model::load(&at("model.onnx"), &ImportRequest::default(), screen)?;
-    let digits = digits::load(arguments.seed).map_err(|error| Error::bug(&error.to_string()))?;
+    let digits = digits::load(arguments.seed);
 
     screen.text("1. Profile: measure every op of the model on this CPU\n");
     let (measured, sha256) = profiled(&loaded, &at("profile.json"), screen)?;
