@@ -81,7 +81,6 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
         Verb::Schema(arguments) => crate::cli::cmd::schema::run(arguments, &screen),
         Verb::Zoo(arguments) => crate::cli::cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => crate::cli::cmd::completions::run(arguments, &screen),
-        Verb::Man(arguments) => crate::cli::cmd::man::run(&arguments, &screen),
     };
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,

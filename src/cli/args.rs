@@ -105,8 +105,6 @@ pub enum Verb {
     Zoo(cmd::zoo::Arguments),
     /// Print a completion script for a shell
     Completions(cmd::completions::Arguments),
-    /// Print the manual page of a command, or write all of them
-    Man(cmd::man::Arguments),
 }
 
 /// Import flags.

@@ -7,7 +7,6 @@ pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod inspect;
-pub mod man;
 pub mod partition;
 pub mod plan;
 pub mod profile;

@@ -278,7 +278,6 @@ fn what_verbs_answer_is_what_the_schema_of_answers_says() {
     fits("eval", "eval mlp.onnx --inputs d.npz -o out.npz", 0);
     fs::write(at.join("list.tsv"), "mlp.onnx\td.npz\tout.npz\nnone.onnx\td.npz\tout.npz\n").unwrap();
     fits("cases", "eval --batch-file list.tsv", 1);
-    fits("man", "man -o pages", 0);
     fits("completions", "completions zsh", 0);
     fits("train", "train mlp.onnx --data d.npz --batch 2 --steps 2", 0);
     fits("show", "cluster show --levels 2:9GB/s,2:1GB/s", 0);

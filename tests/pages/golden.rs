@@ -47,7 +47,7 @@ fn every_verb_prints_what_it_printed() {
             assert!(called.contains(&(verb.to_string(), json)), "{verb}, JSON {json}, is on no page");
         }
     }
-    for verb in ["schema", "completions", "man", "--version"] {
+    for verb in ["schema", "completions", "--version"] {
         assert!(called.contains(&(verb.to_string(), false)), "{verb} is on no page");
     }
 }

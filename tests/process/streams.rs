@@ -34,7 +34,6 @@ const CALLS: [(&str, bool); 27] = [
     ("doctor", false),
     ("schema plan", true),
     ("completions zsh", true),
-    ("man train", true),
 ];
 
 fn command(folder: &Path, line: &str) -> Command {
