@@ -298,6 +298,6 @@ mod tests {
         begins(&[9, 64], &[9, 8, 8], "if each row has the same numbers in order, reshape");
         begins(&[9, 8, 1], &[9, 8], "reshape the array to [rows, 8]");
         begins(&[9, 8, 6, 3], &[9, 3, 8, 6], "transpose the array's axes to [rows, 3, 8, 6]");
-        begins(&[9, 12], &[9, 16], "the model reads [rows, 16]");
+        begins(&[9, 12], &[9, 16], "the model needs an array of shape [rows, 16]");
     }
 }

@@ -138,7 +138,7 @@ mod tests {
         assert!(at(None).contains("layer.0.attention  1.5 us  measured"), "{}", at(None));
         assert!(at(Some(30)).contains("layer.0…  1.5 us  measured"), "{}", at(Some(30)));
         let narrow = at(Some(20));
-        assert!(narrow.contains("layer.0…  1.5 us\n") && narrow.contains("without source, for"), "{narrow}");
+        assert!(narrow.contains("layer.0…  1.5 us\n") && narrow.contains("without source: "), "{narrow}");
         assert!(narrow.lines().all(|line| line.chars().count() <= 20), "{narrow}");
     }
 }

@@ -66,8 +66,8 @@ fn a_cluster_is_shown_with_what_lies_between_any_two_devices() {
     let expected = "\
 4 x h100 (2 on level0 at 450.0 GB/s, 2 on level1 at 50.00 GB/s)
 
-devices  kind  memory each  its bandwidth       f32 peak      bf16 peak
-      4  h100     80.00 GB     3.350 TB/s  66.90 Tflop/s  989.4 Tflop/s
+devices  type  memory each  memory bandwidth       f32 peak      bf16 peak
+      4  h100     80.00 GB        3.350 TB/s  66.90 Tflop/s  989.4 Tflop/s
 ";
     assert!(shown.starts_with(expected), "{shown}");
     let rows: Vec<Vec<&str>> = shown

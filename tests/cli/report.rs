@@ -210,7 +210,7 @@ fn a_run_is_compared_with_its_own_plan() {
         value["total"]["cores"] = cores.into();
         fs::write(folder.join("m.jsonl"), format!("{steps}\n{value}\n")).unwrap();
         let fullest_device =
-            page(folder, &["--metrics", "m.jsonl"]).contains("The 2 workers of the run shared 1 core:");
+            page(folder, &["--metrics", "m.jsonl"]).contains("The 2 workers of the run shared 1 core and");
         assert_eq!(fullest_device, is_shared);
     }
     // Other stages, another model.

@@ -163,7 +163,15 @@ fn the_head_of_a_folder_imports_nothing_from_it() {
         let module = folder.strip_prefix(root().join("compiler/src")).unwrap().display().to_string().replace('/', "::");
         let text = fs::read_to_string(&path).unwrap();
         let before_tests = text.split("#[cfg(test)]").next().unwrap();
-        let inside = |l: &&str| l.trim_start().starts_with("use ") && l.contains(&format!("crate::{module}::"));
+        // A file that imports nothing from the folder closes no circle.
+        let is_leaf = |name: &str| {
+            let text = fs::read_to_string(folder.join(name).with_extension("rs")).unwrap_or_default();
+            !text.is_empty() && !text.contains(&format!("crate::{module}::"))
+        };
+        let inside = |l: &&str| {
+            let imported = l.trim_start().strip_prefix("use ").and_then(|l| l.split(&format!("crate::{module}::")).nth(1));
+            imported.is_some_and(|rest| !is_leaf(rest.split([':', ';']).next().unwrap_or_default()))
+        };
         wrong.extend(before_tests.lines().filter(inside).map(|l| format!("{}: {}", message(&path), l.trim())));
     }
     assert!(wrong.is_empty(), "heads that import from their own folder:\n{}", wrong.join("\n"));

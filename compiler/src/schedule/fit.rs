@@ -120,6 +120,6 @@ mod tests {
                 *edge = EdgeId(9);
             }
         });
-        assert_eq!(refused(&wild, &pipeline), "program: it uses edge 9, and has 3");
+        assert_eq!(refused(&wild, &pipeline), "program: it uses edge 9, but has 3 edges");
     }
 }

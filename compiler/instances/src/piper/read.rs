@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` repeats the id 7 of `nodes[0]`");
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]`: names node 9, which `nodes` does not have");
         assert_eq!(with("1.5", "-1"), "node 7: `timePerSample` is -1.0; it must be from 0 to 1e15");
-        assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0, it must be from 1 to 4096");
+        assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0; it must be from 1 to 4096");
         assert_eq!(
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
             "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"

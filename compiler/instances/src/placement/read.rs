@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` repeats the id 7 of `nodes[0]`");
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]` names node 9, which `nodes` does not have");
         assert_eq!(with("1.5", "-1"), "node 7: `fpgaLatency` is -1.0; it must be from 0 to 1e15");
-        assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0, it must be from 1 to 4096");
+        assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0; it must be from 1 to 4096");
         let refused = with("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false");
         assert!(refused.starts_with("node 7 is not supported on an accelerator"), "{refused}");
     }

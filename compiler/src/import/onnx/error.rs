@@ -85,7 +85,7 @@ impl fmt::Display for Faults {
 pub enum Fault {
     #[error("the model has no graph; it may not be an ONNX model")]
     NoGraph,
-    #[error("the graph has no nodes")]
+    #[error("the graph has no nodes: there is nothing to run")]
     NoNodes,
     #[error("opset_import is missing: the operator version is unknown")]
     NoOpset,
