@@ -169,7 +169,8 @@ fn the_head_of_a_folder_imports_nothing_from_it() {
             !text.is_empty() && !text.contains(&format!("crate::{module}::"))
         };
         let inside = |l: &&str| {
-            let imported = l.trim_start().strip_prefix("use ").and_then(|l| l.split(&format!("crate::{module}::")).nth(1));
+            let imported =
+                l.trim_start().strip_prefix("use ").and_then(|l| l.split(&format!("crate::{module}::")).nth(1));
             imported.is_some_and(|rest| !is_leaf(rest.split([':', ';']).next().unwrap_or_default()))
         };
         wrong.extend(before_tests.lines().filter(inside).map(|l| format!("{}: {}", message(&path), l.trim())));

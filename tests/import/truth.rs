@@ -451,7 +451,8 @@ fn training_asks_before_it_trains_another_model() {
     let train = ["train", "m.onnx", "--synthetic-data", "--steps", "2", "--batch", "8"];
     let refused = pipec(at, 2, &train).1;
     assert!(
-        refused.contains("error: m.onnx differs from the framework's training model") && refused.contains("--accept-inference-model"),
+        refused.contains("error: m.onnx differs from the framework's training model")
+            && refused.contains("--accept-inference-model"),
         "{refused}"
     );
     pipec(at, 0, &[&train[..], &["--accept-inference-model"]].concat());

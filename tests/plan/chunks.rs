@@ -125,7 +125,7 @@ fn incompatible_settings_are_reported() {
     let graph = || chain(&[1.0; 12], 1);
     assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::OneFOneB, 2, 4)).contains("interleaved"));
     assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Zbv, 3, 4)).contains('2'));
-    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 chunks"));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 stages"));
     let mut unequal = problem(graph(), "4:1GB/s", Schedule::Interleaved, 2, 4);
     unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
     assert!(plan_error(&unequal).contains("equal replicas"));

@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use compiler::plan::StageId;
-//! use compiler::schedule::custom::{OrderOfWork, program};
+//! use compiler::schedule::custom::{ComputeOrder, program};
 //! use compiler::schedule::semantics::StepCount;
 //! use compiler::schedule::action::{Phase, Work};
 //! use compiler::schedule::{MicrobatchId, Pipeline, RankId, formats::csv::csv};
@@ -15,7 +15,7 @@
 //! /// One item after the other: nothing overlaps, and nothing is kept for longer than it takes.
 //! struct OneByOne;
 //!
-//! impl OrderOfWork for OneByOne {
+//! impl ComputeOrder for OneByOne {
 //!     fn work(&self, _: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
 //!         let parts = [Phase::Forward, Phase::Backward];
 //!         let of = |item| parts.map(|part| Work { stage: StageId(rank.0), item: MicrobatchId(item), part });

@@ -248,7 +248,7 @@ mod tests {
         assert!(wrong(&|m| m.files.push(m.files[0].clone())).contains("twice"));
         assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("not a SHA-256"));
         let stage = || StageLayout { replicas: 1, cap: 1, parameters: sha256(b"") };
-        assert!(wrong(&|m| m.plan.stages.push(stage())).contains("lists no `stage-0.optimizer.safetensors`"));
+        assert!(wrong(&|m| m.plan.stages.push(stage())).contains("does not list `stage-0.optimizer.safetensors`"));
         assert!(wrong(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
         assert!(Manifest::read(b"{\"schema\": 1}").is_err());
         let deep = "[".repeat(100_000);
