@@ -221,7 +221,7 @@ impl PlanOptions {
             && !SUPPORT_CONSTRAINTS.contains(&self.partitioner)
         {
             return Err(Error::input(format!("`--partitioner {name}` cannot be combined with `{flag}`"))
-                .because(format!("this partitioner does not support constraints"))
+                .because("this partitioner does not support constraints")
                 .with_help(format!("omit one of them, or use `--partitioner {}`", Partitioner::default().name())));
         }
         if self.time_limit.is_some() && self.partitioner != Partitioner::Milp {
