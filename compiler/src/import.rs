@@ -2,7 +2,6 @@
 
 pub mod batched;
 pub mod build;
-pub mod dnn_partitioning;
 pub mod fx;
 // The entry point of this folder has the folder's name.
 pub mod batch_in_axis;
@@ -13,7 +12,6 @@ pub mod known_inputs;
 pub mod lower_error;
 pub mod onnx;
 pub mod pipedream;
-pub mod piper;
 pub mod prune;
 pub mod random;
 pub mod row_dropout;

@@ -6,11 +6,9 @@
 
 pub mod baselines;
 pub mod bounds;
-pub mod device_placement;
 pub mod dp;
 pub mod explain;
 pub mod heterogeneous;
-pub mod hybrid;
 pub mod milp;
 pub mod planner;
 pub mod search;

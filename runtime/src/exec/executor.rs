@@ -33,7 +33,7 @@ impl ExecuteError {
             CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Gone),
             CollectiveError::Device(fault) => fault,
         };
-        ExecuteError { node: step.node().to_string(), fault }
+        ExecuteError { node: step.label().to_string(), fault }
     }
 }
 
@@ -94,7 +94,7 @@ impl Sum {
 
 impl Item {
     fn sum(&self, term: usize) -> &Sum {
-        self.sums.get(term).and_then(Option::as_ref).expect("a backward run has the sums that it adds to")
+        self.sums.get(term).and_then(Option::as_ref).expect("a backward has the sums it accumulates into")
     }
 
     fn gradient_out(&self, at: usize) -> Option<&Arc<Buffer>> {
@@ -333,7 +333,7 @@ impl<'a> Executor<'a> {
             // SAFETY: see `write`; this is the workspace of the step.
             let workspace = unsafe { self.write(item, step.workspace) };
             self.run_step(run, step, item, (&inputs, &mut outputs, workspace))
-                .map_err(|fault| ExecuteError { node: step.node().to_string(), fault })?;
+                .map_err(|fault| ExecuteError { node: step.label().to_string(), fault })?;
             done();
         }
         Ok(())
@@ -423,7 +423,7 @@ impl<'a> Executor<'a> {
         };
         match place.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
-            Slot::Saved(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
+            Slot::Saved(offset) => inside(item.kept.as_ref().expect("a micro-batch in flight has its block"), offset),
             Slot::Own(i) => inside(&item.own[i], 0),
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
@@ -434,7 +434,7 @@ impl<'a> Executor<'a> {
                 _ => inside(&self.arena, offset),
             },
             Slot::SplitBackward(offset) => {
-                inside(item.between.as_ref().expect("the first part of a backward run took it"), offset)
+                inside(item.between.as_ref().expect("the first part of a backward took it"), offset)
             }
             Slot::Feed(i) => inside(&item.feeds[i], 0),
             Slot::Parameter(i) => inside(item.gathered.get(i).and_then(Option::as_ref).unwrap_or(&item.weights[i]), 0),

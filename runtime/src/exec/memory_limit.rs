@@ -22,12 +22,12 @@ pub fn check_sizes(device: &dyn Device, graph: &Graph) -> Result<(), CompileErro
     let available = device.available_memory().unwrap_or(1 << 40);
     for id in graph.ids() {
         let node = graph.node(id);
-        let told = || node.told().to_string();
+        let label = || node.label().to_string();
         for fact in &node.facts {
             match fact.bytes() {
-                None => return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() }),
+                None => return Err(CompileError::Symbolic { node: label(), fact: fact.to_string() }),
                 Some(_) if fact.concrete().is_none() => {
-                    return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() });
+                    return Err(CompileError::Symbolic { node: label(), fact: fact.to_string() });
                 }
                 Some(_) => {}
             }
@@ -36,7 +36,7 @@ pub fn check_sizes(device: &dyn Device, graph: &Graph) -> Result<(), CompileErro
         let facts = inputs.iter().map(|v| graph.fact(*v)).chain(&node.facts);
         let needed = facts.fold(0u64, |sum, f| sum.saturating_add(f.bytes().unwrap_or(0)));
         if needed > available {
-            return Err(CompileError::Memory { node: told(), needed, available });
+            return Err(CompileError::Memory { node: label(), needed, available });
         }
     }
     Ok(())

@@ -102,7 +102,7 @@ pub struct Step {
 
 impl Step {
     /// The node named in error messages.
-    pub fn node(&self) -> &str {
+    pub fn label(&self) -> &str {
         self.nodes.last().map_or("", String::as_str)
     }
 
@@ -168,7 +168,7 @@ impl Planned {
             adds_to: Vec::new(),
             terms: Vec::new(),
             joint,
-            nodes: self.nodes.iter().map(|node| graph.node(*node).told().to_string()).collect(),
+            nodes: self.nodes.iter().map(|node| graph.node(*node).label().to_string()).collect(),
             kernel: self.kernel,
             collective: self.collective,
         }

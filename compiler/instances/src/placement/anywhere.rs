@@ -1,0 +1,214 @@
+//! Non-contiguous placement: simulated annealing from a known placement (Kirkpatrick, Gelatt and Vecchi 1983).
+//!
+//! A move puts a unit, or a connected part of a device, on another device, or swaps two units. The energy is the p-norm
+//! of the device loads with a high power: unlike the maximum, it tells which of two equally loaded devices is easier to
+//! relieve. The placement with the smallest maximum load is kept. Random numbers come from a fixed seed.
+
+use crate::placement::units::Units;
+
+/// Exponent of the energy; high, so that the largest load dominates, but other loads still count.
+const POWER: i32 = 12;
+
+const TURNS: (usize, usize) = (6_000, 3_000_000);
+
+const STARTS: u64 = 3;
+
+/// Initial temperature, relative to the initial energy.
+const HEAT: f64 = 0.02;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    pub devices: usize,
+    /// Bytes per device.
+    pub bytes: f64,
+}
+
+/// Returns a placement (device of each unit) that is at least as good as `start`.
+pub fn anywhere(units: &Units, start: &[u32], limits: Limits, seed: u64) -> Vec<u32> {
+    let begin = State::new(units, start.to_vec(), limits);
+    let mut best = (begin.worst(), start.to_vec());
+    if units.len() < 2 || limits.devices < 2 {
+        return best.1;
+    }
+    let turns = (TURNS.0 * units.len()).min(TURNS.1 / STARTS as usize);
+    for start in 0..STARTS {
+        let mut numbers = Numbers(seed ^ (start + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut state = State::new(units, best.1.clone(), limits);
+        let scale = state.energy().max(f64::MIN_POSITIVE);
+        let mut energy = 1.0;
+        let mut moved = Vec::new();
+        for turn in 0..turns {
+            let heat = HEAT * (1.0 - turn as f64 / turns as f64).powi(3);
+            state.propose(&mut numbers, &mut moved);
+            if moved.is_empty() {
+                continue;
+            }
+            let next = state.energy() / scale;
+            let is_taken = state.fits() && (next <= energy || numbers.fraction() < ((energy - next) / heat).exp());
+            if !is_taken {
+                state.undo(&moved);
+                continue;
+            }
+            energy = next;
+            let worst = state.worst();
+            if worst < best.0 {
+                best = (worst, state.device_of.clone());
+            }
+        }
+    }
+    best.1
+}
+
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 = if self.0 == 0 { 1 } else { self.0 };
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, count: usize) -> usize {
+        ((u128::from(self.next()) * count as u128) >> 64) as usize
+    }
+
+    fn fraction(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+struct State<'a> {
+    units: &'a Units,
+    limits: Limits,
+    device_of: Vec<u32>,
+    loads: Vec<f64>,
+    bytes: Vec<f64>,
+    /// Units that share a tensor or a precedence with each unit.
+    near: Vec<Vec<u32>>,
+}
+
+impl State<'_> {
+    fn new<'a>(units: &'a Units, device_of: Vec<u32>, limits: Limits) -> State<'a> {
+        let empty = vec![0.0; limits.devices];
+        let mut near: Vec<Vec<u32>> = (0..units.len())
+            .map(|unit| units.before[unit].iter().chain(&units.after[unit]).copied().collect())
+            .collect();
+        for tensor in &units.tensors {
+            for &to in &tensor.to {
+                near[tensor.from as usize].push(to);
+                near[to as usize].push(tensor.from);
+            }
+        }
+        for (unit, list) in near.iter_mut().enumerate() {
+            list.sort_unstable();
+            list.dedup();
+            list.retain(|&other| other as usize != unit);
+        }
+        let mut state = State { units, limits, device_of, loads: empty.clone(), bytes: empty, near };
+        for unit in 0..units.len() {
+            let device = state.device_of[unit] as usize;
+            state.loads[device] += units.time[unit];
+            state.bytes[device] += units.bytes[unit];
+        }
+        (0..units.tensors.len()).for_each(|tensor| state.charge(tensor, 1.0));
+        state
+    }
+
+    /// Adds (sign 1) or removes (sign -1) the load of a tensor on every device.
+    fn charge(&mut self, tensor: usize, sign: f64) {
+        let tensor = &self.units.tensors[tensor];
+        let home = self.device_of[tensor.from as usize];
+        let mut leaves = false;
+        for (at, &to) in tensor.to.iter().enumerate() {
+            let device = self.device_of[to as usize];
+            // There are few readers, so a linear scan is faster than a set.
+            let is_new = !tensor.to[..at].iter().any(|&other| self.device_of[other as usize] == device);
+            if device != home && is_new {
+                self.loads[device as usize] += sign * tensor.cost;
+                leaves = true;
+            }
+        }
+        if leaves {
+            self.loads[home as usize] += sign * tensor.cost;
+        }
+    }
+
+    fn put(&mut self, unit: usize, device: u32) {
+        let units = self.units;
+        units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, -1.0));
+        let old = std::mem::replace(&mut self.device_of[unit], device) as usize;
+        self.loads[old] -= units.time[unit];
+        self.bytes[old] -= units.bytes[unit];
+        self.loads[device as usize] += units.time[unit];
+        self.bytes[device as usize] += units.bytes[unit];
+        units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, 1.0));
+    }
+
+    /// Proposes a move; `moved` receives the moved units with their previous devices.
+    fn propose(&mut self, numbers: &mut Numbers, moved: &mut Vec<(usize, u32)>) {
+        moved.clear();
+        let unit = numbers.below(self.units.len());
+        let home = self.device_of[unit];
+        if numbers.below(4) == 0 {
+            let other = numbers.below(self.units.len());
+            let away = self.device_of[other];
+            if away != home {
+                self.put(unit, away);
+                self.put(other, home);
+                moved.extend([(unit, home), (other, away)]);
+            }
+            return;
+        }
+        // Usually to a neighbour's device; elsewhere every tensor would have to be sent.
+        let near = &self.near[unit];
+        let device = match numbers.below(4) {
+            0 => numbers.below(self.limits.devices) as u32,
+            _ if near.is_empty() => return,
+            _ => self.device_of[near[numbers.below(near.len())] as usize],
+        };
+        if device == home {
+            return;
+        }
+        let mut most = 1;
+        while most < self.units.len() && numbers.below(3) != 0 {
+            most *= 2;
+        }
+        let most = 1 + numbers.below(most);
+        self.put(unit, device);
+        moved.push((unit, home));
+        let mut next = 0;
+        while moved.len() < most && next < moved.len() {
+            let from = moved[next].0;
+            next += 1;
+            for at in 0..self.near[from].len() {
+                let to = self.near[from][at] as usize;
+                if moved.len() < most && self.device_of[to] == home && numbers.below(4) != 0 {
+                    self.put(to, device);
+                    moved.push((to, home));
+                }
+            }
+        }
+    }
+
+    fn undo(&mut self, moved: &[(usize, u32)]) {
+        for &(unit, device) in moved.iter().rev() {
+            self.put(unit, device);
+        }
+    }
+
+    fn fits(&self) -> bool {
+        self.bytes.iter().all(|&bytes| bytes <= self.limits.bytes)
+    }
+
+    fn worst(&self) -> f64 {
+        self.loads.iter().copied().fold(0.0, f64::max)
+    }
+
+    fn energy(&self) -> f64 {
+        let worst = self.worst().max(f64::MIN_POSITIVE);
+        // Divides by the largest load so that the power cannot overflow.
+        worst * self.loads.iter().map(|load| (load / worst).powi(POWER)).sum::<f64>().powf(1.0 / f64::from(POWER))
+    }
+}

@@ -1,0 +1,160 @@
+//! Device-placement instances, from file to plan: `pipec partition FILE --from dnn-partitioning`.
+
+use crate::cli::cmd::partition::Arguments;
+use crate::cli::prediction;
+use crate::cli::screen::Screen;
+use compiler::cluster::unit;
+use compiler::export::quantity;
+use compiler::graph::hash::sha256;
+use compiler::import::onnx::name::shown;
+use compiler::plan::check::error::PlanFault;
+use compiler::plan::{Plan, PlannedModel, read};
+use instances::placement::check::check as judged;
+use instances::placement::read as dnn_partitioning;
+use instances::placement::solve::{Request, SolveError, solve};
+use pipec::error::Error;
+use pipec::files::input;
+use pipec::files::output;
+use pipec::plan::request::PlanOptions;
+use std::path::Path;
+
+/// Plans an instance, writes the plan and prints it.
+pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
+    let path = &arguments.file;
+    refuse(arguments)?;
+    let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
+    let placement = dnn_partitioning::read(&text).map_err(|error| {
+        Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
+    })?;
+    let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
+    let sha256 = sha256(text.as_bytes());
+    protect(arguments, &sha256)?;
+    let request = Request {
+        anywhere: arguments.noncontiguous,
+        budget: arguments.question.budget,
+        seed: arguments.question.seed,
+        memory: memory.map_err(|error| Error::input("cannot read `--memory`").because(error))?,
+        model: PlannedModel {
+            file: input::file_name(path),
+            sha256: sha256.clone(),
+            ops: placement.nodes.len() as u64,
+            ..PlannedModel::default()
+        },
+        sha256,
+    };
+    let plan = solve(&placement, &request).map_err(|error| match &error {
+        SolveError::Unsound(_) => Error::bug(&error.to_string()),
+        SolveError::Infeasible { smallest, .. } => {
+            let least = quantity::at_least(*smallest);
+            Error::infeasible(format!("no feasible plan for {}", path.display()))
+                .because(&error)
+                .with_help(format!("`--memory {least}` is the smallest limit with a plan found"))
+        }
+        SolveError::TooLarge { .. } | SolveError::Cluster(_) => {
+            Error::input(format!("cannot plan {}", path.display())).because(&error)
+        }
+    })?;
+    tell(&plan, arguments, screen)
+}
+
+/// Refuses to overwrite the plan of another instance at the default path.
+pub fn protect(arguments: &Arguments, sha256: &str) -> Result<(), Error> {
+    match arguments.output {
+        Some(_) => Ok(()),
+        None => {
+            let path = output::default_output(&arguments.file, "plan");
+            output::protect(&path, &arguments.file, &[("sha256", sha256)], "plan")
+        }
+    }
+}
+
+/// The faults of the plan under the instance in a file.
+pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
+    let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
+    let mut placement = dnn_partitioning::read(&text).map_err(|error| Error::file("read the instance", path, error))?;
+    is_of(plan, path, &text)?;
+    // The plan may have been made with another `--memory` than the file's.
+    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
+        placement.bytes_per_device = limit.0 as f64;
+    }
+    Ok(judged(&placement, plan).err().unwrap_or_default())
+}
+
+/// Refuses an instance that is not the plan's.
+pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Error> {
+    if sha256(text.as_bytes()) == plan.model.sha256 {
+        return Ok(());
+    }
+    let what = format!("{} is not the instance of the plan", path.display());
+    Err(Error::input(what).because(format!("the plan is for {}, whose contents differ", shown(&plan.model.file))))
+}
+
+/// Writes the plan of an instance, and prints it.
+pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
+    let json = read::to_json(plan).map_err(|error| Error::bug(&error.to_string()))?;
+    let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "plan"));
+    if output::is_stdout(&path) {
+        screen.document(&json);
+        return Ok(());
+    }
+    output::write(&path, json.as_bytes())?;
+    screen.text(&prediction::describe(plan, screen));
+    plan.warnings.iter().for_each(|warning| screen.warn(warning));
+    screen.json(&serde_json::to_value(plan).unwrap_or_default());
+    screen.text(&format!("\nwrote {}", path.display()));
+    Ok(())
+}
+
+/// Refuses flags for devices and costs, which the instance defines.
+fn refuse(arguments: &Arguments) -> Result<(), Error> {
+    let (devices, options) = (&arguments.devices, arguments.question.options()?);
+    let default = PlanOptions::default();
+    let own = [
+        ("--gpus", devices.gpus.is_some()),
+        ("--levels", devices.levels.is_some()),
+        ("--cluster", devices.cluster.is_some()),
+        ("--profile", arguments.profile.is_some()),
+        ("--schedule", options.schedule.is_some()),
+        ("--microbatches", options.microbatches != default.microbatches),
+        ("--optimizer", options.optimizer != default.optimizer),
+        ("--momentum", options.momentum.is_some()),
+    ];
+    let given = [&own[..], &unsupported(&options)].concat();
+    refuse_given(
+        &given,
+        "dnn-partitioning",
+        "the instance has its own devices and costs",
+        "only `--memory` overrides its values",
+    )
+}
+
+/// Flags that no instance supports; the boolean is true if the flag is given.
+pub fn unsupported(options: &PlanOptions) -> Vec<(&'static str, bool)> {
+    let default = PlanOptions::default();
+    vec![
+        ("--stages", options.replicas.is_some()),
+        ("--cut-after", options.cut_after.is_some()),
+        ("--pin", !options.pins.is_empty()),
+        ("--max-stages", options.max_stages.is_some()),
+        ("--no-replication", options.no_replication),
+        ("--partitioner", options.partitioner != default.partitioner),
+        ("--cost", options.cost != default.cost),
+        ("--target", options.target.is_some()),
+        ("--objective", options.objective != default.objective),
+        ("--in-flight", options.in_flight != default.in_flight),
+        ("--recompute", options.recompute != default.recompute),
+        ("--tensor", options.tensor_parallel != default.tensor_parallel),
+        ("--chunks", options.chunks.is_some()),
+        ("--time-limit", options.time_limit.is_some()),
+    ]
+}
+
+/// Refuses the first given flag that an instance of this format does not support.
+pub fn refuse_given(given: &[(&str, bool)], format: &str, why: &str, help: &str) -> Result<(), Error> {
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => Err(Error::input(format!("`{flag}` cannot be combined with `--from {format}`"))
+            .because(why)
+            .with_help(help)),
+        None => Ok(()),
+    }
+}
