@@ -139,7 +139,7 @@ impl Whole {
 
         // The first run allocates all buffers.
         executor.forward(&mut item).ok()?;
-        item.sums = lend_sums(&mut vec![None; code.gradient_terms.len()], &executor).ok()?;
+        item.sums = lend_sums(&mut vec![None; code.gradient_terms.len()], &executor, None).ok()?;
         executor.backward(&mut item).ok()?;
         let began = Instant::now();
         let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));

@@ -18,7 +18,6 @@
 //! ```
 
 pub mod barrier;
-pub mod devices;
 pub mod encode;
 pub mod files;
 pub mod find;
@@ -26,10 +25,12 @@ pub mod lock;
 pub mod manifest;
 pub mod merge_shards;
 pub mod points;
+pub mod resume_point;
 pub mod writer;
 
 use crate::device::buffer::{Buffer, CountedBytes};
 use crate::exec::executor::Weights;
+use crate::optim::state::ParameterState;
 use compiler::plan::StageId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -78,17 +79,6 @@ pub struct StageState {
     pub states: Vec<Buffer>,
     /// Loss-scaling state: scale and number of good steps.
     pub scale: Option<(f64, u32)>,
-}
-
-/// Optimizer state of a parameter.
-#[derive(Default)]
-pub struct ParameterState {
-    /// `f32` master weights of a 16-bit parameter.
-    pub master: Option<Buffer>,
-    pub state: Vec<Buffer>,
-    /// PipeMare's moving average of updates.
-    pub drift: Option<Buffer>,
-    pub updates: u32,
 }
 
 /// The state of a stage in a resumed run, besides weights and running statistics.

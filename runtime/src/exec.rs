@@ -5,4 +5,6 @@ pub mod evaluate;
 pub mod executor;
 mod memory_limit;
 pub mod moving_average;
+pub mod phase;
 pub mod sequence;
+pub mod step_hook;

@@ -4,4 +4,5 @@ pub mod grad_norm;
 pub mod lr_schedule;
 pub mod optimizer;
 pub mod policy;
+pub mod state;
 pub mod update;

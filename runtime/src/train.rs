@@ -6,4 +6,5 @@ pub mod prepare;
 pub mod resume;
 pub mod run;
 pub mod tensor_parallel;
+pub mod tensor_shards;
 pub mod validate;

@@ -15,9 +15,10 @@ use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::lock::{self, Held, LockError};
 use runtime::checkpoint::manifest::{FILE, Manifest, ShardLayout, StageLayout};
+use runtime::checkpoint::resume_point::ResumePoint;
 use runtime::checkpoint::writer::{Saved, WriterConfig};
 use runtime::optim::lr_schedule::Shape;
-use runtime::train::resume::{Start, StartError, check_states};
+use runtime::train::resume::{ResumeError, check_states};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -76,7 +77,7 @@ pub struct Begun {
     /// The weights of the run, including those of the checkpoint.
     pub weights: BTreeMap<String, Tensor>,
     /// The rest of the state.
-    pub start: Start,
+    pub start: ResumePoint,
 }
 
 /// Refuses to write checkpoints into a folder with checkpoints of another run. `is_held`: this run holds the lock of the folder.
@@ -229,11 +230,13 @@ fn fits(folder: &Path, manifest: &Manifest, task: &Task<'_>, prepared: &Prepared
             folder.display()
         )));
     }
-    let start = Start { minibatches: manifest.minibatches, ..Start::default() };
+    let start = ResumePoint { minibatches: manifest.minibatches, ..ResumePoint::default() };
     start.check(prepared.program()).map_err(|fault| {
         let failure = refused(folder).because(&fault);
         match fault {
-            StartError::Round { .. } => failure.with_help("use another plan, or a checkpoint after a multiple of that"),
+            ResumeError::Round { .. } => {
+                failure.with_help("use another plan, or a checkpoint after a multiple of that")
+            }
             _ => failure.with_help("make the run longer with `--steps` or `--epochs`"),
         }
     })

@@ -4,7 +4,7 @@ use crate::error::Error;
 use compiler::export::quantity;
 use compiler::tensor::Tensor;
 use runtime::train::losses::Diverged;
-use runtime::train::resume::StartError;
+use runtime::train::resume::ResumeError;
 use runtime::train::run::TrainError;
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub fn describe(error: &TrainError) -> Error {
         TrainError::LossScale { .. } => Error::input("cannot train")
             .because(error)
             .with_help("use `--schedule 1f1b`, which has a flush, or `--dtype bf16`, which needs no loss scaling"),
-        TrainError::Start(StartError::Reads { .. }) => Error::input("cannot train with checkpoints")
+        TrainError::Resume(ResumeError::Reads { .. }) => Error::input("cannot train with checkpoints")
             .because(error)
             .with_help("use `--schedule 1f1b`, which has a flush"),
         TrainError::NoPlace { .. } => {

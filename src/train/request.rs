@@ -12,9 +12,10 @@ use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
+use runtime::exec::moving_average::Statistics;
 use runtime::optim::lr_schedule::Rate;
 use runtime::optim::optimizer::{Optimizer as UpdateRule, Rule};
-use runtime::optim::policy::{self, Policy, Statistics};
+use runtime::optim::policy::{self, Policy};
 use std::path::{Path, PathBuf};
 
 /// A request to train a model.

@@ -5,9 +5,10 @@ use crate::train::prepare::{Prepared, Task};
 use compiler::graph::hash::hash;
 use compiler::import::onnx::name::shown;
 use runtime::data::RowOrder;
+use runtime::exec::moving_average::Statistics;
 use runtime::optim::lr_schedule::{Rate, Shape};
 use runtime::optim::optimizer::Rule;
-use runtime::optim::policy::{Policy, Staleness, Statistics};
+use runtime::optim::policy::{Policy, Staleness};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 

@@ -8,12 +8,12 @@ use compiler::op::Sharding;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::cost::Machine;
-use runtime::checkpoint::devices::whole_codes;
 use runtime::comm::tensor_group::Layouts;
 use runtime::exec::compile::StageCode;
 use runtime::train::prepare::{PrepareError, Prepared, Settings};
 use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
 use runtime::train::tensor_parallel::{Order, TensorParallelError, prepare_shared_with, run_shared};
+use runtime::train::tensor_shards::whole_codes;
 
 /// Latency of a collective between two threads.
 const MEETING: Seconds = Seconds(2e-6);

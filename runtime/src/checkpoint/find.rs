@@ -2,8 +2,8 @@
 
 use crate::checkpoint::encode::{Flight, Holds, flight};
 use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest};
+use crate::checkpoint::resume_point::ResumePoint;
 use crate::data::weights;
-use crate::train::resume::Start;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
 use std::cmp::Reverse;
@@ -117,7 +117,7 @@ pub struct Found {
     pub manifest: Manifest,
     pub weights: BTreeMap<String, Tensor>,
     /// The remaining state, including in-flight state even if the plan has changed.
-    pub start: Start,
+    pub start: ResumePoint,
 }
 
 /// Reads a checkpoint and verifies all its files.
@@ -138,7 +138,7 @@ pub fn read(folder: &Path) -> Result<Found, FindError> {
         }
     }
     let scale = manifest.loss_scale.as_ref().map(|scale| (scale.value, scale.good));
-    let start = Start { minibatches: manifest.minibatches, scale, optimizer, flight: Some(in_flight) };
+    let start = ResumePoint { minibatches: manifest.minibatches, scale, optimizer, flight: Some(in_flight) };
     Ok(Found { manifest, weights, start })
 }
 

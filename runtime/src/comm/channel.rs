@@ -1,14 +1,12 @@
 //! A channel between two workers: buffers by reference, in sending order.
 //!
 //! Within one process both ends share memory. For a worker in another process, the sender writes to the queue of that
-//! [`connection`](crate::process::connection), and the connection's reader delivers arriving messages.
+//! connection ([`RemoteEnd`]), and the connection's reader delivers arriving messages.
 //!
 //! A message is available as soon as it is sent. The sender also sees each posted receive: a program bounds how far a
 //! worker may run ahead of its receivers, because messages in flight need buffers that the plan must count.
 
 use crate::device::buffer::Buffer;
-use crate::process::connection::Outbound;
-use crate::process::frame::Kind;
 use compiler::op::Value;
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use std::collections::HashMap;
@@ -33,13 +31,17 @@ pub struct Message {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
+/// The other end of a channel, in another process.
+pub trait RemoteEnd: Send {
+    fn send(&self, message: Message) -> Result<(), Gone>;
+
+    /// Reports a posted receive.
+    fn post(&self);
+}
+
 enum Endpoint<T> {
-    Here(Sender<T>),
-    /// In another process, under this channel number.
-    There {
-        queue: Sender<Outbound>,
-        channel: u32,
-    },
+    Local(Sender<T>),
+    Remote(Box<dyn RemoteEnd>),
 }
 
 /// The sending end of a channel.
@@ -62,32 +64,28 @@ pub struct Incoming {
 /// Creates both ends of a local channel. Dropping one end wakes the other.
 pub fn channel() -> (Outgoing, Incoming) {
     let ((to, messages), (posted, reports)) = (unbounded(), unbounded());
-    let incoming = Incoming { messages, posted: Endpoint::Here(posted), early: HashMap::new() };
-    (Outgoing { messages: Endpoint::Here(to), posted: reports, sent: 0, known: 0 }, incoming)
+    let incoming = Incoming { messages, posted: Endpoint::Local(posted), early: HashMap::new() };
+    (Outgoing { messages: Endpoint::Local(to), posted: reports, sent: 0, known: 0 }, incoming)
 }
 
 /// Creates the sending end of a channel to another process, and the sender that reports its posted receives.
-pub fn outgoing(queue: Sender<Outbound>, channel: u32) -> (Outgoing, Sender<()>) {
+pub fn outgoing(remote: Box<dyn RemoteEnd>) -> (Outgoing, Sender<()>) {
     let (posted, reports) = unbounded();
-    (Outgoing { messages: Endpoint::There { queue, channel }, posted: reports, sent: 0, known: 0 }, posted)
+    (Outgoing { messages: Endpoint::Remote(remote), posted: reports, sent: 0, known: 0 }, posted)
 }
 
 /// Creates the receiving end of a channel from another process, and the sender that delivers its messages.
-pub fn incoming(queue: Sender<Outbound>, channel: u32) -> (Incoming, Sender<Message>) {
+pub fn incoming(remote: Box<dyn RemoteEnd>) -> (Incoming, Sender<Message>) {
     let (to, messages) = unbounded();
-    (Incoming { messages, posted: Endpoint::There { queue, channel }, early: HashMap::new() }, to)
+    (Incoming { messages, posted: Endpoint::Remote(remote), early: HashMap::new() }, to)
 }
 
 impl Outgoing {
     /// Sends a message and returns its number, from 1.
     pub fn send(&mut self, message: Message) -> Result<u64, Gone> {
         match &self.messages {
-            Endpoint::Here(messages) => messages.send(message).map_err(|_| Gone)?,
-            Endpoint::There { queue, channel } => {
-                let head = [channel.to_le_bytes(), message.item.to_le_bytes()].concat();
-                let bodies = message.parcels.into_iter().map(|parcel| parcel.buffer).collect();
-                queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Gone)?;
-            }
+            Endpoint::Local(messages) => messages.send(message).map_err(|_| Gone)?,
+            Endpoint::Remote(remote) => remote.send(message)?,
         }
         self.sent += 1;
         Ok(self.sent)
@@ -107,10 +105,8 @@ impl Incoming {
     pub fn post(&self) {
         // The sender may have finished.
         match &self.posted {
-            Endpoint::Here(posted) => _ = posted.send(()),
-            Endpoint::There { queue, channel } => {
-                _ = queue.send(Outbound::of(Kind::Posted, channel.to_le_bytes().to_vec()));
-            }
+            Endpoint::Local(posted) => _ = posted.send(()),
+            Endpoint::Remote(remote) => remote.post(),
         }
     }
 

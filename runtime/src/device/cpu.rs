@@ -213,7 +213,8 @@ pub(crate) mod tests {
 
     /// Pseudo-random numbers in [-1, 1).
     pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
-        let draw = |i: usize| (crate::data::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        let draw =
+            |i: usize| (compiler::op::dropout::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(draw).collect()
     }
 

@@ -9,8 +9,9 @@ use crate::device::api::{Device, DeviceError, OutputMode, Region, RegionMut};
 use crate::device::buffer::{Buffer, MemoryCounter};
 use crate::device::context::DeviceContext;
 use crate::exec::compile::StageCode;
+use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Joint, Sequence, Slot, Step, TensorAddress};
-use crate::zero::streaming::{RoundPosition, RunPhase, ShardStream};
+use crate::exec::step_hook::StepHook;
 use compiler::op::KernelError;
 use compiler::pass::batched_weight_grad::ITEMS;
 use std::sync::Arc;
@@ -117,7 +118,8 @@ pub struct Executor<'a> {
     /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
     pub tensor_rank: Option<Arc<TensorRank>>,
     /// Gradient and weight streaming between steps, under ZeRO 2 and 3.
-    pub shard_stream: Option<ShardStream>,
+    /// Called around the steps of passes.
+    pub step_hook: Option<Arc<dyn StepHook>>,
     arena: Buffer,
     /// Constants of the forward pass, and of both phases of the backward pass.
     constants: [Vec<Buffer>; 2],
@@ -139,7 +141,7 @@ impl<'a> Executor<'a> {
             states,
             device: DeviceContext::new(device.clone(), ledger)?,
             tensor_rank: None,
-            shard_stream: None,
+            step_hook: None,
             arena: device.allocate(code.arena_bytes)?,
             // Both phases of a split backward have the same constants.
             constants: [uploaded(&code.forward)?, uploaded(&code.backward)?],
@@ -285,14 +287,14 @@ impl<'a> Executor<'a> {
 
     fn run(&self, run: RunPhase, item: &mut Item) -> Result<(), ExecuteError> {
         let (code, sequence) = (self.code, run.of(self.code));
-        let Some(shard_stream) = self.shard_stream.as_ref().filter(|shard_stream| shard_stream.has(run)) else {
+        let Some(hook) = self.step_hook.as_ref().filter(|hook| hook.has(run)) else {
             return self.run_watched(run, item, &mut || ());
         };
         for (at, step) in sequence.steps.iter().enumerate() {
             let failed = |fault| ExecuteError::of_collective(step, fault);
-            shard_stream.before(code, run, at, item, &self.device).map_err(failed)?;
+            hook.before(code, run, at, item, &self.device).map_err(failed)?;
             self.run_steps(run, std::slice::from_ref(step), item, &mut || ())?;
-            shard_stream.after(code, run, at, item, &self.device).map_err(failed)?;
+            hook.after(code, run, at, item, &self.device).map_err(failed)?;
         }
         Ok(())
     }

@@ -13,12 +13,24 @@ use crate::device::api::{DeviceError, Stream};
 use crate::device::buffer::Buffer;
 use crate::exec::compile::NamedTensor;
 use crate::exec::sequence::TensorAddress;
-use crate::optim::policy::Statistics;
 use compiler::graph::Graph;
 use compiler::op::{NodeId, Op, Value};
 use compiler::tensor::DType;
 use compiler::tensor::view::View;
 use std::collections::BTreeMap;
+
+/// Update mode of running statistics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Statistics {
+    /// One update per micro-batch, as PyTorch does under gradient accumulation.
+    #[default]
+    Batch,
+    /// One update per minibatch, with its overall statistics (torchgpipe's `DeferredBatchNorm`).
+    Deferred {
+        /// True if running variances average the unbiased variance.
+        unbiased: bool,
+    },
+}
 
 /// A state that is the moving average of a value.
 #[derive(Clone, Copy, Debug, PartialEq)]

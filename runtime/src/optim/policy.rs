@@ -1,5 +1,7 @@
 //! Training policy besides the update rule: gradient clipping, batch-norm statistics, weight staleness, loss scaling.
 
+use crate::exec::moving_average::Statistics;
+
 /// The policy of a run. The default enables nothing beyond the update rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Policy {
@@ -8,19 +10,6 @@ pub struct Policy {
     pub staleness: Staleness,
     /// Loss scaling, used if gradients are `f16`.
     pub loss_scaling: LossScaling,
-}
-
-/// Update mode of running statistics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Statistics {
-    /// One update per micro-batch, as PyTorch does under gradient accumulation.
-    #[default]
-    Batch,
-    /// One update per minibatch, with its overall statistics (torchgpipe's `DeferredBatchNorm`).
-    Deferred {
-        /// True if running variances average the unbiased variance.
-        unbiased: bool,
-    },
 }
 
 /// Compensation for weights that change between a forward and its backward, under `1f1b-rr-newest`.

@@ -1,7 +1,6 @@
 //! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of
 //! updates.
 
-use crate::checkpoint::ParameterState;
 use crate::device::api::{DeviceError, Region, RegionMut, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -11,6 +10,7 @@ use crate::exec::compile::StageCode;
 use crate::exec::executor::Weights;
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{DISCREPANCY, Staleness};
+use crate::optim::state::ParameterState;
 use crate::zero::shard::ShardRange;
 use compiler::tensor::DType;
 use std::sync::Arc;

@@ -3,10 +3,11 @@
 //! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
+use crate::comm::channel::{Gone, Message, RemoteEnd};
 use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::process::frame::{FrameWriter, Kind};
-use crossbeam_channel::{Receiver, RecvTimeoutError};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -55,6 +56,26 @@ pub struct Outbound {
 impl Outbound {
     pub fn of(kind: Kind, head: Vec<u8>) -> Outbound {
         Outbound { kind, head, bodies: Vec::new() }
+    }
+}
+
+/// The end of a channel in another process: frames in the queue of its connection.
+pub struct RemoteChannel {
+    pub queue: Sender<Outbound>,
+    /// Number of the channel.
+    pub channel: u32,
+}
+
+impl RemoteEnd for RemoteChannel {
+    fn send(&self, message: Message) -> Result<(), Gone> {
+        let head = [self.channel.to_le_bytes(), message.item.to_le_bytes()].concat();
+        let bodies = message.parcels.into_iter().map(|parcel| parcel.buffer).collect();
+        self.queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Gone)
+    }
+
+    fn post(&self) {
+        // The sender may have finished.
+        _ = self.queue.send(Outbound::of(Kind::Posted, self.channel.to_le_bytes().to_vec()));
     }
 }
 

@@ -9,7 +9,7 @@ use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
 use crate::exec::compile::StageCode;
 use crate::process::connection;
-use crate::process::connection::{DeadlineReader, Hangup, Outbound};
+use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts;
 use crate::process::parts::PartForm;
@@ -197,13 +197,15 @@ impl<'a> Exchange<'a> {
             }
             (true, false) => {
                 let (queue, routes) = self.line(there)?;
-                let (outgoing, posted) = channel::outgoing(queue.clone(), number);
+                let (outgoing, posted) =
+                    channel::outgoing(Box::new(RemoteChannel { queue: queue.clone(), channel: number }));
                 routes.posted.insert(number, posted);
                 Ok((Some(outgoing), None))
             }
             (false, true) => {
                 let (queue, routes) = self.line(here)?;
-                let (incoming, to) = channel::incoming(queue.clone(), number);
+                let (incoming, to) =
+                    channel::incoming(Box::new(RemoteChannel { queue: queue.clone(), channel: number }));
                 routes.channels.insert(number, Route { to, tensors });
                 Ok((None, Some(incoming)))
             }

@@ -12,6 +12,7 @@ use crate::exec::executor::{Executor, Item};
 use crate::exec::moving_average::Samples;
 use crate::stage::gradients::{GradientTerms, collect_sums, reduced};
 use crate::stage::stage_worker::StageWorker;
+use crate::zero::streaming::ShardStream;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -78,8 +79,13 @@ impl RoundGradients {
     }
 
     /// Accumulates the gradients of a micro-batch after its backward pass.
-    pub fn add(&mut self, executor: &Executor<'_>, item: &mut Item) -> Result<(), CollectiveError> {
-        collect_sums(&mut self.terms, executor, item)?;
+    pub fn add(
+        &mut self,
+        executor: &Executor<'_>,
+        shard_stream: Option<&ShardStream>,
+        item: &mut Item,
+    ) -> Result<(), CollectiveError> {
+        collect_sums(&mut self.terms, executor, shard_stream, item)?;
         self.items += 1;
         Ok(())
     }
@@ -135,7 +141,7 @@ impl StageWorker<'_> {
         self.gathered.replica = replica;
         let mut part = self.gathered.take(bucket);
         if bucket + 1 >= self.gathered.buckets {
-            self.executor.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
+            self.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
         }
         self.contribute_tied(round, Some(bucket), &mut part.terms)?;
         part.terms.iter().flatten().try_for_each(|term| self.executor.device.release(term))?;
@@ -171,7 +177,7 @@ impl StageWorker<'_> {
 
     /// Takes this replica's shards of sums that were accumulated during the backward passes.
     fn take_sums(&self, round: u32, bucket: u32, terms: &mut [Option<Arc<Buffer>>]) {
-        let Some(shard_stream) = &self.executor.shard_stream else { return };
+        let Some(shard_stream) = &self.shard_stream else { return };
         let own = self.code.gradient_terms.iter().zip(terms).enumerate();
         let own =
             own.filter(|(at, (term, _))| self.gathered.bucket_of[*at] == bucket && shard_stream.takes(term.parameter));
@@ -191,7 +197,7 @@ impl StageWorker<'_> {
     fn sum(&mut self, all: &[ReplicaGradients]) -> Result<ReplicaGradients, DeviceError> {
         let code = self.code;
         // With streaming, only sums shared with other stages pass here; their buffers are freed rather than pooled.
-        let stays = self.executor.shard_stream.is_none();
+        let stays = self.shard_stream.is_none();
         let mut terms = Vec::new();
         for (i, term) in code.gradient_terms.iter().enumerate() {
             let dtype = code.parameters[term.parameter].fact.dtype;

@@ -8,6 +8,7 @@ use crate::device::context::DeviceContext;
 use crate::device::layout::accumulation_type;
 use crate::exec::compile::GradientTerm;
 use crate::exec::executor::{Executor, Item, Sum};
+use crate::zero::streaming::ShardStream;
 use compiler::tensor::DType;
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,10 +17,14 @@ use std::sync::Arc;
 pub type GradientTerms = Vec<(usize, Arc<Buffer>)>;
 
 /// Lends the round's gradient sums to a backward pass, which accumulates into them; [`collect_sums`] takes them back.
-pub fn lend_sums(sums: &mut [Option<Arc<Buffer>>], executor: &Executor<'_>) -> Result<Vec<Option<Sum>>, DeviceError> {
+pub fn lend_sums(
+    sums: &mut [Option<Arc<Buffer>>],
+    executor: &Executor<'_>,
+    shard_stream: Option<&ShardStream>,
+) -> Result<Vec<Option<Sum>>, DeviceError> {
     let code = executor.code;
     let of = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
-        if !term.is_summed || is_streamed(executor, term) {
+        if !term.is_summed || is_streamed(shard_stream, term) {
             return Ok(None);
         }
         Ok(Some(match sum.take() {
@@ -31,8 +36,8 @@ pub fn lend_sums(sums: &mut [Option<Arc<Buffer>>], executor: &Executor<'_>) -> R
 }
 
 /// True if the term goes to its owners' shards as soon as it is computed.
-fn is_streamed(executor: &Executor<'_>, term: &GradientTerm) -> bool {
-    executor.shard_stream.as_ref().is_some_and(|shard_stream| shard_stream.takes(term.parameter))
+fn is_streamed(shard_stream: Option<&ShardStream>, term: &GradientTerm) -> bool {
+    shard_stream.is_some_and(|shard_stream| shard_stream.takes(term.parameter))
 }
 
 /// Allocates the sum of a term.
@@ -51,19 +56,20 @@ pub fn gradient_bytes(dtype: DType, bytes: usize) -> usize {
 pub fn collect_sums(
     sums: &mut [Option<Arc<Buffer>>],
     executor: &Executor<'_>,
+    shard_stream: Option<&ShardStream>,
     item: &mut Item,
 ) -> Result<(), CollectiveError> {
     let code = executor.code;
     let all = sums.iter_mut().zip(&code.gradient_terms).enumerate();
     for (at, (sum, term)) in all.filter(|(_, (_, term))| !term.is_summed) {
         let dtype = code.parameters[term.parameter].fact.dtype;
-        if !is_streamed(executor, term) {
+        if !is_streamed(shard_stream, term) {
             accumulate_term(sum, executor, item, term, dtype)?;
             continue;
         }
         let mut made = None;
         accumulate_term(&mut made, executor, item, term, dtype)?;
-        if let (Some(shard_stream), Some(made)) = (&executor.shard_stream, made) {
+        if let (Some(shard_stream), Some(made)) = (shard_stream, made) {
             shard_stream.add(code, at, item.turn, made.region(), &executor.device)?;
             executor.device.give(made);
         }

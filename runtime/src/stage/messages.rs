@@ -2,8 +2,8 @@
 
 use crate::comm::channel::TensorMessage;
 use crate::device::api::DeviceError;
+use crate::exec::phase::RunPhase;
 use crate::stage::stage_worker::StageWorker;
-use crate::zero::streaming::RunPhase;
 use compiler::plan::StageId;
 use compiler::schedule::Payload;
 

@@ -6,8 +6,8 @@
 
 use crate::device::api::DeviceError;
 use crate::exec::executor::{ExecuteError, Item};
+use crate::exec::phase::RoundPosition;
 use crate::stage::stage_worker::StageWorker;
-use crate::zero::streaming::RoundPosition;
 
 /// Staleness of a micro-batch: its distance to the update that applies its gradients.
 #[derive(Clone, Copy)]

@@ -59,7 +59,7 @@ impl StageWorker<'_> {
             if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
                 let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
                 // With streaming, free the buffer after use instead of pooling it.
-                let mut part = match &self.executor.shard_stream {
+                let mut part = match &self.shard_stream {
                     None => device.take(range.len())?,
                     Some(_) => device.once(range.len())?,
                 };
@@ -101,14 +101,14 @@ impl StageWorker<'_> {
         let is_whole = stepped.buckets == 0;
         if is_whole {
             self.stepped.remove(&version);
-            self.executor.shard_stream.iter().for_each(|shard_stream| shard_stream.open(version));
+            self.shard_stream.iter().for_each(|shard_stream| shard_stream.open(version));
         }
         Ok(is_whole)
     }
 
     /// Publishes this replica's shard of a version, under ZeRO 3.
     pub(super) fn put(&self, version: u32) -> Result<(), DeviceError> {
-        match (&self.executor.shard_stream, self.versions.get(&version)) {
+        match (&self.shard_stream, self.versions.get(&version)) {
             (Some(shard_stream), Some(weights)) => shard_stream.put(version, weights, &self.executor.device),
             _ => Ok(()),
         }
@@ -116,12 +116,12 @@ impl StageWorker<'_> {
 
     /// Releases a version for this replica, under ZeRO 3.
     pub(super) fn let_go(&self, version: u32) {
-        self.executor.shard_stream.iter().for_each(|shard_stream| shard_stream.let_go(version));
+        self.shard_stream.iter().for_each(|shard_stream| shard_stream.let_go(version));
     }
 
     /// Gathers all sharded parameters of a version.
     pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, CollectiveError> {
-        let Some(shard_stream) = self.executor.shard_stream.as_ref().filter(|_| self.share.keeps()) else {
+        let Some(shard_stream) = self.shard_stream.as_ref().filter(|_| self.share.keeps()) else {
             return Ok(weights.clone());
         };
         let of = |(p, weight): (usize, &Arc<Buffer>)| {

@@ -6,11 +6,12 @@
 //! weights here. A tied weight with versions of its own reaches the checkpoint later than its stage; the snapshot waits
 //! for it.
 
-use crate::checkpoint::{ParameterState, ResumeState, StageSnapshot, StageState};
+use crate::checkpoint::{ResumeState, StageSnapshot, StageState};
 use crate::comm::communicator::CollectiveError;
 use crate::device::api::DeviceError;
 use crate::device::buffer::{Buffer, CountedBytes, MemoryCounter};
 use crate::exec::executor::Weights;
+use crate::optim::state::ParameterState;
 use crate::stage::recompute::Lag;
 use crate::stage::stage_worker::StageWorker;
 use std::collections::BTreeMap;

@@ -15,6 +15,7 @@ use crate::device::optimizer::StepArgs;
 use crate::exec::compile::StageCode;
 use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, follow};
+use crate::exec::phase::RoundPosition;
 use crate::optim::grad_norm::{NormAllReduce, Squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
@@ -27,7 +28,7 @@ use crate::stage::snapshot::PendingSnapshots;
 use crate::stage::tied_weights::LateTiedWeight;
 use crate::zero::gradient_shards::GradientShards;
 use crate::zero::shard::ShardRange;
-use crate::zero::streaming::{RoundPosition, ShardStream};
+use crate::zero::streaming::ShardStream;
 use compiler::op::KernelError;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
@@ -117,6 +118,7 @@ pub struct StageWorker<'a> {
     pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
     pub(super) share: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
+    pub(super) shard_stream: Option<Arc<ShardStream>>,
     norms: Option<NormAllReduce>,
     /// Versions that are not gathered completely.
     pub(super) stepped: BTreeMap<u32, Stepped>,
@@ -197,10 +199,13 @@ impl<'a> StageWorker<'a> {
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states, &device, ledger.clone())?;
         executor.tensor_rank = tensor_rank;
+        let mut shard_stream = None;
         if let Some(gradient_shards) = gradient_shards {
             let version = begin.as_ref().map_or(0, |begin| begin.version);
             gradient_shards.enter(share.replica(), ledger, if flushes { version } else { u32::MAX });
-            executor.shard_stream = Some(ShardStream::new(code, share.clone(), gradient_shards, ends_with_round));
+            let stream = Arc::new(ShardStream::new(code, share.clone(), gradient_shards, ends_with_round));
+            executor.step_hook = Some(stream.clone());
+            shard_stream = Some(stream);
         }
         let staleness = (policy.staleness, delay);
         let updater = ParameterUpdater::new(code, optimizer, masters, staleness, share.clone(), &executor.device)?;
@@ -224,6 +229,7 @@ impl<'a> StageWorker<'a> {
             replicas,
             share,
             shard_comm,
+            shard_stream,
             norms,
             stepped: BTreeMap::new(),
             tied,
@@ -376,7 +382,7 @@ impl<'a> StageWorker<'a> {
         self.take_weights(&mut state, version, lag)?;
         state.turn = RoundPosition { own: self.gathered.items(), ..lag.turn };
         if part.ends() {
-            state.sums = lend_sums(&mut self.gathered.terms, &self.executor)?;
+            state.sums = lend_sums(&mut self.gathered.terms, &self.executor, self.shard_stream.as_deref())?;
         }
         if part.makes_gradients() {
             // A program need not contain a recompute instruction.
@@ -394,7 +400,7 @@ impl<'a> StageWorker<'a> {
                 };
                 ExecuteError { node: "the gradients of parameters".to_string(), fault }
             };
-            self.gathered.add(&self.executor, &mut state).map_err(failed)?;
+            self.gathered.add(&self.executor, self.shard_stream.as_deref(), &mut state).map_err(failed)?;
             self.bring_due()?;
         }
         self.give_weights(&mut state, lag);
@@ -451,7 +457,7 @@ impl<'a> StageWorker<'a> {
             terms[tied.parameter] = tied.place.meet(u64::from(round) + 1)?.iter().flatten().cloned().collect();
         }
         // With streaming, all but a shard of each gradient is freed.
-        let (stays, device) = (self.executor.shard_stream.is_none(), &self.executor.device);
+        let (stays, device) = (self.shard_stream.is_none(), &self.executor.device);
         let parameters = self.code.parameters.iter();
         let totals =
             terms.into_iter().zip(parameters).map(|(terms, named)| total(device, named.fact.dtype, terms, stays));

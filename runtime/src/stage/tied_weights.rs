@@ -58,7 +58,7 @@ impl StageWorker<'_> {
             let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
             let all = place.meet(u64::from(step.round) + 1)?;
             let terms = all.iter().flatten().cloned().collect();
-            let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.executor.shard_stream.is_none());
+            let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.shard_stream.is_none());
             let total = total(&self.executor.device, dtype, terms, stays)?;
             // On separate devices each rank would have a copy of the others' terms; here the others may still read this
             // one's.

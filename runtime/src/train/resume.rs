@@ -4,8 +4,9 @@
 //! optimizer state are found by name. The older versions of a differently partitioned stage are unknown; the
 //! checkpoint's version replaces them, as the initial weights do at the start of a run.
 
-use crate::checkpoint::encode::{DRIFT, Flight, STEP};
-use crate::checkpoint::{ParameterState, ResumeState};
+use crate::checkpoint::ResumeState;
+use crate::checkpoint::encode::{DRIFT, STEP};
+use crate::checkpoint::resume_point::ResumePoint;
 use crate::device::api::{Device, DeviceError};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
@@ -14,6 +15,7 @@ use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
 use crate::exec::sequence::Slot;
 use crate::optim::policy::Staleness;
+use crate::optim::state::ParameterState;
 use crate::train::run::TrainJob;
 use compiler::plan::StageId;
 use compiler::plan::schedule::Schedule;
@@ -28,7 +30,7 @@ use thiserror::Error;
 
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
-pub enum StartError {
+pub enum ResumeError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error("the checkpoint has no `{name}`")]
@@ -48,7 +50,7 @@ pub enum StartError {
 
 /// Rejects checkpointing without a flush for a stage whose forward reads a moving average of its own values. A repeated
 /// forward after a checkpoint would see a later state than the original forward did.
-pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), StartError> {
+pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), ResumeError> {
     if program.schedule.flushes() {
         return Ok(());
     }
@@ -59,42 +61,29 @@ pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), StartE
                 _ => None,
             });
             if let Some(at) = read {
-                return Err(StartError::Reads { name: code.states[at].name.clone(), schedule: program.schedule });
+                return Err(ResumeError::Reads { name: code.states[at].name.clone(), schedule: program.schedule });
             }
         }
     }
     Ok(())
 }
 
-/// A checkpoint to resume from, without its weights and states.
-#[derive(Debug, Default)]
-pub struct Start {
-    /// Finished minibatches.
-    pub minibatches: u32,
-    /// Loss-scaling state: scale and number of good steps.
-    pub scale: Option<(f64, u32)>,
-    /// Optimizer state, by `parameter/kind`.
-    pub optimizer: BTreeMap<String, Tensor>,
-    /// In-flight state by stage and replica; `None` under another plan.
-    pub flight: Option<BTreeMap<(u32, u32), Flight>>,
-}
-
-impl Start {
+impl ResumePoint {
     /// Rejects a program that has no checkpoint position after this minibatch.
-    pub fn check(&self, program: &Program) -> Result<(), StartError> {
+    pub fn check(&self, program: &Program) -> Result<(), ResumeError> {
         let minibatches = self.minibatches;
         let whole = program.items / program.microbatches.max(1);
         if minibatches > whole {
-            return Err(StartError::Beyond { minibatches, whole });
+            return Err(ResumeError::Beyond { minibatches, whole });
         }
         match period(program) {
             period if minibatches.is_multiple_of(period) => Ok(()),
-            period => Err(StartError::Round { minibatches, period, schedule: program.schedule }),
+            period => Err(ResumeError::Round { minibatches, period, schedule: program.schedule }),
         }
     }
 
     /// Rejects a checkpoint that lacks state for any replica of a stage.
-    pub fn check_whole(&self, training: &TrainJob<'_>) -> Result<(), StartError> {
+    pub fn check_whole(&self, training: &TrainJob<'_>) -> Result<(), ResumeError> {
         for (stage, code) in (0..).map(StageId).zip(training.codes) {
             for replica in 0..training.program.stages[stage.index()].replicas {
                 self.begin(stage, replica, code, training, &*cpu())?;
@@ -111,7 +100,7 @@ impl Start {
         code: &StageCode,
         training: &TrainJob<'_>,
         device: &dyn Device,
-    ) -> Result<ResumeState, StartError> {
+    ) -> Result<ResumeState, ResumeError> {
         let rule = Rule::of(training.program);
         let version = version_at(&rule, stage, self.minibatches).0;
         let drifts =
@@ -140,7 +129,7 @@ impl Start {
             let none = BTreeMap::new();
             let made = weights(code, known.unwrap_or(&none), &is_late, device);
             free.insert(made.map_err(|fault| match fault {
-                StartError::Missing { name } => StartError::Missing { name: format!("v{version}/{name}") },
+                ResumeError::Missing { name } => ResumeError::Missing { name: format!("v{version}/{name}") },
                 other => other,
             })?);
         }
@@ -162,17 +151,17 @@ impl Start {
         kinds: &[&str],
         drifts: bool,
         device: &dyn Device,
-    ) -> Result<ParameterState, StartError> {
+    ) -> Result<ParameterState, ResumeError> {
         let of = |kind: &str| {
             let name = format!("{}/{kind}", named.name);
-            self.optimizer.get(&name).ok_or(StartError::Missing { name })
+            self.optimizer.get(&name).ok_or(ResumeError::Missing { name })
         };
         let as_wide = |kind: &str| buffer(named, accumulation_type(named.fact.dtype), of(kind)?, device);
         let state = kinds.iter().map(|kind| as_wide(kind)).collect::<Result<_, _>>()?;
         let updates = of(STEP)?;
         let is_count = updates.dtype() == DType::I64 && updates.len() == 1;
         let updates = is_count.then(|| u32::try_from(updates.to_i64()[0]).ok()).flatten();
-        let updates = updates.ok_or_else(|| StartError::Fact {
+        let updates = updates.ok_or_else(|| ResumeError::Fact {
             name: format!("{}/{STEP}", named.name),
             expected: "an update count".into(),
             got: "something else".into(),
@@ -193,24 +182,24 @@ fn weights(
     tensors: &BTreeMap<String, Tensor>,
     is_elsewhere: &dyn Fn(&NamedTensor) -> bool,
     device: &dyn Device,
-) -> Result<Weights, StartError> {
+) -> Result<Weights, ResumeError> {
     let one = |named: &NamedTensor| {
         if is_elsewhere(named) {
             return Ok(Arc::new(Buffer::empty()));
         }
-        let missing = || StartError::Missing { name: named.name.clone() };
+        let missing = || ResumeError::Missing { name: named.name.clone() };
         let tensor = tensors.get(&named.name).ok_or_else(missing)?;
         Ok(Arc::new(buffer(named, named.fact.dtype, tensor, device)?))
     };
     code.parameters.iter().map(one).collect()
 }
 
-fn buffer(named: &NamedTensor, dtype: DType, tensor: &Tensor, device: &dyn Device) -> Result<Buffer, StartError> {
+fn buffer(named: &NamedTensor, dtype: DType, tensor: &Tensor, device: &dyn Device) -> Result<Buffer, ResumeError> {
     if tensor.dtype() != dtype || named.fact.concrete().as_deref() != Some(tensor.shape()) {
         let shape = named.fact.concrete().unwrap_or_default();
         let expected = format!("{dtype}{shape:?}");
         let got = format!("{}{:?}", tensor.dtype(), tensor.shape());
-        return Err(StartError::Fact { name: named.name.clone(), expected, got });
+        return Err(ResumeError::Fact { name: named.name.clone(), expected, got });
     }
     Ok(device.upload(tensor.bytes())?)
 }

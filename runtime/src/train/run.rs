@@ -3,6 +3,7 @@
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::checkpoint::points::Cuts;
+use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
@@ -29,7 +30,7 @@ use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, Span, WorkerContext, WorkerError, WorkerResult};
 use crate::train::channels::{Boards, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties};
 use crate::train::losses::{Diverged, LossTracker};
-use crate::train::resume::{Start, StartError, check_states as check_read_states};
+use crate::train::resume::{ResumeError, check_states as check_read_states};
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_shares, check_states};
 use crate::zero::gradient_shards::GradientShards;
 use compiler::graph::{Graph, order};
@@ -83,7 +84,7 @@ pub enum TrainError {
     )]
     Apart { stage: usize, level: u32 },
     #[error(transparent)]
-    Start(#[from] StartError),
+    Resume(#[from] ResumeError),
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error("bug in pipec: the program splits the backward of stage {stage}, which is compiled as one")]
@@ -126,7 +127,7 @@ pub struct TrainJob<'a> {
 #[derive(Default)]
 pub struct RunOptions<'a> {
     /// The checkpoint to resume from; its weights are in [`TrainJob::weights`].
-    pub start: Option<&'a Start>,
+    pub start: Option<&'a ResumePoint>,
     /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
     pub gate: Option<&'a MinibatchBarrier<'a>>,

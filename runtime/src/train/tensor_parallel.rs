@@ -6,14 +6,14 @@
 //! sharded; the results are gathered at the end.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::devices::{ShardGatherer, dealt, joined, start_of};
+use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
 use crate::device::api::DeviceError;
 use crate::exec::compile::{CompileError, compile_tensor_parallel};
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
-use crate::train::resume::Start;
 use crate::train::run::{RunOptions, StepDone, TrainError, TrainJob, Trained, run_tensor_parallel};
+use crate::train::tensor_shards::{ShardGatherer, dealt, joined, start_of};
 use compiler::graph::Graph;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{Pipeline, Program, ScheduleError};
@@ -94,7 +94,7 @@ pub fn run_shared(
     let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
     let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
     let starts = (0..devices).map(|device| start.map(|start| start_of(start, (layouts, devices), device)).transpose());
-    let starts: Vec<Option<Start>> = starts.collect::<Result<_, _>>()?;
+    let starts: Vec<Option<ResumePoint>> = starts.collect::<Result<_, _>>()?;
     let tables: Vec<Arc<TensorComm>> =
         training.program.workers.iter().map(|_| Arc::new(TensorComm::new(devices))).collect();
     let known = Arc::new(layouts.clone());

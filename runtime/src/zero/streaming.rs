@@ -11,50 +11,13 @@ use crate::device::context::DeviceContext;
 use crate::device::layout::accumulation_type;
 use crate::exec::compile::StageCode;
 use crate::exec::executor::{Item, Sum, Weights};
+use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Sequence, Slot, Step, TensorAddress};
+use crate::exec::step_hook::StepHook;
 use crate::zero::gradient_shards::{GradientShards, Term};
 use crate::zero::shard::ShardRange;
-use compiler::pass::batched_weight_grad::ITEMS;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunPhase {
-    Forward,
-    /// The backward pass, or the input-gradient pass if split.
-    Backward,
-    /// The weight-gradient pass.
-    Weight,
-}
-
-impl RunPhase {
-    pub fn of(self, code: &StageCode) -> &Sequence {
-        match self {
-            RunPhase::Forward => &code.forward,
-            RunPhase::Backward => &code.backward,
-            RunPhase::Weight => &code.weight,
-        }
-    }
-}
-
-/// Position of a micro-batch among those that accumulate into the same sums.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RoundPosition {
-    pub round: u32,
-    /// Micro-batches of the round before this one, over all replicas.
-    pub before: u32,
-    /// Micro-batches of the round that this worker has already run backward.
-    pub own: u64,
-    /// Micro-batches of the round on this worker.
-    pub of: u64,
-}
-
-impl RoundPosition {
-    /// True if its weight gradients are computed in a full batch of [`ITEMS`] micro-batches.
-    pub fn is_joined(&self) -> bool {
-        self.own < self.of / u64::from(ITEMS) * u64::from(ITEMS)
-    }
-}
 
 /// Actions around a step.
 #[derive(Default)]
@@ -107,63 +70,6 @@ impl ShardStream {
 
     fn of(&self, run: RunPhase) -> &[Moment] {
         &self.moments[run as usize]
-    }
-
-    /// True if any step of the pass has actions.
-    pub fn has(&self, run: RunPhase) -> bool {
-        self.of(run).iter().any(|moment| !moment.is_empty())
-    }
-
-    /// Gathers the parameters that a step reads and allocates the sums that begin with it.
-    pub fn before(
-        &self,
-        code: &StageCode,
-        run: RunPhase,
-        step: usize,
-        item: &mut Item,
-        device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
-        let (moment, ledger) = (&self.of(run)[step], device.ledger());
-        for &parameter in &moment.gathered {
-            // A resumed run holds full weights for versions before its start.
-            if item.weights[parameter].len() < code.parameters[parameter].bytes {
-                item.gathered.resize(code.parameters.len(), None);
-                let whole = self.whole(code, (item.version, parameter), Some(&ledger), device)?;
-                item.gathered[parameter] = Some(whole);
-            }
-        }
-        for &term in &moment.begun {
-            let at = &code.gradient_terms[term];
-            let dtype = code.parameters[at.parameter].fact.dtype;
-            let mut room = device.allocate(at.place.bytes / dtype.size() * accumulation_type(dtype).size())?;
-            room.count_in(&ledger);
-            item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
-        }
-        Ok(())
-    }
-
-    /// Frees what the next step does not read, and adds finished sums to the owners' shards. Blocks until earlier
-    /// micro-batches have added theirs.
-    pub fn after(
-        &self,
-        code: &StageCode,
-        run: RunPhase,
-        step: usize,
-        item: &mut Item,
-        device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
-        let moment = &self.of(run)[step];
-        for &parameter in &moment.dropped {
-            if let Some(gathered) = item.gathered.get_mut(parameter) {
-                *gathered = None;
-            }
-        }
-        for &term in &moment.ended {
-            if let Some(made) = item.sums[term].take() {
-                self.add(code, term, item.turn, made.buffer.region(), device)?;
-            }
-        }
-        Ok(())
     }
 
     /// Adds a term, in the element type of sums, to the owners' shards.
@@ -223,6 +129,64 @@ impl ShardStream {
     /// Takes this replica's shard of a term's sum.
     pub fn sum(&self, round: u32, term: usize) -> Option<Arc<Buffer>> {
         self.gradient_shards.take(Term { round, term }, self.share.replica()).map(Arc::new)
+    }
+}
+
+impl StepHook for ShardStream {
+    fn has(&self, run: RunPhase) -> bool {
+        self.of(run).iter().any(|moment| !moment.is_empty())
+    }
+
+    /// Gathers the parameters that a step reads and allocates the sums that begin with it.
+    fn before(
+        &self,
+        code: &StageCode,
+        run: RunPhase,
+        step: usize,
+        item: &mut Item,
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
+        let (moment, ledger) = (&self.of(run)[step], device.ledger());
+        for &parameter in &moment.gathered {
+            // A resumed run holds full weights for versions before its start.
+            if item.weights[parameter].len() < code.parameters[parameter].bytes {
+                item.gathered.resize(code.parameters.len(), None);
+                let whole = self.whole(code, (item.version, parameter), Some(&ledger), device)?;
+                item.gathered[parameter] = Some(whole);
+            }
+        }
+        for &term in &moment.begun {
+            let at = &code.gradient_terms[term];
+            let dtype = code.parameters[at.parameter].fact.dtype;
+            let mut room = device.allocate(at.place.bytes / dtype.size() * accumulation_type(dtype).size())?;
+            room.count_in(&ledger);
+            item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
+        }
+        Ok(())
+    }
+
+    /// Frees what the next step does not read, and adds finished sums to the owners' shards. Blocks until earlier
+    /// micro-batches have added theirs.
+    fn after(
+        &self,
+        code: &StageCode,
+        run: RunPhase,
+        step: usize,
+        item: &mut Item,
+        device: &DeviceContext,
+    ) -> Result<(), CollectiveError> {
+        let moment = &self.of(run)[step];
+        for &parameter in &moment.dropped {
+            if let Some(gathered) = item.gathered.get_mut(parameter) {
+                *gathered = None;
+            }
+        }
+        for &term in &moment.ended {
+            if let Some(made) = item.sums[term].take() {
+                self.add(code, term, item.turn, made.buffer.region(), device)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -105,7 +105,7 @@ mod tests {
     use super::super::is_at_hand;
     use super::super::product::matrices;
     use super::*;
-    use crate::data::mix;
+    use compiler::op::dropout::mix;
 
     #[repr(C, align(64))]
     #[derive(Clone, Copy)]

@@ -5,14 +5,15 @@
 
 use crate::checkpoint::encode::{Flight, STEP};
 use crate::checkpoint::merge_shards::join;
-use crate::checkpoint::{ParameterState, StageSnapshot, StageState};
+use crate::checkpoint::resume_point::ResumePoint;
+use crate::checkpoint::{StageSnapshot, StageState};
 use crate::comm::tensor_group::Layouts;
 use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
+use crate::optim::state::ParameterState;
 use crate::stage::saved_weights::{Checkpoint, tensor};
-use crate::train::resume::Start;
 use crate::train::tensor_parallel::TensorParallelError;
 use compiler::op::sharding::{part_of, whole_of};
 use compiler::op::{Sharding, SplitDim};
@@ -46,7 +47,11 @@ pub fn dealt(
 }
 
 /// A device's shard of the checkpoint state.
-pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Result<Start, TensorParallelError> {
+pub fn start_of(
+    start: &ResumePoint,
+    group: (&Layouts, usize),
+    device: usize,
+) -> Result<ResumePoint, TensorParallelError> {
     let own = |tensors: &BTreeMap<String, Tensor>| dealt(tensors, |name| name, group, device);
     let each = |of: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, TensorParallelError> {
         of.iter().map(|(number, tensors)| Ok((*number, own(tensors)?))).collect()
@@ -63,7 +68,7 @@ pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Resul
     let parameter =
         |name: &str| name.rsplit_once('/').filter(|(_, kind)| *kind != STEP).map_or(0, |(own, _)| own.len());
     let optimizer = dealt(&start.optimizer, |name| &name[..parameter(name)], group, device)?;
-    Ok(Start { minibatches: start.minibatches, scale: start.scale, optimizer, flight: flight.transpose()? })
+    Ok(ResumePoint { minibatches: start.minibatches, scale: start.scale, optimizer, flight: flight.transpose()? })
 }
 
 /// Stage descriptions with unsharded names and shapes, for checkpoint files. They contain no code.
