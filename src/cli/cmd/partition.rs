@@ -80,6 +80,9 @@ pub struct Arguments {
     /// Let a device hold nodes from anywhere in the graph (dnn-partitioning instances)
     #[arg(long, help_heading = "Constraints")]
     pub noncontiguous: bool,
+    /// Also place nodes on the CPUs of the file (dnn-partitioning instances)
+    #[arg(long, help_heading = "Devices")]
+    pub cpus: bool,
     /// Also print the candidates that the plan was chosen from
     #[arg(long, help_heading = "Results")]
     pub compare: bool,
@@ -127,6 +130,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     if arguments.noncontiguous {
         return Err(Error::input("`--noncontiguous` goes with `--from dnn-partitioning`")
             .because("stages of a pipeline that trains are contiguous"));
+    }
+    if arguments.cpus {
+        return Err(Error::input("`--cpus` goes with `--from dnn-partitioning`")
+            .because("the CPUs are those of the instance, with a time for each node"));
     }
     let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "plan"));
     if !output::is_stdout(&path) {

@@ -20,6 +20,7 @@ use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::check_plan::stated;
+use instances::piper::read::MAX_COUNT;
 use pipec::costs::CostInput;
 use pipec::costs::cost_source::CostSource;
 use pipec::error::Error;
@@ -36,6 +37,9 @@ use std::path::{Path, PathBuf};
 
 /// Minibatches for which `plan check` makes programs: enough for every cap to be reached and rounds to end short.
 const CHECKED: u32 = 50;
+
+/// Micro-batches of an instance for which `plan check` makes programs, at most: as many as devices.
+const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
 
 /// What to do with a plan.
 #[derive(Debug, Args)]
@@ -174,7 +178,9 @@ fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Scr
 
 /// The programs of the plan, or under an order of the user's own, if nothing is wrong with them.
 fn checked(plan: &Plan, own: Option<&CustomSchedule>) -> Result<Program, String> {
-    let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches };
+    // Programs of more micro-batches than an instance has in flight repeat themselves, and would take gigabytes.
+    let most = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
+    let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches.min(most) };
     let made = pipeline(plan).and_then(|pipeline| match own {
         Some(own) => own.unchecked(&pipeline, CHECKED),
         None => schedule(schedule_of(plan.schedule.kind)?, &pipeline, count),
