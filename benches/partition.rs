@@ -18,7 +18,7 @@
 //! | CPU-s, MiB | processor seconds, and peak memory of the process |
 
 #[allow(dead_code)] // Tests use the rest.
-#[path = "../tests/problems/mod.rs"]
+#[path = "../tests/support/problems.rs"]
 mod problems;
 #[path = "partition/published.rs"]
 mod published;
@@ -117,7 +117,7 @@ fn against_pipedream() -> String {
 }
 
 fn large_profiles() -> String {
-    let mut table = Table::new("Larger profiles, against their bound, ms per minibatch", &COLUMNS);
+    let mut table = Table::new("Larger profiles compared with their lower bound, ms per minibatch", &COLUMNS);
     for name in ["resnext50", "inception_v3", "nasnetamobile"] {
         for (cost, label) in
             [(CostModel::Paper, "paper"), (CostModel::Pipedream, "pipedream"), (CostModel::Pipec, "pipec")]
@@ -173,8 +173,18 @@ fn random_graph(random: &mut Random) -> CostGraph {
 }
 
 fn against_everything() -> String {
-    let columns = ["cost", "graphs", "equal to the best", "worst ratio", "proven", "CPU-s", "CPU-s of everything"];
-    let mut table = Table::new("Random graphs of up to 8 ops on up to 4 devices, against everything", &columns);
+    let columns = [
+        "cost",
+        "graphs",
+        "equal to the optimum",
+        "worst ratio",
+        "proven",
+        "CPU-s",
+        "CPU-s of exhaustive \
+        search",
+    ];
+    let mut table =
+        Table::new("Random graphs of up to 8 ops on up to 4 devices, compared with exhaustive search", &columns);
     for (cost, label) in [(CostModel::Paper, "paper"), (CostModel::Pipedream, "pipedream"), (CostModel::Pipec, "pipec")]
     {
         let (mut equal, mut worst, mut proven) = (0, 1.0f64, 0);
@@ -228,7 +238,7 @@ fn large() -> Vec<(&'static str, Problem)> {
 }
 
 fn at_size() -> String {
-    let mut table = Table::new("Large problems, against their bound, ms per minibatch", &COLUMNS);
+    let mut table = Table::new("Large problems compared with their lower bound, ms per minibatch", &COLUMNS);
     for (name, problem) in large() {
         let (planned, spent) = spending(|| with(&problem, Partitioner::Pipec));
         row(&mut table, format!("{name} ({})", replicas(&planned.plan)), None, &planned.plan, 1e3, spent);
@@ -252,7 +262,7 @@ fn shared() -> Vec<(String, Option<Problem>)> {
 
 fn partitioners() -> String {
     let columns =
-        ["instance", "partitioner", "replicas", "ms", "over pipec", "bound", "proven", "states", "CPU-s", "MiB"];
+        ["instance", "partitioner", "replicas", "ms", "relative to pipec", "bound", "proven", "states", "CPU-s", "MiB"];
     let mut table = Table::new("Partitioners on the same problem, ms per minibatch", &columns);
     for (name, problem) in shared() {
         let Some(problem) = problem else {
@@ -292,7 +302,7 @@ fn partitioners() -> String {
 fn tables() {
     let parts: [fn() -> String; 6] =
         [against_pipedream, large_profiles, placements, against_everything, at_size, partitioners];
-    let mut all = String::from("# Plans: how good they are, and what they take to find\n");
+    let mut all = String::from("# Plans: quality and search time\n");
     println!("{all}");
     for part in parts {
         let text = part();

@@ -12,8 +12,9 @@ use compiler::graph::bind::bind;
 use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
 use compiler::pass::loss::Loss;
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageSpec, published_caps};
+use compiler::schedule::{Pipeline, StageSpec, published_caps};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::digits::{self, Digits, SAMPLE, Split};
@@ -65,7 +66,7 @@ fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness:
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
     let pipeline = pipeline.with_caps(&published_caps(&vec![1; stages]));
-    let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be cut");
+    let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be partitioned");
     let data = Dataset::new(arrays(&digits.train), &feeds(&prepared.codes), BATCH).expect("the digits fit");
     let order = RowOrder::Shuffled { seed };
     let batches = Batches::new(data, BATCH, 1, EPOCHS * per_epoch, order).expect("there is an epoch of digits");
@@ -106,13 +107,13 @@ fn main() {
         ("pipemare", Schedule::OneFOneBRrNewest, Staleness::PipeMare { anneal }),
         ("none", Schedule::OneFOneBRrNewest, Staleness::None),
     ];
-    println!("| staleness | lr | loss of the last epoch | accuracy | held by the first stage |");
+    println!("| staleness | lr | loss of the last epoch | accuracy | memory of the first stage |");
     println!("| --- | --- | --- | --- | --- |");
     for rate in RATES {
         for (name, schedule, staleness) in ways {
             let (mut loss, mut right, mut held) = (0.0, 0.0, 0);
             for seed in 0..SEEDS {
-                let (model, digits) = (model(seed), digits::load(seed).expect("the digits are part of the program"));
+                let (model, digits) = (model(seed), digits::load(seed));
                 let trained = run(&model, &digits, seed, schedule, staleness, rate);
                 let last = &trained.losses[trained.losses.len() - digits.train.rows / BATCH..];
                 loss += last.iter().sum::<f64>() / last.len() as f64;

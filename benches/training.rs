@@ -41,16 +41,16 @@ use subjects::{SUBJECTS, Subject};
 /// Trains with pipec and PyTorch, and compares.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Which models [default: all]
+    /// Models to train [default: all]
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = named)]
     models: Vec<&'static Subject>,
-    /// Rounds; figures are their medians
+    /// Number of rounds; results are their medians
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// Minibatches in a round [default: a few seconds' worth]
+    /// Minibatches per round [default: a few seconds' worth]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     steps: Option<u32>,
-    /// What cargo says to every bench
+    /// Passed by cargo to every bench
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -65,7 +65,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
     let (model, parameters) = subject.built();
     if let Some(peer) = peer {
         let counted = peer.parameters(subject.name).expect("the peer can count");
-        assert_eq!(parameters, counted, "{}: the peer's model is another one", subject.name);
+        assert_eq!(parameters, counted, "{}: the peer's model is different", subject.name);
     }
     eprintln!("{}: {}, {parameters} parameters, batch {}; profiling", subject.name, subject.about, subject.batch);
     let mut sizes: Vec<u32> = LINES.iter().map(|line| line.way.microbatches).collect();

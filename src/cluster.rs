@@ -14,17 +14,17 @@ use std::path::{Path, PathBuf};
 
 use compiler::export::quantity;
 
-/// The most bytes of a cluster file.
+/// Maximum size of a cluster file in bytes.
 const MOST_BYTES: u64 = 1 << 20;
 
-/// A description of devices: a count on one link, levels of links, or a cluster file.
+/// A description of devices: a count on one link, interconnect levels, or a cluster file.
 #[derive(Clone, Debug, Default)]
 pub struct ClusterRequest {
     /// The number of devices on one link.
     pub gpus: Option<u32>,
     /// The bandwidth of that link per device and direction.
     pub bandwidth: Option<BytesPerSecond>,
-    /// Levels of devices, innermost first: `8:450GB/s,2:50GB/s`.
+    /// Interconnect levels, innermost first: `8:450GB/s,2:50GB/s`.
     pub levels: Option<String>,
     /// A cluster file.
     pub file: Option<PathBuf>,
@@ -40,16 +40,18 @@ pub fn cluster(devices: &ClusterRequest, kind: Option<&'static Kind>) -> Result<
         ClusterRequest { gpus: Some(count), bandwidth, .. } => {
             let default = kind.map(|kind| kind.link().1);
             read::gpus(*count, bandwidth.or(default)).map_err(|error| {
-                Error::input("cannot use `--gpus`").because(error).with_help("`--gpus 8` is eight devices on one link")
+                Error::input("cannot use `--gpus`")
+                    .because(error)
+                    .with_help("`--gpus 8` means eight devices on one link")
             })?
         }
         ClusterRequest { levels: Some(text), .. } => read::levels(text).map_err(|error| {
-            let help = "`--levels 8:450GB/s,2:50GB/s` is two servers of eight devices each";
+            let help = "`--levels 8:450GB/s,2:50GB/s` means two servers of eight devices each";
             Error::input("cannot read `--levels`").because(error).with_help(help)
         })?,
         ClusterRequest { .. } => {
-            return Err(Error::input("no devices are given").with_help(
-                "`--gpus 4`, `--levels 8:450GB/s,2:50GB/s` or `--cluster cluster.toml` says which there are",
+            return Err(Error::input("no devices given").with_help(
+                "describe them with `--gpus 4`, `--levels 8:450GB/s,2:50GB/s` or `--cluster cluster.toml`",
             ));
         }
     };
@@ -70,7 +72,7 @@ pub fn from_toml(text: &str, path: &Path) -> Result<Cluster, Error> {
     })
 }
 
-/// Says how fast classes of devices are that the cluster leaves open, against the device whose costs are used.
+/// Sets the relative speeds of device classes without one, against the device whose costs are used.
 pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
     let first = cluster.device.clone();
     let known = find(costs_of).map(Kind::device).or_else(|| (first.kind == costs_of).then_some(first));
@@ -79,12 +81,12 @@ pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
     }
 }
 
-/// The device kind called `name`.
+/// The device type called `name`.
 pub fn kind(name: &str) -> Result<&'static Kind, Error> {
     find(name).ok_or_else(|| {
         let why = format!("known: {}{}", names(), hint(name));
-        let help = "a kind of your own is described in a cluster file, whose fields `pipec schema cluster` prints";
-        Error::input(format!("device kind `{name}` is not known")).because(why).with_help(help)
+        let help = "describe other device types in a cluster file (`pipec schema cluster` prints its fields)";
+        Error::input(format!("unknown device type `{name}`")).because(why).with_help(help)
     })
 }
 
@@ -94,7 +96,7 @@ pub fn cluster_of(devices: &ClusterRequest, profile: &Profile) -> Result<Cluster
     if devices.file.is_some() || analytic.is_some() {
         return cluster(devices, analytic);
     }
-    // Only CPUs are measured, and a CPU's own cores are known where the profile was made here.
+    // Only CPUs are measured, and the cores are known only if the profile was made on this CPU.
     let mut described = cluster(devices, find("cpu"))?;
     let workers = described.devices();
     if profile.device.name == machine::device().name {

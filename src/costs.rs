@@ -2,20 +2,18 @@
 
 use crate::cluster;
 use crate::error::Error;
-use crate::events::EventSink;
 use crate::files::input;
 use crate::help;
 use crate::loss::{Attributed, CountedLoss, attributed};
-use crate::model::{self, LoadedModel};
-use crate::plan::request::PlanRequest;
-use crate::plan::tensor_parallel::Shareable;
+use crate::model::LoadedModel;
 use compiler::cluster::device::{self, Kind};
 use compiler::cluster::{Cluster, Device};
+use compiler::graph::Graph;
 use compiler::graph::hash::sha256;
-use compiler::import::onnx::name::shown;
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::AttributionError;
+use compiler::pass::attribution::Training;
 use compiler::pass::costs::{cost_graph, dtype, fill};
 use compiler::pass::precision::precision;
 use compiler::plan::problem::{CostModel, Problem};
@@ -24,16 +22,15 @@ use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
 use profiler::scratch::{of_joint, scratch};
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 pub mod cost_source;
+pub mod model_match;
 
-/// The device kind whose kernels are ours.
+/// The device type with pipec's own kernels.
 pub const CPU: &str = "cpu";
 
-/// The option of a plan that names the device whose costs it was made from.
+/// The plan option with the device whose costs were used.
 pub const COSTS: &str = "costs";
 
 /// The formats of models and published profiles.
@@ -41,11 +38,11 @@ pub const COSTS: &str = "costs";
 pub enum ModelFormat {
     /// A model in ONNX.
     Onnx,
-    /// A model that `torch.export.save` wrote.
+    /// A model written by `torch.export.save`.
     Pt2,
-    /// A profile of PipeDream, `graph.txt`.
+    /// A PipeDream profile, `graph.txt`.
     Pipedream,
-    /// A device placement instance: JSON of Microsoft's dnn-partitioning.
+    /// A device-placement instance: JSON of Microsoft's dnn-partitioning.
     DnnPartitioning,
     /// A Piper instance: JSON of Microsoft's Piper.
     Piper,
@@ -65,7 +62,7 @@ impl ModelFormat {
 /// The source of op costs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CostInput {
-    /// The roofline of a device kind; of the cluster's devices if absent.
+    /// The roofline of a device type; of the cluster's devices if absent.
     Analytic(Option<String>),
     /// A profile.
     Profile(PathBuf),
@@ -88,33 +85,44 @@ impl From<&str> for CostInput {
     }
 }
 
-/// A model as costs on a cluster, ready to be asked about.
+/// The costs of a model on a cluster.
 #[derive(Clone)]
 pub struct Costs {
     /// The costs.
     pub graph: CostGraph,
     /// The devices.
     pub cluster: Cluster,
-    /// Whether the memory of these devices is a limit: not where the device is a mere default.
+    /// True if the memory of these devices is a limit; false for a default device.
     pub has_memory: bool,
     /// The model.
     pub model: PlannedModel,
-    /// Why the model cannot be trained, where it cannot.
+    /// The reason why the model cannot be trained, if any.
     pub untrainable: Option<String>,
-    /// Where the costs came from.
+    /// The source of the costs.
     pub profile: PlannedProfile,
-    /// Samples in one micro-batch.
+    /// Samples per micro-batch.
     pub micro_batch: u64,
     /// Element type.
     pub dtype: String,
-    /// The device whose costs these are, where that is known.
+    /// The device whose costs these are, if known.
     pub source: Option<String>,
-    /// What groups of devices can be asked about, where the ops are known.
-    pub shareable: Option<Shareable>,
+    /// Input of tensor-parallel planning, if the ops are known.
+    pub shareable: Option<ShardableModel>,
+}
+
+/// A model with known ops, whose costs on tensor-parallel groups can be computed.
+#[derive(Clone)]
+pub struct ShardableModel {
+    /// The model at fixed sizes.
+    pub graph: Graph,
+    /// The training mode, for its backward and loss.
+    pub training: Training,
+    /// The device of the roofline.
+    pub device: Device,
 }
 
 impl Costs {
-    /// The question about these costs, with the usual settings.
+    /// The planning problem for these costs, with default settings.
     pub fn problem(self, cost: CostModel) -> Problem {
         let mut problem = Problem::new(self.graph, self.cluster, cost);
         problem.model = self.model;
@@ -125,74 +133,11 @@ impl Costs {
     }
 }
 
-/// A cost source that has been opened.
-enum OpenedCosts {
-    /// The roofline of a device kind, or of the cluster's devices.
-    Analytic(Option<&'static Kind>),
-    /// A profile: its file, the SHA-256 of the file, and its content.
-    Profile(PathBuf, String, Box<Profile>),
-}
-
-impl OpenedCosts {
-    fn open(input: &CostInput) -> Result<OpenedCosts, Error> {
-        match input {
-            CostInput::Analytic(None) => Ok(OpenedCosts::Analytic(None)),
-            CostInput::Analytic(Some(kind)) => Ok(OpenedCosts::Analytic(Some(cluster::kind(kind)?))),
-            CostInput::Profile(path) => {
-                let text = path.display().to_string();
-                if !path.exists() && device::find(&text).is_some() {
-                    return Err(Error::input(format!("there is no profile `{}`", shown(&text))).with_help(format!(
-                        "`--profile analytic:{text}` takes the data sheet of that kind of device"
-                    )));
-                }
-                let (sha256, profile) = input::read_profile(path)?;
-                Ok(OpenedCosts::Profile(path.clone(), sha256, Box::new(profile)))
-            }
-        }
-    }
-
-    /// The device kind of the costs, if the cluster's devices are of another kind.
-    fn other_kind(&self, cluster: &Cluster) -> Option<String> {
-        let kind = &cluster.device.kind;
-        let is = |name: &str| kind.eq_ignore_ascii_case(name);
-        match self {
-            OpenedCosts::Analytic(known) => known.map(|known| known.name.to_string()).filter(|name| !is(name)),
-            OpenedCosts::Profile(_, _, profile) => {
-                let name = &profile.device.name;
-                // A measured device is a CPU, whose name is that of the processor.
-                let is_cpu = profile.method == Method::Measured && device::find(name).is_none() && is("cpu");
-                (!is_cpu && !is(name)).then(|| name.clone())
-            }
-        }
-    }
-}
-
-/// The costs of a request.
-pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
-    match request.format.unwrap_or_else(|| ModelFormat::of(&request.model)) {
-        ModelFormat::Pipedream => published(request),
-        ModelFormat::Onnx | ModelFormat::Pt2 => imported(request, events),
-        ModelFormat::DnnPartitioning | ModelFormat::Piper => Err(Error::bug("an instance has no costs of a graph")),
-    }
-}
-
-fn published(request: &PlanRequest) -> Result<Costs, Error> {
-    let flags = [("--profile", request.costs != CostInput::default()), ("--loss", request.loss.is_some())];
-    if let Some((flag, _)) = flags.into_iter().find(|(_, is_given)| *is_given) {
-        return Err(Error::input(format!("`{flag}` does not go with `--from pipedream`: the file has its own costs")));
-    }
-    let cluster = cluster::cluster(&request.cluster, None)?;
-    let micro_batch = request.micro_batch.unwrap_or(1);
-    let dtype = request.options.dtype.unwrap_or(DType::F32).name();
-    let costs = published_on(&request.model, cluster, micro_batch, dtype)?;
-    Ok(Costs { has_memory: request.cluster.file.is_some(), ..costs })
-}
-
 /// A published profile on a cluster.
 pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str) -> Result<Costs, Error> {
     let text = input::text(path, pipedream::MAX_BYTES as u64)?;
     let graph = pipedream::read(&text).map_err(|error| {
-        Error::file("read the profile", path, error).with_help("`--from` names the format of the file")
+        Error::file("read the profile", path, error).with_help("`--from` sets the format of the file")
     })?;
     let model = PlannedModel {
         file: input::file_name(path),
@@ -214,80 +159,15 @@ pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str
     })
 }
 
-fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
-    let opened = OpenedCosts::open(&request.costs)?;
-    let cluster = match &opened {
-        OpenedCosts::Analytic(kind) => cluster::cluster(&request.cluster, *kind)?,
-        OpenedCosts::Profile(_, _, profile) => cluster::cluster_of(&request.cluster, profile)?,
-    };
-    // Speeds relate devices of several classes to those of the costs.
-    if let Some(other) = opened.other_kind(&cluster).filter(|_| !cluster.is_mixed()) {
-        let kind = &cluster.device.kind;
-        events.warn(&format!(
-            "the costs are those of {}, the cluster's devices are of kind {}: times hold for the former only \
-             (`--profile analytic` takes the data sheet of the latter)",
-            shown(&other),
-            shown(kind)
-        ));
-    }
-    if let Some(format) = request.format {
-        check_format(format, &request.model)?;
-    }
-    let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
-    let profiled = match &opened {
-        OpenedCosts::Profile(_, _, profile) => Some(profile.settings.micro_batch),
-        OpenedCosts::Analytic(_) => None,
-    };
-    let micro_batch = loaded.micro_batch(profiled, events);
-    let times = match opened {
-        OpenedCosts::Analytic(kind) => {
-            let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
-            events.note(&format!(
-                "costs are analytic, from the data sheet of {}: nothing was measured (`pipec profile` measures)",
-                device.kind
-            ));
-            Times::Analytic(device)
-        }
-        OpenedCosts::Profile(path, sha256, profile) => Times::Profile(path, sha256, profile),
-    };
-    let counted = counted(request, &times)?;
-    let costs = assemble(&loaded, micro_batch, cluster, times, request.options.dtype, counted)?;
-    if let Some(why) = &costs.untrainable {
-        events.warn(&format!("the model cannot be trained: {}; it is planned by its forward costs alone", shown(why)));
-    }
-    Ok(costs)
-}
-
-/// The loss whose costs are counted: that of the profile, whose times include it, else the requested one.
-fn counted(request: &PlanRequest, times: &Times) -> Result<CountedLoss, Error> {
-    let (requested, is_inference) = (request.loss, request.options.is_inference());
-    if is_inference && requested.is_some_and(|loss| loss != CountedLoss::None) {
-        return Err(Error::input("`--loss` does not go with a plan for inference").because("nothing is trained"));
-    }
-    let Times::Profile(path, _, profile) = times else {
-        return Ok(requested.unwrap_or(if is_inference { CountedLoss::None } else { CountedLoss::Default }));
-    };
-    let profiled = CountedLoss::read(profile.settings.loss.as_deref())?;
-    match requested.filter(|requested| *requested != profiled) {
-        None => Ok(profiled),
-        Some(_) => {
-            let has = profiled.written().map_or("no loss in it".to_string(), |loss| format!("the loss `{loss}` in it"));
-            Err(Error::input("`--loss` does not go with this profile")
-                .because(format!("{} has {has}", path.display()))
-                .with_help("`pipec profile MODEL --loss …` measures with another"))
-        }
-    }
-}
-
-/// Where the times of ops come from.
+/// The source of op times.
 pub enum Times {
     /// The roofline of a device.
     Analytic(Device),
-    /// A profile: its file, the SHA-256 of that, and what it holds.
+    /// A profile: its file, the SHA-256 of the file, and its content.
     Profile(PathBuf, String, Box<Profile>),
 }
 
-/// The costs of a model at so many samples, with floats of its own type or of this one.
+/// The costs of a model at this micro-batch size, with floats of the given type or the model's own.
 pub fn assemble(
     loaded: &LoadedModel,
     micro_batch: u64,
@@ -302,10 +182,10 @@ pub fn assemble(
             .map_err(|error| Error::input(format!("cannot plan {} in {floats}", loaded.model.file)).because(error))?;
     }
     let Attributed { attribution, counted, training, untrainable } = attributed(&graph, counted).map_err(|error| {
-        let failure = Error::input(format!("cannot cost {}", loaded.model.file)).because(&error);
+        let failure = Error::input(format!("cannot compute the costs of {}", loaded.model.file)).because(&error);
         match error {
             AttributionError::Loss(loss) => {
-                failure.with_help(format!("{}; `--loss none` counts none", help::loss(&loss)))
+                failure.with_help(format!("{}; `--loss none` leaves the loss out", help::loss(&loss)))
             }
             _ => failure,
         }
@@ -324,7 +204,7 @@ pub fn assemble(
             let subject = Subject { model: loaded.profiled(), micro_batch, loss: counted.written() };
             let profile = analytic::profile(&graph, &attribution, &device, &subject);
             fill(&mut costs, &profile, None).map_err(|error| Error::bug(&error.to_string()))?;
-            // Kernels of other devices are not known here.
+            // The workspace of kernels is known only for CPUs.
             if device.kind == CPU {
                 let needed = scratch(&attribution);
                 costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
@@ -335,8 +215,10 @@ pub fn assemble(
         }
         Times::Profile(path, sha256, profile) => {
             fill(&mut costs, &profile, Some(&model.sha256)).map_err(|error| {
-                let help =
-                    format!("`pipec profile {}` with the same sizes and flags makes one that fits", loaded.model.file);
+                let help = format!(
+                    "`pipec profile {}` with the same sizes and flags makes a matching profile",
+                    loaded.model.file
+                );
                 Error::file("use", &path, error).with_help(help)
             })?;
             PlannedProfile { sha256, method: profile.method }
@@ -354,20 +236,6 @@ pub fn assemble(
         micro_batch,
         dtype,
         source: Some(source),
-        shareable: Some(Shareable { graph, training, device: sheet }),
+        shareable: Some(ShardableModel { graph, training, device: sheet }),
     })
-}
-
-/// Refuses a model of another format than the requested one: importers go by the content of a file.
-fn check_format(format: ModelFormat, path: &Path) -> Result<(), Error> {
-    let mut start = [0; 2];
-    let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
-    // The importer reports a file that cannot be read.
-    let is_archive = read.is_ok() && start == *b"PK";
-    let why = match (format, is_archive) {
-        (ModelFormat::Pt2, false) if read.is_ok() => "it is not the zip archive that torch.export.save writes",
-        (ModelFormat::Onnx, true) => "it is a zip archive: `--from pt2`, if torch.export.save wrote it",
-        _ => return Ok(()),
-    };
-    Err(Error::file("import", path, why).with_help("leave out `--from`: a model's format shows in its first bytes"))
 }

@@ -24,7 +24,7 @@ pub enum ErrorKind {
     Bug,
 }
 
-/// Why a request failed.
+/// A failed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     kind: ErrorKind,
@@ -90,7 +90,7 @@ impl Error {
         self
     }
 
-    /// Marks an error that may not occur again: a process of several died.
+    /// Marks an error that may not occur again, such as the death of one process of several.
     pub fn retryable(mut self) -> Error {
         self.is_retryable = true;
         self
@@ -111,12 +111,12 @@ impl Error {
         &self.causes
     }
 
-    /// What the user can do next.
+    /// The help text: what to do next.
     pub fn help(&self) -> Option<&str> {
         self.help.as_deref()
     }
 
-    /// Whether the same request may succeed when it runs again.
+    /// True if the same request may succeed when it runs again.
     pub fn is_retryable(&self) -> bool {
         self.is_retryable
     }

@@ -5,7 +5,7 @@ use compiler::plan::Plan;
 /// Something that happened while a request runs.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
-    /// Information beside the result: a default that was chosen, a file that was written.
+    /// Additional information: a default that was chosen, a file that was written.
     Note(&'a str),
     /// A likely mistake, or a result that needs care.
     Warning(&'a str),

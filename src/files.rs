@@ -2,5 +2,6 @@
 
 pub mod detect;
 pub mod input;
+pub mod missing;
 pub mod output;
 pub mod overwrite;

@@ -1,6 +1,7 @@
-//! What to do next, for refusals of the rooms below: these say what is wrong and where, and know no command line.
+//! Help texts for errors of the compiler and the runtime, which do not know the command line.
 
-use crate::files::detect;
+use crate::files::detect::{self, EXPORT};
+use crate::files::missing;
 use crate::loss::Loss;
 use compiler::cluster::read::ClusterError;
 use compiler::import::fx::error::FxError;
@@ -13,105 +14,71 @@ use compiler::import::with_inputs;
 use compiler::pass::loss::{LossError, TARGET};
 use compiler::plan::problem::ProblemError;
 use compiler::schedule::error::ScheduleError;
-use compiler::text::suggest::nearest;
 use runtime::data::DataError;
 use runtime::data::weights::FileError;
 use runtime::exec::compile::CompileError;
 use runtime::process::run_status::LinkError;
 use runtime::train::prepare::PrepareError;
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// Files that are listed at most.
-const LISTED: usize = 4;
-
-/// The line that exports a model of PyTorch.
-pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
-
-/// About a file that is not there: the one that was meant, or what is there.
-pub fn absent(path: &Path) -> String {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let Ok(entries) = fs::read_dir(folder) else {
-        return format!("there is no folder {}", folder.display());
-    };
-    let mut names: Vec<String> =
-        entries.take(10_000).filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.sort();
-    let wanted = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    if let Some(near) = nearest(&wanted, names.iter().map(String::as_str)) {
-        return format!("did you mean {}?", shown(&folder.join(near).display().to_string()).trim_start_matches("./"));
-    }
-    if path.extension().is_some_and(|extension| extension == "toml") {
-        return "`pipec cluster detect -o cluster.toml` writes the file of this machine".to_string();
-    }
-    names.retain(|name| Path::new(name).extension() == path.extension());
-    let there = match names.is_empty() {
-        true => "has no such file".to_string(),
-        false => format!("has {}", names.iter().take(LISTED).map(|name| shown(name)).collect::<Vec<_>>().join(", ")),
-    };
-    let folder = if folder == Path::new(".") { "this folder".to_string() } else { folder.display().to_string() };
-    format!("check the path: {folder} {there}")
-}
-
-/// About a model that cannot be imported.
+/// Help for a model that cannot be imported.
 pub fn import(path: &Path, error: &ImportError) -> String {
     let names: Vec<String> =
         with_inputs::followed(error).into_iter().map(|name| format!("`{}`", shown(&name))).collect();
     if !names.is_empty() {
         let names = names.join(", ");
         return format!(
-            "make {names} an initializer of the model, so that it is a constant; only `pipec eval` takes its value from the data"
+            "make {names} an initializer (a constant) of the model; only `pipec eval` reads its value from the data"
         );
     }
     match error {
-        ImportError::Decode(DecodeError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => absent(path),
+        ImportError::Decode(DecodeError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            missing::help(path)
+        }
         ImportError::Decode(DecodeError::Open { .. }) => "check its permissions".to_string(),
-        ImportError::Decode(DecodeError::NotRegular { .. }) => "name the model file in it".to_string(),
+        ImportError::Decode(DecodeError::NotRegular { .. }) => "pass the model file in it".to_string(),
         ImportError::Decode(DecodeError::Format(format)) => match format {
-            FormatError::LfsPointer => "`git lfs pull` in its folder fetches the model".to_string(),
+            FormatError::LfsPointer => "fetch the model with `git lfs pull` in its folder".to_string(),
             FormatError::Empty | FormatError::Text => "export or download the model again".to_string(),
             FormatError::Hdf5 => "`python -m tf2onnx.convert --keras model.h5 --output model.onnx`".to_string(),
             FormatError::Zip | FormatError::Pickle | FormatError::Safetensors => EXPORT.to_string(),
         },
         ImportError::Decode(DecodeError::Protobuf { .. }) => {
-            "export or download the model again; a whole file has the size that its source names".to_string()
+            "export or download the model again, and compare its size with the source".to_string()
         }
         ImportError::NoArchive { .. } => "run these lines where the model is defined".to_string(),
         ImportError::Archive(error) if error.shows_export() => detect::unexported(path).to_string(),
         ImportError::Archive(FxError::Ends { .. } | FxError::Zip(_) | FxError::EntrySize { .. }) => {
-            "export the model again, or copy the file again: a whole one has the size that its source names".to_string()
+            "export or copy the model again, and compare its size with the source".to_string()
         }
         ImportError::Decode(DecodeError::Faults(_)) => {
-            "`onnx.checker.check_model` in Python says the same of the file; export it again".to_string()
+            "export the model again; `onnx.checker.check_model` in Python reports the same faults".to_string()
         }
         ImportError::Input(InputError::UnknownDim { open, .. }) => {
-            format!("`--dim NAME=SIZE` with a name that it has: {open}")
+            format!("use `--dim NAME=SIZE` with one of its names: {open}")
         }
         ImportError::Lower(LowerError::Unsupported(_)) => {
-            "export with operators that pipec knows, or add it: docs/extending.md shows how in a few lines".to_string()
+            "export with supported operators, or add the operator as in docs/extending.md".to_string()
         }
-        _ => "`pipec inspect FILE --text` prints what imports; docs/from-pytorch.md shows how models are exported"
+        _ => "see docs/from-pytorch.md for exporting models; `pipec inspect FILE --text` prints an imported graph"
             .to_string(),
     }
 }
 
-/// About weights that cannot be read.
+/// Help for weights that cannot be read.
 pub fn weights(path: &Path, error: &FileError) -> String {
     let name = shown(&path.display().to_string()).into_owned();
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     match (error, extension) {
-        (FileError::Read { fault, .. }, _) if fault.kind() == ErrorKind::NotFound => absent(path),
+        (FileError::Read { fault, .. }, _) if fault.kind() == ErrorKind::NotFound => missing::help(path),
         (FileError::Read { .. }, _) => "check its permissions".to_string(),
         (FileError::Extension { .. }, "onnx" | "pt2") => {
-            format!("a model has its weights in it: `{name}` in place of MODEL trains from them")
+            format!("a model contains its weights: pass `{name}` as MODEL to train from them")
         }
         (FileError::Extension { .. }, "pt" | "pth" | "bin" | "ckpt" | "pkl") => format!(
-            "a pickle is never read; `safetensors.torch.save_file(torch.load(\"{name}\", weights_only=True), \"{}\")` in Python writes \
-             the same weights",
+            "pipec never reads pickles; convert the weights in Python with \
+             `safetensors.torch.save_file(torch.load(\"{name}\", weights_only=True), \"{}\")`",
             shown(&path.with_extension("safetensors").display().to_string())
         ),
         (FileError::Extension { .. }, _) => {
@@ -122,26 +89,24 @@ pub fn weights(path: &Path, error: &FileError) -> String {
     }
 }
 
-/// About a cluster that cannot be read.
+/// Help for a cluster that cannot be read.
 pub fn cluster(error: &ClusterError) -> &'static str {
     match error {
         ClusterError::Hosts { .. } => {
-            "the `devices` of all `[[host]]` tables add up to the product of the levels' counts"
+            "the `devices` of all `[[host]]` tables must add up to the product of the levels' counts"
         }
         ClusterError::Classes { .. } => {
-            "the `count` of all `[[device]]` tables adds up to the product of the levels' counts"
+            "the `count` of all `[[device]]` tables must add up to the product of the levels' counts"
         }
-        ClusterError::Schema { .. } => "the first line is: schema = \"pipec.cluster/1\"",
+        ClusterError::Schema { .. } => "the first line must be: schema = \"pipec.cluster/1\"",
         ClusterError::Toml(text) if text.contains("missing field `schema`") => {
-            "the first line is: schema = \"pipec.cluster/1\""
+            "the first line must be: schema = \"pipec.cluster/1\""
         }
-        _ => {
-            "`pipec schema cluster` prints the fields, `pipec cluster detect -o cluster.toml` writes a file to begin with"
-        }
+        _ => "`pipec schema cluster` prints the fields, `pipec cluster detect -o cluster.toml` writes an example",
     }
 }
 
-/// About a question that no plan can answer.
+/// Help for a planning problem that is not valid.
 pub fn problem(error: &ProblemError) -> Option<String> {
     Some(match error {
         ProblemError::UnknownName { .. } => {
@@ -149,87 +114,87 @@ pub fn problem(error: &ProblemError) -> Option<String> {
                 .to_string()
         }
         ProblemError::TooManyReplicas { wanted, .. } => {
-            format!("fewer replicas, or {wanted} devices: `--gpus {wanted}`, of `pipec train` `--workers {wanted}`")
+            format!("use fewer replicas, or {wanted} devices: `--gpus {wanted}`, or `--workers {wanted}` with `pipec train`")
         }
         ProblemError::EmptyCut { .. } => {
-            "each cut has ops before it and behind it that no other cut parts off: `pipec inspect MODEL --text` lists them in order"
+            "every stage between two cuts needs an op: `pipec inspect MODEL --text` lists the ops in order"
                 .to_string()
         }
         ProblemError::TooLarge { method: "planning", limit, .. } => {
-            format!("at most {limit} devices: `--gpus {limit}`; more are groups that share stages, as of `--tensor 8`")
+            format!("use at most {limit} devices (`--gpus {limit}`), or tensor parallelism for more, for example `--tensor 8`")
         }
-        ProblemError::TooLarge { method: "exhaustive", .. } => "without `--partitioner` any model is planned".to_string(),
+        ProblemError::TooLarge { method: "exhaustive", .. } => "omit `--partitioner`: the default plans models of any size".to_string(),
         ProblemError::Setting { what, .. } if what.contains("in-flight") => {
-            "`--in-flight 1` is the least, a number for each stage; `auto` chooses".to_string()
+            "`--in-flight` takes one number of at least 1 per stage, or auto".to_string()
         }
-        ProblemError::Unmet { what } if what.contains("pin") => "name the op in one `--pin` only".to_string(),
+        ProblemError::Unmet { what } if what.contains("pin") => "use the op in only one `--pin`".to_string(),
         ProblemError::Unmet { what } if what.contains("all constraints") => {
-            "leave one constraint out to see which it is: what an op reads stands in its own stage or an earlier one, as \
-             `pipec inspect MODEL --text` has them in order"
+            "omit one constraint at a time to find the conflict: the inputs of an op must be in its stage or an earlier one; \
+             `pipec inspect MODEL --text` lists the ops in order"
                 .to_string()
         }
-        ProblemError::TooManyStages { ops, .. } => format!("at most {ops} stages"),
+        ProblemError::TooManyStages { ops, .. } => format!("use at most {ops} stages"),
         ProblemError::NoStage { most, .. } => {
-            format!("stages are counted from 0: {} is the last one here", most.saturating_sub(1))
+            format!("stages are counted from 0: the last one is {}", most.saturating_sub(1))
         }
         ProblemError::Disagree { .. } => {
-            "`--stages` has one number for each stage, `--cut-after` one cut fewer".to_string()
+            "`--stages` takes one number per stage, `--cut-after` one name fewer".to_string()
         }
         ProblemError::Caps { stages, .. } => {
-            format!("`--in-flight` has one number for each of the {stages} stages, or is auto")
+            format!("`--in-flight` takes one number for each of the {stages} stages, or auto")
         }
         _ => return None,
     })
 }
 
-/// About a loss that the model's first output does not have.
+/// Help for a loss that does not match the model's outputs.
 pub fn loss(error: &LossError) -> &'static str {
     match error {
         LossError::NotScalar { .. } => {
-            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` wants a model with its own loss, a scalar, as its first output or as its only scalar output"
+            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` requires a model whose first output, or only scalar output, is its loss"
         }
         LossError::Taken { .. } => {
-            "`--loss output` trains a model that computes its own loss from it; else export the model with another name for that input"
+            "use `--loss output` if the model computes its loss from that input, or export it with another input name"
         }
-        LossError::ClassAxis { .. } => "`--class-dim` names another axis, `--loss` another loss",
+        LossError::ClassAxis { .. } => "choose another axis with `--class-dim`, or another loss with `--loss`",
         LossError::NotFloat { .. } => {
-            "export the model so that its first output is what it predicts, before any rounding or choice"
+            "export the model with its predictions as the first output, before any rounding or argmax"
         }
-        LossError::NoOutput => "export the model with what it predicts as its first output",
+        LossError::NoOutput => "export the model with its predictions as the first output",
     }
 }
 
-/// About data that does not fit the model.
+/// Help for data that does not match the model.
 pub fn data(error: &DataError) -> String {
     match error {
         DataError::Missing { .. } => {
-            "arrays are named like the model's inputs, labels `target` or `y`; `--synthetic-data` trains on made-up data instead"
+            "name arrays after the model's inputs, and labels `target` or `y`; `--synthetic-data` trains on synthetic data"
                 .to_string()
         }
-        DataError::Rows { .. } => "give every array the same number of rows: a row is a sample".to_string(),
+        DataError::Rows { .. } => "all arrays need the same number of rows, one per sample".to_string(),
         DataError::Shape { name, got, expected } if got.len() > 1 && got.get(1..) == expected.get(1..) => format!(
-            "if its rows are samples, `--batch-dim {}=0` says so, beside the same for every input that has them: the file has one size there",
+            "the file has a fixed size there; if the rows are samples, pass `--batch-dim {}=0`, and the same for every other such input",
             shown(name)
         ),
         DataError::Shape { got, expected, .. } => shape(got, expected),
         DataError::Label { classes, .. } => format!(
-            "labels are 0 to {}, and -100 counts for nothing; `--class-dim` names another axis of classes, `--loss` another loss",
+            "labels are 0 to {}, or -100 to be ignored; `--class-dim` sets another class axis, `--loss` another loss",
             classes - 1
         ),
         DataError::Ignored { .. } => {
-            "give some rows a class of their own, from 0 on: -100 marks labels that are left out, such as those of padding".to_string()
+            "some labels must be classes, from 0 on: -100 marks labels to ignore, for example those of padding".to_string()
         }
-        DataError::Index { .. } => "check that data and model have the same vocabulary".to_string(),
+        DataError::Index { .. } => "check that data and model use the same vocabulary".to_string(),
         DataError::Fraction { .. } => "cast the array to int64".to_string(),
-        DataError::NotFinite { .. } => "clean the array, `numpy.nan_to_num` for example".to_string(),
-        DataError::Few { rows, .. } => format!("`--batch {rows}` at most, or more rows"),
-        DataError::Empty { .. } => "`pipec inspect MODEL` shows what the model reads".to_string(),
+        DataError::NotFinite { .. } => "clean the array, for example with `numpy.nan_to_num`".to_string(),
+        DataError::Few { rows, .. } => format!("use `--batch {rows}` at most, or more rows"),
+        DataError::Empty { .. } => "`pipec inspect MODEL` shows the inputs of the model".to_string(),
     }
 }
 
-/// About targets that another loss compares with.
+/// Help for targets that match another loss.
 pub fn targets(error: &DataError, loss: Loss) -> Option<String> {
-    let told = |sizes: &[usize]| {
+    let list = |sizes: &[usize]| {
         let rows = ["rows".to_string()].into_iter();
         rows.chain(sizes.iter().skip(1).map(ToString::to_string)).collect::<Vec<_>>().join(", ")
     };
@@ -239,28 +204,28 @@ pub fn targets(error: &DataError, loss: Loss) -> Option<String> {
             if array == TARGET && got.len() < expected.len() =>
         {
             Some(format!(
-                "`--loss {name}` compares every number that the model predicts with one of [{}]; `--loss cross-entropy` takes class numbers of [{}]",
-                told(expected),
-                told(got)
+                "`--loss {name}` needs one target per prediction, of shape [{}]; `--loss cross-entropy` takes class indices of shape [{}]",
+                list(expected),
+                list(got)
             ))
         }
         (DataError::Shape { name: array, got, expected }, Loss::CrossEntropy)
             if array == TARGET && got.len() > expected.len() =>
         {
             Some(format!(
-                "`--loss cross-entropy` takes class numbers of [{}]; `--loss mse`, or `bce` from 0 to 1, compares with [{}]",
-                told(expected),
-                told(got)
+                "`--loss cross-entropy` takes class indices of shape [{}]; `--loss mse`, or `bce` from 0 to 1, takes targets of shape [{}]",
+                list(expected),
+                list(got)
             ))
         }
         (DataError::Fraction { name: array, .. }, Loss::CrossEntropy) if array == TARGET => Some(
-            "`--loss cross-entropy` takes class numbers: cast the array to int64; `--loss mse` or `bce` compares with fractions".to_string(),
+            "`--loss cross-entropy` takes class indices: cast the array to int64; `--loss mse` or `bce` takes real numbers".to_string(),
         ),
         _ => None,
     }
 }
 
-/// About an array whose rows are not those of the model. Only what keeps every element with its row is proposed.
+/// Help for an array whose rows do not match the model. It suggests only changes that keep every element in its row.
 fn shape(got: &[usize], expected: &[usize]) -> String {
     let rows = |shape: &[usize]| shape.get(1..).unwrap_or_default().to_vec();
     let (have, want) = (rows(got), rows(expected));
@@ -269,23 +234,23 @@ fn shape(got: &[usize], expected: &[usize]) -> String {
         sizes.sort_unstable();
         sizes
     };
-    let told =
+    let wanted =
         ["rows".to_string()].into_iter().chain(want.iter().map(ToString::to_string)).collect::<Vec<_>>().join(", ");
     let squeezed = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
     let product = |sizes: &[usize]| sizes.iter().fold(1usize, |all, size| all.saturating_mul(*size));
     let what = if squeezed(&have) == squeezed(&want) {
-        format!("reshape the array to [{told}]")
+        format!("reshape the array to [{wanted}]")
     } else if sorted(have.clone()) == sorted(want.clone()) {
-        format!("transpose the array's axes to [{told}]")
+        format!("transpose the array's axes to [{wanted}]")
     } else if product(&have) == product(&want) {
-        format!("if each row holds the same numbers in order, reshape the array to [{told}]")
+        format!("if each row has the same numbers in order, reshape the array to [{wanted}]")
     } else {
-        format!("the model reads [{told}]: give it rows of that size")
+        format!("the model needs an array of shape [{wanted}]")
     };
     format!("{what}; `pipec inspect MODEL` shows the inputs")
 }
 
-/// About stages that are not prepared for training.
+/// Help for stages that cannot be prepared for training.
 pub fn prepare(error: &PrepareError) -> Option<&'static str> {
     match error {
         PrepareError::Schedule(error) => Some(schedule(error)),
@@ -294,27 +259,27 @@ pub fn prepare(error: &PrepareError) -> Option<&'static str> {
     }
 }
 
-/// About an order of work that a plan or the flags beside it do not have.
+/// Help for a schedule that does not match the plan or the flags.
 pub fn schedule(error: &ScheduleError) -> &'static str {
     match error {
         ScheduleError::BadTime { .. } => SMALLER,
-        _ => "`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches",
+        _ => "`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` take micro-batches",
     }
 }
 
-/// What makes less of an item.
-const SMALLER: &str = "a smaller `--batch`, or more `--microbatches` under a schedule that takes them";
+/// Help to reduce the size of a micro-batch.
+const SMALLER: &str = "use a smaller `--batch`, or more `--microbatches` with a schedule that supports them";
 
-/// About processes that do not come together.
+/// Help for processes that cannot connect.
 pub fn link(error: &LinkError) -> Option<&'static str> {
     match error {
-        LinkError::Listen { .. } => Some("choose another port in `--address`, or end what uses this one"),
-        LinkError::Address { .. } => Some("`--address HOST:PORT`, for example node0:29500"),
+        LinkError::Listen { .. } => Some("choose another port in `--address`, or stop the process that uses this one"),
+        LinkError::Address { .. } => Some("write `--address HOST:PORT`, for example node0:29500"),
         LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
-            Some("all processes are started with the same command; `--connect-timeout SECONDS` waits longer")
+            Some("start all processes with the same command, or wait longer with `--connect-timeout SECONDS`")
         }
         LinkError::Another { .. } | LinkError::Refused { .. } => {
-            Some("all processes need the same pipec, model, plan, data, weights and flags")
+            Some("all processes need the same pipec version, model, plan, data, weights and flags")
         }
         _ => None,
     }
@@ -327,12 +292,12 @@ mod tests {
     #[test]
     fn a_shape_is_only_changed_where_rows_keep_their_numbers() {
         let begins = |got: &[usize], expected: &[usize], with: &str| {
-            let told = shape(got, expected);
-            assert!(told.starts_with(with), "{told}");
+            let wanted = shape(got, expected);
+            assert!(wanted.starts_with(with), "{wanted}");
         };
-        begins(&[9, 64], &[9, 8, 8], "if each row holds the same numbers in order, reshape");
+        begins(&[9, 64], &[9, 8, 8], "if each row has the same numbers in order, reshape");
         begins(&[9, 8, 1], &[9, 8], "reshape the array to [rows, 8]");
         begins(&[9, 8, 6, 3], &[9, 3, 8, 6], "transpose the array's axes to [rows, 3, 8, 6]");
-        begins(&[9, 12], &[9, 16], "the model reads [rows, 16]");
+        begins(&[9, 12], &[9, 16], "the model needs an array of shape [rows, 16]");
     }
 }

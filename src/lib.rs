@@ -1,6 +1,6 @@
 //! pipec partitions traced models into pipeline stages and trains them.
 //!
-//! Each request is plain data, and one function answers it:
+//! Each request is plain data, and one function handles it:
 //!
 //! | request | function | result |
 //! | --- | --- | --- |

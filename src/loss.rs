@@ -1,6 +1,6 @@
-//! The training loss, and the loss whose costs are counted.
+//! The training loss, and the loss included in the costs.
 //!
-//! A loss is no op of a plan. It runs in the stage that makes the predictions, and its costs are added to the op that makes them.
+//! A loss is not an op of a plan. It runs in the stage that computes the predictions, and its costs are added to the op that computes them.
 
 use crate::error::Error;
 use compiler::graph::Graph;
@@ -11,7 +11,7 @@ use compiler::pass::loss;
 /// A training loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loss {
-    /// Mean cross-entropy of logits against class numbers; labels of -100 are ignored.
+    /// Mean cross-entropy of logits against class indices; labels of -100 are ignored.
     CrossEntropy,
     /// Mean squared error.
     Mse,
@@ -61,20 +61,20 @@ impl Loss {
     }
 }
 
-/// The loss whose costs are counted.
+/// The loss included in the costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CountedLoss {
     /// The default loss of the model, if it fits the output.
     #[default]
     Default,
-    /// This one, with its axis of classes.
+    /// This loss, with its class axis.
     One(Loss, Option<i64>),
     /// No loss: the gradient of the predictions is given.
     None,
 }
 
 impl CountedLoss {
-    /// As plans and profiles write it: `cross-entropy`, or `cross-entropy over 1` with an axis of classes.
+    /// The form in plans and profiles: `cross-entropy`, or `cross-entropy over 1` with a class axis.
     pub fn written(self) -> Option<String> {
         match self {
             CountedLoss::One(loss, Some(axis)) => Some(format!("{}{OVER}{axis}", loss.name())),
@@ -83,7 +83,7 @@ impl CountedLoss {
         }
     }
 
-    /// What a plan or a profile wrote.
+    /// Reads the form in plans and profiles.
     pub fn read(written: Option<&str>) -> Result<CountedLoss, Error> {
         let Some(text) = written else { return Ok(CountedLoss::None) };
         let (name, axis) = match text.split_once(OVER) {
@@ -93,7 +93,7 @@ impl CountedLoss {
         let loss = Loss::from_name(name);
         match (loss, axis) {
             (Some(loss), Some(axis)) => Ok(CountedLoss::One(loss, axis)),
-            _ => Err(Error::input(format!("the loss `{}` is not known", shown(text)))
+            _ => Err(Error::input(format!("unknown loss `{}`", shown(text)))
                 .because("a newer version of pipec may have written it")),
         }
     }
@@ -101,25 +101,25 @@ impl CountedLoss {
 
 const OVER: &str = " over ";
 
-/// Which op answers for which node, the loss included.
+/// The op of every node, including those of the loss.
 pub struct Attributed {
     /// By op.
     pub attribution: Attribution,
-    /// The loss that is in it.
+    /// The loss included in it.
     pub counted: CountedLoss,
-    /// What its backward starts from.
+    /// The start of its backward.
     pub training: Training,
-    /// Why the model cannot be trained, where it cannot.
+    /// The reason why the model cannot be trained, if any.
     pub untrainable: Option<String>,
 }
 
-/// Attributes the graph with that loss on its output. One that cannot be trained answers by its forward alone.
+/// Attributes the graph with that loss on its output. A model that cannot be trained is attributed by its forward only.
 pub fn attributed(graph: &Graph, counted: CountedLoss) -> Result<Attributed, AttributionError> {
     let (training, counted) = match counted {
         CountedLoss::Default => {
             let usual = CountedLoss::One(Loss::default_of(graph), None);
             return match attributed(graph, usual) {
-                // No loss fits such an output; whoever trains it has one of their own.
+                // No built-in loss fits such an output; its training needs a loss of the user.
                 Err(AttributionError::Loss(_)) => attributed(graph, CountedLoss::None),
                 other => other,
             };

@@ -1,9 +1,9 @@
-//! `pipec`: reads arguments, calls one verb, prints.
+//! `pipec`: parses arguments and runs one command.
 //!
-//! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
-//! bug; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
+//! Exit codes: 0 success; 1 check failed or result negative; 2 invalid input or usage; 3 no feasible plan; 101 a panic, which is a bug
+//! of pipec; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
-// What flags say of themselves is their help, as it stands: `[default: …]` is no link there.
+// The docs of flags are their help texts, where `[default: …]` is not a link.
 #![allow(rustdoc::broken_intra_doc_links)]
 
 mod cli;
@@ -19,7 +19,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-/// Where the first panic happened and what it said; kept until the end, so that it is told in one line.
+/// Location and message of the first panic, kept until the end to be reported in one line.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
 fn main() -> ExitCode {
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> =
         env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
     crate::cli::color::decide(crate::cli::color::among(arguments.iter().cloned()));
-    // Who started a process of a run reads its last words as text.
+    // The parent of a child process reads its error as text.
     let is_program = crate::cli::usage::wants_json(arguments.iter().cloned())
         && env::var_os(pipec::launch::children::VARIABLE).is_none();
     let reader = if is_program { Reader::Program } else { Reader::Person };
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Does what the arguments say.
+/// Runs the command and returns the exit code.
 fn run(arguments: &[String], reader: Reader) -> u8 {
     let mut command = Cli::command().mut_subcommands(taking_negatives);
     let parsed = command
@@ -81,7 +81,6 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
         Verb::Schema(arguments) => crate::cli::cmd::schema::run(arguments, &screen),
         Verb::Zoo(arguments) => crate::cli::cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => crate::cli::cmd::completions::run(arguments, &screen),
-        Verb::Man(arguments) => crate::cli::cmd::man::run(&arguments, &screen),
     };
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,
@@ -92,7 +91,7 @@ fn run(arguments: &[String], reader: Reader) -> u8 {
     }
 }
 
-/// With flags that read `-1` as their value, so that they say themselves what is wrong with it.
+/// Lets flags parse `-1` as their value, so that they report the error themselves.
 fn taking_negatives(verb: Command) -> Command {
     verb.mut_args(|flag| {
         let is_wanted = flag.get_long().is_some() && flag.get_action().takes_values();
@@ -100,7 +99,7 @@ fn taking_negatives(verb: Command) -> Command {
     })
 }
 
-/// Help and version are results; everything else that clap says is a failure in its own one line.
+/// Help and version are results; every other message of clap is a failure.
 fn misused(error: &clap::Error, reader: Reader) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -108,7 +107,7 @@ fn misused(error: &clap::Error, reader: Reader) -> u8 {
             0
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Screen::failure(&Error::input("no command is given").because(error.render()), reader);
+            Screen::failure(&Error::input("no command given").because(error.render()), reader);
             INPUT
         }
         _ if reader == Reader::Program => {

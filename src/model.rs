@@ -1,4 +1,4 @@
-//! Loading a model, and giving its open dimensions their sizes.
+//! Imports a model and binds its symbolic dimensions.
 
 use crate::error::Error;
 use crate::events::EventSink;
@@ -23,17 +23,17 @@ use compiler::tensor::dim::Bindings;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Samples in a micro-batch where neither the user nor the file says how many.
+/// Samples per micro-batch, if neither the user nor the file sets them.
 pub const DEFAULT_MICRO_BATCH: u64 = 32;
 
-/// How a model is imported.
+/// Import settings.
 #[derive(Clone, Debug, Default)]
 pub struct ImportRequest {
     /// Sizes of symbolic dimensions.
     pub dims: Vec<(String, u64)>,
     /// The batch axis of inputs; axis 0 of the first input if empty.
     pub batch_dims: Vec<(String, usize)>,
-    /// Whether normalisation and dropout that were exported for inference return to training mode.
+    /// True to put normalisation and dropout that were exported for inference back into training mode.
     pub train_mode: bool,
 }
 
@@ -54,26 +54,26 @@ impl ImportRequest {
 
 /// An imported model with its requested sizes.
 pub struct LoadedModel {
-    /// As it was imported.
+    /// The model as imported.
     pub model: Model,
     path: PathBuf,
     options: Options,
     requested: Option<u64>,
 }
 
-/// Imports the file to train it or to plan that: tells its warnings, and in what it is not the model that its framework trains.
+/// Imports the file for training or planning. Reports import warnings, and differences from the framework's training model.
 pub fn load(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let loaded = read(path, import, events)?;
     loaded.model.doubts.iter().for_each(|doubt| warn_training(doubt, events));
     Ok(loaded)
 }
 
-/// Tells a doubt with what mends it.
+/// Reports a training warning with its remedy.
 pub fn warn_training(doubt: &TrainingWarning, events: &dyn EventSink) {
     events.warn(&format!("{doubt}; {}", doubt.remedy()));
 }
 
-/// Imports the file and tells its warnings.
+/// Imports the file and reports its warnings.
 pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let options = Options {
         dims: import.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect(),
@@ -86,7 +86,7 @@ pub fn read(path: &Path, import: &ImportRequest, events: &dyn EventSink) -> Resu
     Ok(LoadedModel { model, path: path.to_path_buf(), options, requested: None })
 }
 
-/// Imports a model of the zoo that has no file.
+/// Imports a model of the zoo from memory.
 pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<LoadedModel, Error> {
     let path = PathBuf::from(name);
     let options = Options::default();
@@ -95,13 +95,13 @@ pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<LoadedModel, Error> {
     Ok(LoadedModel { model, path, options, requested: None })
 }
 
-/// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.
+/// Imports the file to evaluate these arrays; their values may become constants that the model needs.
 pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let loaded = with_inputs::load(path, &Options::default(), arrays);
     let (model, options) = loaded.map_err(|error| refused(path, &error))?;
     if !options.known.values.is_empty() {
         let names: Vec<String> = options.known.values.keys().cloned().collect();
-        events.note(&format!("the values of {} are taken as constants of the model", list(&names)));
+        events.note(&format!("the values of {} become constants of the model", list(&names)));
     }
     model.warnings.iter().for_each(|warning| events.warn(warning));
     Ok(LoadedModel { model, path: path.to_path_buf(), options, requested: None })
@@ -111,14 +111,14 @@ fn list(names: &[String]) -> String {
     names.iter().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ")
 }
 
-/// What to tell of a file that cannot be imported; one of ours is called what it is.
+/// The error for a file that cannot be imported; files of pipec are named by their type.
 fn refused(path: &Path, error: &ImportError) -> Error {
     let what = format!("cannot import {}", path.display());
     if let ImportError::Decode(DecodeError::Format(FormatError::Text)) = error
         && let Ok(text) = input::text(path, input::MOST_PLAN_BYTES)
         && let Some(other) = input::other_file(&text, "model")
     {
-        return Error::input(what).because(other).with_help("name the model, an .onnx or .pt2 file");
+        return Error::input(what).because(other).with_help("pass the model, an .onnx or .pt2 file");
     }
     if matches!(error, ImportError::Decode(_) | ImportError::Archive(_) | ImportError::NoArchive { .. })
         && let Some((why, help)) = detect::no_model(path)
@@ -129,12 +129,12 @@ fn refused(path: &Path, error: &ImportError) -> Error {
 }
 
 impl LoadedModel {
-    /// Sets the requested number of samples in a micro-batch.
+    /// Sets the requested number of samples per micro-batch.
     pub fn with_micro_batch(self, samples: Option<u64>) -> LoadedModel {
         LoadedModel { requested: samples, ..self }
     }
 
-    /// Samples in one micro-batch: what the user says, else the file, else `otherwise`, else 32, which is told.
+    /// Samples per micro-batch: requested, else `otherwise`, else the file's, else 32, which is reported.
     pub fn micro_batch(&self, otherwise: Option<u64>, events: &dyn EventSink) -> u64 {
         self.known_micro_batch(otherwise).unwrap_or_else(|| {
             events.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
@@ -142,7 +142,7 @@ impl LoadedModel {
         })
     }
 
-    /// The same, where anyone says.
+    /// The same; `None` if it is not set anywhere.
     pub fn known_micro_batch(&self, otherwise: Option<u64>) -> Option<u64> {
         match &self.model.batch {
             Batch::Symbol { name, default } => {
@@ -153,7 +153,7 @@ impl LoadedModel {
         }
     }
 
-    /// The graph at that many samples, with every size a number.
+    /// The graph with that many samples and no symbolic sizes.
     pub fn at(&self, samples: u64) -> Result<Graph, Error> {
         let mut dims = self.options.dims.clone();
         match &self.model.batch {
@@ -163,29 +163,29 @@ impl LoadedModel {
             Batch::Fixed { size, why } => {
                 let fixed = size.map_or(1, |size| size as u64);
                 if fixed != samples {
-                    let what = format!("{} cannot run at {samples} samples, only at {fixed}", self.path.display());
+                    let what = format!("{} cannot run with {samples} samples, only with {fixed}", self.path.display());
                     return Err(Error::input(what)
                         .because(why)
-                        .with_help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` says where the batch is, if not along axis 0 of the first input"));
+                        .with_help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` sets the batch axis, if it is not axis 0 of the first input"));
                 }
             }
         }
         self.bound(&dims)
     }
 
-    /// The graph with these sizes; none may stay open.
+    /// The graph with these sizes; no dimension may stay symbolic.
     pub fn bound(&self, dims: &Bindings) -> Result<Graph, Error> {
-        let what = format!("cannot give {} its sizes", self.path.display());
+        let what = format!("cannot set the sizes of {}", self.path.display());
         let graph = bind(&self.model.graph, dims).map_err(|error| Error::input(&what).because(error))?;
         match symbols(&graph).first() {
             None => Ok(graph),
             Some(open) => Err(Error::input(what)
-                .because(format!("dimension `{open}` is open"))
-                .with_help(format!("`--dim {open}=N` gives it a size"))),
+                .because(format!("dimension `{open}` has no size"))
+                .with_help(format!("set it with `--dim {open}=N`"))),
         }
     }
 
-    /// The model as plans name it, with the loss that its costs have in them.
+    /// The model as recorded in plans, with the loss included in its costs.
     pub fn planned(&self, ops: usize, loss: Option<String>) -> PlannedModel {
         let dims = self.options.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
         PlannedModel {
@@ -202,29 +202,29 @@ impl LoadedModel {
         }
     }
 
-    /// The model as profiles name it.
+    /// The model as recorded in profiles.
     pub fn profiled(&self) -> ProfiledModel {
         let ops = order::numbered(&self.model.graph).len() as u64;
         ProfiledModel { file: self.file(), sha256: self.model.sha256.clone(), ops }
     }
 
-    /// The model with what its import was told, for those who read the file once more.
+    /// The model with its import options, for code that reads the file again.
     pub fn imported(&self) -> Imported<'_> {
         Imported { path: &self.path, options: &self.options, model: &self.model }
     }
 
-    /// The initial weights; fails where a file that should hold one does not exist.
+    /// The initial weights; fails if a file with one of them does not exist.
     pub fn weights(&self) -> Result<BTreeMap<String, Tensor>, Error> {
         let one = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Ok((name.clone(), tensor.clone())),
             Weight::Missing { path } => Err(Error::input(format!("{} has no weights", self.path.display()))
-                .because(format!("`{name}` should be in `{path}` beside the model, which does not exist"))
-                .with_help("`--weights FILE` gives them")),
+                .because(format!("`{name}` should be in `{path}` next to the model, but that file does not exist"))
+                .with_help("pass them with `--weights FILE`")),
         };
         self.model.weights.iter().map(one).collect()
     }
 
-    /// The weights that are there, for those who can do without.
+    /// The weights that exist, for callers that do not need all.
     pub fn known_weights(&self) -> BTreeMap<String, Tensor> {
         let known = self.model.weights.iter().filter_map(|(name, weight)| match weight {
             Weight::Given(tensor) => Some((name.clone(), tensor.clone())),

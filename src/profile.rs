@@ -1,4 +1,4 @@
-//! Profiles a model: measures its ops on this machine, or takes the data sheet of a device.
+//! Profiles a model: measures its ops on this machine, or computes them from the data sheet of a device.
 
 use crate::cluster;
 use crate::error::Error;
@@ -21,7 +21,7 @@ use std::path::PathBuf;
 pub enum ProfileDevice {
     /// One core of this machine, measured.
     Cpu,
-    /// The roofline of a device kind, computed.
+    /// The roofline of a device type, computed.
     Analytic(String),
 }
 
@@ -32,17 +32,17 @@ pub struct ProfileRequest {
     pub model: PathBuf,
     /// The device.
     pub device: ProfileDevice,
-    /// How the model is imported.
+    /// The import settings.
     pub import: ImportRequest,
-    /// Samples in a micro-batch; the model's or 32 if absent.
+    /// Samples per micro-batch; the model's or 32 if absent.
     pub micro_batch: Option<u64>,
     /// The loss whose costs are included.
     pub loss: CountedLoss,
     /// Measured runs and warm-up runs of each kernel.
     pub settings: Settings,
-    /// Whether measurements are taken from and added to the cache of the user.
+    /// True to read measurements from the user's cache and add new ones.
     pub uses_cache: bool,
-    /// The file that will receive the profile, if it must not be overwritten when it holds the profile of another model.
+    /// The output file of the profile, if it must not overwrite the profile of another model.
     pub protected_output: Option<PathBuf>,
 }
 
@@ -66,7 +66,7 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
     }
 }
 
-/// The model, unless its profile would overwrite that of another one.
+/// Loads the model; fails if its profile would overwrite that of another model.
 fn load(request: &ProfileRequest, events: &dyn EventSink) -> Result<LoadedModel, Error> {
     let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
     if let Some(path) = &request.protected_output {
@@ -85,7 +85,7 @@ pub fn measure_model(
     events: &dyn EventSink,
 ) -> Result<Profile, Error> {
     let graph = loaded.at(micro_batch)?;
-    memory::check("profiling this model", memory::of_graph(&graph), "`--micro-batch N` sets a smaller one")?;
+    memory::check("profiling this model", memory::of_graph(&graph), "use a smaller `--micro-batch N`")?;
     let weights = loaded.known_weights();
     let known = attributed(&graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
     let model = Model {
@@ -106,18 +106,18 @@ pub fn measure_model(
     let measured = measured.map_err(|error| {
         let failure = Error::input(format!("cannot profile {}", loaded.model.file)).because(&error);
         match error {
-            MeasureError::Memory { .. } => failure.with_help("`--micro-batch N` sets a smaller one"),
+            MeasureError::Memory { .. } => failure.with_help("use a smaller `--micro-batch N`"),
             _ => failure,
         }
     })?;
     if let Some(fault) = &measured.cache_fault {
-        events.warn(&format!("the measured times were not kept for the next run: {fault}"));
+        events.warn(&format!("the measured times were not cached: {fault}"));
     }
     let all = quantity::plural(measured.kernels as u64, "kernel", "kernels");
     events.note(&match measured.measured {
-        0 => format!("{all}: all were measured before, `--no-cache` measures again"),
+        0 => format!("{all}: all from the cache; `--no-cache` measures again"),
         now if now == measured.kernels => format!("{all} measured"),
-        now => format!("{all}: {now} measured now, the others before"),
+        now => format!("{all}: {now} measured, the others from the cache"),
     });
     Ok(measured.profile)
 }
@@ -125,7 +125,7 @@ pub fn measure_model(
 fn cannot_profile(file: &str, error: &AttributionError) -> Error {
     let failure = Error::input(format!("cannot profile {file}")).because(error);
     match error {
-        AttributionError::Loss(_) => failure.with_help("`--loss` names another"),
+        AttributionError::Loss(_) => failure.with_help("choose another `--loss`"),
         _ => failure,
     }
 }

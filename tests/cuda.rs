@@ -1,15 +1,14 @@
 //! CUDA kernels on a machine without a GPU: every op sample runs on the CPU from the same source, geometry and
 //! arguments, and must match the reference. A GPU is tested too if there is one.
 
-mod emulator;
-mod reference;
+mod support;
 
+use crate::support::emulator::{Case, Played};
+use crate::support::reference::{facts_of, in_type, reference, tensors};
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use emulator::{Case, Played};
-use reference::{facts_of, in_type, reference, tensors};
 use runtime::device::cuda::card::{self, Gpu, Memory, Operands};
 use runtime::device::cuda::compile::{Architecture, cubin};
 use runtime::device::cuda::library;
@@ -109,7 +108,7 @@ fn questions() -> Vec<Question> {
 
 #[test]
 fn every_sample_gives_what_the_reference_gives() {
-    let Some(compiler) = emulator::compiler() else {
+    let Some(compiler) = crate::support::emulator::compiler() else {
         println!("skipped: no C++ compiler");
         return;
     };
@@ -118,7 +117,7 @@ fn every_sample_gives_what_the_reference_gives() {
         .iter()
         .map(|q| Case { recipe: q.case.recipe.clone(), inputs: q.case.inputs.clone(), outputs: q.case.outputs.clone() })
         .collect();
-    let played = emulator::play(compiler, &cases);
+    let played = crate::support::emulator::play(compiler, &cases);
     println!("{} cases", cases.len());
     questions.iter().zip(played).for_each(|(question, played)| judge(question, played));
 }

@@ -74,9 +74,9 @@ fn processes_over_mpi_train_as_threads_do() {
         // No address of process 0 is given, so only MPI can work.
         let own = ["--save", "p.safetensors", "--metrics", "p.jsonl"];
         let output = mpirun(at, processes, &[&common[..], &kept, &["p"], &own].concat()).output().unwrap();
-        let told = said(&output);
-        assert!(output.status.success(), "{processes} {flags:?}: {told}");
-        assert!(told.contains("connected by MPI: "), "{told}");
+        let message = said(&output);
+        assert!(output.status.success(), "{processes} {flags:?}: {message}");
+        assert!(message.contains("connected by MPI: "), "{message}");
         assert_eq!(losses(at, "t.jsonl"), losses(at, "p.jsonl"), "{processes} {flags:?}");
         let bytes = |name: &str| fs::read(at.join(name)).unwrap();
         assert!(bytes("t.safetensors") == bytes("p.safetensors"), "{processes} {flags:?}");

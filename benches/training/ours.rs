@@ -10,11 +10,11 @@ use compiler::pass::attribution::{Training as Trains, attribute};
 use compiler::pass::costs::{cost_graph, fill};
 use compiler::pass::loss::Loss;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
-use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, Stage};
 use compiler::profile::{Method, Profile, ProfiledModel};
-use compiler::schedule::Schedule;
 use compiler::schedule::action::Phase;
-use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::one_f_one_b_rr::{Steady, steady};
 use compiler::tensor::Tensor;
@@ -50,8 +50,8 @@ pub struct Way {
 
 impl Way {
     /// Unsplit minibatches use a schedule without a flush.
-    fn kind(self) -> ScheduleKind {
-        if self.microbatches == 1 { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB }
+    fn kind(self) -> Schedule {
+        if self.microbatches == 1 { Schedule::OneFOneBRr } else { Schedule::OneFOneB }
     }
 }
 
@@ -84,7 +84,7 @@ impl<'a> Known<'a> {
     }
 
     fn graph(&self, microbatches: u32) -> compiler::graph::Graph {
-        let Batch::Symbol { name, .. } = &self.model.batch else { panic!("the zoo leaves the batch open") };
+        let Batch::Symbol { name, .. } = &self.model.batch else { panic!("the zoo's batch is symbolic") };
         let dims = Bindings::from([(name.clone(), self.rows(microbatches) as i64)]);
         bind(&self.model.graph, &dims).expect("the batch is the only symbol")
     }
@@ -132,7 +132,7 @@ impl<'a> Known<'a> {
 
     /// Prepares training by the plan.
     pub fn ready(&self, way: Way, plan: Plan, steps: u32) -> Ready<'_> {
-        let schedule: Schedule = schedule_of(plan.schedule.kind).expect("these orders of work are generated");
+        let schedule: Schedule = generated(plan.schedule.kind).expect("these schedules are generated");
         // Steps before the counted ones fill the pipeline, steps after them keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
         let first = filling.max(WARM_UP);
@@ -143,9 +143,9 @@ impl<'a> Known<'a> {
         for (at, stage) in plan.stages.iter().enumerate() {
             stage.op_ids().for_each(|op| stages[op as usize] = at);
         }
-        let pipeline = pipeline(&plan).expect("a plan does not contradict itself");
+        let pipeline = pipeline(&plan).expect("the plan is consistent");
         let graph = self.graph(way.microbatches);
-        let prepared = prepare(&graph, &stages, pipeline, &settings).expect("the zoo's models can be cut");
+        let prepared = prepare(&graph, &stages, pipeline, &settings).expect("the zoo's models can be partitioned");
         let (item_rows, rows) = (self.rows(way.microbatches), self.subject.batch * MINIBATCHES);
         let feeds = feeds(&prepared.codes);
         let arrays = synthetic(&prepared.graph, &feeds, item_rows, rows, 1);
@@ -219,7 +219,7 @@ impl Ready<'_> {
             self.known.subject.name,
             trained.losses
         );
-        let [begin, end] = moments[..] else { panic!("there are steps on both sides of those that count") };
+        let [begin, end] = moments[..] else { panic!("there are steps before and after the measured ones") };
         let seconds = end.wall - begin.wall;
         // If the system does not report CPU time, every worker counts as busy.
         let cpu_seconds =

@@ -36,7 +36,7 @@ MICROBATCHES = 8
 MINIBATCHES = 8
 WARMUP = 8
 RATE = 0.01
-PATIENCE = 300  # Seconds that a pipeline may take for a request before it counts as stuck.
+PATIENCE = 300  # Seconds before a request to a pipeline times out.
 
 
 class Tokens(nn.Module):
@@ -222,7 +222,7 @@ class Whole:
 
 
 class Contiguous(torch.autograd.Function):
-    """Nothing, but for a gradient that lies in memory as it is sent: others make one process wait for ever."""
+    """The identity, with a contiguous gradient: others deadlock."""
 
     @staticmethod
     def forward(ctx, x):
@@ -318,7 +318,7 @@ def half(rank, store, requests):
 
 
 def timed(step, steps, warmup, meet=lambda: None):
-    """Wall and processor seconds of so many steps, and the last one's loss."""
+    """Wall-clock and CPU seconds of `steps` steps, and the last loss."""
     for _ in range(warmup):
         step()
     meet()
@@ -374,7 +374,7 @@ def answer(request, wholes, pipelines):
         return pipelines.run(name, steps)
     torch.set_num_threads(2 if mode == "eager2" else 1)
     if name not in wholes:
-        # One model at a time is kept: they are asked for one after another.
+        # Models are requested one after another, so only one is kept.
         wholes.clear()
         wholes[name] = Whole(name)
     whole, microbatches = wholes[name], MICROBATCHES if mode == "micro" else 1
@@ -386,10 +386,10 @@ def main():
     wholes, pipelines = {}, Pipelines()
     for line in sys.stdin:
         try:
-            told = answer(line, wholes, pipelines)
-        except Exception as error:  # Whatever it is, the rest of the table can still be made.
-            told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(told), flush=True)
+            result = answer(line, wholes, pipelines)
+        except Exception as error:  # The rest of the table can still be measured.
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), flush=True)
     pipelines.stop()
 
 

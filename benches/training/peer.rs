@@ -40,7 +40,7 @@ impl Peer {
         let number = |key: &str| answer[key].as_f64().filter(|it| it.is_finite());
         match (number("seconds"), number("cpu_seconds"), number("loss")) {
             (Some(seconds), Some(cpu_seconds), Some(_)) => Ok(Round::of(seconds, cpu_seconds, steps, batch)),
-            _ => Err(format!("`{answer}` is no result of training")),
+            _ => Err(format!("`{answer}` is not a training result")),
         }
     }
 

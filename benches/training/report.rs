@@ -82,7 +82,7 @@ fn speeds(all: &[Measured]) -> String {
     let columns = [
         "model (batch)",
         "parameters",
-        "way",
+        "mode",
         "pipec samples/s",
         "PyTorch samples/s",
         "faster",
@@ -116,11 +116,11 @@ fn goals(all: &[Measured]) -> String {
         format!("1F1B-RR / eager on two threads (≥ {ROUND_ROBIN})"),
         format!("1F1B-RR / bound over one worker (≥ {OF_BOUND})"),
         format!("1F1B / PyTorch's 1F1B (≥ {FLUSH})"),
-        format!("cost of 8 microbatches (≤ {MICROBATCHING}, perceptrons any)"),
+        format!("cost of 8 microbatches (≤ {MICROBATCHING}, no goal for perceptrons)"),
         "the same for PyTorch".to_string(),
     ];
     let columns = columns.each_ref().map(String::as_str);
-    let mut table = Table::new("Goals: ratios by the wall clock, in brackets by processor time", &columns);
+    let mut table = Table::new("Goals: ratios of wall-clock time, of processor time in brackets", &columns);
     for one in all {
         let [whole, robin, micro, flush] = &one.lines[..] else { continue };
         let against = |it: &Figures, goal: f64| {
@@ -146,8 +146,8 @@ fn goals(all: &[Measured]) -> String {
 
 fn plans(all: &[Measured]) -> String {
     let columns =
-        ["model", "way", "stages, ms", "predicted ms/step", "measured", "off", "planned MiB", "held MiB", "off"];
-    let mut table = Table::new("Plans: stages, time and the most memory of each worker", &columns);
+        ["model", "mode", "stages, ms", "predicted ms/step", "measured", "off", "estimated MiB", "measured MiB", "off"];
+    let mut table = Table::new("Plans: stages, time and peak memory of each worker", &columns);
     let (mut times, mut memories) = (Vec::new(), Vec::new());
     let off = |predicted: f64, found: f64| predicted / found - 1.0;
     let percent = |part: f64| format!("{:+.1} %", 100.0 * part);
@@ -189,8 +189,8 @@ fn plans(all: &[Measured]) -> String {
 }
 
 fn workers(all: &[Measured]) -> String {
-    let columns = ["model", "way", "worker", "forward", "backward", "step", "waiting"];
-    let mut table = Table::new("Where workers' time goes: milliseconds for each minibatch of the last round", &columns);
+    let columns = ["model", "mode", "worker", "forward", "backward", "step", "waiting"];
+    let mut table = Table::new("Worker time: milliseconds per minibatch of the last round", &columns);
     for one in all {
         for (line, it) in LINES.iter().zip(&one.lines) {
             for (worker, spent) in it.spent.iter().enumerate() {

@@ -1,11 +1,11 @@
-//! What an operator becomes: ONNX's `Mish` as a model, imported into core ops, with its values and its gradient.
+//! Lowering of an operator: ONNX's `Mish` as a model, imported into core ops, with its values and gradient.
 //!
 //! ```text
 //! cargo run -p compiler --example my_operator
 //! ```
 //!
-//! The lowering is `mish` in `compiler/src/import/onnx/lower/elementwise.rs`, four lines. Nothing else in pipec knows of it: shapes, costs,
-//! kernels, gradients, cuts and exports follow from the core ops.
+//! The lowering is `mish` in `compiler/src/import/onnx/lower/elementwise.rs`, four lines. Shapes, costs, kernels, gradients,
+//! cuts and exports follow from the core ops.
 
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
@@ -51,12 +51,12 @@ fn model() -> ModelProto {
 fn imported() -> Result<Graph, Box<dyn Error>> {
     let source = decode::parse(model().encode_to_vec().into(), None)?;
     let graph = from_onnx(&source, "mish.onnx", &Options::default())?.graph;
-    // A batch of any size was found; here it is four.
+    // The batch is symbolic; bind it to four.
     let sizes: Bindings = symbols(&graph).into_iter().map(|symbol| (symbol, 4)).collect();
     Ok(bind(&graph, &sizes)?)
 }
 
-/// What it makes of these numbers, by the reference kernels.
+/// The model's result for these numbers, by the reference kernels.
 fn values(graph: &Graph, x: &[f32; 4]) -> Result<Vec<f64>, Box<dyn Error>> {
     let given = BTreeMap::from([("x".to_string(), Tensor::from_f32(&[4], x))]);
     Ok(evaluate(graph, &given)?[&graph.outputs[0].value].to_f64())

@@ -1,11 +1,11 @@
-//! A partitioner of one's own in Rust: stages with equal bytes of weights, for devices whose memory is what there is least of.
+//! A custom partitioner in Rust: stages with equal bytes of weights, for devices with little memory.
 //!
 //! ```text
 //! cargo run -p compiler --example my_partitioner
 //! ```
 //!
-//! A partitioner says which op stands in which stage. All else is the planner's: in-flight caps, memory, predicted times, the bound, and the
-//! judge, who shares no code with anyone who makes plans. So a bad rule gives a slow plan, and never a wrong one.
+//! A partitioner assigns ops to stages. The planner adds in-flight caps, memory, predicted times and the lower bound, and the
+//! independent plan checker verifies the result. A bad rule gives a slow plan, never a wrong one.
 
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
@@ -16,7 +16,7 @@ use compiler::profile::cost_graph::CostGraph;
 use std::error::Error;
 use std::fmt::Write;
 
-/// For each op its stage: along the order of the ops, each stage takes its share of the weights.
+/// Assigns ops in order so that all stages have equal weights.
 fn by_weights(graph: &CostGraph, stages: u32) -> Vec<(String, u32)> {
     let whole: u64 = graph.ops.iter().map(|op| op.param_bytes).sum();
     let mut before = 0;
@@ -28,7 +28,7 @@ fn by_weights(graph: &CostGraph, stages: u32) -> Vec<(String, u32)> {
     graph.ops.iter().map(stage_of).collect()
 }
 
-/// A chain of layers in the form of PipeDream's published profiles: the first are slow, the last are large.
+/// A chain of layers in the format of PipeDream's published profiles: the first are slow, the last are large.
 fn layers() -> Result<CostGraph, Box<dyn Error>> {
     let mut text = String::new();
     for (at, (ms, megabytes)) in [(8, 1), (8, 1), (6, 2), (4, 4), (2, 8), (1, 16)].into_iter().enumerate() {
@@ -43,7 +43,7 @@ fn layers() -> Result<CostGraph, Box<dyn Error>> {
     Ok(pipedream::read(&text)?)
 }
 
-/// The plan for four devices on one link: with stages that are pinned, or as the planner likes it best.
+/// The plan for four devices on one link: with pinned stages, or the planner's best.
 fn planned(pins: Vec<(String, u32)>) -> Result<Plan, Box<dyn Error>> {
     let mut problem = Problem::new(layers()?, levels("2:10GB/s")?, CostModel::Pipec);
     problem.constraints.no_replication = true;
@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             format!("{:?}: {} MB of weights", stage.ops, stage.memory.weights / 1_000_000)
         };
         let stages: Vec<String> = plan.stages.iter().map(of).collect();
-        println!("{name}: {:.1} ms a minibatch; {}", plan.predicted.minibatch_us / 1e3, stages.join("; "));
+        println!("{name}: {:.1} ms per minibatch; {}", plan.predicted.minibatch_us / 1e3, stages.join("; "));
     }
     Ok(())
 }

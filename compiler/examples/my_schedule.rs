@@ -1,14 +1,14 @@
-//! A schedule of one's own in Rust: k forwards, k backwards, for a pipeline whose links are slow.
+//! A custom schedule in Rust: k forwards, k backwards, for a pipeline with slow links.
 //!
 //! ```text
-//! cargo run -p compiler --example my_schedule                        # draws it, beside 1F1B and GPipe
-//! cargo run -p compiler --example my_schedule -- my_schedule.csv     # and writes it, for any of pipec's verbs:
+//! cargo run -p compiler --example my_schedule                        # draws it next to 1F1B and GPipe
+//! cargo run -p compiler --example my_schedule -- my_schedule.csv     # and writes it, for pipec's commands:
 //! pipec simulate plan.json --schedule my_schedule.csv
 //! pipec train model.onnx --stages 1,1,1 --batch 32 --schedule my_schedule.csv --data train.npz
 //! ```
 //!
-//! The order is that of 1F1B with groups of k items for single ones, kFkB (Wang et al., Ada-Grouper, 2023): while a rank works on one
-//! item of a group, the next is on its way. k = 1 is 1F1B, k = all is GPipe; in between, time is bought with memory.
+//! kFkB (Wang et al., Ada-Grouper, 2023) is 1F1B over groups of k micro-batches: a rank computes one micro-batch of a group
+//! during the transfer of the next. k = 1 is 1F1B, k = all is GPipe; values between trade memory for time.
 
 use compiler::plan::StageId;
 use compiler::schedule::action::{Phase, Work};
@@ -21,7 +21,7 @@ use compiler::schedule::{MicrobatchId, Pipeline, Program, RankId};
 use compiler::simulate::run::{Machine, simulate};
 use std::error::Error;
 
-/// Groups of `k` items go forward and backward as single items do under 1F1B.
+/// 1F1B over groups of `k` micro-batches.
 struct Grouped {
     k: u32,
 }
@@ -33,7 +33,7 @@ impl ComputeOrder for Grouped {
             let own = group * self.k..items.min((group + 1) * self.k);
             own.map(move |item| Work { stage: StageId(rank.0), item: MicrobatchId(item), part })
         };
-        // As many groups go ahead as there are ranks after this one; from then on each backward makes room for a forward.
+        // Warm up with one group per later rank; then each backward frees room for a forward.
         let ahead = groups.min(pipeline.stages.len() as u32 - 1 - rank.0);
         let mut work: Vec<Work> = (0..ahead).flat_map(|group| of_group(group, Phase::Forward)).collect();
         for group in 0..groups {
@@ -46,7 +46,7 @@ impl ComputeOrder for Grouped {
     }
 }
 
-/// Three stages that each take 1 ms forward and 2 ms backward, half a millisecond apart.
+/// Three stages with 1 ms forward, 2 ms backward and transfers of half a millisecond.
 fn pipeline() -> Pipeline {
     let mut pipeline = Pipeline::balanced(&[1, 1, 1], 2.0);
     pipeline.stages.iter_mut().for_each(|stage| (stage.forward, stage.backward) = (1000.0, 2000.0));
@@ -54,7 +54,7 @@ fn pipeline() -> Pipeline {
     pipeline
 }
 
-/// The programs for one minibatch of six items, proven to run.
+/// The checked program for one minibatch of six micro-batches.
 fn made(k: u32) -> Result<Program, Box<dyn Error>> {
     let program = program(&Grouped { k }, &pipeline(), StepCount { minibatches: 1, microbatches: 6 })?;
     check(&program)?;
@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let program = made(k)?;
         let timeline = simulate(&program, &pipeline(), &Machine::of(&pipeline()))?;
         println!(
-            "k = {k}: {:.1} ms, {:.1} % idle, at most {:?} items in flight",
+            "k = {k}: {:.1} ms, {:.1} % idle, at most {:?} micro-batches in flight",
             timeline.makespan / 1e3,
             timeline.bubble() * 100.0,
             timeline.peak_in_flight
@@ -83,7 +83,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use compiler::schedule::Schedule;
+    use compiler::plan::schedule::Schedule;
     use compiler::schedule::scheduler::schedule;
 
     #[test]
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!([&one, &two, &all].map(|run| run.peak_in_flight[0]), [3, 6, 6]);
     }
 
-    /// The table that stands beside this file is the one that it writes.
+    /// The table next to this file is the one that it writes.
     #[test]
     fn the_table_is_this_schedule() {
         assert_eq!(csv(&made(2).unwrap()), include_str!("my_schedule.csv"));

@@ -40,17 +40,17 @@ pub const MAX_DEVICES: u64 = 65_536;
 #[serde(transparent)]
 pub struct Bytes(pub u64);
 
-/// A rate of transfer, in bytes per second, finite and above zero.
+/// A transfer rate in bytes per second, finite and positive.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize, Deserialize, JsonSchema)]
 #[serde(transparent)]
 pub struct BytesPerSecond(pub f64);
 
-/// A span of time in seconds, finite and not negative.
+/// A duration in seconds, finite and not negative.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(transparent)]
 pub struct Seconds(pub f64);
 
-/// Peak arithmetic of one device, in floating point operations per second, dense, by the type that is multiplied.
+/// Peak dense floating-point operations per second of one device, by element type.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Peak {
@@ -58,7 +58,7 @@ pub struct Peak {
     pub f64: f64,
     /// Single precision without reduced inputs.
     pub f32: f64,
-    /// Single precision with inputs rounded to TF32; equal to `f32` where the device has no such mode.
+    /// Single precision with inputs rounded to TF32; equal to `f32` if the device has no such mode.
     pub tf32: f64,
     /// bfloat16 with f32 accumulation.
     pub bf16: f64,
@@ -66,53 +66,53 @@ pub struct Peak {
     pub f16: f64,
 }
 
-/// One device: what it computes, what it holds.
+/// Compute and memory of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Device {
-    /// A name of the table in `cluster/device.rs`, or the user's own.
+    /// Device type: a known name or a custom one.
     pub kind: String,
     /// Memory of one device, in bytes.
     pub memory: Bytes,
     /// Memory bandwidth, in bytes per second.
     pub memory_bandwidth: BytesPerSecond,
-    /// Peak arithmetic in operations per second.
+    /// Peak operations per second.
     pub peak_flops: Peak,
     /// Time to start one kernel, in seconds.
     pub launch: Seconds,
-    /// Cores of one host, for devices that are shares of a CPU: workers on one host share them.
+    /// Cores of one host, shared by its workers; for CPU devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cores: Option<u32>,
-    /// Threads that one worker runs its kernels on, for CPU devices.
+    /// Kernel threads per worker; for CPU devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads_per_worker: Option<u32>,
 }
 
-/// Devices of one kind that follow each other in a cluster of several kinds.
+/// Consecutive devices of one type in a heterogeneous cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceClass {
-    /// The kind.
+    /// The device type.
     pub device: Device,
-    /// How many there are; at least one.
+    /// Number of devices; at least one.
     pub count: u32,
-    /// How many times as fast as the device whose costs are used; not known where neither the file nor the kinds tell.
+    /// Speed relative to the device whose costs are used; absent if neither the file nor the device types give it.
     pub speed: Option<f64>,
 }
 
-/// One level of links.
+/// One interconnect level.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Level {
-    /// What the level is called, "nvlink" for example.
+    /// Name of the level, for example "nvlink".
     pub name: String,
-    /// How many devices (innermost) or groups of the level below it joins; at least one.
+    /// Number of devices (innermost level) or of groups of the level below that it connects; at least one.
     pub count: u32,
     /// Bandwidth in bytes per second, one direction.
     pub bandwidth: BytesPerSecond,
     /// Latency of one message, in seconds.
     pub latency: Seconds,
-    /// Whether all devices below one member of this level share its link.
+    /// True if all devices below one member of this level share its link.
     pub shared: bool,
 }
 
@@ -120,7 +120,7 @@ pub struct Level {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Host {
-    /// `name:port`, as the link between processes takes it.
+    /// `name:port` for connections between processes.
     pub address: String,
     /// Devices on this host.
     pub devices: u32,
@@ -130,14 +130,14 @@ pub struct Host {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Cluster {
-    /// The one kind of device, or the first of several.
+    /// The device type, or the first of several.
     pub device: Device,
-    /// The classes of devices in device order where there are several; empty where all devices are alike.
+    /// Device classes in device order; empty if all devices are alike.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<DeviceClass>,
     /// Links, innermost first; never empty.
     pub levels: Vec<Level>,
-    /// Hosts for runs over a network, empty for one process.
+    /// Hosts of multi-process runs; empty for one process.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub hosts: Vec<Host>,
 }

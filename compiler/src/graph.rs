@@ -45,7 +45,7 @@ pub struct Node {
 
 impl Node {
     /// The name for messages: the source node, or else the node's own name.
-    pub fn told(&self) -> &str {
+    pub fn label(&self) -> &str {
         if self.origin.source.is_empty() { &self.name } else { &self.origin.source }
     }
 }
@@ -230,7 +230,7 @@ impl Emit for Writer<'_> {
     fn emit_all(&mut self, op: Op, inputs: &[Value]) -> Vec<Value> {
         let node = match self.graph.add(op, inputs, &self.origin) {
             Ok(node) => node,
-            Err(e) => panic!("a rule of the compiler wrote an op that does not fit: {e}"),
+            Err(e) => panic!("a compiler rule wrote an op that does not fit: {e}"),
         };
         self.graph.values(node)
     }

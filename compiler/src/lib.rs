@@ -19,7 +19,7 @@
 //! use compiler::pass::costs::{cost_graph, fill};
 //! use compiler::plan::problem::{CostModel, Problem};
 //! use compiler::profile::ProfiledModel;
-//! use compiler::schedule::pipeline::{pipeline, schedule_of};
+//! use compiler::schedule::pipeline::{pipeline, generated};
 //! use compiler::schedule::semantics::StepCount;
 //! use compiler::schedule::scheduler::schedule;
 //! use compiler::schedule::{check::verify::check, formats::chart::chart};
@@ -56,7 +56,7 @@
 //! // Its programs for four minibatches, proven to run, and played.
 //! let pipeline = pipeline(&plan)?;
 //! let count = StepCount { minibatches: 4, microbatches: 1 };
-//! let program = schedule(schedule_of(plan.schedule.kind)?, &pipeline, count)?;
+//! let program = schedule(generated(plan.schedule.kind)?, &pipeline, count)?;
 //! check(&program)?;
 //! let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline))?;
 //! assert!(timeline.makespan > 0.0);

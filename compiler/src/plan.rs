@@ -19,10 +19,12 @@ pub mod memory;
 pub mod ports;
 pub mod problem;
 pub mod read;
+pub mod schedule;
 pub mod stage_cost;
 pub mod zero;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
+use crate::plan::schedule::Schedule;
 use crate::profile::Method;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -55,22 +57,22 @@ pub struct PlannedModel {
     pub ops: u64,
     /// Hash of the imported graph in canonical order, before any pass.
     pub graph_hash: String,
-    /// What the import was told.
+    /// Settings of the import.
     pub import: ImportSettings,
 }
 
-/// What an import was told: everything that changes the graph it makes.
+/// Import settings: everything that changes the imported graph.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ImportSettings {
-    /// Symbolic dimensions and the values they were given.
+    /// Values given for symbolic dimensions.
     pub dims: BTreeMap<String, u64>,
-    /// Whether what was exported for inference was turned back into training mode.
+    /// True if inference-mode ops were restored to training mode.
     pub train_mode: bool,
-    /// The axes of inputs that were said to be the batch.
+    /// Batch axes given for inputs.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub batch_dims: BTreeMap<String, u64>,
-    /// The loss that was put on the output, if one was: `cross-entropy`, or `cross-entropy over 1` with an axis of classes.
+    /// The loss added to the output, if any: `cross-entropy`, or `cross-entropy over 1` with an axis of classes.
     pub loss: Option<String>,
 }
 
@@ -78,9 +80,9 @@ pub struct ImportSettings {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlannedProfile {
-    /// SHA-256 of the profile file, in hex; empty where there was no file.
+    /// SHA-256 of the profile file, in hex; empty without a file.
     pub sha256: String,
-    /// How its figures were come by.
+    /// Source of its times.
     pub method: Method,
 }
 
@@ -90,111 +92,67 @@ pub struct PlannedProfile {
 pub struct PlannedCluster {
     /// Levels, innermost first. Bandwidths are bytes per second, latencies seconds.
     pub levels: Vec<Level>,
-    /// All devices.
+    /// Number of devices.
     pub devices: u32,
-    /// Bytes that may be used on each device, or null where no limit was set.
+    /// Memory limit per device in bytes, or null.
     pub memory_per_device: Option<Bytes>,
-    /// The kind of device, or the first of several.
+    /// The device type, or the first of several.
     pub device: Device,
-    /// The classes of devices in device order where there are several; empty where all devices are alike.
+    /// Device classes in device order; empty if all devices are alike.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<DeviceClass>,
-    /// Devices on which no stage stands; absent where there are none.
+    /// Devices without a stage; absent if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub idle: Vec<u32>,
 }
 
-/// The order in which a stage works through minibatches and micro-batches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
-pub enum ScheduleKind {
-    /// All forwards, then all backwards.
-    #[serde(rename = "gpipe")]
-    Gpipe,
-    /// One forward, one backward, with a flush at the end of a minibatch.
-    #[serde(rename = "1f1b")]
-    OneFOneB,
-    /// 1F1B over several chunks per worker.
-    #[serde(rename = "interleaved")]
-    Interleaved,
-    /// Looped breadth first.
-    #[serde(rename = "bfs")]
-    Bfs,
-    /// Zero bubble, first form.
-    #[serde(rename = "zb-h1")]
-    ZbH1,
-    /// Zero bubble, second form.
-    #[serde(rename = "zb-h2")]
-    ZbH2,
-    /// Zero bubble on a V of two chunks.
-    #[serde(rename = "zbv")]
-    Zbv,
-    /// Two directions on a V of two chunks.
-    #[serde(rename = "dualpipev")]
-    DualPipeV,
-    /// Two weight versions, a new one for every minibatch of micro-batches.
-    #[serde(rename = "2bw")]
-    TwoBw,
-    /// 1F1B with round robin replicas and weight stashing.
-    #[serde(rename = "1f1b-rr")]
-    RoundRobin,
-    /// The same with one weight version for a minibatch in all stages.
-    #[serde(rename = "1f1b-rr-vsync")]
-    RoundRobinVsync,
-    /// Forward only.
-    #[serde(rename = "inference")]
-    Inference,
-    /// An order from a file of the user.
-    #[serde(rename = "csv")]
-    Csv,
-}
-
-/// How work is ordered, and what each stage may hold while it is.
+/// The schedule, batch sizes and per-stage limits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlannedSchedule {
-    /// The kind of schedule.
-    pub kind: ScheduleKind,
+    /// The schedule.
+    pub kind: Schedule,
     /// Samples in one micro-batch.
     pub micro_batch: u64,
     /// Micro-batches in one minibatch.
     pub microbatches: u32,
     /// Chunks per worker.
     pub chunks: u32,
-    /// For each stage: micro-batches that one replica may have in flight.
+    /// In-flight cap of each stage, in micro-batches per replica.
     pub in_flight: Vec<u32>,
-    /// For each stage: weight versions that one replica holds.
+    /// Weight versions per replica of each stage.
     pub weight_versions: Vec<u32>,
-    /// For each stage: micro-batches that one replica may have between the halves of their backward; empty where it is whole.
+    /// Pending weight-gradient passes per replica of each stage; empty if the backward is not split.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub apart: Vec<u32>,
 }
 
-/// What each device of a stage's replicas holds, in bytes. `total` is the sum of the others.
+/// Memory per device of a stage, in bytes. `total` is the sum of the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StageMemory {
-    /// One copy of the weights, or the replica's share of one; a tied parameter counts once in each stage that uses it.
+    /// One copy of the weights, or the replica's shard; a tied weight counts once in each stage that uses it.
     pub weights: u64,
-    /// The stashed versions beyond that copy.
+    /// Stashed weight versions beyond that copy.
     pub versions: u64,
-    /// Gradients of the weights: those that are summed up, and those of the run at hand; where these leave as they are made, those of one op, in
-    /// whose place weights may lie that are gathered.
+    /// Weight gradients: accumulated ones and those of the current micro-batch. If gradients are reduce-scattered
+    /// during the backward, those of one op only, which may share memory with gathered weights.
     pub gradients: u64,
-    /// State of the optimizer, and the `f32` copies that it moves of parameters of two bytes a number.
+    /// Optimizer state, including `f32` master copies of 16-bit parameters.
     pub optimizer: u64,
-    /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
-    /// recomputed, the saved ones for one, and what is sent for one more.
+    /// Saved activations, stage inputs and outputs of every micro-batch in flight. With recomputation, saved
+    /// activations count for one micro-batch and outputs for one more.
     pub activations: u64,
-    /// Where backwards are split, for every micro-batch between the halves: what the second reads of the first, and the gradients that
-    /// came for it, those of one aside.
+    /// For split backwards: tensors kept for each pending weight-gradient pass, and received gradients beyond those of
+    /// one micro-batch.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub between: u64,
-    /// Gradients of one micro-batch that come from other stages or go to them, and those on their way of the one before.
+    /// Gradients of one micro-batch from and to other stages, and those of the previous one still in transfer.
     #[serde(default)]
     pub messages: u64,
-    /// The arena: what is alive within one run at its fullest, scratch included.
+    /// The arena: peak of temporary tensors in one pass, including scratch.
     pub workspace: u64,
-    /// All of them.
+    /// Sum of all.
     pub total: u64,
 }
 
@@ -206,13 +164,13 @@ fn is_none_of(number: &u32) -> bool {
     *number == 0
 }
 
-/// One level of a stage's place in the cluster.
+/// One level of a stage's position in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LevelPlacement {
-    /// Which group of this level the stage belongs to, counted from 0 inside the group of the next level out.
+    /// Group of this level that the stage belongs to, counted from 0 within the enclosing group.
     pub group: u32,
-    /// How often that group is replicated over this level's members.
+    /// Number of replicas of that group over this level's members.
     pub replicas: u32,
 }
 
@@ -220,160 +178,159 @@ pub struct LevelPlacement {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Stage {
-    /// Place in topological order.
+    /// Index in topological order.
     pub id: StageId,
-    /// Half-open ranges of op ids, ascending, as long as possible.
+    /// Half-open ranges of op ids, ascending, of maximum length.
     pub ops: Vec<(u32, u32)>,
-    /// Names of the source nodes, or op ids in text where a node has no name.
+    /// Names of the source nodes, or op ids as text for nodes without a name.
     pub op_names: Vec<String>,
-    /// Module paths in order of first use, each once.
+    /// Module paths in order of first use, without duplicates.
     pub modules: Vec<String>,
     /// Number of replicas.
     pub replicas: u32,
-    /// Devices that share every op of one replica; 1 where it is absent.
+    /// Tensor-parallel degree; 1 if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor_degree: Option<u32>,
-    /// What that does to the stage, where devices share its ops.
+    /// Times without tensor parallelism and of its collectives, if the degree exceeds 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sharing: Option<TensorParallelCost>,
-    /// For each op the name of the choice that was taken, where ops have some.
+    /// Name of the selected choice of each op, if ops have choices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub choices: Vec<String>,
-    /// Device of each replica; where several share one, those of one replica after those of the other.
+    /// Devices, replica by replica.
     pub devices: Vec<u32>,
-    /// Whether forward runs again before backward instead of saving its tensors.
+    /// True if activations are recomputed before the backward instead of saved.
     pub recompute: bool,
-    /// Forward time of one minibatch on one replica, in microseconds; where devices differ, on the slowest.
+    /// Forward time of one micro-batch on one replica, in microseconds; on the slowest if devices differ.
     pub fwd_us: f64,
-    /// Backward time of one minibatch on one replica, in microseconds, and of the optimizer's step for it where that is known; where the
-    /// stage is recomputed, its forward runs once more in it.
+    /// Backward time of one micro-batch on one replica, in microseconds, including recomputation and the optimizer step
+    /// if known.
     pub bwd_us: f64,
-    /// The part of `bwd_us` that makes gradients of weights, which a split backward may run later. Where it is absent, half of the
-    /// backward counts as that part, what runs forward again aside.
+    /// The weight-gradient part of `bwd_us`, which a split backward may delay. If absent, half of the backward without
+    /// recomputation is assumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_us: Option<f64>,
-    /// Parts in which replicas sum their gradients, in the order in which a backward makes them; none for all at once.
+    /// Gradient buckets of the all-reduce, in backward order; empty for one bucket.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub buckets: Vec<GradientBucket>,
-    /// The level of ZeRO by which replicas share what they would hold alike: 1 the optimizer's state, 2 the sums of gradients too, 3 the weights too; absent for none.
+    /// ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also weights; absent for none.
     #[serde(default, skip_serializing_if = "is_none_of")]
     pub zero: u32,
-    /// Bytes of the stage's parameters, where each replica holds a share of them; absent where it holds all.
+    /// Bytes of all parameters of the stage, if each replica holds a shard (ZeRO 3); otherwise absent.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub parameter_bytes: u64,
-    /// What each device of a replica holds.
+    /// Memory per device.
     pub memory: StageMemory,
-    /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
-    /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`]; under cost `pipec`, by `devices`.
+    /// The stage's position in the cluster levels, innermost first. One entry on a cluster of several levels means that
+    /// stages do not fill whole groups; the checker then uses the flattened cluster, or `devices` under cost `pipec`.
     pub hierarchy: Vec<LevelPlacement>,
 }
 
-/// What a stage of one replica gains and pays by having its ops shared, in microseconds for one item.
+/// Times of a tensor-parallel stage, in microseconds per micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TensorParallelCost {
-    /// Forward time if one device did everything.
+    /// Forward time on one device.
     pub alone_fwd_us: f64,
-    /// Backward time if one device did everything and forward did not run again.
+    /// Backward time on one device, without recomputation.
     pub alone_bwd_us: f64,
-    /// The part of the forward time in which devices bring together what each has of a tensor.
+    /// Time of collectives in the forward.
     pub meeting_fwd_us: f64,
-    /// The same of the backward time, what runs forward again aside.
+    /// Time of collectives in the backward, without recomputation.
     pub meeting_bwd_us: f64,
 }
 
-/// One part of the gradients of a stage with replicas.
+/// A gradient bucket of a stage with replicas.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GradientBucket {
-    /// Names of its parameters, in the order in which a backward makes their gradients.
+    /// Names of its parameters, in backward order.
     pub parameters: Vec<String>,
-    /// Bytes of all of them.
+    /// Total bytes.
     pub bytes: u64,
-    /// The share of a backward, what runs forward again aside, after which all of them are made.
+    /// Fraction of the backward, without recomputation, after which the bucket is complete.
     pub ready: f64,
 }
 
-/// Tensors that go from one stage straight to another.
+/// Tensors sent from one stage to another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Edge {
-    /// The stage that makes them.
+    /// The sending stage.
     pub from: StageId,
-    /// The stage that reads them.
+    /// The receiving stage.
     pub to: StageId,
-    /// Their names.
+    /// Names of the tensors.
     pub tensors: Vec<String>,
-    /// Bytes of all of them for one micro-batch, in one direction.
+    /// Total bytes per micro-batch, in one direction.
     pub bytes: u64,
 }
 
-/// What the plan is predicted to do.
+/// Predicted performance of the plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Predicted {
-    /// Time of one minibatch, in microseconds. Under cost `pipec` that is a whole minibatch, with filling and draining where the
-    /// schedule flushes, and it is what the plan's own program takes when it is played; one item under schedule `inference`. Under
-    /// the other cost models it is what the slowest stage or link takes for one micro-batch in steady state.
+    /// Time of one minibatch, in microseconds. Under cost `pipec` it is the simulated time of a whole minibatch,
+    /// including fill and drain of flushed schedules, or of one micro-batch under schedule `inference`. Under the other
+    /// cost models it is the steady-state time of the slowest stage or link per micro-batch.
     pub minibatch_us: f64,
-    /// What the cost model's equations give in the place of `minibatch_us`: the figure that the search made least. Absent where both
-    /// are the same.
+    /// The cost model's estimate of `minibatch_us`, which the search minimised. Absent if both are equal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub objective_us: Option<f64>,
-    /// Time from one weight update to the next, in microseconds: all micro-batches of a minibatch. Under 1F1B-RR a minibatch is one
-    /// item, and a stage of r replicas updates every r minibatches; the figure is that of one.
+    /// Time between weight updates, in microseconds: all micro-batches of a minibatch. Under 1F1B-RR, where a stage of
+    /// r replicas updates every r minibatches, the time of one minibatch.
     pub step_us: f64,
     /// Samples per second.
     pub throughput_per_s: f64,
-    /// Fraction of a worker's time that the schedule leaves idle between steps.
+    /// Pipeline bubble: the idle fraction of a worker's time.
     pub bubble: f64,
-    /// What sets `minibatch_us`.
+    /// The bottleneck that determines `minibatch_us`.
     pub bottleneck: String,
-    /// The link of a group of devices that has most to do; absent on clusters of one level.
+    /// The busiest link of a group of devices; absent on clusters of one level.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busiest_link: Option<BusiestLink>,
 }
 
-/// What goes over the link of one group of devices, a server for example, for each minibatch: activations, gradients and the rings
-/// of all-reduces.
+/// Traffic per minibatch over the link of one group of devices, such as a server: activations, gradients and all-reduce
+/// rings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BusiestLink {
     /// The level that the link belongs to.
     pub level: String,
-    /// Which group of devices below that level, counted over the whole cluster.
+    /// Index of the group of devices below that level, over the whole cluster.
     pub unit: u32,
-    /// Which way: `out` or `in`.
+    /// Direction: `out` or `in`.
     pub direction: String,
-    /// Bytes of one minibatch, or of one micro-batch where it has several.
+    /// Bytes per minibatch, or per micro-batch if it has several.
     pub bytes: u64,
-    /// The share of the predicted time that the link needs for them.
+    /// Fraction of the predicted time that the link needs for them.
     pub share: f64,
 }
 
-/// Times of the plain alternatives, in microseconds for one minibatch, under the same cost model.
+/// Times of baseline plans, in microseconds per minibatch, under the same cost model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Baselines {
-    /// Everything on one device.
+    /// The whole model on one device.
     pub single: f64,
     /// The whole model replicated on every device.
     pub data_parallel: f64,
-    /// A straight pipeline of stages of equal compute.
+    /// A pipeline of stages with equal compute, without replication.
     pub uniform: f64,
-    /// Which of them fit in memory.
+    /// Baselines that fit in memory.
     pub fits: Fits,
 }
 
-/// Which baselines fit in the memory of a device.
+/// Baselines that fit in the memory of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Fits {
-    /// Everything on one device.
+    /// The whole model on one device.
     pub single: bool,
     /// The whole model on every device.
     pub data_parallel: bool,
-    /// The straight pipeline.
+    /// The uniform pipeline.
     pub uniform: bool,
 }
 
@@ -384,15 +341,15 @@ impl Predicted {
     }
 }
 
-/// How the plan was found.
+/// The search that found the plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Search {
     /// Name of the partitioner.
     pub method: String,
-    /// States it looked at.
+    /// Number of states explored.
     pub states: u64,
-    /// What it fell back to, null where the search was complete.
+    /// The reason why the search was truncated, or null.
     pub fallback: Option<String>,
 }
 
@@ -402,39 +359,39 @@ pub struct Plan {
     /// Always [`SCHEMA`].
     #[schemars(extend("const" = SCHEMA))]
     pub schema: String,
-    /// What is planned.
+    /// The planned model.
     pub model: PlannedModel,
     /// Element type of weights and activations.
     pub dtype: String,
     /// Optimizer, as the command line names it.
     pub optimizer: String,
-    /// Where the costs came from.
+    /// Source of the costs.
     pub profile: PlannedProfile,
-    /// For which cluster.
+    /// The cluster.
     pub cluster: PlannedCluster,
     /// Cost model.
     pub cost: problem::CostModel,
-    /// What was minimised.
+    /// The objective.
     pub objective: problem::Objective,
-    /// Order of work.
+    /// The schedule.
     pub schedule: PlannedSchedule,
     /// Stages in topological order.
     pub stages: Vec<Stage>,
-    /// Traffic between stages.
+    /// Transfers between stages.
     pub edges: Vec<Edge>,
     /// Predicted times.
     pub predicted: Predicted,
-    /// No plan for this problem under this cost model takes less for a minibatch, in microseconds.
+    /// Lower bound on the minibatch time of any plan under this cost model, in microseconds.
     pub lower_bound_us: f64,
-    /// Whether the figure of the cost model's equations is proven the least of all plans, and `minibatch_us` is that figure to 2 %.
+    /// True if the cost model's estimate is proven optimal and `minibatch_us` equals it within 2 %.
     pub proven_optimal: bool,
-    /// The plain alternatives.
+    /// Baseline plans.
     pub baselines: Baselines,
-    /// How the plan was found.
+    /// The search that found the plan.
     pub search: Search,
-    /// What the reader should know.
+    /// Warnings.
     pub warnings: Vec<String>,
-    /// Seed of everything random.
+    /// Random seed.
     pub seed: u64,
     /// Options that change the result, normalised.
     pub options: BTreeMap<String, Value>,
@@ -457,81 +414,5 @@ impl Stage {
     /// All op ids of the stage, ascending.
     pub fn op_ids(&self) -> impl Iterator<Item = u32> + '_ {
         self.ops.iter().flat_map(|&(from, to)| from..to)
-    }
-}
-
-impl ScheduleKind {
-    pub const ALL: [ScheduleKind; 13] = [
-        ScheduleKind::Gpipe,
-        ScheduleKind::OneFOneB,
-        ScheduleKind::Interleaved,
-        ScheduleKind::Bfs,
-        ScheduleKind::ZbH1,
-        ScheduleKind::ZbH2,
-        ScheduleKind::Zbv,
-        ScheduleKind::DualPipeV,
-        ScheduleKind::TwoBw,
-        ScheduleKind::RoundRobin,
-        ScheduleKind::RoundRobinVsync,
-        ScheduleKind::Inference,
-        ScheduleKind::Csv,
-    ];
-
-    /// Name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            ScheduleKind::Gpipe => "gpipe",
-            ScheduleKind::OneFOneB => "1f1b",
-            ScheduleKind::Interleaved => "interleaved",
-            ScheduleKind::Bfs => "bfs",
-            ScheduleKind::ZbH1 => "zb-h1",
-            ScheduleKind::ZbH2 => "zb-h2",
-            ScheduleKind::Zbv => "zbv",
-            ScheduleKind::DualPipeV => "dualpipev",
-            ScheduleKind::TwoBw => "2bw",
-            ScheduleKind::RoundRobin => "1f1b-rr",
-            ScheduleKind::RoundRobinVsync => "1f1b-rr-vsync",
-            ScheduleKind::Inference => "inference",
-            ScheduleKind::Csv => "csv",
-        }
-    }
-
-    /// True if the stages go down the ranks and back up in a V, two per rank.
-    pub fn is_on_a_v(self) -> bool {
-        matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
-    }
-
-    /// True if in-flight caps are configurable. In the other schedules they follow from the number of micro-batches and
-    /// stages.
-    pub fn takes_caps(self) -> bool {
-        let flows = matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw);
-        flows || matches!(self, ScheduleKind::OneFOneB | ScheduleKind::Inference | ScheduleKind::Csv)
-    }
-
-    /// True if the backward is split into input-gradient and weight-gradient passes.
-    pub fn splits_backward(self) -> bool {
-        self.is_on_a_v() || matches!(self, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)
-    }
-
-    /// True if a rank holds several stages.
-    pub fn has_chunks(self) -> bool {
-        self.is_on_a_v() || matches!(self, ScheduleKind::Interleaved | ScheduleKind::Bfs)
-    }
-
-    /// True if replicas process whole minibatches in round-robin order.
-    pub fn is_round_robin(self) -> bool {
-        matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
-    }
-
-    pub fn from_name(name: &str) -> Option<ScheduleKind> {
-        ScheduleKind::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    /// True if minibatches overlap: there is no flush between weight updates.
-    pub fn is_continuous(self) -> bool {
-        matches!(
-            self,
-            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw | ScheduleKind::Inference
-        )
     }
 }

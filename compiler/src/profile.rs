@@ -16,15 +16,15 @@ use serde::{Deserialize, Serialize};
 /// Value of the `schema` field of a profile.
 pub const SCHEMA: &str = "pipec.profile/1";
 
-/// How the figures of a profile were come by.
+/// Source of the times in a profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
-    /// Run on the device.
+    /// Measured on the device.
     Measured,
-    /// Worked out from a named device's peak figures.
+    /// Computed from a device type's peak figures.
     Analytic,
-    /// Taken from a file of another tool.
+    /// Imported from a file of another tool.
     Imported,
 }
 
@@ -46,13 +46,13 @@ pub struct ProfiledModel {
 pub struct ProfiledDevice {
     /// Device name, as the driver or the device table gives it.
     pub name: String,
-    /// Driver version, empty where there is none.
+    /// Driver version, or empty.
     pub driver: String,
     /// Memory of the device in bytes.
     pub memory_bytes: u64,
 }
 
-/// How the measurement was made.
+/// Measurement settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
@@ -60,13 +60,13 @@ pub struct Settings {
     pub dtype: String,
     /// Samples in one micro-batch.
     pub micro_batch: u64,
-    /// Runs before the first that counts.
+    /// Unmeasured warm-up runs.
     pub warmup: u32,
-    /// Runs that count.
+    /// Measured runs.
     pub runs: u32,
     /// Seed of the inputs.
     pub seed: u64,
-    /// The loss that was put on the output, if one was; its times stand with the op that makes the predictions.
+    /// The loss added to the output, if any; its times count for the op that computes the predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<String>,
 }
@@ -79,48 +79,48 @@ fn is_none(bytes: &u64) -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct OpProfile {
-    /// Op id: its place in the canonical topological order.
+    /// Op id: its index in the canonical topological order.
     pub id: u32,
     /// Name of the source node.
     pub name: String,
-    /// Module path of the source node, empty where the file has none.
+    /// Module path of the source node, or empty.
     pub module: String,
-    /// Kind of op.
+    /// Type of op.
     pub op: String,
     /// Forward time in microseconds.
     pub fwd_us: f64,
     /// Backward time in microseconds.
     pub bwd_us: f64,
-    /// The part of `bwd_us` that makes gradients of weights, which no other op waits for: 0 for ops without weights. Where it is
-    /// absent, half of the backward counts as that part.
+    /// The weight-gradient part of `bwd_us`, which no other op waits for: 0 for ops without weights. If absent, half of
+    /// `bwd_us` is assumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_us: Option<f64>,
-    /// Time of one step of SGD with momentum over the op's parameters, in microseconds; absent where it is not known.
+    /// Time of one step of SGD with momentum over the op's parameters, in microseconds; absent if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub update_us: Option<f64>,
-    /// Spread of the measured times, as a fraction of the median; 0 where nothing was measured.
+    /// Spread of the measured times, as a fraction of the median; 0 if not measured.
     pub spread: f64,
     /// Bytes of the parameters this op uses.
     pub param_bytes: u64,
-    /// Bytes kept from forward for backward.
+    /// Bytes saved from forward for backward.
     pub saved_bytes: u64,
     /// Bytes of the outputs.
     pub out_bytes: u64,
     /// Scratch bytes needed while the op runs.
     pub workspace_bytes: u64,
-    /// Bytes that it puts by of several items of a minibatch to make their gradients of weights at once; absent where it does not.
+    /// Buffer bytes for computing the weight gradients of several micro-batches at once; absent if the op does not.
     #[serde(default, skip_serializing_if = "is_none")]
     pub joint_bytes: u64,
-    /// Scratch bytes needed where it does so.
+    /// Scratch bytes for that computation.
     #[serde(default, skip_serializing_if = "is_none")]
     pub joint_workspace_bytes: u64,
     /// Floating point operations, forward.
     pub flops: u64,
-    /// Where the times came from: a measured kernel, an equal op, a formula, a file.
+    /// Source of the times: a measured kernel, an equal op, a formula, a file.
     pub source: String,
 }
 
-/// The whole model run as one, beside the sum of its ops.
+/// Times of the whole model, for comparison with the sum of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Whole {
@@ -130,24 +130,24 @@ pub struct Whole {
     pub bwd_us: f64,
 }
 
-/// What every op of a model costs on one device.
+/// Costs of every op of a model on one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
     /// Always [`SCHEMA`].
     #[schemars(extend("const" = SCHEMA))]
     pub schema: String,
-    /// What was profiled.
+    /// The profiled model.
     pub model: ProfiledModel,
-    /// On what.
+    /// The device.
     pub device: ProfiledDevice,
-    /// How.
+    /// Measurement settings.
     pub settings: Settings,
-    /// Where the figures came from.
+    /// Source of the times.
     pub method: Method,
     /// One entry for each op, in op id order.
     pub ops: Vec<OpProfile>,
-    /// The whole model, where it was run as one.
+    /// Times of the whole model, if it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<Whole>,
 }

@@ -38,6 +38,7 @@ pub mod shape;
 pub mod version_lifetime;
 pub mod zero;
 
+use crate::plan::schedule::Schedule;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -93,106 +94,6 @@ id!(
     Slot
 );
 
-/// The schedules, by their command-line names.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub enum Schedule {
-    /// `gpipe`: all forwards of a minibatch, then all backwards.
-    Gpipe,
-    /// `1f1b`: one forward, one backward, and a flush after every minibatch.
-    OneFOneB,
-    /// `interleaved`: 1F1B with a flush and several stages per rank.
-    Interleaved,
-    /// `bfs`: looped breadth-first, gpipe with several stages per rank.
-    Bfs,
-    /// `zb-h1`: 1F1B with a flush and a split backward; weight-gradient passes fill the bubbles.
-    ZbH1,
-    /// `zb-h2`: zb-h1 with more items in flight and no bubble within a rank's work.
-    ZbH2,
-    /// `zbv`: zero bubble on a V of two stages per rank.
-    Zbv,
-    /// `dualpipev`: paired forwards and backwards on a V of two stages per rank.
-    DualPipeV,
-    /// `1f1b-rr`: one forward, one backward, round-robin over replicas, weight stashing, no flush.
-    OneFOneBRr,
-    /// `1f1b-rr-vsync`: 1f1b-rr with vertical sync: all stages use the weight version of the first.
-    OneFOneBRrVsync,
-    /// `1f1b-rr-newest`: 1f1b-rr without stashing: forward and backward each use the newest weights.
-    OneFOneBRrNewest,
-    /// `2bw`: PipeDream-2BW, double-buffered weights.
-    TwoBw,
-    /// `inference`: forward only.
-    Inference,
-    /// `csv`: a custom schedule, from a table or from Rust.
-    Csv,
-}
-
-impl Schedule {
-    /// Every generated schedule, in documentation order.
-    pub const ALL: [Schedule; 13] = [
-        Schedule::Gpipe,
-        Schedule::OneFOneB,
-        Schedule::Interleaved,
-        Schedule::Bfs,
-        Schedule::ZbH1,
-        Schedule::ZbH2,
-        Schedule::Zbv,
-        Schedule::DualPipeV,
-        Schedule::OneFOneBRr,
-        Schedule::OneFOneBRrVsync,
-        Schedule::OneFOneBRrNewest,
-        Schedule::TwoBw,
-        Schedule::Inference,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Schedule::Gpipe => "gpipe",
-            Schedule::OneFOneB => "1f1b",
-            Schedule::Interleaved => "interleaved",
-            Schedule::Bfs => "bfs",
-            Schedule::ZbH1 => "zb-h1",
-            Schedule::ZbH2 => "zb-h2",
-            Schedule::Zbv => "zbv",
-            Schedule::DualPipeV => "dualpipev",
-            Schedule::OneFOneBRr => "1f1b-rr",
-            Schedule::OneFOneBRrVsync => "1f1b-rr-vsync",
-            Schedule::OneFOneBRrNewest => "1f1b-rr-newest",
-            Schedule::TwoBw => "2bw",
-            Schedule::Inference => "inference",
-            Schedule::Csv => "csv",
-        }
-    }
-
-    /// True if an item is a whole minibatch, and each round over the replicas makes one update.
-    pub fn is_round_robin(self) -> bool {
-        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::OneFOneBRrNewest)
-    }
-
-    /// True if a backward uses the weights of its forward.
-    pub fn stashes(self) -> bool {
-        self != Schedule::OneFOneBRrNewest
-    }
-
-    /// True if an update averages a whole minibatch of micro-batches.
-    pub fn is_by_minibatch(self) -> bool {
-        self.trains() && !self.is_round_robin()
-    }
-
-    /// True if every item sees the updates of all earlier minibatches.
-    pub fn flushes(self) -> bool {
-        self.is_by_minibatch() && self != Schedule::TwoBw
-    }
-
-    pub fn splits_backward(self) -> bool {
-        matches!(self, Schedule::ZbH1 | Schedule::ZbH2 | Schedule::Zbv | Schedule::DualPipeV)
-    }
-
-    /// True if there are backwards and weight updates.
-    pub fn trains(self) -> bool {
-        self != Schedule::Inference
-    }
-}
-
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -203,7 +104,7 @@ impl FromStr for Schedule {
     type Err = ScheduleError;
 
     fn from_str(name: &str) -> Result<Self, ScheduleError> {
-        let found = Schedule::ALL.into_iter().chain([Schedule::Csv]).find(|schedule| schedule.name() == name);
+        let found = Schedule::GENERATED.into_iter().chain([Schedule::Csv]).find(|schedule| schedule.name() == name);
         found.ok_or_else(|| ScheduleError::UnknownName { name: name.to_string() })
     }
 }
@@ -330,152 +231,150 @@ pub enum Payload {
     Gradient,
 }
 
-/// One thing a worker does.
+/// An instruction of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "op", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Instruction {
-    /// Fetch the item's rows of the graph inputs and labels that this stage reads, if it reads any.
+    /// Load the micro-batch's rows of the graph inputs and labels that this stage reads, if any.
     Load {
         /// A stage of this worker.
         stage: StageId,
-        /// The item to fetch.
+        /// The micro-batch to load.
         item: MicrobatchId,
     },
-    /// Run the stage's forward; what the backward needs is kept in `slot`.
+    /// Run the stage's forward and save its activations in `slot`.
     Forward {
         /// A stage of this worker.
         stage: StageId,
-        /// The item.
+        /// The micro-batch.
         item: MicrobatchId,
         /// The weights to use.
         version: Version,
-        /// Where the saved activations live until the item's backward; a slot may be reused only when the
-        /// Sends out of it have been waited for. Each stage has slots of its own.
+        /// Holds the saved activations until the micro-batch's backward. A slot may be reused after the Wait for its
+        /// Sends. Each stage has its own slots.
         slot: Slot,
     },
-    /// Run the stage's backward; gradients of weights are added, in the order of the program, to those that the stage's
-    /// next AllReduce takes, or its next Step where it has one replica.
+    /// Run the stage's backward. Weight gradients accumulate in program order until the stage's next AllReduce, or its
+    /// next Step for one replica.
     Backward {
         /// A stage of this worker.
         stage: StageId,
-        /// The item.
+        /// The micro-batch.
         item: MicrobatchId,
-        /// The weights that the forward used.
+        /// The weight version of the forward.
         version: Version,
-        /// The slot that the forward filled; free after this.
+        /// The slot of the forward; free afterwards.
         slot: Slot,
     },
-    /// Run the stage's forward again, from what it read, to fill `slot` for the item's backward: it comes between the two, and
-    /// may come while the gradients are on their way.
+    /// Recompute the stage's forward from its inputs to fill `slot` for the micro-batch's backward. It may overlap with
+    /// the gradient transfer.
     Recompute {
         /// A stage of this worker.
         stage: StageId,
-        /// The item.
+        /// The micro-batch.
         item: MicrobatchId,
-        /// The weights that the forward used.
+        /// The weight version of the forward.
         version: Version,
-        /// The slot that the forward took.
+        /// The slot of the forward.
         slot: Slot,
     },
-    /// Run the part of the stage's backward that makes the gradients which other stages wait for; what the other part needs stays
-    /// in `slot`.
+    /// Run the input-gradient pass of the stage's backward. The tensors for the weight-gradient pass remain in `slot`.
     BackwardInput {
         /// A stage of this worker.
         stage: StageId,
-        /// The item.
+        /// The micro-batch.
         item: MicrobatchId,
-        /// The weights that the forward used.
+        /// The weight version of the forward.
         version: Version,
-        /// The slot that the forward filled.
+        /// The slot of the forward.
         slot: Slot,
     },
-    /// Run the rest of the stage's backward, which makes the gradients of weights; they are added as [`Instruction::Backward`]
-    /// adds them.
+    /// Run the weight-gradient pass of the stage's backward; gradients accumulate as for [`Instruction::Backward`].
     BackwardWeight {
         /// A stage of this worker.
         stage: StageId,
-        /// The item, whose BackwardInput came before.
+        /// The micro-batch, whose BackwardInput precedes.
         item: MicrobatchId,
-        /// The weights that the forward used.
+        /// The weight version of the forward.
         version: Version,
-        /// The slot that the forward filled; free after this.
+        /// The slot of the forward; free afterwards.
         slot: Slot,
     },
-    /// Post the sending of an item's activations or gradients.
+    /// Post the send of a micro-batch's activations or gradients.
     Send {
         /// The edge.
         edge: EdgeId,
-        /// The item.
+        /// The micro-batch.
         item: MicrobatchId,
         /// The direction.
         kind: Payload,
         /// The receiver.
         peer: WorkerId,
-        /// To wait for; the buffer is held until then.
+        /// Token for Wait; the buffer is in use until then.
         token: Token,
     },
-    /// Post the receiving of an item's activations or gradients.
+    /// Post the receive of a micro-batch's activations or gradients.
     Recv {
         /// The edge.
         edge: EdgeId,
-        /// The item.
+        /// The micro-batch.
         item: MicrobatchId,
         /// The direction.
         kind: Payload,
         /// The sender.
         peer: WorkerId,
-        /// To wait for; the data may be read after that.
+        /// Token for Wait; the data is available after it.
         token: Token,
     },
-    /// Block until what `token` names is complete.
+    /// Block until the operation of `token` is complete.
     Wait {
         /// A token of an earlier Send, Recv or collective of this worker.
         token: Token,
     },
-    /// Post the sum, over all replicas of the stage, of one bucket of the gradients of one round, which ends with the posting of the
-    /// last bucket and the round's last backward: later backwards start from zero in another buffer. A replica that had no item in
-    /// the round gives zeros. Where a stage has several buckets they may be posted before the worker's last backward of the round, and
-    /// each is on its way as soon as that backward has made its part. Several rounds may be posted before the first is waited for;
-    /// they are waited for and applied in order.
+    /// Post the all-reduce of one gradient bucket of one round over all replicas of the stage. The round ends after its
+    /// last bucket and its last backward; later backwards start from zero in another buffer. A replica without a micro-
+    /// batch in the round contributes zeros. Buckets may be posted before the worker's last backward of the round; each
+    /// starts when that backward has computed it. Several rounds may be posted before the first Wait; they complete and
+    /// apply in order.
     AllReduce {
         /// A stage of this worker.
         stage: StageId,
         /// The round.
         round: u32,
-        /// Which of the stage's buckets, in the order in which backwards make them.
+        /// Bucket index, in backward order.
         #[serde(default, skip_serializing_if = "is_first")]
         bucket: u32,
-        /// To wait for.
+        /// Token for Wait.
         token: Token,
     },
-    /// As AllReduce, but this replica gets its share of the sum only: a Step of the round makes its share of a version, which nobody
-    /// uses before it is gathered. In stages that ZeRO shares all rounds are summed so, in others none.
+    /// Like AllReduce, but this replica receives only its shard of the sum. A Step of the round computes its shard of a
+    /// version, which must be gathered before use. ZeRO stages sum all rounds this way, other stages none.
     ReduceScatter {
         /// A stage of this worker.
         stage: StageId,
         /// The round.
         round: u32,
-        /// Which of the stage's buckets, in the order in which backwards make them.
+        /// Bucket index, in backward order.
         #[serde(default, skip_serializing_if = "is_first")]
         bucket: u32,
-        /// To wait for.
+        /// Token for Wait.
         token: Token,
     },
-    /// Post the gathering of the parameters of one bucket in a version of which each replica has made its share. Buckets are gathered from
-    /// the last to the first: a forward uses first what a backward makes last.
+    /// Post the all-gather of the parameters of one bucket of a sharded version. Buckets are gathered from last to
+    /// first, in the order of the forward.
     AllGather {
         /// A stage of this worker.
         stage: StageId,
         /// The version.
         version: Version,
-        /// Which of the stage's buckets.
+        /// Bucket index.
         #[serde(default, skip_serializing_if = "is_first")]
         bucket: u32,
-        /// To wait for; the version may be used after that.
+        /// Token for Wait; the version is available after it.
         token: Token,
     },
-    /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The round's gradients
-    /// are nobody's after this.
+    /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The gradients
+    /// are then free.
     Step {
         /// A stage of this worker.
         stage: StageId,
@@ -485,19 +384,19 @@ pub enum Instruction {
         from: Version,
         /// The newest version after: `from + 1`.
         to: Version,
-        /// Items that are averaged, over all replicas.
+        /// Number of micro-batches averaged, over all replicas.
         count: u32,
-        /// Nobody uses `from` after this: write the new weights over it. It needs no Drop then.
+        /// True if version `from` is not used again: the new weights overwrite it, without a Drop.
         in_place: bool,
     },
-    /// Nobody uses this version after this.
+    /// Free a version that is not used again.
     Drop {
         /// A stage of this worker.
         stage: StageId,
         /// The version.
         version: Version,
     },
-    /// Write this version of the stage's weights to the run's checkpoint.
+    /// Write a version of the stage's weights to the run's checkpoint.
     Checkpoint {
         /// A stage of this worker.
         stage: StageId,
@@ -506,35 +405,35 @@ pub enum Instruction {
     },
 }
 
-/// What one worker runs.
+/// The program of one worker.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct WorkerProgram {
-    /// Its rank, which says its stages.
+    /// Its rank, which determines its stages.
     pub rank: RankId,
-    /// Its place among the rank's replicas.
+    /// Its index among the rank's replicas.
     pub replica: u32,
-    /// What it does, in order.
+    /// Its instructions, in order.
     pub instructions: Vec<Instruction>,
 }
 
-/// What a program remembers of a stage.
+/// A stage of a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ProgramStage {
-    /// The rank that holds it.
+    /// Its rank.
     pub rank: RankId,
-    /// Workers that share the stage's items.
+    /// Number of replicas.
     pub replicas: u32,
-    /// Items that may be in flight on a replica.
+    /// In-flight cap: micro-batches in flight per replica.
     pub cap: u32,
-    /// Whether a forward keeps nothing but what it read, so that a Recompute comes before every backward.
+    /// True if a forward saves only its inputs, so that a Recompute precedes every backward.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub recompute: bool,
-    /// Parts in which the gradients of a round are summed over replicas.
+    /// Gradient buckets per round.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub buckets: u32,
-    /// The level of ZeRO by which replicas share what the stage holds; 0 where each holds all of it.
+    /// ZeRO stage; 0 for none.
     #[serde(default, skip_serializing_if = "is_first")]
     pub zero: u32,
 }
@@ -555,9 +454,9 @@ fn is_one(number: &u32) -> bool {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Program {
     pub schedule: Schedule,
-    /// Items of the whole run.
+    /// Micro-batches of the whole run.
     pub items: u32,
-    /// Items per minibatch; 1 under the round-robin schedules.
+    /// Micro-batches per minibatch; 1 under the round-robin schedules.
     pub microbatches: u32,
     pub stages: Vec<ProgramStage>,
     /// (sender, receiver) of the activations.

@@ -193,7 +193,7 @@ impl Timeline {
 pub enum SimulateError {
     #[error("the program has {program}, the pipeline {pipeline}")]
     Mismatch { program: String, pipeline: String },
-    #[error("worker {worker} waits for ever at instruction {at} (`{instruction}`); `schedule check` says why")]
+    #[error("worker {worker} waits forever at instruction {at} (`{instruction}`); `schedule check` gives the reason")]
     Stuck { worker: String, at: usize, instruction: String },
     #[error(transparent)]
     Schedule(#[from] crate::schedule::ScheduleError),

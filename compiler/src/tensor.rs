@@ -100,7 +100,7 @@ impl std::fmt::Display for DType {
 
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TensorError {
-    #[error("a {dtype} tensor of shape {shape:?} needs {expected} bytes, {got} were given")]
+    #[error("a {dtype} tensor of shape {shape:?} needs {expected} bytes, but got {got}")]
     Length { dtype: DType, shape: Vec<usize>, expected: usize, got: usize },
     #[error("a tensor of shape {shape:?} is too large to address")]
     Overflow { shape: Vec<usize> },

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! invalid type: integer `3`, expected struct PeakFile     integer `3`, expected a table
-//! invalid value: integer `-1`, expected u32               integer `-1`, expected a whole number from 0 to 4294967295
+//! invalid value: integer `-1`, expected u32               integer `-1`, expected an integer from 0 to 4294967295
 //! ```
 //!
 //! Only the expected part is reworded; the found part is quoted from the file. For an unknown name the nearest known
@@ -61,14 +61,14 @@ fn opened(found: &str, group: &str) -> String {
 }
 
 fn named(expected: &str, group: &str) -> String {
-    let whole = |most: u64| format!("a whole number from 0 to {most}");
+    let whole = |most: u64| format!("an integer from 0 to {most}");
     let is = |starts: &[&str]| starts.iter().any(|start| expected.starts_with(start));
     match expected {
         "u8" => whole(u8::MAX.into()),
         "u16" => whole(u16::MAX.into()),
         "u32" => whole(u32::MAX.into()),
         "u64" | "usize" => whole(u64::MAX),
-        "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number".to_string(),
+        "i8" | "i16" | "i32" | "i64" | "isize" => "an integer".to_string(),
         "f32" | "f64" => "a number".to_string(),
         "unit" => "nothing".to_string(),
         "a map" => group.to_string(),
@@ -108,10 +108,10 @@ mod tests {
     fn no_type_is_named() {
         for (text, reworded) in [
             ("3", "integer `3`, expected an object at line 1 column 1"),
-            ("{\"number\": -1}", "integer `-1`, expected a whole number from 0 to 4294967295 at line 1 column 13"),
-            ("{\"number\": 1.5}", "number `1.5`, expected a whole number from 0 to 4294967295 at line 1 column 14"),
+            ("{\"number\": -1}", "integer `-1`, expected an integer from 0 to 4294967295 at line 1 column 13"),
+            ("{\"number\": 1.5}", "number `1.5`, expected an integer from 0 to 4294967295 at line 1 column 14"),
             ("{\"number\": 1, \"share\": \"f64\"}", "string \"f64\", expected a number at line 1 column 28"),
-            ("{\"number\": {}}", "an object, expected a whole number from 0 to 4294967295 at line 1 column 11"),
+            ("{\"number\": {}}", "an object, expected an integer from 0 to 4294967295 at line 1 column 11"),
             ("{\"number\": 1, \"pair\": [1]}", "a list of 1, expected a list of 2 at line 1 column 25"),
             ("{\"number\": 1, \"kind\": \"Two\"}", "unknown variant `Two`, expected `One` at line 1 column 27"),
             (
@@ -130,6 +130,6 @@ mod tests {
     fn what_was_found_stays() {
         let error = serde_json::from_str::<u32>("\"x, expected struct Y\"").unwrap_err().to_string();
         let reworded = plainly(&error, Format::Toml);
-        assert!(reworded.starts_with("string \"x, expected struct Y\", expected a whole number"), "{reworded}");
+        assert!(reworded.starts_with("string \"x, expected struct Y\", expected an integer"), "{reworded}");
     }
 }

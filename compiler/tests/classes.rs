@@ -6,12 +6,13 @@ use compiler::cluster::device::find;
 use compiler::cluster::read::{from_toml, levels};
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
@@ -157,8 +158,8 @@ fn nothing_beats_the_search_through_everything_and_the_planner_ties_it() {
         };
         let mut problem = Problem::new(graph, mixed(&format!("{count}:1GB/s"), &classes), CostModel::Pipec);
         match random.below(4) {
-            0 => (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 1 + random.below(6) as u32),
-            1 => (problem.schedule, problem.objective) = (ScheduleKind::Inference, Objective::Latency),
+            0 => (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 1 + random.below(6) as u32),
+            1 => (problem.schedule, problem.objective) = (Schedule::Inference, Objective::Latency),
             _ => {}
         }
         let best = match with(&problem, Partitioner::Exhaustive) {
@@ -254,7 +255,7 @@ fn simulation_goes_at_the_same_pace() {
     let plan = planned(&problem);
     let pipeline = pipeline(&plan).unwrap();
     let count = StepCount { minibatches: 200, microbatches: 1 };
-    let program = schedule(schedule_of(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
+    let program = schedule(generated(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
     let each = timeline.makespan / 200.0;
     let us = plan.predicted.minibatch_us;
@@ -266,7 +267,7 @@ fn what_knows_no_classes_is_refused() {
     let cluster = mixed("2:1GB/s", &[(1, 1.0, 1 << 40), (1, 2.0, 1 << 40)]);
     for cost in [CostModel::Paper, CostModel::Pipedream] {
         let refused = with(&Problem::new(chain(&[3.0, 3.0]), cluster.clone(), cost), Partitioner::Pipec).unwrap_err();
-        assert_eq!(refused.to_string(), "a cluster of several device classes goes with cost `pipec` only");
+        assert_eq!(refused.to_string(), "a cluster of several device classes requires cost `pipec`");
     }
     let mut problem = Problem::new(chain(&[3.0, 3.0]), cluster.clone(), CostModel::Pipec);
     problem.objective = Objective::Memory;

@@ -6,13 +6,13 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::plan::Plan;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
-use compiler::schedule::Schedule;
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
@@ -80,10 +80,10 @@ fn random_problem(random: &mut Random, most: u64) -> Problem {
     problem.optimizer_state = random.below(3) as f64;
     problem.in_flight = InFlight::Pipedream;
     match random.below(6) {
-        0 => (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 1 + random.below(8) as u32),
-        1 => (problem.schedule, problem.microbatches) = (ScheduleKind::Gpipe, 1 + random.below(8) as u32),
-        2 => (problem.schedule, problem.microbatches) = (ScheduleKind::TwoBw, 4),
-        3 => (problem.schedule, problem.objective) = (ScheduleKind::Inference, Objective::Latency),
+        0 => (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 1 + random.below(8) as u32),
+        1 => (problem.schedule, problem.microbatches) = (Schedule::Gpipe, 1 + random.below(8) as u32),
+        2 => (problem.schedule, problem.microbatches) = (Schedule::TwoBw, 4),
+        3 => (problem.schedule, problem.objective) = (Schedule::Inference, Objective::Latency),
         _ => {}
     }
     problem
@@ -147,7 +147,7 @@ fn shares_within_memory_tie_the_exhaustive_search() {
     for seed in 0..400 {
         let mut random = Random(70_000 + seed);
         let mut problem = random_problem(&mut random, 6);
-        if problem.schedule == ScheduleKind::Inference {
+        if problem.schedule == Schedule::Inference {
             continue;
         }
         problem.zero = 1 + (seed % 3) as u32;
@@ -250,14 +250,14 @@ fn chain(ops: u32, fwd_us: f64, bytes: u64) -> CostGraph {
 fn simulated(plan: &Plan) -> f64 {
     let pipeline = pipeline(plan).unwrap();
     let count = StepCount { minibatches: 1, microbatches: plan.schedule.microbatches };
-    let program = schedule(schedule_of(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
+    let program = schedule(generated(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
     simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap().makespan
 }
 
 #[test]
 fn flushes_take_what_simulation_says() {
     for (devices, m) in [(1, 1), (2, 4), (4, 8), (4, 32), (8, 16)] {
-        for kind in [ScheduleKind::Gpipe, ScheduleKind::OneFOneB] {
+        for kind in [Schedule::Gpipe, Schedule::OneFOneB] {
             let cluster = levels(&format!("{devices}:1GB/s")).unwrap();
             // Messages of 10 us next to 3000 us of compute.
             let mut problem = Problem::new(chain(8, 1000.0, 10_000), cluster, CostModel::Pipec);
@@ -276,7 +276,7 @@ fn flushes_take_what_simulation_says() {
     }
     // Data parallelism with a flush: micro-batches are divided equally.
     let mut problem = Problem::new(chain(8, 1000.0, 10_000), levels("4:1GB/s").unwrap(), CostModel::Pipec);
-    (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 8);
+    (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 8);
     let found = with(&problem, Partitioner::DataParallel).unwrap().plan;
     assert!((found.predicted.step_us / simulated(&found) - 1.0).abs() < 0.02);
 }
@@ -331,14 +331,14 @@ fn constraints_are_obeyed_or_refused() {
     pinned.constraints.pins.push(("op0".into(), 1));
     assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("in stage 0 and in stage 1"));
     pinned.constraints.pins = vec![("op7".into(), 0), ("op0".into(), 1)];
-    assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("obeys all constraints"));
+    assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("all constraints"));
     pinned.constraints.pins = vec![("op0".into(), 9)];
     assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("at most"));
 
     for target in Target::ALL {
         let mut asked = problem();
         asked.constraints.target = Some(target);
-        (asked.schedule, asked.microbatches) = (ScheduleKind::OneFOneB, 8);
+        (asked.schedule, asked.microbatches) = (Schedule::OneFOneB, 8);
         // Without constraints stages would be unequal: the last op takes as long as three.
         asked.graph.ops[7].bwd_us = 700.0;
         let found = with(&asked, Partitioner::Pipec).unwrap().plan;
@@ -350,7 +350,7 @@ fn constraints_are_obeyed_or_refused() {
     }
 
     let mut way = problem();
-    (way.schedule, way.objective) = (ScheduleKind::Inference, Objective::Latency);
+    (way.schedule, way.objective) = (Schedule::Inference, Objective::Latency);
     let found = with(&way, Partitioner::Pipec).unwrap().plan;
     assert_eq!((found.stages.len(), us(&found), found.proven_optimal), (1, 800.0, true));
     way.memory_limit = Some(Bytes(found.stages[0].memory.total - 1));
@@ -360,7 +360,7 @@ fn constraints_are_obeyed_or_refused() {
     let mut other = problem();
     other.cost = CostModel::Paper;
     other.constraints.no_replication = true;
-    assert!(with(&other, Partitioner::Pipec).unwrap_err().to_string().contains("cost `pipec` only"));
+    assert!(with(&other, Partitioner::Pipec).unwrap_err().to_string().contains("requires cost `pipec`"));
 }
 
 #[test]

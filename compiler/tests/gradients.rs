@@ -63,7 +63,7 @@ fn facts(inputs: &[Tensor]) -> Vec<Fact> {
     inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect()
 }
 
-fn told(sample: &Sample) -> String {
+fn summary(sample: &Sample) -> String {
     format!("{} ({}): {:?}", rule(&sample.op).name(), sample.title, sample.op)
 }
 
@@ -71,11 +71,11 @@ fn told(sample: &Sample) -> String {
 fn gradients_are_slopes() {
     let mut checked = 0;
     for sample in samples().iter().filter(|s| !s.differentiate.is_empty()) {
-        let told = told(sample);
+        let summary = summary(sample);
         let inputs: Vec<Tensor> =
             sample.inputs.iter().map(|t| if t.dtype().is_float() { t.cast(DType::F64) } else { t.clone() }).collect();
         let all = case(&sample.op, &facts(&inputs), &vec![true; inputs.len()]);
-        assert_eq!(all.gradients.len(), inputs.len(), "{told}");
+        assert_eq!(all.gradients.len(), inputs.len(), "{summary}");
         let values = evaluate(&all.graph, &named(&inputs)).unwrap();
         let projection = weights(values[&all.y].shape()).to_f64();
         // Forward only, for the finite differences.
@@ -85,7 +85,7 @@ fn gradients_are_slopes() {
             y.iter().zip(&projection).map(|(y, w)| y * w).sum()
         };
         for &i in &sample.differentiate {
-            let gradient = all.gradients[i].unwrap_or_else(|| panic!("{told}: no gradient for input {i}"));
+            let gradient = all.gradients[i].unwrap_or_else(|| panic!("{summary}: no gradient for input {i}"));
             let gradient = &values[&gradient];
             let x = inputs[i].to_f64();
             for (at, slope) in gradient.to_f64().into_iter().enumerate() {
@@ -100,13 +100,13 @@ fn gradients_are_slopes() {
                 let difference = (moved(h) - moved(-h)) / (2.0 * h);
                 let scale = slope.abs().max(difference.abs()).max(1.0);
                 let close = (slope - difference).abs() <= 1e-6 * scale;
-                assert!(close, "{told}: input {i}, element {at}: gradient {slope}, difference {difference}");
+                assert!(close, "{summary}: input {i}, element {at}: gradient {slope}, difference {difference}");
             }
             // A gradient computed alone is the same.
             let wanted: Vec<bool> = (0..inputs.len()).map(|j| j == i).collect();
             let alone = case(&sample.op, &facts(&inputs), &wanted);
             let values = evaluate(&alone.graph, &named(&inputs)).unwrap();
-            assert_eq!(alone.gradients[i].map(|v| &values[&v]), Some(gradient), "{told}: input {i} alone");
+            assert_eq!(alone.gradients[i].map(|v| &values[&v]), Some(gradient), "{summary}: input {i} alone");
             checked += 1;
         }
     }
@@ -116,23 +116,23 @@ fn gradients_are_slopes() {
 #[test]
 fn kernels_write_every_element() {
     for sample in samples() {
-        let told = told(&sample);
+        let summary = summary(&sample);
         let inputs = facts(&sample.inputs);
-        let outputs = rule(&sample.op).infer(&inputs.iter().collect::<Vec<_>>()).expect(&told);
+        let outputs = rule(&sample.op).infer(&inputs.iter().collect::<Vec<_>>()).expect(&summary);
         let views: Vec<_> = sample.inputs.iter().map(Tensor::view).collect();
-        let shapes: Vec<Vec<usize>> = outputs.iter().map(|f| f.concrete().expect(&told)).collect();
+        let shapes: Vec<Vec<usize>> = outputs.iter().map(|f| f.concrete().expect(&summary)).collect();
         let run = |fill: u8| -> Vec<Vec<u8>> {
-            let size = |f: &Fact| f.bytes().expect(&told) as usize;
+            let size = |f: &Fact| f.bytes().expect(&summary) as usize;
             let mut buffers: Vec<Vec<u8>> = outputs.iter().map(|f| vec![fill; size(f)]).collect();
             let mut written: Vec<ViewMut<'_>> = buffers
                 .iter_mut()
                 .zip(outputs.iter().zip(&shapes))
                 .map(|(bytes, (fact, shape))| ViewMut::new(fact.dtype, shape, bytes))
                 .collect();
-            rule(&sample.op).reference(&views, &mut written).expect(&told);
+            rule(&sample.op).reference(&views, &mut written).expect(&summary);
             buffers
         };
-        assert_eq!(run(0x55), run(0xAA), "{told}");
+        assert_eq!(run(0x55), run(0xAA), "{summary}");
     }
 }
 
@@ -143,7 +143,7 @@ fn costs_are_finite() {
         let inputs: Vec<&Fact> = inputs.iter().collect();
         let cost = rule(&sample.op).cost(&inputs, &rule(&sample.op).infer(&inputs).unwrap());
         let sound = |v: f64| v.is_finite() && v >= 0.0;
-        assert!(sound(cost.flops) && sound(cost.bytes), "{}: {cost:?}", told(&sample));
+        assert!(sound(cost.flops) && sound(cost.bytes), "{}: {cost:?}", summary(&sample));
     }
 }
 

@@ -122,5 +122,5 @@ fn a_place_without_a_value_is_refused() {
     let slice = Op::Slice(Slice { begin: vec![seq], end: vec![next], step: vec![1] });
     graph.add(slice, &graph.values(table), &origin).unwrap();
     let error = evaluate(&graph, &BTreeMap::new()).unwrap_err().to_string();
-    assert!(error.contains("the size of symbolic dimension `seq` is not known"), "{error}");
+    assert!(error.contains("the size of symbolic dimension `seq` is unknown"), "{error}");
 }

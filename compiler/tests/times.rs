@@ -10,9 +10,10 @@ use compiler::cluster::read::levels;
 use compiler::partition::planner::{Partitioner, PlanError, PlannerOptions, plan};
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
-use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
-use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
@@ -28,7 +29,7 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Plan, PlanError> 
     let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
         let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).unwrap();
         let played = match problem.schedule {
-            ScheduleKind::RoundRobinVsync => steady_in_sync(&pipeline),
+            Schedule::OneFOneBRrVsync => steady_in_sync(&pipeline),
             _ => steady(&pipeline),
         };
         played.unwrap_or(Steady { share: 1.0, held: Vec::new(), pieces: 0 })
@@ -43,7 +44,7 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Plan, PlanError> 
 fn simulated(plan: &Plan, minibatches: u32) -> f64 {
     let pipeline = pipeline(plan).unwrap();
     let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
-    let program = schedule(schedule_of(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
+    let program = schedule(generated(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
     let ends = timeline.ends(plan.schedule.microbatches);
     // Use whole rounds of every stage: replicas end at the same time.
@@ -97,7 +98,7 @@ const CLUSTERS: [&str; 8] = [
 const UNEQUAL: [&[u32]; 7] = [&[1, 3, 1], &[2, 1], &[1, 2, 1], &[3, 1], &[1, 1, 2], &[2, 3], &[1, 4, 1]];
 
 /// A random problem; half of them with unequal replica counts if the devices suffice.
-fn problem(random: &mut Random, kind: ScheduleKind) -> Problem {
+fn problem(random: &mut Random, kind: Schedule) -> Problem {
     let mut cluster = levels(CLUSTERS[random.below(CLUSTERS.len() as u64) as usize]).unwrap();
     if let Some(outer) = cluster.levels.get_mut(1) {
         outer.shared = random.below(2) == 0;
@@ -137,7 +138,7 @@ fn round_robin_plans_take_what_is_predicted() {
     let (mut compared, mut bound, mut waits, mut wrong) = (0, 0, 0, String::new());
     for seed in 0..200 {
         let mut random = Random(70_000 + seed);
-        let kind = if seed % 3 == 0 { ScheduleKind::RoundRobinVsync } else { ScheduleKind::RoundRobin };
+        let kind = if seed % 3 == 0 { Schedule::OneFOneBRrVsync } else { Schedule::OneFOneBRr };
         let mut problem = problem(&mut random, kind);
         if seed % 2 == 0 {
             problem.memory_limit = tight(&mut random, &problem);
@@ -157,17 +158,17 @@ fn round_robin_plans_take_what_is_predicted() {
         if starves {
             let memory =
                 found.predicted.bottleneck.contains("memory") && found.warnings.iter().any(|w| w.contains("caps"));
-            let told_so = found.predicted.bottleneck.contains("; without them");
+            let is_reported = found.predicted.bottleneck.contains("; without them");
             let mut more = found.clone();
             more.schedule.in_flight.iter_mut().for_each(|cap| *cap += 8);
             if problem.memory_limit.is_some() && memory {
                 bound += 1;
-            } else if told_so && objective < (1.0 - 0.01) * simulated(&more, 480) {
+            } else if is_reported && objective < (1.0 - 0.01) * simulated(&more, 480) {
                 // No caps reach the target.
                 waits += 1;
                 println!("waits: {summary}");
             } else {
-                wrong += &format!("not told: {summary}");
+                wrong += &format!("not reported: {summary}");
             }
         }
         if us < (1.0 - WITHIN) * real {
@@ -189,7 +190,7 @@ fn double_buffered_plans_take_what_is_predicted() {
     let (mut compared, mut unequal, mut wrong) = (0, 0, String::new());
     for seed in 0..100 {
         let mut random = Random(80_000 + seed);
-        let mut problem = problem(&mut random, ScheduleKind::TwoBw);
+        let mut problem = problem(&mut random, Schedule::TwoBw);
         problem.microbatches = 1 + random.below(12) as u32;
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let (us, objective, real) =
@@ -223,7 +224,7 @@ fn inference_takes_what_is_predicted() {
     let (mut compared, mut wrong) = (0, String::new());
     for seed in 0..150 {
         let mut random = Random(110_000 + seed);
-        let mut problem = problem(&mut random, ScheduleKind::Inference);
+        let mut problem = problem(&mut random, Schedule::Inference);
         problem.memory_limit = if seed % 3 == 0 { tight(&mut random, &problem) } else { None };
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let (us, real) = (found.predicted.minibatch_us, simulated(&found, 960));
@@ -254,11 +255,11 @@ fn within_memory_programs_are_what_counts() {
     let (mut compared, mut better, mut sum, mut wrong) = (0, 0, 0.0, String::new());
     for seed in 0..240 {
         let mut random = Random(120_000 + seed);
-        let kind = if seed % 4 == 0 { ScheduleKind::TwoBw } else { ScheduleKind::RoundRobin };
+        let kind = if seed % 4 == 0 { Schedule::TwoBw } else { Schedule::OneFOneBRr };
         let mut problem = problem(&mut random, kind);
         problem.graph = graph(&mut random, 6, 50_000, false);
         problem.constraints.replicas = None;
-        problem.microbatches = if kind == ScheduleKind::TwoBw { 4 } else { 1 };
+        problem.microbatches = if kind.is_double_buffered() { 4 } else { 1 };
         problem.memory_limit = tight(&mut random, &problem);
         let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
         let us = found.predicted.minibatch_us;
@@ -293,16 +294,16 @@ fn within_memory_programs_are_what_counts() {
     assert!(wrong.is_empty());
 }
 
-const FLUSHED: [(ScheduleKind, u32); 9] = [
-    (ScheduleKind::Gpipe, 1),
-    (ScheduleKind::OneFOneB, 1),
-    (ScheduleKind::ZbH1, 1),
-    (ScheduleKind::ZbH2, 1),
-    (ScheduleKind::Interleaved, 2),
-    (ScheduleKind::Interleaved, 3),
-    (ScheduleKind::Bfs, 2),
-    (ScheduleKind::Zbv, 2),
-    (ScheduleKind::DualPipeV, 2),
+const FLUSHED: [(Schedule, u32); 9] = [
+    (Schedule::Gpipe, 1),
+    (Schedule::OneFOneB, 1),
+    (Schedule::ZbH1, 1),
+    (Schedule::ZbH2, 1),
+    (Schedule::Interleaved, 2),
+    (Schedule::Interleaved, 3),
+    (Schedule::Bfs, 2),
+    (Schedule::Zbv, 2),
+    (Schedule::DualPipeV, 2),
 ];
 
 /// Within 2 % for every flushed schedule, with equal and unequal stages and with transfers.
@@ -348,7 +349,7 @@ fn flushed_plans_take_what_is_predicted() {
 /// Qi et al., ICLR and NeurIPS 2024, for F = I = W: the bubbles of 1F1B, ZB-H1 and ZBV at four ranks are 9, 3 and 0.
 #[test]
 fn zero_bubbles_are_ordered_as_published() {
-    let step = |kind: ScheduleKind, chunks: u32| {
+    let step = |kind: Schedule, chunks: u32| {
         let mut random = Random(1);
         let mut problem = Problem::new(graph(&mut random, 8, 0, true), levels("4:1000GB/s").unwrap(), CostModel::Pipec);
         (problem.schedule, problem.chunks, problem.microbatches) = (kind, chunks, 8);
@@ -362,8 +363,7 @@ fn zero_bubbles_are_ordered_as_published() {
         // In units of one pass of one micro-batch on one rank.
         (found.predicted.step_us / 600.0, found.predicted.bubble)
     };
-    let [one, h1, v] =
-        [(ScheduleKind::OneFOneB, 1), (ScheduleKind::ZbH1, 1), (ScheduleKind::Zbv, 2)].map(|(k, c)| step(k, c));
+    let [one, h1, v] = [(Schedule::OneFOneB, 1), (Schedule::ZbH1, 1), (Schedule::Zbv, 2)].map(|(k, c)| step(k, c));
     assert!((one.0 - 33.0).abs() < 0.01 && (h1.0 - 27.0).abs() < 0.01, "{one:?} {h1:?}");
     assert!(v.0 < h1.0 && v.0 >= 24.0 - 0.01, "{v:?}");
     assert!((one.1 - 9.0 / 33.0).abs() < 1e-3 && (h1.1 - 3.0 / 27.0).abs() < 1e-3 && v.1 < h1.1);
@@ -382,7 +382,7 @@ fn the_second_half_of_a_backward_takes_what_the_costs_say() {
         };
         let graph = CostGraph { ops: (0..4).map(op).collect(), tensors: (0..4).map(tensor).collect(), params: vec![] };
         let mut problem = Problem::new(graph, levels("4:1GB/s").unwrap(), CostModel::Pipec);
-        (problem.schedule, problem.microbatches) = (ScheduleKind::ZbH1, 8);
+        (problem.schedule, problem.microbatches) = (Schedule::ZbH1, 8);
         problem.constraints.replicas = Some(vec![1; 4]);
         let mut found = with(&problem, Partitioner::Pipec).unwrap();
         assert!(found.stages.iter().all(|stage| stage.weight_us == weight_us));
@@ -415,12 +415,12 @@ fn what_meets_at_a_port_shares_it() {
     };
     let graph = CostGraph { ops: (0..2).map(op).collect(), tensors: (0..2).map(tensor).collect(), params: vec![] };
     let mut problem = Problem::new(graph, levels("3:1GB/s").unwrap(), CostModel::Pipec);
-    (problem.schedule, problem.microbatches) = (ScheduleKind::Gpipe, 2);
+    (problem.schedule, problem.microbatches) = (Schedule::Gpipe, 2);
     problem.constraints.replicas = Some(vec![2, 1]);
     let found = with(&problem, Partitioner::Pipec).unwrap();
     let pipeline = pipeline(&found).unwrap();
     let count = StepCount { minibatches: 1, microbatches: 2 };
-    let program = schedule(schedule_of(ScheduleKind::Gpipe).unwrap(), &pipeline, count).unwrap();
+    let program = schedule(generated(Schedule::Gpipe).unwrap(), &pipeline, count).unwrap();
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
     let spans = |name: &str| {
         let track = timeline.links.iter().find(|track| track.name == name).unwrap();

@@ -16,7 +16,7 @@ pub const ENTRY: Entry = Entry {
         Choice::width("hidden", 4096, "width of the hidden linear layers"),
         Choice::width("classes", 1000, "number of classes"),
         Choice::number("size", 224, 63, 4096, "height and width of the image"),
-        Choice::fraction("dropout", 0.5, "how much is dropped before the hidden linear layers"),
+        Choice::fraction("dropout", 0.5, "dropout rate before the hidden linear layers"),
     ],
     sizes: &[],
     small: &[

@@ -26,7 +26,7 @@ pub const ENTRY: Entry = Entry {
         Choice::number("heads", 12, 1, 100_000, "attention heads, a divisor of `hidden`"),
         Choice::width("vocabulary", 30_522, "number of different tokens"),
         Choice::number("context", 512, 1, 65_536, "tokens in a sequence"),
-        Choice::fraction("dropout", 0.1, "how much of embeddings, attention and branches is dropped"),
+        Choice::fraction("dropout", 0.1, "dropout rate of embeddings, attention and branches"),
     ],
     sizes: &[
         Size { name: "bert-base", about: "110 M parameters", settings: &[] },

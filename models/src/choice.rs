@@ -6,7 +6,7 @@
 //! use models::choice::{Choice, Given, Setting};
 //! const CHOICES: &[Choice] = &[
 //!     Choice::number("layers", 2, 1, 10_000, "number of blocks"),
-//!     Choice::fraction("dropout", 0.1, "how much is dropped"),
+//!     Choice::fraction("dropout", 0.1, "dropout rate"),
 //! ];
 //! let given = Given::new("tiny", CHOICES, &[("layers".to_string(), Setting::Number(3))].into()).unwrap();
 //! assert_eq!((given.number("layers"), given.fraction("dropout")), (3, 0.1));
@@ -67,7 +67,7 @@ impl Choice {
 
     pub fn read(&self, text: &str) -> Result<Setting, String> {
         match self.usual {
-            Setting::Number(_) => text.parse().map(Setting::Number).map_err(|_| "write a whole number".to_string()),
+            Setting::Number(_) => text.parse().map(Setting::Number).map_err(|_| "write an integer".to_string()),
             Setting::Fraction(_) => text.parse().map(Setting::Fraction).map_err(|_| "write a number".to_string()),
             Setting::Truth(_) => text.parse().map(Setting::Truth).map_err(|_| "write true or false".to_string()),
         }
@@ -87,7 +87,7 @@ impl Choice {
             (Setting::Number(_), Setting::Number(_))
             | (Setting::Fraction(_), Setting::Fraction(_))
             | (Setting::Truth(_), Setting::Truth(_)) => Ok(()),
-            (usual, _) => Err(format!("it is of another kind than {usual}, its usual value")),
+            (usual, _) => Err(format!("it has another type than {usual}, its default")),
         }
     }
 }
@@ -135,7 +135,7 @@ impl Given {
     pub fn number(&self, name: &str) -> usize {
         match self.setting(name) {
             Some(Setting::Number(value)) => value,
-            _ => unreachable!("`{}` lists no number `{name}`", self.model),
+            _ => unreachable!("`{}` has no number option `{name}`", self.model),
         }
     }
 
@@ -143,7 +143,7 @@ impl Given {
     pub fn fraction(&self, name: &str) -> f64 {
         match self.setting(name) {
             Some(Setting::Fraction(value)) => value,
-            _ => unreachable!("`{}` lists no fraction `{name}`", self.model),
+            _ => unreachable!("`{}` has no fraction option `{name}`", self.model),
         }
     }
 
@@ -151,7 +151,7 @@ impl Given {
     pub fn truth(&self, name: &str) -> bool {
         match self.setting(name) {
             Some(Setting::Truth(value)) => value,
-            _ => unreachable!("`{}` lists no truth `{name}`", self.model),
+            _ => unreachable!("`{}` has no boolean option `{name}`", self.model),
         }
     }
 
@@ -182,7 +182,7 @@ mod tests {
     const CHOICES: &[Choice] = &[
         Choice::number("size", 8, 4, 64, "height and width"),
         Choice::number("half", 4, 1, 64, "part of the size"),
-        Choice::fraction("dropout", 0.5, "how much is dropped"),
+        Choice::fraction("dropout", 0.5, "dropout rate"),
         Choice::truth("tied", true, "whether weights are shared"),
     ];
 
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(said("size", Setting::Number(65)), "`size` of `model` cannot be 65: it must be at most 64");
         assert_eq!(said("size", Setting::Number(0)), "`size` of `model` cannot be 0: it must be at least 4");
         assert!(said("dropout", Setting::Fraction(f64::NAN)).contains("below 1"));
-        assert!(said("dropout", Setting::Number(1)).contains("another kind"));
+        assert!(said("dropout", Setting::Number(1)).contains("another type"));
         assert!(said("depth", Setting::Number(1)).contains("it has `size`, `half`, `dropout`, `tied`"));
         let odd = given(&[("half", Setting::Number(3))]).unwrap();
         assert!(odd.divides("half", "size").unwrap_err().to_string().contains("`size` must be a multiple of it"));

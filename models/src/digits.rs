@@ -1,14 +1,13 @@
 //! The bundled dataset: 1,797 handwritten digits of 8×8 pixels (see `data/ATTRIBUTION.md`), split into training and
 //! test sets.
 
-use std::io::Cursor;
-
-use npyz::npz::NpzArchive;
-
 use crate::random::Stream;
 
-/// The bundled file: `x` uint8 (1797, 1, 8, 8) in 0..=16 and `y` uint8 (1797).
-pub const NPZ: &[u8] = include_bytes!("../data/digits.npz");
+/// The bundled file: 1,797 labels, then 1,797 images of 8×8 pixels in 0..=16, one byte each.
+const BYTES: &[u8] = include_bytes!("../data/digits.bin");
+
+/// Images in the file.
+pub const ROWS: usize = 1797;
 
 pub const SAMPLE: [usize; 3] = [1, 8, 8];
 
@@ -30,20 +29,10 @@ pub struct Digits {
     pub test: Split,
 }
 
-/// A dataset that cannot be read. It is compiled in, so this means a damaged build.
-#[derive(Debug, thiserror::Error)]
-pub enum DigitsError {
-    #[error("the shipped digits do not decode: {0}")]
-    Decode(#[from] std::io::Error),
-    #[error("the shipped digits have no array `{name}` of {expected} bytes")]
-    Array { name: &'static str, expected: usize },
-}
-
 /// Loads the dataset, shuffled by `seed`: 1,437 training and 360 test images.
-pub fn load(seed: u64) -> Result<Digits, DigitsError> {
+pub fn load(seed: u64) -> Digits {
     let pixels: usize = SAMPLE.iter().product();
-    let y = array("y", 1797)?;
-    let x = array("x", 1797 * pixels)?;
+    let (x, y) = raw();
     let order = Stream::new(seed, "digits").permutation(y.len());
     let split = |rows: &[usize]| Split {
         rows: rows.len(),
@@ -51,15 +40,13 @@ pub fn load(seed: u64) -> Result<Digits, DigitsError> {
         y: rows.iter().map(|row| i64::from(y[*row])).collect(),
     };
     let (train, test) = order.split_at(TRAIN_ROWS);
-    Ok(Digits { train: split(train), test: split(test) })
+    Digits { train: split(train), test: split(test) }
 }
 
-fn array(name: &'static str, expected: usize) -> Result<Vec<u8>, DigitsError> {
-    let mut archive = NpzArchive::new(Cursor::new(NPZ))?;
-    let missing = DigitsError::Array { name, expected };
-    let Some(array) = archive.by_name(name)? else { return Err(missing) };
-    let values: Vec<u8> = array.into_vec()?;
-    if values.len() == expected { Ok(values) } else { Err(missing) }
+/// Pixels (1797 × 1 × 8 × 8, in 0..=16) and labels, in the order of the file.
+pub fn raw() -> (&'static [u8], &'static [u8]) {
+    let (y, x) = BYTES.split_at(ROWS);
+    (x, y)
 }
 
 #[cfg(test)]
@@ -68,7 +55,7 @@ mod tests {
 
     #[test]
     fn the_parts_are_the_whole() {
-        let digits = load(0).unwrap();
+        let digits = load(0);
         assert_eq!((digits.train.rows, digits.test.rows), (1437, 360));
         assert_eq!((digits.train.x.len(), digits.test.y.len()), (1437 * 64, 360));
         let all = || digits.train.x.iter().chain(&digits.test.x);
@@ -81,7 +68,7 @@ mod tests {
 
     #[test]
     fn seeds_shuffle() {
-        assert_eq!(load(1).unwrap(), load(1).unwrap());
-        assert_ne!(load(1).unwrap().test, load(2).unwrap().test);
+        assert_eq!(load(1), load(1));
+        assert_ne!(load(1).test, load(2).test);
     }
 }

@@ -34,8 +34,8 @@ pub const ENTRY: Entry = Entry {
         Choice::width("vocabulary", 32_320, "number of different tokens in each language"),
         Choice::number("source", 50, 1, 65_536, "tokens in a source sentence"),
         Choice::number("target", 50, 1, 65_536, "tokens in a target sentence"),
-        Choice::truth("shared", false, "whether both languages have one embedding"),
-        Choice::fraction("dropout", 0.2, "how much of every layer's input is dropped"),
+        Choice::truth("shared", false, "true if both languages share one embedding"),
+        Choice::fraction("dropout", 0.2, "dropout rate of every layer's input"),
     ],
     sizes: &[
         Size { name: "gnmt8", about: "194 M parameters", settings: &[("layers", Setting::Number(8))] },

@@ -49,8 +49,8 @@ pub const ENTRY: Entry = Entry {
         Choice::width("vocabulary", 97, "number of different tokens"),
         Choice::number("context", 16, 1, 65_536, "tokens in a sequence"),
         Choice::number("heads", 4, 1, 100_000, "attention heads, a divisor of `hidden`"),
-        Choice::truth("tied", true, "whether head and token embedding share weights"),
-        Choice::fraction("dropout", 0.0, "how much of embeddings, attention and branches is dropped"),
+        Choice::truth("tied", true, "tie the weights of head and token embedding"),
+        Choice::fraction("dropout", 0.0, "dropout rate of embeddings, attention and branches"),
     ],
     sizes: &[
         Size { name: "gpt2", about: "124 M parameters", settings: &settings(12, [768, 12], 50_257, 1024) },

@@ -12,7 +12,7 @@ pub const ENTRY: Entry = Entry {
     name: "mlp",
     about: "perceptron for 8x8 digits, 64-128-64-10",
     choices: &[
-        Choice::width("hidden", 128, "width of every hidden layer [the second of the usual two: 64]"),
+        Choice::width("hidden", 128, "width of every hidden layer [default of the second: 64]"),
         Choice::number("layers", 2, 1, 10_000, "number of hidden layers"),
         Choice::width("classes", 10, "number of classes"),
         Choice::width("inputs", 64, "width of the input, which then has one dimension instead of a digit's three"),

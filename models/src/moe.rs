@@ -39,25 +39,19 @@ const fn settings(width: usize) -> [(&'static str, Setting); 10] {
 
 pub const ENTRY: Entry = Entry {
     name: "moe",
-    about: "GPT whose tokens choose 2 of 4 experts; and sizes up to 52 B [Lepikhin et al. 2021, Rajbhandari et al. 2022]",
+    about: "GPT with 2 of 4 experts per token; and sizes up to 52 B [Lepikhin et al. 2021, Rajbhandari et al. 2022]",
     choices: &[
         Choice::width("hidden", 32, "width of the residual stream"),
         Choice::number("layers", 2, 1, 10_000, "number of blocks"),
-        Choice::number("experts", 4, 1, 100_000, "experts of a block"),
-        Choice::number("chosen", 2, 1, 1_000, "experts that a token chooses"),
-        Choice::number(
-            "every",
-            1,
-            1,
-            10_000,
-            "of so many blocks the last has experts, the others one layer for all tokens",
-        ),
-        Choice::number("capacity", 125, 1, 100_000, "room of an expert in percent of an equal share of the tokens"),
+        Choice::number("experts", 4, 1, 100_000, "experts per block"),
+        Choice::number("chosen", 2, 1, 1_000, "experts per token (top-k)"),
+        Choice::number("every", 1, 1, 10_000, "every N-th block has experts, the others one layer for all tokens"),
+        Choice::number("capacity", 125, 1, 100_000, "expert capacity in percent of an equal share of the tokens"),
         Choice::width("vocabulary", 97, "number of different tokens"),
         Choice::number("context", 16, 1, 65_536, "tokens in a sequence"),
         Choice::number("heads", 4, 1, 100_000, "attention heads, a divisor of `hidden`"),
-        Choice::truth("tied", true, "whether head and token embedding share weights"),
-        Choice::fraction("dropout", 0.0, "how much of embeddings, attention and branches is dropped"),
+        Choice::truth("tied", true, "tie the weights of head and token embedding"),
+        Choice::fraction("dropout", 0.0, "dropout rate of embeddings, attention and branches"),
     ],
     sizes: &[
         Size { name: "moe-13b", about: "13 B parameters, 128 experts", settings: &settings(1024) },
@@ -70,7 +64,7 @@ pub const ENTRY: Entry = Entry {
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (experts, chosen) = (given.number("experts"), given.number("chosen"));
     if chosen > experts {
-        return Err(given.refuse("chosen", "a token cannot choose more experts than there are"));
+        return Err(given.refuse("chosen", "it exceeds the number of experts"));
     }
     let (context, width) = (given.number("context"), given.number("hidden"));
     let capacity = (chosen * context * given.number("capacity")).div_ceil(100 * experts);

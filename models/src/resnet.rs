@@ -35,7 +35,7 @@ pub const ENTRY: Entry = Entry {
         Choice::width("hidden", 64, "channels of the first group"),
         Choice::width("classes", 1000, "number of classes"),
         Choice::number("size", 224, 32, 4096, "height and width of the image"),
-        Choice::truth("small-images", false, "whether the stem is a 3x3 convolution that keeps the size, as for CIFAR"),
+        Choice::truth("small-images", false, "use a 3x3 stem convolution that keeps the size, as for CIFAR"),
     ],
     sizes: &[
         Size { name: "resnet18", about: "11.7 M parameters", settings: &[("depth", Setting::Number(18))] },
@@ -55,7 +55,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         50 => ([3, 4, 6, 3], true),
         101 => ([3, 4, 23, 3], true),
         152 => ([3, 8, 36, 3], true),
-        _ => return Err(given.refuse("depth", "there are 18, 34, 50, 101 and 152")),
+        _ => return Err(given.refuse("depth", "it must be 18, 34, 50, 101 or 152")),
     };
     let (classes, first, side) = (given.number("classes"), given.number("hidden"), Axis::Size(given.number("size")));
     let x = net.input_f32("x", &[batch, Axis::Size(3), side, side]);

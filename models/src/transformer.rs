@@ -31,8 +31,8 @@ pub const ENTRY: Entry = Entry {
         Choice::number("heads", 32, 1, 100_000, "attention heads, a divisor of `hidden`"),
         Choice::width("vocabulary", 32_000, "number of different tokens"),
         Choice::number("context", 1024, 1, 65_536, "tokens in a sequence"),
-        Choice::truth("tied", false, "whether head and embedding share weights"),
-        Choice::fraction("dropout", 0.1, "how much of embeddings, attention and branches is dropped"),
+        Choice::truth("tied", false, "tie the weights of head and embedding"),
+        Choice::fraction("dropout", 0.1, "dropout rate of embeddings, attention and branches"),
     ],
     sizes: &[
         Size { name: "transformer-3", about: "282 M parameters", settings: &[("layers", Setting::Number(3))] },

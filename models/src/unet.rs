@@ -29,10 +29,10 @@ pub const ENTRY: Entry = Entry {
     choices: &[
         Choice::number("convolutions", 6, 1, 1_000, "B: convolutions in a cell"),
         Choice::number("channels", 72, 2, 100_000, "C: channels of the first cell, an even number"),
-        Choice::number("depth", 5, 1, 8, "how often the image is halved"),
-        Choice::width("classes", 1, "number of classes; 1 is yes or no"),
+        Choice::number("depth", 5, 1, 8, "number of times the image is halved"),
+        Choice::width("classes", 1, "number of classes; 1 for binary segmentation"),
         Choice::number("size", 192, 2, 4096, "height and width of the image, a multiple of 2^depth"),
-        Choice::fraction("dropout", 0.1, "how many channels are dropped behind every convolution"),
+        Choice::fraction("dropout", 0.1, "channel dropout rate after every convolution"),
     ],
     sizes: &[
         Size { name: "unet-6-72", about: "362 M parameters", settings: &settings(6, 72) },

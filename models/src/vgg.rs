@@ -26,8 +26,8 @@ pub const ENTRY: Entry = Entry {
         Choice::width("hidden", 4096, "width of the hidden linear layers"),
         Choice::width("classes", 1000, "number of classes"),
         Choice::number("size", 224, 32, 4096, "height and width of the image, a multiple of 32"),
-        Choice::truth("normalised", false, "whether batch normalisation follows every convolution"),
-        Choice::fraction("dropout", 0.5, "how much of the hidden linear layers is dropped"),
+        Choice::truth("normalised", false, "add batch normalisation after every convolution"),
+        Choice::fraction("dropout", 0.5, "dropout rate of the hidden linear layers"),
     ],
     sizes: &[
         Size { name: "vgg11", about: "132.9 M parameters", settings: &[("depth", Setting::Number(11))] },
@@ -51,7 +51,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         13 => [2, 2, 2, 2, 2],
         16 => [2, 2, 3, 3, 3],
         19 => [2, 2, 4, 4, 4],
-        _ => return Err(given.refuse("depth", "there are 11, 13, 16 and 19")),
+        _ => return Err(given.refuse("depth", "it must be 11, 13, 16 or 19")),
     };
     let (hidden, classes, ratio) = (given.number("hidden"), given.number("classes"), given.fraction("dropout"));
     let (first, size) = (given.number("width"), given.number("size"));

@@ -111,8 +111,8 @@ pub enum ZooError {
     #[error("a batch must have at least 1 sample")]
     Batch,
     #[error(
-        "this `{model}` has {parameters} parameters, more than fit the 2 GiB of one ONNX file; `--structure` leaves \
-         the weights out"
+        "this `{model}` has {parameters} parameters, which exceeds the 2 GiB limit of one ONNX file; use \
+         `--structure` to omit the weights"
     )]
     Large { model: &'static str, parameters: u128 },
     #[error("this `{model}` would have {parameters} parameters")]

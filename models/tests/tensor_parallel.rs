@@ -1,7 +1,7 @@
-//! Whole stages shared among devices: what the devices make of their parts, joined, is what one device makes, forward and backward.
+//! Tensor-parallel stages: the joined results of the devices equal those of one device, forward and backward.
 //!
-//! Models of the zoo, and those of the shared data where it is there, go through it in double precision, so that nothing hides
-//! behind rounding, with the cheapest way of sharing on several machines and with ways chosen by lot.
+//! Zoo models, and those of the shared data if present, run in double precision to exclude rounding errors, with the cheapest
+//! sharding for several machines and with random shardings.
 
 use compiler::cluster::{BytesPerSecond, Seconds, device};
 use compiler::graph::bind::{bind, symbols};
@@ -53,7 +53,7 @@ fn machine(kind: &str, devices: usize, gigabytes: f64, latency: f64) -> Machine 
     Machine { device, devices, bandwidth, latency }
 }
 
-/// A link that costs next to nothing, and kernels that start at once: everything that can be shared is.
+/// An almost free link and no kernel launch time, so that everything shardable is sharded.
 fn free(devices: usize) -> Machine {
     let mut machine = machine("cpu", devices, 1e6, 0.0);
     machine.device.launch = Seconds(0.0);
@@ -110,7 +110,7 @@ fn staged(graph: &Graph, weight: impl Fn(&str) -> Option<Tensor>) -> Stage {
     Stage { fragment, backward, task, given }
 }
 
-/// Everything that a stage makes, on one device: results, followed values, gradients.
+/// All results of a stage on one device: outputs, tracked values, gradients.
 fn alone(stage: &Stage) -> Vec<Tensor> {
     let values = evaluate(&stage.task.graph, &stage.given).unwrap();
     let results = stage.task.graph.outputs.iter().map(|output| output.value);
@@ -129,7 +129,7 @@ fn joined(parts: Vec<Tensor>, layout: Sharding) -> Tensor {
     }
 }
 
-/// The same by a group: the forward run, then the backward run with what that saved.
+/// The same on a tensor-parallel group: the forward, then the backward with its saved tensors.
 fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, Memory) {
     let shared = share(&stage.sharing(), choice, machine).unwrap();
     verify(&shared.fragment.graph).unwrap();
@@ -167,7 +167,7 @@ fn together(stage: &Stage, choice: &Choice, machine: &Machine) -> (Vec<Tensor>, 
     (results, memory(&shared.fragment, shared.backward.as_ref()))
 }
 
-/// The largest difference, each tensor's against its own largest number.
+/// The largest difference, relative to the largest number of each tensor.
 fn worst(got: &[Tensor], want: &[Tensor]) -> f64 {
     assert_eq!(got.len(), want.len());
     let of = |(got, want): (&Tensor, &Tensor)| {
@@ -179,7 +179,7 @@ fn worst(got: &[Tensor], want: &[Tensor]) -> f64 {
     got.iter().zip(want).map(of).fold(0.0, f64::max)
 }
 
-/// The models of the zoo in small, with sizes that divide.
+/// Small zoo models with divisible sizes.
 fn small() -> Vec<(&'static str, Stage)> {
     let all =
         ENTRIES.iter().filter(|entry| ["mlp", "residual-cnn", "gpt", "moe", "awd-lm", "bert"].contains(&entry.name));
@@ -195,7 +195,7 @@ fn small() -> Vec<(&'static str, Stage)> {
     .collect()
 }
 
-/// A way of sharing chosen by lot: of all ways the cheapest where each costs something else besides.
+/// A random sharding: the cheapest after random extra costs.
 fn by_lot(stage: &Stage, machine: &Machine, seed: u64) -> Choice {
     let ways = Ways::of(&stage.task, machine).unwrap();
     let mut factors = ways.factors.clone();
@@ -223,7 +223,7 @@ fn any_way_of_sharing_gives_what_one_device_gives() {
     }
 }
 
-/// The models that training is compared with PyTorch on.
+/// The models used to compare training with PyTorch.
 #[test]
 fn models_of_other_frameworks_give_what_one_device_gives() {
     let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data");
@@ -252,7 +252,7 @@ fn models_of_other_frameworks_give_what_one_device_gives() {
     }
 }
 
-/// How often devices meet for a GPT of so many layers, forward and backward: by op, over activations and over less.
+/// Number of collectives of a GPT with `layers` layers, forward and backward: by op, over activations and over less.
 type Meetings = BTreeMap<(&'static str, bool), [i64; 2]>;
 
 fn meetings(layers: usize, context: usize, machine: &Machine) -> Meetings {
@@ -281,7 +281,7 @@ fn meetings_of(name: &str, sizes: &[(&str, usize)], batch: i64, machine: &Machin
     found
 }
 
-/// What one more layer adds to the meetings of two.
+/// The collectives that one more layer adds to those of two.
 fn of_a_layer(context: usize, machine: &Machine) -> Meetings {
     let (two, mut three) = (meetings(2, context, machine), meetings(3, context, machine));
     for (at, counts) in &mut three {
@@ -292,16 +292,17 @@ fn of_a_layer(context: usize, machine: &Machine) -> Meetings {
     three
 }
 
-/// Short sequences: columns of the first weights and rows of the second ones, so that devices meet twice forward and twice backward to add
-/// up (Shoeybi et al., 2019).
+/// Short sequences: the first weights are split by columns and the second by rows, with two all-reduces forward and two
+/// backward (Shoeybi et al., 2019).
 #[test]
 fn a_block_of_gpt_is_shared_as_megatron_shares_it() {
     let layer = of_a_layer(128, &machine("h100", 8, 450.0, 1e-6));
     assert_eq!(layer, Meetings::from([(("all_reduce", true), [2, 2])]));
 }
 
-/// Long ones: what lies between, the norms and the residual stream, is shared too, by tokens. Each of the four sums is scattered and gathered
-/// again, which is as many bytes (Korthikanti et al., 2022). Gradients of the four vectors of the norms are sums over tokens.
+/// Long sequences: norms and residual stream are sharded by tokens (sequence parallelism). Each of the four all-reduces
+/// becomes a reduce-scatter and an all-gather of equal bytes (Korthikanti et al., 2022). Gradients of the four norm vectors
+/// are sums over tokens.
 #[test]
 fn norms_are_shared_by_tokens_where_there_are_many() {
     let layer = of_a_layer(2048, &machine("h100", 8, 450.0, 1e-6));
@@ -334,8 +335,8 @@ fn models_of_the_zoo_give_what_one_device_gives() {
     }
 }
 
-/// Each device has its experts and its tokens, which go to the experts and come back, forward and backward (Lepikhin et al., 2021, section 3).
-/// Which of the two any tensor is split by, nobody says.
+/// Expert parallelism: each device has its experts and tokens, exchanged by all-to-alls forward and backward (Lepikhin et al.,
+/// 2021, section 3).
 #[test]
 fn tokens_go_to_their_experts_and_come_back() {
     let sizes =

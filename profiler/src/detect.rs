@@ -31,7 +31,7 @@ const NAMES: &[(&str, &str)] = &[
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum DetectError {
-    #[error("GPU {ordinal} is a `{name}`, of which pipec knows no figures")]
+    #[error("GPU {ordinal} is a `{name}`, which pipec does not know")]
     Unknown { ordinal: usize, name: String },
     #[error(transparent)]
     Cluster(#[from] ClusterError),

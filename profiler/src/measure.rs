@@ -80,7 +80,7 @@ pub enum MeasureError {
     Attribution(#[from] AttributionError),
     #[error(transparent)]
     Compile(#[from] CompileError),
-    #[error("op `{name}` needs {bytes} bytes, {available} are free; take a smaller micro-batch or an analytic profile")]
+    #[error("op `{name}` needs {bytes} bytes, {available} are free; use a smaller micro-batch or an analytic profile")]
     Memory { name: String, bytes: u64, available: u64 },
     #[error("op `{name}`: {fault}")]
     Kernel { name: String, fault: KernelError },
@@ -150,10 +150,10 @@ pub fn measure(
         done += 1;
     }
     for (size, time) in updates.iter_mut().filter(|(_, time)| time.is_none()) {
-        progress(Progress { done, total, name: "a step of the optimizer" });
+        progress(Progress { done, total, name: "an optimizer step" });
         let (bytes, available) = (size.1.saturating_mul(3), available_bytes());
         if bytes > available {
-            return Err(MeasureError::Memory { name: "a step of the optimizer".to_string(), bytes, available });
+            return Err(MeasureError::Memory { name: "an optimizer step".to_string(), bytes, available });
         }
         let found = update::time(*size, &runs);
         *time = Some(found);

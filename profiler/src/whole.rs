@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Node tag of an added loss, instead of the index of its op.
-const STAND_IN: &str = "stands for a loss";
+const STAND_IN: &str = "loss placeholder";
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Times {

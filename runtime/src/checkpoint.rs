@@ -9,8 +9,8 @@
 //! (`schedule::rest`). It repeats those forwards with the same weights.
 //!
 //! ```text
-//! step-00000012/                        the name is given last: what bears it is whole
-//!   manifest.json                       what run it is of, where it stands, hashes of all files
+//! step-00000012/                        renamed last: a folder of this name is complete
+//!   manifest.json                       run, position and hashes of all files
 //!   stage-0.safetensors                 parameters and states by the model's names; narrow parameters in f32
 //!   stage-0.optimizer.safetensors       `NAME/exp_avg` and the like by PyTorch's names, `NAME/step` updates so far
 //!   stage-0.in-flight.safetensors       `v5/NAME` of older versions, `item7/NAME` of predicted weights

@@ -23,7 +23,7 @@ pub enum DataError {
     Rows { name: String, rows: usize, other: String, other_rows: usize },
     #[error("array `{name}` is empty: no rows to train on")]
     Empty { name: String },
-    #[error("array `{name}` has shape {got:?}, the model reads {expected:?} at a time")]
+    #[error("array `{name}` has rows of shape {got:?}, the model reads {expected:?}")]
     Shape { name: String, got: Vec<usize>, expected: Vec<usize> },
     #[error("{rows} rows are fewer than one minibatch of {batch}")]
     Few { rows: usize, batch: usize },
@@ -31,13 +31,11 @@ pub enum DataError {
     Index { name: String, row: usize, index: i64, size: i64 },
     #[error("array `{name}`, row {row}: label {label} is outside the {classes} classes 0 to {last}")]
     Label { name: String, row: usize, label: i64, classes: i64, last: i64 },
-    #[error(
-        "every label of array `{name}` is {IGNORED}, which counts for nothing: there is nothing to learn from its {rows} rows"
-    )]
+    #[error("all {rows} labels of array `{name}` are {IGNORED} (ignored): there is no loss to train on")]
     Ignored { name: String, rows: usize },
-    #[error("array `{name}` holds {value} in row {row}, where the model reads whole numbers")]
+    #[error("array `{name}` has {value} in row {row}, where the model reads integers")]
     Fraction { name: String, row: usize, value: f64 },
-    #[error("array `{name}` holds {value} in row {row}; training on it would make every weight NaN")]
+    #[error("array `{name}` has {value} in row {row}; training on it would make every weight NaN")]
     NotFinite { name: String, row: usize, value: f64 },
 }
 
@@ -187,7 +185,7 @@ impl Array {
         let mut shape = self.tensor.shape().to_vec();
         shape[0] = rows.len();
         let bytes = self.tensor.bytes().slice(rows.start * row_bytes..rows.end * row_bytes);
-        Tensor::new(self.tensor.dtype(), shape, bytes).expect("rows lie one behind the other")
+        Tensor::new(self.tensor.dtype(), shape, bytes).expect("rows are consecutive in memory")
     }
 }
 

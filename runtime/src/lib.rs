@@ -14,7 +14,8 @@
 //! use compiler::graph::text;
 //! use compiler::pass::loss::Loss;
 //! use compiler::schedule::semantics::StepCount;
-//! use compiler::schedule::{Pipeline, Schedule};
+//! use compiler::plan::schedule::Schedule;
+//! use compiler::schedule::Pipeline;
 //! use compiler::tensor::Tensor;
 //! use runtime::data::{Batches, Dataset, RowOrder};
 //! use runtime::optim::optimizer::{Optimizer, Rule};

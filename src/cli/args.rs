@@ -1,4 +1,4 @@
-//! The command line: global flags, the verbs, and groups of flags that several verbs share.
+//! The command line: global flags, the commands, and groups of flags that several commands share.
 
 use crate::cli::cmd;
 use crate::cli::color::When;
@@ -17,23 +17,23 @@ pub mod policy;
 pub mod processes;
 pub mod schedule;
 
-/// Partitions traced models into pipeline stages, predicts what that brings, and trains them.
+/// Partitions traced models into pipeline stages, predicts throughput and memory, and trains them.
 #[derive(Debug, Parser)]
 #[command(name = "pipec", version, color = clap::ColorChoice::Never,
           after_help = "Examples:\n  pipec quickstart\n  pipec partition model.onnx --gpus 8\n  pipec train model.onnx --plan model.plan.json --data train.npz")]
 pub struct Cli {
-    /// Flags of every verb.
+    /// Flags of every command.
     #[command(flatten)]
     pub global: Global,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub verb: Verb,
 }
 
-/// Flags of every verb.
+/// Flags of every command.
 #[derive(Debug, Args)]
 pub struct Global {
-    /// How results are printed on standard output
+    /// Output format of results on standard output
     #[arg(
         long,
         global = true,
@@ -43,7 +43,7 @@ pub struct Global {
         help_heading = "Global options"
     )]
     pub format: Format,
-    /// When output is coloured; NO_COLOR and FORCE_COLOR say it for all commands
+    /// When to colour output; NO_COLOR and FORCE_COLOR set this for all commands
     #[arg(
         long,
         global = true,
@@ -53,51 +53,51 @@ pub struct Global {
         help_heading = "Global options"
     )]
     pub color: When,
-    /// Say more on standard error
+    /// Print more detail on standard error
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
     pub verbose: u8,
-    /// Say nothing but results, warnings and errors; twice, nothing but results and errors
+    /// Print only results, warnings and errors; given twice, only results and errors
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
     pub quiet: u8,
 }
 
-/// How results are printed.
+/// Output format of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// For people.
+    /// Human-readable text.
     Text,
-    /// For programs.
+    /// One JSON document.
     Json,
 }
 
-/// The verbs.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Say what a model is: ops, parameters, shapes, whether it can be trained
+    /// Summarise a model: ops, parameters, shapes, trainability
     Inspect(cmd::inspect::Arguments),
-    /// Measure what every op of a model costs, and write the profile
+    /// Measure the cost of every op of a model, and write a profile
     Profile(cmd::profile::Arguments),
-    /// Cut a model into pipeline stages over the devices of a cluster, and write the plan
+    /// Partition a model into pipeline stages over the devices of a cluster, and write the plan
     Partition(Box<cmd::partition::Arguments>),
-    /// Show a plan, or check it by its own figures
+    /// Show a plan, check it, or compare two
     Plan(cmd::plan::Arguments),
-    /// Run a plan's programs against its own costs and predict speed and memory
+    /// Simulate a plan's programs with its costs, and predict throughput and memory
     Simulate(cmd::simulate::Arguments),
-    /// Draw a plan as one HTML page: stages, who works when, memory, costs, alternatives
+    /// Write a plan as one HTML page: stages, timeline, memory, costs, alternatives
     Report(cmd::report::Arguments),
-    /// Plan for many numbers of devices, depths and sizes: a table and the plots of the papers
+    /// Plan for ranges of device counts, depths and batch sizes: a table and the plots of the papers
     Sweep(Box<cmd::sweep::Arguments>),
-    /// Write a plan for other tools: ONNX, torch, torchtitan, Megatron, DeepSpeed, PipeDream, Graphviz
+    /// Export a plan to other tools: ONNX, torch, torchtitan, Megatron, DeepSpeed, PipeDream, Graphviz
     Export(cmd::export::Arguments),
     /// Train a model with pipelined workers under a plan
     Train(Box<cmd::train::Arguments>),
     /// Write a model's outputs for given inputs
     Eval(cmd::eval::Arguments),
-    /// The whole road on a small model and shipped data: profile, plan, train, test
+    /// Run an end-to-end demo on a small model with a bundled dataset: profile, plan, train, test
     Quickstart(cmd::quickstart::Arguments),
-    /// Find the devices of this machine, measure its links, show a cluster
+    /// Detect the devices of this machine, measure its links, or show a cluster
     Cluster(cmd::cluster::Arguments),
-    /// Say what pipec finds on this machine, and what does not work
+    /// Check this machine: CPU, memory, sockets, CUDA, GPUs
     Doctor(cmd::doctor::Arguments),
     /// Print the JSON Schema of a file format
     Schema(cmd::schema::Arguments),
@@ -105,20 +105,18 @@ pub enum Verb {
     Zoo(cmd::zoo::Arguments),
     /// Print a completion script for a shell
     Completions(cmd::completions::Arguments),
-    /// Print the manual page of a verb, or write all of them
-    Man(cmd::man::Arguments),
 }
 
-/// How a model is read.
+/// Import flags.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Import {
     /// Set a symbolic dimension of the model, for example seq=128; may be repeated
     #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = dim, help_heading = "Model")]
     pub dims: Vec<(String, u64)>,
-    /// Say which axis of an input is the batch, for example tokens=1 [default: axis 0 of the first input]; may be repeated
+    /// Set the batch axis of an input, for example tokens=1 [default: axis 0 of the first input]; may be repeated
     #[arg(long = "batch-dim", value_name = "INPUT=AXIS", value_parser = batch_dim, help_heading = "Model")]
     pub batch_dims: Vec<(String, usize)>,
-    /// Turn BatchNormalization and Dropout that were exported for inference back into training mode
+    /// Put BatchNormalization and Dropout that were exported for inference back into training mode
     #[arg(long, help_heading = "Model")]
     pub train_mode: bool,
 }
@@ -129,30 +127,30 @@ impl From<Import> for ImportRequest {
     }
 }
 
-/// How a model is read, and at which size.
+/// Import flags, and the size of a micro-batch.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Dims {
-    /// How it is read.
+    /// Import flags.
     #[command(flatten)]
     pub import: Import,
-    /// Samples in one micro-batch [default: the profile's, else the model's own, else 32]
+    /// Samples per micro-batch [default: the profile's, else the model's, else 32]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Model")]
     pub micro_batch: Option<u64>,
 }
 
-/// Which devices there are.
+/// Device flags.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Devices {
-    /// This many devices on one link
+    /// Number of devices, connected by one link
     #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices, help_heading = "Devices")]
     pub gpus: Option<u32>,
-    /// Bandwidth of that link per device and direction, for example 1.25GB/s or 10Gbit/s
+    /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s
     #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"], help_heading = "Devices")]
     pub bandwidth: Option<String>,
-    /// Levels of devices, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight
+    /// Interconnect levels, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight devices
     #[arg(long, value_name = "N:RATE,…", conflicts_with = "cluster", help_heading = "Devices")]
     pub levels: Option<String>,
-    /// A cluster file: kinds of devices, their memory, levels of links (`pipec schema cluster` prints its fields)
+    /// Cluster file: device types, memory, interconnect levels (`pipec schema cluster` prints its fields)
     #[arg(long, value_name = "FILE", help_heading = "Devices")]
     pub cluster: Option<PathBuf>,
 }
@@ -168,14 +166,14 @@ impl Devices {
 /// Reads `--bandwidth`.
 pub fn bandwidth(text: Option<&str>) -> Result<Option<BytesPerSecond>, Error> {
     text.map(unit::bandwidth).transpose().map_err(|error| {
-        let help = "`--bandwidth 25GB/s` or `--bandwidth 100Gbit/s`: of each device in one direction";
+        let help = "`--bandwidth 25GB/s` or `--bandwidth 100Gbit/s`: per device and direction";
         Error::input("cannot read `--bandwidth`").because(error).with_help(help)
     })
 }
 
 /// Reads `--gpus`, or one of its numbers.
 pub fn devices(text: &str) -> Result<u32, String> {
-    text.trim().parse().map_err(|_| "write how many devices there are as a number, for example 8".to_string())
+    text.trim().parse().map_err(|_| "write the number of devices, for example 8".to_string())
 }
 
 /// Reads `--dim`.
@@ -200,7 +198,7 @@ mod tests {
     use super::*;
     use clap::{Command, CommandFactory};
 
-    /// The commands that do something, with the words that call them.
+    /// The commands that can be run, with their full names.
     fn ends(command: &Command, words: Vec<String>) -> Vec<(Vec<String>, Command)> {
         let inner: Vec<&Command> = command.get_subcommands().filter(|inner| !inner.is_hide_set()).collect();
         let is_verb = inner.is_empty() || command.get_name() == "zoo" || words.len() == 1;

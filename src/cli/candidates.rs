@@ -8,7 +8,7 @@ use compiler::plan::problem::Objective;
 use pipec::plan::batch_search::Tried;
 use std::collections::BTreeMap;
 
-/// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
+/// Lists every candidate once; candidates with equal columns share a row. The chosen one comes first and is marked.
 pub fn table(planned: &Planned, width: Option<usize>) -> String {
     let row = |candidate: &ComparedPlan| {
         vec![
@@ -21,7 +21,7 @@ pub fn table(planned: &Planned, width: Option<usize>) -> String {
         ]
     };
     let plan = &planned.plan;
-    // Whoever found it, it is the answer of the one who was asked.
+    // The requested partitioner is named, whichever of its searches found the plan.
     let asked = plan.options.get("partitioner").and_then(|name| name.as_str()).unwrap_or(&plan.search.method);
     let mut rows: Vec<(Vec<&str>, Vec<String>)> = Vec::new();
     for candidate in &planned.compared {
@@ -33,33 +33,34 @@ pub fn table(planned: &Planned, width: Option<usize>) -> String {
             None => rows.push((vec![candidate.name], row)),
         }
     }
-    let told = |(at, (names, row)): (usize, (Vec<&str>, Vec<String>))| {
+    let marked = |(at, (names, row)): (usize, (Vec<&str>, Vec<String>))| {
         let mark = if at == 0 { "chosen" } else { "" };
         std::iter::once(names.join(", ")).chain(row).chain([mark.to_string()]).collect()
     };
-    let rows = rows.into_iter().enumerate().map(told).collect();
+    let rows = rows.into_iter().enumerate().map(marked).collect();
     let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
-    let header = ["candidate", "replicas", time, "most memory", "fits", ""];
+    let header = ["candidate", "replicas", time, "peak memory", "fits", ""];
     let gives = [Give::Cut(1, 16), Give::Cut(0, 20), Give::Leave(4), Give::Leave(3)];
     let mut text = String::new();
     if plan.schedule.chunks > 1 {
         let kind = plan.schedule.kind.name();
-        text += &format!("candidates of one stage on each device are no {kind}: they are what it is compared with\n");
+        text += &format!("candidates with one stage per device do not use {kind}; they are listed for comparison\n");
     }
     if plan.predicted.objective_us.is_some() {
         let played = quantity::time(plan.predicted.minibatch_us);
-        text +=
-            &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
+        text += &format!(
+            "times are estimates of the cost model; the simulated program of the chosen plan takes {played}\n"
+        );
     }
     format!("\n{}{}", fitted(&header, &[2, 3], rows, &gives, width), folded(&text, width))
 }
 
-/// The devices that share each replica of a candidate; nothing where each replica is one.
+/// The tensor-parallel degree of a candidate; nothing if it is 1.
 fn of(candidate: &ComparedPlan) -> String {
     if candidate.tensor > 1 { format!(" of {}", candidate.tensor) } else { String::new() }
 }
 
-/// The devices of a candidate some of whose devices have several stages; nothing where each replica has its own.
+/// The devices of a candidate with several stages per device; nothing if each replica has its own device.
 fn on(candidate: &ComparedPlan) -> String {
     let replicas = candidate.replicas.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas));
     match candidate.devices == replicas {
@@ -68,7 +69,7 @@ fn on(candidate: &ComparedPlan) -> String {
     }
 }
 
-/// The combinations of micro-batch size and schedule, the best first, then those without a plan, grouped by reason.
+/// Lists the combinations of micro-batch size and schedule, best first, then those without a plan, grouped by reason.
 pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>) -> String {
     let mut planned: Vec<(&Tried, f64, u64)> =
         tried.iter().filter_map(|one| one.answer.as_ref().ok().map(|(speed, peak)| (one, *speed, *peak))).collect();
@@ -80,7 +81,7 @@ pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>)
         let [size, count] = [one.micro_batch.to_string(), one.microbatches.to_string()];
         vec![one.schedule.name().to_string(), size, count, quantity::samples(*speed), quantity::bytes(*peak)]
     };
-    let header = ["schedule", "samples", "micro-batches", "samples/s", "most memory"];
+    let header = ["schedule", "micro-batch", "micro-batches", "samples/s", "peak memory"];
     let rows = planned.iter().map(row).collect();
     let table = fitted(&header, &[1, 2, 3, 4], rows, &[Give::Leave(4), Give::Leave(2)], width);
     let mut text = String::new();

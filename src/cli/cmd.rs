@@ -1,4 +1,4 @@
-//! The verbs, one file each: arguments, one call, and how the answer is printed.
+//! The commands, one file each: arguments, one library call, and how its result is printed.
 
 pub mod cluster;
 pub mod completions;
@@ -7,7 +7,6 @@ pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod inspect;
-pub mod man;
 pub mod partition;
 pub mod plan;
 pub mod profile;

@@ -1,10 +1,10 @@
-//! Colour on terminals: what is an error, a warning or help, and how full load bars are.
+//! Colours on terminals for errors, warnings, help and load bars.
 //!
-//! Text is painted as the last thing before it goes out, line by line, when all that acts on a terminal has been taken out of it.
-//! So no verb knows of colour, and text without it has the same characters.
+//! Text is coloured line by line just before it is written, after control characters have been removed. So commands need not
+//! handle colours, and uncoloured text has the same characters.
 //!
-//! `--color` decides, then NO_COLOR (<https://no-color.org>), then FORCE_COLOR (<https://force-color.org>), then whether there is a
-//! terminal. A variable that is empty says nothing.
+//! Order of precedence: `--color`, NO_COLOR (<https://no-color.org>), FORCE_COLOR (<https://force-color.org>), presence of a
+//! terminal. Empty variables are ignored.
 
 use crate::cli::usage;
 use clap::ValueEnum;
@@ -12,10 +12,10 @@ use std::env;
 use std::io::{self, IsTerminal};
 use std::sync::OnceLock;
 
-/// When output is coloured.
+/// When to colour output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum When {
-    /// On a terminal, unless NO_COLOR or FORCE_COLOR say otherwise.
+    /// On a terminal, unless NO_COLOR or FORCE_COLOR is set.
     Auto,
     /// Always.
     Always,
@@ -23,7 +23,7 @@ pub enum When {
     Never,
 }
 
-/// Where something is written.
+/// An output stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.
@@ -41,19 +41,19 @@ const CYAN: &str = "\x1b[36m";
 const FAINT: &str = "\x1b[2m";
 const OFF: &str = "\x1b[0m";
 
-/// Says once, for the whole run, what the command line wants.
+/// Sets the choice of the command line for the whole run.
 pub fn decide(when: When) {
-    // What was said first stands: a run has one command line.
+    // The first call wins: a run has one command line.
     let _ = SAID.set(when);
 }
 
-/// What `--color` says among arguments that may not make a command: its failure is coloured as well.
+/// The value of `--color` in arguments that may not parse, so that usage errors are coloured too.
 pub fn among(arguments: impl IntoIterator<Item = String>) -> When {
     let valid = |value: &String| When::from_str(value, false).ok();
     usage::said("--color", arguments).iter().filter_map(valid).next_back().unwrap_or(When::Auto)
 }
 
-/// Whether what goes there is coloured.
+/// True if output to the stream is coloured.
 pub fn on(stream: Stream) -> bool {
     let is_terminal = match stream {
         Stream::Out => io::stdout().is_terminal(),
@@ -72,7 +72,7 @@ fn wanted(when: When, no_colour: bool, force_colour: bool, is_terminal: bool) ->
     }
 }
 
-/// The text in colours, if what goes there is coloured.
+/// Colours the text, if output to the stream is coloured.
 pub fn painted(text: &str, stream: Stream) -> String {
     if !on(stream) {
         return text.to_string();
@@ -80,7 +80,7 @@ pub fn painted(text: &str, stream: Stream) -> String {
     text.split('\n').map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// One line: its first word, if that says what it is, or its load bar.
+/// Colours the prefix of a line, such as `error:`, or its load bar.
 fn line(text: &str) -> String {
     let starts = [("error:", RED), ("warning:", YELLOW), ("help:", CYAN), ("next:", CYAN)];
     if let Some((start, colour)) = starts.into_iter().find(|(start, _)| text.starts_with(start)) {

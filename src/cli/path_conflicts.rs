@@ -1,4 +1,4 @@
-//! No verb writes over what it reads: asked of the command line, before anything is read or written.
+//! Checks that no command overwrites a file it reads, before anything is read or written.
 
 use clap::{ArgMatches, Command};
 use compiler::import::onnx::decode;
@@ -9,8 +9,8 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 
-/// The arguments that name a file to write, of every verb that reads files beside. `cluster bench` is told to put its figures in place of
-/// those that it reads.
+/// The arguments that name an output file, for every command that also reads files. `cluster bench` is absent: it may overwrite
+/// its input.
 const WRITTEN: [(&str, &[&str]); 7] = [
     ("train", &["metrics", "trace", "save", "save_gradients"]),
     ("eval", &["output"]),
@@ -21,7 +21,7 @@ const WRITTEN: [(&str, &[&str]); 7] = [
     ("export", &["output"]),
 ];
 
-/// The arguments that name a file to read, where the verb does not write it.
+/// The arguments that name an input file, unless the command writes it.
 const READ: [&str; 13] = [
     "file",
     "model",
@@ -38,13 +38,13 @@ const READ: [&str; 13] = [
     "metrics",
 ];
 
-/// The arguments that name a folder whose files are read; what the last one names holds others besides.
+/// The arguments that name a folder whose files are read; the last folder also has other files.
 const FOLDERS: [&str; 2] = ["resume", "checkpoint_dir"];
 
-/// Weights may take the place of those that training began with: they are whole in memory when the new ones are written.
+/// The allowed overlap: the trained weights may overwrite the initial ones, which are in memory by then.
 const MAY: (&str, &str) = ("weights", "save");
 
-/// Refuses arguments of which one names a file to write that another one names to be read, or to be written, too.
+/// Refuses arguments that write a file which another argument reads or writes.
 pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Error> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
     let Some((_, written)) = WRITTEN.into_iter().find(|(verb, _)| *verb == name) else { return Ok(()) };
@@ -66,44 +66,44 @@ pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Error> {
                 .map(|folder| folder.join(WEIGHTS))
                 .find(|own| *to != "save" && is_one(own, path))
             {
-                let why = format!("`--checkpoint-dir` writes the trained weights to {}", weights.display());
-                return Err(
-                    kept(path, &why).with_help(format!("name another file to write with {}", shown(command, name, to)))
-                );
+                let why = format!("`--checkpoint-dir` also writes the trained weights to {}", weights.display());
+                return Err(kept(path, &why).with_help(format!("choose another file for {}", shown(command, name, to))));
             }
             if let Some(other) = written[..at].iter().find(|other| values(other).any(|other| is_one(other, path))) {
                 let [one, other] = [other, to].map(|id| shown(command, name, id));
-                return Err(kept(path, &format!("{one} and {other} would both be written there"))
-                    .with_help("name a file of its own for each"));
+                return Err(kept(path, &format!("{one} and {other} would both write it"))
+                    .with_help("choose a different file for each"));
             }
         }
     }
     Ok(())
 }
 
-/// Refuses a file to write that is among those that are read.
+/// Refuses an output file that is also an input.
 pub fn keep(read: &[&Path], path: &Path) -> Result<(), Error> {
     match read.iter().any(|read| is_same(read, path) || is_part(read, path)) {
-        true => Err(kept(path, "it is read by this run, and would be lost").with_help("name another file to write")),
+        true => {
+            Err(kept(path, "this run reads it, and writing would destroy it").with_help("choose another output file"))
+        }
         false => Ok(()),
     }
 }
 
 fn lost(path: &Path, from: &str, to: &str) -> Error {
-    kept(path, &format!("it is read by this run, as {from}, and would be lost"))
-        .with_help(format!("name another file to write with {to}"))
+    kept(path, &format!("this run reads it as {from}, and writing would destroy it"))
+        .with_help(format!("choose another file for {to}"))
 }
 
 fn kept(path: &Path, why: &str) -> Error {
     Error::file("write", path, why)
 }
 
-/// Whether two paths lead to one file, through links as well. Pipes and devices lose nothing.
+/// True if two paths refer to the same file, also through links. Pipes and devices do not count.
 fn is_same(one: &Path, other: &Path) -> bool {
     one != OsStr::new("-") && place(one).is_some_and(|it| place(other) == Some(it))
 }
 
-/// Whether a file belongs to what is read: holds values of a model's tensors, or lies in the folder of a checkpoint.
+/// True if a file is part of an input: external tensor data of a model, or a file in the folder of a checkpoint.
 fn is_part(read: &Path, path: &Path) -> bool {
     if place(path).is_none() {
         return false;
@@ -118,10 +118,10 @@ fn is_part(read: &Path, path: &Path) -> bool {
         || inner.parent().is_some_and(|inner| inner != Path::new("") && is_checkpoint(&folder.join(inner)))
 }
 
-/// Whether what is written to both paths comes to one file, there or not.
+/// True if writing to both paths would write the same file, existing or not.
 fn is_one(one: &Path, other: &Path) -> bool {
     let there = |path: &Path| match (path.exists(), path.parent(), path.file_name()) {
-        // A link to what is not there yet: the file will be where it leads.
+        // A link to a missing file: the file will be created at its target.
         (false, Some(folder), _) if path.is_symlink() => {
             let to = folder.join(path.read_link().ok()?);
             Some(to.parent()?.canonicalize().ok()?.join(to.file_name()?))
@@ -136,20 +136,20 @@ fn is_one(one: &Path, other: &Path) -> bool {
     one != OsStr::new("-") && there(one).is_some_and(|it| there(other) == Some(it))
 }
 
-/// What tells a file from all others.
+/// Unique identity of a file.
 #[cfg(unix)]
 fn place(path: &Path) -> Option<(u64, u64)> {
     let about = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;
     Some((std::os::unix::fs::MetadataExt::dev(&about), std::os::unix::fs::MetadataExt::ino(&about)))
 }
 
-/// What tells a file from all others, but for hard links.
+/// Unique identity of a file, except for hard links.
 #[cfg(not(unix))]
 fn place(path: &Path) -> Option<std::path::PathBuf> {
     fs::canonicalize(path).ok().filter(|path| path.is_file())
 }
 
-/// An argument as users write it.
+/// An argument as it appears on the command line.
 fn shown(command: &Command, verb: &str, id: &str) -> String {
     let own = command.find_subcommand(verb).and_then(|verb| verb.get_arguments().find(|own| own.get_id() == id));
     match own.and_then(|own| own.get_long()) {
@@ -204,18 +204,18 @@ mod tests {
     #[test]
     fn trained_weights_keep_their_place() {
         let folder = tempfile::tempdir().unwrap();
-        let told = |flag: &str, name: &str| {
+        let message = |flag: &str, name: &str| {
             let (at, file) = (folder.path().display().to_string(), folder.path().join(name).display().to_string());
             let words = ["pipec", "train", "m.onnx", "--synthetic-data", "--checkpoint-dir", &at, flag, &file];
             let command = Cli::command();
             refuse(&command, &command.clone().try_get_matches_from(words).unwrap()).err().map(|failure| failure.line())
         };
         for flag in ["--metrics", "--trace", "--save-gradients"] {
-            assert!(told(flag, WEIGHTS).is_some_and(|told| told.contains(WEIGHTS)), "{flag}");
-            assert_eq!(told(flag, "other.bin"), None);
+            assert!(message(flag, WEIGHTS).is_some_and(|message| message.contains(WEIGHTS)), "{flag}");
+            assert_eq!(message(flag, "other.bin"), None);
         }
-        // They are the same.
-        assert_eq!(told("--save", WEIGHTS), None);
+        // The paths are the same file.
+        assert_eq!(message("--save", WEIGHTS), None);
     }
 
     #[cfg(unix)]
@@ -227,7 +227,7 @@ mod tests {
         fs::write(path("b"), "").unwrap();
         std::os::unix::fs::symlink(path("a"), path("soft")).unwrap();
         fs::hard_link(path("a"), path("hard")).unwrap();
-        // A link to what is not there leads where it will be.
+        // A link to a missing file refers to its target.
         std::os::unix::fs::symlink("new", path("dangling")).unwrap();
         assert!(is_one(&path("dangling"), &path("new")) && !is_one(&path("dangling"), &path("a")));
         for same in ["a", "soft", "hard"] {

@@ -1,8 +1,8 @@
-//! What a plan is predicted to bring, beside the plain alternatives: every time is that of one minibatch.
+//! Predicted throughput and memory of a plan compared with the baselines; every time is per minibatch.
 //!
-//! Cost models `paper` and `pipedream` speak of the slowest stage in steady state, which is a micro-batch where a minibatch has
-//! several. Here both sides of every comparison are turned into whole minibatches, filling and draining of a flush included. Cost
-//! `pipec` includes them by itself.
+//! Cost models `paper` and `pipedream` give the time of the slowest stage in steady state, per micro-batch if a minibatch has several.
+//! Here both sides of every comparison are converted to whole minibatches, including fill and drain of a flush, which cost `pipec`
+//! includes already.
 
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
@@ -12,8 +12,8 @@ use compiler::export::quantity::{self, short};
 use compiler::export::stage_name::ranges;
 use compiler::partition::search::in_flight::ENOUGH;
 use compiler::plan::problem::{CostModel, Objective};
-use compiler::plan::{Plan, ScheduleKind, Stage};
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::plan::{Plan, Stage};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::Machine;
@@ -22,80 +22,80 @@ use compiler::simulate::step_time;
 use pipec::plan::solve::cost_name;
 use std::collections::BTreeSet;
 
-/// Minibatches without which nothing is told of shared cores.
+/// Fewest simulated minibatches for a throughput on shared cores.
 const FEWEST: u32 = 4;
 
-/// Ratios nearer to 1 than this are told as equal: four digits show no difference.
+/// Relative difference below which two times count as equal: four digits show no difference.
 const EQUAL: f64 = 5e-4;
 
-/// What the alternative is called that has all of the model on every device.
+/// Name of the baseline with the whole model on every device.
 const DATA_PARALLEL: &str = "data parallel";
 
-/// From here on two times of one plan are told apart: where in-flight caps are raised for less waiting.
+/// Relative difference above which two times of a plan count as different; the planner raises in-flight limits from here on.
 const APART: f64 = 1.0 / ENOUGH - 1.0;
 
-/// Why a simulated step takes another time than the plan says, where that is because of links.
+/// Explains a simulated step that differs from the plan because of the link model.
 pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
     let is_other = plan.cost != CostModel::Pipec && (ratio - 1.0).abs() > APART;
     is_other.then(|| {
         format!(
-            "the plan's times follow cost `{}`; in simulation messages take what cost `pipec` says, and share the ports they go over",
+            "the plan's times use cost model `{}`; the simulation uses the link times of cost model `pipec`, with contention for ports",
             cost_name(plan.cost)
         )
     })
 }
 
-/// Why a simulated step takes a little more than the plan says, where the plan has the figure of the equations.
+/// Explains a simulated step that is slightly longer than the plan's estimate.
 pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
-    let is_told = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
-    if !is_told || !(1.0 + EQUAL..=1.0 + APART).contains(&ratio) {
+    let is_estimate = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
+    if !is_estimate || !(1.0 + EQUAL..=1.0 + APART).contains(&ratio) {
         return None;
     }
     Some(format!(
-        "the plan's figure is what its slowest stage or link takes; in the program that waits for others besides, and for sums of gradients that \
-         nothing hides, {:.1} % more: so little stays where more in flight (`--in-flight`) would cost memory",
+        "the plan's estimate is the time of its slowest stage or link; in simulation it also waits for other stages and for \
+         exposed gradient all-reduces, {:.1} % more. More in-flight minibatches (`--in-flight`) could reduce this but use memory",
         (ratio - 1.0) * 100.0
     ))
 }
 
-/// What the plan's program takes, where that is a little more than the figure above it.
+/// The simulated time of the plan's program, if it is slightly above the estimate.
 fn in_program(plan: &Plan) -> Option<String> {
-    let (kind, pipeline) = (schedule_of(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
+    let (kind, pipeline) = (generated(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
     let us = step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
     waits(plan, us)?;
     Some(format!(
-        "{} per minibatch, {:.1} % more: in-flight caps are raised, which costs memory, for {:.1} % and more",
+        "{} per minibatch, {:.1} % above the estimate; raising in-flight limits uses memory and is done only for gains of {:.1} % or more",
         quantity::time(us),
         (us / plan.predicted.step_us - 1.0) * 100.0,
         (1.0 - ENOUGH) * 100.0
     ))
 }
 
-/// Whether the pipeline drains after every minibatch, so that a step is longer than its micro-batches at the slowest stage.
+/// True if the pipeline drains after every minibatch: a step then takes longer than its micro-batches at the slowest stage.
 fn flushes(plan: &Plan) -> bool {
-    // What cost `hybrid` minimises leaves filling and draining out, and the files tell too little to say what they take.
+    // The objective of cost `hybrid` excludes fill and drain, and its files have too little data to compute them.
     !plan.schedule.kind.is_continuous() && plan.stages.len() > 1 && plan.cost != CostModel::Hybrid
 }
 
-/// Whether the objective speaks of the steady state alone, though the pipeline drains.
+/// True if the objective covers only the steady state although the pipeline drains.
 fn is_steady(plan: &Plan) -> bool {
     flushes(plan) && plan.cost != CostModel::Pipec
 }
 
-/// Whether the objective and the baselines are times of a micro-batch.
+/// True if the objective and the baselines are times per micro-batch.
 pub fn is_of_items(plan: &Plan) -> bool {
-    let is_whole = plan.cost == CostModel::Pipec && plan.schedule.kind != ScheduleKind::Inference;
+    let is_whole = plan.cost == CostModel::Pipec && plan.schedule.kind.trains();
     plan.schedule.microbatches > 1 && !is_whole
 }
 
-/// How often the objective counts in a minibatch.
+/// Factor from the objective to the time of a minibatch.
 fn microbatches(plan: &Plan) -> f64 {
     if is_of_items(plan) { f64::from(plan.schedule.microbatches) } else { 1.0 }
 }
 
-/// What devices that share replicas gain and pay, for one item and all stages.
+/// Gain and cost of tensor parallelism, for one micro-batch over all stages.
 fn groups(plan: &Plan) -> Option<String> {
     let degree = plan.stages.first().map(Stage::degree).filter(|degree| *degree > 1)?;
     let (mut alone, mut shared, mut meetings) = (0.0, 0.0, 0.0);
@@ -106,63 +106,63 @@ fn groups(plan: &Plan) -> Option<String> {
         shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
     }
     Some(format!(
-        "{degree} devices share each replica: {} through all stages in place of {}, {:.1} % of it to bring tensors together",
+        "{degree}: all stages together take {} instead of {}; collectives take {:.1} % of it",
         quantity::time(shared),
         quantity::time(alone),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 }
     ))
 }
 
-/// Whether the devices have one micro-batch from flush to flush, so that no two of them work at a time.
+/// True if there is one micro-batch between flushes, so that no two devices work at the same time.
 fn leaves_nothing(plan: &Plan) -> bool {
     let has_costs = !matches!(plan.cost, CostModel::Load | CostModel::Hybrid);
-    // Devices of a group work together, and halves of a backward beside those of other stages.
+    // Tensor-parallel devices work together, and the passes of a split backward overlap with other stages.
     let is_serial = plan.stages.iter().all(|stage| stage.degree() == 1) && !plan.schedule.kind.splits_backward();
     let is_one = !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1;
     has_costs && is_serial && is_one
 }
 
-/// What keeps devices of data parallelism from work: under a flush they are dealt micro-batches, and there may be fewer.
+/// Reports idle devices of data parallelism: with a flush, micro-batches are distributed over the devices, and there may be fewer.
 fn idle(plan: &Plan) -> Option<String> {
     let (all, items) = (plan.cluster.devices, plan.schedule.microbatches);
     let is_alone = plan.stages.iter().all(|stage| stage.degree() == 1);
     let has_idle = is_alone && !plan.schedule.kind.is_continuous() && items < all;
     has_idle.then(|| {
         let work = plural(u64::from(items), "micro-batch keeps", "micro-batches keep");
-        format!("under a flush {work} {items} of {all} devices at work")
+        format!("with a flush, {work} {items} of {all} devices busy")
     })
 }
 
-/// The prediction, beside one device and data parallelism, with its bound.
+/// The prediction, compared with the baselines and the lower bound.
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
     let step = predicted.step_us;
-    let what = if plan.objective == Objective::Latency { "from input to answer" } else { "per minibatch" };
+    let what = if plan.objective == Objective::Latency { "end to end" } else { "per minibatch" };
     let mut text = format!(
-        "predicted      {} {what}, {} samples/s; slowest is {}\n",
+        "predicted      {} {what}, {} samples/s; bottleneck: {}\n",
         quantity::time(step),
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
-    if let Some(told) = in_program(plan) {
-        text += &format!("its program    {told}\n");
+    if let Some(line) = in_program(plan) {
+        text += &format!("simulated      {line}\n");
     }
-    if let Some(told) = updates(plan) {
-        text += &format!("update         {told}\n");
+    if let Some(line) = updates(plan) {
+        text += &format!("update         {line}\n");
     }
     if leaves_nothing(plan) {
-        text += "micro-batches  1 a minibatch: under a flush nothing overlaps; `--microbatches M` makes M of the same size\n";
+        text += "micro-batches  1 per minibatch: with a flush, nothing overlaps; `--microbatches M` uses M of the same size\n";
     }
     if flushes(plan) && !is_steady(plan) {
         text += &format!(
-            "flush          {}; {:.1} % of a step the busiest stage waits while the pipeline fills and drains\n",
+            "flush          {}; the busiest stage idles {:.1} % of a step (pipeline bubble)\n",
             plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
             predicted.bubble * 100.0
         );
     }
     if is_steady(plan) {
         text += &format!(
-            "flush          {} of {} at the slowest stage; {:.1} % of a step fills and drains the pipeline\n",
+            "flush          {} of {} at the slowest stage; fill and drain take {:.1} % of a step\n",
             plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
             quantity::time(predicted.minibatch_us),
             predicted.bubble * 100.0
@@ -178,12 +178,12 @@ pub fn prediction(plan: &Plan) -> String {
         let idle = idle(plan).filter(|_| name == DATA_PARALLEL).map_or(String::new(), |idle| format!("; {idle}"));
         text += &format!("{name:14} {} {what}: {against}{fits}{idle}\n", quantity::time(other));
     }
-    text += &format!("bound          {}\n", bound(plan));
-    if let Some(told) = gradients(plan) {
-        text += &format!("gradients      {told}\n");
+    text += &format!("lower bound    {}\n", bound(plan));
+    if let Some(line) = gradients(plan) {
+        text += &format!("gradients      {line}\n");
     }
-    if let Some(told) = groups(plan) {
-        text += &format!("groups         {told}\n");
+    if let Some(line) = groups(plan) {
+        text += &format!("tensor degree  {line}\n");
     }
     if let Some(link) = &predicted.busiest_link {
         text += &format!(
@@ -192,7 +192,7 @@ pub fn prediction(plan: &Plan) -> String {
             link.unit,
             link.level.escape_debug(),
             quantity::bytes(link.bytes),
-            if plan.schedule.microbatches > 1 { "a micro-batch" } else { "a minibatch" },
+            if plan.schedule.microbatches > 1 { "per micro-batch" } else { "per minibatch" },
             short(link.share * 100.0)
         );
     }
@@ -205,8 +205,7 @@ pub fn prediction(plan: &Plan) -> String {
     );
     if !plan.cluster.idle.is_empty() {
         let (idle, all) = (&plan.cluster.idle, plan.cluster.devices);
-        text +=
-            &format!("idle           {} of {all} devices, on which no stage stands: {}\n", idle.len(), ranges(idle));
+        text += &format!("idle           {} of {all} devices, without a stage: {}\n", idle.len(), ranges(idle));
     }
     if let Some(shared) = shared(plan) {
         text += &format!("shared cores   {shared}\n");
@@ -214,23 +213,23 @@ pub fn prediction(plan: &Plan) -> String {
     text
 }
 
-/// What a plan is, its stages and what it is predicted to bring, as wide as the screen.
-pub fn told(plan: &Plan, screen: &Screen) -> String {
+/// Heading, stage table and prediction of a plan, fitted to the width of the screen.
+pub fn describe(plan: &Plan, screen: &Screen) -> String {
     let [heading, prediction] = [stage_table::heading(plan), prediction(plan)].map(|prose| screen.folded(&prose));
     format!("{heading}\n{}\n{prediction}", stage_table::stages(plan, screen.width()))
 }
 
-/// Over how many samples an update of each stage averages.
+/// Samples per optimizer update of each stage.
 pub fn update_samples(plan: &Plan) -> Vec<u64> {
     let minibatch = plan.schedule.micro_batch.saturating_mul(plan.schedule.microbatches.into());
     let of = |stage: &Stage| if plan.schedule.kind.is_round_robin() { stage.replicas } else { 1 };
     plan.stages.iter().map(|stage| minibatch.saturating_mul(of(stage).into())).collect()
 }
 
-/// Over how many samples an update averages, in words, where that is more than one item; nothing where nobody trains by the plan.
+/// Describes the samples per optimizer update, if it averages several micro-batches or minibatches; `None` for plans without training.
 pub fn updates(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
-    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || schedule.kind == ScheduleKind::Inference {
+    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
         return None;
     }
     let most = stages.iter().map(|stage| stage.replicas).max().filter(|most| *most > 1);
@@ -238,12 +237,12 @@ pub fn updates(plan: &Plan) -> Option<String> {
     let one = quantity::count(schedule.micro_batch);
     if !schedule.kind.is_round_robin() {
         let items = Some(schedule.microbatches).filter(|items| *items > 1)?;
-        let dealt = if most.is_some() { ", dealt to the replicas of each stage" } else { "" };
+        let dealt = if most.is_some() { ", distributed over the replicas of each stage" } else { "" };
         return Some(format!("averages {}: {items} micro-batches of {one}{dealt}", samples(items)));
     }
     let most = most?;
     if stages.iter().all(|stage| stage.replicas == most) {
-        return Some(format!("averages {}: a minibatch of {one} for each of {most} replicas", samples(most)));
+        return Some(format!("averages {}: one minibatch of {one} on each of {most} replicas", samples(most)));
     }
     let mut counts: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
     counts.sort_unstable_by(|a, b| b.cmp(a));
@@ -254,10 +253,10 @@ pub fn updates(plan: &Plan) -> Option<String> {
         format!("{} in {word} {}", samples(replicas), ranges(&ids))
     };
     let all: Vec<String> = counts.into_iter().map(of).collect();
-    Some(format!("averages {}: a minibatch of {one} for each replica", all.join(", ")))
+    Some(format!("averages {}: one minibatch of {one} on each replica", all.join(", ")))
 }
 
-/// The plain alternatives: what each is, its time for a whole minibatch, whether it fits.
+/// The baselines: name, time per minibatch, true if it fits in memory.
 pub fn alternatives(plan: &Plan) -> Vec<(&'static str, f64, bool)> {
     let (all, fits, m) = (&plan.baselines, &plan.baselines.fits, microbatches(plan));
     let mut rows =
@@ -268,54 +267,54 @@ pub fn alternatives(plan: &Plan) -> Vec<(&'static str, f64, bool)> {
     rows
 }
 
-/// The least time of a whole minibatch that any plan can have; 0 where the bound speaks of something else.
+/// Lower bound of the minibatch time; 0 if the bound covers only the steady state.
 pub fn bound_us(plan: &Plan) -> f64 {
     if is_steady(plan) { 0.0 } else { plan.lower_bound_us * microbatches(plan) }
 }
 
-/// How near the plan is to the best, as a sentence.
+/// The lower bound and the optimality gap, as a sentence.
 pub fn bound_sentence(plan: &Plan) -> String {
-    format!("Bound: {}.", bound(plan))
+    format!("Lower bound: {}.", bound(plan))
 }
 
-/// How near the plan is to the best; under a flush this speaks of the steady state alone.
+/// The lower bound and the optimality gap; with a flush, possibly of the steady state only.
 fn bound(plan: &Plan) -> String {
     let (bound, time, m) = (plan.lower_bound_us, plan.predicted.minibatch_us, microbatches(plan));
-    let (unit, bound_told) = match is_steady(plan) {
-        true => (" per micro-batch in steady state, before filling and draining", quantity::time(bound)),
+    let (unit, least) = match is_steady(plan) {
+        true => (" per micro-batch in steady state, without fill and drain", quantity::time(bound)),
         false => ("", quantity::time(bound * m)),
     };
     let gap = (time / bound - 1.0) * 100.0;
-    // The plain alternatives keep to no constraint, and may be faster than all plans that do.
+    // The baselines ignore the constraints, and may be faster than every plan that satisfies them.
     let is_free = CONSTRAINTS.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
-    let which = if is_free { "" } else { " of those asked for" };
+    let which = if is_free { "" } else { " within the constraints" };
     if plan.proven_optimal {
-        let steady = if is_steady(plan) { " in steady state; filling and draining are not part of it" } else { "" };
-        format!("proven the fastest{which} under this cost model{steady}")
+        let steady = if is_steady(plan) { " in steady state, without fill and drain" } else { "" };
+        format!("proven optimal{which} under this cost model{steady}")
     } else if bound <= 0.0 {
-        "none is known".to_string()
+        "not known".to_string()
     } else if gap < EQUAL {
-        format!("no plan{which} is faster than {bound_told}{unit}: this one is equal to the bound")
+        format!("no plan{which} is faster than {least}{unit}; this plan reaches the bound")
     } else {
-        format!("no plan{which} is faster than {bound_told}{unit}: at most {} % away", short(gap))
+        format!("no plan{which} is faster than {least}{unit}; this plan is within {} %", short(gap))
     }
 }
 
-/// The options that say which plans are looked at.
+/// The options that constrain the plans searched.
 const CONSTRAINTS: [&str; 6] = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
 
-/// Whether this option alone says which plans are looked at.
+/// True if this option is the only constraint.
 fn is_pinned_by(plan: &Plan, only: &str) -> bool {
     CONSTRAINTS.iter().all(|name| plan.options.contains_key(*name) == (*name == only))
 }
 
-/// Whether the size of groups was given.
+/// True if the tensor-parallel degree was given.
 fn is_of_given_groups(plan: &Plan) -> bool {
     plan.options.get("tensor").is_some_and(|sizes| sizes.is_array())
 }
 
-/// What comes before everything else: that a plain alternative is the answer, where the planner was free to say so, or that one
-/// beats a plan that was pinned.
+/// The first sentence of the output: a baseline is recommended, if the planner was free to choose it, or a baseline is faster than
+/// the constrained plan.
 pub fn verdict(plan: &Plan) -> Option<String> {
     let target = plan.options.get("target").and_then(|target| target.as_str()).filter(|_| is_pinned_by(plan, "target"));
     let is_planned = plan.search.method == "pipec" || target.is_some();
@@ -325,28 +324,26 @@ pub fn verdict(plan: &Plan) -> Option<String> {
         match only.replicas {
             replicas if is_free && only.degree() > 1 => {
                 let (what, degree) =
-                    (if replicas > 1 { "Data parallelism over" } else { "Sharing all ops in" }, only.degree());
+                    (if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" }, only.degree());
                 let groups = plural(u64::from(replicas), "group", "groups");
                 return Some(format!(
-                    "{what} {groups} of {degree} devices is the answer{target}: no pipeline found is faster.\n"
+                    "Recommended{target}: {what} {groups} of {degree} devices (no faster pipeline was found).\n"
                 ));
             }
             1 if plan.cluster.devices == 1 => {
-                return Some("There is one device, so everything runs on it.\n".to_string());
+                return Some("There is only one device, so the whole model runs on it.\n".to_string());
             }
             1 if is_free => {
                 let why = match plan.proven_optimal {
-                    _ if leaves_nothing(plan) => {
-                        "under a flush one micro-batch leaves the others nothing to do meanwhile"
-                    }
+                    _ if leaves_nothing(plan) => "with a flush and one micro-batch, the other devices would be idle",
                     true => "more devices do not make this model faster",
-                    false => "no plan found with more devices is faster",
+                    false => "no faster plan with more devices was found",
                 };
-                return Some(format!("One device alone is the answer{target}: {why}.\n"));
+                return Some(format!("Recommended{target}: one device ({why}).\n"));
             }
             r if is_free => {
                 return Some(format!(
-                    "Data parallelism over {r} devices is the answer{target}: no pipeline found is faster.\n"
+                    "Recommended{target}: data parallelism over {r} devices (no faster pipeline was found).\n"
                 ));
             }
             _ => {}
@@ -354,30 +351,30 @@ pub fn verdict(plan: &Plan) -> Option<String> {
     }
     let (all, step, m) = (&plan.baselines, plan.predicted.step_us, microbatches(plan));
     let data_parallel = (all.data_parallel * m, all.fits.data_parallel, "Data parallelism");
-    let single = (all.single * m, all.fits.single, "One device alone");
+    let single = (all.single * m, all.fits.single, "One device");
     let faster = [data_parallel, single].into_iter().filter(|(other, fits, _)| *fits && *other * (1.0 + EQUAL) < step);
     let best = faster.min_by(|left, right| left.0.total_cmp(&right.0))?;
     let this = if plan.stages.len() > 1 { "pipeline" } else { "plan" };
     Some(format!("{} would be {} times as fast as this {this}.\n", best.2, short(step / best.0)))
 }
 
-/// What the plan brings where its workers outnumber the cores that they share; nothing where each has its own device.
+/// Throughput of the plan if its workers outnumber the cores they share; `None` if each has its own device.
 pub fn shared(plan: &Plan) -> Option<String> {
     let cores = plan.cluster.device.cores?;
-    // A device that has several stages is one worker.
+    // A device with several stages is one worker.
     let workers = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u64;
-    // Cores are those of one host, and only the first level is known to be one.
+    // Cores belong to one host, and only the first level is known to be within a host.
     if workers <= u64::from(cores) || plan.cluster.levels.len() > 1 {
         return None;
     }
-    let told = format!("{workers} workers share {}", plural(u64::from(cores), "core", "cores"));
+    let text = format!("{workers} workers share {}", plural(u64::from(cores), "core", "cores"));
     let rate = on_cores(plan, cores).map_or(String::new(), |rate| {
-        format!(": {} samples/s by simulation; the figures above give each worker its own", quantity::samples(rate))
+        format!(": {} samples/s in simulation; the figures above assume one core per worker", quantity::samples(rate))
     });
-    Some(told + &rate)
+    Some(text + &rate)
 }
 
-/// Samples per second by simulation on so many cores.
+/// Simulated samples per second on this number of cores.
 fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     let microbatches = plan.schedule.microbatches;
     let pipeline = pipeline(plan).ok()?;
@@ -385,7 +382,7 @@ fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     let run = Run::of(plan.schedule.kind, &pipeline, &machine, plan.schedule.microbatches);
     let minibatches = Some(run.minibatches()).filter(|minibatches| *minibatches >= FEWEST)?;
     let count = StepCount { minibatches, microbatches };
-    let step = run.step_us(&schedule(schedule_of(plan.schedule.kind).ok()?, &pipeline, count).ok()?)?;
+    let step = run.step_us(&schedule(generated(plan.schedule.kind).ok()?, &pipeline, count).ok()?)?;
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     (step > 0.0).then(|| samples * 1e6 / step)
 }

@@ -1,4 +1,4 @@
-//! Errors of the library as the command line shows them: exit code, and JSON for programs.
+//! Exit codes and JSON of errors.
 
 use compiler::export::failure::Failure;
 use pipec::error::{Error, ErrorKind};

@@ -1,7 +1,7 @@
-//! What the user sees: results on standard output, the rest on standard error.
+//! Terminal output: results on standard output, everything else on standard error.
 //!
-//! Text from files may hold escape codes, so everything passes through [`clean`] on its way out; JSON keeps the characters, as
-//! `\u` escapes. A reader that closes the pipe (`| head`) ends the printing and nothing else.
+//! Text from files may contain escape codes, so all output passes through [`clean`]; JSON keeps the characters as `\u` escapes.
+//! A closed pipe (`| head`) ends only the printing.
 
 use crate::cli::args::{Format, Global};
 use crate::cli::color;
@@ -25,38 +25,38 @@ use std::fmt;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// How often a training run reports a step where no terminal shows a progress bar.
+/// Interval of step reports in a training run without a terminal.
 const REPORT: Duration = Duration::from_secs(10);
 
-/// Characters of a line of help that are read well.
+/// Maximum width of help text in characters.
 const READ: usize = 100;
 
-/// Who reads of failures.
+/// The form in which failures are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reader {
-    /// Text is for people.
+    /// Text, for people.
     Person,
-    /// JSON is for programs.
+    /// JSON, for programs.
     Program,
 }
 
-/// Where a verb prints.
+/// The output of a command.
 pub struct Screen {
     format: Format,
     reader: Reader,
     quiet: u8,
     verbose: u8,
-    /// Set when nobody reads our results any more.
+    /// Set once standard output is closed.
     closed: Cell<bool>,
     fault: RefCell<Option<io::Error>>,
-    /// The progress bar of the request that runs.
+    /// The progress bar of the current request.
     bar: RefCell<Option<ProgressBar>>,
-    /// When the last step of training was reported without a terminal.
+    /// Time of the last step report without a terminal.
     reported: Cell<Option<Instant>>,
 }
 
 impl Screen {
-    /// As the global flags say.
+    /// A screen for the global flags.
     pub fn new(global: &Global, reader: Reader) -> Screen {
         Screen {
             format: global.format,
@@ -85,67 +85,67 @@ impl Screen {
         }
     }
 
-    /// Prints a file of ours as the whole result, in JSON form only: with the bytes that it has.
+    /// Prints the text of a JSON file as the whole result, in JSON form only, byte for byte.
     pub fn json_file(&self, text: &str) {
         if self.format == Format::Json {
             self.write(&escaped(text));
         }
     }
 
-    /// Prints a document whose bytes are the same in either form: a schema, a plan.
+    /// Prints a document that is the same in either form: a schema, a plan.
     pub fn document(&self, text: &str) {
         self.write(text);
     }
 
-    /// Prints text as it is, in text form only: a script.
+    /// Prints text unchanged, in text form only: a script.
     pub fn verbatim(&self, text: &str) {
         if self.format == Format::Text {
             self.write(text);
         }
     }
 
-    /// Says what may be done next, in text form only, unless `-qq`.
+    /// Suggests the next command, in text form only, unless `-qq`.
     pub fn next(&self, text: &str) {
         if self.quiet < 2 {
             self.text(text);
         }
     }
 
-    /// Says something beside the result, unless `-q`.
+    /// Prints a note, unless `-q`.
     pub fn note(&self, text: &str) {
         if self.quiet == 0 {
             complain(text);
         }
     }
 
-    /// Says something that only `-v` wants to know.
+    /// Prints a detail, with `-v` only.
     pub fn detail(&self, text: &str) {
         if self.verbose > 0 && self.quiet == 0 {
             complain(text);
         }
     }
 
-    /// Warns, unless `-qq`.
+    /// Prints a warning, unless `-qq`.
     pub fn warn(&self, text: &str) {
         if self.quiet < 2 {
             complain(&format!("warning: {text}"));
         }
     }
 
-    /// A progress bar of `length` steps on standard error: visible on a terminal only, and not under `-q`.
+    /// A progress bar of `length` steps on standard error, shown only on a terminal and without `-q`.
     pub fn progress(&self, length: u64, template: &str) -> ProgressBar {
         let shows = self.quiet == 0 && io::stderr().is_terminal();
         let target = if shows { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        // Bars have colours of their own only where the rest has.
+        // Bars are coloured only if the other output is.
         let template =
             if color::on(Stream::Err) { template.replace("{bar:30}", "{bar:30.green}") } else { template.to_string() };
         let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        // Templates end in what is at hand; until something is, nothing hangs behind their comma.
+        // Templates end in a message; until there is one, `…` follows their comma.
         let style = style.with_key("left", left);
         ProgressBar::with_draw_target(Some(length), target).with_style(style).with_message("…")
     }
 
-    /// Says something while a bar runs: above it on a terminal, else as a note.
+    /// Prints a line while a bar is shown: above it on a terminal, otherwise as a note.
     pub fn beside(&self, bar: &ProgressBar, text: &str) {
         match bar.is_hidden() {
             true => self.note(text),
@@ -153,7 +153,7 @@ impl Screen {
         }
     }
 
-    /// Fails if a result could not be written, other than by a reader that went away.
+    /// Fails if a result could not be written, except to a closed pipe.
     pub fn finish(&self) -> Result<(), Error> {
         match self.fault.take() {
             None => Ok(()),
@@ -173,22 +173,22 @@ impl Screen {
         }
     }
 
-    /// Characters in a line of the terminal that results go to, if they go to one.
+    /// Width in characters of the terminal of standard output, if it is one.
     pub fn width(&self) -> Option<usize> {
         width()
     }
 
-    /// Prints prose, a piece of the result, in text form only.
+    /// Prints prose, wrapped to the terminal, in text form only.
     pub fn prose(&self, text: &str) {
         self.text(&self.folded(text));
     }
 
-    /// Prose in lines of the terminal's width, if there is one.
+    /// Wraps prose to the width of the terminal, if there is one.
     pub fn folded(&self, text: &str) -> String {
         table::folded(text, self.width())
     }
 
-    /// Prints text whose lines would make no sense broken: on a terminal they end at its width.
+    /// Prints text whose lines must not be wrapped; on a terminal they are cut at its width.
     pub fn wide(&self, text: &str) {
         match self.width() {
             Some(width) => self.text(&cut(text, width)),
@@ -199,7 +199,7 @@ impl Screen {
     /// Prints help or the version, before there is a screen.
     pub fn print(text: &StyledStr) {
         let text = if color::on(Stream::Out) { text.ansi().to_string() } else { clean(&text.to_string()) };
-        // Nobody is left to tell when even help cannot be printed.
+        // If even help cannot be printed, there is nowhere to report it.
         let _ = print(&table::folded(&text, width().map(|width| width.min(READ))));
     }
 
@@ -208,7 +208,7 @@ impl Screen {
         complain(text);
     }
 
-    /// Who reads of the failures of this run.
+    /// The form in which failures of this run are printed.
     pub fn reader(&self) -> Reader {
         self.reader
     }
@@ -223,7 +223,7 @@ impl Screen {
 }
 
 impl Screen {
-    /// The bar of the request that runs.
+    /// The bar of the current request.
     fn bar(&self, unit: &str, total: u64) -> ProgressBar {
         let template = match unit {
             "kernels" => "profiling {bar:30} {pos}/{len} {wide_msg}",
@@ -233,7 +233,7 @@ impl Screen {
         self.bar.borrow_mut().get_or_insert_with(|| self.progress(total, template)).clone()
     }
 
-    /// Reports a step of training: on the bar, and every ten seconds as a line where no terminal shows the bar.
+    /// Reports a training step: on the bar, or without a terminal as a line every ten seconds.
     fn step(&self, step: u64, total: u64, loss: f64, samples_per_s: f64) {
         let bar = self.bar("steps", total);
         bar.set_message(format!("loss {loss:.4}"));
@@ -250,9 +250,9 @@ impl Screen {
         }
     }
 
-    /// Reports the plan that training made for itself.
+    /// Reports the plan that training made.
     fn planned(&self, plan: &Plan) {
-        self.note(&format!("planned on analytic costs of a CPU\n{}", stage_table::stages(plan, self.width())));
+        self.note(&format!("planned with analytic costs of a CPU\n{}", stage_table::stages(plan, self.width())));
         plan.warnings.iter().for_each(|warning| self.warn(warning));
         if let Some(shared) = prediction::shared(plan) {
             self.note(&shared);
@@ -287,22 +287,22 @@ impl EventSink for Screen {
     }
 }
 
-/// Characters in a line of the terminal of standard output, if it is one.
+/// Width in characters of the terminal of standard output, if it is one.
 fn width() -> Option<usize> {
-    let told = io::stdout().is_terminal().then(|| Table::new().width());
-    told.map(columns)
+    let reported = io::stdout().is_terminal().then(|| Table::new().width());
+    reported.map(columns)
 }
 
-/// Characters in a line of a terminal, which may not know, or say none: then what COLUMNS says, else 80.
-fn columns(told: Option<u16>) -> usize {
+/// Width of a terminal; if it is unknown or 0, the value of COLUMNS, else 80.
+fn columns(reported: Option<u16>) -> usize {
     let said = || env::var("COLUMNS").ok()?.parse().ok();
-    told.map(usize::from).filter(|&told| told > 0).or_else(said).filter(|&said| said > 0).unwrap_or(80)
+    reported.map(usize::from).filter(|&reported| reported > 0).or_else(said).filter(|&said| said > 0).unwrap_or(80)
 }
 
-/// How long it will take yet: nobody knows before the first step.
+/// Remaining time, unknown before the first step.
 fn left(state: &ProgressState, out: &mut dyn fmt::Write) {
     let left = state.eta();
-    // A bar that cannot be written is not shown.
+    // Errors of a progress bar are ignored.
     let _ = match left.as_secs() {
         _ if state.pos() == 0 => out.write_str("…"),
         0 => out.write_str("less than 1 s left"),
@@ -321,15 +321,15 @@ fn print(text: &str) -> io::Result<()> {
 
 fn complain(text: &str) {
     let mut table = Table::new();
-    // As wide as the terminal that it goes to, if it goes to one.
+    // As wide as the terminal of standard error, if it is one.
     let width = io::stderr().is_terminal().then(|| columns(table.use_stderr().width()));
     let mut text = painted(&table::folded(&clean(text.trim_end()), width), Stream::Err);
     text.push('\n');
-    // A closed standard error is no reason to stop.
+    // Errors of standard error are ignored.
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Lines of at most so many characters; one that goes on ends in `…`.
+/// Cuts lines to `width` characters; a cut line ends in `…`.
 fn cut(text: &str, width: usize) -> String {
     let line = |line: &str| match line.chars().count() > width.max(1) {
         true => line.chars().take(width.max(1) - 1).chain(['…']).collect(),
@@ -338,12 +338,12 @@ fn cut(text: &str, width: usize) -> String {
     text.split('\n').map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// `text` without characters that act on a terminal; line breaks stay.
+/// `text` without control characters; line breaks stay.
 pub fn clean(text: &str) -> String {
     text.split('\n').map(|line| display_name(&line.replace('\t', "  ")).into_owned()).collect::<Vec<_>>().join("\n")
 }
 
-/// JSON text whose strings hold no character that acts on a terminal, with the same meaning.
+/// JSON text with the same meaning, without control characters in its strings.
 fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {

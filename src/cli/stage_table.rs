@@ -1,4 +1,4 @@
-//! A plan as people read it: what it is for, and its stages as a table.
+//! A plan as text: its heading, and its stages as a table.
 
 use crate::cli::table::folded;
 use comfy_table::presets::NOTHING;
@@ -7,7 +7,7 @@ use compiler::export::quantity;
 use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
 use compiler::import::onnx::name::shown;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::{Plan, Stage};
 use compiler::profile::Method;
 use compiler::schedule::StageSpec;
 use compiler::schedule::pipeline::pipeline;
@@ -34,7 +34,7 @@ pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String
     table.lines().map(|line| line.trim_end().to_string() + "\n").collect()
 }
 
-/// What the plan is for and where its costs came from, in one line.
+/// The model, devices, cost source and settings of the plan.
 pub fn heading(plan: &Plan) -> String {
     let source = plan.options.get(COSTS).and_then(|name| name.as_str()).map(shown);
     let costs = match plan.profile.method {
@@ -47,7 +47,7 @@ pub fn heading(plan: &Plan) -> String {
     };
     let model = if plan.model.file.is_empty() { "the model" } else { &plan.model.file };
     format!(
-        "{}: {} ops on {}\n{costs}, cost model {}, {}, micro-batch {}, {} a minibatch, schedule {}\n",
+        "{}: {} ops on {}\n{costs}, cost model {}, {}, micro-batch {}, {} per minibatch, schedule {}\n",
         shown(model),
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
@@ -59,21 +59,21 @@ pub fn heading(plan: &Plan) -> String {
     )
 }
 
-/// How much of the stage table there is room for.
+/// Widths of the parts of a stage table.
 #[derive(Clone, Copy)]
 struct Room {
     /// Characters of a stage's layers.
     layers: usize,
-    /// Characters of a full load bar; none is drawn with 0.
+    /// Characters of a full load bar; 0 for none.
     bar: usize,
-    /// Whether messages and all-reduces have columns.
+    /// True if messages and all-reduces have columns.
     links: bool,
 }
 
-/// The columns that a narrow table does without.
+/// The columns that a narrow table omits.
 const COLUMNS: [&str; 2] = ["sends", "all-reduce"];
 
-/// The widest table that fits is shown; what goes first is what can be told from the rest.
+/// Table layouts, widest first; the first that fits is shown. Parts that follow from the others are omitted first.
 const ROOMS: [Room; 5] = [
     Room { layers: LAYERS, bar: BAR, links: true },
     Room { layers: 24, bar: BAR / 2, links: true },
@@ -82,7 +82,7 @@ const ROOMS: [Room; 5] = [
     Room { layers: 14, bar: 0, links: false },
 ];
 
-/// The stage table, in lines of at most `width` characters if it can be.
+/// The stage table, in lines of at most `width` characters if possible.
 pub fn stages(plan: &Plan, width: Option<usize>) -> String {
     let fits = |text: &String| width.is_none_or(|width| text.lines().all(|line| line.chars().count() <= width));
     let mut tables = ROOMS.iter().map(|room| stages_in(plan, *room));
@@ -95,9 +95,7 @@ pub fn stages(plan: &Plan, width: Option<usize>) -> String {
     let left: Vec<&str> = COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
     match left.is_empty() {
         true => narrow,
-        false => {
-            narrow + &folded(&format!("without {}, for which this terminal is too narrow\n", left.join(", ")), width)
-        }
+        false => narrow + &folded(&format!("without {}: this terminal is too narrow\n", left.join(", ")), width),
     }
 }
 
@@ -127,24 +125,24 @@ fn stages_in(plan: &Plan, room: Room) -> String {
     table(&header, &right, plan.stages.iter().enumerate().map(row).collect())
 }
 
-/// For each stage what its messages take for an item on their way out, activations and gradients, and what the all-reduce of a round
-/// takes. Nothing under the cost models that charge links otherwise, and where everything is on one device.
+/// For each stage, the time of its outgoing messages per micro-batch (activations and gradients) and of its all-reduce per round.
+/// Empty for one device, and for cost models that charge links differently.
 fn links(plan: &Plan) -> Vec<[String; 2]> {
-    let is_told = plan.cost == CostModel::Pipec && plan.cluster.devices > 1;
-    let Some(pipeline) = is_told.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
-    let told = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let has_links = plan.cost == CostModel::Pipec && plan.cluster.devices > 1;
+    let Some(pipeline) = has_links.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
+    let time_or_dash = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
+    let trains = plan.schedule.kind.trains();
     let one = |(at, shape): (usize, &StageSpec)| {
         let sent = pipeline.edges.iter().map(|edge| {
             let forward = if edge.from.index() == at { edge.forward_us } else { 0.0 };
             forward + if trains && edge.to.index() == at { edge.backward_us } else { 0.0 }
         });
-        [told(sent.sum()), told(if trains { shape.all_reduce } else { 0.0 })]
+        [time_or_dash(sent.sum()), time_or_dash(if trains { shape.all_reduce } else { 0.0 })]
     };
     pipeline.stages.iter().enumerate().map(one).collect()
 }
 
-/// The share that a stage takes of what its devices may hold, those of the smallest of them.
+/// The memory of a stage in percent of the memory of its smallest device, with all stages on these devices.
 fn of_limit(plan: &Plan, stage: &Stage) -> String {
     let mut end = 0u32;
     let classes = plan.cluster.classes.iter().filter_map(|class| {
@@ -160,7 +158,7 @@ fn of_limit(plan: &Plan, stage: &Stage) -> String {
     })
 }
 
-/// The kinds of a stage's devices, where the cluster has several classes.
+/// The device types of a stage, if the cluster has several device classes.
 fn kinds(plan: &Plan, stage: &Stage) -> String {
     let mut kinds: Vec<&str> = Vec::new();
     let mut end = 0u32;

@@ -1,24 +1,24 @@
-//! Prose and tables at the width of a terminal. Where there is none they are as wide as they are.
+//! Wraps prose and fits tables to the width of a terminal, if there is one.
 
 use crate::cli::stage_table::table;
 
-/// The column behind which a line goes on, where its label is as wide as this at most.
+/// Maximum width of a label; wrapped lines are indented to the text after the label.
 const LABEL: usize = 24;
 
-/// What a table gives up, one after the other, until it fits.
+/// A step that makes a table narrower; steps are applied in order until it fits.
 #[derive(Clone, Copy, Debug)]
 pub enum Give {
-    /// Cells of a column are cut to so many characters.
+    /// Cuts the cells of a column to this number of characters.
     Cut(usize, usize),
-    /// A column is left out.
+    /// Omits a column.
     Leave(usize),
 }
 
-/// Lines broken between words where they are wider than `width`; what follows stands under the text behind the label, if a line has one.
+/// Wraps lines wider than `width` between words; the rest is indented to the text after the label, if the line has one.
 ///
 /// ```text
 /// predicted      914.7 us per minibatch, 139,931
-///                samples/s; slowest is compute
+///                samples/s; bottleneck: compute
 /// ```
 pub fn folded(text: &str, width: Option<usize>) -> String {
     let Some(width) = width else { return text.to_string() };
@@ -28,7 +28,7 @@ pub fn folded(text: &str, width: Option<usize>) -> String {
 fn folded_line(line: &str, width: usize) -> String {
     let indent = under(line).min(width / 2);
     let (mut out, mut at) = (String::new(), 0);
-    // Runs of spaces stay: they hold columns.
+    // Runs of spaces stay, because they align columns.
     for (place, word) in line.split(' ').enumerate() {
         let length = visible(word).count();
         if place > 0 && at + 1 + length > width && at > indent && length > 0 {
@@ -45,7 +45,7 @@ fn folded_line(line: &str, width: usize) -> String {
     out
 }
 
-/// Characters that take room: not those of colours.
+/// Visible characters, without colour codes.
 fn visible(text: &str) -> impl Iterator<Item = char> {
     let mut within = false;
     text.chars().filter(move |c| {
@@ -55,7 +55,7 @@ fn visible(text: &str) -> impl Iterator<Item = char> {
     })
 }
 
-/// Where the text behind a label begins: after the last gap of two spaces near the line's beginning, or none.
+/// Column where the text after a label begins: after the last gap of two spaces near the line's beginning, else 0.
 fn under(line: &str) -> usize {
     let mut found = 0;
     let chars: Vec<char> = visible(line).take(LABEL + 2).collect();
@@ -67,7 +67,7 @@ fn under(line: &str) -> usize {
     found
 }
 
-/// A table ([`table`]) that gives up what it may until no line is wider than `width`, and names the columns that it left out.
+/// A table ([`table`]) made narrower by `gives` until no line is wider than `width`; it names the omitted columns.
 pub fn fitted(
     header: &[&str],
     right: &[usize],
@@ -100,9 +100,7 @@ pub fn fitted(
         (0..header.len()).filter(|column| !kept.contains(column)).map(|column| header[column]).collect();
     match left.is_empty() {
         true => text,
-        false => {
-            text + &folded(&format!("without {}, for which this terminal is too narrow\n", left.join(", ")), width)
-        }
+        false => text + &folded(&format!("without {}: this terminal is too narrow\n", left.join(", ")), width),
     }
 }
 
@@ -123,11 +121,11 @@ mod tests {
                       --hidden --layers\n               --heads";
         assert_eq!(folded(text, Some(34)), wanted);
         assert_eq!(folded(text, None), text);
-        // Colours take no room.
-        let told = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or bce";
+        // Colour codes have no width.
+        let text = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or bce";
         let wanted = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or\n                     bce";
-        assert_eq!(folded(told, Some(43)), wanted);
-        // A word is never broken.
+        assert_eq!(folded(text, Some(43)), wanted);
+        // Words are never split.
         assert_eq!(folded("one extraordinarily long", Some(8)), "one\nextraordinarily\nlong");
     }
 
@@ -140,7 +138,7 @@ mod tests {
         assert!(at(None).contains("layer.0.attention  1.5 us  measured"), "{}", at(None));
         assert!(at(Some(30)).contains("layer.0…  1.5 us  measured"), "{}", at(Some(30)));
         let narrow = at(Some(20));
-        assert!(narrow.contains("layer.0…  1.5 us\n") && narrow.contains("without source, for"), "{narrow}");
+        assert!(narrow.contains("layer.0…  1.5 us\n") && narrow.contains("without source: "), "{narrow}");
         assert!(narrow.lines().all(|line| line.chars().count() <= 20), "{narrow}");
     }
 }

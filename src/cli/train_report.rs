@@ -7,11 +7,11 @@ use pipec::train::metrics::of_device;
 use pipec::train::run::TrainReport;
 use serde_json::json;
 
-/// The peak bytes of the fullest replica of each stage, beside those that the plan or the estimate of the run states.
+/// Measured peak memory of each stage (its largest replica), with the value of the plan or of the run's estimate.
 fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
-    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned"));
-    // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
+    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "estimated"));
+    // Workers are ordered by the first stage of their device; a device with several stages has one peak for all.
     let mut workers = workers.iter();
     let mut parts = Vec::new();
     for (at, stage) in plan.stages.iter().enumerate() {
@@ -21,7 +21,7 @@ fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
         let most = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
         parts.push(format!("{} ({} {word})", quantity::bytes(most), quantity::bytes(of_device(plan, at, bytes))));
     }
-    format!("most held at once, stage by stage: {}", parts.join(", "))
+    format!("peak memory per stage: {}", parts.join(", "))
 }
 
 /// Prints the result.
@@ -31,7 +31,7 @@ pub fn report(report: &TrainReport, screen: &Screen) {
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     if losses.is_empty() {
         screen.text(&format!(
-            "the run is finished: all {} were done before; a larger `--steps` or `--epochs` goes on",
+            "the run is complete: all {} were done before; increase `--steps` or `--epochs` to continue",
             quantity::plural(u64::from(report.steps), "step", "steps")
         ));
         screen.json(&json!(total));
@@ -46,11 +46,11 @@ pub fn report(report: &TrainReport, screen: &Screen) {
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
-    // Else the run would not have come to its end.
+    // Without loss scaling, a loss that is not finite stops the run.
     let left_out = losses.iter().filter(|loss| !loss.is_finite()).count();
     if left_out > 0 {
         screen.warn(&format!(
-            "{} had no finite loss; loss scaling left their updates out",
+            "{} had no finite loss; loss scaling skipped their updates",
             quantity::plural(left_out as u64, "step", "steps")
         ));
     }
@@ -58,12 +58,12 @@ pub fn report(report: &TrainReport, screen: &Screen) {
         let accuracy =
             score.accuracy.map_or(String::new(), |share| format!(", accuracy {} %", quantity::short(share * 100.0)));
         let rows = quantity::plural(score.rows as u64, "row", "rows");
-        screen.text(&format!("held out {rows}: loss {}{accuracy}", quantity::short(score.loss)));
+        screen.text(&format!("evaluation on {rows}: loss {}{accuracy}", quantity::short(score.loss)));
     }
     screen.note(&held(plan, report.memory_estimate.as_deref(), &done.trained.held_bytes));
     if let Some(most) = done.trained.checkpoint_bytes.iter().max().filter(|most| **most > 0) {
         screen.note(&format!(
-            "besides, until checkpoints were written, a worker held up to {} for them",
+            "in addition, a worker used up to {} for checkpoints until they were written",
             quantity::bytes(*most)
         ));
     }

@@ -1,4 +1,4 @@
-//! What is wrong with a command line, as the user reads it: what clap says, and what is known besides of other verbs.
+//! Usage errors: the message of clap, with tips about other commands and flags.
 
 use clap::Command;
 use clap::builder::StyledStr;
@@ -6,11 +6,11 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use compiler::text::suggest::nearest;
 use pipec::error::Error;
 
-/// The verb that plans, and the one that takes plans.
+/// The command that plans, and the command that trains under a plan.
 const PLANS: &str = "partition";
 const TRAINS: &str = "train";
 
-/// What a flag says, each time that it is said, among arguments that may not make a command.
+/// All values of a flag in arguments that may not parse.
 pub fn said(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<String> {
     let mut said = Vec::new();
     let mut arguments = arguments.into_iter();
@@ -25,12 +25,12 @@ pub fn said(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<Stri
     said
 }
 
-/// Whether `--format json` is among arguments that may not make a command: its failure is told so as well.
+/// True if arguments that may not parse contain `--format json`; the usage error is then printed as JSON.
 pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
     said("--format", arguments).last().is_some_and(|form| form == "json")
 }
 
-/// Adds what was most likely meant by a verb that does not exist, or where a flag belongs that the verb does not have.
+/// Adds a tip: the likely meaning of an unknown command, or the commands that have an unknown flag.
 pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) -> clap::Error {
     let mut verb = command;
     for word in arguments.iter().filter(|word| *word != "help") {
@@ -47,32 +47,32 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
                 Some(near) => {
                     error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(near.to_string()));
                 }
-                None if verb.get_name() == command.get_name() => tip(&mut error, "`pipec --help` lists the verbs"),
+                None if verb.get_name() == command.get_name() => tip(&mut error, "`pipec --help` lists the commands"),
                 None => {
                     let (name, all) = (verb.get_name(), names().collect::<Vec<_>>().join("`, `"));
-                    tip(&mut error, &format!("`pipec {name}` goes on with one of `{all}`"));
+                    tip(&mut error, &format!("`pipec {name}` has the subcommands `{all}`"));
                 }
             }
         }
         (ErrorKind::MissingRequiredArgument, ..) if lacking(&error).is_some() => {
-            let told = lacking(&error).unwrap_or_default();
-            tip(&mut error, told);
+            let text = lacking(&error).unwrap_or_default();
+            tip(&mut error, text);
         }
         (ErrorKind::MissingRequiredArgument, ..) if takes_model(verb) => {
             let gpus = if verb.get_name() == "sweep" { " --gpus 2,4" } else { "" };
-            let told = format!(
+            let text = format!(
                 "`pipec zoo gpt -o gpt.onnx` writes a model to try: `pipec {} gpt.onnx{gpus}`",
                 verb.get_name()
             );
-            tip(&mut error, &told);
+            tip(&mut error, &text);
         }
         (ErrorKind::ValueValidation, ..) => match text(ContextKind::InvalidValue) {
             Some(value) if value.contains(',') && value.replace(',', ".").parse::<f64>().is_ok() => {
-                tip(&mut error, &format!("numbers are written with a point: `{}`", value.replace(',', ".")));
+                tip(&mut error, &format!("use a decimal point: `{}`", value.replace(',', ".")));
             }
-            // The range of a whole number, as clap tells it.
+            // The text of clap for an integer out of range.
             Some(value) if value == "0" && error.to_string().contains("0 is not in 1..") => {
-                tip(&mut error, "1 is the least")
+                tip(&mut error, "the minimum is 1")
             }
             _ => {}
         },
@@ -81,26 +81,27 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
             let names: Vec<&str> = choices.iter().map(|choice| choice.get_name()).collect();
             if let [first, ..] = names[..] {
                 let path = verb.get_bin_name().map_or_else(|| format!("pipec {}", verb.get_name()), str::to_string);
-                tip(&mut error, &format!("`{path} {first}`, or another of {}", names[1..].join(", ")));
+                tip(&mut error, &format!("use `{path} {first}`, or one of {}", names[1..].join(", ")));
             }
         }
         (ErrorKind::UnknownArgument, _, Some(said)) => {
             if let Some(flag) = negative(verb, arguments, &said) {
-                // What it says otherwise leads nowhere.
+                // The tip of clap would be misleading.
                 error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
                 error.insert(ContextKind::InvalidArg, ContextValue::String(said));
-                tip(&mut error, &format!("`{flag}` takes nothing below 0"));
+                tip(&mut error, &format!("`{flag}` takes no negative value"));
                 return error;
             }
-            let place = positional(verb, &said)
-                .map(|name| format!("what it names comes first, without a flag: `pipec {} {name}`", verb.get_name()));
-            if let Some(told) = place
-                .or_else(|| meant(verb, &said).map(|flag| format!("`{said}` is no flag here; was `--{flag}` meant?")))
-            {
-                // What sounds alike is not what was meant.
+            let place = positional(verb, &said).map(|name| {
+                format!("pass it as the first argument, without a flag: `pipec {} {name}`", verb.get_name())
+            });
+            if let Some(text) = place.or_else(|| {
+                meant(verb, &said).map(|flag| format!("this command has no flag `{said}`; did you mean `--{flag}`?"))
+            }) {
+                // The similar flag that clap suggests would be misleading.
                 error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
                 error.insert(ContextKind::InvalidArg, ContextValue::String(said));
-                tip(&mut error, &told);
+                tip(&mut error, &text);
                 return error;
             }
             if let Some(whole) = begun(verb, &said) {
@@ -110,7 +111,7 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
             let Some(where_to) = said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag)) else {
                 return error;
             };
-            // A flag of this verb that sounds alike is not what was meant.
+            // A similar flag of this command would be misleading.
             error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
             error.insert(ContextKind::InvalidArg, ContextValue::String(said));
             tip(&mut error, &where_to);
@@ -120,7 +121,7 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
     error
 }
 
-/// The flag in front of a quantity below 0, which reads as flags of one letter.
+/// The flag before a negative number, which clap parses as short flags.
 fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&'a str> {
     let is_number = said.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
     let takes = |flag: &str| {
@@ -132,7 +133,7 @@ fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&
     pairs.find_map(|pair| takes(&pair[0]).then(|| pair[0].as_str()))
 }
 
-/// What other tools and verbs call otherwise, and our flags that may be meant, the likeliest first.
+/// Flags of other tools and commands, with the flags of pipec that may be meant, most likely first.
 const ELSEWHERE: [(&str, &[&str]); 30] = [
     ("--json", &["format"]),
     ("-n", &["gpus", "steps", "minibatches"]),
@@ -166,23 +167,23 @@ const ELSEWHERE: [(&str, &[&str]); 30] = [
     ("--data", &["inputs"]),
 ];
 
-/// What flags are for that others need.
+/// Help for flags that other flags require.
 const NEEDED: [(&str, &str); 5] = [
-    ("--checkpoint-dir", "`--checkpoint-dir ck` says where checkpoints go"),
-    ("--processes", "`--processes` runs every worker in a process of its own, which can be started again"),
-    ("--gpus", "`--gpus 2,4` asks about so many devices"),
-    ("--hosts", "`--hosts hosts.toml` says which hosts there are"),
-    ("--model", "`--model FILE` names the plan's model"),
+    ("--checkpoint-dir", "`--checkpoint-dir ck` sets the folder of checkpoints"),
+    ("--processes", "`--processes` runs every worker in its own process, which can be restarted"),
+    ("--gpus", "`--gpus 2,4` sets the numbers of devices"),
+    ("--hosts", "`--hosts hosts.toml` lists the hosts"),
+    ("--model", "pass the plan's model with `--model FILE`"),
 ];
 
-/// What is missing beside a flag that was given, where that is no model.
+/// Help for a missing flag that a given flag requires.
 fn lacking(error: &clap::Error) -> Option<&'static str> {
     let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) else { return None };
     let first = missing.first().filter(|_| missing.iter().all(|text| text.starts_with("--")))?;
-    NEEDED.into_iter().find(|(flag, _)| first.split([' ', '=']).next() == Some(flag)).map(|(_, told)| told)
+    NEEDED.into_iter().find(|(flag, _)| first.split([' ', '=']).next() == Some(flag)).map(|(_, text)| text)
 }
 
-/// What stands first of a verb that takes no such flag: a plan or a model.
+/// The first positional argument of a command, if the unknown flag names it: a plan or a model.
 fn positional(verb: &Command, said: &str) -> Option<&'static str> {
     let first = verb.get_positionals().next()?.get_value_names()?.first()?.as_str();
     match said {
@@ -192,42 +193,42 @@ fn positional(verb: &Command, said: &str) -> Option<&'static str> {
     }
 }
 
-/// The flag of a verb that stands for what is called otherwise elsewhere.
+/// The flag of a command that corresponds to a flag of another tool.
 fn meant(verb: &Command, said: &str) -> Option<&'static str> {
     let (_, flags) = ELSEWHERE.into_iter().find(|(other, _)| *other == said)?;
     flags.iter().copied().find(|flag| verb.get_arguments().any(|own| own.get_long() == Some(*flag)))
 }
 
-/// Whether what a verb asks for first is a model.
+/// True if the first argument of a command is a model.
 fn takes_model(verb: &Command) -> bool {
     ["inspect", "profile", "partition", "train", "sweep"].contains(&verb.get_name())
 }
 
-/// Says what to do next.
+/// Adds a tip to a usage error.
 fn tip(error: &mut clap::Error, text: &str) {
     let mut tip = StyledStr::new();
     tip.push_str(text);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
 }
 
-/// The one flag of a verb that begins as what was said.
+/// The only flag of a command that starts with the given text.
 fn begun(verb: &Command, said: &str) -> Option<String> {
     let start = said.strip_prefix("--").filter(|start| start.len() > 2)?;
     let mut all = verb.get_arguments().filter_map(|own| own.get_long()).filter(|own| own.starts_with(start));
     all.next().filter(|_| all.next().is_none()).map(|flag| format!("--{flag}"))
 }
 
-/// The other verbs that have a flag, in a sentence.
+/// A sentence that names the other commands with this flag.
 fn elsewhere(command: &Command, verb: &Command, flag: &str) -> Option<String> {
     let has = |of: &&Command| of.get_arguments().any(|own| own.get_long() == Some(flag));
     let all = command.get_subcommands().filter(|of| of.get_name() != verb.get_name());
     let verbs: Vec<&str> = all.filter(has).map(Command::get_name).collect();
-    // What only changes what is printed is no question of the plan.
+    // Flags that only change the output do not affect the plan.
     let is_asked = |own: &&clap::Arg| own.get_long() == Some(flag) && own.get_help_heading() != Some("Results");
     let asks = command.find_subcommand(PLANS).is_some_and(|plans| plans.get_arguments().any(|own| is_asked(&own)));
     if verb.get_name() == TRAINS && verbs.contains(&PLANS) && asks {
         return Some(format!(
-            "`--{flag}` is a flag of `pipec {PLANS}`: the plan that it writes holds the answer, and `pipec {TRAINS} MODEL --plan FILE` trains it"
+            "`--{flag}` is a flag of `pipec {PLANS}`; use it there, then run `pipec {TRAINS} MODEL --plan FILE`"
         ));
     }
     let named: Vec<String> = verbs.iter().map(|verb| format!("`pipec {verb}`")).collect();
@@ -236,7 +237,7 @@ fn elsewhere(command: &Command, verb: &Command, flag: &str) -> Option<String> {
     Some(format!("`--{flag}` is a flag of {before}{last}"))
 }
 
-/// The same for programs, in the parts that every failure has.
+/// A usage error as an error of the library.
 pub fn failure(error: &clap::Error) -> Error {
     const TIP: &str = "tip: ";
     let text = error.render().to_string();
@@ -255,7 +256,7 @@ mod tests {
     use crate::cli::args::Cli;
     use clap::CommandFactory;
 
-    fn told(line: &str) -> String {
+    fn text(line: &str) -> String {
         let words: Vec<String> = line.split(' ').map(str::to_string).collect();
         let mut command = Cli::command();
         let error = command.try_get_matches_from_mut(&words).unwrap_err();
@@ -263,79 +264,79 @@ mod tests {
     }
 
     #[test]
-    fn a_verb_that_does_not_exist_is_answered_with_the_nearest() {
-        assert!(told("pipec partiton m.onnx").contains("tip: a similar subcommand exists: 'partition'"));
-        assert!(told("pipec plan chekc p.json").contains("'check'"));
+    fn an_unknown_command_suggests_the_nearest() {
+        assert!(text("pipec partiton m.onnx").contains("tip: a similar subcommand exists: 'partition'"));
+        assert!(text("pipec plan chekc p.json").contains("'check'"));
     }
 
     #[test]
-    fn a_flag_of_another_verb_is_told_where_it_belongs() {
-        let plans = "tip: `--zero` is a flag of `pipec partition`: the plan that it writes holds the answer";
-        assert!(told("pipec train m.onnx --zero 2").contains(plans));
-        assert!(told("pipec train m.onnx --zero=2").contains(plans));
-        // It sounds like `--verbose`.
-        assert!(!told("pipec train m.onnx --zero 2").contains("a similar"));
-        assert!(told("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
-        assert!(!told("pipec train m.onnx --flux 2").contains("is a flag of"));
+    fn a_flag_of_another_command_gets_a_tip() {
+        let plans = "tip: `--zero` is a flag of `pipec partition`; use it there";
+        assert!(text("pipec train m.onnx --zero 2").contains(plans));
+        assert!(text("pipec train m.onnx --zero=2").contains(plans));
+        // clap would suggest `--verbose`.
+        assert!(!text("pipec train m.onnx --zero 2").contains("a similar"));
+        assert!(text("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
+        assert!(!text("pipec train m.onnx --flux 2").contains("is a flag of"));
     }
 
     #[test]
-    fn what_is_called_otherwise_elsewhere_is_known() {
+    fn flags_of_other_tools_are_known() {
         for (line, tip) in [
-            ("pipec partition m.onnx --tp 2", "was `--tensor` meant?"),
-            ("pipec partition m.onnx --nodes 2", "was `--levels` meant?"),
-            ("pipec train m.onnx --num-gpus 2", "was `--workers` meant?"),
-            ("pipec train m.onnx --pipeline-parallel-size 2", "was `--stages` meant?"),
-            ("pipec eval m.onnx --data x.npz", "was `--inputs` meant?"),
+            ("pipec partition m.onnx --tp 2", "did you mean `--tensor`?"),
+            ("pipec partition m.onnx --nodes 2", "did you mean `--levels`?"),
+            ("pipec train m.onnx --num-gpus 2", "did you mean `--workers`?"),
+            ("pipec train m.onnx --pipeline-parallel-size 2", "did you mean `--stages`?"),
+            ("pipec eval m.onnx --data x.npz", "did you mean `--inputs`?"),
             ("pipec simulate --plan p.json", "without a flag: `pipec simulate PLAN`"),
             ("pipec report p.json --plan p.json", "without a flag: `pipec report PLAN`"),
             ("pipec partition --model m.onnx", "without a flag: `pipec partition MODEL`"),
         ] {
-            let told = told(line);
-            assert!(told.contains(tip) && !told.contains("similar") && !told.contains("as a value"), "{told}");
+            let text = text(line);
+            assert!(text.contains(tip) && !text.contains("similar") && !text.contains("as a value"), "{text}");
         }
     }
 
     #[test]
-    fn what_a_flag_needs_is_told_and_not_a_model() {
+    fn a_missing_flag_is_explained() {
         for (line, tip) in [
-            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` says"),
+            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` sets"),
             ("pipec train m.onnx --synthetic-data --max-restarts 3", "tip: `--processes` runs every worker"),
-            ("pipec sweep m.onnx", "tip: `--gpus 2,4` asks"),
+            ("pipec sweep m.onnx", "tip: `--gpus 2,4` sets"),
             ("pipec sweep", "`pipec sweep gpt.onnx --gpus 2,4`"),
         ] {
-            let told = told(line);
-            assert!(told.contains(tip), "{told}");
+            let text = text(line);
+            assert!(text.contains(tip), "{text}");
         }
     }
 
     #[test]
-    fn one_is_the_least_of_whole_numbers_alone() {
-        assert!(told("pipec train m.onnx --batch 0").contains("tip: 1 is the least"));
-        assert!(!told("pipec train m.onnx --clip-norm 0").contains("is the least"));
+    fn the_minimum_is_named_for_whole_numbers() {
+        assert!(text("pipec train m.onnx --batch 0").contains("tip: the minimum is 1"));
+        assert!(!text("pipec train m.onnx --clip-norm 0").contains("the minimum is"));
     }
 
     #[test]
-    fn a_quantity_below_nothing_is_no_flag() {
-        let told = told("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
-        assert!(told.contains("tip: `--bandwidth` takes nothing below 0") && !told.contains("-- -1"), "{told}");
-        // A flag that takes nothing at all is not told of it.
-        assert!(!super::tests::told("pipec train m.onnx --quiet -1").contains("takes nothing below 0"));
+    fn a_negative_quantity_is_not_a_flag() {
+        let text = text("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
+        assert!(text.contains("tip: `--bandwidth` takes no negative value") && !text.contains("-- -1"), "{text}");
+        // A flag without a value gets no such tip.
+        assert!(!super::tests::text("pipec train m.onnx --quiet -1").contains("takes no negative value"));
     }
 
     #[test]
-    fn what_can_be_named_is_named() {
-        assert!(told("pipec schema").contains("tip: `pipec schema plan`, or another of profile, program, cluster"));
+    fn missing_values_are_listed() {
+        assert!(text("pipec schema").contains("tip: use `pipec schema plan`, or one of profile, program, cluster"));
     }
 
     #[test]
-    fn a_flag_that_is_begun_is_told_whole() {
-        assert!(told("pipec train m.onnx --microbatch 4").contains("'--microbatches'"));
-        assert!(told("pipec train m.onnx --optim sgd").contains("'--optimizer'"));
+    fn the_start_of_a_flag_suggests_the_flag() {
+        assert!(text("pipec train m.onnx --microbatch 4").contains("'--microbatches'"));
+        assert!(text("pipec train m.onnx --optim sgd").contains("'--optimizer'"));
     }
 
     #[test]
-    fn the_form_is_known_without_a_command() {
+    fn the_format_is_known_without_a_command() {
         let wants = |line: &str| wants_json(line.split(' ').map(str::to_string));
         assert!(wants("pipec trian --format json") && wants("pipec --format=json x"));
         assert!(
@@ -344,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_has_the_parts_that_others_have() {
+    fn a_usage_error_has_all_parts() {
         let error =
             Cli::command().try_get_matches_from(["pipec", "train", "m.onnx", "--loss", "crossentropy"]).unwrap_err();
         let failure = failure(&error).to_string();

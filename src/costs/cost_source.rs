@@ -1,13 +1,13 @@
 //! A model whose costs are needed for several clusters, sizes or plans.
 
 use crate::cluster::{self, ClusterRequest};
+use crate::costs::model_match;
 use crate::costs::{self, COSTS, CostInput, Costs, ModelFormat, Times};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::{input, output};
 use crate::loss::CountedLoss;
 use crate::model::{self, ImportRequest, LoadedModel};
-use crate::plan::model_match;
 use compiler::cluster::{Cluster, Device, device};
 use compiler::plan::{Plan, PlannedCluster};
 use compiler::profile::Method;
@@ -76,19 +76,19 @@ impl CostSource {
         Ok(source)
     }
 
-    /// A model in memory, with analytic costs of a device kind or of the cluster's devices.
+    /// A model in memory, with analytic costs of a device type or of the cluster's devices.
     pub fn of_loaded(loaded: LoadedModel, kind: Option<&str>) -> Result<CostSource, Error> {
         let device = kind.map(cluster::kind).transpose()?.map(device::Kind::device);
         let path = PathBuf::from(&loaded.model.file);
         Ok(CostSource { path, origin: Origin::Analytic(Box::new(loaded), device), counted: CountedLoss::Default })
     }
 
-    /// Whether costs are available for any micro-batch size.
+    /// True if costs are available for any micro-batch size.
     pub fn is_flexible(&self) -> bool {
         matches!(&self.origin, Origin::Analytic(..))
     }
 
-    /// The default number of samples in a micro-batch.
+    /// The default number of samples per micro-batch.
     pub fn micro_batch(&self, events: &dyn EventSink) -> u64 {
         match &self.origin {
             Origin::Published => 1,
@@ -100,7 +100,7 @@ impl CostSource {
         }
     }
 
-    /// The requested devices, of the kind that the costs are for.
+    /// The requested devices, of the device type of the costs.
     pub fn cluster(&self, devices: &ClusterRequest) -> Result<Cluster, Error> {
         match &self.origin {
             Origin::Published | Origin::Analytic(_, None) => cluster::cluster(devices, None),
@@ -109,7 +109,7 @@ impl CostSource {
         }
     }
 
-    /// The costs on a cluster with this many samples in a micro-batch.
+    /// The costs on a cluster with this many samples per micro-batch.
     pub fn on(&self, cluster: Cluster, micro_batch: u64) -> Result<Costs, Error> {
         self.with(cluster, micro_batch, None)
     }
@@ -151,14 +151,14 @@ impl CostSource {
     }
 }
 
-/// The costs of the plan were measured, and only the profile has them.
+/// The error for a plan with measured costs, which only its profile contains.
 fn unprofiled(path: &Path, plan: &Plan) -> Error {
     let is_it = |path: &PathBuf| input::read_profile(path).is_ok_and(|(sha256, _)| sha256 == plan.profile.sha256);
     let found = [output::default_output(path, "profile"), PathBuf::from("profile.json")].into_iter().find(is_it);
     let named = found.map_or("FILE".to_string(), |found| found.display().to_string());
-    Error::input("the profile that the plan was made from is not named")
-        .because("what each op takes was measured, and stands in that profile alone")
-        .with_help(format!("`--model {} --profile {named}` names it", path.display()))
+    Error::input("the plan was made from a profile, which is missing")
+        .because("only that profile has the measured costs of the ops")
+        .with_help(format!("pass it with `--model {} --profile {named}`", path.display()))
 }
 
 /// The device whose data sheet gave the plan's costs.

@@ -1,11 +1,13 @@
-//! What a file is, by its first bytes, where something else was expected: its kind, and which verb or flag takes it.
+//! Detects the type of an unexpected file by its first bytes, and the command or flag that reads it.
 
-use crate::help::EXPORT;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// What a file holds.
+/// Help that shows how to export a PyTorch model.
+pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
+
+/// The content of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holds {
     Model,
@@ -13,19 +15,19 @@ enum Holds {
     Other,
 }
 
-/// What the bytes look like, and what to do with such a file; nothing where they look like nothing that is known.
+/// Description and help for a file with these bytes; `None` if its type is unknown.
 pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     looked_at(bytes).map(|(_, what, help)| (what, help))
 }
 
 fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
-    const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` says what it is";
+    const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` summarises it";
     const ARRAYS: &str = "`pipec train MODEL --data FILE` reads arrays as data, `--weights FILE` as weights";
     let starts = |with: &[u8]| bytes.starts_with(with);
     let has = |word: &[u8]| bytes[..bytes.len().min(NAMES)].windows(word.len()).any(|window| window == word);
     Some(match () {
         () if starts(b"PK") && (has(b"models/model.json") || has(b"archive_version")) => {
-            (Holds::Model, "it looks like a .pt2, a model that torch.export.save wrote", MODEL)
+            (Holds::Model, "it looks like a .pt2, a model written by torch.export.save", MODEL)
         }
         () if starts(b"PK") && has(b".npy") => (Holds::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
         () if starts(b"PK") && has(b"code/__torch__") => {
@@ -33,7 +35,7 @@ fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
         }
         () if starts(b"PK") && has(b"data.pkl") => (
             Holds::Other,
-            "it looks like a pickle that torch.save wrote, which pipec never reads",
+            "it looks like a pickle of torch.save, which pipec never reads",
             "`torch.export.save` in Python writes models, `safetensors.torch.save_file` weights",
         ),
         () if starts(b"PK") => (Holds::Other, "it looks like a zip archive", MODEL),
@@ -44,10 +46,10 @@ fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
     })
 }
 
-/// What to do with TorchScript.
-const SCRIPTED: &str = "`torch.export` takes the module that was scripted or traced: run these lines where it is defined, not on what torch.jit.load gives";
+/// Help for TorchScript.
+const SCRIPTED: &str = "export the original module with `torch.export`: run these lines where it is defined, not on the result of torch.jit.load";
 
-/// What to do with a file of torch that holds no exported program.
+/// Help for a torch file without an exported program.
 pub fn unexported(path: &Path) -> &'static str {
     match start(path).and_then(|start| looked_at(&start)) {
         Some((_, _, help)) if help == SCRIPTED => SCRIPTED,
@@ -55,27 +57,30 @@ pub fn unexported(path: &Path) -> &'static str {
     }
 }
 
-/// What a file is that is no model, where that shows in its first bytes or its name, and what to do with it.
+/// Description and help for a file that is not a model, if its first bytes or its name show that.
 pub fn no_model(path: &Path) -> Option<(String, String)> {
     if path.extension().is_some_and(|extension| extension == "py" || extension == "ipynb") && path.is_file() {
-        let what = "it is Python, and what pipec reads is the model that it makes".to_string();
+        let what = "it is Python source; pipec reads exported models".to_string();
         return Some((what, EXPORT.to_string()));
     }
     let (holds, what, help) = looked_at(&start(path)?)?;
-    (holds == Holds::Arrays).then(|| (format!("{what}, a model is expected"), help.to_string()))
+    (holds == Holds::Arrays).then(|| (format!("{what}; expected a model"), help.to_string()))
 }
 
-/// What a file is that holds no arrays, where that shows in its first bytes, and what to do with it.
+/// Description and help for a file without arrays, if its first bytes show that.
 pub fn no_arrays(path: &Path) -> Option<(String, String)> {
     let start = start(path)?;
     if start.starts_with(b"{") && String::from_utf8_lossy(&start).contains("\"pipec.plan/") {
         return Some((
             "it looks like a plan of `pipec partition`".to_string(),
-            "`--plan FILE` takes a plan".to_string(),
+            "pass a plan with `--plan FILE`".to_string(),
         ));
     }
     let (_, what, _) = looked_at(&start).filter(|(holds, ..)| *holds == Holds::Model)?;
-    Some((what.to_string(), "a model comes first, and no flag before it: `pipec train MODEL --data FILE`".to_string()))
+    Some((
+        what.to_string(),
+        "pass the model as the first argument, without a flag: `pipec train MODEL --data FILE`".to_string(),
+    ))
 }
 
 /// The first bytes of a file.
@@ -86,19 +91,19 @@ fn start(path: &Path) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Bytes in which names of an archive are looked for.
+/// Bytes searched for the names in an archive.
 const NAMES: usize = 1 << 16;
 
-/// The most bytes of a safetensors header.
+/// Maximum size of a safetensors header in bytes.
 const HEADER: u64 = 16 << 20;
 
-/// The length of a header, and an object of JSON.
+/// True for a header length followed by a JSON object.
 fn is_safetensors(bytes: &[u8]) -> bool {
     let length = bytes.first_chunk::<8>().map(|length| u64::from_le_bytes(*length));
     length.is_some_and(|length| (2..=HEADER).contains(&length)) && bytes.get(8) == Some(&b'{')
 }
 
-/// The number 1, `ir_version`, small; then the number 2, `producer_name`, or another field of the message.
+/// True for field 1, `ir_version`, with a small value, followed by field 2, `producer_name`, or another field of the message.
 fn is_onnx(bytes: &[u8]) -> bool {
     matches!(bytes, [0x08, 1..=0x3f, next, ..] if [0x12, 0x1a, 0x22, 0x28, 0x32, 0x3a, 0x42].contains(next))
 }

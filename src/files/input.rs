@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::files::detect;
-use crate::help;
+use crate::files::missing;
 use compiler::graph::hash::sha256;
 use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, read};
@@ -11,19 +11,19 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-/// The most bytes of a plan file.
+/// Maximum size of a plan file in bytes.
 pub const MOST_PLAN_BYTES: u64 = 256 << 20;
 
 /// The text of a file of at most `most` bytes.
 pub fn text(path: &Path, most: u64) -> Result<String, Error> {
     let fail = |why: String| Error::file("read", path, why);
     let file = File::open(path).map_err(|error| match error.kind() {
-        ErrorKind::NotFound => fail("there is no such file".to_string()).with_help(help::absent(path)),
+        ErrorKind::NotFound => fail("no such file".to_string()).with_help(missing::help(path)),
         _ => fail(error.to_string()).with_help("check its permissions"),
     })?;
     let about = file.metadata().map_err(|error| fail(error.to_string()))?;
     if about.is_dir() {
-        return Err(fail("it is a folder".to_string()).with_help("name a file in it"));
+        return Err(fail("it is a folder".to_string()).with_help("pass a file in it"));
     }
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
@@ -40,20 +40,18 @@ pub fn text(path: &Path, most: u64) -> Result<String, Error> {
 /// A plan.
 pub fn plan(path: &Path) -> Result<Plan, Error> {
     if path.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
-        let help = format!("`pipec partition {}` makes its plan", path.display());
-        return Err(
-            Error::file("read the plan", path, "it is called as a model is, a plan is expected").with_help(help)
-        );
+        let help = format!("`pipec partition {}` makes a plan of it", path.display());
+        return Err(Error::file("read the plan", path, "its name is that of a model; expected a plan").with_help(help));
     }
     let text = text(path, MOST_PLAN_BYTES)?;
     read::from_json(&text).map_err(|error| {
-        // A small model without weights may be text, too.
+        // A small model without weights may also be valid text.
         let (why, help) = match detect::of(text.as_bytes()) {
             Some((what, help)) => (what.to_string(), help),
             None => match (other_file(&text, "plan"), cut_short(&text)) {
-                (None, Some(why)) => (why, "copy it again, or `pipec partition` writes it anew"),
+                (None, Some(why)) => (why, "copy it again, or write it again with `pipec partition`"),
                 (other, _) => {
-                    (other.unwrap_or_else(|| error.to_string()), "`pipec schema plan` prints what a plan looks like")
+                    (other.unwrap_or_else(|| error.to_string()), "`pipec schema plan` prints the format of a plan")
                 }
             },
         };
@@ -61,7 +59,7 @@ pub fn plan(path: &Path) -> Result<Plan, Error> {
     })
 }
 
-/// What a file says it is, where that is another kind of ours than the one that was expected.
+/// Describes a file whose schema names another format of pipec than expected.
 pub fn other_file(text: &str, expected: &str) -> Option<String> {
     let value = serde_json::from_str::<serde_json::Value>(text);
     let schema = match &value {
@@ -70,10 +68,10 @@ pub fn other_file(text: &str, expected: &str) -> Option<String> {
         Err(_) => text.lines().find_map(|line| line.strip_prefix("schema = \"")?.split('"').next())?,
     };
     let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
-    (kind != expected).then(|| format!("it is a {} (`{}`), a {expected} is expected", shown(kind), shown(schema)))
+    (kind != expected).then(|| format!("it is a {} (`{}`); expected a {expected}", shown(kind), shown(schema)))
 }
 
-/// Whether a file of JSON ends before what it began.
+/// Describes a JSON file that ends early.
 fn cut_short(text: &str) -> Option<String> {
     let error = serde_json::from_str::<serde_json::Value>(text).err().filter(serde_json::Error::is_eof)?;
     Some(format!("it ends early, after {} bytes, in line {}", text.len(), error.line()))

@@ -1,4 +1,4 @@
-//! Where results go: asked before work begins, so that nobody trains for a day and learns then that a folder is missing.
+//! Output files. Paths are checked before work begins, so that a long run does not end with a missing folder.
 
 use crate::error::Error;
 use crate::files::input;
@@ -14,7 +14,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process;
 
-/// Refuses a path that nothing can be written to, or where something else lies than what is marked so. Whether the disk has room is not asked.
+/// Refuses a path that cannot be written, or an existing file of another type than `mark`. Free disk space is not checked.
 pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
     let there = fs::metadata(path).ok();
     if there.as_ref().is_some_and(|about| !about.is_file() && !about.is_dir()) {
@@ -27,45 +27,44 @@ pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
     overwrite::check(path, mark)?;
     let part = part(&target);
     File::create(&part).map_err(|error| unwritten(path, &error))?;
-    // Whoever writes makes it anew; what cannot be removed says nothing against writing.
+    // Writing creates it again, so an error here does not matter.
     let _ = fs::remove_file(&part);
     Ok(())
 }
 
-/// Makes a folder for pictures where it is missing, and refuses one that nothing can be written into, or where something else has the name of
-/// one of them.
+/// Creates a folder for pictures if missing. Refuses a folder that cannot be written, or an existing file of another type with the name
+/// of a picture.
 pub fn pictures<'a>(folder: &Path, names: impl IntoIterator<Item = &'a str>) -> Result<(), Error> {
     fs::create_dir_all(folder).map_err(|error| {
-        Error::file("make the folder", folder, error).with_help("`--svg FOLDER` in a place that can be written to")
+        Error::file("create the folder", folder, error).with_help("choose a writable location for `--svg`")
     })?;
     names.into_iter().try_for_each(|name| check(&folder.join(name), &Mark::Picture))
 }
 
-/// Writes tensors, in place of their like alone.
+/// Writes tensors; an existing file must hold tensors in the same format.
 pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, what: &str) -> Result<(), Error> {
     overwrite::check(path, &Mark::tensors(path))?;
     weights::write(path, tensors).map_err(|error| Error::input(format!("cannot write the {what}")).because(error))
 }
 
-/// Refuses a path that no weights can be written to: tensors have formats, which names tell.
+/// Refuses a path that tensors cannot be written to; the extension sets the format.
 pub fn check_tensors(path: &Path) -> Result<(), Error> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("safetensors" | "npz") => check(path, &Mark::tensors(path)),
-        _ => Err(Error::file("write", path, "tensors are written to files that end in .safetensors or .npz")
-            .with_help(format!(
-                "{} would do; torch reads it with safetensors.torch.load_file",
-                path.with_extension("safetensors").display()
-            ))),
+        _ => Err(Error::file("write", path, "files of tensors must end in .safetensors or .npz").with_help(format!(
+            "use {}; torch reads it with safetensors.torch.load_file",
+            path.with_extension("safetensors").display()
+        ))),
     }
 }
 
-/// Refuses to overwrite the plan or profile (`kind`) of another model: a file at `path` whose model is neither `model` nor known
-/// by one of the `marks`, pairs of a field of its `model` object and the value expected there.
+/// Refuses to overwrite a plan or profile (`kind`) of another model. A file is of the same model if one of the `marks` matches: pairs of a
+/// field of its `model` object and the expected value.
 pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) -> Result<(), Error> {
     if !path.is_file() {
         return Ok(());
     }
-    // A file of another kind is refused when it is written.
+    // A file of another type is refused when it is written.
     let Ok(text) = input::text(path, input::MOST_PLAN_BYTES) else { return Ok(()) };
     let Ok(found) = serde_json::from_str::<Value>(&text) else { return Ok(()) };
     let is_kind = found["schema"].as_str().is_some_and(|schema| schema.starts_with(&format!("pipec.{kind}/")));
@@ -77,34 +76,34 @@ pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) ->
     let (path, name) = (path.display(), input::file_name(model));
     let (what, other) = match file == name {
         true => (
-            format!("another {}, or of an earlier one", shown(file)),
+            format!("another {} or an earlier version", shown(file)),
             "`-o FILE` with another name keeps both".to_string(),
         ),
         false => (shown(file).into_owned(), format!("`-o {name}.{kind}.json` keeps both")),
     };
     Err(Error::input(format!("{path} is the {kind} of another model"))
-        .because(format!("it was made of {what}, and would be lost"))
-        .with_help(format!("{other}; `-o {path}` writes over it")))
+        .because(format!("it was made from {what}, and would be lost"))
+        .with_help(format!("{other}; `-o {path}` overwrites it")))
 }
 
-/// The file beside a path that becomes it when it is whole.
+/// The temporary file that is renamed to `path` once it is complete.
 pub fn part(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.part", process::id()));
     path.with_file_name(name)
 }
 
-/// Why a path was not written to.
+/// The error for a path that could not be written.
 pub fn unwritten(path: &Path, error: &io::Error) -> Error {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     match (error.kind(), folder) {
         (ErrorKind::NotFound, Some(folder)) if !folder.exists() => {
             let folder = folder.display();
-            Error::file("write", path, format!("there is no folder {folder}"))
-                .with_help(format!("`mkdir -p {folder}` makes it"))
+            Error::file("write", path, format!("no such folder: {folder}"))
+                .with_help(format!("create it with `mkdir -p {folder}`"))
         }
-        (ErrorKind::IsADirectory, _) => Error::file("write", path, "it is a folder").with_help("name a file in it"),
-        _ => Error::file("write", path, error).with_help("choose a place that can be written to"),
+        (ErrorKind::IsADirectory, _) => Error::file("write", path, "it is a folder").with_help("pass a file in it"),
+        _ => Error::file("write", path, error).with_help("choose a writable location"),
     }
 }
 
@@ -132,7 +131,7 @@ pub fn default_output(path: &Path, kind: &str) -> PathBuf {
     PathBuf::from(format!("{}.{kind}.json", if stem.is_empty() { "model" } else { &stem }))
 }
 
-/// Whether a path means standard output: `-`.
+/// True for `-`, which means standard output.
 pub fn is_stdout(path: &Path) -> bool {
     path == Path::new("-")
 }

@@ -1,7 +1,7 @@
-//! What is there is replaced only by its like: a plan by a plan, a model of ours by another. Whatever else lies under the name of a file to
-//! write, a model that somebody exported for example, is somebody's work, and no result is worth it.
+//! pipec overwrites only files of the same type that it created: a plan with a plan, a model of pipec with another. Any other existing
+//! file, such as a model that a user exported, is never overwritten.
 //!
-//! Files are told apart by what they hold, not by their names. An empty file, a pipe and a device hold nothing that could be lost.
+//! The content of a file determines its type, not its name. Empty files, pipes and devices may always be written.
 
 use crate::error::Error;
 use crate::files::detect;
@@ -12,34 +12,34 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// What a file holds, as far as it must be known to say that another holds the like.
+/// The type of a file, as far as it decides whether another file may overwrite it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// A file of ours that names its kind: `plan`, `profile`, `cluster`.
+    /// A pipec file that names its type: `plan`, `profile`, `cluster`.
     Ours(String),
-    /// A model that pipec made, of the zoo or of an export.
+    /// A model made by pipec, from the zoo or an export.
     Model,
-    /// Tensors by their names, as safetensors.
+    /// Tensors by name, as safetensors.
     Safetensors,
-    /// Tensors by their names, as an archive of numpy.
+    /// Tensors by name, as an archive of numpy.
     Npz,
-    /// A line for each step of a training run.
+    /// Metrics of a training run, one line per step.
     Metrics,
-    /// Events of a trace, as JSON.
+    /// A trace, as JSON.
     Trace,
-    /// Events of a trace, as Perfetto has them.
+    /// A trace, in Perfetto's native format.
     Perfetto,
-    /// The page of a report.
+    /// The HTML page of a report.
     Page,
     /// A picture of a report or of a sweep.
     Picture,
-    /// An order of work: programs, or a table of them.
+    /// A schedule: programs, or a table.
     Program,
-    /// JSON with these names at its top.
+    /// JSON with these top-level names.
     Names(BTreeSet<String>),
-    /// Text that begins with this line.
+    /// Text that starts with this line.
     Line(String),
-    /// Nothing that is known.
+    /// Unknown content.
     Bytes,
 }
 
@@ -54,56 +54,56 @@ impl Mark {
         Mark::Ours("profile".to_string())
     }
 
-    /// What a trace of this name is written as.
+    /// The format of a trace with this file name.
     pub fn trace(path: &Path) -> Mark {
         if path.extension().is_some_and(|extension| extension == "pftrace") { Mark::Perfetto } else { Mark::Trace }
     }
 
-    /// What tensors in a file of this name are written as.
+    /// The format of tensors with this file name.
     pub fn tensors(path: &Path) -> Mark {
         if path.extension().is_some_and(|extension| extension == "npz") { Mark::Npz } else { Mark::Safetensors }
     }
 
-    /// In words, behind `no`; nothing of what has no name.
-    fn told(&self) -> Option<String> {
+    /// The name of the file type, without article; `None` if it has no name.
+    fn describe(&self) -> Option<String> {
         Some(match self {
             Mark::Ours(kind) => shown(kind).into_owned(),
-            Mark::Model => "model that pipec made".to_string(),
+            Mark::Model => "model made by pipec".to_string(),
             Mark::Safetensors => ".safetensors file".to_string(),
-            Mark::Npz => ".npz".to_string(),
-            Mark::Metrics => "file of a run's metrics".to_string(),
+            Mark::Npz => ".npz file".to_string(),
+            Mark::Metrics => "metrics file of a run".to_string(),
             Mark::Trace | Mark::Perfetto => "trace".to_string(),
             Mark::Page => "page of `pipec report`".to_string(),
-            Mark::Picture => "picture that pipec drew".to_string(),
-            Mark::Program => "order of work".to_string(),
+            Mark::Picture => "picture made by pipec".to_string(),
+            Mark::Program => "schedule".to_string(),
             Mark::Names(_) | Mark::Line(_) | Mark::Bytes => return None,
         })
     }
 }
 
-/// Refuses a path where something else lies than what is marked so.
+/// Refuses an existing file of another type than `mark`.
 pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
     let Some(there) = there(path)? else { return Ok(()) };
     let found = crate::files::overwrite::mark(&there);
-    // Numbers may look like text.
+    // Raw numbers may look like text.
     let is_data = matches!(mark, Mark::Bytes | Mark::Line(_)) && is_own_data(path);
     if is_data || *mark == found && found != Mark::Bytes {
         return Ok(());
     }
-    let holds = match (detect::of(&there), found.told()) {
+    let holds = match (detect::of(&there), found.describe()) {
         (Some((what, _)), _) => format!(": {what}"),
-        (None, Some(told)) => format!(": it is a {told}"),
+        (None, Some(name)) => format!(": it is a {name}"),
         (None, None) => String::new(),
     };
-    let why = match mark.told() {
-        Some(told) => format!("what is there is no {told}, and would be lost{holds}"),
-        None => format!("what is there is not what this writes, and would be lost{holds}"),
+    let why = match mark.describe() {
+        Some(name) => format!("the existing file is not a {name} and would be lost{holds}"),
+        None => format!("the existing file is of another type and would be lost{holds}"),
     };
-    let help = format!("name another file; or `rm {}` first, if nobody needs it", path.display());
+    let help = format!("choose another file, or remove this one first: `rm {}`", path.display());
     Err(Error::file("write", path, why).with_help(help))
 }
 
-/// Refuses a path where something else lies than what these bytes are.
+/// Refuses an existing file of another type than these bytes.
 pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     if there(path)?.is_none() {
         return Ok(());
@@ -115,17 +115,17 @@ pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     check(path, &mark(ends))
 }
 
-/// Whether a file is the external data of a model of ours, which lies beside it: the numbers themselves say nothing.
+/// True for the external data of a model made by pipec in the same folder; the data itself has no type.
 fn is_own_data(path: &Path) -> bool {
     let model = path.with_extension("");
     path.extension().is_some_and(|extension| extension == "data")
         && matches!(there(&model), Ok(Some(bytes)) if mark(&bytes) == Mark::Model)
 }
 
-/// What is read of a file to know it.
+/// Bytes read at each end of a file to detect its type.
 const READ: u64 = 1 << 20;
 
-/// The bytes of what would be lost: the beginning of a file, and its end. What cannot be read may be worth anything.
+/// The first and last bytes of an existing file, which would be lost. A file that cannot be read is an error.
 fn there(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     let Some(about) = fs::metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
     let ends = || {
@@ -139,29 +139,29 @@ fn there(path: &Path) -> Result<Option<Vec<u8>>, Error> {
         Ok((!bytes.is_empty()).then_some(bytes))
     };
     ends().map_err(|error: io::Error| {
-        let why = format!("what is there cannot be read ({error}), so that nobody knows what would be lost");
-        Error::file("write", path, why).with_help("name another file, or remove this one first")
+        let why = format!("the existing file cannot be read ({error}), so its type is unknown");
+        Error::file("write", path, why).with_help("choose another file, or remove this one first")
     })
 }
 
-/// What bytes hold.
+/// The type of these bytes.
 fn mark(bytes: &[u8]) -> Mark {
     match detect::of(bytes) {
-        // A `.pt2` has no mark: pipec writes none.
+        // A `.pt2` has no type here, because pipec does not write one.
         Some((what, _)) if what.contains(".npz") => return Mark::Npz,
         Some((what, _)) if what.contains(".safetensors") => return Mark::Safetensors,
         Some((what, _)) if what.contains("ONNX") && is_own_model(bytes) => return Mark::Model,
         Some(_) => return Mark::Bytes,
         None => {}
     }
-    // The first packet of a trace of ours: a process's track.
+    // The first packet of a pipec trace: a process track.
     if bytes.starts_with(b"\x0a") && bytes.get(2..4) == Some(b"\x50\x01") {
         return Mark::Perfetto;
     }
     let start = &bytes[..bytes.len().min(READ as usize)];
     let text = match str::from_utf8(start) {
         Ok(text) => text,
-        // What was read may end within a letter.
+        // The bytes read may end within a character.
         Err(error) if start.len() - error.valid_up_to() < 4 => {
             str::from_utf8(&start[..error.valid_up_to()]).unwrap_or_default()
         }
@@ -191,16 +191,16 @@ fn mark(bytes: &[u8]) -> Mark {
     }
 }
 
-/// Characters in which a kind is looked for.
+/// Characters searched for the type.
 const HEAD: usize = 4096;
 
-/// Words of a line by which text is known: what follows may tell of the plan.
+/// Words of the first line that identify a text file; the following words may depend on the plan.
 const WORDS: usize = 2;
 
-/// The longest first line of a run's metrics that may have been cut off.
+/// Maximum length of a truncated first line of a metrics file.
 const FIRST: usize = 1000;
 
-/// The kind that a file of ours names: `"schema": "pipec.plan/1"`, or the same as TOML.
+/// The type that a pipec file names: `"schema": "pipec.plan/1"`, or the same in TOML.
 fn own_kind(head: &str) -> Option<String> {
     let at = head.find("schema")?;
     let rest = head[at..].trim_start_matches("schema").trim_start_matches('"').trim_start();
@@ -208,7 +208,7 @@ fn own_kind(head: &str) -> Option<String> {
     Some(named.split(['/', '"']).next()?.to_string())
 }
 
-/// Whether a line is one of a run's metrics.
+/// True for a line of a metrics file.
 fn is_step(line: &str) -> bool {
     let value = serde_json::from_str::<Value>(line);
     let is_whole = value
@@ -217,7 +217,7 @@ fn is_step(line: &str) -> bool {
     is_whole || line.len() < FIRST && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
 }
 
-/// Whether a line begins an order of work: `program 1f1b {`, or a table whose first cell is `0F0`.
+/// True for the first line of a schedule: `program 1f1b {`, or a table whose first cell is `0F0`.
 fn is_program(line: &str) -> bool {
     let cell = line.split(',').map(str::trim).find(|cell| !cell.is_empty()).unwrap_or_default();
     let work = cell.trim_start_matches(|c: char| c.is_ascii_digit());
@@ -226,7 +226,7 @@ fn is_program(line: &str) -> bool {
     is_cell || line.starts_with("program ") && line.ends_with('{')
 }
 
-/// Whether a model says that pipec made it: its producer, or what an export adds at its end.
+/// True for a model made by pipec, by its producer or the metadata that an export appends.
 fn is_own_model(bytes: &[u8]) -> bool {
     let has = |bytes: &[u8], word: &[u8]| bytes.windows(word.len()).any(|window| window == word);
     has(&bytes[..bytes.len().min(16)], b"\x12\x05pipec") || has(bytes, b"pipec.stages")
@@ -258,7 +258,7 @@ mod tests {
     fn what_others_wrote_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        let told = |there: &[u8], mark: &Mark| {
+        let refusal = |there: &[u8], mark: &Mark| {
             fs::write(&path, there).unwrap();
             check(&path, mark).err().map(|failure| failure.reason())
         };
@@ -272,25 +272,25 @@ mod tests {
             b"notes",
         ];
         for mark in &all {
-            assert!(others.iter().all(|other| told(other, mark).is_some()), "{mark:?}");
-            assert_eq!(told(b"", mark), None);
+            assert!(others.iter().all(|other| refusal(other, mark).is_some()), "{mark:?}");
+            assert_eq!(refusal(b"", mark), None);
         }
         assert!(
-            told(others[1], &Mark::plan())
+            refusal(others[1], &Mark::plan())
                 .unwrap()
-                .contains("is no plan, and would be lost: it looks like an ONNX model")
+                .contains("is not a plan and would be lost: it looks like an ONNX model")
         );
-        assert!(told(b"{\"schema\": \"pipec.profile/1\"}", &Mark::plan()).unwrap().contains("it is a profile"));
-        assert_eq!(told(b"{\"schema\": \"pipec.plan/2\"}", &Mark::plan()), None);
-        // What has no kind of its own is known by the names in it, and text by its first words.
+        assert!(refusal(b"{\"schema\": \"pipec.profile/1\"}", &Mark::plan()).unwrap().contains("it is a profile"));
+        assert_eq!(refusal(b"{\"schema\": \"pipec.plan/2\"}", &Mark::plan()), None);
+        // Files without a type are identified by their JSON names, text by its first words.
         let (stages, script) = (b"{\"micro_batch\": 32, \"ranks\": []}", b"\"\"\"Trains a model in 3 stages.\n");
-        assert!(told(b"{\"ranks\": [1], \"micro_batch\": 1}", &mark(stages)).is_none());
-        assert!(told(b"{\"ranks\": [1]}", &mark(stages)).is_some());
-        assert!(told(b"\"\"\"Trains a model in 4 stages.\n", &mark(script)).is_none());
-        assert!(told(b"import torch\n", &mark(script)).is_some());
+        assert!(refusal(b"{\"ranks\": [1], \"micro_batch\": 1}", &mark(stages)).is_none());
+        assert!(refusal(b"{\"ranks\": [1]}", &mark(stages)).is_some());
+        assert!(refusal(b"\"\"\"Trains a model in 4 stages.\n", &mark(script)).is_none());
+        assert!(refusal(b"import torch\n", &mark(script)).is_some());
     }
 
-    /// Numbers are known by the model beside them alone.
+    /// External data is identified only by the model in the same folder.
     #[test]
     fn external_data_is_that_of_a_model_of_ours() {
         let folder = tempfile::tempdir().unwrap();

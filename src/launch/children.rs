@@ -1,7 +1,7 @@
-//! The processes of a run that this one started: one for each worker, watched until the end.
+//! The child processes of a run: one for each worker, watched until the end.
 //!
-//! A child that dies ends the run. So does a signal to this process, which is passed on, unless the run ends behind its step for it. At the end, however it came, no child is
-//! left: those that have not ended by themselves are killed. Children also follow this process when it is killed.
+//! A child that dies ends the run. So does a signal to this process, which is passed on, unless the run stops after the current step
+//! by itself. At the end, the children still running are killed. Children also end when this process is killed.
 
 use crate::error::Error;
 use crate::launch::signals;
@@ -18,29 +18,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The variable that tells a child who it is: the parent, its process in the run, the run, how often it was begun again, and where
-/// process 0 listens.
+/// The variable that identifies a child: the parent, its process number, the run, the number of restarts, and the address of process 0.
 pub const VARIABLE: &str = "PIPEC_PROCESS";
 
-/// The variable that tells a child of a run that was begun again from which checkpoint.
+/// The variable with the checkpoint from which a child of a restarted run resumes.
 pub const RESUMED: &str = "PIPEC_RESUMED";
 
-/// How often the system is asked whether a child is stopped.
+/// Interval between checks for stopped children.
 const ASK: Duration = Duration::from_millis(500);
-/// How much later than the connection that is told.
+/// Time after the heartbeat timeout at which a stopped child is reported; the connection reports it first.
 const LATER: Duration = Duration::from_millis(400);
-/// How often children are looked at.
+/// Interval between checks for ended children.
 const LOOK: Duration = Duration::from_millis(20);
-/// How long the connection may take to say more of a death than the system does.
+/// Time for the connection to report the death of a child in more detail than the system.
 const DETAIL: Duration = Duration::from_millis(150);
-/// How long the system may take to say how a child ended whose connection is lost.
+/// Time for the system to report the exit status of a child whose connection is lost.
 const STATUS: Duration = Duration::from_millis(500);
-/// How long children may take to end when the run is over.
+/// Time for children to end when the run is over.
 const END: Duration = Duration::from_secs(5);
-/// What is kept of what a child last said.
+/// Bytes kept of the last standard error output of a child.
 const SAID: usize = 2048;
 
-/// Children, and who watches them.
+/// Child processes, and the thread that watches them.
 pub struct Children {
     shared: Arc<Shared>,
     watch: Option<JoinHandle<()>>,
@@ -61,7 +60,7 @@ struct Started {
     ended: Option<ExitStatus>,
 }
 
-/// Starts a child for each of these names, as processes 1 and so on of a run, which may be stopped no longer than the deadline.
+/// Starts a child for each of these names, as processes 1, 2, … of a run. A child may be stopped for at most `deadline`.
 pub fn start(
     names: &[String],
     (run, restarts, address): (u64, u32, &str),
@@ -71,7 +70,7 @@ pub fn start(
 ) -> Result<Children, Error> {
     let fail = |error: std::io::Error| Error::negative("cannot start the processes of the run").because(error);
     let Some((program, arguments)) = command_line.split_first() else {
-        return Err(Error::bug("no command is given that would start a worker"));
+        return Err(Error::bug("no command to start a worker"));
     };
     let deaf = |error: &str| Error::negative("cannot listen to signals").because(error);
     let (pauses, stop) = (Pauses::listen().map_err(deaf)?, Stop::listen().map_err(deaf)?);
@@ -87,7 +86,7 @@ pub fn start(
             command.env(RESUMED, from);
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        // A terminal's interrupt comes to this process alone, which passes it on.
+        // Ctrl-C in a terminal reaches only this process, which passes it on.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn().map_err(fail)?;
@@ -116,13 +115,13 @@ impl Shared {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The run is over, and nobody is left to look after.
+    /// Marks the run as over; children need no more watching.
     fn over(&self) {
         self.is_over.store(true, Ordering::Relaxed);
         self.pauses.look_after(false);
     }
 
-    /// Until the run is over: a child that ends, or a signal that the run does not answer by itself, ends it.
+    /// Watches until the run is over. A child that ends, or a signal that the run does not handle itself, ends the run.
     fn watch(&self, fate: &RunStatus, deadline: Duration, stop: &Stop) {
         let mut stopped: BTreeMap<usize, Instant> = BTreeMap::new();
         let mut asked = Instant::now();
@@ -133,11 +132,11 @@ impl Shared {
                         signals::send(signal, of.child.id());
                     }
                 }
-                let what = format!("{} came", signals::name(signal));
+                let what = format!("received {}", signals::name(signal));
                 return fate.end(LinkError::Ended { process: None, what });
             }
             if self.pauses.came() {
-                // No child is waited for meanwhile, so that their numbers are nobody else's.
+                // No child is reaped meanwhile, so their process ids cannot be reused.
                 let mut children = self.lock();
                 let here = children.iter_mut().filter_map(|of| of.status().is_none().then(|| of.child.id()));
                 signals::pause(&here.collect::<Vec<u32>>());
@@ -148,10 +147,10 @@ impl Shared {
                 && !fate.is_released()
             {
                 thread::sleep(DETAIL);
-                let what = self.lock()[at].told(None);
+                let what = self.lock()[at].describe(None);
                 return fate.end(LinkError::Ended { process: Some(at + 1), what });
             }
-            // Before the run begins there is no heartbeat that would be missed.
+            // Before the run starts there are no heartbeats, so stopped children are detected here.
             if asked.elapsed() > ASK {
                 asked = Instant::now();
                 for (at, of) in self.lock().iter_mut().enumerate() {
@@ -161,7 +160,7 @@ impl Shared {
                     }
                 }
                 if let Some((&at, _)) = stopped.iter().find(|(_, since)| since.elapsed() > deadline) {
-                    let what = self.lock()[at].told(None);
+                    let what = self.lock()[at].describe(None);
                     return fate.end(LinkError::Ended { process: Some(at + 1), what });
                 }
             }
@@ -171,7 +170,7 @@ impl Shared {
 }
 
 impl Started {
-    /// How it ended, if it has.
+    /// The exit status, if the child has ended.
     fn status(&mut self) -> Option<ExitStatus> {
         if self.ended.is_none() {
             self.ended = self.child.try_wait().ok().flatten();
@@ -179,14 +178,14 @@ impl Started {
         self.ended
     }
 
-    /// How it ended, in words; `doing` is what it was last known to do.
-    fn told(&mut self, doing: Option<&str>) -> String {
+    /// Describes the state or the end of the child; `doing` is its last known instruction.
+    fn describe(&mut self, doing: Option<&str>) -> String {
         let pid = self.child.id();
         let how = match self.status() {
             None => return format!("{}, process {pid}, {}", self.name, running(pid)),
             Some(status) => match killed_by(status) {
                 Some(signal) => format!("was killed by {}", signals::name(signal)),
-                None => format!("ended with exit code {}", status.code().unwrap_or(-1)),
+                None => format!("exited with code {}", status.code().unwrap_or(-1)),
             },
         };
         let at = doing.map_or(String::new(), |doing| format!("; it was last at `{doing}`"));
@@ -207,13 +206,13 @@ fn killed_by(_: ExitStatus) -> Option<i32> {
     None
 }
 
-/// What is said of a process that is stopped.
+/// Description of a stopped process.
 const STOPPED: &str = "is stopped (SIGSTOP)";
 
-/// What the system says of a process that runs.
+/// The state of a running process, from the system.
 fn running(pid: u32) -> &'static str {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before the state may hold anything but ends with the last parenthesis.
+    // The name before the state may have any characters, and ends with the last parenthesis.
     match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
         Some('T' | 't') => STOPPED,
         Some('D') => "waits for the disk",
@@ -222,7 +221,7 @@ fn running(pid: u32) -> &'static str {
 }
 
 impl Children {
-    /// The run is over. Waits for the children, kills those that do not end, and tells why the run ended if it ended early.
+    /// Ends the run: waits for the children, kills those that do not end, and returns the reason if the run ended early.
     pub fn end<T>(mut self, result: Result<T, Error>) -> Result<T, Error> {
         self.shared.over();
         self.watch.take().into_iter().for_each(|watch| _ = watch.join());
@@ -254,26 +253,26 @@ impl Children {
         let mut children = self.shared.lock();
         let Some(child) = children.get_mut(at) else { return Err(failure) };
         let status = child.status();
-        // Exit code 1 is that of a run that could not go on, whose reason is told; anything else is a death of its own.
+        // Exit code 1 means a run that failed and reported its reason; any other status is a failure of the child itself.
         let died = status.is_some_and(|status| !status.success() && status.code() != Some(1));
         let is_stopped = status.is_none() && running(child.child.id()) == STOPPED;
-        let told = match &cause {
+        let reason = match &cause {
             LinkError::Ended { what, .. } => what.clone(),
-            _ if died => child.told(doing),
-            LinkError::Silent { .. } if status.is_none() => format!("{cause}\n{}", child.told(None)),
-            _ if is_stopped => format!("{cause}\n{}", child.told(None)),
+            _ if died => child.describe(doing),
+            LinkError::Silent { .. } if status.is_none() => format!("{cause}\n{}", child.describe(None)),
+            _ if is_stopped => format!("{cause}\n{}", child.describe(None)),
             _ => cause.to_string(),
         };
-        let failure = Error::negative("training stopped").because(told);
+        let failure = Error::negative("training stopped").because(reason);
         match (died || status.is_none()) && self.stop.came().is_none() {
-            true => Err(failure
-                .with_help("`--max-restarts N` starts all processes again when one of them dies")
-                .retryable()),
+            true => {
+                Err(failure.with_help("`--max-restarts N` restarts all processes when one of them dies").retryable())
+            }
             false => Err(failure),
         }
     }
 
-    /// Waits so long for all children to end.
+    /// Waits at most `within` for all children to end.
     fn wait(&self, within: Duration) {
         let until = Instant::now() + within;
         while Instant::now() < until && self.shared.lock().iter_mut().any(|of| of.status().is_none()) {
@@ -286,7 +285,7 @@ impl Drop for Children {
     fn drop(&mut self) {
         self.shared.over();
         for of in self.shared.lock().iter_mut().filter(|of| of.ended.is_none()) {
-            // One that has just ended needs no killing; every one is waited for, so that none is left as a shadow.
+            // Killing an ended child is harmless; waiting for every child leaves no zombies.
             let _ = of.child.kill();
             let _ = of.child.wait();
         }

@@ -1,4 +1,4 @@
-//! What `torchrun`, `mpirun` and `srun` say to the processes that they start.
+//! The environment variables of `torchrun`, `mpirun` and `srun`.
 //!
 //! | launcher | rank | processes | address of process 0 |
 //! | --- | --- | --- | --- |
@@ -7,25 +7,25 @@
 //! | MPICH, Intel MPI, PMI | `PMI_RANK` | `PMI_SIZE` | MPI, or `--address` |
 //! | Slurm | `SLURM_PROCID` | `SLURM_NTASKS` | `--address` |
 //!
-//! Without the feature `mpi` there is `--address` alone. `MASTER_ADDR` and `MASTER_PORT` are read under any of them. Where torchrun's own agent listens at the port, process 0 takes the next
-//! one. What srun sets in a batch script, outside of its steps, is passed over.
+//! Without the feature `mpi`, only `--address` is available. `MASTER_ADDR` and `MASTER_PORT` are read under all launchers. If torchrun's
+//! agent listens at the port, process 0 uses the next one. Variables that Slurm sets in a batch script, outside of a step, are ignored.
 
 /// A process that a launcher started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launched {
-    /// Which process it is.
+    /// The rank of the process.
     pub rank: usize,
-    /// How many there are: more than one.
+    /// The number of processes, more than one.
     pub processes: usize,
-    /// Where process 0 is to be reached, where the launcher says.
+    /// The address of process 0, if the launcher sets it.
     pub address: Option<String>,
-    /// What tells this start from others.
+    /// Identifies this start of the processes.
     pub run: String,
-    /// Whether it starts programs that use MPI.
+    /// True if the launcher starts MPI programs.
     pub has_mpi: bool,
 }
 
-/// Names of the variables of a rank and of the number of processes, and of one that must be there beside them.
+/// The variables of the rank and the number of processes, and a variable that must also be set.
 const LAUNCHERS: [(&str, &str, Option<&str>); 4] = [
     ("RANK", "WORLD_SIZE", None),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", None),
@@ -33,11 +33,11 @@ const LAUNCHERS: [(&str, &str, Option<&str>); 4] = [
     ("SLURM_PROCID", "SLURM_NTASKS", Some("SLURM_STEP_ID")),
 ];
 
-/// Variables that differ from start to start.
+/// Variables that differ between starts.
 const STARTS: [&str; 5] =
     ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"];
 
-/// What the environment says; nothing where no launcher started several processes.
+/// The process described by the environment; `None` if no launcher started several processes.
 pub fn launched(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, String> {
     for (rank, processes, beside) in LAUNCHERS {
         let (Some(own), Some(all)) = (get(rank), get(processes)) else { continue };
@@ -45,14 +45,14 @@ pub fn launched(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
             continue;
         }
         let number = |name: &str, text: &str| {
-            text.trim().parse::<u32>().map_err(|_| format!("the variable {name} is `{text}`, which is no number"))
+            text.trim().parse::<u32>().map_err(|_| format!("the variable {name} is `{text}`, which is not a number"))
         };
         let (own, all) = (number(rank, &own)?, number(processes, &all)?);
         if all <= 1 {
             continue;
         }
         if own >= all {
-            return Err(format!("the variable {rank} is {own}, and {processes} is {all}"));
+            return Err(format!("the variable {rank} is {own}, but {processes} is {all}"));
         }
         let run = STARTS.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
         let has_mpi = rank.starts_with("OMPI") || rank.starts_with("PMI");
@@ -71,7 +71,7 @@ fn address(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, Strin
     let (Some(host), Some(port)) = (get("MASTER_ADDR"), get("MASTER_PORT")) else { return Ok(None) };
     let agent_listens = get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|said| said.eq_ignore_ascii_case("true"));
     let known = port.trim().parse::<u16>().ok().and_then(|port| port.checked_add(u16::from(agent_listens)));
-    let port = known.ok_or_else(|| format!("the variable MASTER_PORT is `{port}`, which is no port"))?;
+    let port = known.ok_or_else(|| format!("the variable MASTER_PORT is `{port}`, which is not a port"))?;
     let is_v6 = host.contains(':') && !host.starts_with('[');
     Ok(Some(if is_v6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") }))
 }
@@ -80,12 +80,12 @@ fn address(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, Strin
 mod tests {
     use super::*;
 
-    fn told(variables: &[(&str, &str)]) -> Result<Option<Launched>, String> {
+    fn detect(variables: &[(&str, &str)]) -> Result<Option<Launched>, String> {
         launched(&|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
     }
 
     fn of(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
-        let launched = told(variables).unwrap().unwrap();
+        let launched = detect(variables).unwrap().unwrap();
         (launched.rank, launched.processes, launched.address)
     }
 
@@ -103,13 +103,13 @@ mod tests {
 
     #[test]
     fn nothing_is_made_up() {
-        assert_eq!(told(&[]), Ok(None));
-        assert_eq!(told(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
-        assert_eq!(told(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None), "a batch script");
+        assert_eq!(detect(&[]), Ok(None));
+        assert_eq!(detect(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
+        assert_eq!(detect(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None), "a batch script");
         for wrong in [[("RANK", "x"), ("WORLD_SIZE", "2")], [("RANK", "2"), ("WORLD_SIZE", "2")]] {
-            assert!(told(&wrong).is_err(), "{wrong:?}");
+            assert!(detect(&wrong).is_err(), "{wrong:?}");
         }
         let port = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "99999")];
-        assert!(told(&port).unwrap_err().contains("MASTER_PORT"));
+        assert!(detect(&port).unwrap_err().contains("MASTER_PORT"));
     }
 }

@@ -1,4 +1,4 @@
-//! Which process of a run this one is, and how it meets the others.
+//! The role of this process in a run, and how it connects to the others.
 
 use crate::cluster;
 use crate::error::Error;
@@ -9,13 +9,12 @@ use crate::launch::children;
 use crate::launch::children::Children;
 use crate::launch::environment::launched;
 use crate::launch::signals;
-use crate::train::digest::digests;
-use crate::train::prepare::{Prepared, Task};
 use compiler::export::quantity;
 use runtime::process::handshake::Identity;
 use runtime::process::placement::WorkerPlacement;
 use runtime::process::process_group::{Group, JoinMode, Notice, ProcessConfig, join, listen};
 use runtime::process::run_status::{LinkError, RunStatus};
+use runtime::train::run::TrainJob;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -26,31 +25,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-/// The most bytes of a cluster file.
+/// Maximum size of a cluster file in bytes.
 const MOST_BYTES: u64 = 1 << 20;
-/// How long workers may take to notice that the run is over, before the process ends without them.
+/// Time for workers to notice that the run is over, before the process exits without them.
 const GRACE: Duration = Duration::from_millis(700);
-/// How often that is looked at.
+/// Interval between these checks.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The processes of a run, and how long they wait for each other.
+/// The processes of a run and their timeouts.
 #[derive(Clone, Debug)]
 pub struct ProcessRequest {
-    /// Whether every worker runs in a process of its own on this machine.
+    /// True if every worker runs in its own process on this machine.
     pub spawn: bool,
     /// A cluster file with the hosts of the run.
     pub hosts: Option<PathBuf>,
-    /// The number of this host in the file; the one whose address is this machine's if absent.
+    /// The index of this host in the file; if absent, the host whose address is this machine's.
     pub host: Option<u32>,
     /// The rank of this process.
     pub rank: Option<u32>,
     /// The address of process 0, `HOST:PORT`.
     pub address: Option<String>,
-    /// How long to wait until all processes have connected.
+    /// Maximum time until all processes have connected.
     pub connect_timeout: Duration,
-    /// The silence after which a process counts as dead.
+    /// Time without a heartbeat after which a process counts as dead.
     pub deadline: Duration,
-    /// How often all processes are started again after one of them died.
+    /// Maximum number of restarts of all processes after one of them died.
     pub max_restarts: u32,
     /// The checkpoint that spawned processes resume from.
     pub resumed: Option<PathBuf>,
@@ -89,17 +88,17 @@ impl ProcessRequest {
     }
 }
 
-/// Which process of a run this one is.
+/// The role of this process in a run.
 pub enum ProcessRole {
-    /// The only one.
+    /// The only process.
     Alone,
-    /// The one that starts the others and reports.
+    /// The process that starts the others and reports.
     Parent,
-    /// One of several that somebody else started.
+    /// One of several processes started elsewhere.
     Member(Member),
 }
 
-/// A process among others.
+/// One process of several.
 pub struct Member {
     own: usize,
     share: WorkerDistribution,
@@ -110,24 +109,27 @@ pub struct Member {
     over_mpi: bool,
 }
 
-/// How workers are dealt out.
+/// The distribution of workers over processes.
 enum WorkerDistribution {
-    /// One for each process but the first.
+    /// One for each process except the first.
     Beside,
     /// One for each process.
     Each,
-    /// In order to so many processes.
+    /// In order over this number of processes.
     Processes(usize),
-    /// So many for each host.
+    /// This number for each host.
     Hosts(Vec<u32>),
 }
 
 impl ProcessRole {
-    /// What the flags and the environment say.
+    /// The role that the flags and the environment set.
     pub fn find(arguments: &ProcessRequest) -> Result<ProcessRole, Error> {
         if let Some(said) = arguments.environment.get(children::VARIABLE) {
             return child(said).map(ProcessRole::Member).ok_or_else(|| {
-                Error::input(format!("the variable {} is set by `pipec train --processes` alone", children::VARIABLE))
+                Error::input(format!(
+                    "the variable {} may be set only by `pipec train --processes`",
+                    children::VARIABLE
+                ))
             });
         }
         if arguments.spawn {
@@ -139,8 +141,9 @@ impl ProcessRole {
             let hosts: Vec<(String, u32)> =
                 cluster.hosts.into_iter().map(|host| (host.address, host.devices)).collect();
             let Some((first, _)) = hosts.first() else {
-                return Err(Error::file("use the cluster", path, "it names no hosts")
-                    .with_help("a table `[[host]]` with `address = \"NAME:PORT\"` and `devices = N` for each host"));
+                return Err(Error::file("use the cluster", path, "it has no hosts").with_help(
+                    "add a table `[[host]]` with `address = \"NAME:PORT\"` and `devices = N` for each host",
+                ));
             };
             let first = arguments.address.clone().unwrap_or(first.clone());
             if let Some(rank) = arguments.rank {
@@ -151,7 +154,7 @@ impl ProcessRole {
                 None => own_host(&hosts)?,
             };
             let Some((address, _)) = hosts.get(own) else {
-                let what = format!("`--host {own}`: {} names {} hosts, counted from 0", path.display(), hosts.len());
+                let what = format!("`--host {own}`: {} has {} hosts, counted from 0", path.display(), hosts.len());
                 return Err(Error::input(what));
             };
             let listen = Some(address.clone());
@@ -162,15 +165,18 @@ impl ProcessRole {
             return Ok(ProcessRole::Member(Member::ranked(rank, address.clone())));
         }
         let found = launched(&|name| arguments.environment.get(name).cloned());
-        let found = found.map_err(|why| Error::input("cannot read what the launcher says").because(why))?;
+        let found =
+            found.map_err(|why| Error::input("cannot read the launcher's environment variables").because(why))?;
         let Some(launched) = found else {
             return match arguments.rank {
-                Some(_) => Err(Error::input("`--rank` needs to know where process 0 is")
-                    .with_help("`--address HOST:PORT`, the same for all processes, or `--hosts cluster.toml`")),
-                None if arguments.address.is_some() => {
-                    Err(Error::input("`--address` alone does not say which process this is")
-                        .with_help("`--rank N` for each process, or mpirun, srun or torchrun, which number them"))
-                }
+                Some(_) => Err(Error::input("`--rank` requires the address of process 0")
+                    .with_help("add `--address HOST:PORT`, the same for all processes, or `--hosts cluster.toml`")),
+                None if arguments.address.is_some() => Err(Error::input(
+                    "`--address` requires the rank of this process",
+                )
+                .with_help(
+                    "add `--rank N` for each process, or start them with mpirun, srun or torchrun, which set the rank",
+                )),
                 None => Ok(ProcessRole::Alone),
             };
         };
@@ -178,10 +184,10 @@ impl ProcessRole {
         let over_mpi = cfg!(feature = "mpi") && launched.has_mpi && said.is_none() && arguments.rank.is_none();
         let Some(first) = said.or_else(|| over_mpi.then(|| "rank 0".to_string())) else {
             let what = format!(
-                "this is process {} of {}, and nothing says where process 0 is",
+                "this is process {} of {}, but the address of process 0 is unknown",
                 launched.rank, launched.processes
             );
-            return Err(Error::input(what).with_help("`--address HOST:PORT`, the same for all processes"));
+            return Err(Error::input(what).with_help("add `--address HOST:PORT`, the same for all processes"));
         };
         let digest = Sha256::digest(launched.run.as_bytes());
         let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
@@ -191,7 +197,7 @@ impl ProcessRole {
         Ok(ProcessRole::Member(Member { own, share, first, listen, run, restarts: 0, over_mpi }))
     }
 
-    /// Whether this process tells of the run.
+    /// True if this process reports on the run.
     pub fn reports(&self) -> bool {
         match self {
             ProcessRole::Alone | ProcessRole::Parent => true,
@@ -199,7 +205,7 @@ impl ProcessRole {
         }
     }
 
-    /// How often the run was begun again before this process was started.
+    /// Number of restarts of the run before this process was started.
     pub fn restarts(&self) -> u32 {
         match self {
             ProcessRole::Alone | ProcessRole::Parent => 0,
@@ -207,19 +213,19 @@ impl ProcessRole {
         }
     }
 
-    /// Runs what is prepared with the others: `run` is given the group that this process is one of, if there are others. `events` is of the run,
-    /// `own` of this process.
+    /// Runs a training job with the other processes, which must have equal `digests`. `run` gets the process group, if there are others. `events` receives the events of
+    /// the run, `own` those of this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessRequest,
-        (task, prepared): (&Task<'_>, &Prepared),
+        (job, digests): (&TrainJob<'_>, &dyn Fn() -> Vec<(String, [u8; 32])>),
         restarts: u32,
         (events, own): (&dyn EventSink, &dyn EventSink),
         run: impl FnOnce(Option<Group>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        let workers = prepared.workers();
+        let workers = job.program.workers.len();
         let fate = Arc::new(RunStatus::default());
-        // Those that were started together come together: whoever waits for others waits for people.
+        // Processes started together connect at once; a wait for others means that users start them by hand.
         let is_own = matches!(self, ProcessRole::Member(member) if !matches!(member.share, WorkerDistribution::Beside));
         let notice = |notice| match notice {
             Notice::Waits(whom) if is_own => own.note(&whom),
@@ -227,15 +233,14 @@ impl ProcessRole {
             Notice::SentAway(whom) => events.warn(&whom),
         };
         let meet = |part: ProcessConfig, door: JoinMode| {
-            let training = prepared.training(task);
-            let lines = part.placement.lines(training.program, training.codes, runtime::train::run::agrees(&training));
-            join(training.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
+            let lines = part.placement.lines(job.program, job.codes, runtime::train::run::agrees(job));
+            join(job.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
         let part =
             |own: usize, placement: WorkerPlacement, first: String, listen: Option<String>, run: u64| ProcessConfig {
                 own,
                 placement,
-                identity: Identity { run, parts: digests(task, prepared) },
+                identity: Identity { run, parts: digests() },
                 first,
                 listen,
                 patience: arguments.connect_timeout,
@@ -249,9 +254,8 @@ impl ProcessRole {
                 let address =
                     port.local_addr().map_err(|error| Error::negative("cannot listen").because(error))?.to_string();
                 let placement = WorkerPlacement::beside(workers);
-                let program = prepared.training(task).program;
                 let names: Vec<String> =
-                    (1..placement.processes).map(|process| placement.name(program, process)).collect();
+                    (1..placement.processes).map(|process| placement.name(job.program, process)).collect();
                 let number = fresh();
                 let children: Children = children::start(
                     &names,
@@ -284,7 +288,7 @@ impl ProcessRole {
 }
 
 impl Member {
-    /// The process of this number, of as many as there are workers, of which the first is found at an address.
+    /// The process of this rank, with one process per worker and process 0 at address `first`.
     fn ranked(rank: u32, first: String) -> Member {
         let listen = Some(first.clone()).filter(|_| rank == 0);
         Member {
@@ -300,8 +304,8 @@ impl Member {
 
     fn placement(&self, workers: usize) -> Result<WorkerPlacement, Error> {
         let (placement, there) = match &self.share {
-            WorkerDistribution::Beside => (Some(WorkerPlacement::beside(workers)), "a process for each".to_string()),
-            WorkerDistribution::Each => (WorkerPlacement::dealt(workers, workers), "a process for each".to_string()),
+            WorkerDistribution::Beside => (Some(WorkerPlacement::beside(workers)), "one process for each".to_string()),
+            WorkerDistribution::Each => (WorkerPlacement::dealt(workers, workers), "one process for each".to_string()),
             WorkerDistribution::Processes(count) => {
                 (WorkerPlacement::dealt(workers, *count), format!("{count} processes"))
             }
@@ -312,59 +316,57 @@ impl Member {
         };
         let placement = placement.ok_or_else(|| {
             Error::input(format!(
-                "the plan has {}, and there are {there}",
+                "the plan has {}, but there are {there}",
                 quantity::plural(workers as u64, "worker", "workers")
             ))
-            .with_help(
-                "start as many processes as there are workers, or fewer, or plan for as many devices as the hosts have",
-            )
+            .with_help("start at most one process per worker, or plan for as many devices as the hosts have")
         })?;
         match self.own < placement.processes {
             true => Ok(placement),
             false => Err(Error::input(format!(
-                "this is process {}, and the plan has {}: processes are counted from 0",
+                "this is process {}, but the plan has {}: processes are counted from 0",
                 self.own,
                 quantity::plural(workers as u64, "worker", "workers")
             ))
-            .with_help(format!("`--rank 0` to `--rank {}` are the processes of this run", placement.processes - 1))),
+            .with_help(format!("use `--rank 0` to `--rank {}`", placement.processes - 1))),
         }
     }
 }
 
-/// Connections to the others over MPI.
+/// Connects to the other processes over MPI.
 #[cfg(feature = "mpi")]
 fn over_mpi(placement: &WorkerPlacement, own: usize, events: &dyn EventSink) -> Result<JoinMode, Error> {
     let opened = runtime::process::mpi::open().map_err(unmet)?;
     if (opened.rank, opened.processes) != (own, placement.processes) {
         let (rank, processes) = (opened.rank, opened.processes);
         return Err(Error::input(format!(
-            "by its environment this is process {own} of {}, by {} it is {rank} of {processes}",
+            "by the environment this is process {own} of {}, by {} it is process {rank} of {processes}",
             placement.processes, opened.library
         ))
-        .with_help("the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
+        .with_help("use the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
     }
     events.note(&format!("connected by MPI: {}", opened.library));
     Ok(JoinMode::Open(opened.streams, Box::new(opened.carrier)))
 }
 
-/// There is no MPI in this build.
+/// This build has no MPI.
 #[cfg(not(feature = "mpi"))]
 fn over_mpi(_: &WorkerPlacement, _: usize, _: &dyn EventSink) -> Result<JoinMode, Error> {
-    Err(Error::bug("a build without MPI is asked for it"))
+    Err(Error::bug("MPI requested in a build without MPI"))
 }
 
-/// Why the processes of a run did not come together.
+/// The error for processes that could not connect.
 fn unmet(error: LinkError) -> Error {
     let help = help::link(&error);
     let failure = match error {
         LinkError::Bug { .. } => Error::bug(&error.to_string()),
-        LinkError::Address { .. } => Error::input("the processes of the run cannot come together").because(&error),
-        _ => Error::negative("the processes of the run do not come together").because(&error),
+        LinkError::Address { .. } => Error::input("the processes of the run cannot connect").because(&error),
+        _ => Error::negative("the processes of the run did not connect").because(&error),
     };
     help.into_iter().fold(failure, Error::with_help)
 }
 
-/// What a child is told by its parent, whose end it follows.
+/// Reads the variable that a parent sets for its child. The child ends when the parent ends.
 fn child(said: &str) -> Option<Member> {
     let mut words = said.split(' ');
     let parent: u32 = words.next()?.parse().ok()?;
@@ -373,13 +375,13 @@ fn child(said: &str) -> Option<Member> {
     let restarts = words.next()?.parse().ok()?;
     let first = words.next()?.to_string();
     if !signals::follow(parent) {
-        // Nobody waits for this process, and nobody would read why it ends.
+        // The parent has ended, so there is nobody to report to.
         std::process::exit(1);
     }
     Some(Member { own, share: WorkerDistribution::Beside, first, listen: None, run, restarts, over_mpi: false })
 }
 
-/// A number that no other run is likely to have.
+/// A number that is unlikely to be used by another run.
 fn fresh() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
     now ^ u64::from(std::process::id()) << 40
@@ -394,19 +396,17 @@ fn own_host(hosts: &[(String, u32)]) -> Result<usize, Error> {
     let own: Vec<usize> = hosts.iter().enumerate().filter(|(_, host)| is_own(host)).map(|(at, _)| at).collect();
     match own[..] {
         [one] => Ok(one),
-        [] => {
-            Err(Error::input("none of the hosts has an address of this machine")
-                .with_help("`--host N` says which it is"))
-        }
+        [] => Err(Error::input("no host has an address of this machine")
+            .with_help("set the index of this host with `--host N`")),
         _ => {
             let which = own.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             Err(Error::input(format!("hosts {which} all have an address of this machine"))
-                .with_help("`--host N` says which of them this process is"))
+                .with_help("set the index of this host with `--host N`"))
         }
     }
 }
 
-/// Ends the process when the run is over and its workers do not notice, because one of them computes: who started it waits for word.
+/// Exits the process when the run is over and its workers do not notice because one is computing; the launcher waits for the exit.
 fn hurry(fate: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
     let is_over = Arc::new(AtomicBool::new(false));
     let over = is_over.clone();
@@ -421,7 +421,7 @@ fn hurry(fate: Arc<RunStatus>, exit: fn(&Error) -> !) -> Arc<AtomicBool> {
             thread::sleep(LOOK);
         }
     };
-    // Without it the process ends a little later.
+    // Without this thread the process exits a little later.
     let _ = thread::Builder::new().name("hurry".into()).spawn(watch);
     is_over
 }

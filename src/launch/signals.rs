@@ -1,4 +1,4 @@
-//! What is told to processes that this one started, and what is said of how they end.
+//! Signals to child processes, and the names of signals.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,17 +7,17 @@ use std::sync::{Arc, OnceLock};
 /// Sends a signal to a process that was started from here and has not been waited for.
 #[cfg(unix)]
 pub fn send(signal: i32, pid: u32) {
-    // SAFETY: plain numbers; the process is a child of this one, so that its number is nobody else's.
+    // SAFETY: plain numbers; the process is a child that was not reaped, so its id cannot belong to another process.
     unsafe { libc::kill(pid as libc::pid_t, signal) };
 }
 
-/// What a terminal asks of this process, as Ctrl-Z does; a signal comes to the process as a whole.
+/// Pause requests of the terminal (Ctrl-Z); a signal reaches the process as a whole.
 static PAUSES: OnceLock<Result<Pauses, String>> = OnceLock::new();
 
-/// Whether a terminal asks this process to pause.
+/// Records whether the terminal asked this process to pause.
 pub struct Pauses {
     asked: Arc<AtomicBool>,
-    /// Without anybody to look after it pauses at once.
+    /// Without child processes it pauses at once.
     is_alone: Arc<AtomicBool>,
 }
 
@@ -39,33 +39,33 @@ impl Pauses {
         Ok(pauses)
     }
 
-    /// Says whether there are processes to look after.
+    /// Sets whether there are child processes to pause first.
     pub fn look_after(&self, others: bool) {
         self.asked.store(false, Ordering::Relaxed);
         self.is_alone.store(!others, Ordering::Relaxed);
     }
 
-    /// Whether it was asked since it was last looked.
+    /// True if a pause was requested since the last call.
     pub fn came(&self) -> bool {
         self.asked.swap(false, Ordering::Relaxed)
     }
 }
 
-/// Pauses these children and this process until it is told to go on, which they are then told, too. They are in no job of the terminal's,
-/// which therefore tells this process alone.
+/// Pauses these children and this process until it is continued, then continues them. The children are not in a job of the terminal,
+/// so the terminal signals only this process.
 #[cfg(unix)]
 pub fn pause(children: &[u32]) {
     children.iter().for_each(|pid| send(libc::SIGSTOP, *pid));
-    // It returns when the process goes on; where the system does not let it pause, at once.
+    // It returns when the process is continued, or at once if the system does not let it pause.
     let _ = signal_hook::low_level::emulate_default_handler(libc::SIGTSTP);
     children.iter().for_each(|pid| send(libc::SIGCONT, *pid));
 }
 
-/// There is no such thing.
+/// Not available on this system.
 #[cfg(not(unix))]
 pub fn pause(_: &[u32]) {}
 
-/// There is nothing to send.
+/// Not available on this system.
 #[cfg(not(unix))]
 pub fn send(_: i32, _: u32) {}
 
@@ -77,18 +77,18 @@ pub fn name(signal: i32) -> String {
     found.map_or(format!("signal {signal}"), |(number, name)| format!("signal {number} (SIG{name})"))
 }
 
-/// Ends this process when the one that started it ends. Says whether that one is still there.
+/// Lets this process end when its parent ends. Returns true if the parent is still running.
 #[cfg(target_os = "linux")]
 pub fn follow(parent: u32) -> bool {
     // SAFETY: plain numbers.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong, 0, 0, 0);
-        // It may have ended before.
+        // The parent may have ended before.
         libc::getppid() as u32 == parent
     }
 }
 
-/// Elsewhere the connection that closes says so.
+/// On other systems, the closed connection ends the child.
 #[cfg(not(target_os = "linux"))]
 pub fn follow(_: u32) -> bool {
     true

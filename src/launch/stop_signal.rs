@@ -1,6 +1,6 @@
-//! SIGINT and SIGTERM, where a run answers them itself: the first asks it to end, the second ends the process at once.
+//! SIGINT and SIGTERM, if a run handles them itself: the first requests a stop, the second ends the process at once.
 //!
-//! A run that writes checkpoints ends behind its step. Whoever looks after other processes ends them first.
+//! A run that writes checkpoints stops after the current step. A process with children ends them first.
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
@@ -8,18 +8,18 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// What a process answers that a signal ended: 128 and the signal's number.
+/// Exit code of a process ended by a signal, minus the signal number.
 const ENDED: i32 = 128;
 
-/// What came since this process listens; a signal comes to the process as a whole.
+/// The signals received since this process listens; a signal reaches the process as a whole.
 static HEARD: OnceLock<Result<Stop, String>> = OnceLock::new();
 
-/// Whether the run is asked to end.
+/// Records whether the run is requested to stop.
 pub struct Stop {
     signal: Arc<AtomicUsize>,
-    /// Whether the next signal ends the process at once.
+    /// True if the next signal ends the process at once.
     asked: Arc<AtomicBool>,
-    /// Whether a run that goes on ends behind its step.
+    /// True while a run is in progress that stops after its current step.
     is_awaited: AtomicBool,
 }
 
@@ -33,7 +33,7 @@ impl Stop {
     fn register() -> io::Result<Stop> {
         let (asked, signals) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
         for signal in [SIGINT, SIGTERM] {
-            // What is asked first sees what came before this signal.
+            // Handlers run in order of registration, so the first sees the state before this signal.
             flag::register_conditional_shutdown(signal, ENDED + signal, asked.clone())?;
             flag::register_usize(signal, signals.clone(), signal as usize)?;
             flag::register(signal, asked.clone())?;
@@ -41,33 +41,33 @@ impl Stop {
         Ok(Stop { signal: signals, asked, is_awaited: AtomicBool::new(false) })
     }
 
-    /// The number of the signal that came; 0 while none has.
+    /// The number of the received signal; 0 if none.
     pub fn signal(&self) -> &AtomicUsize {
         &self.signal
     }
 
-    /// The signal that came, if one has.
+    /// The received signal, if any.
     pub fn came(&self) -> Option<i32> {
         i32::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|signal| *signal != 0)
     }
 
-    /// Says whether a run goes on that ends behind its step when a signal comes.
+    /// Sets whether a run is in progress that stops after its current step when a signal arrives.
     pub fn awaited(&self, is_awaited: bool) {
         self.is_awaited.store(is_awaited, Ordering::Relaxed);
     }
 
-    /// Says that nothing is left that would answer a signal: the next one ends the process at once.
+    /// Declares that signals are no longer handled: the next one ends the process at once.
     pub fn unanswered(&self) {
         self.asked.store(true, Ordering::Relaxed);
     }
 
-    /// The signal that came, unless a run that ends behind its step waits for it.
+    /// The received signal, unless a run handles it by stopping after its current step.
     pub fn unawaited(&self) -> Option<i32> {
         self.came().filter(|_| !self.is_awaited.load(Ordering::Relaxed))
     }
 }
 
-/// The name of a signal that asks a run to stop. It may have come to another process of the run.
+/// The name of a signal that requests a stop. Another process of the run may have received it.
 pub fn name(signal: i32) -> &'static str {
     if signal == SIGINT { "SIGINT" } else { "SIGTERM" }
 }

@@ -1,30 +1,31 @@
 //! Searches for the number of micro-batches (`batch`) and the schedule (`ScheduleChoice::Auto`) together with the stages.
 //!
 //! Micro-batch sizes that divide the minibatch are planned under 1F1B, similar sizes only once. The best sizes are then planned under
-//! every other schedule that flushes.
+//! every other synchronous schedule.
 
-use crate::costs::{self, CostInput, Costs};
+use crate::costs::{CostInput, Costs};
 use crate::error::{Error, ErrorKind};
 use crate::events::{Event, EventSink, Silent};
 use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::request_costs;
 use crate::plan::solve::{PlanResult, cost_name, protect_output, solve_with_groups};
 use crate::plan::tied_weights;
 use compiler::export::sweep::Figures;
 use compiler::partition::planner::Planned;
-use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective};
+use compiler::plan::schedule::Schedule;
 use compiler::profile::shared::TensorParallelCosts;
 
-/// Schedules that flush. All sizes are planned under the first one.
-const SCHEDULES: [ScheduleKind; 8] = [
-    ScheduleKind::OneFOneB,
-    ScheduleKind::Gpipe,
-    ScheduleKind::Interleaved,
-    ScheduleKind::Bfs,
-    ScheduleKind::ZbH1,
-    ScheduleKind::ZbH2,
-    ScheduleKind::Zbv,
-    ScheduleKind::DualPipeV,
+/// Synchronous schedules. All sizes are planned under the first one.
+const SCHEDULES: [Schedule; 8] = [
+    Schedule::OneFOneB,
+    Schedule::Gpipe,
+    Schedule::Interleaved,
+    Schedule::Bfs,
+    Schedule::ZbH1,
+    Schedule::ZbH2,
+    Schedule::Zbv,
+    Schedule::DualPipeV,
 ];
 
 /// The number of sizes that are planned under every schedule.
@@ -36,17 +37,17 @@ const STEP: f64 = 1.5;
 /// One combination of micro-batch size and schedule, and its result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tried {
-    /// Samples in a micro-batch.
+    /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// Micro-batches in a minibatch.
+    /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// The schedule.
-    pub schedule: ScheduleKind,
-    /// Samples per second and peak bytes of a device, or why there is no plan.
+    pub schedule: Schedule,
+    /// Samples per second and peak bytes of a device, or the reason why there is no plan.
     pub answer: Result<(f64, u64), String>,
 }
 
-/// Whether a request leaves the number of micro-batches or the schedule open.
+/// True if a request leaves the number of micro-batches or the schedule open.
 pub fn is_requested(request: &PlanRequest) -> bool {
     request.batch.is_some() || request.options.schedule == Some(ScheduleChoice::Auto)
 }
@@ -56,7 +57,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     validate(request)?;
     let schedules: Vec<ScheduleChoice> = match &request.options.schedule {
         Some(ScheduleChoice::Auto) => SCHEDULES.into_iter().map(ScheduleChoice::Named).collect(),
-        // One micro-batch in a minibatch flushes as any other number does.
+        // A batch needs a synchronous schedule, even with one micro-batch.
         given => vec![given.clone().unwrap_or(ScheduleChoice::Named(SCHEDULES[0]))],
     };
     let mut search = Search { request, best: None, tried: Vec::new(), refused: Vec::new() };
@@ -72,9 +73,9 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     for (size, costs) in sizes {
         let costs = match costs {
             Some(costs) => costs,
-            None => costs::costs(&combination(request, size, None), &Silent)?,
+            None => request_costs::costs(&combination(request, size, None), &Silent)?,
         };
-        // It is the same model at every size.
+        // The model is the same at every size.
         if known.is_empty() {
             protect_output(request, &costs.model)?;
         }
@@ -84,17 +85,17 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
         progress("");
         known.push((score, sized));
     }
-    // Where 1F1B does not fit, small micro-batches are the nearest to it.
+    // If 1F1B does not fit at any size, small micro-batches come closest.
     known.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.size.0.cmp(&b.1.size.0)));
     for (_, sized) in known.iter().take(BEST) {
         for schedule in &schedules[1..] {
             search.solve(sized, schedule.clone())?;
-            progress(schedule.named().map_or("", ScheduleKind::name));
+            progress(schedule.named().map_or("", Schedule::name));
         }
     }
     events.event(Event::ProgressEnd);
     let Search { best, tried, mut refused, .. } = search;
-    // The smallest micro-batches need least.
+    // The smallest micro-batches need least memory.
     refused.sort_by_key(|(micro_batch, _)| *micro_batch);
     match (best, refused.into_iter().next()) {
         (Some(Best { mut planned, untrainable, aged, .. }), _) => {
@@ -107,21 +108,22 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
             Ok(PlanResult { planned, untrainable, tried })
         }
         (None, Some((_, error))) => Err(error),
-        (None, None) => Err(Error::bug("nothing was tried")),
+        (None, None) => Err(Error::bug("no combination was tried")),
     }
 }
 
-/// Refuses a request that leaves nothing to search for, or whose schedule does not flush.
+/// Refuses settings that contradict a search over sizes or schedules.
 fn validate(request: &PlanRequest) -> Result<(), Error> {
     let options = &request.options;
-    let refused =
-        |flag: &str, why: &str| Err(Error::input(format!("`{flag}` does not go with `--schedule auto`")).because(why));
+    let refused = |flag: &str, why: &str| {
+        Err(Error::input(format!("`{flag}` cannot be combined with `--schedule auto`")).because(why))
+    };
     match (&options.schedule, request.batch) {
         (Some(ScheduleChoice::Auto), _) if options.objective == Objective::Latency => {
-            refused("--objective latency", "it is about a pipeline that only answers")
+            refused("--objective latency", "it is for inference pipelines")
         }
         (Some(ScheduleChoice::Auto), _) if options.cost != CostModel::Pipec => {
-            refused(&format!("--cost {}", cost_name(options.cost)), "its formula knows one order of work")
+            refused(&format!("--cost {}", cost_name(options.cost)), "its formula supports only one schedule")
         }
         (_, Some(batch)) => {
             let parts = [("--micro-batch", request.micro_batch), ("--microbatches", Some(options.microbatches.into()))];
@@ -129,20 +131,22 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
             let both = request.micro_batch.filter(|_| options.microbatches > 1);
             let product = both.map(|size| size.saturating_mul(options.microbatches.into()));
             match given {
-                _ if options.is_inference() => Err(Error::input("`--batch` does not go with a plan for inference")
-                    .because("what only answers has no minibatches")
-                    .with_help("`--micro-batch` says how many samples it answers at a time")),
+                _ if options.is_inference() => {
+                    Err(Error::input("`--batch` cannot be combined with a plan for inference")
+                        .because("inference has no minibatches")
+                        .with_help("use `--micro-batch` to set the samples per inference"))
+                }
                 _ if product.is_some_and(|product| product != batch) => Err(Error::input(format!(
-                    "`--batch {batch}` does not go with `--micro-batch {}` and `--microbatches {}`",
+                    "`--batch {batch}` does not match `--micro-batch {}` and `--microbatches {}`",
                     both.unwrap_or(1),
                     options.microbatches
                 ))
-                .because(format!("these make {} samples", product.unwrap_or(batch)))
-                .with_help("leave one of the three out")),
+                .because(format!("their product is {} samples", product.unwrap_or(batch)))
+                .with_help("omit one of the three")),
                 Some((flag, Some(part))) => {
-                    Err(Error::input(format!("`--batch {batch}` does not go with `{flag} {part}`"))
+                    Err(Error::input(format!("`--batch {batch}` does not match `{flag} {part}`"))
                         .because(format!("{batch} samples are not a multiple of {part}"))
-                        .with_help("leave one of them out"))
+                        .with_help("omit one of them"))
                 }
                 _ => Ok(()),
             }
@@ -151,28 +155,28 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
     }
 }
 
-/// Samples in a micro-batch, and micro-batches in a minibatch.
+/// Samples per micro-batch, and micro-batches per minibatch.
 type Size = (u64, u32);
 
-/// The sizes to plan for; the costs of one that have been computed already.
+/// The sizes to plan for, one of them with its costs already computed.
 fn sizes(request: &PlanRequest, events: &dyn EventSink) -> Result<Vec<(Size, Option<Costs>)>, Error> {
     let microbatches = request.options.microbatches;
     let count = |micro_batch: u64, batch: u64| {
         u32::try_from(batch / micro_batch).ok().filter(|_| batch.is_multiple_of(micro_batch)).ok_or_else(|| {
-            Error::input(format!("`--batch {batch}` is no number of micro-batches of {micro_batch}"))
-                .because("the costs are those of that size")
+            Error::input(format!("`--batch {batch}` is not a multiple of the micro-batch size {micro_batch}"))
+                .because("the costs are for that size")
         })
     };
     match (request.batch, request.micro_batch) {
         (Some(batch), None) if microbatches > 1 => Ok(vec![((batch / u64::from(microbatches), microbatches), None)]),
         (Some(batch), None) if matches!(request.costs, CostInput::Analytic(_)) => {
-            let costs = costs::costs(&combination(request, (batch, 1), None), events)?;
+            let costs = request_costs::costs(&combination(request, (batch, 1), None), events)?;
             let mut costs = Some(costs);
             let all = counts(batch).into_iter().map(|count| ((batch / u64::from(count), count), costs.take()));
             Ok(all.collect())
         }
         (batch, _) => {
-            let costs = costs::costs(request, events)?;
+            let costs = request_costs::costs(request, events)?;
             let count = batch.map_or(Ok(microbatches), |batch| count(costs.micro_batch, batch))?;
             Ok(vec![((costs.micro_batch, count), Some(costs))])
         }
@@ -201,7 +205,7 @@ fn combination(
     one.micro_batch = Some(micro_batch);
     one.options.microbatches = microbatches;
     one.options.schedule = schedule;
-    if !one.options.schedule.as_ref().and_then(ScheduleChoice::named).is_some_and(ScheduleKind::has_chunks) {
+    if !one.options.schedule.as_ref().and_then(ScheduleChoice::named).is_some_and(Schedule::has_chunks) {
         one.options.chunks = None;
     }
     one
@@ -226,7 +230,7 @@ struct Search<'a> {
     request: &'a PlanRequest,
     best: Option<Best>,
     tried: Vec<Tried>,
-    /// Micro-batch sizes without a plan, and why.
+    /// Micro-batch sizes without a plan, with the error.
     refused: Vec<(u64, Error)>,
 }
 
@@ -234,7 +238,7 @@ impl Search<'_> {
     /// Plans one combination and keeps the plan if it is the best so far. Returns its score.
     fn solve(&mut self, sized: &Sized, schedule: ScheduleChoice) -> Result<f64, Error> {
         let Sized { size, costs, shared } = sized;
-        let kind = schedule.named().unwrap_or(ScheduleKind::Csv);
+        let kind = schedule.named().unwrap_or(Schedule::Csv);
         let one = combination(self.request, *size, Some(schedule));
         one.options.validate()?;
         let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options) {

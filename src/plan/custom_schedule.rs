@@ -1,33 +1,33 @@
 //! Custom schedules: a table `.csv` or programs `.json`.
 //!
-//! A table lists in which order each rank computes the micro-batches of one minibatch, and is repeated for every minibatch. Programs
-//! list every instruction for a fixed number of minibatches, as `pipec simulate --programs FILE.json` writes them.
+//! A table lists the order in which each rank computes the micro-batches of one minibatch, and is repeated for every minibatch. Programs
+//! list every instruction for a fixed number of minibatches, in the format of `pipec simulate --programs FILE.json`.
 
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
 use compiler::export::quantity::plural;
-use compiler::plan::ScheduleKind;
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::fit::fit;
 use compiler::schedule::formats::csv::ComputeTable;
 use compiler::schedule::formats::json::from_json;
-use compiler::schedule::{Instruction, Pipeline, Program, Schedule, ScheduleError};
+use compiler::schedule::{Instruction, Pipeline, Program, ScheduleError};
 use std::path::Path;
 
-/// The most bytes of a file.
+/// Maximum size of a file in bytes.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Help for a file that holds no programs.
+/// Help for a file without programs.
 const PROGRAM_HELP: &str =
-    "`pipec simulate PLAN --programs FILE.json` writes one, `pipec schema program` prints what it looks like";
+    "`pipec simulate PLAN --programs FILE.json` writes one, `pipec schema program` prints the format";
 
 /// A custom schedule.
 #[derive(Clone, Debug)]
 pub enum CustomSchedule {
     /// A row for each rank, for one minibatch.
     Table(ComputeTable),
-    /// Programs for all workers, with everything they do.
+    /// Programs for all workers, with every instruction.
     Program(Box<Program>),
 }
 
@@ -44,11 +44,11 @@ pub fn read(path: Option<&Path>) -> Result<Option<CustomSchedule>, Error> {
     }
     let table: ComputeTable = text.parse().map_err(|error| {
         Error::file("read the schedule", path, error).with_help(
-            "a row for each rank, cells such as 2F0, 2B0, 2I0, 2W0 for stage 2 and micro-batch 0, as torch writes them",
+            "write one row per rank, with cells such as 2F0, 2B0, 2I0, 2W0 for stage 2 and micro-batch 0, in torch's format",
         )
     })?;
     if table.microbatches() == 0 {
-        return Err(Error::file("read the schedule", path, "it has no work"));
+        return Err(Error::file("read the schedule", path, "it has no instructions"));
     }
     Ok(Some(CustomSchedule::Table(table)))
 }
@@ -63,17 +63,12 @@ pub fn open(path: Option<&Path>, events: &dyn EventSink) -> Result<Option<Custom
 }
 
 impl CustomSchedule {
-    /// The schedule whose update rule it follows.
-    pub fn kind(&self) -> ScheduleKind {
-        match self {
-            CustomSchedule::Table(_) => ScheduleKind::Csv,
-            CustomSchedule::Program(program) => {
-                ScheduleKind::from_name(program.schedule.name()).unwrap_or(ScheduleKind::Csv)
-            }
-        }
+    /// The schedule in plans: the one whose update rule it follows, if plans may have it.
+    pub fn kind(&self) -> Schedule {
+        Some(self.schedule()).filter(|schedule| Schedule::ALL.contains(schedule)).unwrap_or(Schedule::Csv)
     }
 
-    /// The schedule of its programs.
+    /// The schedule whose update rule it follows.
     pub fn schedule(&self) -> Schedule {
         match self {
             CustomSchedule::Table(_) => Schedule::Csv,
@@ -81,7 +76,7 @@ impl CustomSchedule {
         }
     }
 
-    /// Micro-batches in a minibatch.
+    /// Micro-batches per minibatch.
     pub fn microbatches(&self) -> u32 {
         match self {
             CustomSchedule::Table(table) => table.microbatches(),
@@ -95,8 +90,8 @@ impl CustomSchedule {
         match asked.filter(|asked| *asked != listed) {
             None => Ok(()),
             Some(asked) => {
-                let what = format!("`--microbatches {asked}` does not go with a schedule of {listed} micro-batches");
-                Err(Error::input(what).with_help("leave out `--microbatches`: the file says how many there are"))
+                let what = format!("`--microbatches {asked}` does not match a schedule of {listed} micro-batches");
+                Err(Error::input(what).with_help("omit `--microbatches`: the file sets the number"))
             }
         }
     }
@@ -109,7 +104,7 @@ impl CustomSchedule {
         }
     }
 
-    /// Whether it splits the backward.
+    /// True if it splits the backward.
     pub fn splits_backward(&self) -> bool {
         match self {
             CustomSchedule::Table(table) => table.splits_backward(),
@@ -127,16 +122,14 @@ impl CustomSchedule {
         }
     }
 
-    /// Its size in words.
+    /// A description of its size.
     fn summary(&self) -> String {
         let items = plural(self.microbatches().into(), "micro-batch", "micro-batches");
         match self {
             CustomSchedule::Table(table) => {
                 let stages = plural(table.stages().into(), "stage", "stages");
                 let ranks = plural(table.rows.len() as u64, "rank", "ranks");
-                format!(
-                    "a table of one minibatch of {items}, {stages} on {ranks}; it is repeated for as many minibatches as are run"
-                )
+                format!("a table of one minibatch of {items}, {stages} on {ranks}; it is repeated for every minibatch")
             }
             CustomSchedule::Program(program) => {
                 let minibatches = self.minibatches().unwrap_or(0);
@@ -166,7 +159,7 @@ impl CustomSchedule {
 
     /// The error for programs that the checker refuses.
     pub fn unsound(&self, why: impl std::fmt::Display) -> Error {
-        Error::negative(format!("{} gives no sound program", self.name())).because(why)
+        Error::negative(format!("{} gives no valid program", self.name())).because(why)
     }
 
     fn name(&self) -> &'static str {
@@ -176,13 +169,14 @@ impl CustomSchedule {
         }
     }
 
-    /// The number of minibatches to run: the requested one, which must be that of programs.
+    /// The number of minibatches to run: the requested one, which must match programs.
     pub fn count(&self, flag: &str, asked: Option<u32>) -> Result<Option<u32>, Error> {
         match (self.minibatches(), asked) {
             (Some(known), Some(asked)) if known != asked => {
                 let minibatches = plural(u64::from(known), "minibatch", "minibatches");
-                Err(Error::input(format!("`{flag} {asked}` does not go with programs for {minibatches}"))
-                    .with_help(format!("leave out `{flag}`; a table, FILE.csv, is for any number of minibatches")))
+                Err(Error::input(format!("`{flag} {asked}` does not match programs for {minibatches}")).with_help(
+                    format!("omit `{flag}`, or use a table FILE.csv, which has no fixed number of minibatches"),
+                ))
             }
             (known, asked) => Ok(known.or(asked)),
         }
@@ -214,12 +208,12 @@ impl CustomSchedule {
         if stages > 0 && ranks > stages && ranks.is_multiple_of(stages) {
             let replicas = vec![(ranks / stages).to_string(); stages].join(",");
             return Error::input(format!("{} has {stages} stages and {ranks} rows", self.name()))
-                .because("its rows are those of workers")
-                .with_help(format!("`--stages {replicas}` gives each stage as many"));
+                .because("it has one row per worker")
+                .with_help(format!("use `--stages {replicas}`"));
         }
         Error::input(format!("{} has {stages} stages on {ranks} ranks", self.name()))
-            .because("plans that are made here put one stage on each device")
-            .with_help("a plan whose stages name the same devices, with `chunks` to say so, runs it: `--plan`")
+            .because("the planner puts only one stage on each device")
+            .with_help("pass a plan with `chunks` and several stages per device with `--plan`")
     }
 }
 

@@ -1,29 +1,29 @@
-//! Why there is no plan, and which change of the request gives one.
+//! Infeasibility reports: why there is no plan, and which change of the request gives one.
 
-use crate::costs;
 use crate::costs::CostInput;
 use crate::error::{Error, ErrorKind};
 use crate::events::Silent;
 use crate::help;
 use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::request_costs;
 use crate::plan::solve::solve;
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::partition::explain::infeasible::Infeasible;
 use compiler::partition::planner::PlanError;
-use compiler::plan::ScheduleKind;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, ProblemError};
+use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::MOST;
 use std::path::Path;
 
-/// The error of a planner, with the smallest sufficient memory limit if nothing fits.
-pub fn describe(file: &Path, error: PlanError, schedule: ScheduleKind) -> Error {
+/// The error of a planner, with the smallest sufficient memory limit if no plan fits.
+pub fn describe(file: &Path, error: PlanError, schedule: Schedule) -> Error {
     let what = format!("cannot plan {}", file.display());
     match &error {
         PlanError::Problem(ProblemError::NoSpeed { class, .. }) => Error::input(what).because(&error).with_help(format!(
-            "`speed` in `[[device]]` table {class}, counted from 0, says how fast its devices are against those whose costs are used: 1.0 \
-             for these themselves, 0.5 for half as fast"
+            "set `speed` in `[[device]]` table {class} (counted from 0): the speed of its devices relative to those whose costs are used, \
+             1.0 for the same, 0.5 for half as fast"
         )),
         PlanError::Problem(problem) => {
             let failure = Error::input(what).because(problem);
@@ -33,11 +33,11 @@ pub fn describe(file: &Path, error: PlanError, schedule: ScheduleKind) -> Error 
             let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));
             let replicas = quantity::plural(u64::from(*replicas), "replica", "replicas");
             let why = format!(
-                "no plan fits in {limit} per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) lacks {missing}"
+                "no plan fits in {limit} per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) needs {missing} more"
             );
             let least = quantity::at_least(*smallest_limit);
             Error::infeasible(format!("no feasible plan for {}", file.display())).because(why).with_help(format!(
-                "`--memory {least}` is the least that was found to do"
+                "`--memory {least}` is the smallest limit with a plan found"
             ))
         }
         PlanError::DeviceMemory(small) => too_small(file, small, schedule),
@@ -45,14 +45,14 @@ pub fn describe(file: &Path, error: PlanError, schedule: ScheduleKind) -> Error 
     }
 }
 
-/// Adds to an infeasible request the single changes that make it feasible, found by planning with each of them. Large requests get
-/// generic advice instead.
+/// Adds the single changes that make an infeasible request feasible, found by planning with each of them. Large requests get generic
+/// advice instead.
 pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error {
     if failure.kind() != ErrorKind::Infeasible {
         return failure;
     }
     if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
-        return failure.with_more_help("a smaller micro-batch or more devices need less");
+        return failure.with_more_help("use a smaller micro-batch or more devices");
     }
     let options = &request.options;
     let changed = |change: &dyn Fn(&mut PlanRequest)| {
@@ -60,7 +60,7 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         change(&mut other);
         other
     };
-    // Of each change the smallest step that helps.
+    // For each kind of change, the smallest step that helps.
     let mut ways: Vec<Vec<(String, PlanRequest)>> = Vec::new();
     if matches!(request.costs, CostInput::Analytic(_)) {
         let halves =
@@ -78,20 +78,20 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         ways.push((1..=MOST).map(way).collect());
     }
     if options.schedule.is_none() && options.microbatches == 1 && !options.is_inference() {
-        let flushed = changed(&|other| other.options.schedule = Some(ScheduleChoice::Named(ScheduleKind::OneFOneB)));
+        let flushed = changed(&|other| other.options.schedule = Some(ScheduleChoice::Named(Schedule::OneFOneB)));
         ways.push(vec![("`--schedule 1f1b`".to_string(), flushed)]);
     }
     let fits = |(name, other): &(String, PlanRequest)| {
-        let costs = costs::costs(other, &Silent).ok()?;
+        let costs = request_costs::costs(other, &Silent).ok()?;
         let plan = solve(&other.model, costs, &other.options).ok()?.plan;
         let speed = quantity::samples(plan.predicted.throughput_per_s);
-        Some(format!("{name} ({} on the fullest device, {speed} samples/s)", quantity::bytes(fullest(&plan))))
+        Some(format!("{name} (peak memory {}, {speed} samples/s)", quantity::bytes(fullest(&plan))))
     };
     let found: Vec<String> = ways.iter().filter_map(|way| way.iter().find_map(fits)).collect();
     let last: Vec<String> = ways.iter().filter_map(|way| Some(way.last()?.0.clone())).collect();
     match (found.is_empty(), last.is_empty()) {
-        (false, _) => failure.with_more_help(format!("what fits without that: {}", found.join(", "))),
-        (true, false) => failure.with_more_help(format!("none of {} alone is enough", last.join(", "))),
+        (false, _) => failure.with_more_help(format!("other changes that fit: {}", found.join(", "))),
+        (true, false) => failure.with_more_help(format!("none of {} alone is sufficient", last.join(", "))),
         (true, true) => failure,
     }
 }
@@ -103,7 +103,7 @@ pub struct Size {
     pub ops: usize,
     /// Devices.
     pub devices: u32,
-    /// Samples in a micro-batch.
+    /// Samples per micro-batch.
     pub micro_batch: u64,
 }
 
@@ -112,35 +112,35 @@ const MOST_OPS: usize = 400;
 const MOST_DEVICES: u32 = 16;
 
 /// The error for devices whose own memory is too small.
-fn too_small(file: &Path, small: &Infeasible, schedule: ScheduleKind) -> Error {
+fn too_small(file: &Path, small: &Infeasible, schedule: Schedule) -> Error {
     let Infeasible { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } =
         small;
     let (memory, missing) = (quantity::bytes(*memory), quantity::bytes(*missing));
     let (replicas, least) =
         (quantity::plural(u64::from(*replicas), "replica", "replicas"), quantity::at_least(*smallest));
-    let (lacks, place) = match class {
+    let (needs, place) = match class {
         Some(class) => (
-            format!("lacks {missing} on device class {class} (`{kind}`), whose devices hold {memory}"),
-            format!("in `[[device]]` table {class}, counted from 0, and in tables like it,"),
+            format!("needs {missing} more on device class {class} (`{kind}`), whose devices have {memory}"),
+            format!("in `[[device]]` table {class} (counted from 0) and similar tables"),
         ),
         None => (
             format!(
-                "needs {}, and devices of several classes hold less, the smallest {memory}",
+                "needs {}, but devices of several classes have less, the smallest {memory}",
                 quantity::bytes(*smallest)
             ),
             "in every `[[device]]` table that has less".to_string(),
         ),
     };
-    let why = format!("no plan fits: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) {lacks}");
+    let why = format!("no plan fits: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) {needs}");
     let also = limit.map_or(String::new(), |limit| format!(", with `--memory {}`", quantity::at_least(limit)));
     Error::infeasible(format!("no feasible plan for {}", file.display())).because(why).with_help(format!(
-        "no `--memory` gives devices more than they have; `memory = \"{least}\"` {place} is the least that was found to do{also}; \
-         {}a smaller micro-batch or more devices need less",
+        "`--memory` cannot exceed the memory of a device; `memory = \"{least}\"` {place} is the smallest with a plan found{also}; \
+         use {}a smaller micro-batch or more devices",
         fewer(schedule)
     ))
 }
 
 /// Advice for schedules with an in-flight limit.
-fn fewer(schedule: ScheduleKind) -> &'static str {
-    if schedule.takes_caps() { "fewer minibatches in flight (`--in-flight`), " } else { "" }
+fn fewer(schedule: Schedule) -> &'static str {
+    if schedule.takes_caps() { "fewer in-flight minibatches (`--in-flight`), " } else { "" }
 }

@@ -1,4 +1,4 @@
-//! The largest model of a zoo family that fits on so many devices, with one stage on each.
+//! The largest model of a zoo family that fits on a number of devices, with one stage on each.
 
 use crate::cluster::{self, ClusterRequest};
 use crate::costs::Costs;
@@ -17,31 +17,31 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The choice of a family that makes its members larger.
+/// The zoo option that makes the members of a family larger.
 const LAYERS: &str = "layers";
-/// No more layers than this are tried: a graph of a few hundred thousand ops tells nobody more.
+/// Maximum number of layers tried; larger graphs add no information.
 const MOST: u32 = 4096;
 
-/// Pieces of a member for each stage, where a first look will do, and the fewest of all.
+/// Pieces per stage of a coarsened member, and the fewest pieces in total.
 const PIECES: usize = 4;
 const LEAST_PIECES: usize = 32;
 
-/// Bytes of a parameter of the zoo's models.
+/// Bytes per parameter of zoo models.
 const BYTES: f64 = 4.0;
 
 /// A family of zoo models that differ in their number of layers.
 pub struct Family<'a> {
     /// Its name in the zoo: a model, or a published size whose other settings are kept.
     pub name: &'a str,
-    /// Samples in a micro-batch.
+    /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// The device kind of the costs; the cluster's devices if absent.
+    /// The device type of the costs; the cluster's devices if absent.
     pub kind: Option<&'a str>,
     /// Search settings. Stages and recomputation are set for each member.
     pub options: &'a PlanOptions,
-    /// Layers go up by so many.
+    /// Step between numbers of layers.
     step: u32,
-    /// Members that were costed, by their layers.
+    /// Members with their costs, by number of layers.
     members: RefCell<BTreeMap<u32, Option<(u64, Costs)>>>,
 }
 
@@ -53,25 +53,25 @@ impl<'a> Family<'a> {
         kind: Option<&'a str>,
         options: &'a PlanOptions,
     ) -> Result<Self, Error> {
-        let fail = |why: String| Error::input(format!("`--family {name}` names no family")).because(why);
+        let fail = |why: String| Error::input(format!("unknown `--family {name}`")).because(why);
         let Some((entry, _)) = zoo::find(name) else {
             return Err(fail(format!("the zoo has no such model{}", zoo::meant(name)))
                 .with_help("`pipec zoo` lists the models"));
         };
         if !entry.choices.iter().any(|choice| choice.name == LAYERS) {
-            return Err(fail(format!("`{}` has no choice of `{LAYERS}`", entry.name)));
+            return Err(fail(format!("`{}` has no option `{LAYERS}`", entry.name)));
         }
         let mut family = Family { name, micro_batch, kind, options, step: 1, members: RefCell::default() };
-        // GNMT has pairs of layers, AmoebaNet threes: the smallest step at which two members in a row can be built.
+        // GNMT needs pairs of layers, AmoebaNet triples: the smallest step with which two successive members can be built.
         let is_step = |step: &u32| [2, 3].iter().all(|times| family.build(step * 2 * times).is_ok());
         family.step = (1..=6).find(is_step).ok_or_else(|| fail("no two of its members can be built".to_string()))?;
         Ok(family)
     }
 
-    /// The most layers that fit on that many devices, one stage each. `tried` is told of every number of layers and whether it fits.
+    /// The most layers that fit on that many devices, one stage each. `tried` receives every number of layers tried, and true if it fits.
     ///
-    /// Members in few pieces are planned soon and never fit where the whole does not, so that they are asked first; only from the
-    /// largest of them on is everything looked at.
+    /// A coarsened member is planned quickly, and fits only if the full one does. So coarsened members are searched first; the full
+    /// search starts from the largest of them.
     pub fn largest(
         &self,
         devices: u32,
@@ -98,8 +98,8 @@ impl<'a> Family<'a> {
         zoo::build(self.name, &options.with(LAYERS, Setting::Number(layers as usize)))
     }
 
-    /// The parameters and the costs of the member with so many layers, if it can be built: those of one device, whatever the cluster.
-    /// What is too large by far for all devices together is not costed op by op.
+    /// The parameters and the costs on one device of the member with this number of layers, if it can be built. Costs are not computed
+    /// for a member that exceeds the memory of all devices together.
     fn member(&self, layers: u32, cluster: &Cluster) -> Result<Option<(u64, Costs)>, Error> {
         if let Some(known) = self.members.borrow().get(&layers) {
             return Ok(known.clone());
@@ -119,14 +119,14 @@ impl<'a> Family<'a> {
         Ok(member)
     }
 
-    /// Whether so many parameters, one gradient of each and the optimizer's state are more than all devices hold.
+    /// True if the parameters, their gradients and the optimizer state exceed the memory of all devices.
     fn is_beyond(&self, parameters: f64, cluster: &Cluster) -> Result<bool, Error> {
         let limit = self.options.memory_limit.unwrap_or(cluster.device.memory);
         let least = parameters * BYTES * (2.0 + self.options.optimizer()?.state());
         Ok(limit.0 > 0 && least > limit.0 as f64 * cluster.devices() as f64)
     }
 
-    /// The parameters of the member with so many layers, if it can be built and fits.
+    /// The parameters of the member with this number of layers, if it can be built and fits.
     fn fits(
         &self,
         layers: u32,
@@ -151,20 +151,20 @@ impl<'a> Family<'a> {
         match solve(Path::new(self.name), costs, &options) {
             Ok(_) => Ok(Some(parameters)),
             Err(failure) if failure.kind() == ErrorKind::Infeasible => Ok(None),
-            // Too few pieces for so many stages; the whole may do.
+            // Too few pieces for the number of stages; the full member may fit.
             Err(_) if is_coarse => Ok(None),
             Err(failure) => Err(failure),
         }
     }
 }
 
-/// A number that fits, and what is known of it.
+/// A number that fits, with its result.
 type Fitting = (u32, Option<(u32, u64)>);
 
-/// The largest number that fits, given one that does: by steps that double, then by halving.
+/// The largest number that fits, given one that fits: doubling steps, then bisection.
 fn largest_of(start: Fitting, fits: &dyn Fn(u32) -> Result<Option<(u32, u64)>, Error>) -> Result<Fitting, Error> {
     let (mut least, mut known) = start;
-    // A straight pipeline needs something to cut between, so that nobody begins with a single one.
+    // A pipeline needs at least two layers to cut between.
     let mut step = if least == 0 { 2 } else { 1 };
     let mut most = loop {
         match fits(least + step)? {

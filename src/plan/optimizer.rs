@@ -1,4 +1,4 @@
-//! Optimizers by their names in plans.
+//! Optimizers, by their names in plans.
 
 use crate::error::Error;
 
@@ -73,13 +73,16 @@ impl Optimizer {
             (Optimizer::Rmsprop | Optimizer::RmspropMomentum, false) => Optimizer::RmspropMomentum,
             (other, true) => other,
             (other, false) => {
-                return Err(Error::input(format!("`--momentum` does not go with `--optimizer {}`", other.name()))
-                    .with_help("it belongs to `--optimizer sgd` and `rmsprop`"));
+                return Err(Error::input(format!(
+                    "`--momentum` cannot be combined with `--optimizer {}`",
+                    other.name()
+                ))
+                .with_help("it requires `--optimizer sgd` or `rmsprop`"));
             }
         })
     }
 
-    /// The momentum of an optimizer whose name says that it has one.
+    /// The default momentum of an optimizer, by its name.
     pub fn default_momentum(self) -> f64 {
         if matches!(self, Optimizer::SgdMomentum | Optimizer::RmspropMomentum) { DEFAULT_MOMENTUM } else { 0.0 }
     }

@@ -1,4 +1,4 @@
-//! The request that an existing plan answers, to evaluate its stages again or to plan for other devices.
+//! The request of an existing plan, to evaluate its stages again or to plan for other devices.
 
 use crate::costs::Costs;
 use crate::error::Error;

@@ -1,4 +1,4 @@
-//! What to plan: the model, its costs, the devices, and the constraints of the search.
+//! Plan requests: the model, its costs, the devices, and the constraints of the search.
 
 use crate::cluster::ClusterRequest;
 use crate::costs::{CostInput, ModelFormat};
@@ -11,9 +11,9 @@ use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
 use compiler::partition::planner::Partitioner;
-use compiler::plan::ScheduleKind;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,24 +23,23 @@ use std::time::Duration;
 pub struct PlanRequest {
     /// The model, or a published profile.
     pub model: PathBuf,
-    /// The format of the model file; by its name if absent.
+    /// The format of the model file; from its name if absent.
     pub format: Option<ModelFormat>,
     /// The source of op costs.
     pub costs: CostInput,
     /// The devices.
     pub cluster: ClusterRequest,
-    /// How the model is imported.
+    /// The import settings.
     pub import: ImportRequest,
-    /// Samples in one micro-batch; the profile's, the model's or 32 if absent.
+    /// Samples per micro-batch; the profile's, the model's or 32 if absent.
     pub micro_batch: Option<u64>,
-    /// The loss whose costs are counted; the one that training would use if absent.
+    /// The loss included in the costs; the one that training would use if absent.
     pub loss: Option<CountedLoss>,
-    /// Samples in one minibatch: the number of micro-batches is then part of the search.
+    /// Samples per minibatch; the number of micro-batches is then part of the search.
     pub batch: Option<u64>,
     /// The search and its constraints.
     pub options: PlanOptions,
-    /// The file that will receive the plan, if it must not be overwritten when it holds the plan of another model. The check
-    /// comes before the search.
+    /// The output file of the plan, if it must not overwrite the plan of another model. This is checked before the search.
     pub protected_output: Option<PathBuf>,
 }
 
@@ -58,10 +57,10 @@ impl PlanRequest {
 /// The schedule of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScheduleChoice {
-    /// The best of the schedules that flush.
+    /// The best synchronous schedule.
     Auto,
     /// A known schedule.
-    Named(ScheduleKind),
+    Named(Schedule),
     /// A file: a table `.csv`, or programs `.json`.
     File(PathBuf),
 }
@@ -73,7 +72,7 @@ impl ScheduleChoice {
     }
 
     /// The known schedule.
-    pub fn named(&self) -> Option<ScheduleKind> {
+    pub fn named(&self) -> Option<Schedule> {
         if let ScheduleChoice::Named(kind) = self { Some(*kind) } else { None }
     }
 }
@@ -83,7 +82,7 @@ impl ScheduleChoice {
 pub enum BucketSize {
     /// The power of two with which the plan's program is fastest.
     Auto,
-    /// About so many bytes.
+    /// Approximate size in bytes.
     Bytes(Bytes),
 }
 
@@ -96,11 +95,11 @@ pub struct PlanOptions {
     pub activation_compression: Option<f64>,
     /// The memory limit of each device; the memory of the device if absent.
     pub memory_limit: Option<Bytes>,
-    /// Micro-batches in one minibatch.
+    /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// The schedule; 1F1B-RR if absent, 1F1B with micro-batches or a target, inference for latency.
     pub schedule: Option<ScheduleChoice>,
-    /// Stages on each rank, for interleaved schedules.
+    /// Stages per rank, for interleaved schedules.
     pub chunks: Option<u32>,
     /// The objective.
     pub objective: Objective,
@@ -116,13 +115,13 @@ pub struct PlanOptions {
     pub pins: Vec<(String, u32)>,
     /// The largest number of stages.
     pub max_stages: Option<u32>,
-    /// Whether every stage has one replica.
+    /// True if every stage has one replica.
     pub no_replication: bool,
     /// Tensor parallelism.
     pub tensor_parallel: TensorParallel,
-    /// Whether a stage that does not fit otherwise may recompute its activations.
+    /// True if a stage that does not fit otherwise may recompute its activations.
     pub recompute: bool,
-    /// The optimizer, for its state and the time of its step.
+    /// The optimizer, for its state and step time.
     pub optimizer: Optimizer,
     /// The momentum that training will use.
     pub momentum: Option<f64>,
@@ -188,19 +187,19 @@ impl PlanOptions {
         custom_schedule::read(self.schedule.as_ref().and_then(ScheduleChoice::file))
     }
 
-    /// Whether the plan is for inference, as far as that is known without reading a custom schedule.
+    /// True if the plan is for inference, as far as known without reading a custom schedule.
     pub fn is_inference(&self) -> bool {
-        self.schedule_kind(None) == ScheduleKind::Inference
+        self.schedule_kind(None) == Schedule::Inference
     }
 
     /// The kind of the schedule: the given one, else the default.
-    pub fn schedule_kind(&self, custom: Option<&CustomSchedule>) -> ScheduleKind {
+    pub fn schedule_kind(&self, custom: Option<&CustomSchedule>) -> Schedule {
         let default = match (&self.target, self.objective) {
-            (_, Objective::Latency) => ScheduleKind::Inference,
-            (Some(_), _) => ScheduleKind::OneFOneB,
-            // Round robin takes whole minibatches.
-            (None, _) if self.microbatches > 1 => ScheduleKind::OneFOneB,
-            (None, _) => ScheduleKind::RoundRobin,
+            (_, Objective::Latency) => Schedule::Inference,
+            (Some(_), _) => Schedule::OneFOneB,
+            // Round-robin schedules need whole minibatches.
+            (None, _) if self.microbatches > 1 => Schedule::OneFOneB,
+            (None, _) => Schedule::OneFOneBRr,
         };
         let named = self.schedule.as_ref().and_then(ScheduleChoice::named);
         custom.map(CustomSchedule::kind).or(named).unwrap_or(default)
@@ -221,17 +220,14 @@ impl PlanOptions {
         if let Some((flag, _)) = constraints.iter().find(|(_, is_given)| *is_given)
             && !SUPPORT_CONSTRAINTS.contains(&self.partitioner)
         {
-            return Err(Error::input(format!("`--partitioner {name}` does not go with `{flag}`"))
-                .because(format!("`{flag}` limits the stages, and the partitioner would not know"))
-                .with_help(format!(
-                    "leave out one of them, or write `--partitioner {}`",
-                    Partitioner::default().name()
-                )));
+            return Err(Error::input(format!("`--partitioner {name}` cannot be combined with `{flag}`"))
+                .because("this partitioner does not support constraints")
+                .with_help(format!("omit one of them, or use `--partitioner {}`", Partitioner::default().name())));
         }
         if self.time_limit.is_some() && self.partitioner != Partitioner::Milp {
-            return Err(Error::input(format!("`--time-limit` does not go with `--partitioner {name}`"))
-                .because("only `--partitioner milp` is ended by the clock, the others are bounded by their work")
-                .with_help("`--budget` bounds how much a search looks at, and gives the same plan every time"));
+            return Err(Error::input(format!("`--time-limit` cannot be combined with `--partitioner {name}`"))
+                .because("only `--partitioner milp` has a wall-clock limit")
+                .with_help("use `--budget`, which limits the states a search visits and is deterministic"));
         }
         self.validate_schedule()
     }
@@ -240,25 +236,29 @@ impl PlanOptions {
     fn validate_schedule(&self) -> Result<(), Error> {
         let kind = self.schedule_kind(self.custom_schedule()?.as_ref());
         if let Some(target) = self.target.map(Target::name)
-            && (kind.is_continuous() || kind == ScheduleKind::Inference)
+            && (kind.is_continuous() || kind == Schedule::Inference)
         {
-            return Err(Error::input(format!("`--target {target}` does not go with `--schedule {}`", kind.name()))
-                .because("no framework carries weight versions")
-                .with_help(
-                    "`--schedule 1f1b` and `--schedule gpipe` flush; `--microbatches` says into how many pieces",
-                ));
+            return Err(Error::input(format!(
+                "`--target {target}` cannot be combined with `--schedule {}`",
+                kind.name()
+            ))
+            .because("no framework supports weight versions")
+            .with_help("use a synchronous schedule, `--schedule 1f1b` or `--schedule gpipe`, with `--microbatches`"));
         }
         let unequal = self.replicas.as_ref().is_some_and(|stages| stages.iter().any(|replicas| *replicas != stages[0]));
         if let Some(target) = self.target.map(Target::name).filter(|_| unequal) {
-            return Err(Error::input(format!("`--target {target}` does not go with unequal `--stages`"))
-                .because("no framework runs stages with different numbers of replicas")
-                .with_help("`--stages 2,2,2`, or leave it out"));
+            return Err(Error::input(format!("`--target {target}` cannot be combined with unequal `--stages`"))
+                .because("no framework supports stages with different numbers of replicas")
+                .with_help("use equal numbers, for example `--stages 2,2,2`, or omit it"));
         }
-        if self.objective == Objective::Latency && kind != ScheduleKind::Inference {
-            return Err(Error::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
-                .because("it is about one item's way through a pipeline that only answers")
-                .with_help("leave out `--schedule`, or write `--schedule inference`"));
+        if self.objective == Objective::Latency && kind.trains() {
+            return Err(Error::input(format!(
+                "`--objective latency` cannot be combined with `--schedule {}`",
+                kind.name()
+            ))
+            .because("it is the end-to-end latency of an inference pipeline")
+            .with_help("omit `--schedule`, or use `--schedule inference`"));
         }
-        self.zero.validate(kind != ScheduleKind::Inference)
+        self.zero.validate(kind.trains())
     }
 }

@@ -1,20 +1,21 @@
-//! What an order of work of the user's own takes beyond what a plan counts: micro-batches, items in flight, weight versions.
+//! Memory of a custom schedule beyond the plan's estimate: micro-batches, in-flight micro-batches, weight versions.
 //!
-//! A plan's memory is that of its caps. A table or a program from a file says by itself how much it keeps, so that what fits by the plan
-//! need not fit under another order. Bytes are told as the plan counts them.
+//! The memory estimate of a plan assumes its in-flight limits. A table or programs from a file may need more, so a plan that fits may not
+//! fit with another schedule. Bytes are computed as in the plan.
 
 use compiler::export::quantity;
 use compiler::export::quantity::plural;
 use compiler::plan::check::cost::class_of;
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, Stage};
 use compiler::schedule::action;
 use compiler::schedule::action::Phase;
 use compiler::schedule::{Instruction, Program, WorkerProgram};
 
-/// What to do about it.
-pub const HELP: &str = "`pipec partition MODEL --schedule FILE` makes a plan that counts what this order of work keeps, or says that it does not fit";
+/// Help for such a schedule.
+pub const HELP: &str = "`pipec partition MODEL --schedule FILE` makes a plan with the memory of this schedule, or reports that it does not fit";
 
-/// What a worker has most of at a stage, and where it comes to have it.
+/// The peak number of something at a stage, and where it occurs.
 #[derive(Clone, Default)]
 struct Peak {
     most: u32,
@@ -29,20 +30,20 @@ impl Peak {
     }
 }
 
-/// What the programs take beyond what the plan counts, a sentence each; at each stage the worker that takes most.
+/// Describes what the programs need beyond the plan's estimate; for each stage, the worker that needs most.
 pub fn beyond(plan: &Plan, program: &Program) -> Vec<String> {
-    let mut told = Vec::new();
+    let mut excesses = Vec::new();
     let planned = plan.schedule.microbatches;
     if program.microbatches != planned {
         let items = |count: u32| plural(u64::from(count), "micro-batch", "micro-batches");
-        told.push(format!(
-            "it is for minibatches of {}, the plan's times and memory are for {}",
+        excesses.push(format!(
+            "its minibatches have {}, but the plan's times and memory assume {}",
             items(program.microbatches),
             items(planned)
         ));
     }
     if !program.schedule.trains() {
-        return told;
+        return excesses;
     }
     let (flights, versions) = peaks(program);
     let apart = action::apart(program);
@@ -51,23 +52,23 @@ pub fn beyond(plan: &Plan, program: &Program) -> Vec<String> {
         let held = stage.memory.activations / u64::from(cap.max(1));
         if let Some(peak) = flights.get(at).filter(|peak| peak.most > cap) {
             let more = held.saturating_mul(u64::from(peak.most - cap));
-            told.push(excess(plan, stage, "micro-batches in flight", peak, cap, more));
+            excesses.push(excess(plan, stage, "micro-batches in flight", peak, cap, more));
         }
         let kept = plan.schedule.weight_versions.get(at).copied().unwrap_or(1);
         if let Some(peak) = versions.get(at).filter(|peak| peak.most > kept) {
             let more = stage.memory.weights.saturating_mul(u64::from(peak.most - kept));
-            told.push(excess(plan, stage, "weight versions", peak, kept, more));
+            excesses.push(excess(plan, stage, "weight versions", peak, kept, more));
         }
-        // A plan for a table does not know which of its backwards come in two parts.
+        // A plan for a table does not record which backwards are split.
         let counted = plan.schedule.apart.get(at).copied().unwrap_or(0);
-        let found = apart.get(at).copied().filter(|_| splits(program) && plan.schedule.kind != ScheduleKind::Csv);
+        let found = apart.get(at).copied().filter(|_| splits(program) && plan.schedule.kind != Schedule::Csv);
         if let Some(found) = found.filter(|found| *found > counted) {
-            told.push(format!(
-                "stage {at} has {found} micro-batches between the halves of their backward, the plan counts {counted}"
+            excesses.push(format!(
+                "stage {at} has {found} micro-batches with a pending weight gradient, but the plan assumes {counted}"
             ));
         }
     }
-    told
+    excesses
 }
 
 fn splits(program: &Program) -> bool {
@@ -78,7 +79,7 @@ fn splits(program: &Program) -> bool {
 fn excess(plan: &Plan, stage: &Stage, what: &str, peak: &Peak, counted: u32, more: u64) -> String {
     let total = stage.memory.total;
     let mut text = format!(
-        "stage {} has {} {what} {}, the plan counts {counted}: about {} more than its {}",
+        "stage {} has {} {what} {}, but the plan assumes {counted}: about {} more than its {}",
         stage.id.0,
         peak.most,
         peak.at,
@@ -89,12 +90,12 @@ fn excess(plan: &Plan, stage: &Stage, what: &str, peak: &Peak, counted: u32, mor
     let own = classes.map(|class| class.device.memory.0);
     let limit = plan.cluster.memory_per_device.map(|limit| limit.0).into_iter().chain(own).min();
     if let Some(limit) = limit.filter(|limit| total.saturating_add(more) > *limit) {
-        text += &format!(", on devices of {}", quantity::bytes(limit));
+        text += &format!(", on devices with {}", quantity::bytes(limit));
     }
     text
 }
 
-/// For each stage the most items in flight and the most weight versions of one worker.
+/// For each stage, the most in-flight micro-batches and the most weight versions of one worker.
 fn peaks(program: &Program) -> (Vec<Peak>, Vec<Peak>) {
     let stages = program.stages.len();
     let (mut flights, mut versions) = (vec![Peak::default(); stages], vec![Peak::default(); stages]);

@@ -1,6 +1,6 @@
-//! From costs and options to a plan.
+//! Computes a plan from costs and options.
 
-use crate::costs::{self, COSTS, Costs};
+use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::output;
@@ -8,26 +8,28 @@ use crate::plan::batch_search::{self, Tried};
 use crate::plan::custom_schedule::{self, CustomSchedule};
 use crate::plan::infeasible::{Size, describe, with_remedies};
 use crate::plan::request::{BucketSize, PlanOptions, PlanRequest, ScheduleChoice};
+use crate::plan::request_costs;
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::tied_weights;
 use compiler::cluster::Bytes;
 use compiler::partition::planner::{Planned, PlannerOptions};
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::plan::problem::{CostModel, InFlight, Problem};
-use compiler::plan::{Edge, PlannedModel, ScheduleKind, Stage};
+use compiler::plan::schedule::VersionRule;
+use compiler::plan::{Edge, PlannedModel, Stage};
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
 use std::path::Path;
 
-/// The answer to a request.
+/// The result of a request.
 #[derive(Clone, Debug)]
 pub struct PlanResult {
-    /// The plan and the candidates that it was chosen from.
+    /// The plan and its candidates.
     pub planned: Planned,
     /// Why the runtime of pipec cannot train the plan, if it cannot.
     pub untrainable: Option<String>,
-    /// Combinations of micro-batch size and schedule that were searched, if there was more than one.
+    /// Searched combinations of micro-batch size and schedule, if more than one.
     pub tried: Vec<Tried>,
 }
 
@@ -38,7 +40,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     }
     request.options.validate()?;
     custom_schedule::open(request.options.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
-    let costs = costs::costs(request, events)?;
+    let costs = request_costs::costs(request, events)?;
     protect_output(request, &costs.model)?;
     let params = costs.graph.params.clone();
     let size = Size { ops: costs.graph.ops.len(), devices: costs.cluster.devices(), micro_batch: costs.micro_batch };
@@ -84,7 +86,7 @@ pub fn solve_with_groups(
     };
     let once = |problem: &Problem| options.zero.plan(problem, &planner);
     let search = |problem: &Problem| if finds_bucket { best(problem, &once) } else { once(problem) };
-    // A schedule that the user names is kept, even if its plan cannot be trained.
+    // A schedule that the user requests is kept, even if its plan cannot be trained.
     let planned = search(&problem).and_then(|planned| match options.schedule {
         None => tied_weights::trained(&problem, planned, &search),
         Some(_) => Ok(planned),
@@ -124,21 +126,28 @@ fn problem(
     problem.optimizer = optimizer.name().to_string();
     problem.schedule = options.schedule_kind(custom);
     let microbatches = options.microbatches;
-    if microbatches > 1 && problem.schedule == ScheduleKind::Inference {
-        return Err(Error::input(format!("`--microbatches {microbatches}` does not go with a plan for inference"))
-            .because("what only answers has no minibatches")
-            .with_help("`--micro-batch` says how many samples it answers at a time"));
+    if microbatches > 1 && !problem.schedule.trains() {
+        return Err(Error::input(format!(
+            "`--microbatches {microbatches}` cannot be combined with a plan for inference"
+        ))
+        .because("inference has no minibatches")
+        .with_help("use `--micro-batch` to set the samples per inference"));
     }
     if microbatches > 1 && problem.schedule.is_round_robin() {
         let kind = problem.schedule.name();
-        return Err(Error::input(format!("`--microbatches {microbatches}` does not go with `--schedule {kind}`"))
-            .because("it takes whole minibatches")
-            .with_help("`--schedule 2bw` splits a minibatch without a flush, `--schedule 1f1b` with one"));
+        return Err(Error::input(format!(
+            "`--microbatches {microbatches}` cannot be combined with `--schedule {kind}`"
+        ))
+        .because("it uses whole minibatches")
+        .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
     }
     if matches!(options.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {
-        return Err(Error::input(format!("`--in-flight` does not go with `--schedule {}`", problem.schedule.name()))
-            .because("it says itself how many micro-batches are in flight")
-            .with_help("`--schedule 1f1b` flushes too and takes caps"));
+        return Err(Error::input(format!(
+            "`--in-flight` cannot be combined with `--schedule {}`",
+            problem.schedule.name()
+        ))
+        .because("the schedule sets the number of in-flight micro-batches")
+        .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
     }
     // The default, 1, agrees with every custom schedule.
     let given = Some(microbatches).filter(|given| *given > 1);
@@ -172,8 +181,8 @@ fn problem(
 /// limits.
 fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let levels = &problem.cluster.levels;
-    let simulated = |pipeline| match problem.schedule {
-        ScheduleKind::RoundRobinVsync => steady_in_sync(&pipeline).ok(),
+    let simulated = |pipeline| match problem.schedule.versions() {
+        VersionRule::Synchronised => steady_in_sync(&pipeline).ok(),
         _ => steady(&pipeline).ok(),
     };
     let unknown = || Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 };

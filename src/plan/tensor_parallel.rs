@@ -1,10 +1,7 @@
-//! Tensor parallelism in plans: the degree, and the costs of a model on groups of devices.
+//! Tensor parallelism in plans: the degree, and the costs of a model on tensor-parallel groups.
 
 use crate::costs::Costs;
 use crate::error::Error;
-use compiler::cluster::Device;
-use compiler::graph::Graph;
-use compiler::pass::attribution::Training;
 use compiler::plan::groups::MOST;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::TensorParallelCosts;
@@ -15,28 +12,17 @@ use serde_json::Value;
 /// The tensor-parallel degree of each replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TensorParallel {
-    /// 1.
+    /// Degree 1.
     #[default]
     Never,
     /// The best degree.
     Auto,
-    /// This many.
+    /// This degree.
     Degree(u32),
 }
 
-/// A model whose ops are known, so that its costs on groups of devices can be computed.
-#[derive(Clone)]
-pub struct Shareable {
-    /// The model at fixed sizes.
-    pub graph: Graph,
-    /// What training adds to it.
-    pub training: Training,
-    /// The device of the roofline.
-    pub device: Device,
-}
-
 impl TensorParallel {
-    /// What the plan was asked for with.
+    /// The requested degree of a plan.
     pub fn of_plan(plan: &Plan) -> TensorParallel {
         match plan.options.get("tensor") {
             Some(Value::Array(sizes)) => {
@@ -48,7 +34,7 @@ impl TensorParallel {
         }
     }
 
-    /// The groups of a plan's own stages.
+    /// The degree of a plan's stages.
     pub fn in_plan(plan: &Plan) -> TensorParallel {
         match plan.stages.iter().map(Stage::degree).max() {
             Some(degree) if degree > 1 => TensorParallel::Degree(degree),
@@ -56,15 +42,15 @@ impl TensorParallel {
         }
     }
 
-    /// Sizes of groups that fill the units of the fastest level.
+    /// Degrees that divide the innermost level.
     fn sizes(self, costs: &Costs) -> Result<Vec<u32>, Error> {
         let (name, count) = costs.cluster.levels.first().map_or(("", 1), |level| (level.name.as_str(), level.count));
         match self {
             TensorParallel::Never => Ok(Vec::new()),
             TensorParallel::Degree(size) if !count.is_multiple_of(size) => {
                 Err(Error::input(format!("`--tensor {size}` does not divide the {count} devices of {name}"))
-                    .because("devices share ops over the fastest level only")
-                    .with_help("a divisor of that number, or `--tensor auto`"))
+                    .because("tensor parallelism runs only within the innermost level")
+                    .with_help("use a divisor of that number, or `--tensor auto`"))
             }
             TensorParallel::Degree(size) => Ok(vec![size]),
             TensorParallel::Auto => {
@@ -77,16 +63,16 @@ impl TensorParallel {
         }
     }
 
-    /// What the model costs on such groups.
+    /// The costs of the model on such groups.
     pub fn costs(self, costs: &Costs) -> Result<Vec<TensorParallelCosts>, Error> {
         let sizes = self.sizes(costs)?;
         let Some(level) = costs.cluster.levels.first().filter(|_| !sizes.is_empty()) else { return Ok(Vec::new()) };
         let fail = |why: &dyn std::fmt::Display| {
-            Error::input(format!("cannot tell what {} costs on groups of devices", costs.model.file)).because(why)
+            Error::input(format!("cannot compute the tensor-parallel costs of {}", costs.model.file)).because(why)
         };
         let Some(known) = &costs.shareable else {
             return Err(
-                fail(&"a published profile does not say what its ops compute").with_help("leave out `--tensor`")
+                fail(&"a published profile does not describe the computation of its ops").with_help("omit `--tensor`")
             );
         };
         let of = |devices: u32| {

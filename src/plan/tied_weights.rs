@@ -1,15 +1,16 @@
-//! Parameters that several stages of a plan share: which schedules can train them, and in which version.
+//! Tied weights across stages: which schedules can train them, and with which weight version.
 
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::partition::planner::{PlanError, Planned};
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective, Problem, Target};
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, Stage};
 use compiler::profile::cost_graph::ParamCost;
 use std::cmp::Reverse;
 
-/// The stages that use a parameter, where they are several.
+/// The tied parameters, with the stages that use them.
 fn shared<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Vec<&'a Stage>)> {
     let holds = |stage: &Stage, op: u32| stage.ops.iter().any(|&(from, to)| (from..to).contains(&op));
     let using = |param: &ParamCost| -> Vec<&'a Stage> {
@@ -18,7 +19,7 @@ fn shared<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Ve
     params.iter().map(|param| (param, using(param))).filter(|(_, stages)| stages.len() > 1).collect()
 }
 
-/// Those whose stages have unequally many replicas.
+/// The tied parameters whose stages have different numbers of replicas.
 fn uneven<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Vec<&'a Stage>)> {
     let mut shared = shared(params, plan);
     shared.retain(|(_, stages)| stages.iter().any(|stage| stage.replicas != stages[0].replicas));
@@ -30,11 +31,11 @@ fn listed(stages: &[&Stage]) -> String {
 }
 
 fn more(shared: usize) -> String {
-    if shared > 1 { format!(" ({} more are shared as well)", shared - 1) } else { String::new() }
+    if shared > 1 { format!(" ({} more are shared, too)", shared - 1) } else { String::new() }
 }
 
-/// A warning where `pipec train` would refuse the plan, because stages of unequally many replicas share a parameter under a schedule
-/// that steps them at different times.
+/// A warning if `pipec train` would refuse the plan: stages with different numbers of replicas share a parameter under a schedule that
+/// steps them at different times.
 pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     if !plan.schedule.kind.is_round_robin() {
         return None;
@@ -42,7 +43,7 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     let shared = uneven(params, plan);
     let (first, stages) = shared.first()?;
     Some(format!(
-        "stages {} share the parameter `{}`{} and have unequally many replicas: `pipec train` refuses that under {}, `--schedule 1f1b` trains it",
+        "stages {} share the parameter `{}`{} but have different numbers of replicas: `pipec train` refuses this under {}, but not with `--schedule 1f1b`",
         listed(stages),
         shown(&first.name),
         more(shared.len()),
@@ -50,9 +51,9 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     ))
 }
 
-/// A plan that `pipec train` takes in place of one that it refuses: the best with equally many replicas of the stages that share, else the best that
-/// flushes. It says what the other one would have brought; that stays where there is no better, or where cost models compare with the
-/// literature.
+/// Replaces a plan that `pipec train` would refuse: by the best plan with equal replica counts of the stages that share, else the best
+/// under 1F1B. The new plan has a warning with the figure of the replaced one. A plan is kept if there is no other, or if its cost model
+/// is one of the literature.
 pub fn trained(
     problem: &Problem,
     planned: Planned,
@@ -73,7 +74,7 @@ pub fn trained(
     if problem.constraints.replicas.is_none() && problem.constraints.target.is_none() {
         let mut even = problem.clone();
         even.constraints.target = Some(Target::Torch);
-        // Other stages than those may keep their replicas.
+        // The other stages keep their replicas.
         let mut alike = problem.clone();
         let ids: Vec<u32> = shared.iter().flat_map(|(_, stages)| stages.iter().map(|stage| stage.id.0)).collect();
         let least =
@@ -85,7 +86,7 @@ pub fn trained(
     let found = asked.iter().filter_map(|asked| solve(asked).ok().filter(is_taken)).min_by(better);
     let found = found.or_else(|| {
         let mut flushed = problem.clone();
-        flushed.schedule = ScheduleKind::OneFOneB;
+        flushed.schedule = Schedule::OneFOneB;
         solve(&flushed).ok()
     });
     let Some(mut other) = found else { return Ok(planned) };
@@ -98,7 +99,7 @@ pub fn trained(
     if other.plan.schedule.kind == problem.schedule {
         let (ours, theirs) = (&mut other.plan, &planned.plan);
         ours.lower_bound_us = ours.lower_bound_us.min(theirs.lower_bound_us);
-        // It was proven among fewer plans.
+        // Optimality was proven over fewer plans.
         ours.proven_optimal &= theirs.proven_optimal;
         if better(&other, &planned).is_le() {
             return Ok(other);
@@ -106,20 +107,20 @@ pub fn trained(
         other.plan.proven_optimal = false;
     }
     let without = match problem.objective {
-        Objective::Memory => format!("{} on the fullest device", quantity::bytes(fullest(&planned.plan))),
+        Objective::Memory => format!("peak memory {}", quantity::bytes(fullest(&planned.plan))),
         _ => format!("{} per minibatch", quantity::time(planned.plan.predicted.step_us)),
     };
     let instead = match other.plan.schedule.kind == problem.schedule {
-        true => "these have equally many here".to_string(),
+        true => "here they have equal numbers".to_string(),
         false => format!(
-            "this one is for {}, which trains them; no plan with equally many does what is asked",
+            "this plan uses {}, which can train them; no plan with equal numbers meets the constraints",
             other.plan.schedule.kind.name()
         ),
     };
     let kind = problem.schedule.name();
     other.plan.warnings.push(format!(
-        "stages {} of the best plan under {kind} ({without}) share the parameter `{}`{} and have unequally many replicas, which `pipec train` \
-         refuses: {instead}; `--schedule {kind}` plans the other",
+        "stages {} of the best plan under {kind} ({without}) share the parameter `{}`{} but have different numbers of replicas, which `pipec train` \
+         refuses: {instead}; `--schedule {kind}` gives the refused plan",
         listed(stages),
         shown(&first.name),
         more(shared.len()),
@@ -127,8 +128,8 @@ pub fn trained(
     Ok(other)
 }
 
-/// Where stages that share a parameter have it in other versions than their own, which a program does not say: all see the one that the
-/// stage with the most in flight has, so that the copies are equal.
+/// A note on tied weights whose version differs from the program: all stages use the version of the stage with the most in-flight
+/// minibatches, so that the copies are equal.
 pub fn aged(params: &[ParamCost], plan: &Plan) -> Option<String> {
     if !plan.schedule.kind.is_round_robin() || refused(params, plan).is_some() {
         return None;
@@ -139,7 +140,7 @@ pub fn aged(params: &[ParamCost], plan: &Plan) -> Option<String> {
     let (first, stages) = shared.first()?;
     let oldest = stages.iter().max_by_key(|stage| (cap(stage), Reverse(stage.id.0)))?;
     Some(format!(
-        "stages {} share the parameter `{}`{}: all use it in the version that stage {} has, which is older than the one that programs name for the others",
+        "stages {} share the parameter `{}`{}: all use the weight version of stage {}, which is older than the version in the programs of the others",
         listed(stages),
         shown(&first.name),
         more(shared.len()),

@@ -19,9 +19,9 @@ impl ZeroStage {
     pub fn validate(self, trains: bool) -> Result<(), Error> {
         match self {
             ZeroStage::Level(level) if level > 0 && !trains => {
-                Err(Error::input(format!("`--zero {level}` does not go with `--schedule inference`"))
-                    .because("replicas share gradients and the state of the optimizer, and nothing is trained")
-                    .with_help("leave it out"))
+                Err(Error::input(format!("`--zero {level}` cannot be combined with `--schedule inference`"))
+                    .because("ZeRO shards gradients and optimizer state, which inference does not have")
+                    .with_help("omit it"))
             }
             _ => Ok(()),
         }
@@ -40,7 +40,7 @@ impl ZeroStage {
         };
         let plan = &mut planned.plan;
         if self.level() > 0 && plan.stages.iter().all(|stage| stage.zero == 0) {
-            plan.warnings.push("no stage has replicas that could share anything: ZeRO changes nothing".to_string());
+            plan.warnings.push("no stage has several replicas, so ZeRO has no effect".to_string());
         }
         Ok(planned)
     }

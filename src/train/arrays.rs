@@ -1,9 +1,9 @@
-//! Arrays that the user gives, by the names of a model's inputs.
+//! Arrays of the user, by the names of a model's inputs.
 
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
-use crate::help;
+use crate::files::missing;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::op::dropout::COUNTER;
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// The other name under which labels are found.
+/// The alternative name of labels.
 pub const LABELS: &str = "y";
 
 /// The arrays of a file.
@@ -29,26 +29,24 @@ pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Error> 
                 .with_help(help);
         }
         let help = match &error {
-            FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => help::absent(path),
+            FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => missing::help(path),
             FileError::Read { fault, .. } if fault.kind() == ErrorKind::PermissionDenied => {
                 "check its permissions".to_string()
             }
-            FileError::Extension { .. } => "`numpy.savez(\"train.npz\", x=…, y=…)` writes a file of arrays".to_string(),
-            FileError::Early { .. } => {
-                "write the file again, or copy it again: what is missing cannot be read".to_string()
-            }
-            _ => "`numpy.load(FILE)` in Python says what is in it; arrays of objects are never read".to_string(),
+            FileError::Extension { .. } => "write arrays with `numpy.savez(\"train.npz\", x=…, y=…)`".to_string(),
+            FileError::Early { .. } => "the file is incomplete: write or copy it again".to_string(),
+            _ => "check it with `numpy.load(FILE)` in Python; pipec never reads arrays of objects".to_string(),
         };
         Error::input(format!("cannot read {what}")).because(error).with_help(help)
     })
 }
 
-/// The array that holds the labels.
+/// The name of the array with the labels.
 pub fn labels(arrays: &BTreeMap<String, Tensor>) -> &'static str {
     if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS }
 }
 
-/// The error in the user's names: labels may be called `y` in the file.
+/// Renames labels in an error to their name in the file, which may be `y`.
 pub fn rename_labels(mut error: DataError, labels: &str) -> DataError {
     let own = |name: &mut String| {
         if name == TARGET {
@@ -83,8 +81,8 @@ pub fn arrays(
     Ok(named(graph, read(path, what)?, events))
 }
 
-/// The arrays under the names of the graph's inputs. Where the model has one input and the file one array beside labels, that
-/// array is the input's, whatever it is called.
+/// The arrays under the names of the graph's inputs. If the model has one input and the file one array besides labels, that array
+/// is the input, whatever its name.
 pub fn named(graph: &Graph, mut arrays: BTreeMap<String, Tensor>, events: &dyn EventSink) -> BTreeMap<String, Tensor> {
     let inputs = inputs(graph);
     if let [input] = &inputs[..]
@@ -94,41 +92,39 @@ pub fn named(graph: &Graph, mut arrays: BTreeMap<String, Tensor>, events: &dyn E
         if let [only] = &names[..]
             && let Some(array) = arrays.remove(only)
         {
-            events.note(&format!("array `{}` is taken for the model's only input `{}`", shown(only), shown(input)));
+            events.note(&format!("array `{}` is used as the model's only input `{}`", shown(only), shown(input)));
             arrays.insert(input.clone(), array);
         }
     }
     arrays
 }
 
-/// Refuses arrays that leave an input of the model open.
+/// Refuses arrays without one of the model's inputs.
 pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> Result<(), Error> {
     match inputs(graph).iter().find(|name| !arrays.contains_key(*name)) {
         None => Ok(()),
         Some(missing) => {
             let found = arrays.keys().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
             let found = if found.is_empty() { "nothing".to_string() } else { found };
-            let why = format!("the model reads `{}`; the file has {found}", shown(missing));
-            Err(Error::file("use", path, why)
-                .with_help("arrays are named like the model's inputs, see `pipec inspect`"))
+            let why = format!("the model needs `{}`, but the file has {found}", shown(missing));
+            Err(Error::file("use", path, why).with_help("name arrays after the model's inputs, see `pipec inspect`"))
         }
     }
 }
 
-/// Refuses arrays of the model's inputs that hold NaN or an infinity.
+/// Refuses inputs that contain NaN or an infinity.
 pub fn check_finite(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Error> {
     for (name, array) in inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array))) {
         let Err(DataError::NotFinite { row, value, .. }) = refuse_not_finite(&name, array) else { continue };
-        let why = format!("array `{}` holds {value} in row {row}", shown(&name));
-        return Err(Error::input("the data does not fit the model")
+        let why = format!("array `{}` contains {value} in row {row}", shown(&name));
+        return Err(Error::input("the data does not match the model")
             .because(why)
-            .with_help("clean the array, `numpy.nan_to_num` for example"));
+            .with_help("clean the array, for example with `numpy.nan_to_num`"));
     }
     Ok(())
 }
 
-/// The names of the inputs that the model reads and somebody must give: whoever runs the model makes the counter of
-/// dropouts.
+/// The names of the inputs that the model reads and the user must provide; the runtime provides the dropout counter.
 fn inputs(graph: &Graph) -> Vec<String> {
     let is_read =
         |value: Value| !graph.consumers(value).is_empty() || graph.outputs.iter().any(|output| output.value == value);

@@ -1,16 +1,16 @@
-//! Checkpoints of a run: which one it goes on from, whether that is one of this run, and who is told of new ones.
+//! Checkpoints of a run: finds the one to resume from, checks that it belongs to this run, and reports new ones.
 
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::detect;
-use crate::help;
+use crate::files::missing;
 use crate::train::initial_weights::listed;
 use crate::train::prepare::{Prepared, Task};
 use crate::train::request::CheckpointRequest;
 use crate::train::run_settings::{differences, terms};
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
-use compiler::schedule::Schedule;
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::lock::{self, Held, LockError};
@@ -23,18 +23,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Differences that are listed at most.
+/// Maximum number of differences listed.
 const LISTED: usize = 16;
 
-/// Where a run writes its checkpoints.
+/// Settings of the checkpoints that a run writes.
 pub struct Keeping<'a> {
     /// The folder.
     pub folder: &'a Path,
-    /// After every so many minibatches, and at the end; only there, if nothing.
+    /// Number of minibatches between checkpoints, besides the one at the end; only that one if absent.
     pub every: Option<u32>,
-    /// How many stay; all, if nothing.
+    /// Number of checkpoints to keep; all if absent.
     pub keep: Option<u32>,
-    /// Who is told what has become of one.
+    /// Called for each checkpoint that was written or failed.
     pub tell: &'a dyn Fn(&Saved),
 }
 
@@ -44,13 +44,13 @@ pub const WEIGHTS: &str = "weights.safetensors";
 /// The checkpoint that a run resumes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resume<'a> {
-    /// The newest complete one in this folder.
+    /// The newest complete checkpoint in this folder.
     Newest(&'a Path),
-    /// This one.
+    /// This checkpoint.
     From(&'a Path),
 }
 
-/// The checkpoints of a request that exist now, newest first, and when each was written.
+/// The existing checkpoints of a request, newest first, with the time when each was written.
 pub fn existing(request: &CheckpointRequest) -> Vec<(PathBuf, Option<SystemTime>)> {
     let known = request.folder.as_deref().and_then(|folder| find::known(folder).ok()).unwrap_or_default();
     let dated = |(_, path): (u32, PathBuf)| {
@@ -71,15 +71,15 @@ pub fn resume_after_failure(request: &mut CheckpointRequest, before: &[(PathBuf,
     };
 }
 
-/// Where a run goes on.
+/// The state that a run resumes from.
 pub struct Begun {
-    /// The weights of the run, those of the checkpoint among them.
+    /// The weights of the run, including those of the checkpoint.
     pub weights: BTreeMap<String, Tensor>,
-    /// The rest of it.
+    /// The rest of the state.
     pub start: Start,
 }
 
-/// Refuses to write checkpoints into a folder that has some of a run that this one does not go on with. `is_held`: this run holds the folder.
+/// Refuses to write checkpoints into a folder with checkpoints of another run. `is_held`: this run holds the lock of the folder.
 pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>, is_held: bool) -> Result<(), Error> {
     let is_here = |from: &Path| match (from.canonicalize(), folder.canonicalize()) {
         (Ok(from), Ok(folder)) => from.parent() == Some(&folder),
@@ -91,32 +91,34 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>, is_held: boo
         _ => {}
     }
     if folder.is_file() {
-        let why = format!("{} is a file, and checkpoints are folders within a folder", folder.display());
-        return Err(Error::input("cannot write checkpoints").because(why).with_help("`--checkpoint-dir ck` makes one"));
+        let why = format!("{} is a file, but checkpoints need a folder", folder.display());
+        return Err(Error::input("cannot write checkpoints")
+            .because(why)
+            .with_help("pass a folder, for example `--checkpoint-dir ck`"));
     }
     let found = find::known(folder).map_err(|error| Error::input("cannot write checkpoints").because(error))?;
     let Some((_, newest)) = found.first() else { return Ok(()) };
     if !is_held {
-        // Those of a run that is at work are not there to be gone on with.
+        // The checkpoints of a run in progress cannot be resumed.
         hold(folder)?;
     }
-    Err(Error::input(format!("{} has checkpoints of a run", folder.display()))
+    Err(Error::input(format!("{} has checkpoints of another run", folder.display()))
         .because(format!("the newest is {}", newest.display()))
-        .with_help("`--resume auto` goes on with it; another `--checkpoint-dir` begins anew"))
+        .with_help("resume it with `--resume auto`, or choose another `--checkpoint-dir`"))
 }
 
-/// Takes the folder for this run, as long as what comes back is there: two that write into it would remove each other's checkpoints.
+/// Locks the folder for this run until the result is dropped: two runs would remove each other's checkpoints.
 pub fn hold(folder: &Path) -> Result<Held, Error> {
     lock::hold(folder).map_err(|error| {
         let failure = Error::input("cannot write checkpoints").because(&error);
         match error {
-            LockError::Taken { .. } => failure.with_help("wait until it ends, or name another `--checkpoint-dir`"),
-            LockError::Open { .. } => failure.with_help("choose a place that can be read and written"),
+            LockError::Taken { .. } => failure.with_help("wait until it ends, or choose another `--checkpoint-dir`"),
+            LockError::Open { .. } => failure.with_help("choose a readable and writable location"),
         }
     })
 }
 
-/// The checkpoint that the run goes on from; nothing where it begins at the beginning.
+/// The state that the run resumes from; `None` if it starts afresh.
 pub fn begin(
     resume: Resume<'_>,
     task: &Task<'_>,
@@ -128,7 +130,7 @@ pub fn begin(
             let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
             if let Some(newer) = newer(found.manifest.minibatches, task) {
                 events.note(&format!(
-                    "{} is newer than the checkpoint that this run goes on from: `--resume auto` would take it until this run has come as far",
+                    "{} is newer than the checkpoint that this run resumes from: `--resume auto` would use it until this run has passed it",
                     newer.display()
                 ));
             }
@@ -136,7 +138,7 @@ pub fn begin(
         }
         Resume::Newest(folder) => {
             let all =
-                find::known(folder).map_err(|error| Error::input("cannot look for checkpoints").because(error))?;
+                find::known(folder).map_err(|error| Error::input("cannot search for checkpoints").because(error))?;
             for (_, path) in all {
                 let why = match find::read(&path) {
                     Ok(found) => match begun(&path, found, task, prepared, events)? {
@@ -145,9 +147,9 @@ pub fn begin(
                     },
                     Err(fault) => fault.to_string(),
                 };
-                events.warn(&format!("{} is passed over: {why}", path.display()));
+                events.warn(&format!("{} is skipped: {why}", path.display()));
             }
-            events.note(&format!("no complete checkpoint in {}: the run begins at the beginning", folder.display()));
+            events.note(&format!("no complete checkpoint in {}: the run starts afresh", folder.display()));
             Ok(None)
         }
     }
@@ -156,13 +158,13 @@ pub fn begin(
 fn unreadable(folder: &Path, fault: &FindError) -> Error {
     let failure = refused(folder);
     if !folder.exists() {
-        return failure.because("there is no such folder").with_help(help::absent(folder)).with_more_help(NEWEST);
+        return failure.because("no such folder").with_help(missing::help(folder)).with_more_help(NEWEST);
     }
     if folder.is_file() {
-        let failure = failure.because("it is a file, and a checkpoint is a folder");
+        let failure = failure.because("it is a file, but a checkpoint is a folder");
         return failure.with_help(match detect::no_model(folder) {
             Some(_) => {
-                format!("`--weights {}` begins another run with the weights of a file; {NEWEST}", folder.display())
+                format!("`--weights {}` starts a new run with the weights of a file; {NEWEST}", folder.display())
             }
             None => NEWEST.to_string(),
         });
@@ -170,20 +172,20 @@ fn unreadable(folder: &Path, fault: &FindError) -> Error {
     let failure = failure.because(fault);
     match find::all(folder).ok().and_then(|all| all.into_iter().next()) {
         Some((_, newest)) if !folder.join(FILE).exists() => {
-            failure.with_help(format!("checkpoints have folders of their own: `--resume {}`", newest.display()))
+            failure.with_help(format!("pass the folder of one checkpoint: `--resume {}`", newest.display()))
         }
         _ => failure.with_help(NEWEST),
     }
 }
 
-/// What asks for no name.
-const NEWEST: &str = "`--resume auto` takes the newest complete checkpoint of `--checkpoint-dir`";
+/// Help that needs no checkpoint name.
+const NEWEST: &str = "`--resume auto` uses the newest complete checkpoint of `--checkpoint-dir`";
 
 fn refused(folder: &Path) -> Error {
-    Error::input(format!("cannot go on from {}", folder.display()))
+    Error::input(format!("cannot resume from {}", folder.display()))
 }
 
-/// Where the run goes on, or what the checkpoint lacks of it.
+/// The state to resume from, or what is missing in the checkpoint.
 fn begun(
     folder: &Path,
     found: Found,
@@ -194,7 +196,7 @@ fn begun(
     let Found { manifest, weights, mut start } = found;
     fits(folder, &manifest, task, prepared).map_err(|failure| match older(folder, task, prepared) {
         Some(older) => {
-            failure.with_more_help(format!("`--resume {}` goes on from an older one, which fits", older.display()))
+            failure.with_more_help(format!("`--resume {}` is an older checkpoint that matches", older.display()))
         }
         None => failure,
     })?;
@@ -210,20 +212,20 @@ fn begun(
         return Ok(Err(fault.to_string()));
     }
     let falls = matches!(task.optimizer.rate.shape, Shape::Cosine { .. } | Shape::Linear { .. });
-    told(folder, &manifest, (is_same_plan, is_short, falls), prepared, events);
+    report_resume(folder, &manifest, (is_same_plan, is_short, falls), prepared, events);
     let mut all = task.weights.clone();
     all.extend(weights);
     Ok(Ok(Begun { weights: all, start }))
 }
 
-/// Refuses the checkpoint of another run, or one that lies where this run is not cut.
+/// Refuses the checkpoint of another run, or one at a step where this run has no checkpoint.
 fn fits(folder: &Path, manifest: &Manifest, task: &Task<'_>, prepared: &Prepared) -> Result<(), Error> {
     let mut differences = differences(&manifest.run, &terms(task, prepared));
     differences.truncate(LISTED);
     if !differences.is_empty() {
         let failure = differences.into_iter().fold(refused(folder), Error::because);
         return Err(failure.with_help(format!(
-            "give this run what that one had; `--weights {}` begins another run with its weights",
+            "use the same settings as that run, or start a new run with its weights: `--weights {}`",
             folder.display()
         )));
     }
@@ -231,47 +233,47 @@ fn fits(folder: &Path, manifest: &Manifest, task: &Task<'_>, prepared: &Prepared
     start.check(prepared.program()).map_err(|fault| {
         let failure = refused(folder).because(&fault);
         match fault {
-            StartError::Round { .. } => failure.with_help("another plan, or a checkpoint after a multiple of that"),
-            _ => failure.with_help("`--steps` or `--epochs` make the run longer"),
+            StartError::Round { .. } => failure.with_help("use another plan, or a checkpoint after a multiple of that"),
+            _ => failure.with_help("make the run longer with `--steps` or `--epochs`"),
         }
     })
 }
 
-/// What the run would miss in the weights of a checkpoint.
+/// The weights of the run that a checkpoint does not have.
 fn lacks(weights: &BTreeMap<String, Tensor>, prepared: &Prepared) -> Option<String> {
     let absent: BTreeSet<String> = prepared.names().into_iter().filter(|name| !weights.contains_key(name)).collect();
     (!absent.is_empty()).then(|| format!("it has no {}", listed(&absent.into_iter().collect::<Vec<_>>())))
 }
 
-/// The newest checkpoint beside this one, of fewer minibatches, from which the run could go on.
+/// The newest earlier checkpoint in the same folder from which the run can resume.
 fn older(folder: &Path, task: &Task<'_>, prepared: &Prepared) -> Option<PathBuf> {
     let own = folder.file_name()?.to_str().and_then(find::minibatches)?;
     let around = folder.parent().map(|around| if around == Path::new("") { Path::new(".") } else { around })?;
     let mut beside = find::all(around).ok()?.into_iter().filter(|(minibatches, _)| *minibatches < own);
     let fits = |path: &Path| find::manifest(path).is_ok_and(|manifest| fits(path, &manifest, task, prepared).is_ok());
     let (_, path) = beside.find(|(_, path)| fits(path))?;
-    // Only of one are the files read.
+    // The files of only one checkpoint are read.
     find::read(&path).is_ok_and(|found| lacks(&found.weights, prepared).is_none()).then_some(path)
 }
 
-/// The newest checkpoint in the folder that this run writes to, where that is of more minibatches than the one that it goes on from.
+/// The newest checkpoint in the output folder of this run, if it is of a later step than the one it resumes from.
 fn newer(own: u32, task: &Task<'_>) -> Option<PathBuf> {
     let (minibatches, newest) = find::all(task.keeping.as_ref()?.folder).ok()?.into_iter().next()?;
     (minibatches > own).then_some(newest)
 }
 
-/// Whether the checkpoint is of the last steps of a shorter run, so that nothing was in flight behind its end.
+/// True if the checkpoint is from the last steps of a shorter run, where nothing was in flight after its end.
 fn ends_before(manifest: &Manifest, prepared: &Prepared) -> bool {
     let program = prepared.program();
     let reach = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
-    // With the one whose update is in front of the cut.
+    // Includes the minibatch whose update comes before the checkpoint.
     let behind = reach.unwrap_or(1).saturating_sub(1);
     let is_near = manifest.minibatches.saturating_add(behind) > manifest.steps;
     is_near && manifest.steps < prepared.steps && !program.schedule.flushes()
 }
 
-/// What one might not expect of a run that goes on.
-fn told(
+/// Reports the differences between a resumed run and its checkpoint.
+fn report_resume(
     folder: &Path,
     manifest: &Manifest,
     (is_same_plan, is_short, falls): (bool, bool, bool),
@@ -279,22 +281,22 @@ fn told(
     events: &dyn EventSink,
 ) {
     let (done, here) = (manifest.minibatches, prepared.dealt());
-    events.note(&format!("goes on after step {done} of {} from {}", prepared.steps, folder.display()));
+    events.note(&format!("resuming after step {done} of {} from {}", prepared.steps, folder.display()));
     if manifest.steps != prepared.steps {
-        let told = format!(
-            "the run was begun for {}, and is now of {}",
+        let length = format!(
+            "the run was started with {}, and now has {}",
             quantity::plural(u64::from(manifest.steps), "step", "steps"),
             prepared.steps
         );
         match falls {
-            true => events.warn(&format!("{told}: the learning rate falls to the new end from here on")),
-            false => events.note(&told),
+            true => events.warn(&format!("{length}: the learning rate now decays towards the new end")),
+            false => events.note(&length),
         }
     }
     if is_short {
         events.warn(
-            "the checkpoint is of the last steps of a shorter run, behind which nothing was in flight: every stage begins with one version of \
-             its weights, and the numbers are not those of a run that was this long from the beginning",
+            "the checkpoint is from the last steps of a shorter run, after which nothing was in flight: every stage starts with one weight version, \
+             and the result differs from that of a run with this length from the start",
         );
     }
     if is_same_plan {
@@ -304,48 +306,48 @@ fn told(
     if !(flushes(&manifest.plan.schedule) && flushes(&here.schedule)) {
         let apart = apart(&manifest.plan, &here);
         events.warn(&format!(
-            "the checkpoint is of another plan ({apart}), and without a flush only the same plan goes on exactly: every stage \
-             begins with one version of its weights, and the numbers are not those of a run that was never interrupted"
+            "the checkpoint is from another plan ({apart}), and without a flush only the same plan resumes exactly: every stage \
+             starts with one weight version, and the result differs from that of an uninterrupted run"
         ));
     } else if manifest.plan.microbatches != here.microbatches {
         events.warn(&format!(
-            "the checkpoint is of minibatches of {}, now of {}: their sums are rounded otherwise",
+            "the checkpoint has minibatches of {}, now {}: their sums are rounded differently",
             quantity::plural(u64::from(manifest.plan.microbatches), "micro-batch", "micro-batches"),
             here.microbatches
         ));
     } else {
-        events.note("under another plan than before; each parameter and its optimizer's state is found by name");
+        events.note("the plan differs from the checkpoint's; parameters and optimizer state are matched by name");
     }
 }
 
-/// What two ways to deal out work have apart, in words: the first thing that decides the rest.
+/// Describes the first difference between two shard layouts.
 fn apart(before: &ShardLayout, now: &ShardLayout) -> String {
     let list = |of: &dyn Fn(&StageLayout) -> u32, plan: &ShardLayout| {
         plan.stages.iter().map(|stage| of(stage).to_string()).collect::<Vec<_>>().join(",")
     };
     let stages = |plan: &ShardLayout| quantity::plural(plan.stages.len() as u64, "stage", "stages");
-    let told =
+    let change =
         |what: &str, before: &str, now: &str| (before != now).then(|| format!("{what}{}, now {now}", shown(before)));
     let count = |plan: &ShardLayout| plan.microbatches.to_string();
     let replicas = |plan: &ShardLayout| list(&|stage| stage.replicas, plan);
     let caps = |plan: &ShardLayout| list(&|stage| stage.cap, plan);
-    told("schedule ", &before.schedule, &now.schedule)
-        .or_else(|| told("", &stages(before), &stages(now)))
-        .or_else(|| told("replicas ", &replicas(before), &replicas(now)))
-        .or_else(|| told("micro-batches ", &count(before), &count(now)))
-        .or_else(|| told("staleness ", &before.staleness, &now.staleness))
-        .or_else(|| told("in flight ", &caps(before), &caps(now)))
+    change("schedule ", &before.schedule, &now.schedule)
+        .or_else(|| change("", &stages(before), &stages(now)))
+        .or_else(|| change("replicas ", &replicas(before), &replicas(now)))
+        .or_else(|| change("micro-batches ", &count(before), &count(now)))
+        .or_else(|| change("staleness ", &before.staleness, &now.staleness))
+        .or_else(|| change("in flight ", &caps(before), &caps(now)))
         .unwrap_or_else(|| "its stages end after other ops".to_string())
 }
 
-/// What the writer of checkpoints must know.
+/// The configuration of the checkpoint writer.
 pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> WriterConfig<'a> {
     let training = prepared.whole(task);
     WriterConfig {
         folder: keeping.folder.to_path_buf(),
         keep: keeping.keep.map(|keep| keep as usize),
         begun: prepared.begun.as_ref().map(|begun| begun.start.minibatches),
-        run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.told)).collect(),
+        run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.text)).collect(),
         plan: prepared.dealt(),
         steps: prepared.steps,
         per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
@@ -355,7 +357,7 @@ pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepare
     }
 }
 
-/// When checkpoints come, where that is not as one might expect.
+/// Reports when checkpoints are written, if that differs from the request.
 pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let cuts = prepared.cuts(keeping);
     if prepared.first() as u32 >= prepared.steps {
@@ -364,39 +366,39 @@ pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, events: &dyn EventSin
     let (steps, period, last) = (prepared.steps, cuts.period, cuts.last());
     if cuts.after(prepared.first() as u32).is_none() {
         let why = format!(
-            "the run ends after {}, and checkpoints come where the rounds of all stages end together, which they do every {period}",
+            "the run ends after {}, but checkpoints are written where the rounds of all stages end together, every {period}",
             quantity::plural(u64::from(steps), "step", "steps")
         );
         match prepared.first() {
             0 => events.warn(&format!("no checkpoint will be written: {why}")),
-            // The run can go on from where it went on itself.
+            // The run can resume from the same checkpoint again.
             _ => events.note(&format!("no newer checkpoint will be written: {why}")),
         }
         return;
     }
     let together = format!(
-        "checkpoints come where the rounds of all stages end together, every {}",
+        "checkpoints are written where the rounds of all stages end together, every {}",
         quantity::plural(u64::from(period), "step", "steps")
     );
     let behind = keeping.every.filter(|every| !every.is_multiple_of(period));
-    let behind = behind.map(|every| format!("those of every {every} steps as soon behind"));
+    let behind = behind.map(|every| format!("those of every {every} steps at the next such step"));
     let end = (last < steps).then(|| format!("the last after step {last} of {steps}"));
-    let told: Vec<String> = behind.into_iter().chain(end).collect();
-    if !told.is_empty() {
-        events.note(&format!("{together}: {}", told.join(", ")));
+    let changes: Vec<String> = behind.into_iter().chain(end).collect();
+    if !changes.is_empty() {
+        events.note(&format!("{together}: {}", changes.join(", ")));
     }
 }
 
-/// Lets a run that nobody asked for checkpoints in the middle go without the one at its end, where no run could go on from it.
+/// Omits the checkpoint at the end if no run could resume from it, and no others were requested.
 pub fn only_weights(task: &mut Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let Some(keeping) = task.keeping.as_ref().filter(|keeping| keeping.every.is_none()) else { return };
     if let Err(why) = check_states(prepared.program(), prepared.whole(task).codes) {
-        events.note(&format!("{} gets the trained weights and no checkpoint: {why}", keeping.folder.display()));
+        events.note(&format!("{} gets the trained weights but no checkpoint: {why}", keeping.folder.display()));
         task.keeping = None;
     }
 }
 
-/// Says what has become of a checkpoint, and keeps where the newest is.
+/// Reports a checkpoint that was written or failed, and records the newest.
 pub fn report_saved(saved: &Saved, newest: &RefCell<Option<PathBuf>>, events: &dyn EventSink) {
     match saved {
         Saved::Done { folder, left, .. } => {
@@ -407,7 +409,7 @@ pub fn report_saved(saved: &Saved, newest: &RefCell<Option<PathBuf>>, events: &d
             }
         }
         Saved::Failed { minibatches, fault } => events.warn(&format!(
-            "no checkpoint after step {minibatches}: {fault}; the run goes on, and the last complete checkpoint stays"
+            "no checkpoint after step {minibatches}: {fault}; the run continues, and the last complete checkpoint stays"
         )),
     }
 }
@@ -417,7 +419,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A run that began from an older checkpoint goes on from its own ones, not from those of another branch.
+    /// A run that resumed from an older checkpoint restarts from its own checkpoints, not from those of another branch.
     #[test]
     fn a_run_goes_on_from_what_it_has_written() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,11 +1,11 @@
-//! What all processes of one run must have in common, as digests by which they know each other.
+//! Digests of everything that all processes of a run must have in common.
 
 use crate::train::prepare::{Prepared, Task};
 use compiler::graph::hash::hash;
 use runtime::data::Batches;
 use sha2::{Digest, Sha256};
 
-/// Digests by what they are of, in the words of who tells that they differ.
+/// Digests by name; the name is the subject of the message `… differ`.
 pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> {
     let training = prepared.training(task);
     let of = |what: &str, put: &dyn Fn(&mut Sha256)| {
@@ -16,13 +16,13 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
     let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
     let settings = (training.optimizer, training.policy, order);
-    // Without the same cuts a checkpoint would lack parts.
+    // With different settings, parts of a checkpoint would be missing.
     let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
     vec![
         of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
         of("the models", &text(hash(prepared.graph()))),
         of("the plans or schedules", &text(training.program.to_string())),
-        of("the settings of training", &text(format!("{settings:?}"))),
+        of("the training settings", &text(format!("{settings:?}"))),
         of("`--checkpoint-dir` or `--checkpoint-every`", &text(format!("{cuts:?}"))),
         of("the initial weights", &|sha| {
             training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))

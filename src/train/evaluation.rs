@@ -1,4 +1,4 @@
-//! What a trained model makes of rows that it has not been trained on, and the teacher whose answers made-up data have for targets.
+//! Evaluates a trained model on held-out rows, and makes the targets of synthetic data with a teacher network.
 
 use crate::error::Error;
 use crate::loss::Loss;
@@ -13,33 +13,33 @@ use runtime::exec::evaluate::{EvaluateError, evaluate_each};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What is evaluated, and how.
+/// The model to evaluate and the settings.
 pub struct Subject<'a> {
     /// The model.
     pub loaded: &'a LoadedModel,
     /// The type of all floats, if not the model's own.
     pub floats: Option<DType>,
-    /// What training makes small.
+    /// The loss function.
     pub loss: Loss,
-    /// The axis of classes.
+    /// The class axis.
     pub class_dim: Option<i64>,
-    /// Rows that are evaluated at once.
+    /// Rows per evaluation.
     pub item_rows: usize,
 }
 
-/// How good a model is on some rows.
+/// Loss and accuracy of a model on some rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Score {
-    /// Rows that were looked at; fewer than there are where a model is of one size only.
+    /// Evaluated rows; fewer than all if the model has a fixed batch size.
     pub rows: usize,
-    /// The mean loss: of rows, under cross-entropy of labels that count.
+    /// The mean loss over rows; under cross-entropy, over labels that are not ignored.
     pub loss: f64,
-    /// The share of labels at which the largest logit is; nothing without classes.
+    /// The fraction of labels with the largest logit; `None` without classes.
     pub accuracy: Option<f64>,
 }
 
 impl Subject<'_> {
-    /// The model at so many rows.
+    /// The graph with this number of rows.
     fn graph(&self, rows: usize) -> Result<Graph, Error> {
         let graph = self.loaded.at(rows as u64)?;
         match self.floats {
@@ -48,7 +48,7 @@ impl Subject<'_> {
         }
     }
 
-    /// The axis of classes; without classes it is of no matter.
+    /// The class axis; any axis for losses without classes.
     fn axis(&self, graph: &Graph, predictions: Value) -> usize {
         class_axis(graph.fact(predictions), self.class_dim).unwrap_or(0)
     }
@@ -58,7 +58,7 @@ impl Subject<'_> {
         let mut sums = Sums::default();
         let whole = data.rows() / self.item_rows * self.item_rows;
         self.add(0..whole, self.item_rows, data, weights, &mut sums)?;
-        // A file may be of one size only.
+        // The model may have a fixed batch size.
         if data.rows() > whole && (whole == 0 || self.loaded.at((data.rows() - whole) as u64).is_ok()) {
             self.add(whole..data.rows(), data.rows() - whole, data, weights, &mut sums)?;
         }
@@ -104,8 +104,8 @@ impl Subject<'_> {
         found.map_err(|error: EvaluateError| cannot("evaluate").because(error))
     }
 
-    /// Gives rows the targets that a teacher has for them: a network of the same form, whose weights are the student's in another order.
-    /// So there is something to learn, and the student can learn all of it.
+    /// Sets the targets to the outputs of a teacher: a network of the same architecture with the student's weights in random order. So the
+    /// loss can decrease, and the student can represent the teacher.
     pub fn taught(
         &self,
         arrays: &mut BTreeMap<String, Tensor>,
@@ -130,7 +130,7 @@ impl Subject<'_> {
                 Loss::Mse | Loss::Output => values.extend(answers.to_f64()),
             }
         })
-        .map_err(|error| cannot("make targets").because(error))?;
+        .map_err(|error| cannot("compute the synthetic targets").because(error))?;
         if values.len() == target.len() && values.iter().all(|value| value.is_finite()) {
             let taught = Tensor::from_f64(target.shape(), &values).cast(target.dtype());
             arrays.insert(TARGET.to_string(), taught);
@@ -152,7 +152,7 @@ fn cannot(what: &str) -> Error {
     Error::input(format!("cannot {what}"))
 }
 
-/// The arrays in the shapes of the graph's inputs: targets of flattened predictions are given sample by sample.
+/// Reshapes the arrays to the shapes of the graph's inputs: targets of flattened predictions are stored per sample.
 fn fitted(graph: &Graph, mut arrays: BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     for id in graph.ids() {
         let Op::Input(input) = &graph.node(id).op else { continue };
@@ -164,7 +164,7 @@ fn fitted(graph: &Graph, mut arrays: BTreeMap<String, Tensor>) -> BTreeMap<Strin
     arrays
 }
 
-/// For everything beside the axis of classes, in order, the class with the largest logit; the first of several.
+/// The class with the largest logit (the first if equal) along the class axis, for all other indices in order.
 fn largest(logits: &Tensor, axis: usize) -> Vec<i64> {
     let (shape, values) = (logits.shape(), logits.to_f64());
     let (classes, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());

@@ -1,4 +1,4 @@
-//! Why training ended early, as the user reads it.
+//! Error messages for training that ended early.
 
 use crate::error::Error;
 use compiler::export::quantity;
@@ -8,24 +8,24 @@ use runtime::train::resume::StartError;
 use runtime::train::run::TrainError;
 use std::collections::BTreeMap;
 
-/// What the user reads.
+/// The error for the user.
 pub fn describe(error: &TrainError) -> Error {
     match error {
         TrainError::Panic { .. } => Error::bug(&error.to_string()),
-        TrainError::TiedParameter { .. } => Error::input("cannot train under this plan").because(error).with_help(
-            "`--schedule 1f1b` keeps them equal, and so does 1f1b-rr where the stages have equally many replicas",
-        ),
+        TrainError::TiedParameter { .. } => Error::input("cannot train under this plan")
+            .because(error)
+            .with_help("use `--schedule 1f1b`, or 1f1b-rr with equal numbers of replicas of these stages"),
         TrainError::LossScale { .. } => Error::input("cannot train")
             .because(error)
-            .with_help("`--schedule 1f1b` flushes; `--dtype bf16` needs no scale"),
-        TrainError::Start(StartError::Reads { .. }) => {
-            Error::input("cannot train with checkpoints").because(error).with_help("`--schedule 1f1b` flushes")
-        }
+            .with_help("use `--schedule 1f1b`, which has a flush, or `--dtype bf16`, which needs no loss scaling"),
+        TrainError::Start(StartError::Reads { .. }) => Error::input("cannot train with checkpoints")
+            .because(error)
+            .with_help("use `--schedule 1f1b`, which has a flush"),
         TrainError::NoPlace { .. } => {
-            Error::input("cannot train").because(error).with_help("`--checkpoint-dir FOLDER` names one")
+            Error::input("cannot train").because(error).with_help("set it with `--checkpoint-dir FOLDER`")
         }
         TrainError::NoVelocity => {
-            Error::input("cannot train").because(error).with_help("`--momentum 0.9`, or `--optimizer adam`")
+            Error::input("cannot train").because(error).with_help("use `--momentum 0.9` or `--optimizer adam`")
         }
         TrainError::Diverged(diverged) => self::diverged(diverged),
         TrainError::Worker(_) | TrainError::Link(_) => Error::negative("training stopped").because(error),
@@ -33,7 +33,7 @@ pub fn describe(error: &TrainError) -> Error {
     }
 }
 
-/// Where the loss stopped being a number.
+/// The error for a loss that is not finite.
 fn diverged(diverged: &Diverged) -> Error {
     let Diverged { microbatch, microbatches, .. } = diverged;
     let mut why = match microbatches {
@@ -43,32 +43,32 @@ fn diverged(diverged: &Diverged) -> Error {
     why += &match diverged.finite {
         Some((step, loss)) => {
             let loss = if loss.abs() < LARGE { quantity::short(loss) } else { format!("{loss:.3e}") };
-            format!("the last finite loss is {loss}, of step {}", step + 1)
+            format!("the last finite loss was {loss}, in step {}", step + 1)
         }
         None => "no step of this run had a finite loss".to_string(),
     };
     Error::negative(TrainError::Diverged(*diverged))
         .because(why)
-        .because("no weights are written; checkpoints stay as they are")
+        .because("no weights were written; checkpoints are unchanged")
         .with_help(TRY)
 }
 
-/// Weights that are no numbers, though all losses are: the last update did it.
+/// The error for weights that are not finite although all losses are, because of the last update.
 pub fn lost(name: &str, steps: u32) -> Error {
-    Error::negative("training diverged: the last update made weights that are not finite")
-        .because(format!("`{name}` holds NaN or an infinity after step {steps}"))
-        .because("no weights are written; checkpoints stay as they are")
+    Error::negative("training diverged: weights are not finite after the last update")
+        .because(format!("`{name}` contains NaN or an infinity after step {steps}"))
+        .because("no weights were written; checkpoints are unchanged")
         .with_help(TRY)
 }
 
-/// From here on a loss is told by its power of ten.
+/// Losses from here on are shown in exponential form.
 const LARGE: f64 = 1e6;
 
-/// What keeps a run from diverging, the likeliest first.
-const TRY: &str = "a smaller `--lr`, `--lr-schedule warmup:100,constant`, `--clip-norm 1`; where floats are narrow, `--dtype f32`, or \
-    `--dtype f16`, which scales the loss";
+/// Help against divergence, most likely remedy first.
+const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--dtype f32`, or \
+    `--dtype f16`, which uses loss scaling";
 
-/// A tensor of these, if there is one, that holds NaN or an infinity and is not as it was given.
+/// The first tensor that contains NaN or an infinity and differs from its initial value.
 pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, given: &BTreeMap<String, Tensor>) -> Option<&'a str> {
     let is_finite = |tensor: &Tensor| {
         let view = tensor.view();

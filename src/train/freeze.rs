@@ -1,4 +1,4 @@
-//! Parameters that are not trained: they become states, which are kept as they are.
+//! Freezes parameters: they become states, which are not trained.
 
 use crate::error::Error;
 use crate::train::initial_weights::listed;
@@ -7,7 +7,7 @@ use compiler::import::onnx::name::shown;
 use compiler::op::{NodeId, Op, Parameter, State};
 use compiler::text::suggest::nearest;
 
-/// Turns the parameters that the patterns name into states: exact names, or `prefix*`.
+/// Turns the parameters that match the patterns into states: exact names, or `prefix*`.
 pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
     let parameters: Vec<(NodeId, Parameter)> = graph
         .ids()
@@ -34,7 +34,7 @@ pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Error> {
     }
     match left {
         0 if !patterns.is_empty() => Err(Error::input("`--freeze` leaves no parameter to train")
-            .with_help("name fewer, as `--freeze 'encoder.*'`; `pipec eval` runs a model that is not to be trained")),
+            .with_help("freeze fewer, for example `--freeze 'encoder.*'`; `pipec eval` runs a model without training")),
         _ => Ok(()),
     }
 }
@@ -45,6 +45,6 @@ fn unknown(pattern: &str, parameters: &[(NodeId, Parameter)]) -> Error {
     let failure = Error::input(format!("`--freeze`: the model has no parameter `{}`", shown(pattern)));
     match nearest(pattern, names.iter().map(String::as_str)) {
         Some(near) => failure.with_help(format!("did you mean `{}`?", shown(near))),
-        None => failure.with_help(format!("it has {}; `prefix*` names all that start so", listed(&names))),
+        None => failure.with_help(format!("it has {}; `prefix*` matches all names that start with it", listed(&names))),
     }
 }

@@ -1,4 +1,4 @@
-//! Initial weights: those of the model, with those of a file in their place.
+//! Initial weights: the model's, replaced by those of a file.
 
 use crate::error::Error;
 use crate::events::EventSink;
@@ -11,11 +11,11 @@ use runtime::data::weights;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Names that a message lists at most.
+/// Maximum number of names listed in a message.
 const LISTED: usize = 5;
 
-/// The model's weights, with those of the file in their place. A file may hold more than the model has: counters, or second
-/// names of tied parameters. A folder is a checkpoint.
+/// The model's weights, replaced by those of the file. A file may have more names than the model: counters, or second names of tied
+/// parameters. A folder is a checkpoint.
 pub fn initial(
     loaded: &LoadedModel,
     file: Option<&Path>,
@@ -27,9 +27,9 @@ pub fn initial(
         true => find::read_weights(path).map_err(|error| {
             let help = match find::all(path).ok().and_then(|all| all.into_iter().next()) {
                 Some((_, newest)) => {
-                    format!("it has checkpoints, which are folders of their own: `--weights {}`", newest.display())
+                    format!("pass the folder of one checkpoint: `--weights {}`", newest.display())
                 }
-                None => "`--weights` takes a file of tensors, or the folder of one checkpoint".to_string(),
+                None => "pass a file of tensors, or the folder of one checkpoint".to_string(),
             };
             fail(&error).with_help(help)
         })?,
@@ -41,27 +41,27 @@ pub fn initial(
     given.retain(|name, _| known.contains_key(name));
     if given.is_empty() && !known.is_empty() {
         let why = match unknown.is_empty() {
-            true => "it holds no arrays".to_string(),
-            false => format!("none of its names is one of the model's: it has {}", listed(&unknown)),
+            true => "it has no arrays".to_string(),
+            false => format!("none of its names is in the model: it has {}", listed(&unknown)),
         };
         let names: Vec<String> = known.keys().cloned().collect();
         return Err(Error::file("use", path, why).with_help(format!("the model has {}", listed(&names))));
     }
     let absent: Vec<String> = known.keys().filter(|name| !given.contains_key(*name)).cloned().collect();
     if let Some(first) = absent.iter().find(|name| !all.contains_key(*name)) {
-        return Err(Error::file("use", path, format!("it has no `{first}`, and neither has the model's own file")));
+        return Err(Error::file("use", path, format!("it has no `{first}`, nor has the model file")));
     }
     if !unknown.is_empty() {
-        events.warn(&format!("{}: the model has no {}: left out", path.display(), listed(&unknown)));
+        events.warn(&format!("{}: ignored {}, which the model does not have", path.display(), listed(&unknown)));
     }
     if !absent.is_empty() {
-        events.warn(&format!("{} does not have {}: the model's own values are kept", path.display(), listed(&absent)));
+        events.warn(&format!("{} does not have {}: the model's values are used", path.display(), listed(&absent)));
     }
     all.extend(given);
     Ok(all)
 }
 
-/// The first names, and how many there are.
+/// The first names, and the number of names if more.
 pub fn listed(names: &[String]) -> String {
     let first = names.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
     match names.len() {

@@ -1,22 +1,22 @@
-//! A run that was told to stop before its end, and what the user reads of it.
+//! A run stopped by a signal, and its error message.
 
 use crate::error::Error;
 use crate::launch::stop_signal;
 use crate::train::prepare::Prepared;
 use std::path::PathBuf;
 
-/// A run that was told to stop.
+/// A run stopped by a signal.
 pub struct Ended {
     /// The number of the signal.
     pub signal: i32,
-    /// Minibatches that are done.
+    /// Completed minibatches.
     pub minibatches: u32,
-    /// The checkpoint after them, where this process writes it.
+    /// The checkpoint after them, if this process writes it.
     pub checkpoint: Option<PathBuf>,
 }
 
 impl Ended {
-    /// What the user reads.
+    /// The error for the user.
     pub fn error(&self, prepared: &Prepared) -> Error {
         let (done, of) = (self.minibatches, prepared.steps);
         let failure = Error::interrupted(
@@ -27,10 +27,10 @@ impl Ended {
             None => failure.because("process 0 of the run writes its checkpoint"),
             Some(folder) if folder.exists() => failure
                 .because(format!("wrote {}", folder.display()))
-                .with_help("the same command with `--resume auto` goes on from there"),
+                .with_help("resume with the same command and `--resume auto`"),
             Some(_) => failure
                 .because("its checkpoint could not be written")
-                .with_help("`--resume auto` goes on from the last one"),
+                .with_help("`--resume auto` resumes from the last one"),
         }
     }
 }

@@ -1,48 +1,53 @@
-//! Whether what is about to be allocated fits in the memory that is left.
+//! Checks that an allocation fits in the available memory.
 
 use crate::error::Error;
 use compiler::export::quantity;
 use compiler::graph::Graph;
 use compiler::plan::in_flight::{StageInFlight, synced};
+use compiler::plan::schedule::{Chunks, InFlightRule, VersionRule};
+use compiler::schedule::Program;
 use compiler::schedule::action::apart;
-use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
 use runtime::device::cpu::half::is_half;
 use runtime::exec::compile::{NamedTensor, StageCode, Transfer};
 use runtime::optim::optimizer::Optimizer;
 
-/// Refuses what cannot fit.
+/// Refuses an allocation that does not fit.
 pub fn check(what: &str, needed: u64, help: &str) -> Result<(), Error> {
     let available = available_bytes();
     if needed <= available {
         return Ok(());
     }
     Err(Error::input(format!("{what} does not fit in memory"))
-        .because(format!("it needs about {}, {} are available", quantity::bytes(needed), quantity::bytes(available)))
+        .because(format!(
+            "it needs about {}, but only {} is available",
+            quantity::bytes(needed),
+            quantity::bytes(available)
+        ))
         .with_help(help))
 }
 
-/// Bytes of all values of a graph of fixed sizes.
+/// Bytes of all values of a graph with fixed sizes.
 pub fn of_graph(graph: &Graph) -> u64 {
     let values = graph.ids().flat_map(|id| graph.values(id));
     values.fold(0, |sum: u64, value| sum.saturating_add(graph.fact(value).bytes().unwrap_or(0)))
 }
 
-/// Bytes of data that is made up: so many items, and their teacher's answers beside.
+/// Bytes of synthetic data: the micro-batches and the outputs of the teacher.
 pub fn of_data(feeds: &[NamedTensor], items: u64) -> u64 {
     let item = feeds.iter().fold(0, |sum: u64, feed| sum.saturating_add(feed.bytes as u64));
     item.saturating_mul(items).saturating_mul(2)
 }
 
-/// Bytes that all workers hold while they train.
+/// Bytes of all workers during training.
 pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> u64 {
     let stages = of_stages(codes, program, optimizer);
     let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
     held.fold(0, |all: u64, stage| all.saturating_add(stages[stage.index()]))
 }
 
-/// Bytes that one replica of each stage holds while it trains: weight versions, gradients and the optimizer's state, what each item
-/// in flight keeps, messages of one item and of the one before, and an arena.
+/// Bytes of one replica of each stage during training: weight versions, gradients, optimizer state, saved activations of in-flight
+/// micro-batches, messages of the current and the previous micro-batch, and an arena.
 pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> Vec<u64> {
     let apart = apart(program);
     let stage = |at: usize| -> u64 {
@@ -50,23 +55,25 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         let most = program.items.div_ceil(stage.replicas.max(1));
         let cap = u64::from(stage.cap.min(most).max(1));
         let of_minibatch = u64::from(program.microbatches.div_ceil(stage.replicas.max(1)));
-        let (versions, items) = match program.schedule {
-            Schedule::Gpipe => (1, of_minibatch),
-            Schedule::TwoBw => (2, cap),
-            Schedule::OneFOneBRr => (cap, cap),
-            Schedule::OneFOneBRrVsync => {
+        let properties = program.schedule.properties();
+        let holds_minibatch = properties.in_flight == InFlightRule::Minibatch && properties.chunks == Chunks::One;
+        let (versions, items) = match properties.versions {
+            VersionRule::Previous => (2, cap),
+            VersionRule::Stashed => (cap, cap),
+            VersionRule::Synchronised => {
                 let first = StageInFlight { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
                 (u64::from(synced(stage.replicas, first)).min(u64::from(most) + 1), cap)
             }
-            // One that is predicted or set back beside the newest.
-            Schedule::OneFOneBRrNewest => (2, cap),
-            Schedule::Inference => (1, cap),
-            _ => (1, cap.min(of_minibatch)),
+            // The newest version and one that is predicted or approximated.
+            VersionRule::Newest => (2, cap),
+            VersionRule::Single if !program.schedule.trains() => (1, cap),
+            VersionRule::Single if holds_minibatch && !program.schedule.is_custom() => (1, of_minibatch),
+            VersionRule::Single => (1, cap.min(of_minibatch)),
         };
         let named = |list: &[NamedTensor]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
         let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();
-        // Beside versions of two bytes there are masters, and all else is as large as they. Where replicas have shares of sums, state and
-        // masters, what stages hold together counts as if it were shared too.
+        // Half-precision versions have f32 master weights, and gradients and state are as large as these. With ZeRO, tied weights count as
+        // sharded like the others.
         let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
         let dealt = u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
         let weights = |named: &NamedTensor| {

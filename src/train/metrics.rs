@@ -1,4 +1,4 @@
-//! The metrics of a training run: one line for each minibatch, and totals.
+//! The metrics of a training run: one line per minibatch, and totals.
 
 use crate::error::Error;
 use crate::events::{Event, EventSink};
@@ -33,7 +33,7 @@ pub fn watched(
     let mut fault = None;
     let mut line = |line: Line| {
         if let Some(file) = &mut file
-            // A run that stops here resumes from its last checkpoint, and no line before that may be missing.
+            // A run killed here resumes from its last checkpoint, so every earlier line must be in the file.
             && let Err(error) = serde_json::to_string(&line)
                 .map_err(io::Error::other)
                 .and_then(|text| writeln!(file, "{text}"))
@@ -71,7 +71,7 @@ fn opened(path: &Path, first: usize) -> Result<BufWriter<File>, Error> {
     };
     let kept = match first {
         0 => String::new(),
-        // A pipe or a terminal would be waited for.
+        // Reading a pipe or a terminal would block.
         _ if !path.is_file() => String::new(),
         _ => fs::read_to_string(path).unwrap_or_default(),
     };
@@ -80,7 +80,7 @@ fn opened(path: &Path, first: usize) -> Result<BufWriter<File>, Error> {
     Ok(file)
 }
 
-/// Totals of a run, as the metrics file states them.
+/// Totals of a run, as in the metrics file.
 pub fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
     let (schedule, microbatches) = prepared.order();
     let place = |stage: &Stage| MeasuredPlace { ops: stage.ops.clone(), devices: stage.devices.clone() };
@@ -110,7 +110,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
     }
 }
 
-/// The times of each stage on its slowest replica, and the peak bytes of its fullest one, with those held for checkpoints.
+/// The times of each stage on its slowest replica, and the peak bytes over its replicas, also of checkpoints.
 fn measured(done: &Done) -> Vec<StageTotal> {
     let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
     for (at, track) in done.tracks.iter().enumerate() {
@@ -118,7 +118,7 @@ fn measured(done: &Done) -> Vec<StageTotal> {
         let [held, given] = both.map(|bytes| bytes.get(at).copied().unwrap_or(0));
         let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
         for span in &track.spans {
-            // The two parts of a backward are one, with the forward that runs again for it and the optimizer's step, as plans have it.
+            // As in plans, backward time includes both passes of a split backward, recomputation and the optimizer step.
             let (stage, way, ends) = match span.activity {
                 Activity::Forward(stage, _) => (stage, 0, 1),
                 Activity::Backward(stage, _) | Activity::BackwardWeight(stage, _) => (stage, 1, 1),

@@ -1,12 +1,12 @@
-//! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
+//! Compiles stages, makes and checks programs, and trains a model under a plan.
 
+use crate::costs::model_match;
 use crate::error::Error;
 use crate::help;
 use crate::launch::stop_signal::Stop;
 use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
-use crate::plan::model_match;
 use crate::train::arrays;
 use crate::train::checkpoints::{Begun, Keeping, kept_of};
 use crate::train::digest;
@@ -23,13 +23,14 @@ use compiler::pass::loss::{TARGET, class_axis};
 use compiler::pass::mixed_precision::{Mixed, mixed};
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased_variance::unbiased;
+use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::resume::period;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
+use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
@@ -58,43 +59,43 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{OnceLock, mpsc};
 
-/// Minibatches of made-up data; they are seen again and again.
+/// Minibatches of synthetic data; they are repeated.
 const SYNTHETIC_MINIBATCHES: usize = 8;
 
-/// The part of a run over which PipeMare brings the learning rate up, where nobody says: one in so many.
+/// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
 const ANNEALED: u32 = 4;
 
-/// Minibatches that a prediction simulates at most.
+/// Maximum number of minibatches simulated for a prediction.
 const PREDICTED: u32 = 2000;
 
-/// How long to train.
+/// The length of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Length {
-    /// So many minibatches.
+    /// A number of minibatches.
     Steps(u32),
-    /// So often through the data.
+    /// A number of epochs.
     Epochs(u32),
 }
 
-/// Where data comes from.
+/// The source of the data.
 pub enum Data {
     /// Arrays by name.
     Arrays(BTreeMap<String, Tensor>),
-    /// Made up from this seed.
+    /// Synthetic data from this seed.
     Synthetic(u64),
 }
 
-/// Rows that a model is not trained on.
+/// Held-out rows.
 pub enum HeldOut {
     /// None.
     Nothing,
-    /// The last of the data: this share of it.
+    /// The last rows of the data: this fraction.
     Share(f64),
-    /// Arrays of their own.
+    /// Separate arrays.
     Arrays(BTreeMap<String, Tensor>),
 }
 
-/// What to train, and how.
+/// A training task.
 pub struct Task<'a> {
     /// The model.
     pub loaded: &'a LoadedModel,
@@ -102,88 +103,88 @@ pub struct Task<'a> {
     pub weights: &'a BTreeMap<String, Tensor>,
     /// The plan.
     pub plan: &'a Plan,
-    /// Order of work, if not the plan's.
-    pub schedule: ScheduleKind,
-    /// The user's own order of work, if the schedule is in a file.
+    /// The schedule.
+    pub schedule: Schedule,
+    /// The custom schedule, if it is in a file.
     pub own: Option<&'a CustomSchedule>,
-    /// Caps, if not the plan's.
+    /// In-flight limits, if not the plan's.
     pub in_flight: InFlight,
-    /// What is made small.
+    /// The loss function.
     pub loss: Option<Loss>,
-    /// The axis of classes.
+    /// The class axis.
     pub class_dim: Option<i64>,
     /// The type of all floats, if not the model's own.
     pub dtype: Option<DType>,
-    /// Whether running variances follow PyTorch's rule.
+    /// True if running variances use the unbiased variance, as in PyTorch.
     pub unbiased: bool,
-    /// What is done beside the plain step.
+    /// Clipping, running statistics, loss scaling and weight staleness.
     pub policy: Policy,
-    /// Whether each forward and backward uses the newest weights, where the schedule would stash them.
+    /// True if each forward and backward uses the newest weights instead of stashed ones.
     pub newest: bool,
-    /// Samples in a minibatch.
+    /// Samples per minibatch.
     pub batch: u64,
-    /// Micro-batches in a minibatch.
+    /// Micro-batches per minibatch.
     pub microbatches: u32,
-    /// How long.
+    /// The length of the run.
     pub length: Length,
-    /// On what.
+    /// The data.
     pub data: Data,
-    /// What is kept from training, to see what it has brought.
+    /// Held-out rows for the evaluation at the end.
     pub held_out: HeldOut,
-    /// In which order rows are seen.
+    /// The order of rows.
     pub order: RowOrder,
-    /// What dropout masks follow from.
+    /// The seed of dropout masks.
     pub seed: u64,
-    /// How parameters move.
+    /// The optimizer.
     pub optimizer: &'a Optimizer,
-    /// Whether the last gradients are wanted.
+    /// True to return the gradients of the last minibatch.
     pub keep_gradients: bool,
-    /// The folder for the checkpoints that a program writes, if there is one.
+    /// The folder for the checkpoints that a program writes, if any.
     pub checkpoints: Option<&'a Path>,
-    /// Where checkpoints are written from which the run can go on, if they are.
+    /// Settings of resumable checkpoints, if any.
     pub keeping: Option<Keeping<'a>>,
     /// Parameters that are not trained, by name or `prefix*`.
     pub frozen: &'a [String],
-    /// Devices that share every stage.
+    /// The tensor-parallel degree.
     pub tensor: usize,
 }
 
-/// Everything that a run needs, made and checked.
+/// A prepared run, compiled and checked.
 pub struct Prepared {
     made: prepare::Prepared,
     batches: Batches,
     policy: Policy,
-    /// Minibatches in all.
+    /// Total number of minibatches.
     pub steps: u32,
-    /// Samples in a minibatch.
+    /// Samples per minibatch.
     pub batch: u64,
-    /// Minibatches in an epoch.
+    /// Minibatches per epoch.
     pub per_epoch: usize,
-    /// Rows of the data that are trained on.
+    /// Training rows of the data.
     pub rows: usize,
-    /// Those of them all of whose labels count for nothing.
+    /// Training rows with only ignored labels.
     pub ignored: usize,
-    /// What is made small.
+    /// The loss function.
     loss: Loss,
     held_out: Option<Dataset>,
     data: OnceLock<[u8; 32]>,
-    /// Where the run goes on, if not at its beginning.
+    /// The state that the run resumes from, if any.
     pub begun: Option<Begun>,
-    /// How devices share the stages, if they do.
+    /// Tensor parallelism, if the degree is above 1.
     pub sharing: Option<Sharing>,
 }
 
-/// What a run left behind.
+/// The result of a run.
 pub struct Done {
     /// Weights, losses, times.
     pub trained: Trained,
-    /// What each worker did when.
+    /// The timeline of each worker.
     pub tracks: Vec<Track>,
     /// Samples per second over the run.
     pub samples_per_s: f64,
-    /// How good the trained model is on what was held out.
+    /// The evaluation of the trained model on held-out rows.
     pub score: Option<Score>,
-    /// Set where the run was told to stop before its end.
+    /// Set if a signal stopped the run before its end.
     pub ended: Option<Ended>,
 }
 
@@ -191,9 +192,9 @@ pub struct Done {
 pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let fail = |why: &dyn std::fmt::Display| Error::input("cannot train").because(why);
     if !task.batch.is_multiple_of(u64::from(task.microbatches)) {
-        let what = format!("a batch of {} does not divide into {} micro-batches", task.batch, task.microbatches);
+        let what = format!("a batch of {} is not a multiple of {} micro-batches", task.batch, task.microbatches);
         let next = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
-        return Err(Error::input(what).with_help(format!("`--batch {next}` does; or another `--microbatches`")));
+        return Err(Error::input(what).with_help(format!("use `--batch {next}`, or another `--microbatches`")));
     }
     let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
     let narrow = task.dtype.filter(|dtype| is_half(*dtype));
@@ -217,7 +218,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         Data::Synthetic(_) => (task.batch as usize).saturating_mul(SYNTHETIC_MINIBATCHES),
     };
     let rows = match task.held_out {
-        // At least one row is held out, and one is left.
+        // At least one row is held out, and one remains.
         HeldOut::Share(share) => all_rows - ((all_rows as f64 * share).ceil() as usize).min(all_rows.saturating_sub(1)),
         _ => all_rows,
     };
@@ -235,7 +236,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         schedule: match task.own {
             Some(own) => own.schedule(),
             None if task.newest => Schedule::OneFOneBRrNewest,
-            None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
+            None => generated(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
@@ -266,12 +267,12 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         },
     })?;
     for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
-        // A program from a file need not say it: then each backward does it by itself.
+        // A program from a file may omit recomputation; each backward then does it implicitly.
         code.recompute |= stage.recompute;
         code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
     }
     let feeds = run::feeds(&made.codes);
-    // What is read from a file is in memory by now.
+    // Data from a file is already in memory.
     let made_up = match task.data {
         Data::Synthetic(_) => memory::of_data(&feeds, u64::from(task.microbatches) * SYNTHETIC_MINIBATCHES as u64),
         Data::Arrays(_) => 0,
@@ -281,7 +282,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     memory::check(
         "training",
         held.saturating_add(made_up),
-        "a smaller `--batch`, fewer minibatches in flight (`--in-flight`) or more `--microbatches` need less",
+        "use a smaller `--batch`, fewer in-flight minibatches (`--in-flight`) or more `--microbatches`",
     )?;
     let item_rows = task.batch as usize / task.microbatches as usize;
     let subject = subject(task, loss);
@@ -302,12 +303,12 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     };
     let refused = |what: &str, error: DataError, labels: &str| {
         let help = help::targets(&error, loss).unwrap_or_else(|| help::data(&error));
-        Error::input(format!("{what} does not fit the model"))
+        Error::input(format!("{what} does not match the model"))
             .because(arrays::rename_labels(error, labels))
             .with_help(help)
     };
     let unfit = |error| refused("the data", error, labels);
-    let unfit_held_out = |error| refused("what is held out", error, held_out_labels);
+    let unfit_held_out = |error| refused("the evaluation data", error, held_out_labels);
     let known = |arrays| {
         let data = Dataset::new(arrays, &feeds, item_rows)?;
         if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
@@ -331,7 +332,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     };
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
-    // In order, no epoch has the rows behind its last whole minibatch.
+    // Without shuffling, no epoch has the rows after its last full minibatch.
     let trained = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
     let ignored = counted(&data, trained).map_err(unfit)?;
     held_out.as_ref().map_or(Ok(0), |data| counted(data, data.rows())).map_err(unfit_held_out)?;
@@ -359,7 +360,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     })
 }
 
-/// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
+/// Trains; calls `on_step` for every minibatch in order. In a process group, only rank 0 returns the result.
 pub fn run(
     task: &Task<'_>,
     prepared: &Prepared,
@@ -370,24 +371,24 @@ pub fn run(
     let program = training.program;
     let mut fault = None;
     let mut keep = |folder: &Path, checkpoint: Checkpoint| {
-        // Of weights that are lost the run's end tells.
+        // Weights that are not finite are reported at the end of the run.
         if fault.is_none() && failures::not_finite(&checkpoint.weights, task.weights).is_none() {
             fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
         }
     };
     let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
-    // Any process of a group may be told to stop, and process 0 writes its checkpoints.
+    // Any process of a group may receive a stop signal, but process 0 writes the checkpoints.
     let reports = group.as_ref().is_none_or(|group| group.part.own == 0);
     let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Error::input("cannot listen to signals").because(error))?;
     stop.into_iter().for_each(|stop| stop.awaited(true));
     let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first() as u32));
-    let (told, saves) = mpsc::channel();
+    let (saved_sender, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
         let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
         move |part: StageSnapshot| {
-            // Who listens is there as long as the run.
-            keeper.take(part).into_iter().for_each(|saved| drop(told.send(saved)));
+            // The receiver lives as long as the run.
+            keeper.take(part).into_iter().for_each(|saved| drop(saved_sender.send(saved)));
         }
     });
     let tell = || {
@@ -401,13 +402,13 @@ pub fn run(
         on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
     };
-    let told_step = &mut |step| {
+    let report_step = &mut |step| {
         tell();
         on_step(step);
     };
     let trained = match &prepared.sharing {
-        Some(sharing) => sharing.train(&training, course, told_step).map(Some),
-        None => run::run_in_group(&training, course, told_step, group).map_err(|error| failures::describe(&error)),
+        Some(sharing) => sharing.train(&training, course, report_step).map(Some),
+        None => run::run_in_group(&training, course, report_step, group).map_err(|error| failures::describe(&error)),
     };
     tell();
     let trained = trained?;
@@ -427,7 +428,7 @@ pub fn run(
     Ok(Some(done(task, prepared, trained, ended)?))
 }
 
-/// What a run left behind, with what follows from it.
+/// The result of a run, with throughput and evaluation.
 fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<Ended>) -> Result<Done, Error> {
     let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
@@ -442,7 +443,7 @@ fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<En
     Ok(Done { trained, tracks, samples_per_s, score, ended })
 }
 
-/// What is evaluated beside training: the model by itself.
+/// The model for evaluation, outside the pipeline.
 fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
     let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
     let floats = task.dtype.filter(|dtype| !is_half(*dtype));
@@ -450,7 +451,7 @@ fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
 }
 
 impl Prepared {
-    /// What the workers run.
+    /// The job of the workers.
     pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
         TrainJob {
             codes: &self.made.codes,
@@ -463,43 +464,43 @@ impl Prepared {
         }
     }
 
-    /// The same as checkpoints know it: with whole tensors, where devices have parts.
+    /// The job with unsharded tensors, as in checkpoints.
     pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
         let training = self.training(task);
         TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
     }
 
-    /// How many workers there are.
+    /// The number of workers.
     pub fn workers(&self) -> usize {
         self.made.program.workers.len()
     }
 
-    /// What is trained, at its sizes, with its loss.
+    /// The trained graph, with fixed sizes and its loss.
     pub fn graph(&self) -> &Graph {
         &self.made.graph
     }
 
-    /// Minibatches that were done before the run began.
+    /// Minibatches completed before a resumed run.
     pub fn first(&self) -> usize {
         self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
     }
 
-    /// The digest of the data; it is worked out when it is first asked for.
+    /// The digest of the data, computed on first use.
     pub fn data_digest(&self) -> &[u8; 32] {
         self.data.get_or_init(|| digest::data(&self.batches))
     }
 
-    /// What the workers do.
+    /// The programs of the workers.
     pub fn program(&self) -> &Program {
         &self.made.program
     }
 
-    /// How work is dealt out.
+    /// The distribution of parameters and work over workers.
     pub fn dealt(&self) -> ShardLayout {
         ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
     }
 
-    /// Where the run is cut for checkpoints.
+    /// The steps at which the run writes checkpoints.
     pub fn cuts(&self, keeping: &Keeping<'_>) -> Cuts {
         Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
     }
@@ -510,22 +511,22 @@ impl Prepared {
         named.map(|named| named.name.clone()).collect()
     }
 
-    /// What is made small.
+    /// The loss function.
     pub fn loss(&self) -> Loss {
         self.loss
     }
 
-    /// The schedule's name, and the items of a minibatch.
+    /// The schedule's name, and the micro-batches per minibatch.
     pub fn order(&self) -> (&'static str, u32) {
         (self.made.program.schedule.name(), self.made.program.microbatches.max(1))
     }
 
-    /// The most bytes that one replica of each stage will hold, by what was compiled and by the program.
+    /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
     pub fn memory_estimate(&self, optimizer: &Optimizer) -> Vec<u64> {
         memory::of_stages(&self.made.codes, &self.made.program, optimizer)
     }
 
-    /// Samples per second that simulation predicts where the workers share so many cores; nothing where it cannot.
+    /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.
     pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
         let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };
         let program = schedule(self.made.program.schedule, &self.made.pipeline, count).ok()?;
@@ -536,7 +537,7 @@ impl Prepared {
     }
 }
 
-/// The stage of every op, by its number.
+/// The stage of every op, by op id.
 fn stages(loaded: &LoadedModel, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Error> {
     let ops = order::numbered(graph).len();
     model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
@@ -547,7 +548,7 @@ fn stages(loaded: &LoadedModel, graph: &Graph, plan: &Plan) -> Result<Vec<usize>
     Ok(stage_of)
 }
 
-/// The stages of a graph to which ops were added, each beside another.
+/// The stages of a graph with added ops; each gets the stage of an existing op.
 fn with_added(before: &Graph, graph: &Graph, stages: &[usize], added: Vec<(NodeId, NodeId)>) -> Vec<usize> {
     let mut stage_of: HashMap<NodeId, usize> =
         order::numbered(before).into_iter().zip(stages.iter().copied()).collect();
@@ -559,13 +560,13 @@ fn with_added(before: &Graph, graph: &Graph, stages: &[usize], added: Vec<(NodeI
     order::numbered(graph).iter().map(|id| stage_of.get(id).copied().unwrap_or(0)).collect()
 }
 
-/// Rows of the data: those of the first input that it has.
+/// The number of rows of the data: the largest first dimension of its inputs.
 fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
     let inputs = graph.ids().filter_map(|id| match &graph.node(id).op {
         Op::Input(input) => arrays.get(&input.name),
         _ => None,
     });
-    // A table that is fed whole has fewer rows than there are samples, or the data does not fit and is refused later.
+    // An input without a batch axis has fewer rows than samples; otherwise the data does not match and is refused later.
     inputs.map(|array| array.shape().first().copied().unwrap_or(0)).max().unwrap_or(0)
 }
 
@@ -584,10 +585,10 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Error> {
         }
         InFlight::Given(caps) if caps.len() == stages && !caps.contains(&0) => Ok(pipeline.with_caps(caps)),
         InFlight::Given(caps) => Err(Error::input(format!(
-            "`--in-flight` gives {} caps for {stages} stages; each is at least 1",
+            "`--in-flight` has {} numbers for {stages} stages; each must be at least 1",
             caps.len()
         ))
-        .with_help(format!("`--in-flight {}` is the least, auto chooses", vec!["1"; stages].join(",")))),
+        .with_help(format!("use at least `--in-flight {}`, or auto", vec!["1"; stages].join(",")))),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What to train: the model, its plan, the data, and the settings of the run.
+//! Training requests: the model, its plan, the data, and the settings of the run.
 
 use crate::error::Error;
 use crate::launch::role::ProcessRequest;
@@ -8,8 +8,9 @@ use crate::plan::optimizer::Optimizer;
 use crate::plan::request::ScheduleChoice;
 use crate::train::checkpoints::Resume;
 use crate::train::prepare::Length;
+use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use runtime::optim::lr_schedule::Rate;
 use runtime::optim::optimizer::{Optimizer as UpdateRule, Rule};
@@ -21,11 +22,11 @@ use std::path::{Path, PathBuf};
 pub struct TrainRequest {
     /// The model.
     pub model: PathBuf,
-    /// How the model is imported.
+    /// The import settings.
     pub import: ImportRequest,
-    /// Whether a model is trained that differs from the one that its framework trains.
+    /// True to train a model that differs from the framework's training model.
     pub accept_inference_model: bool,
-    /// The plan; without one, the model is planned on analytic costs of this CPU.
+    /// The plan; without one, the model is planned with analytic costs of this CPU.
     pub plan: Option<PlanInput>,
     /// The number of workers to plan for.
     pub workers: Option<u32>,
@@ -43,23 +44,23 @@ pub struct TrainRequest {
     pub data: Option<DataInput>,
     /// Rows that are held out for evaluation.
     pub held_out: Option<HeldOutInput>,
-    /// Samples in a minibatch; the plan's, else the model's, else 32, if absent.
+    /// Samples per minibatch; the plan's, else the model's, else 32, if absent.
     pub batch: Option<u64>,
-    /// Micro-batches in a minibatch; the plan's, else 1, if absent.
+    /// Micro-batches per minibatch; the plan's, else 1, if absent.
     pub microbatches: Option<u32>,
     /// The length of the run; one epoch if absent.
     pub length: Option<Length>,
-    /// Whether rows are shuffled in every epoch.
+    /// True to shuffle rows in every epoch.
     pub shuffle: bool,
     /// The loss; the plan's, else the model's default, if absent.
     pub loss: Option<Loss>,
-    /// The axis of classes; the last one if absent.
+    /// The class axis; the last one if absent.
     pub class_dim: Option<i64>,
     /// The optimizer.
     pub optimizer: OptimizerRequest,
     /// Precision, clipping, running statistics and stale weights.
     pub policy: PolicyRequest,
-    /// Whether running variances follow the unbiased batch variance; as PyTorch does for a `.pt2` if absent.
+    /// True if running variances use the unbiased batch variance; if absent, true for a `.pt2`, as in PyTorch.
     pub unbiased_variance: Option<bool>,
     /// Initial weights; the model's if absent.
     pub weights: Option<PathBuf>,
@@ -71,7 +72,7 @@ pub struct TrainRequest {
     pub save_gradients: Option<PathBuf>,
     /// Checkpoints.
     pub checkpoints: CheckpointRequest,
-    /// The file for metrics, one JSON object for each minibatch.
+    /// The file for metrics, one JSON object per minibatch.
     pub metrics: Option<PathBuf>,
     /// The file for a trace.
     pub trace: Option<PathBuf>,
@@ -131,9 +132,9 @@ pub enum PlanInput {
 /// The training data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DataInput {
-    /// A file of arrays named by the model's inputs.
+    /// A file of arrays named after the model's inputs.
     File(PathBuf),
-    /// Synthetic data, whose targets a randomly initialised network of the same architecture gives.
+    /// Synthetic data, with targets from a randomly initialised network of the same architecture.
     Synthetic,
 }
 
@@ -204,37 +205,37 @@ pub struct PolicyRequest {
     pub dtype: Option<DType>,
     /// The gradient norm to clip to.
     pub clip_norm: Option<f64>,
-    /// Whether running statistics are updated once for each minibatch.
+    /// True to update running statistics once per minibatch.
     pub deferred_statistics: bool,
     /// The treatment of stale weights; the schedule's if absent.
     pub staleness: Option<Staleness>,
 }
 
 impl PolicyRequest {
-    /// Whether the default schedule may do without a flush.
+    /// True if the default schedule may be asynchronous.
     pub fn allows_continuous(&self) -> bool {
         self.dtype != Some(DType::F16)
     }
 
-    /// Whether only the newest weight version is kept.
+    /// True if only the newest weight version is kept.
     pub fn is_newest(&self) -> bool {
         matches!(self.staleness, Some(Staleness::Predict | Staleness::Pipemare(_) | Staleness::None))
     }
 
     /// The schedule with the requested treatment of stale weights.
-    pub fn schedule(&self, schedule: ScheduleKind, is_given: bool) -> Result<ScheduleKind, Error> {
+    pub fn schedule(&self, schedule: Schedule, is_given: bool) -> Result<Schedule, Error> {
         let Some(staleness) = self.staleness else { return Ok(schedule) };
         if !schedule.is_round_robin() {
-            let what = format!("`--staleness` belongs to schedule 1f1b-rr, and this is {}", schedule.name());
-            return Err(Error::input(what).with_help("under a schedule that flushes no weights are stale"));
+            let what = format!("`--staleness` requires schedule 1f1b-rr, but this is {}", schedule.name());
+            return Err(Error::input(what).with_help("synchronous schedules have no stale weights"));
         }
         match (staleness, schedule) {
-            (Staleness::VerticalSync, _) => Ok(ScheduleKind::RoundRobinVsync),
-            (_, ScheduleKind::RoundRobinVsync) if is_given => {
-                Err(Error::input("`--schedule 1f1b-rr-vsync` is `--staleness vertical-sync`")
-                    .with_help("leave out one of the two"))
+            (Staleness::VerticalSync, _) => Ok(Schedule::OneFOneBRrVsync),
+            (_, Schedule::OneFOneBRrVsync) if is_given => {
+                Err(Error::input("`--schedule 1f1b-rr-vsync` implies `--staleness vertical-sync`")
+                    .with_help("omit one of the two"))
             }
-            _ => Ok(ScheduleKind::RoundRobin),
+            _ => Ok(Schedule::OneFOneBRr),
         }
     }
 
@@ -270,8 +271,8 @@ impl CheckpointRequest {
         match (from.as_os_str() == "auto", &self.folder) {
             (false, _) => Ok(Some(Resume::From(from))),
             (true, Some(folder)) => Ok(Some(Resume::Newest(folder))),
-            (true, None) => Err(Error::input("`--resume auto` looks for checkpoints in `--checkpoint-dir FOLDER`")
-                .with_help("name that folder, or one checkpoint: `--resume FOLDER/step-00000012`")),
+            (true, None) => Err(Error::input("`--resume auto` requires `--checkpoint-dir FOLDER`")
+                .with_help("add that folder, or pass one checkpoint: `--resume FOLDER/step-00000012`")),
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::plan::solve::solve;
 use crate::train::arrays;
 use crate::train::checkpoints::{self, Keeping, WEIGHTS};
+use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
 use crate::train::prepare::{self, Data, Done, HeldOut, Length, Prepared, Task};
@@ -30,7 +31,8 @@ use compiler::import::import::Batch;
 use compiler::op::Op;
 use compiler::partition::planner::Partitioner;
 use compiler::pass::loss::{IGNORED, attach};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::Plan;
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::RowOrder;
@@ -43,13 +45,13 @@ use std::path::{Path, PathBuf};
 pub struct TrainReport {
     /// The plan that the run used.
     pub plan: Plan,
-    /// Estimated bytes of one replica of each stage, if the run differs from the one that the plan is for.
+    /// Estimated bytes of one replica of each stage, if the settings of the run differ from the plan's.
     pub memory_estimate: Option<Vec<u64>>,
-    /// Samples in a minibatch.
+    /// Samples per minibatch.
     pub batch: u64,
-    /// Minibatches in all, those before a resumed run included.
+    /// Total number of minibatches, including those before a resumed run.
     pub steps: u32,
-    /// Totals, as the metrics file states them.
+    /// Totals, as in the metrics file.
     pub total: Total,
     /// Weights, losses, times.
     pub done: Done,
@@ -57,7 +59,7 @@ pub struct TrainReport {
     pub remarks: Vec<String>,
 }
 
-/// Trains a model. In a run over several processes, the first process returns the report, the others nothing.
+/// Trains a model. In a run over several processes, only rank 0 returns the report.
 pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option<TrainReport>, Error> {
     let role = ProcessRole::find(&request.processes)?;
     let process_events = events;
@@ -65,13 +67,13 @@ pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option
     if role.reports() {
         check_outputs(&request)?;
     }
-    // Only a run that may restart needs to know which checkpoints are its own.
+    // Only a run that may restart must distinguish its own checkpoints from earlier ones.
     let max_restarts = request.processes.max_restarts;
     let before = if max_restarts > 0 { checkpoints::existing(&request.checkpoints) } else { Vec::new() };
     let mut restarts = role.restarts();
     loop {
         if restarts > 0 {
-            // A process that another one started resumes where that one does.
+            // A child process resumes from the same checkpoint as its parent.
             match request.processes.resumed_by_parent() {
                 Some(from) => request.checkpoints.resume = Some(from),
                 None => checkpoints::resume_after_failure(&mut request.checkpoints, &before),
@@ -88,7 +90,7 @@ pub fn train(mut request: TrainRequest, events: &dyn EventSink) -> Result<Option
     }
 }
 
-/// Refuses results that cannot be written, before the run begins.
+/// Refuses output files that cannot be written, before the run starts.
 fn check_outputs(request: &TrainRequest) -> Result<(), Error> {
     [&request.save, &request.save_gradients].into_iter().flatten().try_for_each(|path| output::check_tensors(path))?;
     let weights = request.checkpoints.folder.iter().map(|folder| folder.join(WEIGHTS));
@@ -112,8 +114,8 @@ fn once(
     };
     no_others(false)?;
     let Some(data) = &request.data else {
-        return Err(Error::input("no data is given").with_help(
-            "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
+        return Err(Error::input("no data given").with_help(
+            "pass arrays named after the model's inputs with `--data train.npz`, or use `--synthetic-data`",
         ));
     };
     let given = match &request.plan {
@@ -124,9 +126,9 @@ fn once(
     let devices = request.tensor_parallel.map_or_else(|| given.as_ref().map_or(1, degree), |devices| devices as usize);
     if devices > 1 && !matches!(role, ProcessRole::Alone) {
         return Err(Error::input(
-            "devices that share a stage are threads of one process, and several processes were started",
+            "tensor parallelism runs as threads of one process, but several processes were started",
         )
-        .with_help("start `pipec train` by itself, or plan without `--tensor` for several processes"));
+        .with_help("start `pipec train` as one process, or plan without `--tensor`"));
     }
     let mut import = request.import.clone();
     if let Some(plan) = &given {
@@ -135,7 +137,7 @@ fn once(
     let loaded = trainable(request, &import, events)?;
     let graph = &loaded.model.graph;
     if !graph.ids().any(|id| matches!(graph.node(id).op, Op::Parameter(_))) {
-        let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
+        let why = "the model has no trainable parameter: its weights are frozen, or it contains its own gradients";
         return Err(Error::file("train", &request.model, why));
     }
     let custom = custom_schedule::open(request.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
@@ -153,8 +155,8 @@ fn once(
     };
     let requested =
         custom.as_ref().map(CustomSchedule::kind).or(request.schedule.as_ref().and_then(ScheduleChoice::named));
-    if requested == Some(ScheduleKind::Inference) {
-        return Err(Error::input("`--schedule inference` does not train").with_help("leave it out, or write `1f1b`"));
+    if requested == Some(Schedule::Inference) {
+        return Err(Error::input("`--schedule inference` does not train").with_help("omit it, or use `1f1b`"));
     }
     let (steps, epochs) = match request.length {
         Some(Length::Steps(steps)) => (Some(steps), None),
@@ -162,15 +164,17 @@ fn once(
         None => (None, None),
     };
     if custom.as_ref().is_some_and(|custom| custom.minibatches().is_some()) && epochs.is_some() {
-        return Err(Error::input("`--epochs` does not go with programs, which say how many minibatches they are for"));
+        return Err(Error::input(
+            "`--epochs` cannot be combined with programs, which have a fixed number of minibatches",
+        ));
     }
     let steps = custom.as_ref().map_or(Ok(steps), |custom| custom.count("--steps", steps))?;
     let whole = microbatches == 1 && request.policy.allows_continuous();
-    let default = if whole { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB };
+    let default = if whole { Schedule::OneFOneBRr } else { Schedule::OneFOneB };
     let schedule = requested.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(default);
     let schedule = request.policy.schedule(schedule, requested.is_some())?;
-    // Without a requested schedule, and where none is needed that does not flush, the planner may choose one that trains.
-    let is_free = requested.is_none() && whole && request.policy.schedule(ScheduleKind::OneFOneB, false).is_ok();
+    // The planner may choose the schedule if none is requested and an asynchronous one is not required.
+    let is_free = requested.is_none() && whole && request.policy.schedule(Schedule::OneFOneB, false).is_ok();
     let fixed = Some(schedule).filter(|_| !is_free);
     let (plan, schedule) = match given {
         Some(plan) => (plan, schedule),
@@ -217,7 +221,7 @@ fn once(
         data,
         held_out: match &request.held_out {
             Some(HeldOutInput::File(path)) => {
-                HeldOut::Arrays(arrays::arrays(&loaded.model.graph, path, "what is held out", events)?)
+                HeldOut::Arrays(arrays::arrays(&loaded.model.graph, path, "the evaluation data", events)?)
             }
             Some(HeldOutInput::Fraction(fraction)) => HeldOut::Share(*fraction),
             None => HeldOut::Nothing,
@@ -241,12 +245,12 @@ fn once(
     let estimate = prepared.memory_estimate(&optimizer);
     match exceeds_limit(&plan, &estimate) {
         Some(why) if !differing.is_empty() => {
-            return Err(Error::input("what is asked for does not fit in the memory that the plan is for")
+            return Err(Error::input("this run does not fit in the memory limit of the plan")
                 .because(why)
                 .with_help("`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` makes a plan that fits"));
         }
         Some(why) => events.warn(&format!(
-            "{why}: kernels here want more scratch than the plan counts; `pipec profile` here, then `pipec partition --profile` plans with it"
+            "{why}: kernels on this machine need more workspace than the plan assumes; run `pipec profile` here, then `pipec partition --profile`"
         )),
         None if differing.is_empty() => exceeds_plan(&plan, &estimate).iter().for_each(|note| events.note(note)),
         None => {}
@@ -256,13 +260,13 @@ fn once(
     policy_notes(request, &task, &prepared, events);
     if let Some(folder) = folder {
         fs::create_dir_all(folder).map_err(|error| {
-            Error::file("make the folder", folder, error)
-                .with_help("`--checkpoint-dir` in a place that can be written to")
+            Error::file("create the folder", folder, error)
+                .with_help("choose a writable location for `--checkpoint-dir`")
         })?;
     }
     let _held = folder.filter(|_| role.reports()).map(checkpoints::hold).transpose()?;
     checkpoints::only_weights(&mut task, &prepared, events);
-    // Another run may have ended here in the meantime.
+    // Another run may have written checkpoints here in the meantime.
     no_others(true)?;
     prepared.begun = match resume {
         Some(resume) => checkpoints::begin(resume, &task, &prepared, events)?,
@@ -273,8 +277,9 @@ fn once(
     }
     let metrics = request.metrics.as_deref().filter(|_| role.reports());
     let run = |group| watched(&task, &prepared, metrics, group, events);
-    let job = (&task, &prepared);
-    let Some(done) = role.run(&request.processes, job, restarts, (events, process_events), run)? else {
+    let job = prepared.training(&task);
+    let digests = || digest::digests(&task, &prepared);
+    let Some(done) = role.run(&request.processes, (&job, &digests), restarts, (events, process_events), run)? else {
         return Ok(None);
     };
     if let Some(ended) = &done.ended {
@@ -283,14 +288,14 @@ fn once(
     write_results(request, &done, newest.take(), events)?;
     let mut remarks = Vec::new();
     if request.plan.is_some() && !differing.is_empty() && !done.trained.losses.is_empty() {
-        // No plan is for two float types.
+        // A plan has only one float type.
         let next = match task.dtype.is_some_and(is_half) {
             true => "",
-            false => ", and `pipec partition` with the same flags plans for it",
+            false => "; `pipec partition` with the same flags makes a plan for it",
         };
         remarks.push(format!(
-            "the plan is for another {}: what is reckoned is of this run{next}",
-            differing.join(", another ")
+            "the plan was made for a different {}; the memory estimate is for this run{next}",
+            differing.join(", a different ")
         ));
     }
     let total = metrics::totals(&plan, &prepared, &done);
@@ -341,7 +346,7 @@ fn floats(request: &TrainRequest, plan: Option<&Plan>) -> Option<DType> {
     request.policy.dtype.or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
 }
 
-/// The model, unless it differs from the one that its framework trains and the request does not accept that.
+/// Loads the model; fails if it differs from the framework's training model and the request does not accept that.
 fn trainable(
     request: &TrainRequest,
     import: &model::ImportRequest,
@@ -354,7 +359,7 @@ fn trainable(
     let (wrong, other): (Vec<_>, Vec<_>) = loaded.model.doubts.iter().partition(|doubt| doubt.is_wrong());
     other.iter().for_each(|doubt| model::warn_training(doubt, events));
     let Some(first) = wrong.first() else { return Ok(loaded) };
-    let what = format!("{} is not the model that its framework trains", request.model.display());
+    let what = format!("{} differs from the framework's training model", request.model.display());
     let error = wrong.iter().fold(Error::input(what), |error, doubt| error.because(doubt));
     Err(error.with_help(format!("{}; `--accept-inference-model` trains the file as it is", first.remedy())))
 }
@@ -362,30 +367,30 @@ fn trainable(
 /// Notes about policy and tensor parallelism.
 fn policy_notes(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     if request.optimizer.learning_rate() == 0.0 {
-        events.warn("`--lr 0` moves no parameter: losses are those of the weights that the run begins with");
+        events.warn("`--lr 0` updates no parameter: all losses are those of the initial weights");
     }
     prepared.sharing.iter().for_each(|sharing| events.note(&sharing.summary()));
     if request.policy.clip_norm.is_some() && task.schedule.is_continuous() {
         events.note(&format!(
-            "{} does not flush: gradients are clipped stage by stage, a parameter that stages share by itself",
+            "{} has no flush: gradients are clipped per stage, and tied weights separately",
             task.schedule.name()
         ));
     }
 }
 
-/// Notes about rows that are left out, ignored labels, and the effective batch size of replicas.
+/// Notes about omitted rows, ignored labels, and the effective batch size of replicas.
 fn notes(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let left_out = prepared.rows as u64 % prepared.batch.max(1);
     if left_out > 0 {
         events.note(&format!(
-            "{left_out} of {} do not fill a minibatch of {} and are left out of every epoch",
+            "{left_out} of {} do not fill a minibatch of {} and are omitted from every epoch",
             quantity::plural(prepared.rows as u64, "row", "rows"),
             quantity::count(prepared.batch)
         ));
     }
     if prepared.ignored > 0 {
         events.note(&format!(
-            "{} of {} have no label but {IGNORED}, which counts for nothing; the loss of a micro-batch of such rows alone is 0",
+            "{} of {} have only the ignored label {IGNORED}; a micro-batch of only such rows has loss 0",
             quantity::count(prepared.ignored as u64),
             quantity::plural(prepared.rows as u64, "row", "rows")
         ));
@@ -404,24 +409,24 @@ fn notes(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
             let ways = match task.loaded.model.batch {
                 Batch::Symbol { .. } => "`--batch` sets a minibatch",
                 Batch::Fixed { .. } => {
-                    "the file fixes a minibatch, so that fewer replicas or an export with an open batch change that"
+                    "the file has a fixed batch; use fewer replicas, or export it with a dynamic batch dimension"
                 }
             };
             events.note(&format!(
-                "{which} {} {has} {r} replicas{each}: one update averages {r} minibatches, {samples} samples in place of {batch}; {ways}",
+                "{which} {} {has} {r} replicas{each}: one update averages {r} minibatches, {samples} samples instead of {batch}; {ways}",
                 ranges(&ids)
             ));
         }
     }
 }
 
-/// A plan on analytic costs of this CPU.
+/// A plan with analytic costs of this CPU.
 fn plan_on_cpu(
     request: &TrainRequest,
     loaded: &LoadedModel,
     batch: u64,
     microbatches: u32,
-    (schedule, custom): (Option<ScheduleKind>, Option<&CustomSchedule>),
+    (schedule, custom): (Option<Schedule>, Option<&CustomSchedule>),
 ) -> Result<Plan, Error> {
     let stages = match (&request.replicas, custom) {
         (None, Some(custom)) if request.cut_after.is_none() => Some(custom.replicas()?),
@@ -431,10 +436,10 @@ fn plan_on_cpu(
     let cuts = request.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
     let workers = request.workers.or(needed).or(cuts).unwrap_or(1).max(1);
     if let Some(schedule) = schedule.filter(|schedule| workers == 1 && schedule.has_chunks()) {
-        let what = format!("`--schedule {}` gives several stages to each of several workers", schedule.name());
+        let what = format!("`--schedule {}` requires several workers, each with several stages", schedule.name());
         return Err(Error::input(what)
-            .because("neither `--workers` nor a plan says that there is more than one")
-            .with_help("`--workers 2` plans for two; `--plan` takes a plan of `pipec partition`"));
+            .because("neither `--workers` nor a plan sets more than one")
+            .with_help("use `--workers 2`, or pass a plan of `pipec partition` with `--plan`"));
     }
     let cluster = machine::cluster_of_this_cpu(workers)
         .map_err(|error| Error::input(format!("cannot plan for {workers} workers")).because(error))?;
@@ -445,7 +450,7 @@ fn plan_on_cpu(
     let times = Times::Analytic(device);
     let counted = request.loss.map_or(CountedLoss::Default, |loss| CountedLoss::One(loss, request.class_dim));
     if let Some(loss) = request.loss {
-        // A plan needs no loss, training does.
+        // Planning works without a loss, training does not.
         attach(&mut loaded.at(micro_batch)?, loss.of(), request.class_dim)
             .map_err(|error| Error::input("cannot train").because(&error).with_help(help::loss(&error)))?;
     }

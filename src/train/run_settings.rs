@@ -1,4 +1,4 @@
-//! What decides the numbers of a run beside its plan, in words: a checkpoint states it, and a run that goes on must have the same.
+//! Settings that determine the result of a run, besides its plan. A checkpoint records them as text, and a resumed run must match.
 
 use crate::loss::CountedLoss;
 use crate::train::prepare::{Prepared, Task};
@@ -11,29 +11,29 @@ use runtime::optim::policy::{Policy, Staleness, Statistics};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
-/// The term that checkpoints of older versions lack.
+/// The setting that checkpoints of older versions do not have.
 const DATA: &str = "sha256 of the data";
 
-/// One thing that decides the numbers.
+/// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Term {
-    /// As checkpoints state it.
-    pub told: String,
-    /// As those of older versions do.
+    /// Its text in checkpoints.
+    pub text: String,
+    /// Its text in checkpoints of older versions.
     before: String,
 }
 
 impl Term {
-    fn new(told: impl ToString) -> Term {
-        Term { told: told.to_string(), before: told.to_string() }
+    fn new(text: impl ToString) -> Term {
+        Term { text: text.to_string(), before: text.to_string() }
     }
 
-    fn since(told: String, before: impl Debug) -> Term {
-        Term { told, before: format!("{before:?}") }
+    fn since(text: String, before: impl Debug) -> Term {
+        Term { text, before: format!("{before:?}") }
     }
 }
 
-/// What decides the numbers of a run, by name.
+/// The settings of a run, by name.
 pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
     let Policy { clip_norm, statistics, loss_scaling, staleness } = task.policy;
     let order = match task.order {
@@ -52,12 +52,12 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
         ("batch", Term::new(prepared.batch)),
         ("order of rows", Term::new(order)),
         ("seed", Term::new(task.seed)),
-        ("loss", Term { told: counted, before: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
+        ("loss", Term { text: counted, before: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
         ("type of floats", Term::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
         ("clipping", Term::new(clip_norm.map_or("none".to_string(), |norm| norm.to_string()))),
         (
             "running statistics",
-            Term { told: of_batches(statistics, unbiased), before: format!("{statistics:?}, unbiased {unbiased}") },
+            Term { text: of_batches(statistics, unbiased), before: format!("{statistics:?}, unbiased {unbiased}") },
         ),
         ("scale of the loss", Term::since(scale, loss_scaling)),
         ("frozen parameters", Term::new(task.frozen.join(","))),
@@ -66,24 +66,24 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Term> {
     terms.into_iter().map(|(name, term)| (name.to_string(), term)).collect()
 }
 
-/// What differs, in words.
+/// Describes the differences.
 pub fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, Term>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
-    let told = |of: Option<&str>| match of {
+    let quoted = |of: Option<&str>| match of {
         None => "nothing".to_string(),
         Some("") => "none".to_string(),
         Some(value) => format!("`{}`", shown(value)),
     };
     let one = |name: &String| {
         let (was, is) = (before.get(name), now.get(name));
-        let is_same = was.zip(is).is_some_and(|(was, is)| *was == is.told || *was == is.before);
-        let (was, is) = (told(was.map(String::as_str)), told(is.map(|term| term.told.as_str())));
+        let is_same = was.zip(is).is_some_and(|(was, is)| *was == is.text || *was == is.before);
+        let (was, is) = (quoted(was.map(String::as_str)), quoted(is.map(|term| term.text.as_str())));
         (!is_same).then(|| format!("{}: the checkpoint has {was}, this run {is}", shown(name)))
     };
     names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(one).collect()
 }
 
-/// In the words of the flags that say it.
+/// The optimizer, in the terms of the flags.
 fn rule(rule: &Rule) -> String {
     let with = |name: &str, numbers: &[(&str, f64)]| {
         let numbers = numbers.iter().map(|(name, value)| format!(", {name} {}", number(*value)));
@@ -110,7 +110,7 @@ fn rule(rule: &Rule) -> String {
     }
 }
 
-/// As `--lr-schedule` has it.
+/// The learning-rate schedule, in the form of `--lr-schedule`.
 fn rate(Rate { warmup, shape }: Rate) -> String {
     let first = if warmup > 0 { format!("warmup:{warmup},") } else { String::new() };
     first
@@ -138,7 +138,7 @@ fn stale(staleness: Staleness) -> String {
     }
 }
 
-/// A number by as many digits as tell it from all others.
+/// A number with all significant digits.
 fn number(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:e}") } else { value.to_string() }
 }
@@ -152,23 +152,23 @@ mod tests {
     }
 
     fn stated(terms: &BTreeMap<String, Term>) -> BTreeMap<String, String> {
-        terms.iter().map(|(name, term)| (name.clone(), term.told.clone())).collect()
+        terms.iter().map(|(name, term)| (name.clone(), term.text.clone())).collect()
     }
 
     #[test]
-    fn what_differs_is_told_with_both_values() {
+    fn differences_have_both_values() {
         let was = stated(&of(&[("batch", "4"), ("frozen parameters", ""), ("old", "1"), ("seed", "0")]));
         let is = of(&[("batch", "8"), ("frozen parameters", "a"), ("seed", "0")]);
-        let told = [
+        let text = [
             "batch: the checkpoint has `4`, this run `8`",
             "frozen parameters: the checkpoint has none, this run `a`",
             "old: the checkpoint has `1`, this run nothing",
         ];
-        assert_eq!(differences(&was, &is), told);
+        assert_eq!(differences(&was, &is), text);
         assert!(differences(&stated(&is), &is).is_empty());
         let with = |data: &str| of(&[("seed", "0"), (DATA, data)]);
-        let told = format!("{DATA}: the checkpoint has `ab`, this run `cd`");
-        assert_eq!(differences(&stated(&with("ab")), &with("cd")), [told]);
+        let text = format!("{DATA}: the checkpoint has `ab`, this run `cd`");
+        assert_eq!(differences(&stated(&with("ab")), &with("cd")), [text]);
         assert!(
             differences(&stated(&of(&[("seed", "0")])), &with("cd")).is_empty(),
             "an older version did not write it"
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(rule(&adam), "adamw, betas 0.9,0.999, lr 0.001, eps 1e-8, weight decay 0");
         assert_eq!(rate(Rate { warmup: 20, shape: Shape::Cosine { floor: 0.1 } }), "warmup:20,cosine:0.1");
         assert_eq!(rate(Rate::CONSTANT), "constant");
-        // A checkpoint of an older version says the same in another way.
+        // A checkpoint of an older version has the same setting in another form.
         let now = BTreeMap::from([("optimizer".to_string(), Term::since(rule(&adam), &adam))]);
         let older = BTreeMap::from([("optimizer".to_string(), format!("{adam:?}"))]);
         assert!(differences(&older, &now).is_empty());

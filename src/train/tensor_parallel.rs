@@ -1,4 +1,4 @@
-//! Stages that several devices share: `--tensor N`.
+//! Tensor-parallel training: `--tensor N`.
 
 use crate::error::Error;
 use crate::train::failures;
@@ -15,20 +15,20 @@ use runtime::train::prepare::{PrepareError, Prepared, Settings};
 use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
 use runtime::train::tensor_parallel::{Order, TensorParallelError, prepare_shared_with, run_shared};
 
-/// What two threads take to meet.
+/// Latency of a collective between two threads.
 const MEETING: Seconds = Seconds(2e-6);
 
-/// A group of devices that shares all stages.
+/// The tensor-parallel group of a run.
 pub struct Sharing {
-    /// How parameters lie.
+    /// Sharding of the parameters.
     layouts: Layouts,
-    /// How many devices.
+    /// The tensor-parallel degree.
     devices: usize,
-    /// The stages as checkpoints know them, whole.
+    /// The unsharded stages, as in checkpoints.
     pub whole: Vec<StageCode>,
 }
 
-/// The group that a plan was made for; without one, threads of this machine: cores that share its memory.
+/// The tensor-parallel group of the plan; without one, threads of this machine that share its memory.
 fn machine(plan: &Plan, devices: usize) -> Machine {
     if let (true, Some(level)) = (degree(plan) == devices, plan.cluster.levels.first()) {
         let device = plan.cluster.device.clone();
@@ -38,12 +38,12 @@ fn machine(plan: &Plan, devices: usize) -> Machine {
     Machine { device: kind.device(), devices, bandwidth: kind.link().1, latency: MEETING }
 }
 
-/// Devices that share each replica of a plan's stages.
+/// The tensor-parallel degree of a plan.
 pub fn degree(plan: &Plan) -> usize {
     plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
 }
 
-/// Prepares a run with stages that so many devices share, in this order of work.
+/// Prepares a run with this tensor-parallel degree and schedule.
 pub fn prepare(
     graph: &Graph,
     stages: &[usize],
@@ -59,7 +59,7 @@ pub fn prepare(
 }
 
 impl Sharing {
-    /// Trains on all devices of the group, from where the course begins.
+    /// Trains on all devices of the group.
     pub fn train(
         &self,
         training: &TrainJob<'_>,
@@ -74,13 +74,13 @@ impl Sharing {
         })
     }
 
-    /// What it comes to, in a sentence.
+    /// A sentence about the degree and the sharding.
     pub fn summary(&self) -> String {
         let split = self.layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
         let (devices, all) = (self.devices, self.layouts.len());
         match split {
-            0 => format!("{devices} devices share every stage, and at these sizes hold all {all} parameters each"),
-            _ => format!("{devices} devices share every stage; {split} of {all} parameters are split among them"),
+            0 => format!("tensor parallelism of degree {devices}; at these sizes all {all} parameters are replicated"),
+            _ => format!("tensor parallelism of degree {devices}; {split} of {all} parameters are sharded"),
         }
     }
 }

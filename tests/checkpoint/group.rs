@@ -1,7 +1,7 @@
 //! Checkpoints of several processes, run as threads with connections between them.
 
 use crate::ready::{Ready, bits, mlp, momentum, plan, ready};
-use compiler::schedule::Schedule;
+use compiler::plan::schedule::Schedule;
 use runtime::optim::policy::Policy;
 use runtime::process::handshake::Identity;
 use runtime::process::placement::WorkerPlacement;

@@ -3,9 +3,10 @@
 use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
 use compiler::pass::loss::Loss;
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::resume::period;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageSpec, published_caps};
+use compiler::schedule::{Pipeline, StageSpec, published_caps};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use models::choice::Setting;

@@ -1,7 +1,7 @@
 //! Interrupted saves and corrupt checkpoints.
 
 use crate::ready::{bits, checkpoints, cnn, contents, mlp, momentum, plan, ready};
-use compiler::schedule::Schedule;
+use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};
@@ -214,10 +214,7 @@ fn broken_checkpoints_are_named_and_not_read() {
         steps.for_each(|(_, tensor)| *tensor = Tensor::from_i64(&[], &[count]));
         let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
         let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
-        assert!(
-            fault.contains("/step` of the checkpoint is something else, the run needs a count of updates"),
-            "{fault}"
-        );
+        assert!(fault.contains("/step` of the checkpoint is something else, the run needs an update count"), "{fault}");
     }
     found.start.optimizer.remove(&name);
     let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };

@@ -94,7 +94,7 @@ def write(case, folder):
 
 def evaluate(pipec, jobs, folder):
     """What pipec says of each job: None when it wrote outputs, else ("refused" or "crashed", why)."""
-    told = [None] * len(jobs)
+    message = [None] * len(jobs)
     for start in range(0, len(jobs), BATCH):
         batch = jobs[start : start + BATCH]
         listing = folder / "cases.tsv"
@@ -107,14 +107,14 @@ def evaluate(pipec, jobs, folder):
             cases = None
         if cases is None and len(batch) > 1:
             for at, job in enumerate(batch):
-                told[start + at] = evaluate(pipec, [job], folder)[0]
+                message[start + at] = evaluate(pipec, [job], folder)[0]
         elif cases is None:
-            told[start] = ("crashed", "the process did not end as it should")
+            message[start] = ("crashed", "the process did not end as it should")
         else:
             for at, case in enumerate(cases):
                 if "failed" in case:
-                    told[start + at] = ("crashed" if case.get("bug") else "refused", case["failed"])
-    return told
+                    message[start + at] = ("crashed" if case.get("bug") else "refused", case["failed"])
+    return message
 
 
 def wrong(job):
@@ -166,12 +166,12 @@ def main():
             jobs.extend(made)
             operator = case.model.graph.node[0].op_type
             outcomes[case.name] = (operator, "passed", "") if refusal is None else (operator, "not arrays", refusal)
-        for job, told in zip(jobs, evaluate(arguments.pipec, jobs, place)):
-            if told is None:
+        for job, message in zip(jobs, evaluate(arguments.pipec, jobs, place)):
+            if message is None:
                 why = wrong(job)
-                told = ("wrong", why) if why else None
-            if told is not None and outcomes[job.case.name][1] == "passed":
-                outcomes[job.case.name] = (job.operator, *told)
+                message = ("wrong", why) if why else None
+            if message is not None and outcomes[job.case.name][1] == "passed":
+                outcomes[job.case.name] = (job.operator, *message)
 
     if not outcomes:
         sys.exit(f"no case has a name that contains {arguments.filter!r}")

@@ -527,12 +527,12 @@ def noisy(batch):
     return {"sample": torch.randn(batch, 3, 16, 16), "timestep": torch.randint(0, 1000, (batch,))}
 
 
-def told(batch):
+def text_batch(batch):
     return {"sample": torch.randn(batch, 4, 16, 16), "timestep": torch.randint(0, 1000, (batch,)), "encoder_hidden_states": torch.randn(batch, 7, 32)}
 
 
 diffusion("unet2d", "UNet2DModel", {"sample_size": 16, "block_out_channels": (32, 64), "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8}, noisy, trains=True)
-diffusion("unet2d_condition", "UNet2DConditionModel", {"sample_size": 16, "block_out_channels": (32, 64), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8, "cross_attention_dim": 32}, told, trains=True)
+diffusion("unet2d_condition", "UNet2DConditionModel", {"sample_size": 16, "block_out_channels": (32, 64), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8, "cross_attention_dim": 32}, text_batch, trains=True)
 diffusion("dit", "DiTTransformer2DModel", {"sample_size": 8, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "patch_size": 2, "num_embeds_ada_norm": 10}, lambda b: {"hidden_states": torch.randn(b, 4, 8, 8), "timestep": torch.randint(0, 1000, (b,)), "class_labels": torch.randint(0, 10, (b,))})
 diffusion("sd3", "SD3Transformer2DModel", {"sample_size": 8, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "patch_size": 2, "joint_attention_dim": 32, "caption_projection_dim": 64, "pooled_projection_dim": 24, "pos_embed_max_size": 8}, lambda b: {"hidden_states": torch.randn(b, 4, 8, 8), "timestep": torch.randint(0, 1000, (b,)), "encoder_hidden_states": torch.randn(b, 7, 32), "pooled_projections": torch.randn(b, 24)})
 diffusion("flux", "FluxTransformer2DModel", {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "patch_size": 1, "joint_attention_dim": 32, "pooled_projection_dim": 24, "axes_dims_rope": (4, 4, 8)}, lambda b: {"hidden_states": torch.randn(b, 16, 4), "encoder_hidden_states": torch.randn(b, 7, 32), "pooled_projections": torch.randn(b, 24), "timestep": torch.rand(b), "img_ids": torch.randn(16, 3), "txt_ids": torch.randn(7, 3)})

@@ -32,7 +32,7 @@ pub enum ClusterError {
     },
     /// Unknown device type without all the figures that it would need.
     #[error(
-        "device kind `{kind}` is not known (known: {}){}; an own kind must set memory, memory_bandwidth and peak_flops",
+        "unknown device type `{kind}` (known: {}){}; a custom type must set memory, memory_bandwidth and peak_flops",
         device::names(),
         device::hint(kind)
     )]
@@ -40,7 +40,7 @@ pub enum ClusterError {
     #[error("a cluster needs at least one level, for example `4:10GB/s`")]
     NoLevel,
     /// A level with a count of 0.
-    #[error("level {level} has a count of 0; every level joins at least one device")]
+    #[error("level {level} has count 0; it must be at least 1")]
     Empty {
         /// Index, innermost first.
         level: usize,
@@ -58,15 +58,13 @@ pub enum ClusterError {
     #[error("{place}: {what}")]
     Class { place: String, what: &'static str },
     /// Speed out of range.
-    #[error(
-        "{place}: speed is {value}; it must be from 1e-6 to 1e6, 1 being as fast as the device whose costs are used"
-    )]
+    #[error("{place}: speed is {value}; it must be from 1e-6 to 1e6, relative to the device whose costs are used")]
     Speed { place: String, value: f64 },
     /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
     #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
     LevelText { text: String },
     /// A figure that is not finite and positive.
-    #[error("{key} must be finite and above zero, found {value}")]
+    #[error("{key} must be finite and positive, found {value}")]
     Figure { key: String, value: f64 },
 }
 
@@ -193,7 +191,11 @@ fn devices_of(devices: Devices) -> Result<(Device, Vec<DeviceClass>), ClusterErr
     let wrong = |place: String, what| ClusterError::Class { place, what };
     let many = match devices {
         Devices::One(file) if file.count.is_some() || file.speed.is_some() => {
-            return Err(wrong("device".to_string(), "`count` and `speed` go with several `[[device]]` tables"));
+            return Err(wrong(
+                "device".to_string(),
+                "`count` and `speed` are only valid in a list of `[[device]]` \
+                tables",
+            ));
         }
         Devices::One(file) => return Ok((device_of(*file, "device")?, Vec::new())),
         Devices::Many(many) => many,
@@ -206,7 +208,7 @@ fn devices_of(devices: Devices) -> Result<(Device, Vec<DeviceClass>), ClusterErr
         classes.push(DeviceClass { device: device_of(file, &place)?, count, speed });
     }
     let first = classes.first().map(|class| class.device.clone());
-    let device = first.ok_or_else(|| wrong("device".to_string(), "there is no device"))?;
+    let device = first.ok_or_else(|| wrong("device".to_string(), "no device is given"))?;
     Ok((device, classes))
 }
 
@@ -277,23 +279,23 @@ struct File {
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct DeviceFile {
-    /// A kind that pipec knows, whose figures hold where none is given here, or a name of one's own.
+    /// A device type known to pipec, whose figures are the defaults here, or a custom name.
     kind: Option<String>,
     /// Memory of one device, "141GB".
     memory: Option<Quantity>,
-    /// How fast a device reads and writes it, "4.8TB/s".
+    /// Memory bandwidth, "4.8TB/s".
     memory_bandwidth: Option<Quantity>,
-    /// Peak arithmetic.
+    /// Peak operations per second.
     peak_flops: Option<PeakFile>,
     /// Time to start one kernel, "5us".
     launch: Option<Quantity>,
-    /// Cores of one host, where devices are workers on the cores of a CPU.
+    /// Cores of one host; for CPU devices.
     cores: Option<u32>,
-    /// Threads that one worker runs its kernels on, where devices are such workers.
+    /// Kernel threads per worker; for CPU devices.
     threads_per_worker: Option<u32>,
-    /// How many there are, where there are several kinds.
+    /// Number of devices; for several device types.
     count: Option<u32>,
-    /// How many times as fast as the device whose costs are used, where there are several kinds.
+    /// Speed relative to the device whose costs are used; for several device types.
     speed: Option<f64>,
 }
 
@@ -325,7 +327,7 @@ impl<'de> Deserialize<'de> for Devices {
     }
 }
 
-/// Operations per second by type, dense: the one figure that is a bare number, since it has no second unit to be confused with.
+/// Dense operations per second by element type, as plain numbers without a unit.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct PeakFile {
@@ -339,15 +341,15 @@ struct PeakFile {
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct LevelFile {
-    /// What it is called, "nvlink".
+    /// Name, "nvlink".
     name: Option<String>,
-    /// How many devices, or groups of the level before, it joins.
+    /// Number of devices, or of groups of the previous level, that it connects.
     count: u32,
-    /// Of one device or group in one direction, "450GB/s" or "100Gbit/s".
+    /// Bandwidth of one device or group in one direction, "450GB/s" or "100Gbit/s".
     bandwidth: Quantity,
-    /// Of one message, "3us".
+    /// Latency of one message, "3us".
     latency: Option<Quantity>,
-    /// Whether all devices below share one link.
+    /// True if all devices below share one link.
     #[serde(default)]
     shared: bool,
 }
@@ -357,7 +359,7 @@ struct LevelFile {
 struct HostFile {
     /// `name:port`.
     address: String,
-    /// Devices on it.
+    /// Devices on this host.
     devices: u32,
 }
 

@@ -16,7 +16,7 @@ pub enum UnitError {
     #[error("`{text}` has no unit; write {example}")]
     NoUnit { text: String, example: &'static str },
     /// A unit of another quantity, or an unknown one.
-    #[error("`{unit}` in `{text}` is no unit of {quantity}; known: {known}")]
+    #[error("`{unit}` in `{text}` is not a unit of {quantity}; known: {known}")]
     Unknown {
         text: String,
         /// The text after the number.

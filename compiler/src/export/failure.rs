@@ -7,17 +7,18 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// Why a verb did not do what it was asked.
+/// The error of a failed command.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Failure {
-    /// What could not be done.
+    /// The error.
     pub message: String,
-    /// Where and why, line by line.
+    /// Its causes, one per line.
     pub causes: Vec<String>,
-    /// What to do next; null where nobody knows.
+    /// A suggested fix, or null.
     pub help: Option<String>,
-    /// What the process ends with: 1 ran and the answer is no, 2 bad input or usage, 3 no plan fits, 101 a bug, 130 and 143 signals.
+    /// Exit code of the process: 1 check failed, 2 invalid input or usage, 3 no feasible plan, 101 a bug, 130 and 143
+    /// signals.
     pub exit_code: u8,
 }
 

@@ -12,88 +12,88 @@ use crate::export::report::{MeasuredOrder, MeasuredPlace};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// A line.
+/// One line of a metrics file.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(untagged)]
 #[schemars(title = "Metrics line")]
 pub enum Line {
-    /// A minibatch that ended.
+    /// A completed minibatch.
     Step(Step),
-    /// The end of a whole run.
+    /// The end of a run.
     End(End),
 }
 
-/// A minibatch that ended.
+/// A completed minibatch.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Step {
-    /// Which one, counted from 0 over the whole training, resumed or not.
+    /// Its index, counted from 0 over the whole training, including earlier runs.
     pub step: u64,
-    /// Its loss; null where it is no finite number.
+    /// Its loss; null if not finite.
     pub loss: Option<f64>,
     /// Seconds since this run began.
     pub seconds: f64,
-    /// Samples a second since this run began.
+    /// Samples per second since this run began.
     pub samples_per_s: f64,
 }
 
-/// The end of a whole run.
+/// The end of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct End {
-    /// What was trained.
+    /// Totals of the training.
     pub total: Total,
 }
 
-/// What was trained in all; also what `pipec train --format json` prints.
+/// Totals of the training; `pipec train --format json` prints them too.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Total {
-    /// Minibatches, with those before a resumed run.
+    /// Minibatches, including those before a resumed run.
     pub steps: u64,
-    /// Minibatches that were done before this run went on.
+    /// Minibatches completed before this run resumed.
     pub resumed_after: u64,
-    /// Times through the data.
+    /// Passes over the data.
     pub epochs: f64,
-    /// The loss of the first minibatch of this run; null where it is no finite number, or there is none.
+    /// Loss of the first minibatch of this run; null if not finite or missing.
     pub first_loss: Option<f64>,
-    /// The loss of the last one.
+    /// Loss of the last minibatch.
     pub last_loss: Option<f64>,
-    /// Seconds that the run took.
+    /// Duration of the run in seconds.
     pub seconds: f64,
-    /// Samples a second.
+    /// Samples per second.
     pub samples_per_s: f64,
-    /// What each stage took and held, of this process's workers.
+    /// Times and memory of each stage of this process's workers.
     pub stages: Vec<StageTotal>,
-    /// The plan that was trained.
+    /// The plan of the run.
     pub plan: PlanTotal,
-    /// How its minibatches were worked on.
+    /// Schedule and batch sizes.
     pub order: MeasuredOrder,
     /// Workers of this process.
     pub workers: u64,
-    /// Cores that they shared.
+    /// Cores that these workers share.
     pub cores: u64,
-    /// How good the model was on rows that were kept from training; null where none were.
+    /// Validation results on held-out rows; null if there are none.
     pub held_out: Option<HeldOut>,
 }
 
-/// What a stage took and held.
+/// Times and memory of a stage.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StageTotal {
-    /// Its index.
+    /// Stage index.
     pub stage: u32,
-    /// Microseconds of an item's forward on the slowest replica.
+    /// Microseconds of the forward pass of one micro-batch on the slowest replica.
     pub fwd_us: f64,
-    /// The same of its backward, with what runs forward again and the optimizer's step.
+    /// Microseconds of its backward pass, including recomputation and the optimizer step.
     pub bwd_us: f64,
-    /// The most bytes that a replica held at once.
+    /// Peak memory of a replica in bytes.
     pub held_bytes: u64,
-    /// The most bytes that a replica held beside them until checkpoints were written.
+    /// Peak additional bytes of a replica for checkpoints being written.
     pub checkpoint_bytes: u64,
 }
 
-/// By what a run tells which plan it was under.
+/// Identifies the plan of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlanTotal {
@@ -103,15 +103,15 @@ pub struct PlanTotal {
     pub stages: Vec<MeasuredPlace>,
 }
 
-/// How good the model was on rows that were kept from training.
+/// Validation results on held-out rows.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HeldOut {
-    /// How many there were.
+    /// Number of rows.
     pub rows: u64,
-    /// Their mean loss; null where it is no finite number.
+    /// Mean loss; null if not finite.
     pub loss: Option<f64>,
-    /// The share that was right; null where the loss knows no right and wrong.
+    /// Accuracy; null if the loss has none.
     pub accuracy: Option<f64>,
 }
 

@@ -127,23 +127,23 @@ pub struct MeasuredPlan {
     pub stages: Vec<MeasuredPlace>,
 }
 
-/// How a run's minibatches were worked on.
+/// Schedule and batch sizes of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MeasuredOrder {
     /// Name of the schedule.
     pub schedule: String,
-    /// Samples of an item.
+    /// Samples per micro-batch.
     pub micro_batch: u64,
-    /// Items of a minibatch.
+    /// Micro-batches per minibatch.
     pub microbatches: u32,
 }
 
-/// Where a stage of a run stood.
+/// Ops and devices of a stage of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MeasuredPlace {
     /// Ranges of ops.
     pub ops: Vec<(u32, u32)>,
-    /// Its devices.
+    /// Devices of the stage.
     pub devices: Vec<u32>,
 }
 

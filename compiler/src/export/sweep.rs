@@ -8,9 +8,10 @@ use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
 use crate::export::quantity::{self, plural};
 use crate::export::svg::Svg;
+use crate::plan::Plan;
 use crate::plan::device_memory::fullest;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, ScheduleKind};
+use crate::plan::schedule::Schedule;
 use std::collections::BTreeSet;
 
 /// The request and result of one plan.
@@ -19,7 +20,7 @@ pub struct Point {
     pub devices: u32,
     /// Number of stages, equally replicated; `None` if chosen by the planner.
     pub depth: Option<u32>,
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     pub micro_batch: u64,
     pub microbatches: u32,
     /// The plan's figures, or the reason why there is no plan.
@@ -85,7 +86,7 @@ impl Figures {
     /// The figures of a plan for a model with `parameter_bytes` bytes of parameters.
     pub fn of(plan: &Plan, parameter_bytes: u64) -> Figures {
         let schedule = &plan.schedule;
-        let trains = schedule.kind != ScheduleKind::Inference;
+        let trains = schedule.kind.trains();
         let is_round_robin = schedule.kind.is_round_robin();
         let item = schedule.micro_batch.max(1) as f64;
         let minibatch = item * f64::from(schedule.microbatches.max(1));
@@ -99,7 +100,7 @@ impl Figures {
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
         let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.all_weights())).sum();
         // The baseline is the time of a minibatch, or of a micro-batch if there is no flush.
-        let of_items = plan.cost != CostModel::Pipec || schedule.kind == ScheduleKind::Inference;
+        let of_items = plan.cost != CostModel::Pipec || !schedule.kind.trains();
         let samples = if of_items { item } else { minibatch };
         let single = plan.baselines.single;
         Figures {
@@ -222,7 +223,7 @@ impl Sweep {
         let most = curves.iter().flat_map(|curve| &curve.points).map(|(_, bytes)| *bytes).fold(0.0, f64::max);
         let limit = self.points.iter().find_map(|point| point.answer.as_ref().ok()?.limit_bytes);
         let limit = limit.map(|limit| ("limit".to_string(), limit as f64)).filter(|(_, limit)| *limit <= 8.0 * most);
-        Plot { limit, ..plot("Memory of the fullest device", "devices", devices, Unit::Bytes, curves) }
+        Plot { limit, ..plot("Peak memory per device", "devices", devices, Unit::Bytes, curves) }
     }
 
     fn communication(&self, devices: &[f64]) -> Plot {
@@ -230,7 +231,7 @@ impl Sweep {
         curves.extend(
             self.references("data parallelism", devices, false, |_, figures| figures.data_parallel_bytes_per_sample),
         );
-        plot("Bytes sent for one sample", "devices", devices, Unit::Bytes, curves)
+        plot("Bytes sent per sample", "devices", devices, Unit::Bytes, curves)
     }
 
     fn by_depth(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
@@ -277,8 +278,8 @@ impl Sweep {
                 self.named(format!("{}, {}", name(line.depth), plural(u64::from(devices), "device", "devices")), &line);
             curves.push(Curve { name, points, is_reference: false });
         }
-        let ring_name = "at least four micro-batches a stage".to_string();
-        let base = plot("Idle share of a step", "micro-batches in a minibatch", &counts, Unit::Share, curves);
+        let ring_name = "at least four micro-batches per stage".to_string();
+        let base = plot("Bubble: idle fraction of a step", "micro-batches per minibatch", &counts, Unit::Share, curves);
         Plot { rings, ring_name, ..base }
     }
 }

@@ -19,7 +19,7 @@ pub enum BindError {
 pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
     let mut bound = graph.clone();
     for id in order::canonical(graph) {
-        let name = bound.node(id).told().to_string();
+        let name = bound.node(id).label().to_string();
         let node = bound.node_mut(id);
         for dim in dims_mut(&mut node.op) {
             *dim = dim.substitute(bindings).map_err(|fault| BindError::Dim { node: name.clone(), fault })?;

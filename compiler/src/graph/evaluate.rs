@@ -14,7 +14,7 @@ pub enum EvaluateError {
     Missing { name: String },
     #[error("`{name}` is {expected}, the value given is {got}")]
     Given { name: String, expected: String, got: String },
-    #[error("the shape of `{name}` is not known or too large: {fact}")]
+    #[error("the shape of `{name}` is unknown or too large: {fact}")]
     Shape { name: String, fact: String },
     #[error("`{name}`: {fault}")]
     Kernel { name: String, fault: KernelError },

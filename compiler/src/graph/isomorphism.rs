@@ -9,7 +9,7 @@ use std::collections::HashMap;
 pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
     if a.outputs.len() != b.outputs.len() || a.averages.len() != b.averages.len() {
         return Some(format!(
-            "{} results and {} averages, against {} and {}",
+            "{} results and {} running averages, expected {} and {}",
             a.outputs.len(),
             a.averages.len(),
             b.outputs.len(),
@@ -17,12 +17,12 @@ pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
         ));
     }
     if a.len() != b.len() {
-        return Some(format!("{} nodes, against {}", a.len(), b.len()));
+        return Some(format!("{} nodes, expected {}", a.len(), b.len()));
     }
     let mut walk = Walk { a, b, forward: HashMap::new(), backward: HashMap::new(), queue: Vec::new() };
     for (x, y) in a.outputs.iter().zip(&b.outputs) {
         if x.name != y.name {
-            return Some(format!("result `{}`, against `{}`", x.name, y.name));
+            return Some(format!("result `{}`, expected `{}`", x.name, y.name));
         }
         if let Some(found) = walk.pair(x.value, y.value) {
             return Some(found);
@@ -31,7 +31,7 @@ pub fn difference(a: &Graph, b: &Graph) -> Option<String> {
     for (x, y) in a.averages.iter().zip(&b.averages) {
         let (state_x, state_y) = (Value { node: x.state, output: 0 }, Value { node: y.state, output: 0 });
         if x.keep != y.keep {
-            return Some(format!("an average keeps {}, against {}", x.keep, y.keep));
+            return Some(format!("a running average keeps {}, expected {}", x.keep, y.keep));
         }
         if let Some(found) = walk.pair(state_x, state_y).or_else(|| walk.pair(x.sample, y.sample)) {
             return Some(found);
@@ -62,7 +62,7 @@ impl Walk<'_> {
                 None
             }
             (Some(to), Some(from)) if *to == y.node && *from == x.node => None,
-            _ => Some(format!("{} and {} stand in different places", named(self.a, x), named(self.b, y))),
+            _ => Some(format!("{} and {} are in different positions", named(self.a, x), named(self.b, y))),
         }
     }
 

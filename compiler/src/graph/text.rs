@@ -133,11 +133,11 @@ fn node(words: &mut Words<'_>, graph: &mut Graph, names: &mut HashMap<String, No
     let id = graph.add(op, &inputs, &origin).map_err(|e| e.to_string())?;
     let inferred = graph.node(id).facts.iter().map(Fact::to_string).collect::<Vec<_>>().join(", ");
     if inferred != written {
-        return Err(format!("`%{name}` is written as {written}, but makes {inferred}"));
+        return Err(format!("`%{name}` is declared as {written}, but its op computes {inferred}"));
     }
     graph.node_mut(id).name.clone_from(&name);
     if names.insert(name.clone(), id).is_some() {
-        return Err(format!("two nodes are called `%{name}`"));
+        return Err(format!("two nodes are named `%{name}`"));
     }
     Ok(())
 }
@@ -152,13 +152,13 @@ fn output(words: &mut Words<'_>, graph: &mut Graph, names: &HashMap<String, Node
 fn average(words: &mut Words<'_>, graph: &mut Graph, names: &HashMap<String, NodeId>) -> Result<(), String> {
     let state = value(words.word(), names)?.node;
     let sample = checked(value(words.word(), names)?, graph)?;
-    let keep = words.word().parse().map_err(|_| "expected the share that is kept".to_string())?;
+    let keep = words.word().parse().map_err(|_| "expected the momentum of an average".to_string())?;
     graph.averages.push(MovingAverage { state, sample, keep });
     Ok(())
 }
 
 fn value(word: &str, names: &HashMap<String, NodeId>) -> Result<Value, String> {
-    let unknown = || format!("`{word}` is not known here");
+    let unknown = || format!("unknown word `{word}`");
     let bare = word.strip_prefix('%').ok_or_else(unknown)?;
     let (name, output) = match bare.split_once('#') {
         Some((name, k)) => (name, k.parse().map_err(|_| unknown())?),
@@ -176,7 +176,7 @@ fn checked(value: Value, graph: &Graph) -> Result<Value, String> {
 }
 
 fn as_string(json: Json) -> Result<String, String> {
-    json.as_str().map(str::to_string).ok_or_else(|| "expected a name in quotes".to_string())
+    json.as_str().map(str::to_string).ok_or_else(|| "expected a quoted name".to_string())
 }
 
 struct Words<'a> {

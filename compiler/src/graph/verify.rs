@@ -21,13 +21,13 @@ pub enum VerifyError {
     Slots { node: String },
     #[error("`{node}` does not fit its inputs: {fault}")]
     Fact { node: String, fault: FactError },
-    #[error("`{node}` is said to make {stored}, but makes {inferred}")]
+    #[error("`{node}` stores {stored}, but its op computes {inferred}")]
     Stored { node: String, stored: String, inferred: String },
-    #[error("two nodes are called `{name}`")]
+    #[error("two nodes are named `{name}`")]
     Name { name: String },
-    #[error("result `{name}` points at nothing")]
+    #[error("result `{name}` refers to no node")]
     Result { name: String },
-    #[error("an average of `{node}` does not fit its state")]
+    #[error("a running average of `{node}` does not fit its state")]
     Average { node: String },
 }
 

@@ -26,7 +26,8 @@ pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
     };
     let output = graph.outputs.iter().find(is_closed)?;
     Some(format!(
-        "output `{}` would have {number} rows for every batch; an export with a batch that divides no other size, as 7 or 11, tells sizes apart",
+        "output `{}` would have {number} rows for every batch; export with a batch size that divides no other size, \
+        such as 7 or 11",
         shown(&output.name)
     ))
 }
@@ -53,9 +54,9 @@ pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
     });
     let (node, number) = found?;
     Some(format!(
-        "node `{}` divides a sum over the batch by {number}, which follows from the exported batch of {size}: with another batch, or micro-batches, \
-         that is no mean; `.mean()` in place of `/ x.shape[0]`, or an export with an open batch, says what is meant",
-        shown(graph.node(node).told())
+        "node `{}` divides a sum over the batch by {number}, from the exported batch of {size}: with another batch, \
+         or micro-batches, that is not a mean; use `.mean()` instead of `/ x.shape[0]`, or export with a dynamic batch",
+        shown(graph.node(node).label())
     ))
 }
 

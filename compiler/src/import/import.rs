@@ -101,7 +101,7 @@ pub enum ImportError {
     #[error(transparent)]
     Archive(#[from] FxError),
     /// The file has the extension of an archive, but is not one.
-    #[error("called .pt2, but {found}: it is not the zip archive that torch.export.save writes; {EXPORT}")]
+    #[error("named .pt2, but {found}: it is not the zip archive that torch.export.save writes; {EXPORT}")]
     NoArchive {
         /// Description of the detected format.
         found: String,
@@ -113,7 +113,7 @@ pub enum ImportError {
     #[error(transparent)]
     TrainMode(#[from] TrainModeError),
     /// The imported graph failed verification: a bug in pipec.
-    #[error("this is a bug in pipec: the imported graph does not hold together: {0}")]
+    #[error("bug in pipec: the imported graph is not valid: {0}")]
     Verify(Box<VerifyError>),
     /// A pass broke the graph: a bug in pipec.
     #[error(transparent)]
@@ -139,12 +139,12 @@ impl Source {
                 Ok(Source::Program { program, file })
             }
             Err(DecodeError::Format(FormatError::Pickle)) if archive => {
-                let found = "a Python pickle, as torch.save writes them, and pipec never opens pickles".to_string();
+                let found = "a Python pickle, as written by torch.save; pipec never opens pickles".to_string();
                 Err(ImportError::NoArchive { found })
             }
             Err(DecodeError::Format(found)) if archive => Err(ImportError::NoArchive { found: found.to_string() }),
             Err(DecodeError::Protobuf { .. }) if archive => {
-                Err(ImportError::NoArchive { found: "something else".to_string() })
+                Err(ImportError::NoArchive { found: "an unknown file type".to_string() })
             }
             Err(other) => Err(other.into()),
         }
@@ -234,7 +234,7 @@ fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportE
     let FileMetadata { mut warnings, doubts, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
     warnings.extend(remarks);
-    warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
+    warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` has no size; give one with `--dim {s}=N`")));
     let weight = |initial| match initial {
         Ok(tensor) => Weight::Given(tensor),
         Err(path) => Weight::Missing { path },
@@ -276,7 +276,8 @@ impl Exporter {
         let input = shown(input);
         match self {
             Exporter::Onnx => format!(
-                "`torch.onnx.export(…, dynamo=False, dynamic_axes={{\"{input}\": {{0: \"batch\"}}}})`, of all inputs that have it,"
+                "`torch.onnx.export(…, dynamo=False, dynamic_axes={{\"{input}\": {{0: \"batch\"}}}})`, for all inputs \
+                that have it,"
             ),
             Exporter::Program => {
                 "`torch.export.export(…, dynamic_shapes=({0: torch.export.Dim(\"batch\")}, …))`".to_string()
@@ -303,7 +304,7 @@ fn lower(
         let inputs = input::read(infos, &options.dims, &axes, &options.known.unread)?;
         inputs.refuse_empty(infos, options.known.empty)?;
         let Some(name) = inputs.batch.clone() else {
-            let batch = Batch::Fixed { size: None, why: "no input has an axis for it".to_string() };
+            let batch = Batch::Fixed { size: None, why: "no input has a batch axis".to_string() };
             return Ok(LoweredWithBatch { lowered: with(&inputs, true)?, batch, inputs, remarks });
         };
         let open = with(&inputs, true);
@@ -332,7 +333,7 @@ fn lower(
                 Some((fault, LowerReason::Time)) if axes.is_empty() && inputs.facts[0].rank() > 1 => {
                     let first = &infos[0].name;
                     remarks.push(format!(
-                        "axis 0 of input `{}` is the time of node `{}`, so axis 1 is the batch",
+                        "axis 0 of input `{}` is the time axis of node `{}`, so axis 1 is the batch",
                         shown(first),
                         shown(&fault.node)
                     ));
@@ -351,10 +352,10 @@ fn lower(
         let apart = if why.contains("7 or 11") {
             ""
         } else {
-            "; a batch that divides no other size, as 7 or 11, may be told apart"
+            "; a batch size that divides no other size, such as 7 or 11, can resolve the ambiguity"
         };
         remarks = vec![format!(
-            "the batch stays at the {} of the file: {why}; {} leaves it open{}{apart}",
+            "the batch keeps the exported size {}: {why}; {} makes it dynamic{}{apart}",
             size.unwrap_or_default(),
             exporter.open_batch(first),
             if options.batch_axes.is_empty() { other_batch_axis_hint(infos, &inputs) } else { String::new() }
@@ -372,7 +373,7 @@ fn other_batch_axis_hint(infos: &[ValueInfo], inputs: &Inputs) -> String {
     match (equal, any) {
         (Some((info, axis)), _) => {
             let (name, flags) = (shown(&info.name), batch_dim_flags(inputs, &info.name, axis));
-            format!(", or, if axis {axis} of input `{name}` is the batch too, `{flags}`")
+            format!(", or, if axis {axis} of input `{name}` is also the batch, `{flags}`")
         }
         (None, Some((info, _))) => {
             let name = shown(&info.name);
@@ -400,7 +401,8 @@ fn undetected_batch_input(graph: &Graph, inputs: &Inputs) -> Option<String> {
     };
     let name = graph.ids().find_map(alike)?;
     Some(format!(
-        "input `{}` has size {number} along axis 0 like the batch, but nothing ties the two: it keeps that size; `{}` opens it",
+        "input `{}` has size {number} along axis 0 like the batch, but no op relates the two: it keeps that size; \
+        `{}` makes it the batch",
         shown(&name),
         batch_dim_flags(inputs, &name, 0)
     ))
@@ -421,6 +423,7 @@ fn differs(source: &OnnxModel, graph: &Graph, inputs: &Inputs) -> Option<String>
             _ => true,
         };
         let fits = fact.rank() == dims.len() && fact.shape.iter().zip(dims).all(same);
-        (!fits).then(|| format!("graph output `{}` would be {fact}, the file says {dims:?}", shown(&output.name)))
+        (!fits)
+            .then(|| format!("graph output `{}` would be {fact}, but the file declares {dims:?}", shown(&output.name)))
     })
 }

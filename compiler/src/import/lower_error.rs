@@ -17,10 +17,10 @@ pub enum LowerReason {
     },
     #[error("attribute `{name}` is {found}, expected {expected}")]
     Attribute { name: &'static str, found: String, expected: &'static str },
-    #[error("{what} must be a constant: it cannot be computed while the model runs")]
+    #[error("{what} must be a constant: it cannot be computed at run time")]
     NotConstant { what: &'static str },
     /// An input must be constant, but depends on graph inputs.
-    #[error("{what} must be a constant, but follows from the graph inputs {}", name_list(inputs))]
+    #[error("{what} must be a constant, but depends on the graph inputs {}", name_list(inputs))]
     Follows { what: &'static str, inputs: Vec<String> },
     /// Shapes or values of inputs do not fit the operator.
     #[error("{0}")]
@@ -35,18 +35,19 @@ pub enum LowerReason {
     #[error(transparent)]
     Fold(#[from] EvaluateError),
     /// Another model input also has the batch axis. The importer then restarts.
-    #[error("input `{}` has the batch along axis {axis} as well", shown(input))]
+    #[error("input `{}` also has the batch along axis {axis}", shown(input))]
     Batch { input: String, axis: usize },
     /// The assumed batch axis is the time axis of a recurrent layer.
     #[error("the batch would be the time axis of a recurrent layer")]
     Time,
     /// An axis must be the batch but cannot be made symbolic.
-    #[error("axis {axis} of `{}` must be the batch, but has the size in the file: {why}", shown(at))]
+    #[error("axis {axis} of `{}` must be the batch, but has a fixed size in the file: {why}", shown(at))]
     Fixed { at: String, axis: usize, why: &'static str },
     /// An input size may or may not be a multiple of the batch.
     #[error(
-        "it only works if axis {axis} of input `{}` is the batch, too: that is {size} in the file, a multiple of the batch {batch}, and a reshape \
-         before it can be read either way; an export with a batch that divides no other size, as 7 or 11, tells them apart",
+        "axis {axis} of input `{}` must also be the batch: it has size {size} in the file, a multiple of the batch \
+         {batch}, and an earlier reshape is ambiguous; export with a batch size that divides no other size, such as 7 \
+         or 11",
         shown(input)
     )]
     Alike {

@@ -25,7 +25,7 @@ const MAX_NODES: usize = 1_000_000;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PipedreamError {
     /// Larger than `MAX_BYTES`, or more than a million nodes.
-    #[error("the file is too large: {found} {what}, at most {limit}")]
+    #[error("the file is too large: {found} {what}; the limit is {limit}")]
     TooLarge {
         /// "bytes" or "nodes".
         what: &'static str,

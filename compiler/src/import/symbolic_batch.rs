@@ -65,7 +65,7 @@ fn refuse_static_indices<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Va
     let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
     for have in &at.shape {
         if is_frozen(build, have, &data.shape[axis])? {
-            return Err(stuck(build.graph(), inputs[1], 0, "it picks samples by numbers that the file has"));
+            return Err(stuck(build.graph(), inputs[1], 0, "it selects samples with indices from the file"));
         }
     }
     Ok(())
@@ -306,7 +306,7 @@ fn rebuild_with_size<B: Build + ?Sized>(
     let node = graph.node(value.node);
     let stuck = |why: &'static str| stuck(graph, value, axis, why);
     if depth == 0 {
-        return Err(stuck("it comes from further than pipec follows"));
+        return Err(stuck("the chain of ops before it is too long"));
     }
     let op = node.op.clone();
     let inputs = graph.inputs(value.node);
@@ -330,10 +330,10 @@ fn rebuild_with_size<B: Build + ?Sized>(
             return Err(LowerReason::Alike { input: input.name.clone(), axis, size, batch: batch.unwrap_or(1) });
         }
         Op::Parameter(_) => return Err(stuck("it is a parameter")),
-        Op::State(_) => return Err(stuck("its values are not known or differ from sample to sample")),
+        Op::State(_) => return Err(stuck("its values are unknown or differ between samples")),
         Op::Constant(constant) => {
             let one = sample(&constant.tensor, axis)
-                .ok_or_else(|| stuck("it is a constant whose values differ from sample to sample"))?;
+                .ok_or_else(|| stuck("it is a constant whose values differ between samples"))?;
             let one = build.add(Op::Constant(Constant { tensor: one }), &[])?;
             let mut shape = shape;
             shape[axis] = want.clone();
@@ -365,8 +365,8 @@ fn rebuild_with_size<B: Build + ?Sized>(
             }
             if along[0].is_none() {
                 let found = batch_axis_in(build, new, axis, &facts[0], whole_want)?;
-                let (at, size) = found
-                    .ok_or_else(|| stuck("it is a reshape, and which axis of its input has the batch is not clear"))?;
+                let (at, size) =
+                    found.ok_or_else(|| stuck("it is a reshape, and the batch axis of its input is not clear"))?;
                 (along[0], inner) = (Some(at), size);
             }
             new[axis] = want.clone();
@@ -417,7 +417,7 @@ fn rebuild_with_size<B: Build + ?Sized>(
         Op::Lstm(_) if (value.output, axis) == (0, 1) || (matches!(value.output, 1 | 2) && axis == 0) => {
             (along[0], along[5], along[6]) = (Some(1), Some(0), Some(0));
         }
-        _ => return Err(stuck("pipec does not follow it through this op")),
+        _ => return Err(stuck("pipec does not track it through this op")),
     }
     let mut carried = inputs.clone();
     for (slot, at) in along.into_iter().enumerate() {
@@ -456,13 +456,13 @@ fn stuck(graph: &Graph, value: Value, axis: usize, why: &'static str) -> LowerRe
         Op::Parameter(o) => &o.name,
         Op::State(o) => &o.name,
         Op::Input(o) => &o.name,
-        _ => node.told(),
+        _ => node.label(),
     };
     LowerReason::Fixed { at: at.to_string(), axis, why }
 }
 
 fn fixed_batch_error_at(graph: &Graph, value: Value, axis: usize) -> LowerReason {
-    stuck(graph, value, axis, "its inputs do not carry it")
+    stuck(graph, value, axis, "its inputs do not have the batch axis")
 }
 
 #[cfg(test)]

@@ -69,9 +69,9 @@ impl TrainingWarning {
     pub fn remedy(&self) -> String {
         match self.finding {
             Finding::FoldedBatchNorm => format!("export again with `{EXPORT}`, or save with `{SAVE}`"),
-            Finding::InferenceDropout if self.is_partial() => "`--train-mode` turns them on".to_string(),
+            Finding::InferenceDropout if self.is_partial() => "`--train-mode` enables them".to_string(),
             Finding::InferenceBatchNorm | Finding::InferenceDropout => {
-                format!("`--train-mode` turns them back; or export with `{EXPORT}`, or save with `{SAVE}`")
+                format!("`--train-mode` restores them; or export with `{EXPORT}`, or save with `{SAVE}`")
             }
             Finding::RemovedBias | Finding::Merged | Finding::Untied => {
                 format!("export with `{EXPORT}`, or, without BatchNormalization, `{UNTOUCHED}`, or save with `{SAVE}`")
@@ -89,39 +89,40 @@ impl fmt::Display for TrainingWarning {
         match finding {
             Finding::FoldedBatchNorm => write!(
                 f,
-                "{count} BatchNormalization {} folded into the weights of other nodes, first at node `{first}`: scales, \
-                 biases and running statistics are gone, and training moves other weights than the framework's",
+                "{count} BatchNormalization {} folded into the weights of other nodes, first at node `{first}`: \
+                 scales, biases and running statistics are gone, and training updates other weights than the \
+                 framework's",
                 many("layer is", "layers are")
             ),
             Finding::InferenceBatchNorm => write!(
                 f,
-                "{count} BatchNormalization {} in inference mode, first node `{first}`: stored statistics stand in for \
-                 those of the batch and never move, so losses and gradients are not those of training",
+                "{count} BatchNormalization {} in inference mode, first node `{first}`: stored statistics replace \
+                 batch statistics and are not updated, so losses and gradients differ from training",
                 many("node is", "nodes are")
             ),
             Finding::InferenceDropout => write!(
                 f,
-                "{count} Dropout {} in inference mode{}, first node `{first}`: nothing is dropped there, so the model \
-                 trains without that regularisation",
+                "{count} Dropout {} in inference mode{}, first node `{first}`: the model trains without that \
+                 regularisation",
                 many("node is", "nodes are"),
                 if beside.is_empty() { String::new() } else { format!(", {beside}") }
             ),
             Finding::RemovedBias => write!(
                 f,
-                "{count} {} removed, first at node `{first}`: the exporter left out what merely starts at zero, and nothing \
-                 trains in its place",
+                "{count} {} removed, first at node `{first}`: the exporter dropped parameters that start at zero, and \
+                 they are not trained",
                 many("bias was", "biases were")
             ),
             Finding::Merged => write!(
                 f,
-                "{count} {} of several parameters, first `{first}`, {beside}: the exporter merged what merely starts \
-                 equal, and trained so these stay equal for ever",
-                many("tensor stands in the place", "tensors stand in the place")
+                "{count} {} several parameters, first `{first}`, {beside}: the exporter merged parameters that start \
+                 equal, so training keeps them equal",
+                many("tensor replaces", "tensors replace")
             ),
             Finding::Untied => write!(
                 f,
-                "{count} {} of tensors with the same values, first `{first}` and `{beside}`: the exporter made two \
-                 parameters of a tied one, and trained so they part",
+                "{count} {} of tensors with the same values, first `{first}` and `{beside}`: the exporter split a \
+                 tied parameter into two, which training will make different",
                 many("pair", "pairs")
             ),
         }

@@ -27,8 +27,8 @@ impl OpRule for Binary {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
         let (fits, expected) = match self {
-            Binary::And | Binary::Or | Binary::Xor => (!a.dtype.is_float(), "bool or a whole number"),
-            Binary::ShiftLeft | Binary::ShiftRight => (a.dtype.is_integer(), "a whole number"),
+            Binary::And | Binary::Or | Binary::Xor => (!a.dtype.is_float(), "bool or an integer"),
+            Binary::ShiftLeft | Binary::ShiftRight => (a.dtype.is_integer(), "an integer"),
             _ => (a.dtype != DType::Bool, "a number"),
         };
         if !fits {
@@ -87,7 +87,7 @@ impl OpRule for Binary {
             // y = a - b ⌊a/b⌋ has slope 1 in a wherever it has a slope
             Binary::Mod => dy,
             Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => {
-                unreachable!("bits are of no float, and others have returned above")
+                unreachable!("bits are not floats, which returned above")
             }
         });
         let db = at.wanted[1].then(|| match self {
@@ -123,7 +123,7 @@ impl OpRule for Binary {
                 neg(out, slope)
             }
             Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => {
-                unreachable!("bits are of no float, and others have returned above")
+                unreachable!("bits are not floats, which returned above")
             }
         });
         vec![da.map(|d| sum_to(out, d, &fact_a)), db.map(|d| sum_to(out, d, &fact_b))]
@@ -324,8 +324,8 @@ pub fn samples() -> Vec<Sample> {
     for op in [And, Or, Xor] {
         all.push(sample("bits of integers", op, &whole, &by));
         all.push(sample("bits of unsigned", op, &large, &small));
-        all.push(sample("truth table", op, &p, &q));
-        all.push(sample("stretched truth", op, &p, &Tensor::from_bool(&[], &[true])));
+        all.push(sample("boolean table", op, &p, &q));
+        all.push(sample("broadcast booleans", op, &p, &Tensor::from_bool(&[], &[true])));
     }
     all
 }

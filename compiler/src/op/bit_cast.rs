@@ -43,10 +43,10 @@ pub fn samples() -> Vec<Sample> {
         differentiate: vec![],
     };
     vec![
-        sample("whole numbers of floats", Tensor::from_f32(&[2], &[1.0, -0.0]), DType::I32),
-        sample("floats of whole numbers", Tensor::from_i64(&[2], &[i64::MIN, 1]), DType::F64),
+        sample("integers of floats", Tensor::from_f32(&[2], &[1.0, -0.0]), DType::I32),
+        sample("floats of integers", Tensor::from_i64(&[2], &[i64::MIN, 1]), DType::F64),
         sample("without a sign", Tensor::from_i64(&[2], &[-1, 5]).cast(DType::I8), DType::U8),
-        sample("bytes of truth", Tensor::from_bool(&[2], &[true, false]), DType::U8),
+        sample("bytes of booleans", Tensor::from_bool(&[2], &[true, false]), DType::U8),
         sample("a scalar", Tensor::from_f32(&[], &[2.0]), DType::U32),
     ]
 }

@@ -15,7 +15,7 @@ impl OpRule for Broadcast {
             return Err(FactError::Mismatch {
                 left_name: "the input shape",
                 left: shape_text(&x.shape),
-                right_name: "the shape to stretch to",
+                right_name: "the target shape",
                 right: shape_text(&self.shape),
             });
         }
@@ -178,7 +178,7 @@ pub fn samples() -> Vec<Sample> {
         sample("to nothing", &[0, 3], Tensor::from_f32(&[3], &[4.0, 5.0, 6.0])),
         sample("integers", &[2, 2], Tensor::from_i64(&[2], &[i64::MIN, 7])),
         sample("bytes", &[2, 2], Tensor::from_i64(&[2, 1], &[255, 7]).cast(DType::U8)),
-        sample("truth", &[3], Tensor::from_bool(&[1], &[true])),
+        sample("booleans", &[3], Tensor::from_bool(&[1], &[true])),
     ]
 }
 

@@ -38,15 +38,15 @@ fn whole(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
 
 fn group(devices: usize) -> Result<(), FactError> {
     match devices {
-        0 => Err(FactError::Attribute("a group has at least one device".into())),
+        0 => Err(FactError::Attribute("a collective needs at least one device".into())),
         1..=65_536 => Ok(()),
-        _ => Err(FactError::Attribute(format!("a group of {devices} devices is beyond any cluster"))),
+        _ => Err(FactError::Attribute(format!("a collective over {devices} devices is too large"))),
     }
 }
 
 fn check_sum(x: &Fact, kind: ReduceKind) -> Result<(), FactError> {
     if x.dtype == DType::Bool || kind == ReduceKind::Mean {
-        return Err(FactError::Attribute(format!("terms of {} are not joined by {kind:?}", x.dtype)));
+        return Err(FactError::Attribute(format!("{kind:?} does not support {}", x.dtype)));
     }
     Ok(())
 }

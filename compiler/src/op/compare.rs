@@ -73,7 +73,7 @@ pub fn samples() -> Vec<Sample> {
         let bytes = |v: &[i64]| Tensor::from_i64(&[v.len()], v).cast(DType::U8);
         all.push(sample("bytes", op, bytes(&[200, 7, 0]), bytes(&[100, 7, 1])));
         all.push(sample(
-            "truth",
+            "booleans",
             op,
             Tensor::from_bool(&[2, 1], &[true, false]),
             Tensor::from_bool(&[2], &[true, false]),

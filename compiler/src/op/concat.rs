@@ -119,7 +119,7 @@ pub fn samples() -> Vec<Sample> {
         sample("nothing at all", 1, vec![Tensor::zeros(DType::F32, &[0, 2]), Tensor::zeros(DType::F32, &[0, 1])]),
         sample("integers", 0, vec![Tensor::from_i64(&[1], &[i64::MAX]), Tensor::from_i64(&[2], &[2, 3])]),
         sample("bytes", 0, vec![row().cast(DType::U8), a().cast(DType::U8)]),
-        sample("truth", 0, vec![Tensor::from_bool(&[1], &[true]), Tensor::from_bool(&[1], &[false])]),
+        sample("booleans", 0, vec![Tensor::from_bool(&[1], &[true]), Tensor::from_bool(&[1], &[false])]),
     ]
 }
 

@@ -89,7 +89,7 @@ pub(in crate::op) fn weight_grad(
     let shape = out.fact(like).shape;
     let kernel = shape[2..]
         .iter()
-        .map(|k| k.known().and_then(|k| usize::try_from(k).ok()).expect("infer lets only kernels of known size pass"))
+        .map(|k| k.known().and_then(|k| usize::try_from(k).ok()).expect("infer only accepts kernels of known size"))
         .collect();
     out.emit(Op::ConvWeightGrad(ConvWeightGrad { window: window.clone(), groups, kernel }), &[dy, x])
 }

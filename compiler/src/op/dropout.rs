@@ -57,7 +57,7 @@ impl OpRule for Dropout {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, counter] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
         if !(0.0..=1.0).contains(&self.ratio) {
-            return Err(FactError::Attribute(format!("the ratio is {}, not a share from 0 to 1", self.ratio)));
+            return Err(FactError::Attribute(format!("the ratio is {}, not from 0 to 1", self.ratio)));
         }
         if !x.dtype.is_float() {
             return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
@@ -78,8 +78,8 @@ impl OpRule for Dropout {
     }
 
     fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let [Sharding::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is split") };
-        let own = out.fact(at.inputs[0]).concrete().expect("sizes are known where ops are shared");
+        let [Sharding::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is sharded") };
+        let own = out.fact(at.inputs[0]).concrete().expect("sizes are known under tensor parallelism");
         let part = DropoutPart { whole: *self, run: own[cut.axis..].iter().product(), devices: at.devices };
         let device = collective::device(out, at.devices);
         vec![out.emit(Op::DropoutPart(part), &[at.inputs[0], at.inputs[1], device])]
@@ -182,7 +182,7 @@ mod tests {
         let infer = |ratio, counter: &Fact| Dropout { ratio, stream: 0 }.infer(&[&x, counter]);
         assert_eq!(infer(0.5, &counter), Ok(vec![x.clone()]));
         for ratio in [-0.1, 1.5, f64::NAN] {
-            assert!(infer(ratio, &counter).unwrap_err().to_string().contains("share"));
+            assert!(infer(ratio, &counter).unwrap_err().to_string().contains("from 0 to 1"));
         }
         assert!(infer(0.5, &x).unwrap_err().to_string().starts_with("the counter is f32[2]"));
     }

@@ -66,7 +66,7 @@ pub fn samples() -> Vec<Sample> {
         sample("a scalar", Tensor::from_f32(&[], &[3.0]), &[]),
         sample("nothing", Tensor::zeros(DType::F32, &[0, 2]), &[0, 1]),
         sample("integers", Tensor::from_i64(&[3], &[1, 2, i64::MAX]), &[0]),
-        sample("truth", Tensor::from_bool(&[3], &[true, false, false]), &[0]),
+        sample("booleans", Tensor::from_bool(&[3], &[true, false, false]), &[0]),
     ]
 }
 

@@ -209,11 +209,11 @@ pub(in crate::op) struct OwnIndices {
 pub(in crate::op) fn local_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> OwnIndices {
     let all = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
     let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[all, indices]);
-    let part = size.div_exact(&Dim::from(devices)).expect("the axis is divided into equal parts");
+    let part = size.div_exact(&Dim::from(devices)).expect("the axis is divided into equal shards");
     let number = |out: &mut dyn Emit, value: i64| {
         out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
     };
-    let (zero, end) = (number(out, 0), number(out, part.known().expect("sizes are known where ops are shared")));
+    let (zero, end) = (number(out, 0), number(out, part.known().expect("sizes are known under tensor parallelism")));
     let device = collective::device(out, devices);
     let first = out.emit(Op::Binary(Binary::Mul), &[device, end]);
     let places = out.emit(Op::Binary(Binary::Sub), &[checked, first]);
@@ -257,7 +257,7 @@ pub fn samples() -> Vec<Sample> {
         sample("no indices", gather(0), counted(&[4, 2]), index(&[0], &[])),
         sample("narrow indices", gather(0), counted(&[4]), index(&[2], &[3, -2]).cast(DType::I8)),
         sample("integers", gather(0), index(&[3], &[i64::MAX, 5, 6]), index(&[2], &[0, 2])),
-        sample("truth", gather(0), Tensor::from_bool(&[2], &[true, false]), index(&[3], &[1, 1, 0])),
+        sample("booleans", gather(0), Tensor::from_bool(&[2], &[true, false]), index(&[3], &[1, 1, 0])),
         sample("rows that repeat", scatter(0, 4), counted(&[3, 2]), index(&[3], &[1, 3, 1])),
         sample("columns", scatter(1, 3), counted(&[2, 4]), index(&[4], &[2, 0, 2, -1])),
         sample("a table of indices", scatter(1, 3), counted(&[2, 2, 2, 2]), index(&[2, 2], &[2, 0, 1, 2])),

@@ -22,7 +22,7 @@ fn check(x: &Fact, what: &'static str, ends: &Fact) -> Result<(), FactError> {
         return Err(FactError::Rank { what, expected: "2".into(), got: x.rank() });
     }
     if ends.rank() != 1 || ends.dtype != DType::I64 {
-        return Err(FactError::Attribute(format!("the ends of groups are {ends}, not a list of i64")));
+        return Err(FactError::Attribute(format!("the group ends are {ends}, not an i64 vector")));
     }
     Ok(())
 }

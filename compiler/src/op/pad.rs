@@ -134,7 +134,7 @@ pub fn samples() -> Vec<Sample> {
         sample("a scalar", Tensor::from_f32(&[], &[1.0]), &[], &[], &[], 0.0),
         sample("integers", Tensor::from_i64(&[2], &[i64::MAX, 2]), &[1], &[1], &[0], -3.0),
         sample("bytes", three().cast(DType::U8), &[1], &[1], &[1], 255.0),
-        sample("truth", Tensor::from_bool(&[2], &[false, true]), &[1], &[1], &[0], 1.0),
+        sample("booleans", Tensor::from_bool(&[2], &[false, true]), &[1], &[1], &[0], 1.0),
     ]
 }
 

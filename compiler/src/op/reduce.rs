@@ -152,7 +152,7 @@ impl OpRule for ArgReduce {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
         check_axes(&[self.axis], x.rank())?;
         if x.shape[self.axis].is(0) {
-            return Err(FactError::Attribute(format!("axis {} of {x} has no element to point at", self.axis)));
+            return Err(FactError::Attribute(format!("axis {} of {x} has no elements to select", self.axis)));
         }
         let shape = if self.keep { kept(&x.shape, &[self.axis]) } else { dropped(&x.shape, &[self.axis]) };
         Ok(vec![Fact::new(DType::I64, shape)])
@@ -199,7 +199,7 @@ pub fn check_axes(axes: &[usize], rank: usize) -> Result<(), FactError> {
         return Err(FactError::Axis { axis, rank });
     }
     if !axes.is_sorted_by(|a, b| a < b) {
-        return Err(FactError::Attribute(format!("the axes {axes:?} are not in rising order")));
+        return Err(FactError::Attribute(format!("the axes {axes:?} are not ascending")));
     }
     Ok(())
 }
@@ -327,7 +327,7 @@ pub fn samples() -> Vec<Sample> {
     all.push(sample("one zero, two zeros, none", Prod, &[1], false, zeros));
     for kind in [Max, Min] {
         let truth = Tensor::from_bool(&[2, 2], &[true, false, false, false]);
-        all.push(sample("truth", kind, &[1], false, truth));
+        all.push(sample("booleans", kind, &[1], false, truth));
         // Ties split the gradient; a finite difference is undefined there.
         let ties = sample("ties", kind, &[0], false, Tensor::from_f32(&[3], &[2.0, 2.0, 2.0]));
         all.push(Sample { differentiate: vec![], ..ties });

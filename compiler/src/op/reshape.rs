@@ -18,7 +18,7 @@ impl OpRule for Reshape {
             return Err(FactError::Mismatch {
                 left_name: "the input shape",
                 left: format!("{} ({from} elements)", shape_text(&x.shape)),
-                right_name: "the shape to take",
+                right_name: "the target shape",
                 right: format!("{} ({to} elements)", shape_text(&y.shape)),
             });
         }
@@ -100,7 +100,7 @@ pub fn samples() -> Vec<Sample> {
         sample("from a scalar", Tensor::from_f32(&[], &[7.0]), &[1]),
         sample("nothing", Tensor::zeros(DType::F32, &[0, 3]), &[5, 0]),
         sample("integers", Tensor::from_i64(&[4], &[1, 2, i64::MIN, i64::MAX]), &[2, 2]),
-        sample("truth", Tensor::from_bool(&[2], &[true, false]), &[2, 1]),
+        sample("booleans", Tensor::from_bool(&[2], &[true, false]), &[2, 1]),
     ]
 }
 
@@ -119,7 +119,7 @@ mod tests {
         assert!(infer(&["batch", "seq"], &["seq", "batch"]).is_ok());
         let error = infer(&["batch", "16"], &["batch", "15"]).unwrap_err().to_string();
         let reshape_error =
-            "the input shape is [batch, 16] (batch*16 elements), the shape to take is [batch, 15] (batch*15 elements)";
+            "the input shape is [batch, 16] (batch*16 elements), the target shape is [batch, 15] (batch*15 elements)";
         assert_eq!(error, reshape_error);
     }
 

@@ -30,7 +30,7 @@ impl BackwardContext<'_> {
     /// The gradient of the first output. A backward rule runs only if an output has a gradient. Ops whose further
     /// outputs take none (saved statistics) may therefore call this.
     pub fn dy(&self) -> Value {
-        self.d_outputs[0].expect("a backward rule runs where the gradient of the first output arrives")
+        self.d_outputs[0].expect("a backward rule runs if the first output has a gradient")
     }
 }
 
@@ -68,9 +68,9 @@ pub enum KernelError {
     /// An attribute has an unbound symbol.
     #[error(transparent)]
     Dim(#[from] DimError),
-    #[error("this is done by {devices} devices together, not by one alone")]
+    #[error("{devices} devices must run this op together")]
     Alone { devices: usize },
-    #[error("another device of the group stopped")]
+    #[error("another device of the tensor-parallel group stopped")]
     Gone,
     #[error("label {label} is outside the {classes} classes")]
     Label { label: i64, classes: usize },
@@ -117,7 +117,7 @@ pub trait OpRule {
     /// local outputs.
     fn write_part(&self, strategy: &Strategy, at: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
         let _ = (at, out);
-        unreachable!("{} writes no part for {strategy:?}", self.name())
+        unreachable!("{} has no sharding rule for {strategy:?}", self.name())
     }
 
     /// Tests whether the output aliases the first input's bytes under another shape, so that no copy is needed.

@@ -189,7 +189,7 @@ pub fn samples() -> Vec<Sample> {
         all.push(sample("bytes", kind, 0, bytes(&[200, 2]), index(&[2], &[0, 0]), bytes(&[100, 3])));
     }
     let (x, updates) = (Tensor::from_bool(&[3], &[true, false, true]), Tensor::from_bool(&[2], &[false, true]));
-    all.push(sample("truth", Replace, 0, x, index(&[2], &[0, 1]), updates));
+    all.push(sample("booleans", Replace, 0, x, index(&[2], &[0, 1]), updates));
     all
 }
 

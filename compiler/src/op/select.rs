@@ -86,6 +86,6 @@ pub fn samples() -> Vec<Sample> {
         sample("scalars", Tensor::from_bool(&[], &[false]), number(1.0), number(2.0)),
         left,
         sample("integers", mask(), Tensor::from_i64(&[], &[i64::MAX]), Tensor::from_i64(&[3], &[1, 2, i64::MIN])),
-        sample("truth", mask(), Tensor::from_bool(&[], &[true]), Tensor::from_bool(&[3], &[true, false, false])),
+        sample("booleans", mask(), Tensor::from_bool(&[], &[true]), Tensor::from_bool(&[3], &[true, false, false])),
     ]
 }

@@ -206,7 +206,7 @@ pub fn part_of(whole: &Tensor, cut: SplitDim, devices: usize, device: usize) -> 
     let (outer, run) = runs(&shape, cut, whole.dtype());
     let bytes = (0..outer).flat_map(|o| &whole.bytes()[(o * devices + device) * run..(o * devices + device + 1) * run]);
     let bytes: Vec<u8> = bytes.copied().collect();
-    Tensor::new(whole.dtype(), shape, bytes.into()).expect("the axis is divided into equal parts")
+    Tensor::new(whole.dtype(), shape, bytes.into()).expect("the axis is divided into equal shards")
 }
 
 /// Concatenates shards, in device order, to the full tensor.
@@ -218,13 +218,13 @@ pub fn whole_of(parts: &[Tensor], cut: SplitDim) -> Tensor {
     }
     let mut shape = parts[0].shape().to_vec();
     shape[cut.axis] *= parts.len();
-    Tensor::new(parts[0].dtype(), shape, bytes.into()).expect("parts of one shape")
+    Tensor::new(parts[0].dtype(), shape, bytes.into()).expect("shards of one shape")
 }
 
 /// Number of contiguous runs in a shard, and the bytes of each.
 fn runs(part: &[usize], cut: SplitDim, dtype: DType) -> (usize, usize) {
     let outer = part[..cut.axis].iter().product::<usize>() * cut.blocks;
-    let elements = element_count(part).expect("the part of a tensor is smaller than the tensor");
+    let elements = element_count(part).expect("a shard is smaller than its tensor");
     (outer, elements.checked_div(outer).unwrap_or(0) * dtype.size())
 }
 

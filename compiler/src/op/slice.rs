@@ -109,7 +109,7 @@ fn count(size: &Dim, begin: &Dim, end: &Dim, step: usize) -> Result<Dim, FactErr
         return Err(FactError::Attribute(format!("elements {begin}..{end} do not exist in an axis of size {size}")));
     }
     let step = i64::try_from(step).ok().filter(|step| *step >= 1);
-    let step = step.ok_or_else(|| FactError::Attribute("a slice steps by at least 1".into()))?;
+    let step = step.ok_or_else(|| FactError::Attribute("the step of a slice must be at least 1".into()))?;
     // Rounds up to a multiple of the step. If the quotient is exact, the amount depends only on the constant term,
     // which is the span with all symbols zero.
     let zeros: Bindings = span.symbols().into_iter().map(|symbol| (symbol, 0)).collect();
@@ -168,7 +168,7 @@ pub fn samples() -> Vec<Sample> {
         sample("a scalar", Tensor::from_f32(&[], &[1.0]), &[], &[], &[]),
         sample("integers", Tensor::from_i64(&[4], &[1, 2, i64::MIN, 4]), &[1], &[4], &[1]),
         sample("bytes", seven().cast(DType::U8), &[1], &[7], &[2]),
-        sample("truth", Tensor::from_bool(&[3], &[true, false, true]), &[1], &[3], &[1]),
+        sample("booleans", Tensor::from_bool(&[3], &[true, false, true]), &[1], &[3], &[1]),
     ]
 }
 

@@ -137,10 +137,10 @@ pub fn samples() -> Vec<Sample> {
         source("trained", Op::Parameter(Parameter { name: "0.weight".into(), fact: fact.clone() })),
         source("kept", Op::State(State { name: "running_mean".into(), fact })),
         source("short", constant(Tensor::from_f32(&[3], &[0.1, -0.0, 3.0]))),
-        source("whole numbers as floats", constant(Tensor::from_f32(&[2], &[1.0, 2.0]))),
+        source("integers as floats", constant(Tensor::from_f32(&[2], &[1.0, 2.0]))),
         source("integers", constant(Tensor::from_i64(&[2], &[i64::MIN, i64::MAX]))),
         source("not finite", constant(Tensor::from_f32(&[2], &[f32::NEG_INFINITY, f32::NAN]))),
         source("long", constant(Tensor::from_i64(&[20], &[7; 20]))),
-        source("truth", constant(Tensor::from_bool(&[2], &[true, false]))),
+        source("booleans", constant(Tensor::from_bool(&[2], &[true, false]))),
     ]
 }

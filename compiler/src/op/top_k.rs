@@ -21,7 +21,7 @@ impl OpRule for TopK {
         if let Some(count) = self.count.known()
             && (count < 0 || size.known().is_some_and(|size| count > size))
         {
-            return Err(FactError::Attribute(format!("an axis of size {size} has not {count} elements to choose")));
+            return Err(FactError::Attribute(format!("an axis of size {size} has fewer than {count} elements")));
         }
         // The backward needs the element count.
         volume(&x.shape)?;

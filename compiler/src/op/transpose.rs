@@ -74,7 +74,7 @@ pub fn samples() -> Vec<Sample> {
         sample("nothing", counted(&[0, 3]), &[1, 0]),
         sample("integers", Tensor::from_i64(&[2, 2], &[1, i64::MAX, 3, 4]), &[1, 0]),
         sample("bytes", counted(&[2, 3]).cast(DType::U8), &[1, 0]),
-        sample("truth", Tensor::from_bool(&[1, 2], &[true, false]), &[1, 0]),
+        sample("booleans", Tensor::from_bool(&[1, 2], &[true, false]), &[1, 0]),
     ]
 }
 

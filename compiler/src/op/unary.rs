@@ -42,7 +42,7 @@ impl OpRule for Unary {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
         let (fits, expected) = match self {
-            Unary::Not => (!x.dtype.is_float(), "bool or a whole number"),
+            Unary::Not => (!x.dtype.is_float(), "bool or an integer"),
             Unary::Neg | Unary::Abs | Unary::Sign | Unary::Relu => (x.dtype != DType::Bool, "a number"),
             _ => (x.dtype.is_float(), "a float"),
         };

@@ -46,7 +46,7 @@ impl Window {
             return attribute(format!("stride {stride} and dilation {dilation} must be at least 1"));
         }
         if kernel.known().is_some_and(|k| k < 1) {
-            return attribute(format!("kernel size {kernel} is not at least 1"));
+            return attribute(format!("kernel size {kernel} is below 1"));
         }
         if size.known().is_some_and(|n| n < 0) {
             return attribute(format!("spatial size {size} is negative"));
@@ -68,7 +68,10 @@ impl Window {
         match beyond.known() {
             Some(b) if b >= 0 => Ok(last),
             Some(_) => Ok(last.add(&one)?),
-            None => attribute(format!("rounding up with stride {stride} has no exact size for an input of {size}")),
+            None => attribute(format!(
+                "rounding up with stride {stride} has no exact output size for an input of \
+                {size}"
+            )),
         }
     }
 

@@ -117,8 +117,8 @@ pub enum PlanError {
     Problem(#[from] ProblemError),
     /// Infeasible: no plan fits. The figures describe the partition that needs the least memory.
     #[error(
-        "no plan fits in {limit} bytes per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas} replicas) \
-         lacks {missing} bytes; a limit of {smallest_limit} bytes would do"
+        "no plan fits in {limit} bytes per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas} \
+         replicas) exceeds it by {missing} bytes; a limit of {smallest_limit} bytes is enough"
     )]
     Infeasible {
         limit: u64,
@@ -136,7 +136,7 @@ pub enum PlanError {
     #[error(transparent)]
     DeviceMemory(Box<Infeasible>),
     /// The plan checker rejected the plan. This is a bug in a partitioner, never an input error.
-    #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    #[error("bug in pipec: the plan checker rejects the plan: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
 }
 
@@ -172,14 +172,14 @@ fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemE
         return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found });
     }
     if options.time_limit.is_some() && options.partitioner != Partitioner::Milp {
-        let what = "a time limit goes with partitioner `milp` only: the others bound their work by `--budget`";
+        let what = "only partitioner `milp` supports a time limit; use `--budget` for the others";
         return Err(ProblemError::Unmet { what: what.to_string() });
     }
     if problem.cluster.is_mixed() && (problem.constraints.tensor || !problem.shared.is_empty()) {
         return Err(ProblemError::Mixed { what: "`--tensor`" });
     }
     if problem.chunks > 1 && options.partitioner != Partitioner::Pipec {
-        let what = "several chunks on a rank are planned by partitioner `pipec` only";
+        let what = "only partitioner `pipec` supports several stages per rank";
         return Err(ProblemError::Unmet { what: what.to_string() });
     }
     Ok(())

@@ -40,7 +40,7 @@ pub enum Training {
 pub enum AttributionError {
     #[error("the model has no op that depends on an input or a parameter")]
     Empty,
-    #[error("the size of `{node}` is not known or too large: {fact}; give the symbols their sizes")]
+    #[error("the size of `{node}` is unknown or too large: {fact}; give its symbols a size")]
     Size { node: String, fact: String },
     #[error(transparent)]
     Loss(#[from] LossError),
@@ -243,8 +243,8 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
         let node = graph.node(id);
         let unknown = |fact: &&crate::tensor::fact::Fact| fact.bytes().is_none() || fact.concrete().is_none();
         if let Some(fact) = node.facts.iter().find(unknown) {
-            let told = node.told();
-            return Err(AttributionError::Size { node: told.to_string(), fact: fact.to_string() });
+            let name = node.label();
+            return Err(AttributionError::Size { node: name.to_string(), fact: fact.to_string() });
         }
     }
     Ok(())

@@ -127,8 +127,8 @@ impl<'a> Joint<'a> {
         }
         let refused = (0..outputs.len()).find(|&o| d_outputs[o].is_some() && !rule(&node.op).takes_gradient(o));
         if let Some(output) = refused {
-            let told = node.told().to_string();
-            return Err(BackwardError::NoRule { node: told, op: rule(&node.op).name().to_string(), output });
+            let name = node.label().to_string();
+            return Err(BackwardError::NoRule { node: name, op: rule(&node.op).name().to_string(), output });
         }
         let inputs = self.graph.inputs(id);
         let wanted: Vec<bool> = inputs.iter().map(|v| self.is_active(*v)).collect();

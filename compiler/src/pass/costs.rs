@@ -17,15 +17,15 @@ use thiserror::Error;
 #[derive(Clone, Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum FillError {
-    #[error("the profile is of another model, `{model}`: it has {profiled} ops, this one has {ops}")]
+    #[error("the profile is for another model, `{model}`: it has {profiled} ops, this one has {ops}")]
     Count { profiled: usize, model: String, ops: usize },
-    #[error("the profile is of another model: its sha256 is {profiled}, this model's is {model}")]
+    #[error("the profile is for another model: its sha256 is {profiled}, this model's is {model}")]
     Sha { profiled: String, model: String },
-    #[error("the profile is of another model: op {id} is `{profiled}` there and `{model}` here")]
+    #[error("the profile is for another model: op {id} is `{profiled}` in the profile and `{model}` in the model")]
     Op { id: usize, profiled: String, model: String },
     #[error(
-        "the profile was made at other sizes (micro-batch {micro_batch}, {dtype}): op {id} `{name}` makes {profiled} bytes \
-         there and {model} here; profile again at this micro-batch"
+        "the profile has other sizes (micro-batch {micro_batch}, {dtype}): op {id} `{name}` outputs {profiled} bytes \
+         in the profile and {model} here; profile again at this micro-batch"
     )]
     Size { id: usize, name: String, profiled: u64, model: u64, micro_batch: u64, dtype: String },
 }
@@ -55,7 +55,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
         let values = graph.values(id);
         costs.ops.push(OpCost {
             id: i as u32,
-            name: node.told().to_string(),
+            name: node.label().to_string(),
             module: node.origin.module.clone(),
             op: rule(&node.op).name().to_string(),
             saved_bytes: attribution.saved_bytes[i],
@@ -77,8 +77,8 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
                 continue;
             }
             let name = match value.output {
-                0 => node.told().to_string(),
-                n => format!("{}#{n}", node.told()),
+                0 => node.label().to_string(),
+                n => format!("{}#{n}", node.label()),
             };
             costs.tensors.push(TensorCost { name, producer: OpId(i as u32), bytes: size(value), consumers });
         }
@@ -143,8 +143,8 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
     }
     for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {
         if op.name != profiled.name || op.op != profiled.op {
-            let told = |name: &str, op: &str| format!("{} ({})", shown(name), shown(op));
-            let (there, here) = (told(&profiled.name, &profiled.op), told(&op.name, &op.op));
+            let describe = |name: &str, op: &str| format!("{} ({})", shown(name), shown(op));
+            let (there, here) = (describe(&profiled.name, &profiled.op), describe(&op.name, &op.op));
             return Err(FillError::Op { id, profiled: there, model: here });
         }
     }

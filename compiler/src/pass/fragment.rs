@@ -215,7 +215,7 @@ impl Cut<'_> {
 
     /// The nodes of the fragment: the stage's ops, and every source and constant expression they read.
     fn needed(&self) -> Result<HashSet<NodeId>, FragmentError> {
-        let name = |id: NodeId| self.graph.node(id).told().to_string();
+        let name = |id: NodeId| self.graph.node(id).label().to_string();
         let own: Vec<NodeId> =
             self.order.iter().copied().filter(|id| self.place.get(id) == Some(&self.stage)).collect();
         if own.is_empty() {

@@ -27,7 +27,7 @@ pub enum Loss {
 #[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum LossError {
-    #[error("the model has no output to take a loss of")]
+    #[error("the model has no output for a loss")]
     NoOutput,
     #[error("the class axis {axis} does not exist in the output {fact}")]
     ClassAxis { axis: i64, fact: String },
@@ -35,7 +35,7 @@ pub enum LossError {
     NotFloat { name: String, fact: String },
     #[error("the output `{name}` is {fact}, not a scalar")]
     NotScalar { name: String, fact: String },
-    #[error("the model already has an input called `{name}`")]
+    #[error("the model already has an input named `{name}`")]
     Taken { name: String },
 }
 

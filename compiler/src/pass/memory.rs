@@ -122,7 +122,7 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
         }
     }
     for (value, class) in classes.of.drain().filter(|(_, class)| !classes.list[*class].inner) {
-        layout.locations.insert(value, class_home[class].expect("every class got a home"));
+        layout.locations.insert(value, class_home[class].expect("every class has an address"));
     }
     layout
 }

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 /// A pass broke the graph, which is a bug of pipec.
 #[derive(Debug, Error)]
-#[error("bug in pipec: after the pass `{pass}` the graph does not hold: {fault}")]
+#[error("bug in pipec: the graph is not valid after the pass `{pass}`: {fault}")]
 pub struct PassBug {
     pub pass: &'static str,
     pub fault: VerifyError,

@@ -10,16 +10,16 @@ use thiserror::Error;
 
 #[derive(Debug, Error, PartialEq)]
 pub enum PrecisionError {
-    #[error("node `{node}` reads the bits of its input, which are others in {to}")]
+    #[error("node `{node}` reads the bits of its input, which differ in {to}")]
     Bits { node: String, to: DType },
-    #[error("node `{node}` cannot work in {to}: {fault}")]
+    #[error("node `{node}` does not support {to}: {fault}")]
     Fact { node: String, to: DType, fault: Box<AddError> },
 }
 
 impl PrecisionError {
     pub fn of(node: &Node, to: DType, fault: FactError) -> PrecisionError {
         let fault = Box::new(AddError { op: rule(&node.op).name().to_string(), fault });
-        PrecisionError::Fact { node: node.told().to_string(), to, fault }
+        PrecisionError::Fact { node: node.label().to_string(), to, fault }
     }
 }
 
@@ -28,7 +28,7 @@ pub fn precision(graph: &Graph, to: DType) -> Result<Graph, PrecisionError> {
     let mut made = graph.clone();
     for id in order::canonical(graph) {
         if matches!(made.node(id).op, Op::BitCast(_)) {
-            return Err(PrecisionError::Bits { node: made.node(id).told().to_string(), to });
+            return Err(PrecisionError::Bits { node: made.node(id).label().to_string(), to });
         }
         retype(&mut made.node_mut(id).op, to);
         let facts: Vec<Fact> = made.inputs(id).into_iter().map(|v| made.fact(v).clone()).collect();

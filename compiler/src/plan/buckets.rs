@@ -50,7 +50,7 @@ pub fn contradiction(stage: &Stage) -> Option<String> {
     }
     if stage.replicas < 2 || buckets.len() < 2 {
         return Some(format!(
-            "{} buckets for {} replicas: both are at least 2 where there are any",
+            "{} buckets for {} replicas: buckets need at least 2 of both",
             buckets.len(),
             stage.replicas
         ));
@@ -60,7 +60,7 @@ pub fn contradiction(stage: &Stage) -> Option<String> {
     names.sort_unstable();
     names.dedup();
     if names.len() < count || buckets.iter().any(|bucket| bucket.parameters.is_empty()) {
-        return Some("a bucket has no parameter, or two have the same".to_string());
+        return Some("a bucket has no parameter, or two buckets share one".to_string());
     }
     let sum = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.bytes));
     if sum != stage.all_weights() {
@@ -69,10 +69,7 @@ pub fn contradiction(stage: &Stage) -> Option<String> {
     let mut before = 0.0;
     for bucket in buckets {
         if !(before..=1.0).contains(&bucket.ready) {
-            return Some(format!(
-                "a bucket is ready at {}: expected numbers from 0 to 1 that do not fall",
-                bucket.ready
-            ));
+            return Some(format!("a bucket is ready at {}: expected ascending numbers from 0 to 1", bucket.ready));
         }
         before = bucket.ready;
     }

@@ -19,12 +19,13 @@
 //! and weight-gradient passes fill the drain (Qi et al., ICLR 2024, section 6).
 
 use crate::cluster::Level;
+use crate::plan::Edge;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage, messages, shared};
 use crate::plan::links;
-use crate::plan::{Edge, ScheduleKind};
+use crate::plan::schedule::Schedule;
 use std::collections::BTreeMap;
 
-pub fn rank_of(schedule: ScheduleKind, ranks: u32, stage: u32) -> u32 {
+pub fn rank_of(schedule: Schedule, ranks: u32, stage: u32) -> u32 {
     match schedule.is_on_a_v() {
         true => stage.min((2 * ranks).saturating_sub(1).saturating_sub(stage)),
         false => stage % ranks.max(1),
@@ -85,7 +86,7 @@ mod tests {
     #[test]
     fn chunks_divide_the_bubble() {
         let cluster = levels("4:1MB/s").unwrap().levels;
-        let time = |schedule: ScheduleKind, chunks: u32| {
+        let time = |schedule: Schedule, chunks: u32| {
             let stage = |at: u32| {
                 let first = rank_of(schedule, 4, at);
                 let forward_us = 1.0 / f64::from(chunks);
@@ -95,15 +96,15 @@ mod tests {
             outlook(&FlowQuery { schedule, microbatches: 8, latency: false }, &cluster, &stages, &[]).minibatch_us
         };
         // Eight micro-batches of 3 us on each rank, and a bubble of 9 / v.
-        assert_eq!(time(ScheduleKind::Interleaved, 1), 24.0 + 9.0);
-        assert_eq!(time(ScheduleKind::Interleaved, 2), 24.0 + 4.5);
-        assert_eq!(time(ScheduleKind::Zbv, 2), 24.0 + 1.5);
+        assert_eq!(time(Schedule::Interleaved, 1), 24.0 + 9.0);
+        assert_eq!(time(Schedule::Interleaved, 2), 24.0 + 4.5);
+        assert_eq!(time(Schedule::Zbv, 2), 24.0 + 1.5);
     }
 
     #[test]
     fn stages_go_round_or_down_and_up() {
         let ranks = |schedule| (0..6).map(|stage| rank_of(schedule, 3, stage)).collect::<Vec<_>>();
-        assert_eq!(ranks(ScheduleKind::Interleaved), [0, 1, 2, 0, 1, 2]);
-        assert_eq!(ranks(ScheduleKind::Zbv), [0, 1, 2, 2, 1, 0]);
+        assert_eq!(ranks(Schedule::Interleaved), [0, 1, 2, 0, 1, 2]);
+        assert_eq!(ranks(Schedule::Zbv), [0, 1, 2, 2, 1, 0]);
     }
 }

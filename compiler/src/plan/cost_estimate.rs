@@ -29,9 +29,10 @@
 //! pipelines of equal stages that is exactly (m - 1) T + Σ T + R.
 
 use crate::cluster::Level;
+use crate::plan::Edge;
 use crate::plan::in_flight::ScheduleFlow;
 use crate::plan::links::{self, Ring, Wire};
-use crate::plan::{Edge, ScheduleKind};
+use crate::plan::schedule::{Schedule, UpdateRule};
 use std::collections::BTreeMap;
 
 /// A stage with its devices: `first`, `first + 1`, one per replica.
@@ -60,7 +61,7 @@ pub struct CostEstimate {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlowQuery {
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     pub microbatches: u32,
     /// True if the objective is the latency of one item.
     pub latency: bool,
@@ -72,23 +73,23 @@ impl FlowQuery {
     }
 
     pub fn trains(&self) -> bool {
-        self.schedule != ScheduleKind::Inference
+        self.schedule.trains()
     }
 
     /// q_s: all-reduces per item of a replica.
     pub fn reduces(&self, replicas: u32) -> f64 {
-        match self.schedule {
-            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0,
-            ScheduleKind::TwoBw => 1.0 / self.dealt(replicas),
+        match self.schedule.update() {
+            UpdateRule::Round => 1.0,
+            UpdateRule::DoubleBuffered => 1.0 / self.dealt(replicas),
             _ => 0.0,
         }
     }
 
     /// All-reduces per item over all replicas.
     fn all_reduces_per_item_of_all(&self, replicas: u32) -> f64 {
-        match self.schedule {
-            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0 / f64::from(replicas.max(1)),
-            ScheduleKind::TwoBw => 1.0 / f64::from(self.microbatches.max(1)),
+        match self.schedule.update() {
+            UpdateRule::Round => 1.0 / f64::from(replicas.max(1)),
+            UpdateRule::DoubleBuffered => 1.0 / f64::from(self.microbatches.max(1)),
             _ => 0.0,
         }
     }
@@ -100,21 +101,21 @@ impl FlowQuery {
 
     /// Weight of the busiest replica's time per item in the objective.
     pub fn weight(&self, replicas: u32) -> f64 {
-        match self.schedule {
+        match self.schedule.update() {
             _ if self.latency => 0.0,
-            ScheduleKind::TwoBw => self.dealt(replicas),
-            schedule if schedule.is_continuous() => 1.0 / f64::from(replicas),
-            _ => self.dealt(replicas) - 1.0,
+            UpdateRule::DoubleBuffered => self.dealt(replicas),
+            UpdateRule::Round | UpdateRule::None => 1.0 / f64::from(replicas),
+            UpdateRule::Flush => self.dealt(replicas) - 1.0,
         }
     }
 
     /// Weight of the busiest shared link's time per item.
     pub fn link_weight(&self) -> f64 {
-        match self.schedule {
+        match self.schedule.update() {
             _ if self.latency => 0.0,
-            ScheduleKind::TwoBw => f64::from(self.microbatches.max(1)),
-            schedule if schedule.is_continuous() => 1.0,
-            _ => f64::from(self.microbatches.max(1) - 1),
+            UpdateRule::DoubleBuffered => f64::from(self.microbatches.max(1)),
+            UpdateRule::Round | UpdateRule::None => 1.0,
+            UpdateRule::Flush => f64::from(self.microbatches.max(1) - 1),
         }
     }
 
@@ -277,7 +278,7 @@ mod tests {
         Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes }
     }
 
-    fn asked(schedule: ScheduleKind, microbatches: u32) -> FlowQuery {
+    fn asked(schedule: Schedule, microbatches: u32) -> FlowQuery {
         FlowQuery { schedule, microbatches, latency: false }
     }
 
@@ -285,7 +286,7 @@ mod tests {
     fn the_busiest_counts() {
         let cluster = levels("4:1MB/s").unwrap().levels;
         let us = |stages: &[PlacedStage], bytes| {
-            outlook(&asked(ScheduleKind::RoundRobin, 1), &cluster, stages, &[edge(0, 1, bytes)]).minibatch_us
+            outlook(&asked(Schedule::OneFOneBRr, 1), &cluster, stages, &[edge(0, 1, bytes)]).minibatch_us
         };
         // Stage 0 computes 90 us on 3 replicas; its all-reduce takes 2 · 2/3 · 30 = 40 us per round of 3.
         assert_eq!(us(&[stage(0, 3, 30.0, 30.0), stage(3, 1, 10.0, 0.0)], 0), 30.0);
@@ -302,8 +303,7 @@ mod tests {
         let mut cluster = levels("2:1000MB/s,2:1MB/s").unwrap().levels;
         let stages: Vec<PlacedStage> = (0..4).map(|at| stage(at, 1, 5.0, 0.0)).collect();
         let edges = [edge(0, 2, 10), edge(1, 3, 10), edge(0, 1, 10), edge(2, 3, 10)];
-        let us =
-            |cluster: &[Level]| outlook(&asked(ScheduleKind::RoundRobin, 1), cluster, &stages, &edges).minibatch_us;
+        let us = |cluster: &[Level]| outlook(&asked(Schedule::OneFOneBRr, 1), cluster, &stages, &edges).minibatch_us;
         assert_eq!(us(&cluster), 15.0);
         cluster[1].shared = true;
         assert_eq!(us(&cluster), 20.0);
@@ -313,7 +313,7 @@ mod tests {
     fn the_replica_with_most_items_of_a_minibatch_counts() {
         let cluster = levels("4:1MB/s").unwrap().levels;
         let us = |microbatches, stages: &[PlacedStage]| {
-            outlook(&asked(ScheduleKind::TwoBw, microbatches), &cluster, stages, &[]).minibatch_us
+            outlook(&asked(Schedule::TwoBw, microbatches), &cluster, stages, &[]).minibatch_us
         };
         // Four items on three replicas: one replica has two of 90 us.
         assert_eq!(us(4, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
@@ -326,13 +326,13 @@ mod tests {
     fn flushes_fill_and_drain() {
         let cluster = levels("4:1MB/s").unwrap().levels;
         let straight: Vec<PlacedStage> = (0..4).map(|at| stage(at, 1, 1.0, 0.0)).collect();
-        let flushed = outlook(&asked(ScheduleKind::OneFOneB, 8), &cluster, &straight, &[]);
+        let flushed = outlook(&asked(Schedule::OneFOneB, 8), &cluster, &straight, &[]);
         assert_eq!((flushed.minibatch_us, flushed.step_us), (33.0, 33.0));
         assert!((flushed.bubble - 9.0 / 33.0).abs() < 1e-12);
         // Data parallelism: two micro-batches on each of four, then the all-reduce of 2 · 3/4 · 8.
-        let all = outlook(&asked(ScheduleKind::Gpipe, 8), &cluster, &[stage(0, 4, 1.0, 8.0)], &[]);
+        let all = outlook(&asked(Schedule::Gpipe, 8), &cluster, &[stage(0, 4, 1.0, 8.0)], &[]);
         assert_eq!(all.minibatch_us, 6.0 + 12.0);
-        let way = FlowQuery { schedule: ScheduleKind::Inference, microbatches: 1, latency: true };
+        let way = FlowQuery { schedule: Schedule::Inference, microbatches: 1, latency: true };
         assert_eq!(outlook(&way, &cluster, &straight, &[edge(0, 1, 7)]).minibatch_us, 4.0 + 7.0);
     }
 }

@@ -40,11 +40,11 @@ pub fn wrong(plan: &Plan) -> Vec<(usize, String)> {
     for (at, stage) in plan.stages.iter().enumerate() {
         let degree = stage.degree();
         if degree != first {
-            let what = format!("{degree} devices share each replica, those of stage 0 are shared by {first}");
-            wrong.push((at, format!("{what}; stages of one plan are shared by equally many")));
+            let what = format!("tensor-parallel degree {degree}, that of stage 0 is {first}");
+            wrong.push((at, format!("{what}; all stages of a plan need the same degree")));
         }
         if stage.tensor_degree == Some(0) || degree > MOST {
-            wrong.push((at, format!("{degree} devices share each replica; a group has 1 to {MOST}")));
+            wrong.push((at, format!("tensor-parallel degree {degree}; it must be from 1 to {MOST}")));
             continue;
         }
         for group in stage.devices.chunks(degree as usize).filter(|_| degree > 1) {
@@ -52,8 +52,8 @@ pub fn wrong(plan: &Plan) -> Vec<(usize, String)> {
             let is_row = group.iter().zip(begin..).all(|(device, expected)| *device == expected);
             if !is_row || !begin.is_multiple_of(degree) || begin / unit != (begin + degree - 1) / unit {
                 let level = plan.cluster.levels.first().map_or("", |level| &level.name).escape_debug();
-                let what = format!("devices {group:?} share a replica and are not {degree} in a row");
-                wrong.push((at, format!("{what}, from a multiple of {degree} on, within one unit of {level}")));
+                let what = format!("the tensor-parallel group {group:?} is not {degree} consecutive devices");
+                wrong.push((at, format!("{what}, starting at a multiple of {degree}, within one unit of {level}")));
             }
         }
     }

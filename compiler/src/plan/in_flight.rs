@@ -35,11 +35,11 @@
 //! first stage's. Without a flush, a later stage with c_s in flight on each replica steps it c_0 - c_s rounds late and
 //! holds as many gradient sums.
 
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::{InFlightRule, PendingWeightGrads, Schedule, VersionRule};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduleFlow {
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     pub microbatches: u32,
     pub chunks: u32,
     /// Workers of the whole pipeline, or an upper bound if the pipeline is not known yet.
@@ -76,20 +76,20 @@ impl ScheduleFlow {
         let replicas = position.replicas.max(1);
         let to_the_end = position.workers_after.saturating_add(replicas);
         let workers = self.workers.max(to_the_end);
-        let wanted = match self.schedule {
+        let wanted = match self.schedule.properties().in_flight {
             // One in compute while the previous one is being sent.
-            ScheduleKind::Inference => return if position.workers_after > 0 { 2 + self.room } else { 1 },
-            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => {
+            InFlightRule::Forward => return if position.workers_after > 0 { 2 + self.room } else { 1 },
+            InFlightRule::Rounds => {
                 return to_the_end.div_ceil(replicas).saturating_add(self.room);
             }
-            ScheduleKind::Gpipe | ScheduleKind::Bfs | ScheduleKind::Csv => self.microbatches,
-            ScheduleKind::OneFOneB | ScheduleKind::TwoBw => to_the_end,
-            ScheduleKind::Interleaved => to_the_end.saturating_add((workers - 1).div_ceil(self.chunks.max(1))),
-            ScheduleKind::ZbH1 | ScheduleKind::Zbv => workers,
-            ScheduleKind::DualPipeV => workers.saturating_add(1),
-            ScheduleKind::ZbH2 => workers.saturating_mul(2) - 1,
+            InFlightRule::Minibatch => self.microbatches,
+            InFlightRule::Depth => to_the_end,
+            InFlightRule::InterleavedDepth => to_the_end.saturating_add((workers - 1).div_ceil(self.chunks.max(1))),
+            InFlightRule::Workers => workers,
+            InFlightRule::WorkersAndOne => workers.saturating_add(1),
+            InFlightRule::TwiceWorkers => workers.saturating_mul(2) - 1,
         };
-        let room = if self.schedule == ScheduleKind::TwoBw { self.room } else { 0 };
+        let room = if self.schedule.is_double_buffered() { self.room } else { 0 };
         wanted.min(self.microbatches).div_ceil(replicas).max(1).saturating_add(room)
     }
 
@@ -97,25 +97,24 @@ impl ScheduleFlow {
     pub fn apart(&self, position: Position, in_flight: u32) -> u32 {
         let replicas = position.replicas.max(1);
         let before = self.workers.saturating_sub(position.workers_after).saturating_sub(replicas);
-        let depth = match self.schedule {
-            ScheduleKind::ZbH1 => 1,
-            ScheduleKind::ZbH2 => 2,
-            ScheduleKind::Zbv | ScheduleKind::DualPipeV => return in_flight,
-            _ => return 0,
+        let depth = match self.schedule.properties().split {
+            Some(PendingWeightGrads::PerEarlierWorker(depth)) => depth,
+            Some(PendingWeightGrads::InFlight) => return in_flight,
+            None => return 0,
         };
         before.div_ceil(replicas).saturating_mul(depth).saturating_add(1).min(in_flight)
     }
 
     /// Weight versions per replica of a stage; an upper bound if the first stage is not fully known.
     pub fn versions(&self, own: StageInFlight, first: First) -> u32 {
-        match (self.schedule, first) {
-            (ScheduleKind::RoundRobin, _) => own.in_flight,
-            (ScheduleKind::RoundRobinVsync, First::Known(first)) => synced(own.replicas, first),
-            (ScheduleKind::RoundRobinVsync, First::Capped(cap)) => cap.saturating_add(1),
+        match (self.schedule.versions(), first) {
+            (VersionRule::Stashed, _) => own.in_flight,
+            (VersionRule::Synchronised, First::Known(first)) => synced(own.replicas, first),
+            (VersionRule::Synchronised, First::Capped(cap)) => cap.saturating_add(1),
             // A first stage of one replica has as many in flight as there are workers; with more replicas, at least one
             // fewer.
-            (ScheduleKind::RoundRobinVsync, First::Unknown) => self.workers.saturating_add(self.room),
-            (ScheduleKind::TwoBw, _) => 2,
+            (VersionRule::Synchronised, First::Unknown) => self.workers.saturating_add(self.room),
+            (VersionRule::Previous, _) => 2,
             _ => 1,
         }
     }
@@ -123,16 +122,16 @@ impl ScheduleFlow {
     /// Rounds of tied-weight gradient sums that wait for their step, besides the current round; an upper bound if the
     /// first stage is not fully known.
     pub fn late(&self, own: StageInFlight, first: First) -> u32 {
-        match (self.schedule, first) {
-            (ScheduleKind::RoundRobin, First::Known(first)) => rounds_ahead(own, first),
+        match (self.schedule.versions(), first) {
+            (VersionRule::Stashed, First::Known(first)) => rounds_ahead(own, first),
             // The most replicas the first stage can have.
-            (ScheduleKind::RoundRobin, First::Capped(in_flight)) => {
+            (VersionRule::Stashed, First::Capped(in_flight)) => {
                 let replicas = self.workers.saturating_sub(own.replicas).max(1);
                 rounds_ahead(own, StageInFlight { replicas, in_flight })
             }
             // By the rule, a first stage of r replicas has ceil(workers / r) in flight on each, plus `room`. In total
             // that is at most r - 1 more than `workers`, plus r times `room`.
-            (ScheduleKind::RoundRobin, First::Unknown) => {
+            (VersionRule::Stashed, First::Unknown) => {
                 let replicas = u64::from(self.workers.saturating_sub(own.replicas).max(1));
                 let items = u64::from(self.workers) + replicas - 1 + replicas * u64::from(self.room);
                 rounds(own, items)
@@ -205,13 +204,13 @@ pub fn apart(flow: &ScheduleFlow, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    fn caps(schedule: ScheduleKind, microbatches: u32, replicas: &[u32]) -> Vec<u32> {
+    fn caps(schedule: Schedule, microbatches: u32, replicas: &[u32]) -> Vec<u32> {
         published(&ScheduleFlow { schedule, microbatches, chunks: 2, workers: 0, room: 0 }, replicas)
     }
 
     #[test]
     fn round_robin_is_the_published_rule() {
-        let rr = |replicas: &[u32]| caps(ScheduleKind::RoundRobin, 1, replicas);
+        let rr = |replicas: &[u32]| caps(Schedule::OneFOneBRr, 1, replicas);
         assert_eq!(rr(&[1, 1, 1, 1]), [4, 3, 2, 1]);
         assert_eq!(rr(&[3, 1]), [2, 1]);
         assert_eq!(rr(&[1, 3, 1]), [5, 2, 1]);
@@ -222,15 +221,15 @@ mod tests {
 
     #[test]
     fn flushes_never_hold_more_than_the_minibatch() {
-        assert_eq!(caps(ScheduleKind::Gpipe, 8, &[1; 4]), [8; 4]);
-        assert_eq!(caps(ScheduleKind::OneFOneB, 8, &[1; 4]), [4, 3, 2, 1]);
-        assert_eq!(caps(ScheduleKind::OneFOneB, 2, &[1; 4]), [2, 2, 2, 1]);
+        assert_eq!(caps(Schedule::Gpipe, 8, &[1; 4]), [8; 4]);
+        assert_eq!(caps(Schedule::OneFOneB, 8, &[1; 4]), [4, 3, 2, 1]);
+        assert_eq!(caps(Schedule::OneFOneB, 2, &[1; 4]), [2, 2, 2, 1]);
         // Peaks 5.5, 4.5, 3.5, 2.5 with p = 4, v = 2.
-        assert_eq!(caps(ScheduleKind::Interleaved, 8, &[1; 4]), [6, 5, 4, 3]);
-        assert_eq!(caps(ScheduleKind::ZbH1, 8, &[1; 4]), [4; 4]);
-        assert_eq!(caps(ScheduleKind::ZbH2, 8, &[1; 4]), [7; 4]);
-        assert_eq!(caps(ScheduleKind::Inference, 8, &[1; 4]), [2, 2, 2, 1]);
-        assert_eq!(caps(ScheduleKind::Gpipe, 8, &[4]), [2]);
+        assert_eq!(caps(Schedule::Interleaved, 8, &[1; 4]), [6, 5, 4, 3]);
+        assert_eq!(caps(Schedule::ZbH1, 8, &[1; 4]), [4; 4]);
+        assert_eq!(caps(Schedule::ZbH2, 8, &[1; 4]), [7; 4]);
+        assert_eq!(caps(Schedule::Inference, 8, &[1; 4]), [2, 2, 2, 1]);
+        assert_eq!(caps(Schedule::Gpipe, 8, &[4]), [2]);
     }
 
     #[test]
@@ -239,11 +238,11 @@ mod tests {
             let flow = ScheduleFlow { schedule, microbatches, chunks: 1, workers: 0, room: 0 };
             apart(&flow, replicas, &published(&flow, replicas))
         };
-        assert_eq!(halves(ScheduleKind::ZbH1, 8, &[1; 4]), [1, 2, 3, 4]);
-        assert_eq!(halves(ScheduleKind::ZbH2, 8, &[1; 4]), [1, 3, 5, 7]);
-        assert_eq!(halves(ScheduleKind::ZbH1, 2, &[1; 4]), [1, 2, 2, 2]);
-        assert_eq!(halves(ScheduleKind::ZbH1, 8, &[2, 2]), [1, 2]);
-        assert!(halves(ScheduleKind::OneFOneB, 8, &[1; 4]).is_empty());
+        assert_eq!(halves(Schedule::ZbH1, 8, &[1; 4]), [1, 2, 3, 4]);
+        assert_eq!(halves(Schedule::ZbH2, 8, &[1; 4]), [1, 3, 5, 7]);
+        assert_eq!(halves(Schedule::ZbH1, 2, &[1; 4]), [1, 2, 2, 2]);
+        assert_eq!(halves(Schedule::ZbH1, 8, &[2, 2]), [1, 2]);
+        assert!(halves(Schedule::OneFOneB, 8, &[1; 4]).is_empty());
     }
 
     #[test]
@@ -251,20 +250,20 @@ mod tests {
         let flow = |schedule| ScheduleFlow { schedule, microbatches: 8, chunks: 1, workers: 4, room: 0 };
         let lanes = |replicas, in_flight| StageInFlight { replicas, in_flight };
         let first = First::Known(lanes(1, 4));
-        assert_eq!(flow(ScheduleKind::RoundRobin).versions(lanes(1, 3), first), 3);
-        assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(lanes(1, 1), first), 4);
-        assert_eq!(flow(ScheduleKind::TwoBw).versions(lanes(1, 4), first), 2);
-        assert_eq!(flow(ScheduleKind::OneFOneB).versions(lanes(1, 4), first), 1);
+        assert_eq!(flow(Schedule::OneFOneBRr).versions(lanes(1, 3), first), 3);
+        assert_eq!(flow(Schedule::OneFOneBRrVsync).versions(lanes(1, 1), first), 4);
+        assert_eq!(flow(Schedule::TwoBw).versions(lanes(1, 4), first), 2);
+        assert_eq!(flow(Schedule::OneFOneB).versions(lanes(1, 4), first), 1);
     }
 
     #[test]
     fn sums_of_shared_parameters_wait_for_the_first_stage() {
         let flow = |schedule| ScheduleFlow { schedule, microbatches: 1, chunks: 1, workers: 4, room: 0 };
-        let late = |of: StageInFlight, first: First| flow(ScheduleKind::RoundRobin).late(of, first);
+        let late = |of: StageInFlight, first: First| flow(Schedule::OneFOneBRr).late(of, first);
         let lanes = |replicas, in_flight| StageInFlight { replicas, in_flight };
         assert_eq!([4, 3, 2, 1].map(|own| late(lanes(1, own), First::Known(lanes(1, 4)))), [0, 1, 2, 3]);
         assert_eq!(late(lanes(2, 1), First::Known(lanes(2, 2))), 1);
-        assert_eq!(flow(ScheduleKind::OneFOneB).late(lanes(1, 1), First::Unknown), 0);
+        assert_eq!(flow(Schedule::OneFOneB).late(lanes(1, 1), First::Unknown), 0);
     }
 
     #[test]
@@ -283,13 +282,8 @@ mod tests {
     #[test]
     fn tied_weight_lag_bound_holds() {
         for (room, in_flight) in (0..9).map(|n| (n % 3, 1 + n / 3)) {
-            let rule = |workers| ScheduleFlow {
-                schedule: ScheduleKind::RoundRobin,
-                microbatches: 1,
-                chunks: 1,
-                workers,
-                room,
-            };
+            let rule =
+                |workers| ScheduleFlow { schedule: Schedule::OneFOneBRr, microbatches: 1, chunks: 1, workers, room };
             for (of_first, own, between) in (0..1000).map(|n| (1 + n % 10, 1 + n / 10 % 10, n / 100)) {
                 let workers = of_first + own + between;
                 let flow = rule(workers);
@@ -307,7 +301,7 @@ mod tests {
     fn bound_for_unknown_first_stage_holds() {
         for room in 0..3 {
             let rule = |workers| ScheduleFlow {
-                schedule: ScheduleKind::RoundRobinVsync,
+                schedule: Schedule::OneFOneBRrVsync,
                 microbatches: 1,
                 chunks: 1,
                 workers,

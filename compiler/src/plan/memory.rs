@@ -31,7 +31,8 @@
 
 use crate::pass::batched_weight_grad::joins;
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::{ScheduleKind, StageMemory, zero};
+use crate::plan::schedule::Schedule;
+use crate::plan::{StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 
@@ -84,7 +85,7 @@ pub struct MemoryMultipliers {
     pub zero: u32,
     /// Bytes of optimizer state per byte of gradient sum.
     pub optimizer_state: f64,
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     pub microbatches: u32,
 }
 
@@ -102,9 +103,9 @@ impl MemoryMultipliers {
 
     /// True if weight gradients of several micro-batches are batched.
     fn joins(&self) -> bool {
-        use ScheduleKind::{Inference, RoundRobin, RoundRobinVsync};
+        use Schedule::{Inference, OneFOneBRr, OneFOneBRrVsync};
         let of_round = self.microbatches.div_ceil(self.replicas.max(1));
-        !matches!(self.schedule, Inference | RoundRobin | RoundRobinVsync) && joins(of_round, self.replicas, self.zero)
+        !matches!(self.schedule, Inference | OneFOneBRr | OneFOneBRrVsync) && joins(of_round, self.replicas, self.zero)
     }
 }
 
@@ -167,7 +168,7 @@ impl MemoryTerms {
 
     /// Memory of a stage. Saturates at `u64::MAX`.
     pub fn held(&self, multiples: &MemoryMultipliers) -> StageMemory {
-        let trains = multiples.schedule != ScheduleKind::Inference;
+        let trains = multiples.schedule.trains();
         let weights = if trains { zero::kept(self, multiples) } else { self.weights };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
@@ -253,7 +254,7 @@ mod tests {
             recompute: false,
             zero: 0,
             optimizer_state: 2.0,
-            schedule: ScheduleKind::RoundRobin,
+            schedule: Schedule::OneFOneBRr,
             microbatches: 1,
         };
         let held = tail.held(&multiples);
@@ -278,12 +279,12 @@ mod tests {
         // Tied-weight sums are doubled during their all-reduce, while no op makes gradients.
         let summed = MemoryMultipliers { replicas: 3, zero: 2, versions: 1, ..multiples };
         assert_eq!(tail.held(&summed).gradients, 1000 + 1000 + 334);
-        let two_rounds = MemoryMultipliers { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
+        let two_rounds = MemoryMultipliers { schedule: Schedule::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
         // Batched weight gradients need 8 micro-batches per worker, and unsharded gradients if replicated.
         let joint = MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), put_by: 50, ..tail };
         let of_round = |microbatches, replicas, zero| {
-            let schedule = ScheduleKind::OneFOneB;
+            let schedule = Schedule::OneFOneB;
             joint.held(&MemoryMultipliers { schedule, microbatches, replicas, zero, ..multiples }).workspace
         };
         assert_eq!([of_round(7, 1, 0), of_round(8, 1, 2), of_round(15, 2, 1), of_round(16, 2, 2)], [9, 120, 120, 9]);
@@ -307,7 +308,7 @@ mod tests {
         assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
         assert_eq!(head.held(&MemoryMultipliers { apart: 3, ..multiples }).between, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
-        let inference = MemoryMultipliers { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
+        let inference = MemoryMultipliers { schedule: Schedule::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
         assert_eq!(head.held(&inference).activations, 110);
         assert_eq!(head.held(&MemoryMultipliers { in_flight: 3, ..inference }).activations, 310);

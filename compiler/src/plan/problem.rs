@@ -2,8 +2,9 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, BytesPerSecond, Cluster, class};
+use crate::plan::schedule::Schedule;
 use crate::plan::zero::{LEVELS, MOST};
-use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
+use crate::plan::{PlannedModel, PlannedProfile, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
 use crate::profile::shared::TensorParallelCosts;
@@ -11,22 +12,20 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// How the time of a stage follows from its ops. `plan/stage_cost` gives the equations.
+/// Cost model: the time of a stage as a function of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CostModel {
     /// The formula of the PipeDream paper.
     Paper,
-    /// What PipeDream's released optimizer computes.
+    /// The formula of PipeDream's released optimizer.
     Pipedream,
-    /// What the links, the replicas and the schedule make of it.
+    /// Models links, replicas and the schedule.
     Pipec,
-    // The crate `instances` defines, solves and checks the two costs below. They are data here: plans and reports name them.
-    /// What a device computes, sends and receives, one after the other, without replicas: `profile/placement` defines it, and instances
-    /// of that problem alone are planned so.
+    // The crate `instances` defines, solves and checks the two costs below.
+    /// Sum of compute, send and receive times of a device, without replicas; only for device-placement instances.
     Load,
-    /// What replicas of tensor-parallel devices compute, send and average for layers with choices: `profile/hybrid` defines it, and
-    /// instances of that problem alone are planned so.
+    /// Compute, transfer and all-reduce times of tensor-parallel replicas; only for hybrid-parallel instances.
     Hybrid,
 }
 
@@ -36,16 +35,16 @@ pub const NOMINAL: BytesPerSecond = BytesPerSecond(1e9);
 /// Kind of the devices that plans of cost `load` charge for no transfer: the hosts of an instance.
 pub const HOST: &str = "cpu";
 
-/// What is minimised.
+/// The objective to minimise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Objective {
     /// Time of one minibatch in steady state.
     #[default]
     Throughput,
-    /// Bytes on the fullest device.
+    /// Peak memory per device.
     Memory,
-    /// One item's way through a pipeline that only answers; with schedule `inference` and cost `pipec`.
+    /// Latency of one micro-batch in an inference pipeline; needs schedule `inference` and cost `pipec`.
     Latency,
 }
 
@@ -127,7 +126,7 @@ pub struct Problem {
     pub memory_limit: Option<Bytes>,
     /// Bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
     pub optimizer_state: f64,
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     pub micro_batch: u64,
     pub microbatches: u32,
     pub chunks: u32,
@@ -150,7 +149,7 @@ impl Problem {
     /// Adds the optimizer step to the op costs. Call it once schedule, micro-batches and optimizer are known. The
     /// published cost models leave it out.
     pub fn count_updates(&mut self) {
-        if self.cost == CostModel::Pipec && self.schedule != ScheduleKind::Inference {
+        if self.cost == CostModel::Pipec && self.schedule.trains() {
             let items = if self.schedule.is_round_robin() { 1 } else { self.microbatches };
             for graph in std::iter::once(&mut self.graph).chain(self.shared.iter_mut().map(|costs| &mut costs.graph)) {
                 graph.charge_updates(self.optimizer_state, items);
@@ -180,25 +179,25 @@ pub enum ProblemError {
         /// For example "everything up to it is before an earlier cut".
         why: &'static str,
     },
-    #[error("the stages take {wanted} devices, the cluster has {devices}")]
+    #[error("the stages need {wanted} devices, the cluster has {devices}")]
     TooManyReplicas { wanted: u64, devices: u32 },
-    #[error("{stages} stages are wanted, the model has {ops} ops to cut between")]
+    #[error("{stages} stages are requested, the model has {ops} ops")]
     TooManyStages { stages: usize, ops: usize },
-    #[error("{cuts} cuts make {stages} stages, {replicas} replica counts are given")]
+    #[error("{cuts} cuts give {stages} stages, but there are {replicas} replica counts")]
     Disagree { cuts: usize, stages: usize, replicas: usize },
-    #[error("{caps} in-flight caps are given, the plan has {stages} stages")]
+    #[error("there are {caps} in-flight caps for {stages} stages")]
     Caps { caps: usize, stages: usize },
-    #[error("`--pin` names stage {stage}, there are at most {most} stages")]
+    #[error("`--pin` names stage {stage}, but there are at most {most} stages")]
     NoStage { stage: usize, most: usize },
     #[error("{what}")]
     Unmet { what: String },
-    #[error("{what} goes with cost `pipec` only")]
+    #[error("{what} requires cost `pipec`")]
     OtherCost { what: &'static str },
-    #[error("{what} does not go with a cluster of several device classes")]
+    #[error("{what} cannot be combined with a cluster of several device classes")]
     Mixed { what: &'static str },
-    #[error("the speed of device class {class} (`{kind}`) is not known: neither the cluster nor the costs tell")]
+    #[error("the speed of device class {class} (`{kind}`) is unknown: neither the cluster nor the costs give it")]
     NoSpeed { class: usize, kind: String },
-    #[error("{method} takes at most {limit} {what}, the problem has {found}")]
+    #[error("{method} supports at most {limit} {what}, the problem has {found}")]
     TooLarge { method: &'static str, what: &'static str, limit: u64, found: u64 },
 }
 
@@ -215,7 +214,7 @@ impl Problem {
             activation_compression: None,
             memory_limit: None,
             optimizer_state: 0.0,
-            schedule: ScheduleKind::RoundRobin,
+            schedule: Schedule::OneFOneBRr,
             micro_batch: 1,
             microbatches: 1,
             chunks: 1,
@@ -249,7 +248,7 @@ impl Problem {
             return Err(ProblemError::Mixed { what: "objective memory" });
         }
         if self.chunks > 1 {
-            return Err(ProblemError::Mixed { what: "a schedule with several stages on each device" });
+            return Err(ProblemError::Mixed { what: "a schedule with several stages per device" });
         }
         let unknown = self.cluster.classes.iter().position(|class| class.speed.is_none());
         unknown.map_or(Ok(()), |class| {
@@ -287,7 +286,7 @@ impl Problem {
         setting(fine, "chunks", self.chunks.to_string(), "at least 2 for this schedule")?;
         let fine = self.chunks == 2 || !self.schedule.is_on_a_v();
         setting(fine, "chunks", self.chunks.to_string(), "2 for this schedule")?;
-        setting(self.zero <= MOST, "level of ZeRO", self.zero.to_string(), LEVELS)?;
+        setting(self.zero <= MOST, "ZeRO stage", self.zero.to_string(), LEVELS)?;
         self.mixed()?;
         if self.cost != CostModel::Pipec {
             let settings = [
@@ -303,10 +302,10 @@ impl Problem {
                 return Err(ProblemError::OtherCost { what });
             }
         }
-        let flows = self.objective != Objective::Latency || self.schedule == ScheduleKind::Inference;
+        let flows = self.objective != Objective::Latency || !self.schedule.trains();
         setting(flows, "schedule", self.schedule.name().to_string(), "inference for objective latency")?;
         let most = self.constraints.most_stages.unwrap_or(1);
-        setting(most >= 1, "most stages", most.to_string(), "at least 1")?;
+        setting(most >= 1, "maximum number of stages", most.to_string(), "at least 1")?;
         if let InFlight::Given(caps) = &self.in_flight {
             let worst = caps.iter().copied().find(|cap| !(1..=1 << 20).contains(cap));
             setting(worst.is_none(), "in-flight cap", worst.unwrap_or(0).to_string(), "from 1 to 2^20")?;

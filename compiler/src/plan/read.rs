@@ -13,7 +13,7 @@ pub enum PlanFileError {
     Schema { found: String },
     #[error("unknown field `{field}`; fields of other tools start with `x-`")]
     Unknown { field: String },
-    #[error("`stages[{stage}].weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
+    #[error("`stages[{stage}].weight_us` is {weight_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
     Part { stage: usize, weight_us: f64, bwd_us: f64 },
     #[error("`{field}` is {value}; it must be finite and not negative")]
     Figure { field: String, value: f64 },

@@ -22,8 +22,8 @@
 //! of an op before it and release them after it, so weights travel twice per micro-batch. Tied weights are not sharded:
 //! every stage that has them steps all of them.
 
+use crate::plan::Stage;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::{ScheduleKind, Stage};
 
 pub const MOST: u32 = 3;
 pub const LEVELS: &str = "from 0 to 3";
@@ -46,10 +46,10 @@ pub fn held(holdings: &MemoryTerms, multiples: &MemoryMultipliers) -> (u64, u64)
     // one.
     let open = if multiples.versions > 1 { sums.saturating_mul(2) } else { sums };
     // Under 2BW this happens before its shard of the previous round arrived, so all its sums wait.
-    let waiting = if multiples.schedule == ScheduleKind::TwoBw { terms } else { shared };
+    let waiting = if multiples.schedule.is_double_buffered() { terms } else { shared };
     // Under 2BW the all-replica sum is made when no micro-batch needs the older version any more, and reuses its
     // buffer.
-    let reused = if multiples.schedule == ScheduleKind::TwoBw && masters == 0 { weights.min(terms) } else { 0 };
+    let reused = if multiples.schedule.is_double_buffered() && masters == 0 { weights.min(terms) } else { 0 };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
         0 => own.saturating_add(terms).saturating_sub(reused),
@@ -83,15 +83,15 @@ pub fn contradiction(stage: &Stage, trains: bool) -> Option<String> {
     let (all, held) = (stage.parameter_bytes, stage.memory.weights);
     match stage.zero {
         0..3 if all > 0 => {
-            Some(format!("parameter_bytes is {all}, and its replicas hold all of them: zero is {}", stage.zero))
+            Some(format!("parameter_bytes is {all}, but is only valid with zero 3: zero is {}", stage.zero))
         }
         3 if stage.replicas > 0 && !(share(all, stage.replicas)..=all).contains(&held) => {
-            Some(format!("weights are {held} B, no share of {all} B for one of {} replicas", stage.replicas))
+            Some(format!("weights are {held} B, not a shard of {all} B for one of {} replicas", stage.replicas))
         }
         0 => None,
-        level if level > MOST => Some(format!("zero is {level}; ZeRO has levels 0 to {MOST}")),
-        level if stage.replicas < 2 => Some(format!("zero is {level}, and one replica has nobody to share with")),
-        level if !trains => Some(format!("zero is {level}, and nothing is trained")),
+        level if level > MOST => Some(format!("zero is {level}; ZeRO has stages 0 to {MOST}")),
+        level if stage.replicas < 2 => Some(format!("zero is {level}, but ZeRO needs at least 2 replicas")),
+        level if !trains => Some(format!("zero is {level}, but the schedule does not train")),
         _ => None,
     }
 }

@@ -154,14 +154,14 @@ pub struct CostGraph {
 pub enum CostGraphError {
     #[error("the model has no ops")]
     Empty,
-    #[error("{what}: {count} are more than the {MAX_ENTRIES} that can be planned")]
+    #[error("{what}: {count} exceed the limit of {MAX_ENTRIES}")]
     TooMany {
         /// "ops", "tensors" or "parameters".
         what: &'static str,
         count: usize,
     },
     /// The id of an op is not its index.
-    #[error("op `{name}` stands at {index} and has id {id}")]
+    #[error("op `{name}` has index {index} and id {id}")]
     Id { name: String, index: usize, id: u32 },
     /// A time is negative or not finite.
     #[error("op `{name}`: `{field}` is {value}; it must be finite and not negative")]
@@ -172,16 +172,16 @@ pub enum CostGraphError {
         value: f64,
     },
     /// `weight_us` exceeds `bwd_us`.
-    #[error("op `{name}`: `weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
+    #[error("op `{name}`: `weight_us` is {weight_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
     Part { name: String, weight_us: f64, bwd_us: f64 },
     /// A tensor or parameter refers to an op that does not exist.
     #[error("`{name}` refers to op {op}, the model has {ops} ops")]
     UnknownOp { name: String, op: u32, ops: usize },
     /// A tensor is read before it is made.
-    #[error("ops are not in topological order: tensor `{name}` is made by op {producer} and read by op {consumer}")]
+    #[error("ops are not in topological order: op {producer} computes tensor `{name}`, and op {consumer} reads it")]
     Order { name: String, producer: u32, consumer: u32 },
     /// An op is fused with an op that does not allow it.
-    #[error("op `{name}` joins op {to}, which {why}")]
+    #[error("op `{name}` is fused with op {to}, which {why}")]
     Joins {
         name: String,
         to: u32,
@@ -189,7 +189,7 @@ pub enum CostGraphError {
         why: &'static str,
     },
     /// Consumers or users are not ascending.
-    #[error("the ops of `{name}` are not in ascending order, each once")]
+    #[error("the ops of `{name}` are not in ascending order without duplicates")]
     Unsorted { name: String },
     /// A sum of sizes exceeds 2^62.
     #[error("the sizes of all {what} add up to more than 2^62 bytes")]
@@ -343,7 +343,7 @@ impl CostGraph {
             let Some(to) = op.joins else { continue };
             self.refers(&op.name, &[to])?;
             if self.ops[to.index()].joins.is_some() {
-                let why = "joins another op itself";
+                let why = "is itself fused with another op";
                 return Err(CostGraphError::Joins { name: shown(&op.name), to: to.0, why });
             }
         }
@@ -363,7 +363,7 @@ impl CostGraph {
             if let Some(&early) = tensor.consumers.iter().find(|reader| self.leader(**reader) < made) {
                 let joined = if made == tensor.producer { early } else { tensor.producer };
                 let (name, to) = (shown(&self.ops[joined.index()].name), self.leader(joined).0);
-                return Err(CostGraphError::Joins { name, to, why: "makes a tensor go backward" });
+                return Err(CostGraphError::Joins { name, to, why: "would make a tensor go backward" });
             }
         }
         for param in &self.params {
@@ -379,9 +379,9 @@ impl CostGraph {
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
-        total("tensors between halves", self.ops.iter().map(OpCost::pending_weight_grad_bytes))?;
+        total("pending weight-gradient tensors", self.ops.iter().map(OpCost::pending_weight_grad_bytes))?;
         total("workspaces", self.ops.iter().map(OpCost::most_scratch))?;
-        total("what is put by", self.ops.iter().map(|op| op.joint_bytes))?;
+        total("batched weight-gradient buffers", self.ops.iter().map(|op| op.joint_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))?;
         let uses = |param: &ParamCost| u64::try_from(param.users.len()).unwrap_or(u64::MAX);

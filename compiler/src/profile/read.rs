@@ -18,7 +18,7 @@ pub enum ProfileError {
     #[error("model.ops is {stated}, the file lists {listed} ops")]
     Count { stated: u64, listed: usize },
     /// `weight_us` exceeds `bwd_us`.
-    #[error("{place}: `weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
+    #[error("{place}: `weight_us` is {weight_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
     Part {
         /// For example `ops[3] (conv1)`.
         place: String,
@@ -124,7 +124,7 @@ mod tests {
         assert!(error("\"fwd_us\":1.5", "\"fwd_us\":-1").contains("ops[0] (a): `fwd_us`"));
         let weights = |us: &str| error("\"bwd_us\":2.0", &format!("\"bwd_us\":2.0,\"weight_us\":{us}"));
         assert!(weights("-1").contains("ops[0] (a): `weight_us`"));
-        assert!(weights("2.5").contains("`weight_us` is 2.5, a part of `bwd_us`, which is 2"));
+        assert!(weights("2.5").contains("`weight_us` is 2.5, but must not exceed `bwd_us`, which is 2"));
         assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
         assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));
         assert!(error("\"id\":0,", "\"id\":0,\"id\":0,").contains("duplicate"));

@@ -8,11 +8,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::list_scheduler::{Choice, Layout, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount, dealt};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 /// Builds the program; `row(rank, items)` is called with `items` at least 1. Fails if replica counts differ, if a row
 /// is incomplete, or if rows deadlock.
@@ -81,10 +82,10 @@ fn check_row(pipeline: &Pipeline, rank: RankId, items: u32, row: &[Work]) -> Res
     for &work in row {
         let Work { stage, item, part } = work;
         if pipeline.ranks.get(stage.index()) != Some(&rank) {
-            return wrong(format!("{work} is of a stage that the rank does not hold"));
+            return wrong(format!("{work} is of a stage on another rank"));
         }
         if item.0 >= items {
-            return wrong(format!("{work} is of an item beyond the {items} of the minibatch"));
+            return wrong(format!("{work} exceeds the {items} micro-batches of the minibatch"));
         }
         let has = |part| done.contains(&Work { part, ..work });
         let fits = match part {
@@ -94,10 +95,10 @@ fn check_row(pipeline: &Pipeline, rank: RankId, items: u32, row: &[Work]) -> Res
             Phase::BackwardWeight => has(Phase::BackwardInput),
         };
         if !fits {
-            return wrong(format!("{work} comes without the work before it, or beside work that includes it"));
+            return wrong(format!("{work} precedes the work it needs, or duplicates work that includes it"));
         }
         if !done.insert(work) {
-            return wrong(format!("{work} comes twice"));
+            return wrong(format!("{work} is a duplicate"));
         }
     }
     let stages = (0..).map(StageId).zip(&pipeline.ranks).filter(|(_, of)| **of == rank).map(|(stage, _)| stage);

@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use compiler::plan::StageId;
-//! use compiler::schedule::custom::{OrderOfWork, program};
+//! use compiler::schedule::custom::{ComputeOrder, program};
 //! use compiler::schedule::semantics::StepCount;
 //! use compiler::schedule::action::{Phase, Work};
 //! use compiler::schedule::{MicrobatchId, Pipeline, RankId, formats::csv::csv};
@@ -15,7 +15,7 @@
 //! /// One item after the other: nothing overlaps, and nothing is kept for longer than it takes.
 //! struct OneByOne;
 //!
-//! impl OrderOfWork for OneByOne {
+//! impl ComputeOrder for OneByOne {
 //!     fn work(&self, _: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
 //!         let parts = [Phase::Forward, Phase::Backward];
 //!         let of = |item| parts.map(|part| Work { stage: StageId(rank.0), item: MicrobatchId(item), part });
@@ -28,10 +28,11 @@
 //! assert_eq!(csv(&program), "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n");
 //! ```
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::Work;
 use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
-use crate::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, RankId, ScheduleError};
 
 /// A custom schedule: the compute order of every rank.
 pub trait ComputeOrder {

@@ -58,7 +58,7 @@ impl<T> DenseMap<T> {
         if self.get(number).is_none() {
             self.insert(number, T::default());
         }
-        self.get_mut(number).expect("it was there, or was put there")
+        self.get_mut(number).expect("it existed or was just inserted")
     }
 
     pub fn remove(&mut self, number: u32) -> Option<T> {

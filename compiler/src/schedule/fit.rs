@@ -15,7 +15,7 @@ pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleEr
     let wrong = |what: String| Err(ScheduleError::Foreign { what });
     let Program { schedule, items, microbatches, .. } = *program;
     if microbatches == 0 || !items.is_multiple_of(microbatches) {
-        return wrong(format!("{items} items are no whole minibatches of {microbatches}"));
+        return wrong(format!("{items} micro-batches are not whole minibatches of {microbatches}"));
     }
     Rule::new(schedule, pipeline, StepCount { minibatches: items / microbatches, microbatches })?;
     let own: Vec<(RankId, u32)> = program.stages.iter().map(|stage| (stage.rank, stage.replicas)).collect();
@@ -50,7 +50,7 @@ pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleEr
         if let Instruction::Send { edge, .. } | Instruction::Recv { edge, .. } = instruction {
             match places.get(edge.index()) {
                 Some(place) => *edge = *place,
-                None => return wrong(format!("it uses edge {}, and has {}", edge.0, places.len())),
+                None => return wrong(format!("it uses edge {}, but has {} edges", edge.0, places.len())),
             }
         }
     }
@@ -72,9 +72,10 @@ fn describe_replicas(list: &[(RankId, u32)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::schedule::Schedule;
+    use crate::schedule::Edge;
     use crate::schedule::check::verify::check;
     use crate::schedule::scheduler::schedule;
-    use crate::schedule::{Edge, Schedule};
 
     fn skipping() -> Pipeline {
         let mut pipeline = Pipeline::balanced(&[2, 1, 1], 2.0);
@@ -109,7 +110,7 @@ mod tests {
             refused(&made, &Pipeline::balanced(&[1, 1], 2.0)),
             "program: its stages have replicas 2, 1, 1, those of the pipeline 1, 1"
         );
-        assert!(refused(&Program { items: 3, ..made.clone() }, &pipeline).contains("no whole minibatches"));
+        assert!(refused(&Program { items: 3, ..made.clone() }, &pipeline).contains("not whole minibatches"));
         assert!(refused(&Program { items: 0, ..made.clone() }, &pipeline).contains("at least one"));
         let endless = Program { items: u32::MAX - 1, ..made.clone() };
         assert!(refused(&endless, &pipeline).contains("too long"), "bounded before it is played");
@@ -119,6 +120,6 @@ mod tests {
                 *edge = EdgeId(9);
             }
         });
-        assert_eq!(refused(&wild, &pipeline), "program: it uses edge 9, and has 3");
+        assert_eq!(refused(&wild, &pipeline), "program: it uses edge 9, but has 3 edges");
     }
 }

@@ -161,7 +161,7 @@ impl<'a> OrderSimulation<'a> {
         }
         let mut hands = Vec::with_capacity(layout.workers());
         for rank in layout.ranks() {
-            let held = pipeline.ranks.iter().position(|&of| of == rank).expect("a pipeline's ranks hold stages");
+            let held = pipeline.ranks.iter().position(|&of| of == rank).expect("every rank of a pipeline has stages");
             let stage = StageId(held as u32);
             for replica in 0..pipeline.stages[held].replicas {
                 hands.push(WorkerState {

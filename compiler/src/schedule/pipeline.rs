@@ -11,8 +11,9 @@ use crate::cluster::Level;
 use crate::plan::groups;
 use crate::plan::links::{self, Ring, Wire};
 use crate::plan::ports::Ports;
-use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
-use crate::schedule::{Bucket, Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec};
+use crate::plan::schedule::Schedule;
+use crate::plan::{Edge as PlannedEdge, Plan, Stage};
+use crate::schedule::{Bucket, Edge, Pipeline, RankId, ScheduleError, StageSpec};
 use std::collections::BTreeMap;
 
 /// The pipeline of a plan, with its in-flight caps. Fails if the plan is inconsistent.
@@ -20,7 +21,7 @@ pub fn pipeline(plan: &Plan) -> Result<Pipeline, ScheduleError> {
     let pipeline = pipeline_of(&plan.cluster.levels, &plan.stages, &plan.edges, &plan.schedule.in_flight)?;
     if pipeline.chunks() != plan.schedule.chunks {
         let (found, chunks) = (pipeline.chunks(), plan.schedule.chunks);
-        let what = format!("the plan says {chunks} chunks on each worker, its devices hold {found}");
+        let what = format!("the plan states {chunks} stages per device, its devices have {found}");
         return Err(ScheduleError::BadRanks { what });
     }
     Ok(pipeline)
@@ -121,21 +122,7 @@ fn ranks(planned: &[Stage]) -> Vec<RankId> {
     ranks
 }
 
-/// The schedule of a plan's kind; an error for `csv`, which needs a table.
-pub fn schedule_of(kind: ScheduleKind) -> Result<Schedule, ScheduleError> {
-    Ok(match kind {
-        ScheduleKind::Gpipe => Schedule::Gpipe,
-        ScheduleKind::OneFOneB => Schedule::OneFOneB,
-        ScheduleKind::Interleaved => Schedule::Interleaved,
-        ScheduleKind::Bfs => Schedule::Bfs,
-        ScheduleKind::ZbH1 => Schedule::ZbH1,
-        ScheduleKind::ZbH2 => Schedule::ZbH2,
-        ScheduleKind::Zbv => Schedule::Zbv,
-        ScheduleKind::DualPipeV => Schedule::DualPipeV,
-        ScheduleKind::RoundRobin => Schedule::OneFOneBRr,
-        ScheduleKind::RoundRobinVsync => Schedule::OneFOneBRrVsync,
-        ScheduleKind::TwoBw => Schedule::TwoBw,
-        ScheduleKind::Inference => Schedule::Inference,
-        ScheduleKind::Csv => return Err(ScheduleError::NoTable),
-    })
+/// The schedule, unless its order comes from a table or a program.
+pub fn generated(schedule: Schedule) -> Result<Schedule, ScheduleError> {
+    if schedule.is_custom() { Err(ScheduleError::NoTable) } else { Ok(schedule) }
 }

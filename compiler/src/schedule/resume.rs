@@ -106,9 +106,10 @@ pub fn versions_before(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::schedule::Schedule;
+    use crate::schedule::Pipeline;
     use crate::schedule::scheduler::schedule;
     use crate::schedule::semantics::StepCount;
-    use crate::schedule::{Pipeline, Schedule};
 
     fn program(name: Schedule, replicas: &[u32], minibatches: u32, microbatches: u32) -> Program {
         let count = StepCount { minibatches, microbatches };

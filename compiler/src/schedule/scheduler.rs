@@ -1,5 +1,6 @@
 //! Generates a program for any schedule.
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::generators::bfs::bfs;
 use crate::schedule::generators::dualpipev::dualpipev;
 use crate::schedule::generators::gpipe::gpipe;
@@ -12,7 +13,7 @@ use crate::schedule::generators::two_bw::two_bw;
 use crate::schedule::generators::zbv::zbv;
 use crate::schedule::generators::zero_bubble::{zb_h1, zb_h2};
 use crate::schedule::semantics::StepCount;
-use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, ScheduleError};
 
 /// Builds the program that runs `count` minibatches, with the pipeline's in-flight caps if the schedule uses caps.
 pub fn schedule(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {

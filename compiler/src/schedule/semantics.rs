@@ -16,7 +16,8 @@
 //! vertical sync uses stage 0's version number at every stage.
 
 use crate::plan::StageId;
-use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, StageSpec, Version};
+use crate::plan::schedule::{Schedule, UpdateRule, VersionRule};
+use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, ScheduleError, StageSpec, Version};
 
 /// Most items times stages of a program; beyond it the instruction lists take many gigabytes.
 const MAX_WORK: u64 = 1 << 24;
@@ -112,10 +113,10 @@ impl Rule {
 
     /// Number of updates of a stage.
     pub fn rounds(&self, stage: StageId) -> u32 {
-        match self.schedule {
-            Schedule::Inference => 0,
-            schedule if schedule.is_round_robin() => self.items.div_ceil(self.replicas(stage)),
-            _ => self.items / self.microbatches,
+        match self.schedule.update() {
+            UpdateRule::None => 0,
+            UpdateRule::Round => self.items.div_ceil(self.replicas(stage)),
+            UpdateRule::Flush | UpdateRule::DoubleBuffered => self.items / self.microbatches,
         }
     }
 
@@ -137,24 +138,24 @@ impl Rule {
     pub fn version(&self, stage: StageId, item: MicrobatchId) -> Version {
         let stashed =
             |stage: StageId| (item.0 / self.replicas(stage)).saturating_sub(self.stages[stage.index()].cap - 1);
-        Version(match self.schedule {
-            Schedule::Inference => 0,
-            Schedule::TwoBw => self.round(stage, item).saturating_sub(1),
-            Schedule::OneFOneBRr | Schedule::OneFOneBRrNewest => stashed(stage),
-            Schedule::OneFOneBRrVsync => {
+        Version(match self.schedule.versions() {
+            VersionRule::Single if !self.schedule.trains() => 0,
+            VersionRule::Single => self.round(stage, item),
+            VersionRule::Previous => self.round(stage, item).saturating_sub(1),
+            VersionRule::Stashed | VersionRule::Newest => stashed(stage),
+            VersionRule::Synchronised => {
                 let seen = u64::from(stashed(StageId(0))) * u64::from(self.replicas(StageId(0)));
                 (seen / u64::from(self.replicas(stage))) as u32
             }
-            _ => self.round(stage, item),
         })
     }
 
     /// True if `item` may not follow `after` on a worker. Items keep their order, so that gradient sums are bitwise
     /// equal under all schedules. Only custom tables may reorder within a minibatch.
     pub fn is_out_of_order(&self, item: MicrobatchId, after: MicrobatchId) -> bool {
-        match self.schedule {
-            Schedule::Csv => after.0 / self.microbatches > item.0 / self.microbatches,
-            _ => after > item,
+        match self.schedule.is_custom() {
+            true => after.0 / self.microbatches > item.0 / self.microbatches,
+            false => after > item,
         }
     }
 

@@ -5,7 +5,8 @@
 
 use crate::plan::in_flight::common_divisor;
 use crate::plan::ports::Ports;
-use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageSpec, published_caps};
+use crate::plan::schedule::Schedule;
+use crate::schedule::{Edge, Pipeline, RankId, ScheduleError, StageSpec, published_caps};
 
 pub const MAX_WORKERS: u64 = 1 << 16;
 
@@ -75,7 +76,7 @@ impl Pipeline {
             for (what, time) in [
                 ("forward", stage.forward),
                 ("backward", stage.backward),
-                ("weight part of the backward", stage.weight),
+                ("weight-gradient pass", stage.weight),
                 ("recomputing", stage.recompute.unwrap_or(0.0)),
                 ("step", stage.step),
                 ("all-reduce", stage.all_reduce),
@@ -121,12 +122,12 @@ pub fn check_ranks(ranks: &[RankId], replicas: &[u32]) -> Result<(), String> {
             }
             Some((count, _)) => *count += 1,
             None if rank.index() == next => held.push((1, replicas)),
-            None => return Err(format!("stage {stage} is on rank {}; the next new rank is not it", rank.0)),
+            None => return Err(format!("stage {stage} is on rank {}, which is not the next rank", rank.0)),
         }
     }
     let most = held.iter().map(|(count, _)| *count).max();
     match held.iter().position(|(count, _)| Some(*count) != most) {
-        Some(rank) => Err(format!("rank {rank} holds fewer stages than another; all hold equally many")),
+        Some(rank) => Err(format!("rank {rank} has fewer stages than another; all need equally many")),
         None => Ok(()),
     }
 }

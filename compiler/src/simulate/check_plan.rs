@@ -6,7 +6,7 @@
 use crate::plan::Plan;
 use crate::plan::check::error::PlanFault;
 use crate::plan::problem::CostModel;
-use crate::schedule::pipeline::{pipeline, schedule_of};
+use crate::schedule::pipeline::{generated, pipeline};
 use crate::simulate::step_time;
 
 /// Tolerance without a flush.
@@ -21,7 +21,7 @@ pub fn stated(plan: &Plan) -> Option<PlanFault> {
     if plan.cost != CostModel::Pipec {
         return None;
     }
-    let (kind, pipeline) = (schedule_of(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
+    let (kind, pipeline) = (generated(plan.schedule.kind).ok()?, pipeline(plan).ok()?);
     let us = step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
     let said = plan.predicted.minibatch_us;
     let apart = if kind.flushes() { ROUNDED } else { SETTLED };
@@ -29,6 +29,6 @@ pub fn stated(plan: &Plan) -> Option<PlanFault> {
     (!is_within).then(|| PlanFault::Figure {
         what: "predicted.minibatch_us".into(),
         said: said.to_string(),
-        found: format!("{us} when its program is played"),
+        found: format!("{us} by simulation of its program"),
     })
 }

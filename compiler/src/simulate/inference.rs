@@ -9,8 +9,9 @@
 //! T   ≥  (A_v - A_s + F_v + t(e)) / (c_s r_s + 2 r_v)
 //! ```
 
+use crate::plan::schedule::Schedule;
+use crate::schedule::Pipeline;
 use crate::schedule::lower::NEXT;
-use crate::schedule::{Pipeline, Schedule};
 use crate::simulate::SimulateError;
 use crate::simulate::one_f_one_b_rr::{Steady, ideal_us};
 use crate::simulate::step_time;

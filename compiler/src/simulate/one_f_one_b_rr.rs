@@ -456,9 +456,10 @@ impl RuleSimulation {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::schedule::Schedule;
     use crate::schedule::scheduler::schedule;
     use crate::schedule::semantics::StepCount;
-    use crate::schedule::{Edge, Schedule, published_caps};
+    use crate::schedule::{Edge, published_caps};
     use crate::simulate::run::{Machine, simulate};
 
     fn with_transfers(replicas: &[u32], extra: u32, us: f64) -> Pipeline {

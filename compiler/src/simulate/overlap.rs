@@ -1,6 +1,7 @@
 //! Fraction of the gradient all-reduce that is hidden by compute.
 
-use crate::schedule::{Pipeline, Schedule, StageSpec};
+use crate::plan::schedule::Schedule;
+use crate::schedule::{Pipeline, StageSpec};
 use crate::simulate::SimulateError;
 use crate::simulate::step_time::step_us;
 

@@ -8,7 +8,7 @@
 //! T  =  sum of w(k/n) (e_k+1 - e_k)  /  sum of w(k/n),        w(t) = exp(-1 / (t (1 - t)))
 //! ```
 
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use crate::schedule::{Pipeline, Program};
 use crate::simulate::Timeline;
 use crate::simulate::one_f_one_b_rr::ideal_us;
@@ -39,7 +39,7 @@ pub struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// A run under a plan's schedule.
-    pub fn of(kind: ScheduleKind, pipeline: &'a Pipeline, machine: &'a Machine, microbatches: u32) -> Run<'a> {
+    pub fn of(kind: Schedule, pipeline: &'a Pipeline, machine: &'a Machine, microbatches: u32) -> Run<'a> {
         let (flushes, is_round_robin) = (!kind.is_continuous(), kind.is_round_robin());
         Run { pipeline, machine, microbatches, flushes, is_round_robin }
     }
@@ -115,9 +115,10 @@ fn even(ends: &[f64], round: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::schedule::Schedule;
+    use crate::schedule::StageSpec;
     use crate::schedule::scheduler::schedule;
     use crate::schedule::semantics::StepCount;
-    use crate::schedule::{Schedule, StageSpec};
     use crate::simulate::step_time::step_us;
 
     #[test]
@@ -125,7 +126,7 @@ mod tests {
         for (stages, microbatches) in [(16, 16), (32, 64), (8, 64)] {
             let pipeline = Pipeline::balanced(&vec![1; stages], 2.0);
             let machine = Machine::of(&pipeline);
-            let run = Run::of(ScheduleKind::TwoBw, &pipeline, &machine, microbatches);
+            let run = Run::of(Schedule::TwoBw, &pipeline, &machine, microbatches);
             for minibatches in [4 * stages as u32, run.minibatches()] {
                 let program = schedule(Schedule::TwoBw, &pipeline, StepCount { minibatches, microbatches }).unwrap();
                 let us = run.step_us(&program).unwrap();
@@ -143,8 +144,8 @@ mod tests {
             (0..count).map(end).collect()
         };
         for count in [400, 401, 555, 1000] {
-            let told = even(&ends(count), 1);
-            assert!((told - 10.0).abs() < 1e-3, "{count}: {told}");
+            let rate = even(&ends(count), 1);
+            assert!((rate - 10.0).abs() < 1e-3, "{count}: {rate}");
         }
     }
 
@@ -162,14 +163,14 @@ mod tests {
             let replicated = StageSpec { all_reduce: reduce, ..StageSpec::new(2, 1.37 * forward, 2.61 * forward) };
             let pipeline = Pipeline::chain(vec![replicated, StageSpec::new(1, 0.67 * forward, 1.29 * forward)]);
             let machine = Machine::of(&pipeline);
-            let run = Run::of(ScheduleKind::RoundRobin, &pipeline, &machine, 1);
+            let run = Run::of(Schedule::OneFOneBRr, &pipeline, &machine, 1);
             let at = |minibatches| {
                 let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(minibatches)).unwrap();
                 run.step_us(&program).unwrap()
             };
-            let told: Vec<f64> = [1000, 1103, 1709, run.minibatches()].into_iter().map(at).collect();
-            for us in &told {
-                assert!((us / told[0] - 1.0).abs() < 1e-3 && *us >= ideal_us(&pipeline), "{told:?}");
+            let values: Vec<f64> = [1000, 1103, 1709, run.minibatches()].into_iter().map(at).collect();
+            for us in &values {
+                assert!((us / values[0] - 1.0).abs() < 1e-3 && *us >= ideal_us(&pipeline), "{values:?}");
             }
         }
     }

@@ -6,10 +6,11 @@
 //! The work is bounded. Once a flushed pipeline is full, each further round of items takes equally long, so the time of
 //! a large minibatch is extrapolated from two smaller ones. Still larger runs give `None`.
 
+use crate::plan::schedule::Schedule;
+use crate::schedule::Pipeline;
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::common_multiple;
-use crate::schedule::{Pipeline, Schedule};
 use crate::simulate::one_f_one_b_rr::Steady;
 use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady_throughput::{MOST_WORK, Run, in_flight};

@@ -44,7 +44,7 @@ pub enum DimError {
     /// The quotient is not a polynomial with integer coefficients.
     #[error("{left} is not divisible by {right}")]
     Inexact { left: String, right: String },
-    #[error("the size of symbolic dimension `{symbol}` is not known")]
+    #[error("the size of symbolic dimension `{symbol}` is unknown")]
     Unbound { symbol: String },
     #[error("`{text}` is not a dimension")]
     Syntax { text: String },

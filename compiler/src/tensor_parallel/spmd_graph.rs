@@ -112,9 +112,9 @@ impl Writing<'_> {
             Some(kept) if far(*kept) < far(made) => *kept,
             _ => made,
         };
-        debug_assert!(far(from) < NEVER, "the choice brings {value:?} from {from} to {to}");
+        debug_assert!(far(from) < NEVER, "the choice reshards {value:?} from {from} to {to}");
         let place = if from == made { self.done.places[&(value, made)] } else { self.resharded(value, from) };
-        let op = reshard::op(from, to, self.machine.devices).expect("the choice asks for nothing impossible");
+        let op = reshard::op(from, to, self.machine.devices).expect("the choice requires nothing impossible");
         let origin = self.task.graph.node(value.node).origin.clone();
         let local = self.convert(op, place, origin);
         self.done.places.insert((value, to), local);

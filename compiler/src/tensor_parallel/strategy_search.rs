@@ -19,9 +19,9 @@ use thiserror::Error;
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum ChooseError {
-    #[error("a stage cannot be shared by {devices} devices; a group has 2 to 64")]
+    #[error("tensor-parallel degree {devices} is out of range; it must be from 2 to 64")]
     Devices { devices: usize },
-    #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
+    #[error("the size of `{node}` is unknown: {fact}; give its symbols a size")]
     Size { node: String, fact: String },
 }
 
@@ -74,7 +74,7 @@ impl<'a> Model<'a> {
         for id in task.graph.ids() {
             let node = task.graph.node(id);
             if let Some(fact) = node.facts.iter().find(|f| f.concrete().is_none() || f.bytes().is_none()) {
-                return Err(ChooseError::Size { node: node.told().to_string(), fact: fact.to_string() });
+                return Err(ChooseError::Size { node: node.label().to_string(), fact: fact.to_string() });
             }
         }
         let group = blocks::group(&task.graph, machine.devices);

@@ -93,7 +93,7 @@ impl Factors {
                 tables.iter().map(|table| table.at(chosen)).fold(0, sum)
             };
             let best = (0..sizes[*v]).min_by_key(|state| (cost(*state, &mut chosen), *state));
-            chosen[*v] = best.expect("every variable has a state that is alive");
+            chosen[*v] = best.expect("every variable has a live state");
         }
         let mut states: Vec<usize> = chosen.iter().zip(&alive).map(|(at, alive)| alive[*at]).collect();
         let mut cost = self.cost(&states);

@@ -22,15 +22,15 @@ pub enum FindError {
     Manifest { path: PathBuf, fault: String },
     #[error("{path} is missing")]
     Missing { path: PathBuf },
-    #[error("{path} has {got} bytes, its manifest says {expected}")]
+    #[error("{path} has {got} bytes, its manifest states {expected}")]
     Length { path: PathBuf, got: u64, expected: u64 },
-    #[error("{path} is not what was written: its sha256 is {got}, its manifest says {expected}")]
+    #[error("{path} is damaged: its sha256 is {got}, its manifest states {expected}")]
     Hash { path: PathBuf, got: String, expected: String },
     #[error(transparent)]
     Tensors(#[from] weights::FileError),
-    #[error("{path} has a tensor `{name}`, which is no name of what is in flight")]
+    #[error("{path} has a tensor `{name}`, which is not an in-flight tensor name")]
     Name { path: PathBuf, name: String },
-    #[error("{path}: `{name}` is in another file of the checkpoint too, and differs")]
+    #[error("{path}: `{name}` is also in another file of the checkpoint, with other content")]
     Twice { path: PathBuf, name: String },
 }
 

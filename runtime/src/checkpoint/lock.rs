@@ -11,7 +11,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum LockError {
-    #[error("{} writes checkpoints into {folder} now", holder.map_or("another process".to_string(), |pid| format!("process {pid}")))]
+    #[error("{} is writing checkpoints into {folder}", holder.map_or("another process".to_string(), |pid| format!("process {pid}")))]
     Taken { folder: PathBuf, holder: Option<u32> },
     #[error("cannot open {folder}: {fault}")]
     Open { folder: PathBuf, fault: io::Error },

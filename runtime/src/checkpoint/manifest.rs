@@ -112,10 +112,10 @@ impl Manifest {
     pub fn read(bytes: &[u8]) -> Result<Manifest, String> {
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|fault| fault.to_string())?;
         if own_hash(bytes, &manifest.sha256).as_ref() != Some(&manifest.sha256) {
-            return Err("it is not what was written: its own sha256 is another".to_string());
+            return Err("it is damaged: its sha256 does not match its content".to_string());
         }
         if manifest.schema != SCHEMA {
-            return Err(format!("its schema is `{}`, this program reads `{SCHEMA}`", shown(&manifest.schema)));
+            return Err(format!("its schema is `{}`, expected `{SCHEMA}`", shown(&manifest.schema)));
         }
         if manifest.minibatches == 0 || manifest.minibatches > manifest.steps {
             return Err(format!("{} minibatches of {} are done", manifest.minibatches, manifest.steps));
@@ -123,29 +123,29 @@ impl Manifest {
         if let Some(Scale { value, .. }) = manifest.loss_scale
             && !(value.is_finite() && value >= 1.0)
         {
-            return Err(format!("the loss is scaled by {value}"));
+            return Err(format!("the loss scale is {value}"));
         }
         let mut names = BTreeSet::new();
         for Listed { name, holds, stage, replica, sha256, .. } in &manifest.files {
             if *stage >= MOST || *replica >= MOST {
-                return Err(format!("it speaks of stage {stage}, replica {replica}"));
+                return Err(format!("it lists stage {stage}, replica {replica}"));
             }
             // Only exact file names are valid, so none can lead out of the folder.
             if *name != holds.file_name(*stage, *replica) {
-                return Err(format!("`{}` is no name of a file of stage {stage}", shown(name)));
+                return Err(format!("`{}` is not a file name of stage {stage}", shown(name)));
             }
             if !names.insert(name) {
                 return Err(format!("`{name}` is listed twice"));
             }
             if sha256.len() != DIGITS || !sha256.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-                return Err(format!("the hash of `{name}` is none"));
+                return Err(format!("the hash of `{name}` is not a SHA-256"));
             }
         }
         // An in-flight file exists only if something was in flight.
         let always = |stage: u32| [Holds::Weights, Holds::Optimizer].map(|holds| holds.file_name(stage, 0));
         let stages = u32::try_from(manifest.plan.stages.len()).unwrap_or(u32::MAX).min(MOST);
         match (0..stages).flat_map(always).find(|name| !names.contains(name)) {
-            Some(name) => Err(format!("it lists no `{name}`")),
+            Some(name) => Err(format!("it does not list `{name}`")),
             None => Ok(manifest),
         }
     }
@@ -241,14 +241,14 @@ mod tests {
         assert!(wrong(&|m| m.schema = "pipec.checkpoint/9".into()).contains("checkpoint/9"));
         assert!(wrong(&|m| m.minibatches = 13).contains("13 minibatches of 12"));
         assert!(wrong(&|m| m.minibatches = 0).contains("0 minibatches"));
-        assert!(wrong(&|m| m.loss_scale = Some(Scale { value: 0.0, good: 0 })).contains("scaled by 0"));
+        assert!(wrong(&|m| m.loss_scale = Some(Scale { value: 0.0, good: 0 })).contains("loss scale is 0"));
         for name in ["../stage-0.safetensors", "/etc/passwd", "stage-1.safetensors", "", "stage-0.safetensors/.."] {
-            assert!(wrong(&|m| m.files[0].name = name.into()).contains("no name of a file"), "{name}");
+            assert!(wrong(&|m| m.files[0].name = name.into()).contains("not a file name"), "{name}");
         }
         assert!(wrong(&|m| m.files.push(m.files[0].clone())).contains("twice"));
-        assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("none"));
+        assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("not a SHA-256"));
         let stage = || StageLayout { replicas: 1, cap: 1, parameters: sha256(b"") };
-        assert!(wrong(&|m| m.plan.stages.push(stage())).contains("lists no `stage-0.optimizer.safetensors`"));
+        assert!(wrong(&|m| m.plan.stages.push(stage())).contains("does not list `stage-0.optimizer.safetensors`"));
         assert!(wrong(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
         assert!(Manifest::read(b"{\"schema\": 1}").is_err());
         let deep = "[".repeat(100_000);

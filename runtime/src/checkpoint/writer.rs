@@ -34,7 +34,7 @@ pub enum CheckpointWriteError {
     Write { path: PathBuf, fault: io::Error },
     #[error(transparent)]
     Encode(#[from] FileError),
-    #[error("`{name}` holds NaN or an infinity, from which no run could go on")]
+    #[error("`{name}` holds NaN or an infinity; no run could resume from it")]
     NotFinite { name: String },
 }
 

@@ -61,15 +61,15 @@ pub struct Incoming {
 
 /// Creates both ends of a local channel. Dropping one end wakes the other.
 pub fn channel() -> (Outgoing, Incoming) {
-    let ((to, messages), (posted, told)) = (unbounded(), unbounded());
+    let ((to, messages), (posted, reports)) = (unbounded(), unbounded());
     let incoming = Incoming { messages, posted: Endpoint::Here(posted), early: HashMap::new() };
-    (Outgoing { messages: Endpoint::Here(to), posted: told, sent: 0, known: 0 }, incoming)
+    (Outgoing { messages: Endpoint::Here(to), posted: reports, sent: 0, known: 0 }, incoming)
 }
 
 /// Creates the sending end of a channel to another process, and the sender that reports its posted receives.
 pub fn outgoing(queue: Sender<Outbound>, channel: u32) -> (Outgoing, Sender<()>) {
-    let (posted, told) = unbounded();
-    (Outgoing { messages: Endpoint::There { queue, channel }, posted: told, sent: 0, known: 0 }, posted)
+    let (posted, reports) = unbounded();
+    (Outgoing { messages: Endpoint::There { queue, channel }, posted: reports, sent: 0, known: 0 }, posted)
 }
 
 /// Creates the receiving end of a channel from another process, and the sender that delivers its messages.

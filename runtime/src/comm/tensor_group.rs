@@ -63,7 +63,7 @@ impl TensorRank {
                 sum_in_order(own, output);
             }
             _ => {
-                let got = met(op, &parts, self.device).expect("only what devices do together comes here");
+                let got = met(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
                 output.copy_from_slice(got.bytes());
             }
         }
@@ -84,7 +84,7 @@ fn sum_in_order(terms: impl Iterator<Item = Tensor>, sum: &mut [u8]) {
         DType::F64 => each::<8>(&terms, sum, |a, b| (f64::from_le_bytes(a) + f64::from_le_bytes(b)).to_le_bytes()),
         _ => {
             let op = Op::AllReduce(compiler::op::AllReduce { kind: ReduceKind::Sum, devices: terms.len() });
-            let total = met(&op, &terms, 0).expect("a sum of terms is one of the ops of a group");
+            let total = met(&op, &terms, 0).expect("an all-reduce is one of the group's ops");
             sum.copy_from_slice(total.bytes());
         }
     }

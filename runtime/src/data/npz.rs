@@ -30,11 +30,11 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
         None => wrong(format!("not a zip archive: {e}")),
     })?;
     if archive.len() > ENTRY_LIMIT {
-        return Err(wrong(format!("{} entries; the most is {ENTRY_LIMIT}", archive.len())));
+        return Err(wrong(format!("{} entries; the limit is {ENTRY_LIMIT}", archive.len())));
     }
     // The zip library keeps only one of several entries with the same name; the archive's own count reveals duplicates.
     if let Some(declared) = entries(path).filter(|n| *n != archive.len()) {
-        return Err(wrong(format!("{declared} entries, but {} names: some array is there twice", archive.len())));
+        return Err(wrong(format!("{declared} entries, but {} names: an array is duplicated", archive.len())));
     }
     let limit = host_memory::available().map_or(TOTAL_LIMIT, |bytes| TOTAL_LIMIT.min(bytes / 2));
     let mut arrays = BTreeMap::new();
@@ -57,7 +57,7 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
         entry.take(declared.saturating_add(1)).read_to_end(&mut bytes).map_err(|e| array(e.to_string()))?;
         let tensor = decode(&bytes).map_err(array)?;
         if arrays.insert(name.clone(), tensor).is_some() {
-            return Err(wrong(format!("two arrays are called `{name}`")));
+            return Err(wrong(format!("two arrays are named `{name}`")));
         }
     }
     Ok(arrays)
@@ -114,13 +114,13 @@ fn cut_short(path: &Path, size: u64) -> Option<String> {
         let end = (at + 30).checked_add(more.len() as u64)?.checked_add(packed)?;
         if end > size {
             let name = String::from_utf8_lossy(name);
-            return Some(format!("array `{}` goes on to byte {end}", name.trim_end_matches(".npy").escape_debug()));
+            return Some(format!("array `{}` extends to byte {end}", name.trim_end_matches(".npy").escape_debug()));
         }
         at = end;
     }
 }
 
-const LIST: &str = "the list of its arrays, which comes last, is missing";
+const LIST: &str = "the archive's directory, at the end, is missing";
 
 pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
     let bytes = read_regular(path)?;
@@ -154,8 +154,8 @@ pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
         [2 | 3, _, a, b, c, d, body @ ..] => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, body),
         _ => return Err("unknown npy version".into()),
     };
-    let header = body.get(..length).ok_or("the npy header is cut short")?;
-    let header = std::str::from_utf8(header).map_err(|_| "the npy header is no text")?;
+    let header = body.get(..length).ok_or("the npy header is truncated")?;
+    let header = std::str::from_utf8(header).map_err(|_| "the npy header is not text")?;
     let data = &body[length..];
     let described = field(header, "descr").ok_or("the npy header has no element type")?;
     let described = described.trim_matches(|c| c == '\'' || c == '"');
@@ -168,7 +168,7 @@ pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
     let needed = element_count(&shape).and_then(|n| n.checked_mul(dtype.size()));
     let needed = needed.ok_or_else(|| format!("shape {shape:?} overflows any size"))?;
     if needed != data.len() {
-        return Err(format!("shape {shape:?} of {dtype} needs {needed} bytes, there are {}", data.len()));
+        return Err(format!("shape {shape:?} of {dtype} needs {needed} bytes, the file has {}", data.len()));
     }
     let mut data = data.to_vec();
     if big_endian {
@@ -210,7 +210,7 @@ fn element(described: &str) -> Option<(DType, bool)> {
 }
 
 fn shape(text: &str) -> Result<Vec<usize>, String> {
-    let wrong = || format!("the shape {text} has a size that overflows or is no number");
+    let wrong = || format!("the shape {text} has a size that overflows or is not a number");
     let inner = text.strip_prefix('(').and_then(|t| t.strip_suffix(')')).ok_or_else(wrong)?;
     let dims = inner.split(',').map(str::trim).filter(|d| !d.is_empty());
     dims.map(|d| d.trim_end_matches('L').parse().map_err(|_| wrong())).collect()

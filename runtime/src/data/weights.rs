@@ -19,11 +19,11 @@ pub enum FileError {
     Read { path: PathBuf, fault: std::io::Error },
     #[error("cannot write {path}: {fault}")]
     Write { path: PathBuf, fault: std::io::Error },
-    #[error("{path} is no safetensors file: {fault}")]
+    #[error("{path} is not a safetensors file: {fault}")]
     Safetensors { path: PathBuf, fault: String },
     #[error("{path}: array `{name}`: {fault}")]
     Array { path: PathBuf, name: String, fault: String },
-    #[error("{path} is no npz file: {fault}")]
+    #[error("{path} is not an npz file: {fault}")]
     Npz { path: PathBuf, fault: String },
     #[error("{path} ends early, after {bytes} bytes: {missing}")]
     Early { path: PathBuf, bytes: u64, missing: String },
@@ -110,7 +110,7 @@ pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, Fil
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let length = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| wrong("too short".into()))?;
     if length > HEADER_LIMIT {
-        return Err(wrong(format!("the header says it has {length} bytes; the most is {HEADER_LIMIT}")));
+        return Err(wrong(format!("the header length is {length} bytes; the limit is {HEADER_LIMIT}")));
     }
     if let Some(header) = bytes.get(8..8 + length as usize) {
         refuse_duplicates(header).map_err(wrong)?;
@@ -156,7 +156,7 @@ fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
             while let Some(name) = map.next_key::<String>()? {
                 map.next_value::<serde::de::IgnoredAny>()?;
                 if !seen.insert(name.clone()) {
-                    return Err(serde::de::Error::custom(format!("two tensors are called `{name}`")));
+                    return Err(serde::de::Error::custom(format!("two tensors are named `{name}`")));
                 }
             }
             Ok(())

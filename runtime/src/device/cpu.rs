@@ -157,14 +157,14 @@ impl Kernel {
         assert!(self.fits(inputs, outputs, workspace), "{}: buffers are not aligned", self.name());
         match self.fast.as_ref().and_then(|fast| Some((fast.workspace, fast.adding.as_ref()?))) {
             Some((scratch, adding)) => adding(inputs, outputs, &mut workspace[..scratch]),
-            None => panic!("{}: the kernel does not add", self.name()),
+            None => panic!("{}: the kernel does not accumulate", self.name()),
         }
     }
 
     fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]]) {
         let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
         let expected = self.inputs.iter().chain(&self.outputs).map(TensorLayout::bytes);
-        assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
+        assert!(given.eq(expected), "{}: buffer sizes do not match their facts", self.name());
     }
 
     /// For a collective: the op and this rank's input tensor. `None` for compute ops.

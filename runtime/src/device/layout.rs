@@ -13,7 +13,7 @@ pub struct TensorLayout {
 impl TensorLayout {
     /// Panics if a symbolic dimension is left: kernels require concrete shapes.
     pub fn of(fact: &Fact) -> TensorLayout {
-        let shape = fact.concrete().expect("kernels are made when every symbol has its value");
+        let shape = fact.concrete().expect("kernels are compiled after all symbols are bound");
         TensorLayout { dtype: fact.dtype, shape }
     }
 

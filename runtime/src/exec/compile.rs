@@ -34,13 +34,13 @@ pub enum CompileError {
     Bug(#[from] PassBug),
     #[error(transparent)]
     Backward(Box<BackwardError>),
-    #[error("`{node}` needs {} for its inputs and outputs, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
+    #[error("`{node}` needs {} for its inputs and outputs, the machine has {} free", quantity::bytes(*needed), quantity::bytes(*available))]
     Memory { node: String, needed: u64, available: u64 },
-    #[error("a stage needs {}, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
+    #[error("a stage needs {}, the machine has {} free", quantity::bytes(*needed), quantity::bytes(*available))]
     StageMemory { needed: u64, available: u64 },
     #[error(transparent)]
     Share(#[from] ChooseError),
-    #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
+    #[error("the size of `{node}` is unknown: {fact}; give its symbols a size")]
     Symbolic { node: String, fact: String },
 }
 
@@ -251,12 +251,12 @@ fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
     let available = host_memory::available().unwrap_or(1 << 40);
     for id in graph.ids() {
         let node = graph.node(id);
-        let told = || node.told().to_string();
+        let label = || node.label().to_string();
         for fact in &node.facts {
             match fact.bytes() {
-                None => return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() }),
+                None => return Err(CompileError::Symbolic { node: label(), fact: fact.to_string() }),
                 Some(_) if fact.concrete().is_none() => {
-                    return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() });
+                    return Err(CompileError::Symbolic { node: label(), fact: fact.to_string() });
                 }
                 Some(_) => {}
             }
@@ -265,7 +265,7 @@ fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
         let facts = inputs.iter().map(|v| graph.fact(*v)).chain(&node.facts);
         let needed = facts.fold(0u64, |sum, f| sum.saturating_add(f.bytes().unwrap_or(0)));
         if needed > available {
-            return Err(CompileError::Memory { node: told(), needed, available });
+            return Err(CompileError::Memory { node: label(), needed, available });
         }
     }
     Ok(())
@@ -347,8 +347,8 @@ impl<'a> Assembly<'a> {
             .filter_map(|(_, read)| if let Read::Saved(v) = read { Some(*v) } else { None })
             .collect();
         let samples = graph.averages.iter().map(|a| a.sample);
-        let told = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| [loss, LOSS].contains(&o.name.as_str())));
-        let held: HashSet<Value> = told.clone().map(|o| o.value).chain(samples).collect();
+        let results = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| [loss, LOSS].contains(&o.name.as_str())));
+        let held: HashSet<Value> = results.clone().map(|o| o.value).chain(samples).collect();
         let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
         let order = order::canonical(graph);
         let (added, workspace, apart) = (&HashSet::new(), &HashMap::new(), &Chains::default());
@@ -376,7 +376,7 @@ impl<'a> Assembly<'a> {
         });
         let received: Vec<Transfer> = received.collect();
         let follows = follows(graph, |state| position(&self.states, state), |sample| self.forward_place(sample));
-        let results = told.map(|o| {
+        let results = results.map(|o| {
             let named = NamedTensor::new(&o.name, graph.fact(o.value));
             (named, self.forward_place(o.value))
         });
@@ -468,7 +468,7 @@ impl<'a> Assembly<'a> {
                 }
                 Op::Parameter(p) => {
                     let at = self.parameters.iter().position(|(_, n)| n.name == p.name);
-                    Slot::Parameter(at.expect("a parameter of the backward run is one of the forward run"))
+                    Slot::Parameter(at.expect("a parameter of the backward is one of the forward"))
                 }
                 Op::Input(_) => match reads[&id] {
                     Read::Saved(value) => self.saved(value, &mut sequence),
@@ -476,7 +476,7 @@ impl<'a> Assembly<'a> {
                         let value = self.fragment.sent[sent].value;
                         let at =
                             self.gradients_in.iter().position(|t| (t.stage, t.value, t.group) == (stage, value, group));
-                        Slot::GradientIn(at.expect("every gradient that is read is one that arrives"))
+                        Slot::GradientIn(at.expect("every gradient that is read is also received"))
                     }
                 },
                 _ => continue,
@@ -533,7 +533,7 @@ impl<'a> Assembly<'a> {
                 (Some(Home::Own(index)), _) => Slot::GradientOut(own_slot[index]),
                 (Some(Home::Source(node)), _) => sources[node],
                 (Some(&Home::WriterConfig(offset)), _) => Slot::SplitBackward(offset),
-                (None, term) => Slot::Sum(term.expect("a value without a home is added to sums")),
+                (None, term) => Slot::Sum(term.expect("a value without a buffer is accumulated")),
             };
             TensorAddress { slot, bytes: bytes(graph.fact(*value)) }
         };
@@ -587,9 +587,9 @@ impl<'a> Assembly<'a> {
             // Constants belong to one sequence: the backward pass has its own copy.
             Slot::Constant(_) => {
                 let Home::Source(node) = self.forward_layout.locations[&value] else {
-                    unreachable!("a constant's home")
+                    unreachable!("a constant's buffer")
                 };
-                let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's home") };
+                let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's buffer") };
                 sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
                 Slot::Constant(sequence.constants.len() - 1)
             }

@@ -20,7 +20,7 @@ pub enum EvaluateError {
     Compile(#[from] CompileError),
     #[error(transparent)]
     Execute(#[from] ExecuteError),
-    #[error("no value is given for {kind} `{name}`")]
+    #[error("{kind} `{name}` has no value")]
     Missing { kind: &'static str, name: String },
     #[error("{kind} `{name}` is {got}, the model has {expected}")]
     Fact { kind: &'static str, name: String, expected: String, got: String },
@@ -72,7 +72,7 @@ pub fn evaluate_each(
             let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
             let bytes = executor.result(&item, *place).to_vec();
             let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
-            results.insert(named.name.clone(), tensor.expect("the place has the size of the result"));
+            results.insert(named.name.clone(), tensor.expect("the buffer has the size of the result"));
         }
         on_results(results);
     }

@@ -78,7 +78,7 @@ impl Sum {
 
 impl Item {
     fn sum(&self, term: usize) -> &Sum {
-        self.sums.get(term).and_then(Option::as_ref).expect("a backward run has the sums that it adds to")
+        self.sums.get(term).and_then(Option::as_ref).expect("a backward has the sums it accumulates into")
     }
 
     fn gradient_out(&self, at: usize) -> Option<&Arc<Buffer>> {
@@ -239,7 +239,7 @@ impl<'a> Executor<'a> {
         let mut copy = self.pool.take(place.bytes);
         let bytes = self.read(sequence, item, place);
         Arc::get_mut(&mut copy)
-            .expect("the pool hands out buffers that nobody else holds")
+            .expect("the pool hands out buffers with a single owner")
             .bytes_mut()
             .copy_from_slice(bytes);
         copy
@@ -251,7 +251,7 @@ impl<'a> Executor<'a> {
             return self.run_watched(sequence, item, &mut || ());
         };
         for (at, step) in sequence.steps.iter().enumerate() {
-            let gone = |_| ExecuteError { node: step.told().to_string(), fault: KernelError::Gone };
+            let gone = |_| ExecuteError { node: step.label().to_string(), fault: KernelError::Gone };
             pieces.before(code, run, at, item, &self.pool.ledger).map_err(gone)?;
             self.run_steps(sequence, std::slice::from_ref(step), item, &mut || ())?;
             pieces.after(code, run, at, item).map_err(gone)?;
@@ -292,7 +292,7 @@ impl<'a> Executor<'a> {
                 outputs.push(unsafe { self.write(item, *place) });
             }
             let workspace = unsafe { self.write(item, step.workspace) };
-            let refused = |fault| ExecuteError { node: step.told().to_string(), fault };
+            let refused = |fault| ExecuteError { node: step.label().to_string(), fault };
             if let Some((tensor_rank, (op, own))) =
                 self.tensor_rank.as_ref().and_then(|s| Some((s, step.task.together(&inputs)?)))
             {
@@ -348,7 +348,7 @@ impl<'a> Executor<'a> {
                 true => joint.kernel.run(&all, to, &mut *workspace),
                 false => joint.kernel.run_adding(&all, to, &mut *workspace),
             };
-            run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
+            run.map_err(|fault| ExecuteError { node: step.label().to_string(), fault })?;
         }
         Ok(())
     }
@@ -372,14 +372,16 @@ impl<'a> Executor<'a> {
 
     fn address(&self, item: &Item, place: TensorAddress) -> *mut u8 {
         let inside = |buffer: &Buffer, offset: usize| {
-            assert!(offset + place.bytes <= buffer.len(), "a place lies within its buffer");
+            assert!(offset + place.bytes <= buffer.len(), "a range is within its buffer");
             buffer.start().wrapping_add(offset)
         };
         let whole =
             |buffer: Option<&Arc<Buffer>>| inside(buffer.expect("the program waits for a tensor before it is used"), 0);
         match place.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
-            Slot::WriterConfig(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
+            Slot::WriterConfig(offset) => {
+                inside(item.kept.as_ref().expect("a micro-batch in flight has its block"), offset)
+            }
             Slot::Own(i) => inside(&item.own[i], 0),
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
@@ -390,7 +392,7 @@ impl<'a> Executor<'a> {
                 _ => inside(&self.arena, offset),
             },
             Slot::SplitBackward(offset) => {
-                inside(item.between.as_ref().expect("the first part of a backward run took it"), offset)
+                inside(item.between.as_ref().expect("the first part of a backward took it"), offset)
             }
             Slot::Feed(i) => inside(&item.feeds[i], 0),
             Slot::Parameter(i) => inside(item.gathered.get(i).and_then(Option::as_ref).unwrap_or(&item.weights[i]), 0),

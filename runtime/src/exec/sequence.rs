@@ -78,7 +78,7 @@ impl KernelTask {
     ) -> Result<(), KernelError> {
         match self {
             KernelTask::Op(kernel) => kernel.run_adding(inputs, outputs, workspace),
-            KernelTask::Chain(_) => unreachable!("chains do not add"),
+            KernelTask::Chain(_) => unreachable!("chains do not accumulate"),
         }
     }
 
@@ -148,7 +148,7 @@ pub struct Step {
 
 impl Step {
     /// The node named in error messages.
-    pub fn told(&self) -> &str {
+    pub fn label(&self) -> &str {
         self.nodes.last().map_or("", String::as_str)
     }
 }
@@ -207,7 +207,7 @@ impl Planned {
             adds_to: Vec::new(),
             terms: Vec::new(),
             joint,
-            nodes: self.nodes.iter().map(|node| graph.node(*node).told().to_string()).collect(),
+            nodes: self.nodes.iter().map(|node| graph.node(*node).label().to_string()).collect(),
             task: self.task,
         }
     }

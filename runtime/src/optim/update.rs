@@ -169,7 +169,7 @@ pub fn wide(dtype: DType) -> DType {
 
 /// Mutable bytes of a buffer just taken from a pool.
 pub fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
-    Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").bytes_mut()
+    Arc::get_mut(buffer).expect("a buffer from the pool has a single owner").bytes_mut()
 }
 
 /// `δ ← keep · δ + (1 − keep) · (new − old)`

@@ -148,7 +148,7 @@ impl Read for DeadlineReader {
                     }
                     self.look();
                     if self.heard.elapsed() > self.deadline || self.end.is_some_and(|end| self.looked > end) {
-                        return Err(io::Error::new(SILENT, "nothing comes any more"));
+                        return Err(io::Error::new(SILENT, "no data arrives"));
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}

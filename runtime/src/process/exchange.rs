@@ -258,7 +258,7 @@ impl<'a> Exchange<'a> {
         'a: 'scope,
     {
         let own: Vec<usize> = self.group.part.placement.workers(self.group.part.own).collect();
-        let none = |error| LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") };
+        let none = |error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
         if let Some(stopping) = self.stopping.take() {
             let (working, over) = bounded(0);
             self.working = Some(working);
@@ -339,7 +339,8 @@ impl<'a> Exchange<'a> {
             all.extend(self.outcomes.try_iter());
             all.sort_by_key(|(worker, _)| *worker);
             if run_status.cause().is_none() && all.len() != self.program.workers.len() {
-                run_status.end(LinkError::Bug { what: "a process ended without what its workers leave".to_string() });
+                run_status
+                    .end(LinkError::Bug { what: "a process ended without the results of its workers".to_string() });
             }
             if run_status.cause().is_none() {
                 run_status.release();

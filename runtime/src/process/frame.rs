@@ -32,21 +32,21 @@ const SMALL: usize = 1 << 16;
 pub enum FrameError {
     #[error("it closed the connection")]
     Closed,
-    #[error("the connection ends within a frame")]
+    #[error("the connection ended within a frame")]
     Cut,
-    #[error("the bytes are no frame of pipec's")]
+    #[error("the bytes are not a pipec frame")]
     Foreign,
-    #[error("the checksum of a frame's {what} is {found:08x}, its bytes make {made:08x}")]
+    #[error("the checksum of a frame's {what} is {found:08x}, expected {made:08x}")]
     Checksum { what: &'static str, found: u32, made: u32 },
-    #[error("a frame of kind {kind} is not known")]
+    #[error("unknown frame kind {kind}")]
     Kind { kind: u32 },
-    #[error("frame {found} came where frame {expected} was due")]
+    #[error("received frame {found}, expected frame {expected}")]
     Number { expected: u32, found: u32 },
-    #[error("a frame of {length} bytes is longer than any of this run, {limit} bytes")]
+    #[error("a frame of {length} bytes exceeds the limit of this run, {limit} bytes")]
     Long { length: u64, limit: u64 },
-    #[error("a frame's field does not hold: {what}")]
+    #[error("a frame field is not valid: {what}")]
     Field { what: &'static str },
-    #[error("a {kind:?} frame came where none was due")]
+    #[error("unexpected {kind:?} frame")]
     Unexpected { kind: Kind },
     #[error("{why}")]
     System { kind: ErrorKind, why: String },

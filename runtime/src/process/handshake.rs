@@ -84,7 +84,7 @@ impl Hello {
     /// Checks that the sender may take part in the run of `own`.
     pub fn meets(&self, own: &Hello) -> Result<(), RejectReason> {
         if self.protocol != own.protocol {
-            let what = format!("it speaks version {} of the protocol, here it is {}", self.protocol, own.protocol);
+            let what = format!("it uses protocol version {}, this process {}", self.protocol, own.protocol);
             return Err(RejectReason::Fatal(what));
         }
         if self.identity.run != own.identity.run {
@@ -92,7 +92,7 @@ impl Hello {
             return Err(RejectReason::Passing(format!("it belongs to run {there:x}, this is run {here:x}")));
         }
         if self.processes != own.processes {
-            let what = format!("it counts {} processes, here there are {}", self.processes, own.processes);
+            let what = format!("it has {} processes, this run {}", self.processes, own.processes);
             return Err(RejectReason::Fatal(what));
         }
         if self.process >= own.processes {
@@ -102,7 +102,7 @@ impl Hello {
         let names: Vec<&str> = differs.map(|(name, _)| name.as_str()).collect();
         match names.is_empty() && self.identity.parts.len() == own.identity.parts.len() {
             true => Ok(()),
-            false if names.is_empty() => Err(RejectReason::Fatal("it knows more of the run than this process".into())),
+            false if names.is_empty() => Err(RejectReason::Fatal("it has other settings than this process".into())),
             false => Err(RejectReason::Fatal(format!("{} differ", names.join(", ")))),
         }
     }
@@ -199,8 +199,8 @@ mod tests {
         };
         let fatal = |what: &str| Err(RejectReason::Fatal(what.to_string()));
         assert_eq!(check(&|_| {}), Ok(()));
-        assert_eq!(check(&|h| h.protocol = 8), fatal("it speaks version 8 of the protocol, here it is 2"));
-        assert_eq!(check(&|h| h.processes = 4), fatal("it counts 4 processes, here there are 3"));
+        assert_eq!(check(&|h| h.protocol = 8), fatal("it uses protocol version 8, this process 2"));
+        assert_eq!(check(&|h| h.processes = 4), fatal("it has 4 processes, this run 3"));
         assert_eq!(check(&|h| h.process = 3), fatal("it is process 3 of 3"));
         assert_eq!(check(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));
         assert!(matches!(check(&|h| h.identity.run = 8), Err(RejectReason::Passing(_))));

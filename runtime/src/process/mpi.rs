@@ -55,7 +55,7 @@ impl Drop for Carrier {
 
 /// Initialises MPI, which is possible only once per process.
 pub fn open() -> Result<Opened, LinkError> {
-    let failed = |what: &str| LinkError::Ended { process: None, what: format!("MPI does not begin: {what}") };
+    let failed = |what: &str| LinkError::Ended { process: None, what: format!("cannot start MPI: {what}") };
     let (tell, init_result) = bounded(1);
     let (alive, ended) = bounded::<()>(0);
     let serve = move || {
@@ -73,7 +73,7 @@ pub fn open() -> Result<Opened, LinkError> {
     let thread = thread::Builder::new().name("mpi".into()).spawn(serve);
     thread.map_err(|error| failed(&error.to_string()))?;
     let (rank, processes, streams): (usize, usize, Vec<(usize, Stream)>) =
-        init_result.recv().map_err(|_| failed("it was begun before"))?;
+        init_result.recv().map_err(|_| failed("it is already started"))?;
     let library = mpi::environment::library_version().unwrap_or_default();
     let library = library.split(',').next().unwrap_or_default().trim().to_string();
     Ok(Opened { rank, processes, library, streams: streams.into_iter().collect(), carrier: Carrier { ended } })

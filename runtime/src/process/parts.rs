@@ -134,16 +134,16 @@ fn take(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<Buffer, FrameError
 }
 
 fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
-    match fields.u8("what a checkpoint has")? {
+    match fields.u8("the checkpoint flags")? {
         0 => Ok(false),
         1 => Ok(true),
-        _ => Err(FrameError::Field { what: "what a checkpoint has" }),
+        _ => Err(FrameError::Field { what: "the checkpoint flags" }),
     }
 }
 
 /// Reads the optimizer state of a parameter or its shard.
 fn take_moves(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<ParameterState, FrameError> {
-    let updates = fields.u32("the updates of a parameter")?;
+    let updates = fields.u32("the update count of a parameter")?;
     let count = fields.below(MOST_STATE + 1, "the state of an optimizer")?;
     let state = (0..count).map(|_| take(fields, lengths)).collect::<Result<_, _>>()?;
     let master = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
@@ -207,14 +207,14 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageSnaps
         }
         let states = code.states.iter().map(|named| take(fields, &[named.bytes])).collect::<Result<_, _>>()?;
         let scale = match is_there(fields)? {
-            true => Some((fields.f64("the scale of the loss")?, fields.u32("the scale of the loss")?)),
+            true => Some((fields.f64("the loss scale")?, fields.u32("the loss scale")?)),
             false => None,
         };
         whole = Some(StageState { weights, moves, states, scale });
     }
     let (versions, forwards) = (take_weights(fields, code)?, take_weights(fields, code)?);
     let mut shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>> = BTreeMap::new();
-    let what = "the shared parameters of a checkpoint";
+    let what = "the tied weights of a checkpoint";
     for _ in 0..fields.u32(what)? {
         let parameter = fields.u32(what)? as usize;
         let named = code.parameters.get(parameter).ok_or(FrameError::Field { what })?;

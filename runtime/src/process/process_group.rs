@@ -91,7 +91,7 @@ pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
     }
     TcpListener::bind(address).map_err(|error| {
         let why = match error.kind() {
-            ErrorKind::AddrInUse => "the port is in use by another program, or by a run that has not ended".to_string(),
+            ErrorKind::AddrInUse => "the port is in use by another program or run".to_string(),
             ErrorKind::AddrNotAvailable => "this machine does not have this address".to_string(),
             _ => error.to_string(),
         };
@@ -294,7 +294,7 @@ impl Joiner<'_> {
         let content = content.map_err(|what| LinkError::Failed { process, peer: self.names[process].clone(), what })?;
         let hello = Hello::decode(&content).map_err(lost)?;
         let met = match hello.meets(own) {
-            Ok(()) if hello.process as usize != process => Err(format!("it says that it is process {}", hello.process)),
+            Ok(()) if hello.process as usize != process => Err(format!("it claims to be process {}", hello.process)),
             Ok(()) => Ok(()),
             Err(RejectReason::Passing(why) | RejectReason::Fatal(why)) => Err(why),
         };
@@ -340,22 +340,22 @@ impl Joiner<'_> {
     }
 
     /// After [`SOON`], reports once which processes are missing.
-    fn wait(&self, began: Instant, is_told: &mut bool, whom: impl FnOnce() -> String) {
+    fn wait(&self, began: Instant, is_reported: &mut bool, whom: impl FnOnce() -> String) {
         let (waited, left) = (began.elapsed(), self.left());
-        if *is_told || waited < SOON || left.is_zero() {
+        if *is_reported || waited < SOON || left.is_zero() {
             return;
         }
-        *is_told = true;
+        *is_reported = true;
         (self.notice)(Notice::Waits(format!("waits for {}, up to {:.0} s more", whom(), left.as_secs_f64().ceil())));
     }
 
     /// Connects to a process, retrying while it does not listen yet.
     fn reach(&self, address: &str) -> Result<TcpStream, LinkError> {
         let mut why = "no time is left".to_string();
-        let (began, mut is_told) = (Instant::now(), false);
+        let (began, mut is_reported) = (Instant::now(), false);
         let whom = || if address == self.part.first { format!("process 0 at {address}") } else { address.to_string() };
         loop {
-            self.wait(began, &mut is_told, whom);
+            self.wait(began, &mut is_reported, whom);
             if let Some(cause) = self.run_status.cause() {
                 return Err(cause);
             }
@@ -393,16 +393,16 @@ impl Joiner<'_> {
         let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
         port.set_nonblocking(true).map_err(listen)?;
         let mut refused = Vec::new();
-        let (began, mut is_told) = (Instant::now(), false);
+        let (began, mut is_reported) = (Instant::now(), false);
         let result = loop {
             if awaited.is_empty() {
                 break Ok(());
             }
-            self.wait(began, &mut is_told, || {
+            self.wait(began, &mut is_reported, || {
                 let named: Vec<&str> = awaited.iter().map(|process| &*self.names[*process]).take(LISTED).collect();
                 let more = awaited.len() - named.len();
                 let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-                format!("{}{more} to come to {}", named.join(", "), own.address)
+                format!("{}{more} to connect to {}", named.join(", "), own.address)
             });
             if let Some(cause) = self.run_status.cause() {
                 break Err(cause);
@@ -429,7 +429,7 @@ impl Joiner<'_> {
                 let (mut talk, hello) = match greeting {
                     Ok(greeting) => greeting,
                     Err(fault) => {
-                        (self.notice)(Notice::SentAway(format!("sent a connection from {from} away: {fault}")));
+                        (self.notice)(Notice::SentAway(format!("rejected a connection from {from}: {fault}")));
                         continue;
                     }
                 };
@@ -440,14 +440,14 @@ impl Joiner<'_> {
                         Err(_) => _ = awaited.insert(process),
                     },
                     Ok(()) => {
-                        let why = format!("{} is here already or was not expected", self.names[process]);
+                        let why = format!("{} is already connected or was not expected", self.names[process]);
                         talk.refuse(&why);
-                        (self.notice)(Notice::SentAway(format!("sent process {} at {from} away: {why}", hello.pid)));
-                        refused.push(format!("{} came twice, again from {from}", self.names[process]));
+                        (self.notice)(Notice::SentAway(format!("rejected process {} at {from}: {why}", hello.pid)));
+                        refused.push(format!("{} connected twice, again from {from}", self.names[process]));
                     }
                     Err(RejectReason::Passing(why)) => {
                         talk.refuse(&why);
-                        (self.notice)(Notice::SentAway(format!("sent process {} at {from} away: {why}", hello.pid)));
+                        (self.notice)(Notice::SentAway(format!("rejected process {} at {from}: {why}", hello.pid)));
                     }
                     Err(RejectReason::Fatal(why)) => {
                         talk.refuse(&why);
@@ -478,7 +478,7 @@ fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
         match TcpStream::connect_timeout(&address, within) {
             // The system may assign the target port to the connecting socket itself, if no process listens there.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = io::Error::new(ErrorKind::ConnectionRefused, "nobody listens there");
+                last = io::Error::new(ErrorKind::ConnectionRefused, "no process listens there");
             }
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,

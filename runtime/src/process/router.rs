@@ -55,13 +55,13 @@ pub struct RemoteCommunicator<T: Contribution> {
 impl<T: Contribution + Send + Sync> ContributionSink for RemoteCommunicator<T> {
     fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
         if number >= self.meetings {
-            return Err(FrameError::Field { what: "the number of a meeting" });
+            return Err(FrameError::Field { what: "the number of a collective" });
         }
         let part = T::unpack(&self.form, fields, ring)?;
         fields.end()?;
         match self.place.arrive(number, member, part) {
             true => Ok(()),
-            false => Err(FrameError::Field { what: "the member of a meeting" }),
+            false => Err(FrameError::Field { what: "the member of a collective" }),
         }
     }
 
@@ -168,7 +168,7 @@ impl Routes<'_> {
         match kind {
             Kind::Message => {
                 let route = self.channels.get(&fields.u32("the channel")?).ok_or_else(unknown("the channel"))?;
-                let item = fields.below(self.items, "the item")?;
+                let item = fields.below(self.items, "the micro-batch")?;
                 let mut parcel = |(value, group, bytes): &(Value, usize, usize)| {
                     let buffer = ring.copy_of(fields.bytes(*bytes, "a tensor")?);
                     Ok(TensorMessage { value: *value, group: *group, buffer })
@@ -184,16 +184,17 @@ impl Routes<'_> {
                 let _ = posted.send(());
             }
             Kind::Part => {
-                let meeting = self.meetings.get(&fields.u32("the meeting")?).ok_or_else(unknown("the meeting"))?;
-                let (number, member) = (fields.u64("the number of a meeting")?, fields.u32("the member")? as usize);
+                let meeting =
+                    self.meetings.get(&fields.u32("the collective")?).ok_or_else(unknown("the collective"))?;
+                let (number, member) = (fields.u64("the number of a collective")?, fields.u32("the member")? as usize);
                 if !meeting.1.contains(&member) {
-                    return Err(FrameError::Field { what: "the member of a meeting" });
+                    return Err(FrameError::Field { what: "the member of a collective" });
                 }
                 meeting.0.arrive(number, member, &mut fields, ring)?;
             }
             Kind::Heartbeat => {
                 for worker in &self.workers {
-                    let at = fields.u32("how far a worker is")?;
+                    let at = fields.u32("the worker's progress")?;
                     self.progress.get(*worker).into_iter().for_each(|known| known.store(at, Ordering::Relaxed));
                 }
                 fields.end()?;
@@ -211,8 +212,8 @@ impl Routes<'_> {
                 stopping.take(self.process, kind, &mut fields)?;
             }
             Kind::Abort => {
-                let process = Some(fields.u32("who is to blame")?).filter(|process| *process != NOBODY);
-                let what = fields.text("why the run ended")?;
+                let process = Some(fields.u32("the failed process")?).filter(|process| *process != NOBODY);
+                let what = fields.text("the reason for the end")?;
                 let process = process.map(|process| process as usize);
                 let doing = process.and_then(|process| (self.doing)(process));
                 run_status.end(LinkError::Reported { process, peer: self.name.clone(), doing, what });
@@ -236,7 +237,7 @@ impl Routes<'_> {
     fn gather(&mut self, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let gathering = self.gathering.as_mut().ok_or(FrameError::Unexpected { kind })?;
         if kind == Kind::Loss {
-            let (item, value) = (fields.below(self.items, "the item")?, fields.f64("a loss")?);
+            let (item, value) = (fields.below(self.items, "the micro-batch")?, fields.f64("a loss")?);
             fields.end()?;
             if let Some(events) = &gathering.events {
                 let _ = events.send(Event::Loss { item, value });
@@ -258,8 +259,8 @@ impl Routes<'_> {
             Kind::Tensor => leaving.tensor(fields),
             Kind::Spans => leaving.spans(fields, self.stages),
             _ => {
-                let held = fields.u64("what a worker held")?;
-                let given = fields.u64("what a worker gave to checkpoints")?;
+                let held = fields.u64("the worker's memory")?;
+                let given = fields.u64("the worker's checkpoint memory")?;
                 fields.end()?;
                 let leaving = gathering.workers.remove(&worker).ok_or_else(unknown)?;
                 let _ = gathering.outcomes.send((worker, leaving.done(held, given)?));

@@ -13,23 +13,23 @@ use thiserror::Error;
 pub enum LinkError {
     #[error("cannot listen at {address}: {why}")]
     Listen { address: String, why: String },
-    #[error("`{address}` is no address: {why}")]
+    #[error("`{address}` is not an address: {why}")]
     Address { address: String, why: String },
-    #[error("nothing answers at {address} within {seconds} s: {why}")]
+    #[error("no answer from {address} within {seconds} s: {why}")]
     Unreachable { address: String, seconds: f64, why: String },
-    #[error("{} did not come to {address} within {seconds} s", missing.join("; "))]
+    #[error("{} did not connect to {address} within {seconds} s", missing.join("; "))]
     Missing { missing: Vec<String>, address: String, seconds: f64 },
-    #[error("what answers at {address} does not speak pipec's protocol: {fault}")]
+    #[error("{address} does not use pipec's protocol: {fault}")]
     Foreign { address: String, fault: FrameError },
-    #[error("{address} does not let this process take part: {why}")]
+    #[error("{address} rejected this process: {why}")]
     Refused { address: String, why: String },
-    #[error("{peer} has prepared another run: {what}")]
+    #[error("{peer} belongs to a different run: {what}")]
     Another { peer: String, what: String },
     #[error("the connection to {peer} is lost: {fault}{}", last(doing))]
     Lost { process: usize, peer: String, doing: Option<String>, fault: FrameError },
-    #[error("{peer} has not been heard of for {seconds:.1} s{}", last(doing))]
+    #[error("{peer} has sent nothing for {seconds:.1} s{}", last(doing))]
     Silent { process: usize, peer: String, doing: Option<String>, seconds: f64 },
-    #[error("what comes from {peer} does not hold: {fault}")]
+    #[error("a message from {peer} is not valid: {fault}")]
     Broken { process: usize, peer: String, fault: FrameError },
     #[error("{peer} stopped: {what}")]
     Failed { process: usize, peer: String, what: String },
@@ -42,7 +42,7 @@ pub enum LinkError {
 }
 
 fn last(doing: &Option<String>) -> String {
-    doing.as_ref().map_or(String::new(), |doing| format!("; it was last at `{doing}`"))
+    doing.as_ref().map_or(String::new(), |doing| format!("; its last instruction was `{doing}`"))
 }
 
 impl LinkError {
@@ -59,7 +59,7 @@ impl LinkError {
     }
 
     /// The failure as first reported.
-    fn told(&self) -> String {
+    fn describe(&self) -> String {
         match self {
             LinkError::Reported { what, .. } => what.clone(),
             other => other.to_string(),
@@ -154,7 +154,7 @@ impl FailureCause {
 
 fn abort(cause: &LinkError) -> Outbound {
     let mut head = cause.culprit().map_or(NOBODY, |process| process as u32).to_le_bytes().to_vec();
-    put_text(&mut head, &cause.told());
+    put_text(&mut head, &cause.describe());
     Outbound::of(Kind::Abort, head)
 }
 
@@ -165,15 +165,15 @@ mod tests {
     #[test]
     fn the_first_cause_is_the_one_that_all_learn() {
         let run_status = RunStatus::default();
-        let (to, told) = crossbeam_channel::unbounded();
+        let (to, received) = crossbeam_channel::unbounded();
         run_status.tell(to.clone());
         let first = LinkError::Failed { process: 2, peer: "worker 1.0".into(), what: "it broke".into() };
         run_status.end(first.clone());
         run_status.end(LinkError::Ended { process: None, what: "later".into() });
-        assert_eq!((run_status.cause(), told.len()), (Some(first), 1));
-        let frame = told.recv().unwrap();
+        assert_eq!((run_status.cause(), received.len()), (Some(first), 1));
+        let frame = received.recv().unwrap();
         assert_eq!((frame.kind, &frame.head[..4]), (Kind::Abort, &2u32.to_le_bytes()[..]));
         run_status.tell(to);
-        assert_eq!(told.recv().map(|frame| frame.kind), Ok(Kind::Abort));
+        assert_eq!(received.recv().map(|frame| frame.kind), Ok(Kind::Abort));
     }
 }

@@ -97,7 +97,7 @@ impl<'a> StopAgreement<'a> {
 
     /// Handles a frame of the agreement.
     pub fn take(&self, process: usize, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
-        let number = fields.u32("why, when or where a run ends")?;
+        let number = fields.u32("the stop request")?;
         fields.end()?;
         match (kind, self.own, process) {
             (Kind::Stop, 0, _) => self.begin(number),

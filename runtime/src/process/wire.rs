@@ -72,21 +72,21 @@ impl Contribution for ReplicaGradients {
         fields: &mut Fields<'_>,
         ring: &mut Ring,
     ) -> Result<ReplicaGradients, FrameError> {
-        let present = fields.bytes(form.terms.len(), "which gradients are there")?;
+        let present = fields.bytes(form.terms.len(), "the gradient flags")?;
         let count = fields.u32("the number of samples")? as usize;
         if count > form.most_items {
             return Err(FrameError::Field { what: "the number of samples" });
         }
         let mut samples = Vec::new();
         for _ in 0..count {
-            let item = fields.below(form.items, "the item of a sample")?;
+            let item = fields.below(form.items, "the micro-batch of a sample")?;
             let value = |bytes: &usize| fields.bytes(*bytes, "a sample").map(<[u8]>::to_vec);
             samples.push((item, form.samples.iter().map(value).collect::<Result<_, _>>()?));
         }
         let mut term = |(present, bytes): (&u8, &usize)| match present {
             0 => Ok(None),
             1 => Ok(Some(ring.copy_of(fields.bytes(*bytes, "a gradient")?))),
-            _ => Err(FrameError::Field { what: "which gradients are there" }),
+            _ => Err(FrameError::Field { what: "the gradient flags" }),
         };
         let terms = present.iter().zip(&form.terms).map(&mut term).collect::<Result<_, _>>()?;
         Ok(ReplicaGradients { terms, samples })
@@ -117,7 +117,7 @@ impl Contribution for GradientTerms {
     }
 
     fn unpack(form: &TermsForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<GradientTerms, FrameError> {
-        let what = "the terms of a shared parameter";
+        let what = "the gradients of a tied weight";
         let count = fields.u32(what)? as usize;
         if count > form.ranks.len() {
             return Err(FrameError::Field { what });
@@ -152,7 +152,7 @@ impl Contribution for Shares {
     }
 
     fn unpack(form: &SharesForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Shares, FrameError> {
-        let what = "the shares of a version";
+        let what = "the shards of a version";
         let count = fields.below(form.most.len() as u32 + 1, what)?;
         let mut places = Vec::new();
         for _ in 0..count {
@@ -190,7 +190,7 @@ impl Contribution for Squares {
     }
 
     fn unpack(form: &SquaresForm, fields: &mut Fields<'_>, _: &mut Ring) -> Result<Squares, FrameError> {
-        let what = "a sum of squares";
+        let what = "a squared norm";
         let names = u32::try_from(form.names).unwrap_or(u32::MAX);
         let count = fields.below(names.saturating_add(1), what)?;
         (0..count).map(|_| Ok((fields.below(names, what)? as usize, fields.f64(what)?))).collect()

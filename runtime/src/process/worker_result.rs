@@ -124,7 +124,7 @@ impl<'a> Leaving<'a> {
 
     /// Reads a tensor; the worker number has already been read.
     pub fn tensor(&mut self, fields: &mut Fields<'_>) -> Result<(), FrameError> {
-        let what = "a tensor that a worker leaves";
+        let what = "a result tensor";
         let (stage, list, at) = (fields.u32(what)?, fields.u8(what)?, fields.u32(what)? as usize);
         let unfit = FrameError::Field { what };
         let place = self.stages.iter_mut().find(|of| of.stage.0 == stage).ok_or(unfit.clone())?;
@@ -157,7 +157,7 @@ impl<'a> Leaving<'a> {
 
     /// The complete result. Fails if anything is missing.
     pub fn done(self, held_bytes: u64, checkpoint_bytes: u64) -> Result<WorkerResult, FrameError> {
-        let unfit = || FrameError::Field { what: "all that a worker leaves" };
+        let unfit = || FrameError::Field { what: "the worker's result" };
         let mut stages = Vec::new();
         for stage in self.stages {
             let weights = stage.weights.into_iter().collect::<Option<Vec<_>>>().ok_or_else(unfit)?;

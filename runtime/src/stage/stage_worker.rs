@@ -292,7 +292,7 @@ impl<'a> StageWorker<'a> {
         let mut feeds = Vec::new();
         for feed in &self.code.feeds {
             let mut buffer = self.executor.pool.take(feed.bytes);
-            let bytes = Arc::get_mut(&mut buffer).expect("the pool hands out buffers that nobody else holds");
+            let bytes = Arc::get_mut(&mut buffer).expect("the pool hands out buffers with a single owner");
             match feed.name == LOSS_SCALE {
                 true => ViewMut::new(feed.fact.dtype, &[1], bytes.bytes_mut()).set_f64(0, scale),
                 false => batches.fill(&feed.name, item, bytes.bytes_mut()),
@@ -416,10 +416,10 @@ impl<'a> StageWorker<'a> {
     pub fn sent_gradients(&mut self, item: u32, other: StageId) {
         let Some(state) = self.items.get_mut(&item) else { return };
         for (slot, t) in state.gradients_out.iter_mut().zip(&self.code.gradients_out) {
-            if t.stage == other.index() {
-                if let Some(buffer) = slot.take() {
-                    self.executor.pool.give(buffer);
-                }
+            if t.stage == other.index()
+                && let Some(buffer) = slot.take()
+            {
+                self.executor.pool.give(buffer);
             }
         }
         self.release(item);

@@ -245,7 +245,7 @@ impl<'a> Worker<'a> {
             }
             Instruction::Wait { token } => {
                 let pending = self.pending.remove(&token);
-                let pending = pending.ok_or_else(|| self.bug(at, "nothing is posted under this token"))?;
+                let pending = pending.ok_or_else(|| self.bug(at, "nothing was posted with this token"))?;
                 self.wait(at, pending)?;
             }
             Instruction::AllReduce { stage, round, bucket, token }
@@ -315,7 +315,7 @@ impl<'a> Worker<'a> {
     fn stage_worker(&mut self, at: usize, stage: StageId) -> Result<&mut StageWorker<'a>, WorkerError> {
         match self.stage_workers.iter().position(|stage_worker| stage_worker.stage == stage) {
             Some(place) => Ok(&mut self.stage_workers[place]),
-            None => Err(self.bug(at, "the stage is another worker's")),
+            None => Err(self.bug(at, "the stage belongs to another worker")),
         }
     }
 

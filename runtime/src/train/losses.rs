@@ -121,25 +121,25 @@ mod tests {
     }
 
     /// The reported losses for micro-batches arriving in this order, and the divergence.
-    fn told(mut of: LossTracker, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
-        let mut told = Vec::new();
-        items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| told.push(step.loss)));
-        (told, of.diverged())
+    fn track(mut of: LossTracker, items: &[(u32, f64)]) -> (Vec<f64>, Option<Diverged>) {
+        let mut losses = Vec::new();
+        items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| losses.push(step.loss)));
+        (losses, of.diverged())
     }
 
     #[test]
     fn a_run_that_goes_on_may_have_had_finite_losses_before() {
         let last = [(10, f64::NAN), (11, f64::NAN)];
-        assert!(told(LossTracker { before: 5, ..losses(32, 6) }, &last).1.is_none());
-        assert!(told(losses(32, 1), &[(0, f64::NAN), (1, f64::NAN)]).1.is_some());
+        assert!(track(LossTracker { before: 5, ..losses(32, 6) }, &last).1.is_none());
+        assert!(track(losses(32, 1), &[(0, f64::NAN), (1, f64::NAN)]).1.is_some());
     }
 
     #[test]
     fn minibatches_come_in_their_order_and_none_behind_the_first_that_is_lost() {
         let (nan, inf) = (f64::NAN, f64::INFINITY);
         let items = [(3, 4.0), (5, inf), (4, 1.0), (6, 1.0), (1, 1.0), (0, 3.0), (7, 1.0), (2, 2.0), (8, nan)];
-        let (told, diverged) = told(losses(1, 9), &items);
-        assert_eq!(told, [2.0, 3.0, inf]);
+        let (reported, diverged) = track(losses(1, 9), &items);
+        assert_eq!(reported, [2.0, 3.0, inf]);
         let Diverged { step, microbatch, finite, .. } = diverged.unwrap();
         assert_eq!((step, microbatch, finite), (2, 1, Some((1, 3.0))));
         assert_eq!(diverged.unwrap().to_string(), "the loss of step 3 of 9 is inf");
@@ -155,11 +155,11 @@ mod tests {
                 .flat_map(|(at, loss)| [(2 * at as u32, 1.0), (2 * at as u32 + 1, *loss)])
                 .collect()
         };
-        assert!(told(losses(3, 9), &of(&[nan, nan, 1.0, nan, nan, 1.0])).1.is_none());
-        let diverged = told(losses(3, 9), &of(&[nan, 1.0, nan, nan, nan, 1.0])).1.unwrap();
+        assert!(track(losses(3, 9), &of(&[nan, nan, 1.0, nan, nan, 1.0])).1.is_none());
+        let diverged = track(losses(3, 9), &of(&[nan, 1.0, nan, nan, nan, 1.0])).1.unwrap();
         assert_eq!((diverged.step, diverged.finite), (2, Some((1, 1.0))));
         // A run that ends like this has usable weights, unless it never had a finite loss.
-        assert!(told(losses(3, 3), &of(&[1.0, nan, nan])).1.is_none());
-        assert_eq!(told(losses(3, 2), &of(&[nan, nan])).1.unwrap().step, 0);
+        assert!(track(losses(3, 3), &of(&[1.0, nan, nan])).1.is_none());
+        assert_eq!(track(losses(3, 2), &of(&[nan, nan])).1.unwrap().step, 0);
     }
 }

@@ -7,11 +7,12 @@ use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::pass::batched_weight_grad::joins;
 use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::error::CheckError;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
-use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError, StageSpec};
+use compiler::schedule::{Pipeline, Program, ScheduleError, StageSpec};
 use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
 use std::collections::HashMap;
@@ -22,7 +23,7 @@ use thiserror::Error;
 pub enum PrepareError {
     #[error(transparent)]
     Bind(#[from] BindError),
-    #[error("dimension `{symbol}` is open; give it a size with `--dim {symbol}=N`")]
+    #[error("dimension `{symbol}` has no size; give one with `--dim {symbol}=N`")]
     Open { symbol: String },
     #[error(transparent)]
     Loss(#[from] LossError),
@@ -30,9 +31,9 @@ pub enum PrepareError {
     Compile(#[from] CompileError),
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    #[error("bug in pipec: the generated program does not hold: {0}")]
+    #[error("bug in pipec: the generated program is not valid: {0}")]
     Program(CheckError),
-    #[error("the plan places {planned} ops, the model has {found}; was it made for another model?")]
+    #[error("the plan has {planned} ops, the model has {found}; the plan may be for another model")]
     Ops { planned: usize, found: usize },
 }
 

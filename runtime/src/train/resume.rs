@@ -14,9 +14,10 @@ use crate::optim::policy::Staleness;
 use crate::optim::update::wide;
 use crate::train::run::TrainJob;
 use compiler::plan::StageId;
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::Program;
 use compiler::schedule::resume::{period, version_at, versions_before};
 use compiler::schedule::semantics::Rule;
-use compiler::schedule::{Program, Schedule};
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -30,16 +31,14 @@ pub enum StartError {
     Missing { name: String },
     #[error("`{name}` of the checkpoint is {got}, the run needs {expected}")]
     Fact { name: String, expected: String, got: String },
-    #[error("the checkpoint is cut after minibatch {minibatches}, the run has {whole}")]
+    #[error("the checkpoint is from minibatch {minibatches}, the run has {whole}")]
     Beyond { minibatches: u32, whole: u32 },
     #[error(
-        "the checkpoint is cut after minibatch {minibatches}, and under this plan and {schedule} the rounds of all stages end together \
-         every {period} minibatches"
+        "the checkpoint is from minibatch {minibatches}; under this plan and {schedule} all stages finish a round \
+         only every {period} minibatches"
     )]
     Round { minibatches: u32, period: u32, schedule: Schedule },
-    #[error(
-        "the forward reads `{name}`, which follows it: under {schedule} a run cannot go on from a checkpoint with the same numbers"
-    )]
+    #[error("the forward reads `{name}`, which it also updates: under {schedule} a resumed run would not be exact")]
     Reads { name: String, schedule: Schedule },
 }
 
@@ -161,7 +160,7 @@ impl Start {
         let updates = is_count.then(|| u32::try_from(updates.to_i64()[0]).ok()).flatten();
         let updates = updates.ok_or_else(|| StartError::Fact {
             name: format!("{}/{STEP}", named.name),
-            expected: "a count of updates".into(),
+            expected: "an update count".into(),
             got: "something else".into(),
         })?;
         // PipeMare's average starts at zero if the checkpoint does not have it for this parameter.

@@ -33,9 +33,10 @@ use compiler::graph::{Graph, order};
 use compiler::op::{KernelError, NodeId};
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::resume::rest;
 use compiler::schedule::semantics::Rule;
-use compiler::schedule::{Edge, MicrobatchId, Pipeline, Program, Schedule, WorkerId};
+use compiler::schedule::{Edge, MicrobatchId, Pipeline, Program, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -50,39 +51,37 @@ pub enum TrainError {
     Worker(#[from] WorkerError),
     #[error(transparent)]
     Weights(#[from] EvaluateError),
-    #[error("parameter `{name}` holds {value} before the first step")]
+    #[error("parameter `{name}` is {value} before the first step")]
     NotFinite { name: String, value: f64 },
     #[error(
-        "parameter `{name}` is shared by stages {first} and {second}, whose copies cannot be kept equal under {schedule}"
+        "parameter `{name}` is tied between stages {first} and {second}, whose copies would diverge under {schedule}"
     )]
     TiedParameter { name: String, first: usize, second: usize, schedule: Schedule },
     #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
     SharedState { name: String, first: usize, second: usize },
-    #[error("parameter `{name}` is {dtype}; parameters of floats can be trained")]
+    #[error("parameter `{name}` is {dtype}; only float parameters can be trained")]
     ElementType { name: String, dtype: DType },
-    #[error(
-        "gradients in f16 need a loss scale that all stages agree on after every minibatch, and {schedule} does not flush"
-    )]
+    #[error("gradients in f16 need one loss scale for all stages after every minibatch, but {schedule} does not flush")]
     LossScale { schedule: Schedule },
-    #[error("weights are predicted along the optimizer's momentum, and this one has none")]
+    #[error("weight prediction needs an optimizer with momentum")]
     NoVelocity,
-    #[error("weights that are predicted or set back are f32 or f64; parameter `{name}` is {dtype}")]
+    #[error("weight prediction and correction need f32 or f64 weights; parameter `{name}` is {dtype}")]
     Narrow { name: String, dtype: DType },
     #[error(
-        "weights that are predicted or set back follow from all of the optimizer's state, of which the replicas of stage {stage} have \
-         shares under ZeRO; {schedule} without `--staleness` runs so, and so do schedules that stash"
+        "weight prediction and correction need the whole optimizer state, which ZeRO shards over the replicas of \
+         stage {stage}; use {schedule} without `--staleness`, or a schedule with weight stashing"
     )]
     Shares { stage: usize, schedule: Schedule },
-    #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no place for checkpoints")]
+    #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no checkpoint folder")]
     NoPlace { worker: String, at: usize, instruction: String },
     #[error(
-        "the replicas of stage {stage} add to each other's sums as they make gradients (ZeRO {level}), and so are in one process; level 1 \
-         runs in several"
+        "ZeRO stage {level} does not work across processes (stage {stage}): its replicas accumulate into shared \
+         memory; use ZeRO 1 or one process"
     )]
     Apart { stage: usize, level: u32 },
     #[error(transparent)]
     Start(#[from] StartError),
-    #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
+    #[error("bug in pipec: the program splits the backward of stage {stage}, which is compiled as one")]
     Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
     Panic { worker: String, what: String },
@@ -262,7 +261,7 @@ pub fn run(
     course: RunOptions<'_>,
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TrainError> {
-    Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers tells of all"))
+    Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers reports all"))
 }
 
 /// Like [`run`] for the workers of this process in a process group. Process 0 receives step reports, snapshots and all
@@ -525,7 +524,7 @@ type Thread<'scope> = std::io::Result<std::thread::ScopedJoinHandle<'scope, Resu
 
 fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError> {
     let panicked = |what: String| TrainError::Panic { worker: name.clone(), what };
-    let thread = thread.map_err(|e| panicked(format!("the system gives no thread: {e}")))?;
+    let thread = thread.map_err(|e| panicked(format!("cannot start a thread: {e}")))?;
     match thread.join() {
         Ok(outcome) => Ok(outcome?),
         Err(payload) => {

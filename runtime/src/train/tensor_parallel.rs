@@ -29,9 +29,9 @@ use thiserror::Error;
 pub enum TensorParallelError {
     #[error(transparent)]
     Train(#[from] TrainError),
-    #[error("weight `{name}` is {got:?}, which is not divided among {devices} devices as its stage was")]
+    #[error("weight `{name}` is {got:?}, which does not match the sharding of its stage over {devices} devices")]
     Weight { name: String, got: Vec<usize>, devices: usize },
-    #[error("the system gives no thread for device {device}: {fault}")]
+    #[error("cannot start the thread of device {device}: {fault}")]
     Thread { device: usize, fault: std::io::Error },
     #[error("bug in pipec: the thread of device {device} panicked")]
     Panic { device: usize },
@@ -103,32 +103,33 @@ pub fn run_shared(
     // The device that contributes the last shard of a checkpoint passes it on; others wait while it does.
     let keeper = Mutex::new((ShardGatherer::new(training.codes, layouts, devices), on_part));
     let mut joining = ShardGatherer::new(training.codes, layouts, devices);
-    let (told, written) = mpsc::channel::<(usize, Checkpoint)>();
+    let (reports, written) = mpsc::channel::<(usize, Checkpoint)>();
     type Reported = mpsc::Sender<(usize, Checkpoint)>;
-    let run = |device: usize, tensor_ranks: Vec<Arc<TensorRank>>, told: Reported, on_step: &mut dyn FnMut(StepDone)| {
-        let mut leaving = AbandonGuard { tensor_ranks: &tensor_ranks, is_done: false };
-        let own = TrainJob { weights: &weights[device], ..*training };
-        let mut take = |part: StageSnapshot| {
-            let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
-            let (joining, on_part) = &mut *keeper;
-            let whole = joining.take(device, part);
-            if let Some(on_part) = on_part {
-                whole.into_iter().for_each(on_part);
-            }
+    let run =
+        |device: usize, tensor_ranks: Vec<Arc<TensorRank>>, reports: Reported, on_step: &mut dyn FnMut(StepDone)| {
+            let mut leaving = AbandonGuard { tensor_ranks: &tensor_ranks, is_done: false };
+            let own = TrainJob { weights: &weights[device], ..*training };
+            let mut take = |part: StageSnapshot| {
+                let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
+                let (joining, on_part) = &mut *keeper;
+                let whole = joining.take(device, part);
+                if let Some(on_part) = on_part {
+                    whole.into_iter().for_each(on_part);
+                }
+            };
+            // The receiver lives until all devices have finished.
+            let mut tell = |checkpoint: Checkpoint| drop(reports.send((device, checkpoint)));
+            let course = RunOptions {
+                start: starts[device].as_ref(),
+                cuts,
+                gate,
+                on_part: keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send)),
+                on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
+            };
+            let done = run_tensor_parallel(&own, course, on_step, None, &tensor_ranks);
+            leaving.is_done = done.is_ok();
+            done
         };
-        // The receiver lives until all devices have finished.
-        let mut tell = |checkpoint: Checkpoint| drop(told.send((device, checkpoint)));
-        let course = RunOptions {
-            start: starts[device].as_ref(),
-            cuts,
-            gate,
-            on_part: keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send)),
-            on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
-        };
-        let done = run_tensor_parallel(&own, course, on_step, None, &tensor_ranks);
-        leaving.is_done = done.is_ok();
-        done
-    };
     let mut hear = || {
         for (device, checkpoint) in written.try_iter() {
             if let (Some(on_checkpoint), Some(whole)) = (&mut on_checkpoint, joining.written(device, checkpoint)) {
@@ -138,26 +139,26 @@ pub fn run_shared(
     };
     let outcomes: Vec<Result<Trained, TensorParallelError>> = std::thread::scope(|scope| {
         let start = |device: usize| {
-            let (run, tensor_ranks, told) = (&run, tensor_ranks_of(device), told.clone());
-            let started = Builder::new().spawn_scoped(scope, move || run(device, tensor_ranks, told, &mut |_| ()));
+            let (run, tensor_ranks, reports) = (&run, tensor_ranks_of(device), reports.clone());
+            let started = Builder::new().spawn_scoped(scope, move || run(device, tensor_ranks, reports, &mut |_| ()));
             // The devices that have started would wait for this one.
             started.inspect_err(|_| tables.iter().for_each(|table| table.abandon()))
         };
         let others: Vec<_> = (1..devices).map(start).collect();
-        let first = run(0, tensor_ranks_of(0), told.clone(), &mut |step| {
+        let first = run(0, tensor_ranks_of(0), reports.clone(), &mut |step| {
             hear();
             on_step(step);
         });
-        let told = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
+        let outcome = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
             Ok(Ok(Some(trained))) => Ok(trained),
             Ok(Err(error)) => Err(TensorParallelError::Train(error)),
             Ok(Ok(None)) | Err(_) => Err(TensorParallelError::Panic { device }),
         };
         let other = |(at, started): (usize, std::io::Result<ScopedJoinHandle<'_, _>>)| match started {
-            Ok(started) => told(at + 1, started.join()),
+            Ok(started) => outcome(at + 1, started.join()),
             Err(fault) => Err(TensorParallelError::Thread { device: at + 1, fault }),
         };
-        std::iter::once(told(0, Ok(first))).chain(others.into_iter().enumerate().map(other)).collect()
+        std::iter::once(outcome(0, Ok(first))).chain(others.into_iter().enumerate().map(other)).collect()
     });
     hear();
     let mut left = first_cause(outcomes)?;

@@ -3,16 +3,16 @@
 use clap::{Args, ValueEnum};
 use pipec::loss::{CountedLoss, Loss};
 
-/// What training makes small.
+/// Loss function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LossName {
-    /// Mean cross-entropy of logits against class numbers, of which -100 counts for nothing; where none counts it is 0
+    /// Mean cross-entropy of logits against class indices; labels of -100 are ignored, and the loss is 0 if all are
     CrossEntropy,
     /// Mean squared error
     Mse,
     /// Mean binary cross-entropy of logits against targets from 0 to 1
     Bce,
-    /// The model's own loss: its first output where that is a scalar, else the only scalar among its outputs
+    /// The model's own loss: its first output if that is a scalar, else its only scalar output
     Output,
 }
 
@@ -27,13 +27,13 @@ impl From<LossName> for Loss {
     }
 }
 
-/// The loss whose costs are counted.
+/// Loss flags of the planner.
 #[derive(Clone, Debug, Default, Args)]
 pub struct LossArguments {
-    /// The loss whose costs are counted, in the stage that makes the predictions: cross-entropy, mse, bce, output, or none [default: what `train` would take; none for inference]
+    /// Loss whose cost is added to the stage that computes the predictions: cross-entropy, mse, bce, output, or none [default: the loss that `train` would use; none for inference]
     #[arg(long, value_name = "NAME", value_parser = ["cross-entropy", "mse", "bce", "output", "none"], help_heading = "Costs and memory")]
     pub loss: Option<String>,
-    /// The axis of classes; negative counts from the end [default: -1]
+    /// Class axis; negative counts from the end [default: -1]
     #[arg(long, value_name = "AXIS", allow_hyphen_values = true, requires = "loss", help_heading = "Costs and memory")]
     pub class_dim: Option<i64>,
 }

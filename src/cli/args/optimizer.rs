@@ -7,42 +7,42 @@ use pipec::train::request::OptimizerRequest;
 use runtime::optim::lr_schedule::{Rate, Shape};
 use runtime::optim::optimizer::Rule;
 
-/// The decays of Adam (Kingma and Ba, 2015).
+/// Default betas of Adam (Kingma and Ba, 2015).
 const USUAL_BETAS: [f64; 2] = [0.9, 0.999];
 
-/// How parameters move.
+/// Optimizer flags.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Updates")]
+#[command(next_help_heading = "Optimizer")]
 pub struct OptimizerArguments {
     /// Optimizer
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
     pub optimizer: OptimizerName,
-    /// Step length [default: 0.01 for sgd, rmsprop and adagrad, 0.001 for adam and adamw]
+    /// Learning rate [default: 0.01 for sgd, rmsprop and adagrad, 0.001 for adam and adamw]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub lr: Option<f64>,
-    /// How the step length changes, after `warmup:N,` or at once: constant, step:N:FACTOR (times FACTOR after every N
-    /// minibatches), cosine[:FLOOR] or linear[:FLOOR] (down to that share at the end)
+    /// Learning-rate schedule, with an optional linear `warmup:N,` first: constant, step:N:FACTOR (multiply by FACTOR every N
+    /// minibatches), cosine[:FLOOR] or linear[:FLOOR] (decay to this fraction of the learning rate)
     #[arg(long, value_name = "[warmup:N,]SHAPE", default_value = "constant", value_parser = rate)]
     pub lr_schedule: Rate,
-    /// sgd, rmsprop: the share of the last step that is kept [default: 0, 0.9 for sgd-momentum and rmsprop-momentum]
+    /// sgd, rmsprop: momentum [default: 0, 0.9 for sgd-momentum and rmsprop-momentum]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub momentum: Option<f64>,
-    /// sgd: look ahead along the momentum
+    /// sgd: use Nesterov momentum
     #[arg(long)]
     pub nesterov: bool,
-    /// Penalty on the weights; adamw: decay [default: 0, adamw 0.01]
+    /// L2 penalty on the weights; adamw: decoupled weight decay [default: 0, adamw 0.01]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub weight_decay: Option<f64>,
-    /// adam, adamw: the shares of the moments that are kept
+    /// adam, adamw: beta1 and beta2
     #[arg(long, value_name = "A,B", value_delimiter = ',', num_args = 1, default_value = "0.9,0.999", value_parser = positive)]
     pub betas: Vec<f64>,
-    /// rmsprop: the share of the mean square that is kept
+    /// rmsprop: smoothing constant of the mean square
     #[arg(long, value_name = "X", default_value_t = 0.99, value_parser = positive)]
     pub alpha: f64,
-    /// adagrad: how the step length falls, over 1 + (step - 1) times this
+    /// adagrad: learning-rate decay; the learning rate is divided by 1 + (step - 1) times this
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = positive)]
     pub lr_decay: f64,
-    /// All but sgd: added to the root of the squares [default: 1e-8, adagrad 1e-10]
+    /// All but sgd: epsilon added to the denominator [default: 1e-8, adagrad 1e-10]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub eps: Option<f64>,
 }
@@ -52,7 +52,7 @@ pub struct OptimizerArguments {
 pub enum OptimizerName {
     /// Stochastic gradient descent
     Sgd,
-    /// The same with momentum
+    /// With momentum
     SgdMomentum,
     /// Adam
     Adam,
@@ -60,7 +60,7 @@ pub enum OptimizerName {
     Adamw,
     /// RMSProp
     Rmsprop,
-    /// The same with momentum
+    /// With momentum
     RmspropMomentum,
     /// Adagrad
     Adagrad,
@@ -87,19 +87,19 @@ impl OptimizerArguments {
         let optimizer = Optimizer::from(self.optimizer).with_momentum(self.momentum)?;
         let is_sgd = matches!(optimizer, Optimizer::Sgd | Optimizer::SgdMomentum);
         if !is_sgd && self.nesterov {
-            return wrong("`--nesterov` belongs to `--optimizer sgd`");
+            return wrong("`--nesterov` requires `--optimizer sgd`");
         }
         if self.nesterov && optimizer == Optimizer::Sgd {
-            return wrong("`--nesterov` needs `--momentum`");
+            return wrong("`--nesterov` requires `--momentum`");
         }
         if self.lr_decay != 0.0 && optimizer != Optimizer::Adagrad {
-            return wrong("`--lr-decay` belongs to `--optimizer adagrad`; others take `--lr-schedule`");
+            return wrong("`--lr-decay` requires `--optimizer adagrad`; use `--lr-schedule` with other optimizers");
         }
         if self.betas != USUAL_BETAS && !matches!(optimizer, Optimizer::Adam | Optimizer::Adamw) {
-            return wrong("`--betas` belong to `--optimizer adam` and `adamw`");
+            return wrong("`--betas` requires `--optimizer adam` or `adamw`");
         }
         if self.alpha > 1.0 {
-            return wrong("`--alpha` is at most 1");
+            return wrong("`--alpha` must be at most 1");
         }
         Ok(OptimizerRequest { optimizer, rule: self.rule()?, rate: self.lr_schedule })
     }
@@ -110,7 +110,7 @@ impl OptimizerArguments {
             return Err(Error::input("`--betas` takes two numbers, for example 0.9,0.999"));
         };
         if first >= 1.0 || second >= 1.0 {
-            return Err(Error::input("`--betas` are below 1"));
+            return Err(Error::input("`--betas` must be below 1"));
         }
         let usual = if matches!(name, Optimizer::Adam | Optimizer::Adamw) { 0.001 } else { 0.01 };
         let learning_rate = self.lr.unwrap_or(usual);
@@ -131,10 +131,9 @@ impl OptimizerArguments {
     }
 }
 
-/// `warmup:100,cosine:0.1` and the like.
+/// Reads `--lr-schedule`, for example `warmup:100,cosine:0.1`.
 fn rate(text: &str) -> Result<Rate, String> {
-    let asked =
-        "it is constant, step:N:FACTOR, cosine[:FLOOR] or linear[:FLOOR], with or without `warmup:N,` before it";
+    let asked = "write constant, step:N:FACTOR, cosine[:FLOOR] or linear[:FLOOR], with an optional `warmup:N,` first";
     let (warmup, shape) = match text.strip_prefix("warmup:") {
         Some(rest) => rest.split_once(',').unwrap_or((rest, "constant")),
         None => ("0", text),
@@ -144,7 +143,9 @@ fn rate(text: &str) -> Result<Rate, String> {
     let (name, first, second) = (parts.next().unwrap_or_default(), parts.next(), parts.next());
     let floor = |given: Option<&str>| {
         let value = given.map_or(Some(0.0), |text| text.parse::<f64>().ok());
-        value.filter(|value| (0.0..=1.0).contains(value)).ok_or("a floor is a share of the full rate, from 0 to 1")
+        value
+            .filter(|value| (0.0..=1.0).contains(value))
+            .ok_or("the floor is a fraction of the full learning rate, from 0 to 1")
     };
     let shape = match (name, first, second, parts.next()) {
         ("constant", None, None, None) => Shape::Constant,

@@ -21,86 +21,86 @@ const USUAL_BUCKET: &str = "25MiB";
 /// Search settings and constraints.
 #[derive(Clone, Debug, Args)]
 pub struct PlanArguments {
-    /// Cost model: the links, replicas and schedule as they run (pipec), the formula of the PipeDream paper (paper), or that of its released optimizer (pipedream)
+    /// Cost model: pipec (models links, replicas and schedule), paper (formula of the PipeDream paper) or pipedream (formula of its released optimizer)
     #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec", help_heading = "Costs and memory")]
     pub cost: String,
-    /// PipeDream's activation compression ratio; without it cost `pipedream` takes transfers between stages as free
+    /// PipeDream's activation compression ratio; without it, `--cost pipedream` treats transfers between stages as free
     #[arg(long, value_name = "R", help_heading = "Costs and memory")]
     pub activation_compression: Option<f64>,
-    /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
+    /// Memory limit per device, for example 16GB [default: the memory of the device]
     #[arg(long, value_name = "SIZE", help_heading = "Costs and memory")]
     pub memory: Option<String>,
-    /// Micro-batches in one minibatch
+    /// Micro-batches per minibatch
     #[arg(long, value_name = "M", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Schedule")]
     pub microbatches: u32,
-    /// Order of work: a schedule, a table FILE.csv, programs FILE.json, or the best of those that flush (auto) [default: 1f1b-rr; 1f1b with micro-batches, a batch or a target, inference for objective latency]
+    /// Pipeline schedule: a name, a table FILE.csv, programs FILE.json, or the best synchronous schedule (auto) [default: 1f1b-rr; 1f1b with micro-batches, a batch or a target; inference with --objective latency]
     #[arg(long, value_name = "NAME|FILE|auto", value_parser = schedule::any, help_heading = "Schedule")]
     pub schedule: Option<ScheduleChoice>,
-    /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
+    /// Stages per rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
     #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Schedule")]
     pub chunks: Option<u32>,
-    /// What is minimised: the time of a minibatch (throughput), the bytes on the fullest device (memory), or one item's way through a pipeline that only answers (latency)
+    /// Objective to minimise: minibatch time (throughput), peak memory per device (memory), or end-to-end latency of an inference pipeline (latency)
     #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"], help_heading = "Search")]
     pub objective: String,
-    /// For which framework: equal replicas, a flush, and for all but torch cuts where modules end
+    /// Target framework: equal replicas, a synchronous schedule and, for all but torch, cuts at module boundaries
     #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"], help_heading = "Constraints")]
     pub target: Option<String>,
-    /// Who looks for the plan: the best of what is known (pipec), PipeDream's planner (pipedream), integer programs on top of pipec (milp), everything for up to 12 ops (exhaustive), or nobody: a plain alternative
+    /// Partitioning algorithm: pipec (combines all heuristics), pipedream (PipeDream's planner), milp (pipec, then integer programs), exhaustive (up to 12 ops), or a fixed baseline (data-parallel, uniform, single)
     #[arg(long, value_name = "NAME", default_value = "pipec",
           value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"], help_heading = "Search")]
     pub partitioner: String,
-    /// Replicas of each stage, for example 2,1,1; the cuts stay free
+    /// Replicas of each stage, for example 2,1,1; the planner chooses the cuts
     #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas, help_heading = "Constraints")]
     pub stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Constraints")]
     pub cut_after: Option<Vec<String>>,
-    /// Put a node, a module or an op id into a stage, counted from 0: --pin encoder=0,lm_head=3
+    /// Assign a node, a module or an op id to a stage, counted from 0: --pin encoder=0,lm_head=3
     #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin, help_heading = "Constraints")]
     pub pin: Vec<(String, u32)>,
-    /// At most so many stages
+    /// Maximum number of stages
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Constraints")]
     pub max_stages: Option<u32>,
-    /// One replica for every stage
+    /// Use one replica per stage
     #[arg(long, help_heading = "Constraints")]
     pub no_replication: bool,
-    /// Devices that share every op of a replica, each with its part: so many of the fastest level, as many as is best (auto), or one (never)
+    /// Tensor-parallel degree: a number (must divide the innermost level), auto, or never
     #[arg(long, value_name = "never|auto|N", default_value = "never", value_parser = tensor_parallel, help_heading = "Constraints")]
     pub tensor: TensorParallel,
     /// The same as `--tensor never`
     #[arg(long, conflicts_with = "tensor", help_heading = "Constraints")]
     pub no_tensor: bool,
-    /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
+    /// Activation recomputation: auto (for stages that do not fit otherwise) or never
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
     pub recompute: String,
     /// The same as `--recompute never`
     #[arg(long, conflicts_with = "recompute", help_heading = "Costs and memory")]
     pub no_recompute: bool,
-    /// Optimizer, for its memory and the time of its step
+    /// Optimizer, for its memory and step time
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
     pub optimizer: OptimizerName,
-    /// sgd, rmsprop: the share of the last step that `train` will keep; any but 0 is a number more for each weight
+    /// sgd, rmsprop: momentum used in training; a non-zero value adds one optimizer-state value per weight
     #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Costs and memory")]
     pub momentum: Option<f64>,
-    /// The type of all floats that is planned for [default: the model's own]
+    /// Element type of all floats in the plan [default: the model's own]
     #[arg(long, value_name = "f32|f64", value_parser = floats, help_heading = "Model")]
     pub dtype: Option<String>,
-    /// States that a search may look at [default: as many as take seconds]
+    /// Maximum number of states a search may visit [default: limits the search to seconds]
     #[arg(long, value_name = "STATES", help_heading = "Search")]
     pub budget: Option<u64>,
-    /// When to end `--partitioner milp` by the clock, for example 60s; its plan may then differ from run to run
+    /// Wall-clock limit of `--partitioner milp`, for example 60s; its plan may then differ between runs
     #[arg(long, value_name = "TIME", value_parser = time_limit, help_heading = "Search")]
     pub time_limit: Option<Duration>,
-    /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
+    /// In-flight minibatches on each replica of a stage: auto, pipedream (the published rule), or one number per stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight, help_heading = "Schedule")]
     pub in_flight: InFlight,
-    /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time, auto the power of two with which the plan's program is fastest
+    /// Bucket size of gradient all-reduces, each started once its gradients are ready; 1B is one parameter per bucket, auto the power of two with the fastest simulated program
     #[arg(long, value_name = "SIZE|auto", default_value = USUAL_BUCKET, help_heading = "Schedule")]
     pub bucket: String,
-    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), the weights too (3), or the least with which the best plan fits (auto)
+    /// ZeRO stage, which shards across the replicas of a stage: nothing (0), optimizer state (1), gradients too (2), weights too (3), or the lowest that fits in memory (auto)
     #[arg(long, value_name = "LEVEL|auto", default_value = "0", value_parser = zero, help_heading = "Costs and memory")]
     pub zero: ZeroStage,
-    /// Seed of everything random
+    /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
     pub seed: u64,
 }
@@ -110,7 +110,7 @@ impl PlanArguments {
     pub fn options(&self) -> Result<PlanOptions, Error> {
         let of = self.clone();
         let memory = of.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
-            Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB`, for each device")
+            Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
         })?;
         let bucket = match of.bucket.as_str() {
             "auto" => BucketSize::Auto,
@@ -163,7 +163,7 @@ fn cost(name: &str) -> CostModel {
 /// Reads one number of `--stages`.
 pub fn replicas(text: &str) -> Result<u32, String> {
     let value = text.trim().parse().ok().filter(|replicas| *replicas >= 1);
-    value.ok_or_else(|| "write the replicas of each stage with commas between, for example 2,1,1".to_string())
+    value.ok_or_else(|| "write the replicas of each stage, separated by commas, for example 2,1,1".to_string())
 }
 
 /// Reads one pin of `--pin`.
@@ -179,8 +179,8 @@ pub fn floats(text: &str) -> Result<String, String> {
     match text {
         "f32" | "f64" => Ok(text.to_string()),
         "bf16" | "f16" => Err(format!(
-            "a plan counts one size for all floats, and `{text}` has two: weights, sums of gradients and statistics stay in f32. Leave it out: \
-             `pipec train --plan FILE --dtype {text}` reckons its memory anew and keeps to the plan's limit"
+            "a plan assumes one size for all floats, but with `{text}` weights, gradient sums and statistics stay in f32. Omit it: \
+             `pipec train --plan FILE --dtype {text}` estimates memory again and keeps to the plan's limit"
         )),
         _ => Err("write f32 or f64".to_string()),
     }
@@ -199,8 +199,7 @@ pub fn in_flight(text: &str) -> Result<InFlight, String> {
         "pipedream" => Ok(InFlight::Pipedream),
         _ => {
             let caps: Result<Vec<u32>, _> = text.split(',').map(|cap| cap.trim().parse()).collect();
-            caps.map(InFlight::Given)
-                .map_err(|_| "write auto, pipedream, or one number for each stage: 3,2,1".to_string())
+            caps.map(InFlight::Given).map_err(|_| "write auto, pipedream, or one number per stage: 3,2,1".to_string())
         }
     }
 }
@@ -213,9 +212,7 @@ fn tensor_parallel(text: &str) -> Result<TensorParallel, String> {
         _ => match text.parse() {
             Ok(1) => Ok(TensorParallel::Never),
             Ok(devices) if (2..=MAX_DEGREE).contains(&devices) => Ok(TensorParallel::Degree(devices)),
-            _ => {
-                Err(format!("write never, auto, or the number of devices that share each replica, up to {MAX_DEGREE}"))
-            }
+            _ => Err(format!("write never, auto, or a tensor-parallel degree of up to {MAX_DEGREE}")),
         },
     }
 }
@@ -225,6 +222,6 @@ fn zero(text: &str) -> Result<ZeroStage, String> {
     match (text, text.parse()) {
         ("auto", _) => Ok(ZeroStage::Auto),
         (_, Ok(level)) if level <= MOST => Ok(ZeroStage::Level(level)),
-        _ => Err(format!("write a level {LEVELS}, or auto")),
+        _ => Err(format!("write a ZeRO stage {LEVELS}, or auto")),
     }
 }

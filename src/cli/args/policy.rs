@@ -1,27 +1,27 @@
-//! The flags of `pipec train` that say what is done beside the plain step: precision, clipping, running statistics, stale weights.
+//! The precision, clipping, running-statistics and weight-staleness flags of `pipec train`.
 
 use clap::{Args, ValueEnum};
 use compiler::tensor::DType;
 use pipec::error::Error;
 use pipec::train::request::{self, PolicyRequest};
 
-/// What is done beside the plain step.
+/// Precision, clipping, running-statistics and weight-staleness flags.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Updates")]
+#[command(next_help_heading = "Optimizer")]
 pub struct PolicyArguments {
-    /// The type of all floats [default: the model's own]; bf16 and f16 keep weights, gradients' sums and statistics in f32
+    /// Element type of all floats [default: the model's own]; bf16 and f16 keep weights, gradient sums and statistics in f32
     #[arg(long, value_enum, value_name = "TYPE")]
     dtype: Option<Type>,
-    /// Shorten the gradients of an update to this norm: over all parameters under schedules that flush, else stage by stage
+    /// Clip gradients to this norm: global under synchronous schedules, per stage otherwise
     #[arg(long, value_name = "X", value_parser = norm)]
     clip_norm: Option<f64>,
-    /// Whether running statistics are updated for each micro-batch (batch), or once with those of the whole minibatch (deferred)
+    /// Update running statistics per micro-batch (batch), or once per minibatch with its statistics (deferred)
     #[arg(long, value_enum, value_name = "RULE", default_value = "batch")]
     bn: Bn,
-    /// What is done about weights that change while a minibatch is in flight [default: as the schedule does]
+    /// Handling of weights that change while a minibatch is in flight [default: the schedule's]
     #[arg(long, value_enum, value_name = "NAME")]
     staleness: Option<Staleness>,
-    /// pipemare: minibatches until the learning rate is the full one [default: a quarter of all]
+    /// pipemare: minibatches until the full learning rate is reached [default: a quarter of all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     anneal: Option<u32>,
 }
@@ -35,31 +35,31 @@ enum Type {
     F32,
     /// 2 bytes with the range of f32
     Bf16,
-    /// 2 bytes; the loss is scaled
+    /// 2 bytes, with loss scaling
     F16,
 }
 
-/// When running statistics are updated.
+/// Update rule of running statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Bn {
-    /// For each micro-batch, with its statistics
+    /// Per micro-batch, with its statistics
     Batch,
-    /// Once for each minibatch, with the statistics of all of it
+    /// Once per minibatch, with its statistics
     Deferred,
 }
 
-/// What is done about stale weights.
+/// Handling of stale weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Staleness {
-    /// A minibatch's backward uses the weights of its forward, which are kept until then
+    /// Weight stashing: a minibatch's backward uses the weight version of its forward
     Stash,
-    /// The same, and all stages use weights of the same minibatch
+    /// Weight stashing, and all stages use the same weight version for a minibatch
     VerticalSync,
-    /// One version: forwards use weights predicted for the time of the update
+    /// One weight version: forwards use weights predicted for the time of the update
     Predict,
-    /// One version: learning rates by delay at first, and backwards use weights set back to about those of the forward
+    /// One weight version: learning rates are scaled by delay at first, and backwards use approximations of the forward's weights
     Pipemare,
-    /// One version: forward and backward each use the newest weights
+    /// One weight version: forward and backward each use the newest weights
     None,
 }
 
@@ -67,7 +67,7 @@ impl PolicyArguments {
     /// The requested policy.
     pub fn request(&self) -> Result<PolicyRequest, Error> {
         if self.anneal.is_some() && self.staleness != Some(Staleness::Pipemare) {
-            return Err(Error::input("`--anneal` belongs to `--staleness pipemare`"));
+            return Err(Error::input("`--anneal` requires `--staleness pipemare`"));
         }
         Ok(PolicyRequest {
             dtype: self.dtype.map(|name| match name {

@@ -1,4 +1,4 @@
-//! The flags of `pipec train` that say over which processes a run goes.
+//! The process and host flags of `pipec train`.
 
 use clap::Args;
 use pipec::error::Error;
@@ -7,32 +7,32 @@ use std::path::PathBuf;
 use std::time::Duration;
 use std::{env, iter};
 
-/// Over which processes a run goes, and how long they wait for each other.
+/// Process and host flags.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Processes and hosts")]
 pub struct ProcessArguments {
-    /// Run every worker in a process of its own on this machine; they end together
+    /// Run every worker in its own process on this machine; they end together
     #[arg(long, conflicts_with_all = ["hosts", "rank", "address"])]
     pub processes: bool,
-    /// Run over the hosts of this cluster file ([[host]] address = "NAME:PORT", devices = WORKERS): start the same command on each
+    /// Run on the hosts of this cluster file ([[host]] address = "NAME:PORT", devices = WORKERS); start the same command on each
     #[arg(long, value_name = "FILE")]
     pub hosts: Option<PathBuf>,
-    /// Which host of the file this is, counted from 0 [default: the one whose address is this machine's]
+    /// Index of this host in the file, counted from 0 [default: the host whose address is this machine's]
     #[arg(long, value_name = "N", requires = "hosts", conflicts_with = "rank")]
     pub host: Option<u32>,
-    /// Run this worker alone; the others are started elsewhere. Under torchrun, mpirun and srun it follows from the environment
+    /// Run only this rank; the others are started elsewhere. Under torchrun, mpirun and srun it is read from the environment
     #[arg(long, value_name = "N")]
     pub rank: Option<u32>,
-    /// Where process 0 is reached [default: the first host's, or what the launcher's environment says]
+    /// Address of process 0 [default: the first host's, or from the launcher's environment]
     #[arg(long, value_name = "HOST:PORT")]
     pub address: Option<String>,
-    /// Seconds until all processes have come
+    /// Seconds to wait for all processes to connect
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub connect_timeout: Duration,
-    /// Seconds of silence after which a process is given up
+    /// Seconds without a heartbeat after which a process counts as failed
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub deadline: Duration,
-    /// Start all processes again, so often, when one of them dies
+    /// Maximum number of times to restart all processes when one of them dies
     #[arg(long, value_name = "N", default_value_t = 0, requires = "processes", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub max_restarts: u32,
 }
@@ -61,7 +61,7 @@ impl ProcessArguments {
     }
 }
 
-/// At least two heartbeats, at most a day.
+/// Reads a timeout: at least two heartbeats, at most a day.
 fn seconds(text: &str) -> Result<Duration, String> {
     let value = text.parse::<f64>().ok().filter(|seconds| (2.0..=86_400.0).contains(seconds));
     value.map(Duration::from_secs_f64).ok_or_else(|| "it must be a number of seconds from 2 to 86400".to_string())

@@ -1,11 +1,11 @@
 //! The `--schedule` flag.
 
-use compiler::plan::ScheduleKind;
+use compiler::plan::schedule::Schedule;
 use compiler::text::suggest::hint;
 use pipec::plan::request::ScheduleChoice;
 use std::path::PathBuf;
 
-/// Requests the best schedule.
+/// The argument that requests a schedule search.
 const AUTO: &str = "auto";
 
 /// Names of schedules in other frameworks.
@@ -35,7 +35,7 @@ pub fn any(text: &str) -> Result<ScheduleChoice, String> {
 
 /// Reads `--schedule`: a name, or the path of a file.
 pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
-    let known = ScheduleKind::ALL.into_iter().filter(|kind| *kind != ScheduleKind::Csv);
+    let known = Schedule::ALL.into_iter().filter(|kind| *kind != Schedule::Csv);
     if is_file(text) {
         return Ok(ScheduleChoice::File(PathBuf::from(text)));
     }
@@ -44,11 +44,11 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
     }
     if text == AUTO {
         return Err(
-            "the best order of work is found by `pipec partition --schedule auto`; the plan that it writes names it"
+            "`pipec partition --schedule auto` searches for the best schedule; the plan it writes names the schedule"
                 .to_string(),
         );
     }
-    let names: Vec<&str> = known.map(ScheduleKind::name).collect();
+    let names: Vec<&str> = known.map(Schedule::name).collect();
     let lower = text.to_lowercase();
     let same = names.iter().copied().find(|name| *name == lower);
     let elsewhere = ELSEWHERE.iter().find(|(other, _)| *other == lower).map(|(_, own)| *own);
@@ -56,20 +56,17 @@ pub fn name_or_file(text: &str) -> Result<ScheduleChoice, String> {
         Some(own) => format!("; did you mean `{own}`?"),
         None => hint(text, names.iter().copied()),
     };
-    Err(format!(
-        "write one of {}, or a file of your own: a table FILE.csv, programs FILE.json{meant}",
-        names.join(", ")
-    ))
+    Err(format!("write one of {}, or a custom schedule: a table FILE.csv, programs FILE.json{meant}", names.join(", ")))
 }
 
 /// Reads a `--schedule` that must be a file.
 pub fn file(text: &str) -> Result<PathBuf, String> {
     is_file(text)
         .then(|| PathBuf::from(text))
-        .ok_or_else(|| "write a file of your own: a table FILE.csv, programs FILE.json".to_string())
+        .ok_or_else(|| "write a custom schedule: a table FILE.csv, programs FILE.json".to_string())
 }
 
-/// Whether a schedule is the path of a file.
+/// True if a schedule is the path of a file.
 fn is_file(text: &str) -> bool {
     text.ends_with(".csv") || text.ends_with(".json")
 }

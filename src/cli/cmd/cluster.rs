@@ -1,4 +1,4 @@
-//! `pipec cluster`: what this machine has, how fast its links are, and what a cluster file says.
+//! `pipec cluster`: detects the devices of this machine, measures its links, shows a cluster file.
 
 use crate::cli::args::Devices;
 use crate::cli::screen::Screen;
@@ -18,10 +18,10 @@ use profiler::machine;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Pairs of more devices are not listed one by one.
+/// The most devices for which the bandwidth matrix is printed.
 const MOST_IN_MATRIX: u32 = 16;
 
-/// What to do.
+/// Arguments of `pipec cluster`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(subcommand)]
@@ -33,26 +33,26 @@ enum What {
     /// Write the devices of this machine as a cluster file: its GPUs, or workers on its cores
     #[command(after_help = "Example:\n  pipec cluster detect -o cluster.toml")]
     Detect(Detect),
-    /// Measure the links of this machine, beside what a cluster file says of them
+    /// Measure the links of this machine and compare them with a cluster file
     #[command(after_help = "Example:\n  pipec cluster bench cluster.toml -o measured.toml")]
     Bench(Bench),
-    /// Show a cluster: its devices, its levels, and what lies between any two devices
+    /// Show a cluster: its devices, its interconnect levels, and the bandwidth between any two devices
     #[command(
         after_help = "Examples:\n  pipec cluster show cluster.toml\n  pipec cluster show --levels 8:450GB/s,2:50GB/s"
     )]
     Show(Show),
 }
 
-/// What to find.
+/// Arguments of `pipec cluster detect`.
 #[derive(Debug, Args)]
 struct Detect {
-    /// Workers on the cores of the CPU, where there is no GPU or `--cpu` is given [default: as many as cores]
+    /// Number of CPU workers, if there is no GPU or `--cpu` is given [default: the number of cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     workers: Option<u32>,
-    /// The CPU, also where there are GPUs
+    /// Describe the CPU even if there are GPUs
     #[arg(long)]
     cpu: bool,
-    /// Where the file goes [default: standard output]
+    /// Output file [default: standard output]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -61,7 +61,7 @@ struct Detect {
 struct Bench {
     /// The cluster file [default: what `cluster detect` finds]
     file: Option<PathBuf>,
-    /// Write the file with the measured figures in place of its own
+    /// Write the cluster file with the measured values
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -75,7 +75,7 @@ struct Show {
     devices: Devices,
 }
 
-/// Does it.
+/// Runs the subcommand.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     match arguments.what {
         What::Detect(arguments) => found(&arguments, screen),
@@ -95,30 +95,30 @@ fn found(arguments: &Detect, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// The devices that are here.
+/// Detects the devices of this machine.
 fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Error> {
     let gpus: Result<Vec<_>, _> = if cpu { Ok(Vec::new()) } else { detect::gpus().into_iter().collect() };
     let gpus = gpus.map_err(|error| {
         let failure = Error::negative("cannot describe this machine: a GPU cannot be opened").because(error);
-        failure.with_help("`pipec doctor` says which; `--cpu` takes the cores instead")
+        failure.with_help("`pipec doctor` shows which; `--cpu` uses the cores instead")
     })?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     if let (Some(_), false) = (workers, gpus.is_empty()) {
-        return Err(Error::input("`--workers` shares out cores, and this machine has GPUs")
-            .with_help("`--cpu` takes the cores all the same"));
+        return Err(Error::input("`--workers` divides CPU cores, but this machine has GPUs")
+            .with_help("add `--cpu` to use the cores"));
     }
     detect::cluster(&gpus, workers.unwrap_or(cores)).map_err(|error| {
         let failure = Error::negative("cannot describe this machine").because(&error);
         match error {
             DetectError::Unknown { .. } => failure.with_help(
-                "`--cpu` takes the cores instead; or write a cluster file by hand: `[device]` with kind, memory, memory_bandwidth and peak_flops, as `pipec schema cluster` says",
+                "`--cpu` uses the cores instead; or write a cluster file: `[device]` with kind, memory, memory_bandwidth and peak_flops (`pipec schema cluster`)",
             ),
             DetectError::Cluster(_) => failure,
         }
     })
 }
 
-/// A cluster is the result: in the file that was asked for, or printed.
+/// Writes the cluster to the requested file, or prints it.
 fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Error> {
     let text = to_toml(cluster);
     match output {
@@ -138,20 +138,20 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Error> {
         None => this_machine(None, false)?,
     };
     if said.device.kind != "cpu" {
-        return Err(Error::negative(format!("the links of {} are not measured", shown(&said.device.kind)))
-            .because("only workers on the cores of this CPU are")
+        return Err(Error::negative(format!("cannot measure the links of {}", shown(&said.device.kind)))
+            .because("pipec measures only the links between CPU workers")
             .with_help(
-                "NCCL's all_reduce_perf or nvbandwidth measure them; write what they say into the cluster file",
+                "measure them with NCCL's all_reduce_perf or nvbandwidth, and write the values into the cluster file",
             ));
     }
     let mut measured = said.clone();
     machine::measure_links(&mut measured);
-    // Only the innermost level is within this machine, and nothing but links was asked for.
+    // Only the innermost level is within this machine, and only links were requested.
     measured.device.clone_from(&said.device);
     measured.levels[1..].clone_from_slice(&said.levels[1..]);
-    let measured = check(measured).map_err(|error| Error::negative("cannot use what was measured").because(error))?;
+    let measured = check(measured).map_err(|error| Error::negative("cannot use the measured values").because(error))?;
     let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
-        let or_not = |text: String| if at == 0 { text } else { "not from here".to_string() };
+        let or_not = |text: String| if at == 0 { text } else { "not measured".to_string() };
         vec![
             shown(&said.name).into_owned(),
             said.count.to_string(),
@@ -196,7 +196,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
         true => vec![of(device, cluster.devices(), None)],
         false => cluster.classes.iter().map(|class| of(&class.device, class.count, class.speed)).collect(),
     };
-    let heads = ["devices", "kind", "memory each", "its bandwidth", "f32 peak", "bf16 peak", ""];
+    let heads = ["devices", "type", "memory each", "memory bandwidth", "f32 peak", "bf16 peak", ""];
     screen.text(&format!("\n{}", stage_table::table(&heads, &[0, 2, 3, 4, 5, 6], rows)));
     let mut inside = 1u32;
     let level = |level: &Level| {
@@ -211,7 +211,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
         ]
     };
     let rows: Vec<Vec<String>> = cluster.levels.iter().map(level).collect();
-    let heads = ["level", "joins", "devices in it", "bandwidth", "latency", "shared"];
+    let heads = ["level", "count", "devices in it", "bandwidth", "latency", "shared"];
     screen.text(&format!("\n{}", stage_table::table(&heads, &[1, 2, 3, 4], rows)));
     if (2..=MOST_IN_MATRIX).contains(&cluster.devices()) {
         screen.text(&format!("\nbandwidth between two devices, GB/s\n{}", matrix(&cluster)));
@@ -223,7 +223,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// What any two devices send each other at most: the slowest level on the way.
+/// Bandwidth between two devices: that of the slowest level on the path.
 fn slowest(cluster: &Cluster, one: u32, other: u32) -> f64 {
     let way = Wire::between(&cluster.levels, [one, other].into_iter());
     let levels = way.map_or(&cluster.levels[..], |way| &cluster.levels[..=way.level]);

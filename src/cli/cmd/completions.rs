@@ -1,4 +1,4 @@
-//! `pipec completions`: a completion script for a shell.
+//! `pipec completions`: prints a completion script for a shell.
 
 use crate::cli::args::Cli;
 use crate::cli::screen::Screen;
@@ -7,7 +7,7 @@ use clap_complete::Shell;
 use pipec::error::Error;
 use serde_json::json;
 
-/// Which shell.
+/// Arguments of `pipec completions`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec completions bash > ~/.local/share/bash-completion/completions/pipec\n  pipec completions zsh > ~/.zfunc/_pipec"

@@ -20,10 +20,10 @@ use pipec::plan::solve;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Ranges of ops that are listed; more tell nobody more.
+/// The most ranges of moved ops that are listed.
 const MOST_LISTED: usize = 24;
 
-/// Compares, prints; fails with the answer no where the plans differ.
+/// Compares two plans and prints the differences; fails with exit code 1 if they differ.
 pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Error> {
     let (left, right) = (read_checked(before)?, read_checked(after)?);
     let found = diff(&left, &right);
@@ -33,15 +33,15 @@ pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Error> {
         screen.text(&format!("{first} and {second} are the same plan"));
         return Ok(());
     }
-    screen.prose(&told(&left, &right, &found, screen.width()));
+    screen.prose(&describe(&left, &right, &found, screen.width()));
     Err(Error::negative(format!("{first} and {second} differ")).because(format!("in {}", found.fields.join(", "))))
 }
 
-fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
+fn describe(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
     let mut text = String::new();
     if left.model.graph_hash != right.model.graph_hash || left.model.sha256 != right.model.sha256 {
         let [first, second] = [left, right].map(|plan| shown(&plan.model.file).into_owned());
-        text += &format!("they are plans of different models: {first} and {second}\n");
+        text += &format!("the plans are for different models: {first} and {second}\n");
     }
     let rows = settings(left, right).into_iter().filter(|(_, before, after)| before != after);
     let rows: Vec<Vec<String>> = rows.map(|(name, before, after)| vec![name.to_string(), before, after]).collect();
@@ -52,7 +52,7 @@ fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String
         let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
         let cell = |of: &dyn Fn(&Stage) -> String| match (before.map(of), after.map(of)) {
             (Some(before), Some(after)) if before != after => format!("{before} to {after}"),
-            // A stage that one of the plans does not have is told as the other has it.
+            // A stage that only one plan has is shown as that plan has it.
             (before, after) => before.or(after).unwrap_or_default(),
         };
         let which = match (before, after) {
@@ -77,7 +77,7 @@ fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String
     let gives = [Give::Leave(2), Give::Leave(3), Give::Cut(4, 20), Give::Leave(6)];
     text += &fitted(&header, &[0, 1, 2, 3, 6, 7], found.stages.iter().map(row).collect(), &gives, width);
     for moved in found.moved.iter().take(MOST_LISTED) {
-        text += &format!("{}\n", moved_told(left, moved));
+        text += &format!("{}\n", describe_move(left, moved));
     }
     if found.moved.len() > MOST_LISTED {
         text += &format!("and {} more ranges of ops\n", found.moved.len() - MOST_LISTED);
@@ -90,7 +90,7 @@ fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String
 }
 
 /// `ops 4 to 7 (conv2 … relu3): stage 0 to 1`.
-fn moved_told(plan: &Plan, moved: &Moved) -> String {
+fn describe_move(plan: &Plan, moved: &Moved) -> String {
     let (first, last) = (moved.ops.0, moved.ops.1 - 1);
     let ops = if first == last { format!("op {first}") } else { format!("ops {first} to {last}") };
     let stage = |stage: Option<usize>| stage.map_or("no stage".to_string(), |stage| format!("stage {stage}"));
@@ -110,7 +110,7 @@ fn name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
     stage.op_names.get(at).cloned()
 }
 
-/// What was asked, as text.
+/// The settings of both plans as text.
 fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
     let of = |plan: &Plan| {
         [
@@ -131,7 +131,7 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
     of(left).into_iter().zip(of(right)).map(pair).collect()
 }
 
-/// The level of ZeRO of all stages, or of each where they differ.
+/// The ZeRO stage of all pipeline stages, or of each if they differ.
 fn zero(plan: &Plan) -> String {
     let levels: Vec<u32> = plan.stages.iter().map(|stage| stage.zero).collect();
     let all = levels.first().filter(|first| levels.iter().all(|level| level == *first));
@@ -142,7 +142,7 @@ fn numbers(list: &[u32]) -> String {
     list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// One number of both plans, and how people read it.
+/// One predicted number of both plans, and its text form.
 struct Figure {
     name: &'static str,
     key: &'static str,
@@ -153,7 +153,7 @@ struct Figure {
 }
 
 impl Figure {
-    /// By how much the second is more, in its sign; of a share, by how many of a hundred parts. What is too little to be told has no sign.
+    /// The signed change from the first to the second in percent; for a fraction, in percentage points. Tiny changes have no sign.
     fn change(&self) -> String {
         if self.after == self.before {
             return String::new();
@@ -178,11 +178,11 @@ fn figures(left: &Plan, right: &Plan) -> Vec<Figure> {
     };
     let share: fn(f64) -> String = |share| format!("{:.1} %", share * 100.0);
     vec![
-        figure("time of a step", "step_us", &|plan| plan.predicted.step_us, quantity::time),
+        figure("step time", "step_us", &|plan| plan.predicted.step_us, quantity::time),
         figure("samples/s", "throughput_per_s", &|plan| plan.predicted.throughput_per_s, quantity::samples),
-        figure("filling, draining", "bubble", &|plan| plan.predicted.bubble, share),
-        figure("fullest device", "peak_bytes", &|plan| fullest(plan) as f64, |bytes| quantity::bytes(bytes as u64)),
-        figure("bound", "lower_bound_us", &|plan| plan.lower_bound_us, quantity::time),
+        figure("bubble", "bubble", &|plan| plan.predicted.bubble, share),
+        figure("peak memory", "peak_bytes", &|plan| fullest(plan) as f64, |bytes| quantity::bytes(bytes as u64)),
+        figure("lower bound", "lower_bound_us", &|plan| plan.lower_bound_us, quantity::time),
     ]
 }
 

@@ -1,4 +1,4 @@
-//! `pipec doctor`: what this machine has of what pipec can use, and what to do where something does not work.
+//! `pipec doctor`: checks what pipec can use on this machine, and suggests fixes.
 
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
@@ -16,19 +16,19 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::{env, fs, process};
 
-/// Nothing to choose.
+/// Arguments of `pipec doctor`: none.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  pipec doctor")]
 pub struct Arguments {}
 
-/// How something was found.
+/// Result of a check.
 #[derive(Clone, Copy, PartialEq)]
 enum State {
     /// It works.
     Fine,
-    /// It is not here, and only some of pipec wants it.
+    /// It is missing, and only some features need it.
     Absent,
-    /// It should work and does not.
+    /// It should work but does not.
     Broken,
 }
 
@@ -42,7 +42,7 @@ impl State {
     }
 }
 
-/// One thing that was looked at.
+/// One check.
 struct Finding {
     what: &'static str,
     state: State,
@@ -50,7 +50,7 @@ struct Finding {
     next: Option<String>,
 }
 
-/// Looks, tells; fails with the answer no where something is broken.
+/// Runs the checks and prints them; fails with exit code 1 if something is broken.
 pub fn run(_: &Arguments, screen: &Screen) -> Result<(), Error> {
     let findings = [
         cpu(),
@@ -78,7 +78,7 @@ pub fn run(_: &Arguments, screen: &Screen) -> Result<(), Error> {
     let broken: Vec<&str> = findings.iter().filter(|f| f.state == State::Broken).map(|f| f.what).collect();
     match broken.is_empty() {
         true => Ok(()),
-        false => Err(Error::negative(format!("not all is well: {}", broken.join(", ")))),
+        false => Err(Error::negative(format!("checks failed: {}", broken.join(", ")))),
     }
 }
 
@@ -87,23 +87,23 @@ fn cpu() -> Finding {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let vectors = device.driver.rsplit(' ').next().unwrap_or_default().to_string();
     let found = format!("{}, {}, {vectors}", device.name, quantity::plural(cores as u64, "core", "cores"));
-    let next =
-        (vectors == "sse2").then(|| "kernels have vectors of two to four numbers here, and are slow".to_string());
+    let next = (vectors == "sse2")
+        .then(|| "without AVX2, kernels use vectors of two to four numbers and are slow".to_string());
     Finding { what: "CPU", state: State::Fine, found, next }
 }
 
 fn memory() -> Finding {
     let (all, available) = (machine::memory_bytes(), machine::available_bytes());
     if all == 0 {
-        let next = "limits are not known here: give `--memory` where memory is scarce".to_string();
+        let next = "no memory limit is known: pass `--memory` if memory is scarce".to_string();
         return Finding {
             what: "memory",
             state: State::Absent,
-            found: "the system does not tell".into(),
+            found: "not reported by the system".into(),
             next: Some(next),
         };
     }
-    let found = format!("{} of {} can be had", quantity::bytes(available), quantity::bytes(all));
+    let found = format!("{} of {} available", quantity::bytes(available), quantity::bytes(all));
     Finding { what: "memory", state: State::Fine, found, next: None }
 }
 
@@ -113,36 +113,36 @@ fn cache() -> Finding {
         None => Finding {
             what: "profile cache",
             state: State::Absent,
-            found: "there is no home folder".into(),
-            next: Some("set HOME or XDG_CACHE_HOME, or kernels are measured anew every time".into()),
+            found: "no home folder".into(),
+            next: Some("set HOME or XDG_CACHE_HOME; otherwise kernels are measured again every time".into()),
         },
     }
 }
 
-/// Whether a file can be written there.
+/// Checks that files can be written to a folder.
 fn folder(what: &'static str, folder: &Path) -> Finding {
     let probe = folder.join(format!("probe-{}", process::id()));
-    // Others may write there as well: what is there already is not ours.
+    // Other processes may write there too, so an existing file is never overwritten.
     let write = || OpenOptions::new().write(true).create_new(true).open(&probe)?.write_all(b"pipec");
     let written = fs::create_dir_all(folder).and_then(|()| write());
     let _ = if written.is_ok() { fs::remove_file(&probe) } else { Ok(()) };
     let (state, next) = match written {
         Ok(()) => (State::Fine, None),
-        Err(error) => (State::Broken, Some(format!("files cannot be written to {}: {error}", folder.display()))),
+        Err(error) => (State::Broken, Some(format!("cannot write files to {}: {error}", folder.display()))),
     };
     Finding { what, state, found: folder.display().to_string(), next }
 }
 
-/// Whether processes of one machine can reach each other.
+/// Checks that processes of this machine can connect to each other.
 fn sockets() -> Finding {
     let what = "sockets";
     match TcpListener::bind("127.0.0.1:0") {
-        Ok(_) => Finding { what, state: State::Fine, found: "processes can meet on 127.0.0.1".into(), next: None },
+        Ok(_) => Finding { what, state: State::Fine, found: "processes can connect on 127.0.0.1".into(), next: None },
         Err(error) => Finding {
             what,
             state: State::Broken,
-            found: format!("127.0.0.1 cannot be listened on: {error}"),
-            next: Some("`train --processes` and `--hosts` need it; threads do not".into()),
+            found: format!("cannot listen on 127.0.0.1: {error}"),
+            next: Some("needed by `train --processes` and `--hosts`, not by threads".into()),
         },
     }
 }
@@ -155,7 +155,7 @@ fn driver() -> Finding {
             what,
             state: State::Absent,
             found: "libcuda.so was not found".into(),
-            next: Some(format!("only GPUs need it; where there is one, name the driver's folder in {FOLDERS}")),
+            next: Some(format!("only GPUs need it; if there is one, add the driver's folder to {FOLDERS}")),
         },
     }
 }
@@ -168,20 +168,20 @@ fn compiler() -> Finding {
             what,
             state: if driver.is_some() { State::Broken } else { State::Absent },
             found: "libnvrtc.so was not found".into(),
-            next: driver.map(|_| format!("`pip install nvidia-cuda-nvrtc` brings it; name its folder in {FOLDERS}")),
+            next: driver.map(|_| format!("`pip install nvidia-cuda-nvrtc` installs it; add its folder to {FOLDERS}")),
         },
     }
 }
 
 fn gpus() -> Finding {
     let cards = detect::gpus();
-    let told = |(ordinal, card): (usize, &Result<GpuInfo, CardFault>)| match card {
+    let describe = |(ordinal, card): (usize, &Result<GpuInfo, CardFault>)| match card {
         Ok(card) => format!("{ordinal}: {} with {}", card.name, quantity::bytes(card.memory as u64)),
         Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
     };
     let found = match cards.is_empty() {
         true => "none".to_string(),
-        false => cards.iter().enumerate().map(told).collect::<Vec<_>>().join("; "),
+        false => cards.iter().enumerate().map(describe).collect::<Vec<_>>().join("; "),
     };
     let is_broken = cards.iter().any(Result::is_err);
     let state = match cards.is_empty() {
@@ -189,6 +189,6 @@ fn gpus() -> Finding {
         true => State::Absent,
         false => State::Fine,
     };
-    let next = is_broken.then(|| "`nvidia-smi` says who holds it and whether it is healthy".to_string());
+    let next = is_broken.then(|| "`nvidia-smi` shows its processes and its health".to_string());
     Finding { what: "GPUs", state, found, next }
 }

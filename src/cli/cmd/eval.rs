@@ -1,4 +1,4 @@
-//! `pipec eval`: a model's answers for given inputs.
+//! `pipec eval`: writes a model's outputs for given inputs.
 
 use crate::cli::path_conflicts;
 use crate::cli::screen::Screen;
@@ -22,26 +22,26 @@ use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 
-/// The most bytes of a list of cases.
+/// Maximum size of a list of cases in bytes.
 const MOST_BYTES: u64 = 64 << 20;
 
-/// Which model, on what.
+/// Arguments of `pipec eval`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  pipec eval model.onnx --inputs x.npz --weights weights.safetensors -o y.npz")]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL", required_unless_present = "batch_file")]
     file: Option<PathBuf>,
-    /// Arrays named by the model's inputs: .npz, .npy or .safetensors
+    /// Arrays named after the model's inputs: .npz, .npy or .safetensors
     #[arg(long, value_name = "FILE", required_unless_present = "batch_file")]
     inputs: Option<PathBuf>,
-    /// Weights by name: .npz or .safetensors [default: those of the model]
+    /// Weights by name: .npz or .safetensors [default: the model's]
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
-    /// Where to write the outputs: .npz or .safetensors
+    /// Output file: .npz or .safetensors
     #[arg(short, long, value_name = "FILE", required_unless_present = "batch_file")]
     output: Option<PathBuf>,
-    /// A line for each of many cases: model, inputs and outputs, with tabs between; inputs may hold NaN and infinities here
+    /// List of cases, one per line: model, inputs and outputs, separated by tabs; inputs may contain NaN and infinities
     #[arg(long, value_name = "LIST.tsv", conflicts_with_all = ["file", "inputs", "output"])]
     batch_file: Option<PathBuf>,
 }
@@ -52,7 +52,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         return many(list, arguments.weights.as_deref(), screen);
     }
     let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
-        return Err(Error::input("`pipec eval` needs MODEL, --inputs and -o"));
+        return Err(Error::input("`pipec eval` requires MODEL, --inputs and -o"));
     };
     output::check_tensors(output)?;
     let answer = one(file, inputs, arguments.weights.as_deref(), output, arrays::check_finite, screen)?;
@@ -84,7 +84,7 @@ impl Answer {
     }
 }
 
-/// What is refused of arrays.
+/// Check of the input arrays.
 type Check = fn(&Graph, &BTreeMap<String, Tensor>) -> Result<(), Error>;
 
 fn one(
@@ -112,19 +112,19 @@ fn one(
     Ok(Answer { outputs, accuracy })
 }
 
-/// Why there is no answer, and what to do next.
+/// The evaluation error, with its help.
 fn unevaluated(file: &Path, error: &EvaluateError) -> Error {
     let failure = Error::input(format!("cannot evaluate {}", file.display())).because(error);
     match error {
         EvaluateError::Fact { kind: "input", .. } => failure.with_help(
-            "give it arrays of the shapes that `pipec inspect` shows; an axis that is a name there takes any size: export the model with dynamic axes",
+            "pass arrays of the shapes that `pipec inspect` shows; only a named axis takes any size: export the model with dynamic axes",
         ),
-        EvaluateError::Fact { .. } => failure.with_help("these are the weights of another model"),
+        EvaluateError::Fact { .. } => failure.with_help("the weights belong to another model"),
         _ => failure,
     }
 }
 
-/// The outputs as the file can hold them: npz has no bf16, which goes out as f32, where every value of it has its place.
+/// Casts bf16 outputs to f32 for npz, which has no bf16; the cast is exact.
 fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let npz = file.extension().is_some_and(|extension| extension == "npz");
     let wide = |tensor: &Tensor| match tensor.dtype() {
@@ -134,7 +134,7 @@ fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, 
     outputs.iter().map(|(name, tensor)| (name.clone(), wide(tensor))).collect()
 }
 
-/// Every case is tried; the answer is no if one fails.
+/// Evaluates every case; fails with exit code 1 if one fails.
 fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Error> {
     let text = input::text(list, MOST_BYTES)?;
     let mut cases = Vec::new();
@@ -145,9 +145,9 @@ fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Erro
             let why = format!("line {}: {} fields, expected model, inputs and outputs", at + 1, fields.len());
             return Err(Error::file("read", list, why));
         };
-        // Cases of ops ask for NaN and infinities.
+        // Op test cases use NaN and infinities.
         let as_given = |_: &Graph, _: &BTreeMap<String, Tensor>| Ok(());
-        // A case that meets a bug of ours fails, and the others go on.
+        // A panic fails its case only; the others still run.
         let case = || one(Path::new(model), Path::new(inputs), weights, Path::new(output), as_given, screen);
         let answer = panic::catch_unwind(AssertUnwindSafe(case))
             .unwrap_or_else(|_| Err(Error::bug("a panic while the case was evaluated")));
@@ -160,9 +160,9 @@ fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Erro
                 failed += 1;
                 let bug = failure.kind() == ErrorKind::Bug;
                 bugs += u64::from(bug);
-                let told = failure.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ");
-                screen.text(&format!("failed  {model}: {told}"));
-                cases.push(json!({"file": output, "failed": told, "bug": bug}));
+                let message = failure.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ");
+                screen.text(&format!("failed  {model}: {message}"));
+                cases.push(json!({"file": output, "failed": message, "bug": bug}));
             }
         }
     }
@@ -174,7 +174,7 @@ fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Erro
     }
 }
 
-/// The sizes of symbols that are an axis of an input, from the arrays. What does not fit is told when the model runs.
+/// Sizes of symbols that are an input axis, taken from the arrays. Mismatches are reported when the model runs.
 pub fn sizes(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Bindings {
     let mut sizes = Bindings::new();
     for id in graph.ids() {
@@ -189,7 +189,7 @@ pub fn sizes(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Bindings {
     sizes
 }
 
-/// The share of rows whose largest logit is at the label; nothing where the shapes are not those of a classification.
+/// The fraction of rows whose largest logit is at the label; `None` if the shapes are not those of a classification.
 pub fn accuracy(logits: &Tensor, labels: &[f64]) -> Option<f64> {
     let &[rows, classes] = logits.shape() else { return None };
     if rows == 0 || classes == 0 || labels.len() != rows {

@@ -1,4 +1,4 @@
-//! `pipec export`: a plan in the words of other tools.
+//! `pipec export`: writes a plan for other tools.
 
 use crate::cli::args::schedule as schedule_flag;
 use crate::cli::path_conflicts;
@@ -14,6 +14,7 @@ use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
 use compiler::text::suggest::hint;
 use pipec::costs::cost_source::CostSource;
+use pipec::costs::model_match;
 use pipec::costs::{CostInput, ModelFormat};
 use pipec::error::Error;
 use pipec::files::output;
@@ -22,33 +23,32 @@ use pipec::model::ImportRequest;
 use pipec::model::{self, LoadedModel};
 use pipec::plan::custom_schedule;
 use pipec::plan::custom_schedule::CustomSchedule;
-use pipec::plan::model_match;
 use pipec::plan::read::read_checked;
 use serde_json::json;
 use std::fs;
 use std::iter;
 use std::path::{Path, PathBuf};
 
-/// Which plan, for which tool, and where to.
+/// Arguments of `pipec export`.
 #[derive(Debug, Args)]
 #[command(after_help = targets())]
 pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
-    /// The tool to write for
+    /// Target tool
     #[arg(long, value_name = "TARGET", value_parser = named)]
     to: &'static Entry,
     /// The plan's model or published profile, for targets that need it
     #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
-    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
     #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
     profile: Option<String>,
-    /// The order of work of a plan that has none of its own: a table FILE.csv, or programs FILE.json
+    /// Schedule of a plan made for a custom schedule: a table FILE.csv, or programs FILE.json
     #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
     schedule: Option<PathBuf>,
-    /// Where to write it: a folder, which is made where it is missing, or a file where there is one only; - is standard output
+    /// Output folder, created if missing, or output file if there is only one; - is standard output
     /// [default: PLAN.TARGET in the current folder]
     #[arg(short, long, value_name = "FOLDER|FILE")]
     output: Option<PathBuf>,
@@ -59,7 +59,7 @@ fn named(text: &str) -> Result<&'static Entry, String> {
     table::find(text).ok_or_else(|| format!("write one of {}{}", names.join(", "), hint(text, names.iter().copied())))
 }
 
-/// The targets, a line each, and how they are called.
+/// Help text: the targets, one per line, and examples.
 fn targets() -> String {
     let width = TARGETS.iter().map(|entry| entry.name.len()).max().unwrap_or(0);
     let lines = TARGETS.iter().map(|entry| format!("  {:width$}  {}\n", entry.name, entry.about));
@@ -69,7 +69,7 @@ fn targets() -> String {
     )
 }
 
-/// Reads, makes, writes, prints.
+/// Exports the plan, writes the files and prints their paths.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = read_checked(&arguments.file)?;
     let target = arguments.to;
@@ -80,7 +80,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     };
     let loaded = match target.need {
         Need::Model => Some(loaded(&arguments, &plan, screen)?),
-        // It is not needed, but another one would not be what was meant.
+        // The target does not need the model, but a model of another plan is an error.
         Need::Plan if arguments.model.as_deref().is_some_and(is_model) => Some(loaded(&arguments, &plan, screen)?),
         Need::Plan | Need::Costs => None,
     };
@@ -91,7 +91,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     write(&arguments, &bundle, screen)
 }
 
-/// The rows of the user's own order of work.
+/// The rows of a custom schedule.
 fn table_of(own: CustomSchedule) -> Result<ComputeTable, Error> {
     match own {
         CustomSchedule::Table(table) => Ok(table),
@@ -104,8 +104,8 @@ fn table_of(own: CustomSchedule) -> Result<ComputeTable, Error> {
 /// The model that the target needs.
 fn needed(arguments: &Arguments) -> Result<&Path, Error> {
     arguments.model.as_deref().ok_or_else(|| {
-        Error::input(format!("`--to {}` needs the plan's model", arguments.to.name))
-            .with_help("`--model FILE` names it")
+        Error::input(format!("`--to {}` requires the plan's model", arguments.to.name))
+            .with_help("pass it with `--model FILE`")
     })
 }
 
@@ -119,34 +119,32 @@ fn is_model(path: &Path) -> bool {
     matches!(ModelFormat::of(path), ModelFormat::Onnx | ModelFormat::Pt2)
 }
 
-/// The plan's model, imported as the plan's was.
+/// The plan's model, imported with the plan's settings.
 fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<LoadedModel, Error> {
     let path = needed(arguments)?;
     if ModelFormat::of(path) == ModelFormat::Pipedream {
-        let what = format!("`--to {}` needs a model, and {} is a profile", arguments.to.name, path.display());
+        let what = format!("`--to {}` requires a model, but {} is a profile", arguments.to.name, path.display());
         return Err(Error::input(what));
     }
     if arguments.to.need == Need::Model && ModelFormat::of(path) == ModelFormat::Pt2 {
-        let what =
-            format!("`--to {}` writes the nodes of an ONNX file, and {} is none", arguments.to.name, path.display());
-        return Err(
-            Error::input(what).with_help("plan the model as `torch.onnx.export` writes it, and export that plan")
-        );
+        let what = format!("`--to {}` requires an ONNX file, but {} is not one", arguments.to.name, path.display());
+        return Err(Error::input(what)
+            .with_help("export the model with `torch.onnx.export`, plan that file, and export that plan"));
     }
     let mut import = ImportRequest::default();
     import.follow(&plan.model.import);
     let loaded = model::read(path, &import, screen)?;
     let ops = loaded.profiled().ops as usize;
     model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
-    // Torch runs the file as it is, whose sizes are checked there.
+    // Torch runs the file unchanged and checks its sizes.
     let micro_batch = plan.schedule.micro_batch;
     if arguments.to.name == "torch"
         && ModelFormat::of(path) == ModelFormat::Pt2
         && let Batch::Symbol { default: Some(size), .. } = loaded.model.batch
         && size != micro_batch as i64
     {
-        return Err(Error::input(format!("{} takes {size} samples at a time, no others", path.display()))
-            .because(format!("the plan's micro-batches have {micro_batch}"))
+        return Err(Error::input(format!("{} has a fixed batch of {size} samples", path.display()))
+            .because(format!("the plan's micro-batches have {micro_batch} samples"))
             .with_help(format!("export it with `dynamic_shapes`, or plan with `--micro-batch {size}`")));
     }
     Ok(loaded)
@@ -162,14 +160,16 @@ fn explain(arguments: &Arguments, refusal: &Refusal) -> Error {
     }
 }
 
-/// One file goes where it is told, several go into a folder.
+/// Writes a single file to the given path, or several files into a folder.
 fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), Error> {
     let output = arguments.output.clone().unwrap_or_else(|| default_output(arguments, bundle));
     if let ([one], true) = (bundle.files.as_slice(), output::is_stdout(&output)) {
         match String::from_utf8(one.bytes.clone()) {
             Ok(text) => screen.document(&text),
             Err(_) => {
-                return Err(Error::input("`-o -` does not go with this target").because("what it writes is no text"));
+                return Err(
+                    Error::input("`-o -` cannot be combined with this target").because("its output is not text")
+                );
             }
         }
         return Ok(());
@@ -178,9 +178,11 @@ fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), 
         [_] if !is_folder(&output) => vec![output],
         files => {
             if output::is_stdout(&output) {
-                return Err(Error::input("`-o -` does not go with this target").because("it writes several files"));
+                return Err(
+                    Error::input("`-o -` cannot be combined with this target").because("it writes several files")
+                );
             }
-            fs::create_dir_all(&output).map_err(|error| Error::file("make the folder", &output, error))?;
+            fs::create_dir_all(&output).map_err(|error| Error::file("create the folder", &output, error))?;
             files.iter().map(|file| output.join(&file.name)).collect()
         }
     };
@@ -192,7 +194,7 @@ fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), 
     let mut files = Vec::new();
     for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
         output::write(path, bytes)?;
-        let all = if paths.len() == 1 { ": one file is all of it" } else { "" };
+        let all = if paths.len() == 1 { ": a single file" } else { "" };
         screen.text(&format!("wrote {} ({}){all}", path.display(), quantity::bytes(bytes.len() as u64)));
         files.push(json!({"file": path.display().to_string(), "bytes": bytes.len()}));
     }
@@ -204,7 +206,7 @@ fn is_folder(path: &Path) -> bool {
     path.is_dir() || path.as_os_str().to_string_lossy().ends_with('/')
 }
 
-/// `model.plan.json` becomes `model.TARGET`, a folder, or where there is one file, `model.` and its name.
+/// `model.plan.json` becomes the folder `model.TARGET` or, for a single file, `model.` and the name of that file.
 fn default_output(arguments: &Arguments, bundle: &Bundle) -> PathBuf {
     let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
     let stem = stem.strip_suffix(".plan").unwrap_or(&stem);

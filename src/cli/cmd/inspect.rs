@@ -1,4 +1,4 @@
-//! `pipec inspect`: what a model is.
+//! `pipec inspect`: summarises a model.
 
 use crate::cli::args::Dims;
 use crate::cli::screen::Screen;
@@ -20,16 +20,16 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Modules are summed up at this depth of their path.
+/// Depth of the module path at which modules are summed up.
 const DEPTH: usize = 2;
 
-/// What stands for the name of no module.
+/// Name shown for ops outside all modules.
 const NO_MODULE: &str = "(top level)";
 
 /// The most modules that are listed as text.
 const LISTED: usize = 40;
 
-/// Which model, at which sizes.
+/// Arguments of `pipec inspect`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  pipec inspect model.onnx\n  pipec inspect model.pt2 --dim seq=128 --format json")]
 pub struct Arguments {
@@ -38,12 +38,12 @@ pub struct Arguments {
     file: PathBuf,
     #[command(flatten)]
     dims: Dims,
-    /// Print the graph in its text form, and nothing else
+    /// Print only the graph, in its text form
     #[arg(long)]
     text: bool,
 }
 
-/// What the ops of one kind sum up to, per sample.
+/// Sums over the ops of one type, per sample.
 #[derive(Default)]
 struct Kind {
     ops: u64,
@@ -85,7 +85,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let inputs: Vec<(String, String)> = graph
         .ids()
         .filter_map(|id| match &graph.node(id).op {
-            // Whoever trains makes the counter; nobody gives it.
+            // Training provides the dropout counter; it is not a user input.
             Op::Input(input) if input.name != COUNTER => {
                 Some((input.name.clone(), fact(Value { node: id, output: 0 })))
             }
@@ -95,7 +95,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let outputs: Vec<(String, String)> = graph.outputs.iter().map(|o| (o.name.clone(), fact(o.value))).collect();
     let batch = match &loaded.model.batch {
         Batch::Symbol { name, default: Some(size) } => format!("`{name}`, {size} in the file"),
-        Batch::Symbol { name, default: None } => format!("`{name}`, open"),
+        Batch::Symbol { name, default: None } => format!("`{name}`, symbolic"),
         Batch::Fixed { size: Some(size), why } => format!("fixed at {size}: {why}"),
         Batch::Fixed { size: None, why } => format!("none: {why}"),
     };
@@ -107,7 +107,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         arguments.file.display(),
         if loaded.model.producer.is_empty() { "producer unknown" } else { &loaded.model.producer },
         quantity::count(ops.len() as u64),
-        quantity::plural(kinds.len() as u64, "kind", "kinds"),
+        quantity::plural(kinds.len() as u64, "type", "types"),
         quantity::count(parameters),
         quantity::plural(tensors as u64, "tensor", "tensors"),
         quantity::bytes(parameter_bytes),
@@ -116,19 +116,19 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         screen.text(&format!("state       {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
     }
     screen.prose(&format!(
-        "forward     {} per sample, a multiply-add counted as two\nactivations {} per sample, the outputs of all ops\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
+        "forward     {} per sample (a multiply-add counts as two)\nactivations {} per sample (outputs of all ops)\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
         flops.map_or("unknown".to_string(), quantity::flops),
         activations.map_or("unknown".to_string(), |bytes| quantity::bytes(bytes.round() as u64)),
         list(&inputs),
         list(&outputs),
         match reasons.as_slice() {
-            [] => "yes: every parameter, which is every float tensor with a name, unless `--freeze` names it".to_string(),
+            [] => "yes: every parameter (every named float tensor), except those in `--freeze`".to_string(),
             reasons => format!("no: {}", reasons.join("\n            ")),
         },
     ));
     let tied = tied(graph);
     if !tied.is_empty() {
-        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, read in {users} places", shown(name)));
+        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, used by {users} ops", shown(name)));
         screen.prose(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
         if tied.len() > LISTED {
             screen.text(&format!("            … and {} more", tied.len() - LISTED));
@@ -146,7 +146,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     });
     screen.text(&format!(
         "\n{}",
-        stage_table::table(&["kind", "ops", "flops per sample", "output per sample"], &[1, 2, 3], rows.collect())
+        stage_table::table(&["type", "ops", "flops per sample", "output per sample"], &[1, 2, 3], rows.collect())
     ));
     if !modules.is_empty() {
         let rows = modules.iter().take(LISTED).map(|(name, module)| {
@@ -173,7 +173,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         .iter()
         .map(|(op, k)| json!({"op": op, "ops": k.ops, "flops_per_sample": k.flops, "output_bytes_per_sample": k.bytes}))
         .collect();
-    let doubts: Vec<_> = loaded.model.doubts.iter().map(told).collect();
+    let doubts: Vec<_> = loaded.model.doubts.iter().map(describe).collect();
     let (symbol, size) = match &loaded.model.batch {
         Batch::Symbol { name, default } => (Some(name.clone()), *default),
         Batch::Fixed { size, .. } => (None, *size),
@@ -207,7 +207,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// Numbers and bytes of the sources of one kind; a tied parameter is one node, so it counts once.
+/// Element and byte counts of the parameters or states; a tied parameter is one node and counts once.
 fn sizes(graph: &Graph, is_wanted: impl Fn(&Op) -> bool) -> (u64, u64) {
     let facts = graph.ids().filter(|id| is_wanted(&graph.node(*id).op)).map(|id| &graph.node(id).facts[0]);
     facts.fold((0, 0), |(count, bytes), fact| {
@@ -216,7 +216,7 @@ fn sizes(graph: &Graph, is_wanted: impl Fn(&Op) -> bool) -> (u64, u64) {
     })
 }
 
-/// The parameters that several ops read, and how many do.
+/// The parameters that several ops read, with the number of those ops.
 fn tied(graph: &Graph) -> Vec<(String, usize)> {
     let of = |id| match &graph.node(id).op {
         Op::Parameter(parameter) => {
@@ -228,7 +228,7 @@ fn tied(graph: &Graph) -> Vec<(String, usize)> {
     graph.ids().filter_map(of).collect()
 }
 
-/// What ops of each kind sum up to; without sizes, their number only.
+/// Sums over the ops of each type; without bound sizes, their number only.
 fn kinds(graph: &Graph, bound: Option<&Graph>, samples: u64) -> BTreeMap<&'static str, Kind> {
     let mut kinds: BTreeMap<&str, Kind> = BTreeMap::new();
     for id in order::numbered(graph) {
@@ -242,7 +242,7 @@ fn kinds(graph: &Graph, bound: Option<&Graph>, samples: u64) -> BTreeMap<&'stati
     kinds
 }
 
-/// Why training the file is not possible, or would not train the model that it was made from.
+/// Reasons why the file cannot be trained, or would not train the model it was exported from.
 fn against_training(loaded: &LoadedModel, bound: &Result<Graph, Error>) -> Vec<String> {
     let mut reasons = Vec::new();
     match bound {
@@ -258,7 +258,7 @@ fn against_training(loaded: &LoadedModel, bound: &Result<Graph, Error>) -> Vec<S
     let missing = loaded.model.weights.len() - loaded.known_weights().len();
     if missing > 0 {
         reasons.push(format!(
-            "{} without values: `--weights` gives them",
+            "{} without values: pass them with `--weights`",
             quantity::plural(missing as u64, "tensor", "tensors")
         ));
     }
@@ -266,7 +266,7 @@ fn against_training(loaded: &LoadedModel, bound: &Result<Graph, Error>) -> Vec<S
     reasons
 }
 
-fn told(doubt: &TrainingWarning) -> serde_json::Value {
+fn describe(doubt: &TrainingWarning) -> serde_json::Value {
     let severity = if doubt.is_wrong() { "wrong" } else { "warning" };
     json!({
         "finding": doubt.name(), "severity": severity, "count": doubt.count, "first": doubt.first,
@@ -274,8 +274,8 @@ fn told(doubt: &TrainingWarning) -> serde_json::Value {
     })
 }
 
-/// The modules at their depth, with what is in them; what is in none comes at the end, under the empty name, where it has parameters.
-/// Nothing where nothing is in any.
+/// Sums per module at `DEPTH`. Ops outside all modules come last under the empty name, if they have parameters.
+/// Empty if no op is in a module.
 fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {
     let mut modules: Vec<(String, Module)> = Vec::new();
     let mut place: BTreeMap<String, usize> = BTreeMap::new();
@@ -330,14 +330,14 @@ mod tests {
         let (position, scale) = (emit(parameter("position"), &[], ""), emit(parameter("scale"), &[], ""));
         let sum = emit(Op::Binary(Binary::Add), &[x, position], "");
         emit(Op::Binary(Binary::Mul), &[sum, scale], "block.0.norm");
-        let told = |graph: &Graph| -> Vec<(String, u64, u64)> {
+        let describe = |graph: &Graph| -> Vec<(String, u64, u64)> {
             modules(graph, None, 1).into_iter().map(|(name, module)| (name, module.ops, module.parameters)).collect()
         };
-        assert_eq!(told(&graph), [("block.0".to_string(), 1, 6), (String::new(), 1, 6)]);
+        assert_eq!(describe(&graph), [("block.0".to_string(), 1, 6), (String::new(), 1, 6)]);
         let mut plain = Graph::new("plain");
         let mut out = Writer { graph: &mut plain, origin: Origin::default() };
         let x = out.emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[]);
         out.emit(Op::Binary(Binary::Add), &[x, x]);
-        assert!(told(&plain).is_empty(), "a model without modules has no table of them");
+        assert!(describe(&plain).is_empty(), "a model without modules has no table of them");
     }
 }

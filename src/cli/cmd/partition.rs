@@ -1,4 +1,4 @@
-//! `pipec partition`: cuts a model into stages and writes the plan.
+//! `pipec partition`: partitions a model into stages and writes the plan.
 
 use crate::cli::args::loss::LossArguments;
 use crate::cli::args::plan::PlanArguments;
@@ -10,7 +10,8 @@ use crate::cli::screen::Screen;
 use clap::{Args, ValueEnum};
 use compiler::export::quantity;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{ScheduleKind, read};
+use compiler::plan::read;
+use compiler::plan::schedule::Schedule;
 use pipec::costs::{CostInput, ModelFormat};
 use pipec::error::Error;
 use pipec::files::output;
@@ -23,15 +24,15 @@ use std::time::Instant;
 /// A file format
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// A model in ONNX
+    /// An ONNX model
     Onnx,
-    /// A model that torch.export.save wrote
+    /// A model written by torch.export.save
     Pt2,
-    /// A profile of PipeDream, graph.txt
+    /// A PipeDream profile, graph.txt
     Pipedream,
-    /// An instance of device placement: JSON of Microsoft's dnn-partitioning
+    /// A device-placement instance: JSON of Microsoft's dnn-partitioning
     DnnPartitioning,
-    /// An instance of layers with choices: JSON of Microsoft's Piper
+    /// An instance of layers with several configurations: JSON of Microsoft's Piper
     Piper,
 }
 
@@ -47,7 +48,7 @@ impl From<Format> for ModelFormat {
     }
 }
 
-/// What to plan, for which devices, how.
+/// Arguments of `pipec partition`.
 #[derive(Clone, Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec partition model.onnx --gpus 8\n  pipec partition model.onnx --profile profile.json --cluster cluster.toml -o plan.json\n  pipec partition gpt.onnx --levels 8:450GB/s,2:50GB/s --microbatches 16 --optimizer adamw --compare"
@@ -56,10 +57,10 @@ pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// Format of FILE [default: by its name, pipedream for .txt, a model for all else; instances are to be named]
+    /// Format of FILE [default: from its name, pipedream for .txt, otherwise a model; required for instances]
     #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Model")]
     pub from: Option<Format>,
-    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
+    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device type [default: analytic]
     #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
     pub profile: Option<String>,
     #[command(flatten)]
@@ -74,10 +75,10 @@ pub struct Arguments {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub question: PlanArguments,
-    /// Samples in one minibatch: into how many micro-batches it is cut is found with the stages
+    /// Samples per minibatch; the planner also chooses the number of micro-batches
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Schedule")]
     pub batch: Option<u64>,
-    /// Let a device hold nodes from anywhere in the graph (dnn-partitioning instances)
+    /// Allow non-contiguous sets of nodes on a device (dnn-partitioning instances)
     #[arg(long, help_heading = "Constraints")]
     pub noncontiguous: bool,
     /// Also place nodes on the CPUs of the file (dnn-partitioning instances)
@@ -86,7 +87,7 @@ pub struct Arguments {
     /// Also print the candidates that the plan was chosen from
     #[arg(long, help_heading = "Results")]
     pub compare: bool,
-    /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder, unless that is another model's]
+    /// Output file of the plan; - is standard output [default: MODEL.plan.json in the current folder, unless that is another model's]
     #[arg(short, long, value_name = "FILE", help_heading = "Results")]
     pub output: Option<PathBuf>,
 }
@@ -100,7 +101,7 @@ impl Arguments {
             let flags = [("--profile", self.profile.is_some()), ("--loss", self.loss.loss.is_some())];
             if let Some((flag, _)) = flags.into_iter().find(|(_, is_given)| *is_given) {
                 return Err(Error::input(format!(
-                    "`{flag}` does not go with `--from pipedream`: the file has its own costs"
+                    "`{flag}` cannot be combined with `--from pipedream`: the file has its own costs"
                 )));
             }
         }
@@ -119,7 +120,7 @@ impl Arguments {
     }
 }
 
-/// Plans, prints, writes.
+/// Plans, writes the plan and prints it.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     match arguments.from {
@@ -128,8 +129,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         _ => {}
     }
     if arguments.noncontiguous {
-        return Err(Error::input("`--noncontiguous` goes with `--from dnn-partitioning`")
-            .because("stages of a pipeline that trains are contiguous"));
+        return Err(Error::input("`--noncontiguous` requires `--from dnn-partitioning`")
+            .because("the stages of a training pipeline are contiguous"));
     }
     if arguments.cpus {
         return Err(Error::input("`--cpus` goes with `--from dnn-partitioning`")
@@ -156,7 +157,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     if let Some(verdict) = prediction::verdict(plan) {
         screen.prose(&verdict);
     }
-    screen.text(&prediction::told(plan, screen));
+    screen.text(&prediction::describe(plan, screen));
     if arguments.compare {
         screen.text(&candidates::table(planned, screen.width()));
     }
@@ -176,9 +177,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// What to type next. A plan of the user's own order of work is run with that order again: the plan does not hold it. What only
-/// answers is not trained.
-fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: ScheduleKind, is_refused: bool) -> String {
+/// The next commands. A plan for a custom schedule needs the schedule file again, because the plan does not contain it.
+/// An inference pipeline is not trained.
+fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: Schedule, is_refused: bool) -> String {
     let plan = plan.display();
     let schedule = match custom {
         Some(file) => format!(" --schedule {}", file.display()),
@@ -186,7 +187,7 @@ fn next(model: &Path, plan: &Path, custom: Option<&Path>, kind: ScheduleKind, is
         None => String::new(),
     };
     let mut text = format!("next: pipec simulate {plan}{}\n", if custom.is_some() { &schedule } else { "" });
-    let trains = kind != ScheduleKind::Inference;
+    let trains = kind.trains();
     if trains && model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
         text += &format!("      pipec train {} --plan {plan}{schedule} --data train.npz\n", model.display());
     }

@@ -7,16 +7,17 @@ use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use clap::{Args, Subcommand};
 use compiler::export::quantity;
+use compiler::plan::Plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::figures::figures;
 use compiler::plan::check::verify::check as judged;
 use compiler::plan::problem::CostModel;
 use compiler::plan::read;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::Program;
 use compiler::schedule::check::verify;
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::check_plan::stated;
@@ -35,13 +36,13 @@ use pipec::plan::schedule_memory::beyond;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-/// Minibatches for which `plan check` makes programs: enough for every cap to be reached and rounds to end short.
+/// Minibatches in the programs of `plan check`: enough to reach every in-flight limit and to end with a partial round.
 const CHECKED: u32 = 50;
 
 /// Micro-batches of an instance for which `plan check` makes programs, at most: as many as devices.
 const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
 
-/// What to do with a plan.
+/// Arguments of `pipec plan`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(subcommand)]
@@ -58,23 +59,23 @@ enum What {
         file: PathBuf,
     },
     #[command(after_help = "Example:\n  pipec plan check model.plan.json --model model.onnx")]
-    /// Check that the plan holds together, that its figures follow from each other, and that its programs cannot go wrong or wait for ever
+    /// Check that the plan and its figures are consistent, and that its programs are correct and cannot deadlock
     Check {
         /// The plan
         #[arg(value_name = "PLAN")]
         file: PathBuf,
-        /// The plan's model, published profile or instance: stages, edges, times and memory are then worked out again from its costs
+        /// The plan's model, published profile or instance; stages, edges, times and memory are recomputed from its costs
         #[arg(long, value_name = "FILE")]
         model: Option<PathBuf>,
-        /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+        /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
         #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
         profile: Option<String>,
-        /// The order of work of a plan that has none of its own: a table FILE.csv, or programs FILE.json
+        /// Schedule of a plan made for a custom schedule: a table FILE.csv, or programs FILE.json
         #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
         schedule: Option<PathBuf>,
     },
     #[command(after_help = "Example:\n  pipec plan diff before.json after.json")]
-    /// Tell two plans apart: which ops changed their stage, and what that does to times and memory. Exit code 1 where they differ
+    /// Compare two plans: ops that moved between stages, times and memory. Exit code 1 if they differ
     Diff {
         /// The first plan
         #[arg(value_name = "PLAN")]
@@ -85,7 +86,7 @@ enum What {
     },
 }
 
-/// Shows or checks.
+/// Runs the subcommand.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     match arguments.what {
         What::Show { file } => {
@@ -93,20 +94,20 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             if let Some(verdict) = prediction::verdict(&plan) {
                 screen.prose(&verdict);
             }
-            screen.text(&prediction::told(&plan, screen));
+            screen.text(&prediction::describe(&plan, screen));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));
             screen.json_file(&read::to_json(&plan).map_err(|error| Error::bug(&error.to_string()))?);
             Ok(())
         }
         What::Check { file, model, profile, schedule } => {
             let own = custom_schedule::open(schedule.as_deref(), screen)?;
-            judge(&file, model.as_deref(), profile.as_deref().map(CostInput::from).as_ref(), own.as_ref(), screen)
+            check_file(&file, model.as_deref(), profile.as_deref().map(CostInput::from).as_ref(), own.as_ref(), screen)
         }
         What::Diff { before, after } => cmd::diff::run(&before, &after, screen),
     }
 }
 
-fn judge(
+fn check_file(
     path: &Path,
     model: Option<&Path>,
     profile: Option<&CostInput>,
@@ -114,15 +115,15 @@ fn judge(
     screen: &Screen,
 ) -> Result<(), Error> {
     let plan = input::plan(path)?;
-    let told = |faults: &[PlanFault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
-    let mut faults = told(&sound(&plan).err().unwrap_or_default());
+    let describe = |faults: &[PlanFault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let mut faults = describe(&sound(&plan).err().unwrap_or_default());
     if faults.is_empty() {
         if let Some(model) = model {
-            faults.extend(told(&by_model(&plan, model, profile, screen)?));
+            faults.extend(describe(&by_model(&plan, model, profile, screen)?));
         }
-        // What the model contradicts would be told again.
+        // Faults found with the model would be reported twice.
         if faults.is_empty() {
-            faults.extend(told(&figures(&plan)));
+            faults.extend(describe(&figures(&plan)));
         }
     }
     faults.extend(CountedLoss::read(plan.model.import.loss.as_deref()).err().map(|failure| failure.line()));
@@ -144,26 +145,29 @@ fn judge(
     screen.json(&json!({"file": path.display().to_string(), "sound": faults.is_empty(), "faults": faults}));
     if faults.is_empty() {
         let stages = quantity::plural(plan.stages.len() as u64, "stage", "stages");
-        let figures =
-            if model.is_some() { "stages, edges, times and memory follow from the model" } else { "its figures agree" };
-        let programs = match plays {
-            true => format!("its {} programs run to the end", plan.schedule.kind.name()),
-            false => "tensors go back and forth between its devices, so that no program could run it".to_string(),
+        let figures = if model.is_some() {
+            "stages, edges, times and memory follow from the model"
+        } else {
+            "its figures are consistent"
         };
-        screen.prose(&format!("{} is sound: {stages}, every op once, {figures}, and {programs}", path.display()));
+        let programs = match plays {
+            true => format!("its {} programs do not deadlock", plan.schedule.kind.name()),
+            false => "no program can run it, because tensors flow back and forth between its devices".to_string(),
+        };
+        screen.prose(&format!("{} is valid: {stages}, every op once, {figures}, and {programs}", path.display()));
         return Ok(());
     }
-    let failure = Error::negative(format!("{} is not sound", path.display()));
+    let failure = Error::negative(format!("{} is not valid", path.display()));
     let failure = faults.iter().take(16).fold(failure, Error::because);
-    let is_open = plan.schedule.kind == ScheduleKind::Csv && own.is_none();
+    let is_open = plan.schedule.kind == Schedule::Csv && own.is_none();
     Err(match (is_open, exceeds) {
-        (true, _) => failure.with_help("`--schedule FILE` names the file of its order of work"),
+        (true, _) => failure.with_help("pass its custom schedule with `--schedule FILE`"),
         (false, true) => failure.with_help(schedule_memory::HELP),
         (false, false) => failure,
     })
 }
 
-/// What the costs of the model, or of the instance, say against the plan.
+/// The faults of the plan under the costs of the model or instance.
 fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Screen) -> Result<Vec<PlanFault>, Error> {
     match plan.cost {
         CostModel::Load => placement::check(plan, model),
@@ -176,14 +180,14 @@ fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Scr
     }
 }
 
-/// The programs of the plan, or under an order of the user's own, if nothing is wrong with them.
+/// The programs of the plan, or of a custom schedule, if they are correct.
 fn checked(plan: &Plan, own: Option<&CustomSchedule>) -> Result<Program, String> {
     // Programs of more micro-batches than an instance has in flight repeat themselves, and would take gigabytes.
     let most = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
     let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches.min(most) };
     let made = pipeline(plan).and_then(|pipeline| match own {
         Some(own) => own.unchecked(&pipeline, CHECKED),
-        None => schedule(schedule_of(plan.schedule.kind)?, &pipeline, count),
+        None => schedule(generated(plan.schedule.kind)?, &pipeline, count),
     });
     let program = made.map_err(|error| error.to_string())?;
     verify::check(&program).map_err(|error| error.to_string())?;

@@ -1,4 +1,4 @@
-//! `pipec profile`: what every op of a model costs on this machine, or by the data sheet of another.
+//! `pipec profile`: the cost of every op of a model, measured on this machine or computed from a device's data sheet.
 
 use crate::cli::args::Dims;
 use crate::cli::args::loss::LossArguments;
@@ -16,10 +16,10 @@ use pipec::profile::{ProfileDevice, ProfileRequest, profile};
 use profiler::measure::Settings;
 use std::path::PathBuf;
 
-/// How many ops are listed, the most expensive first.
+/// Number of ops listed, the most expensive first.
 const LISTED: usize = 12;
 
-/// Which model, on what.
+/// Arguments of `pipec profile`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200"
@@ -28,31 +28,31 @@ pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
     file: PathBuf,
-    /// Where: cpu measures on one core of this machine, analytic:KIND takes the data sheet of a device kind
+    /// Device: cpu measures on one core of this machine, analytic:KIND computes costs from the data sheet of a device type
     #[arg(long, value_name = "cpu|analytic:KIND", default_value = "cpu")]
     device: String,
     #[command(flatten)]
     dims: Dims,
     #[command(flatten)]
     loss: LossArguments,
-    /// Runs of each kernel that count
+    /// Measured runs of each kernel
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     runs: Option<u32>,
-    /// Runs of each kernel before the first that counts
+    /// Warm-up runs of each kernel
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10_000))]
     warmup: Option<u32>,
-    /// Seed of the values that ops are run on
+    /// Seed of the input values
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Measure again what was measured before
+    /// Ignore cached measurements
     #[arg(long)]
     no_cache: bool,
-    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder, unless that is another model's]
+    /// Output file of the profile; - is standard output [default: MODEL.profile.json in the current folder, unless that is another model's]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
-/// Profiles, prints, writes.
+/// Profiles, writes the profile and prints it.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "profile"));
     if !output::is_stdout(&path) {
@@ -62,8 +62,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         Some(kind) => ProfileDevice::Analytic(kind.to_string()),
         None if arguments.device == "cpu" => ProfileDevice::Cpu,
         None => {
-            return Err(Error::input(format!("`--device {}` is not known", arguments.device))
-                .with_help("`--device cpu` measures here, `--device analytic:h200` takes a data sheet"));
+            return Err(Error::input(format!("unknown `--device {}`", arguments.device))
+                .with_help("`--device cpu` measures on this machine, `--device analytic:h200` uses a data sheet"));
         }
     };
     let default = Settings::default();
@@ -97,7 +97,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// The dearest ops and the sums.
+/// The most expensive ops and the totals.
 pub fn show(profile: &Profile, width: Option<usize>) -> String {
     let sum = profile.sum();
     let all = sum.fwd_us + sum.bwd_us;
@@ -116,7 +116,7 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
             op.source.clone(),
         ]
     };
-    let header = ["op", "name", "kind", "forward", "backward", "share", "spread", "source"];
+    let header = ["op", "name", "type", "forward", "backward", "share", "spread", "source"];
     let rows = dearest.iter().take(LISTED).map(row).collect();
     let gives = [Give::Cut(1, 32), Give::Cut(1, 24), Give::Leave(7), Give::Cut(1, 16), Give::Leave(6)];
     let mut text = fitted(&header, &[0, 3, 4, 5, 6], rows, &gives, width);
@@ -124,7 +124,7 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
         text += &format!("… and {} more\n", dearest.len() - LISTED);
     }
     let weights = profile.weight_us().filter(|_| sum.bwd_us > 0.0);
-    let weights = weights.map_or(String::new(), |us| format!(", of it {} for weights", quantity::time(us)));
+    let weights = weights.map_or(String::new(), |us| format!(", of which {} for weight gradients", quantity::time(us)));
     let sums = format!(
         "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
         shown(&profile.model.file),

@@ -1,7 +1,7 @@
-//! `pipec quickstart`: the whole road on a small model and the shipped digits, with nothing but this machine's CPU.
+//! `pipec quickstart`: an end-to-end demo on a small model and the bundled digits, on this machine's CPU.
 //!
 //! ```text
-//! model.onnx --profile--> profile.json --partition--> the free choice, then --stages 2,1,1 --> plan.json
+//! model.onnx --profile--> profile.json --partition--> the planner's choice, then --stages 2,1,1 --> plan.json
 //!            --train over 4 workers--> weights.safetensors, metrics.jsonl, trace.json --eval--> test accuracy
 //! ```
 
@@ -15,7 +15,8 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind, read};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, read};
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
 use compiler::tensor::Tensor;
@@ -50,26 +51,26 @@ use std::time::Instant;
 const WORKERS: u32 = 4;
 const BATCH: u64 = 32;
 
-/// The pipeline that is trained: three stages, the first on two workers.
+/// The layout that is trained: three stages, the first with two replicas.
 const STAGES: [u32; 3] = [2, 1, 1];
 
-/// Which model, where to.
+/// Arguments of `pipec quickstart`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  pipec quickstart\n  pipec quickstart --model mlp --dir tour")]
 pub struct Arguments {
     /// The model
     #[arg(long, value_enum, value_name = "MODEL", default_value = "cnn")]
     model: Choice,
-    /// Where everything is left; it is made where it is missing
+    /// Output folder, created if missing
     #[arg(long, value_name = "FOLDER", default_value = "pipec-quickstart")]
     dir: PathBuf,
-    /// Seed of the weights, the split of the data and its order
+    /// Seed of the weights, the data split and the data order
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Times through the training data [default: 20 for cnn, 120 for mlp]
+    /// Number of epochs [default: 20 for cnn, 120 for mlp]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     epochs: Option<u32>,
-    /// Step length [default: 0.03]
+    /// Learning rate [default: 0.03]
     #[arg(long, value_name = "X")]
     lr: Option<f64>,
 }
@@ -78,7 +79,7 @@ pub struct Arguments {
 enum Choice {
     /// A residual network with batch normalisation
     Cnn,
-    /// A perceptron with three layers
+    /// A multilayer perceptron with three layers
     Mlp,
 }
 
@@ -90,7 +91,7 @@ impl Choice {
         }
     }
 
-    /// Epochs and step length with which the delayed weights of this pipeline reach what PyTorch reaches.
+    /// Epochs and learning rate with which this asynchronous pipeline reaches the accuracy of PyTorch.
     fn usual(self) -> (u32, f64) {
         match self {
             Choice::Cnn => (20, 0.03),
@@ -99,23 +100,23 @@ impl Choice {
     }
 }
 
-/// Walks the road.
+/// Runs the demo.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     let folder = &arguments.dir;
-    fs::create_dir_all(folder).map_err(|error| Error::file("make the folder", folder, error))?;
+    fs::create_dir_all(folder).map_err(|error| Error::file("create the folder", folder, error))?;
     let at = |name: &str| folder.join(name);
     let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
     let built = zoo::build(arguments.model.name(), &options).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&at("model.onnx"), &zoo::to_bytes(&built.model))?;
     let loaded = model::load(&at("model.onnx"), &ImportRequest::default(), screen)?;
-    let digits = digits::load(arguments.seed).map_err(|error| Error::bug(&error.to_string()))?;
+    let digits = digits::load(arguments.seed);
 
-    screen.text("1. Profile: every op of the model on this CPU\n");
+    screen.text("1. Profile: measure every op of the model on this CPU\n");
     let (measured, sha256) = profiled(&loaded, &at("profile.json"), screen)?;
     screen.text(&profile::show(&measured, screen.width()));
 
-    screen.text(&format!("\n2. Partition over {WORKERS} workers: the free choice\n"));
+    screen.text(&format!("\n2. Partition over {WORKERS} workers: the planner's choice\n"));
     let profile_file = at("profile.json");
     let costs = || -> Result<Costs, Error> {
         let cluster = machine::cluster_of_this_cpu(WORKERS)
@@ -136,8 +137,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 
     let pinned = STAGES.map(|replicas| replicas.to_string()).join(",");
     screen.text(&format!(
-        "\n3. To show a pipeline at work, the one that is trained is pinned: --stages {pinned}, {} programs\n",
-        ScheduleKind::RoundRobin.name()
+        "\n3. To demonstrate a pipeline, training uses a fixed layout: --stages {pinned}, {} programs\n",
+        Schedule::OneFOneBRr.name()
     ));
     let plan = plan_with(&PlanOptions { replicas: Some(STAGES.to_vec()), ..options })?;
     show(&plan, screen);
@@ -156,7 +157,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         loaded: &loaded,
         weights: &initial,
         plan: &plan,
-        schedule: ScheduleKind::RoundRobin,
+        schedule: Schedule::OneFOneBRr,
         own: None,
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
@@ -182,7 +183,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let prepared = prepare::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);
     let done = watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
-        .expect("a process that runs all workers tells of all");
+        .expect("a process that runs all workers returns all results");
     output::write_tensors(&at("weights.safetensors"), &done.trained.weights, "weights")?;
     output::write(&at("trace.json"), &encode(&Trace::training(&done.tracks), "trace.json"))?;
     let (first, last) = (done.trained.losses.first(), done.trained.losses.last());
@@ -197,11 +198,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     screen.text("\n5. Test\n");
     let accuracy = tested(&loaded, &done.trained.weights, &digits.test)?;
     let cores = plan.cluster.device.cores.unwrap_or(1);
-    let told = predicted.map_or("nothing".to_string(), quantity::samples);
+    let expected = predicted.map_or("no".to_string(), quantity::samples);
     screen.text(&format!(
-        "accuracy on {} digits that training never saw: {:.2} %\n\
-         throughput: predicted {told} samples/s for {WORKERS} workers on {}, measured {} samples/s\n\
-         everything is in {}: model.onnx profile.json plan.json metrics.jsonl trace.json weights.safetensors\n",
+        "accuracy on {} held-out digits: {:.2} %\n\
+         throughput: predicted {expected} samples/s for {WORKERS} workers on {}, measured {} samples/s\n\
+         files in {}: model.onnx profile.json plan.json metrics.jsonl trace.json weights.safetensors\n",
         digits.test.rows,
         accuracy * 100.0,
         quantity::plural(u64::from(cores), "core", "cores"),

@@ -1,4 +1,4 @@
-//! `pipec report`: one page about a plan, and its pictures for papers.
+//! `pipec report`: an HTML page about a plan, and its figures as SVG.
 
 use crate::cli::args::schedule as schedule_flag;
 use crate::cli::path_conflicts;
@@ -12,10 +12,11 @@ use compiler::export::report::page::PICTURES;
 use compiler::export::report::{Alternative, Answer, Measured, ModelInfo, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
 use compiler::graph::hash::sha256;
+use compiler::plan::Plan;
 use compiler::plan::coarsen;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::pipeline::pipeline;
 use pipec::costs::CostInput;
 use pipec::costs::Costs;
@@ -34,22 +35,22 @@ use pipec::plan::solve::solve;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-/// The most bytes of a metrics file.
+/// Maximum size of a metrics file in bytes.
 const MOST_METRICS_BYTES: u64 = 256 << 20;
 
-/// Why nothing is played or weighed for the plan of an instance.
-const INSTANCE: &str = "it is for a published instance, which has nodes with times and is no model that runs";
+/// Why the plan of an instance is neither simulated nor evaluated.
+const INSTANCE: &str = "it is for a published instance, which has nodes with times but is not a runnable model";
 
-/// Pieces in which the model is planned for other devices and sizes: a page is no place for a search of minutes.
+/// Number of pieces to which the model is coarsened for the what-if plans; this keeps the search short.
 const PIECES: usize = 64;
 
-/// Stages that are told of, at most, where an order of work keeps more than the plan counts.
-const MOST_TOLD: usize = 16;
+/// The most stages listed when a schedule needs more memory than the plan estimates.
+const MOST_LISTED: usize = 16;
 
-/// The most devices that are tried.
+/// The most devices in a what-if plan.
 const MOST_DEVICES: u64 = 4096;
 
-/// Which plan, with what beside it, and where to.
+/// Arguments of `pipec report`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec report model.plan.json --model model.onnx --html plan.html\n  pipec report model.plan.json --svg pictures"
@@ -58,30 +59,30 @@ pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
-    /// The plan's model or published profile: adds the costs of its ops, what moving each cut would cost, and other devices
+    /// The plan's model or published profile: adds costs per op, the effect of moving each cut, and what-if plans
     #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
-    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
     #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
     profile: Option<String>,
-    /// Metrics of a training run under the plan, to be shown beside the prediction
+    /// Metrics of a training run with this plan, shown next to the prediction
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
-    /// The order of work of a plan that has none of its own, or another one: a table FILE.csv, or programs FILE.json
+    /// Custom schedule, required if the plan was made for one: a table FILE.csv, or programs FILE.json
     #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
     schedule: Option<PathBuf>,
-    /// Do not plan for other numbers of devices
+    /// Skip the what-if plans for other numbers of devices
     #[arg(long)]
     no_what_if: bool,
-    /// Where to write the page [default: PLAN.html in the current folder]
+    /// Output file of the page [default: PLAN.html in the current folder]
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Write the pictures as SVG into this folder, which is made where it is missing
+    /// Write the figures as SVG into this folder, created if missing
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
 }
 
-/// Gathers, writes, prints.
+/// Builds the report, writes it and prints the paths.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = read_checked(&arguments.file)?;
     if let Some(path) = page_path(&arguments) {
@@ -91,7 +92,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
     if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
         let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
-        let what = format!("`{flag}` does not go with the plan of an instance");
+        let what = format!("`{flag}` cannot be combined with the plan of an instance");
         return Err(Error::input(what).because(format!("{}: {INSTANCE}", arguments.file.display())));
     }
     let source = match &arguments.model {
@@ -102,12 +103,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     };
     let modelled = match &source {
         Some(source) => Ok(modelled(source, &plan)?),
-        None if is_instance(&plan) => Err(format!("The plan's cuts are not weighed: {INSTANCE}.")),
-        None => Err(
-            "The costs of single ops are not in a plan: `pipec report PLAN --model FILE` shows them, and what moving \
-                     each cut would cost."
-                .to_string(),
-        ),
+        None if is_instance(&plan) => Err(format!("Moves of the plan's cuts are not evaluated: {INSTANCE}.")),
+        None => {
+            Err("A plan has no costs per op: `pipec report PLAN --model FILE` shows them, and the effect of moving \
+                     each cut."
+                .to_string())
+        }
     };
     let what_if = match &source {
         Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
@@ -130,32 +131,30 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     write(&arguments, &report, screen)
 }
 
-/// The programs at work, or why they cannot be played. An order of the user's own that does not fit is a failure.
+/// The simulated programs, or why they cannot be simulated. A custom schedule that does not match the plan is an error.
 fn played(plan: &Plan, path: Option<&Path>, screen: &Screen) -> Result<Result<Played, String>, Error> {
     let Some(own) = custom_schedule::open(path, screen)? else {
         return Ok(match plan.schedule.kind {
             _ if is_cyclic(plan) => Err(NOT_A_PIPELINE.to_string()),
             _ if is_instance(plan) => Err(INSTANCE.to_string()),
-            ScheduleKind::Csv => {
-                Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
-            }
+            Schedule::Csv => Err("the plan is for a custom schedule; pass it with `--schedule FILE`".to_string()),
             _ => play::play(plan).map_err(|error| error.to_string()),
         });
     };
-    let fail = |error: &dyn std::fmt::Display| Error::input("cannot play the schedule").because(error);
+    let fail = |error: &dyn std::fmt::Display| Error::input("cannot simulate the schedule").because(error);
     let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
     let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
     let more = beyond(plan, &program);
     more.iter()
-        .take(MOST_TOLD)
-        .for_each(|what| screen.warn(&format!("the order of work and the plan disagree: {what}")));
+        .take(MOST_LISTED)
+        .for_each(|what| screen.warn(&format!("the schedule does not match the plan: {what}")));
     if !more.is_empty() {
         screen.note(schedule_memory::HELP);
     }
     play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
 }
 
-/// Whether the plan is for a published instance, which has nodes and costs but is no model.
+/// True for a plan of a published instance, which has nodes and costs but is not a model.
 fn is_instance(plan: &Plan) -> bool {
     matches!(plan.cost, CostModel::Hybrid | CostModel::Load)
 }
@@ -175,16 +174,16 @@ fn alternatives(plan: &Plan) -> Vec<Alternative> {
 fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {
     let text = input::text(path, MOST_METRICS_BYTES)?;
     let found = measured::read(&text).map_err(|error| {
-        Error::file("read the metrics", path, error).with_help("`pipec train --metrics FILE` writes them")
+        Error::file("read the metrics", path, error).with_help("`pipec train --metrics FILE` writes a metrics file")
     })?;
     measured::fits(plan, &found).map_err(|error| {
         Error::file("use the metrics", path, error)
-            .with_help("`pipec train --plan PLAN --metrics FILE` writes those of this plan")
+            .with_help("`pipec train --plan PLAN --metrics FILE` writes the metrics of this plan")
     })?;
     Ok(found)
 }
 
-/// Half as many devices and twice as many; half and twice the micro-batch, or the micro-batches where a flush makes them count.
+/// What-if plans for half and twice the devices, and half and twice the micro-batch size or, with a flush, the number of micro-batches.
 fn what_if(source: &CostSource, arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Vec<WhatIf>, Error> {
     let schedule = &plan.schedule;
     let around = |number: u64| match number {
@@ -201,15 +200,15 @@ fn what_if(source: &CostSource, arguments: &Arguments, plan: &Plan, screen: &Scr
     };
     let outer = plan.cluster.levels.last().map_or(1, |level| level.count);
     let inner = u64::from(plan.cluster.devices / outer.max(1));
-    // Which devices more or fewer would be, classes do not tell.
+    // With device classes, it is unknown which devices to add or remove.
     let counts = if plan.cluster.classes.is_empty() { around(u64::from(outer)) } else { vec![u64::from(outer)] };
     let counts: Vec<u64> = counts.into_iter().filter(|count| count * inner <= MOST_DEVICES).collect();
-    let bar = screen.progress((sizes.len() * counts.len()) as u64, "{bar:30} {pos}/{len} other sizes, {msg}");
+    let bar = screen.progress((sizes.len() * counts.len()) as u64, "{bar:30} {pos}/{len} what-if plans, {msg}");
     let mut cells = Vec::new();
     for &(micro_batch, microbatches) in &sizes {
-        // A model with a batch of its own has no other sizes.
+        // A model with a fixed batch has no other sizes.
         let Ok(mut costs) = source.costs(plan, micro_batch) else { continue };
-        // A framework's cuts are where modules end, and runs of ops know no modules.
+        // Frameworks cut at module boundaries, which coarsening would lose.
         if !plan.options.contains_key("target") {
             costs.graph = coarsen::runs(&costs.graph, PIECES);
         }
@@ -250,7 +249,7 @@ fn other(arguments: &Arguments, plan: &Plan, mut costs: Costs, outer: u32, m: u3
     }
 }
 
-/// Where the page goes, where one is wanted.
+/// The path of the page, if one is requested.
 fn page_path(arguments: &Arguments) -> Option<PathBuf> {
     let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
     let usual = || PathBuf::from(format!("{stem}.html"));
@@ -275,7 +274,7 @@ fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<
     if let Ok(ModelInfo { faults, .. }) = &report.modelled
         && !faults.is_empty()
     {
-        screen.warn(&format!("the plan's figures do not follow from these costs: {}", faults.join("; ")));
+        screen.warn(&format!("the plan's figures do not match these costs: {}", faults.join("; ")));
     }
     for (path, size) in &written {
         screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(*size)));

@@ -1,4 +1,4 @@
-//! `pipec schema`: the JSON Schema of a file format.
+//! `pipec schema`: prints the JSON Schema of a file format.
 
 use crate::cli::screen::Screen;
 use clap::{Args, ValueEnum};
@@ -7,7 +7,7 @@ use compiler::schedule::formats::json;
 use compiler::{cluster, plan, profile};
 use pipec::error::Error;
 
-/// Which schema.
+/// Arguments of `pipec schema`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  pipec schema plan\n  pipec schema metrics > metrics.schema.json")]
 pub struct Arguments {
@@ -18,26 +18,26 @@ pub struct Arguments {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum What {
-    /// plan.json, as `pipec partition` writes it
+    /// plan.json, written by `pipec partition`
     Plan,
-    /// profile.json, as `pipec profile` writes it
+    /// profile.json, written by `pipec profile`
     Profile,
-    /// Programs as `pipec simulate --programs FILE.json` writes them
+    /// Programs, written by `pipec simulate --programs FILE.json`
     Program,
-    /// A cluster file, which is TOML of this shape
+    /// A cluster file (TOML of this structure)
     Cluster,
-    /// A line of the file that `pipec train --metrics` writes
+    /// A line of the file written by `pipec train --metrics`
     Metrics,
-    /// What a verb that fails writes to standard error under `--format json`
+    /// The error that a failing command writes to standard error with `--format json`
     Error,
-    /// What other verbs print under `--format json`, by verb
+    /// The results of all other commands with `--format json`, by command
     Answers,
 }
 
-/// The answers that are put together where they are printed.
+/// Schemas of the results without a type of their own, by command.
 const ANSWERS: &str = include_str!("answers.json");
 
-/// Prints it.
+/// Prints the schema.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let schema = match arguments.what {
         What::Answers => {

@@ -1,4 +1,4 @@
-//! `pipec simulate`: runs a plan's programs against the plan's own costs.
+//! `pipec simulate`: simulates a plan's programs with the plan's costs.
 
 use crate::cli::args::schedule as schedule_flag;
 use crate::cli::prediction;
@@ -8,13 +8,14 @@ use clap::Args;
 use compiler::export::quantity;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
+use compiler::plan::StageMemory;
 use compiler::plan::problem::CostModel;
-use compiler::plan::{ScheduleKind, StageMemory};
+use compiler::plan::schedule::Schedule;
 use compiler::schedule::Program;
 use compiler::schedule::formats::chart::chart;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
 use compiler::schedule::formats::json::to_json;
-use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::{run, steady_throughput};
@@ -29,16 +30,16 @@ use pipec::plan::request::ScheduleChoice;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// The longest chart, in minibatches: one does not read further, and a terminal does not show more.
+/// The longest chart in minibatches; a terminal does not show more.
 const CHARTED: u32 = 24;
 
-/// Minibatches that are run where nobody says how many.
+/// Default number of minibatches.
 const USUAL: u32 = 100;
 
-/// The same where rounds of many replicas are long.
+/// Maximum of the default number of minibatches when rounds of many replicas are long.
 const MOST_USUAL: u64 = 10_000;
 
-/// Which plan, how far.
+/// Arguments of `pipec simulate`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec simulate model.plan.json --chart --minibatches 8\n  pipec simulate model.plan.json --schedule gpipe --trace run.pftrace"
@@ -47,25 +48,25 @@ pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
-    /// Minibatches to run [default: 100, more where many replicas take turns or much is in flight, or as many as the programs of --schedule are for]
+    /// Minibatches to simulate [default: 100; more with many round-robin replicas or in-flight minibatches; the number in the programs of --schedule]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     minibatches: Option<u32>,
-    /// Another order of work than the plan's, or that of a plan made with a file: a schedule, a table FILE.csv as torch writes them, or programs FILE.json
+    /// Schedule in place of the plan's, required if the plan was made with a file: a name, a table FILE.csv in torch's format, or programs FILE.json
     #[arg(long, value_name = "NAME|FILE", value_parser = schedule_flag::name_or_file)]
     schedule: Option<ScheduleChoice>,
-    /// Write what each worker does: .json with every operand, .csv the computation only in the form of torch, or else text
+    /// Write the program of each worker: .json with every operand, .csv computation only in torch's format, otherwise text
     #[arg(long, value_name = "FILE")]
     programs: Option<PathBuf>,
-    /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
+    /// Write a trace for Perfetto: its native format as .pftrace or .perfetto-trace, otherwise JSON, which chrome://tracing also opens
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Let every computation and transfer take up to this share more or less, for example 0.1
+    /// Vary the time of every computation and transfer by up to this fraction, for example 0.1
     #[arg(long, value_name = "SHARE", value_parser = jitter)]
     jitter: Option<f64>,
-    /// What --jitter follows from
+    /// Seed of --jitter
     #[arg(long, value_name = "N", default_value_t = 0, requires = "jitter")]
     seed: u64,
-    /// Draw who computes what when; every forward and backward takes one column
+    /// Draw the timeline; every forward and backward takes one column
     #[arg(long)]
     chart: bool,
 }
@@ -77,12 +78,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let plan = read_checked(&arguments.file)?;
     let what = format!("cannot simulate {}", arguments.file.display());
     if plan.cost == CostModel::Hybrid {
-        let why = "its times are those of an instance, in a unit of its own, with forward and backward in one";
+        let why = "its times are those of an instance, in an unknown unit, with forward and backward combined";
         return Err(Error::input(what).because(why));
     }
     if is_cyclic(&plan) {
         return Err(Error::input(what).because(NOT_A_PIPELINE).with_help(
-            "`pipec plan check` weighs its devices; without `--noncontiguous` an instance is planned as a pipeline, which plays",
+            "`pipec plan check` checks it; without `--noncontiguous` an instance is planned as a pipeline, which can be simulated",
         ));
     }
     let fail = |error: &dyn std::fmt::Display| Error::input(&what).because(error);
@@ -96,7 +97,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, CustomSchedule::microbatches);
     let in_flight = steady_throughput::in_flight(&pipeline);
-    // Some rounds of all replicas, so that what they do together is seen, and enough to fill what is in flight.
+    // Several rounds of all replicas, to show their interaction, and enough minibatches to reach the in-flight limit.
     let usual = if microbatches == 1 {
         let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
         even.clamp(USUAL.into(), MOST_USUAL) as u32
@@ -108,7 +109,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         Some(own) => own.program(&pipeline, minibatches),
         None => {
             let count = StepCount { minibatches, microbatches };
-            schedule_of(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
+            generated(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
         }
     };
     let write_program = |path: &PathBuf, program: &Program| -> Result<(), Error> {
@@ -127,7 +128,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             let back = back.and_then(|table| table.program(&pipeline, 1).map_err(|error| error.to_string()));
             if let Err(why) = back {
                 screen.warn(&format!(
-                    "`--schedule` does not take this table back: {why}; `--programs FILE.json` keeps what each worker does"
+                    "`--schedule` cannot read this table back: {why}; `--programs FILE.json` keeps the full programs"
                 ));
             }
         }
@@ -135,8 +136,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             let minibatches = quantity::plural(minibatches.into(), "minibatch", "minibatches");
             let items = quantity::plural(program.items.into(), "micro-batch", "micro-batches");
             screen.note(&format!(
-                "it holds {minibatches}, numbered on; a table does not say where one ends, so that `--schedule` takes it for one minibatch \
-                 of {items}: `--minibatches 1` writes the table of one, `--programs FILE.json` keeps the number"
+                "the table has {minibatches}, numbered consecutively, without their boundaries; `--schedule` reads it as one minibatch \
+                 of {items}: `--minibatches 1` writes a table of one, `--programs FILE.json` keeps the number"
             ));
         }
         Ok(())
@@ -153,11 +154,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 
     if let Some(cores) = machine.cores.filter(|cores| (*cores as usize) < program.workers.len()) {
         let cores = quantity::plural(u64::from(cores), "core", "cores");
-        screen
-            .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
+        screen.note(&format!(
+            "{} workers share {cores}; the plan's figures assume one core per worker",
+            program.workers.len()
+        ));
     }
     let pace = steady_throughput::Run::of(kind, &pipeline, &machine, microbatches);
-    // Programs in a file are for as many minibatches as they are.
+    // Programs in a file have a fixed number of minibatches.
     let is_fixed = own.as_ref().is_some_and(|own| own.minibatches().is_some());
     let long = Some(pace.minibatches()).filter(|long| *long > minibatches && !is_fixed);
     let step = match long {
@@ -182,20 +185,20 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let most = workers.iter().map(|(.., bytes)| *bytes).max().unwrap_or(0);
     if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| most > limit.0) {
         let (most, limit) = (quantity::bytes(most), quantity::bytes(limit.0));
-        screen.warn(&format!("a worker holds {most} under this order of work, the plan is for {limit} on each device"));
+        screen.warn(&format!("a worker needs {most} with this schedule, above the plan's limit of {limit} per device"));
     }
     let rows = workers.iter().map(|(name, busy, peak, bytes)| {
         vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
     });
     let pace = match long.is_none() && pace.is_short(minibatches) {
-        true => "none in so short a run".to_string(),
+        true => "not reached in this short run".to_string(),
         false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
     };
     screen.prose(&format!(
-        "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
-         steady state   {pace}; the plan says {} and {} samples/s\n",
+        "{}\n{}\nsimulated      {} in {}; {} idle, including fill and drain\n\
+         steady state   {pace}; the plan predicts {} and {} samples/s\n",
         stage_table::heading(&played),
-        stage_table::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
+        stage_table::table(&["worker", "busy", "peak in flight", "peak memory"], &[1, 2, 3], rows.collect()),
         quantity::plural(u64::from(minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
         format_args!("{:.1} %", timeline.bubble().max(0.0) * 100.0),
@@ -225,7 +228,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "minibatches": minibatches,
         "makespan_us": timeline.makespan,
         "step_us": step,
-        // Of what the plan's own `minibatch_us` is a time of.
+        // In the unit of the plan's `minibatch_us`: a micro-batch or a minibatch.
         "minibatch_us": if prediction::is_of_items(&plan) { step / f64::from(microbatches.max(1)) } else { step },
         "throughput_per_s": samples_per_s,
         "update_samples": prediction::update_samples(&played),
@@ -236,21 +239,21 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// Bytes that a replica of a stage holds whatever runs, beside what is played: weights, gradients of all of them (shares are fewer), and what items
-/// in flight have saved, which is nothing where nothing runs backward.
-fn throughout(memory: &StageMemory, kind: ScheduleKind) -> i128 {
+/// Bytes of a stage replica that the simulation does not count. Gradients replace the weights it counted, because ZeRO shards are smaller.
+/// Inference adds its activations, because nothing is saved for a backward.
+fn throughout(memory: &StageMemory, kind: Schedule) -> i128 {
     let (of_items, trained) = match kind {
-        ScheduleKind::Inference => (memory.activations, 0),
+        Schedule::Inference => (memory.activations, 0),
         _ => (0, i128::from(memory.gradients) - i128::from(memory.weights)),
     };
     let all = [of_items, memory.optimizer, memory.between, memory.messages, memory.workspace];
     all.into_iter().map(i128::from).sum::<i128>() + trained
 }
 
-/// A share of a time that it may be longer or shorter.
+/// Reads `--jitter`.
 fn jitter(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(share) if (0.0..1.0).contains(&share) => Ok(share),
-        _ => Err("a share is a number from 0 to less than 1, as 0.1".to_string()),
+        _ => Err("write a fraction from 0 to less than 1, for example 0.1".to_string()),
     }
 }

@@ -1,4 +1,4 @@
-//! `pipec sweep`: plans for many numbers of devices, depths and sizes, as a table and as the plots that papers show.
+//! `pipec sweep`: plans for ranges of device counts, depths and batch sizes, as a table and as the plots that papers show.
 
 use crate::cli::args;
 use crate::cli::args::optimizer::{self, OptimizerName};
@@ -9,7 +9,8 @@ use clap::Args;
 use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
-use compiler::plan::{ScheduleKind, coarsen};
+use compiler::plan::coarsen;
+use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
 use pipec::costs::CostInput;
 use pipec::costs::Costs;
@@ -23,13 +24,13 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The most rows that are asked for.
+/// The most rows of a sweep.
 const MOST_ROWS: usize = 2000;
 
 /// The most devices in a row.
 const MOST_DEVICES: u32 = 4096;
 
-/// Which model, for what.
+/// Arguments of `pipec sweep`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec sweep model.onnx --gpus 4,8,16 --microbatches 4,16 --svg plots\n  pipec sweep --family gpt2-xl --gpus 8,64 --memory 80GB"
@@ -41,42 +42,42 @@ pub struct Arguments {
     /// Numbers of devices
     #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = devices, help_heading = "Devices")]
     gpus: Vec<u32>,
-    /// Bandwidth of their link per device and direction, for example 1.25GB/s or 10Gbit/s
+    /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s
     #[arg(long, value_name = "RATE", help_heading = "Devices")]
     bandwidth: Option<String>,
-    /// Numbers of stages, each replicated over an equal share of the devices and cut for the most micro-batches [default: the planner is free]
-    #[arg(long, value_name = "D,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Questions")]
+    /// Numbers of stages; each stage gets equally many replicas, and cuts are chosen for the most micro-batches [default: the planner chooses]
+    #[arg(long, value_name = "D,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Sweep ranges")]
     depth: Vec<u32>,
-    /// Micro-batches in one minibatch
-    #[arg(long, value_name = "M,…", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Questions")]
+    /// Micro-batches per minibatch
+    #[arg(long, value_name = "M,…", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Sweep ranges")]
     microbatches: Vec<u32>,
-    /// Samples in one micro-batch [default: as the model says, else 32]
-    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Questions")]
+    /// Samples per micro-batch [default: the model's, else 32]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Sweep ranges")]
     micro_batch: Vec<u64>,
-    /// Orders of work [default: 1f1b-rr, or 1f1b with micro-batches]
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "1f1b-rr", "1f1b-rr-vsync", "2bw"], help_heading = "Questions")]
+    /// Pipeline schedules [default: 1f1b-rr, or 1f1b with micro-batches]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "1f1b-rr", "1f1b-rr-vsync", "2bw"], help_heading = "Sweep ranges")]
     schedule: Vec<String>,
-    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
+    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device type [default: analytic]
     #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
     profile: Option<String>,
-    /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
+    /// Memory limit per device, for example 16GB [default: the memory of the device]
     #[arg(long, value_name = "SIZE", help_heading = "Devices")]
     memory: Option<String>,
     /// Optimizer, for its memory
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Questions")]
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Sweep ranges")]
     optimizer: OptimizerName,
-    /// sgd, rmsprop: the share of the last step that `train` will keep; any but 0 is a number more for each weight
-    #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Questions")]
+    /// sgd, rmsprop: momentum used in training; a non-zero value adds one optimizer-state value per weight
+    #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Sweep ranges")]
     momentum: Option<f64>,
-    /// Whether a stage that does not fit otherwise may run forward again before backward
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Questions")]
+    /// Activation recomputation: auto (for stages that do not fit otherwise) or never
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Sweep ranges")]
     recompute: String,
-    /// Also find the largest model of this family of the zoo that fits: gpt2-xl with more layers, for example
-    #[arg(long, value_name = "NAME", help_heading = "Questions")]
+    /// Also find the largest model of this zoo family that fits, for example gpt2-xl with more layers
+    #[arg(long, value_name = "NAME", help_heading = "Sweep ranges")]
     family: Option<String>,
     #[command(flatten)]
     import: Import,
-    /// Write the plots as SVG into this folder, which is made where it is missing
+    /// Write the plots as SVG into this folder, created if missing
     #[arg(long, value_name = "FOLDER", help_heading = "Results")]
     svg: Option<PathBuf>,
 }
@@ -90,7 +91,7 @@ fn devices(text: &str) -> Result<u32, String> {
     }
 }
 
-/// Asks, prints, draws.
+/// Runs the sweep, prints the tables and writes the plots.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let mut sweep = Sweep::default();
     arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
@@ -123,10 +124,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
 }
 
 fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
-    let default =
-        if arguments.microbatches.iter().any(|m| *m > 1) { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    let default = if arguments.microbatches.iter().any(|m| *m > 1) { Schedule::OneFOneB } else { Schedule::OneFOneBRr };
     let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
-        Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB`, for each device")
+        Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
     })?;
     Ok(PlanOptions {
         memory_limit: memory,
@@ -139,8 +139,8 @@ fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
 }
 
 /// The schedules of the request.
-fn schedules(arguments: &Arguments) -> Vec<ScheduleKind> {
-    arguments.schedule.iter().filter_map(|name| ScheduleKind::from_name(name)).collect()
+fn schedules(arguments: &Arguments) -> Vec<Schedule> {
+    arguments.schedule.iter().filter_map(|name| Schedule::from_name(name)).collect()
 }
 
 fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Point>, Error> {
@@ -152,7 +152,7 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
         sizes => sizes.to_vec(),
     };
     let schedules = match &schedules(arguments)[..] {
-        [] => vec![base.schedule.as_ref().and_then(ScheduleChoice::named).unwrap_or(ScheduleKind::RoundRobin)],
+        [] => vec![base.schedule.as_ref().and_then(ScheduleChoice::named).unwrap_or(Schedule::OneFOneBRr)],
         given => given.to_vec(),
     };
     let depths: Vec<Option<u32>> = match &arguments.depth[..] {
@@ -162,10 +162,10 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     let rows = [&arguments.gpus.len(), &sizes.len(), &schedules.len(), &depths.len(), &arguments.microbatches.len()];
     let rows = rows.into_iter().fold(1usize, |product, count| product.saturating_mul(*count));
     if rows > MOST_ROWS {
-        return Err(Error::input(format!("these lists make {rows} rows, more than {MOST_ROWS}")));
+        return Err(Error::input(format!("these lists give {rows} rows, more than the limit of {MOST_ROWS}")));
     }
     let bar = screen.progress(rows as u64, "{bar:30} {pos}/{len} plans, {elapsed}, {msg}");
-    // A depth is cut for the most micro-batches, and keeps its cuts for fewer.
+    // Cuts of a depth are chosen for the most micro-batches and reused for fewer.
     let mut counts = arguments.microbatches.clone();
     counts.sort_unstable_by(|a, b| b.cmp(a));
     counts.dedup();
@@ -192,14 +192,14 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
                         let answer = match costs.as_ref().map_err(Error::clone).and_then(found) {
                             Ok(answer) => answer,
                             Err(failure) if failure.kind() == ErrorKind::Bug => return Err(failure),
-                            // What one row asks cannot be asked; others may ask for something else.
+                            // A row with invalid input does not stop the others.
                             Err(failure) => {
                                 let why = failure.line();
                                 refused.push(failure);
                                 Err(why)
                             }
                         };
-                        bar.println(clean(&told(devices, depth, kind, microbatches, &answer)));
+                        bar.println(clean(&describe(devices, depth, kind, microbatches, &answer)));
                         answers.insert(microbatches, answer);
                         asked += 1;
                         bar.inc(1);
@@ -215,14 +215,14 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     bar.finish_and_clear();
     let is_each_refused = refused.len() == asked;
     match refused.into_iter().next() {
-        // Where no row can be asked, it is the question that is wrong.
+        // If every row has invalid input, the sweep itself is wrong.
         Some(failure) if is_each_refused => Err(failure),
         _ => Ok(points),
     }
 }
 
 /// A finished row, in one line.
-fn told(devices: u32, depth: Option<u32>, kind: ScheduleKind, m: u32, answer: &Result<Figures, String>) -> String {
+fn describe(devices: u32, depth: Option<u32>, kind: Schedule, m: u32, answer: &Result<Figures, String>) -> String {
     let found = match answer {
         Ok(found) => {
             format!("{} samples/s, {}", quantity::samples(found.throughput_per_s), quantity::bytes(found.peak_bytes))
@@ -236,8 +236,8 @@ fn told(devices: u32, depth: Option<u32>, kind: ScheduleKind, m: u32, answer: &R
     format!("{devices}, {}, {}, {m}: {found}", name(depth), kind.name())
 }
 
-/// The plan of one row, or the reason for which there is none: that is an answer, unless the input is bad. Where the stages were cut
-/// before, `cut` is the model in these pieces.
+/// The figures of one row, or the reason why it has no plan; only invalid input is an error. `cut` is the model coarsened to the
+/// stages of an earlier row, if any.
 fn figures(
     path: &Path,
     costs: &Costs,
@@ -251,10 +251,10 @@ fn figures(
             return Ok(Err(format!("{depth} stages on {}", quantity::plural(u64::from(devices), "device", "devices"))));
         }
         Some(depth) if !devices.is_multiple_of(depth) => {
-            return Ok(Err(format!("{devices} devices do not make {depth} equal stages")));
+            return Ok(Err(format!("{devices} devices cannot be divided into {depth} equal stages")));
         }
         Some(depth) if depth as usize > costs.graph.ops.len() => {
-            return Ok(Err(format!("the model has {} ops to cut between", costs.graph.ops.len())));
+            return Ok(Err(format!("the model has only {} ops", costs.graph.ops.len())));
         }
         Some(depth) => options.replicas = Some(vec![devices / depth; depth as usize]),
         None => {}
@@ -262,7 +262,7 @@ fn figures(
     let parameters = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.bytes));
     if let Some(cut) = cut {
         let costs = Costs { graph: cut.clone(), ..costs.clone() };
-        // Cuts that do not fit this count are looked for anew.
+        // If these cuts do not fit with this count, new ones are searched.
         if let Ok(planned) = solve(path, costs, &options) {
             return Ok(Ok(Figures::of(&planned.plan, parameters)));
         }
@@ -283,7 +283,9 @@ fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Lar
     let kind = match arguments.profile.as_deref().map(CostInput::from).unwrap_or_default() {
         CostInput::Analytic(kind) => kind,
         CostInput::Profile(_) => {
-            return Err(Error::input("`--family` does not go with a profile file: its models were not measured"));
+            return Err(Error::input(
+                "`--family` cannot be combined with a profile file: its models were not measured",
+            ));
         }
     };
     let base = options(arguments)?;
@@ -293,22 +295,22 @@ fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Lar
     let micro_batch = arguments.micro_batch.first().copied().unwrap_or(1);
     let family = Family::open(name, micro_batch, kind.as_deref(), &options)?;
     let bandwidth = args::bandwidth(arguments.bandwidth.as_deref())?;
-    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} answers, {elapsed}, {msg}");
+    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} results, {elapsed}, {msg}");
     let mut found = Vec::new();
     for &devices in &arguments.gpus {
         for recompute in [true, false] {
             let with = if recompute { "recomputed" } else { "not recomputed" };
-            let told = format!("{}, {with}", quantity::plural(u64::from(devices), "device", "devices"));
-            bar.set_message(told.clone());
+            let setting = format!("{}, {with}", quantity::plural(u64::from(devices), "device", "devices"));
+            bar.set_message(setting.clone());
             let tried = |layers: u32, fits: bool| {
                 let fits = if fits { "fit" } else { "do not fit" };
-                bar.set_message(format!("{told}: {layers} layers {fits}"));
+                bar.set_message(format!("{setting}: {layers} layers {fits}"));
             };
             let one = family.largest(devices, bandwidth, recompute, &tried)?;
             let largest = one.found.map_or("none fits".to_string(), |(layers, parameters)| {
                 format!("{layers} layers, {} parameters", quantity::count(parameters))
             });
-            screen.beside(&bar, &format!("{told}: {largest}"));
+            screen.beside(&bar, &format!("{setting}: {largest}"));
             found.push(one);
             bar.inc(1);
         }
@@ -322,20 +324,20 @@ fn table(points: &[Point], width: Option<usize>) -> String {
         "devices",
         "depth",
         "schedule",
-        "samples",
+        "micro-batch",
         "micro-batches",
         "replicas",
         "samples/s",
-        "most memory",
+        "peak memory",
         "bubble",
-        "sent a sample",
-        "data parallel sends",
+        "sent per sample",
+        "data-parallel sends",
         "",
     ];
     let row = |point: &Point| {
         let mut cells = vec![
             point.devices.to_string(),
-            point.depth.map_or("free".to_string(), |depth| depth.to_string()),
+            point.depth.map_or("auto".to_string(), |depth| depth.to_string()),
             point.schedule.name().to_string(),
             point.micro_batch.to_string(),
             point.microbatches.to_string(),
@@ -362,10 +364,10 @@ fn table(points: &[Point], width: Option<usize>) -> String {
     fitted(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect(), &gives, width)
 }
 
-/// Ratios of speeds nearer to 1 than this are none.
+/// Relative difference of throughputs below which they count as equal.
 const EQUAL: f64 = 1e-3;
 
-/// What one might not see in the figures: that stages run forward again, and that fewer devices do as well.
+/// Remarks on a row: that stages recompute, and that fewer devices are as fast.
 fn remarks(point: &Point, found: &Figures, points: &[Point]) -> String {
     let asked = |of: &Point| (of.depth, of.schedule, of.micro_batch, of.microbatches);
     let fewer = points.iter().filter(|other| other.devices < point.devices && asked(other) == asked(point));
@@ -381,7 +383,7 @@ fn remarks(point: &Point, found: &Figures, points: &[Point]) -> String {
     recomputed.into_iter().chain(no_gain).collect::<Vec<_>>().join(", ")
 }
 
-/// `4-2-1`; long lists are told by their length.
+/// `4-2-1`; long lists are shown by their length.
 fn replicas(list: &[u32]) -> String {
     match list {
         [first, ..] if list.len() > 8 && list.iter().all(|r| r == first) => format!("{} of {first}", list.len()),
@@ -399,7 +401,7 @@ fn family_table(name: &str, largest: &[Largest], screen: &Screen) -> String {
         vec![one.devices.to_string(), if one.recompute { "yes" } else { "no" }.to_string(), layers, parameters]
     };
     let rows = largest.iter().map(row).collect();
-    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage a device\n"));
+    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage per device\n"));
     let header = ["devices", "recomputed", "layers", "parameters"];
     heading + &fitted(&header, &[0, 2, 3], rows, &[Give::Leave(3)], screen.width())
 }

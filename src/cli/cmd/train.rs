@@ -21,7 +21,7 @@ use pipec::train::run::train;
 use std::path::PathBuf;
 use std::process;
 
-/// What to train, on what, how.
+/// Arguments of `pipec train`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec train model.onnx --plan model.plan.json --data train.npz --loss cross-entropy --lr 0.1 --epochs 5 --save weights.safetensors\n  pipec train model.onnx --stages 2,1 --synthetic-data --steps 100"
@@ -30,10 +30,10 @@ pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
     file: PathBuf,
-    /// The plan; without one, training plans on analytic costs of this CPU
+    /// The plan; without one, pipec plans with analytic costs of this CPU
     #[arg(long, value_name = "FILE", conflicts_with_all = ["workers", "stages", "cut_after"], help_heading = "Plan and schedule")]
     plan: Option<PathBuf>,
-    /// Workers to plan for [default: one, or as the stages need]
+    /// Workers to plan for [default: one, or as many as --stages needs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Plan and schedule")]
     workers: Option<u32>,
     /// Replicas of each stage, for example 2,1,1
@@ -42,50 +42,50 @@ pub struct Arguments {
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Plan and schedule")]
     cut_after: Option<Vec<String>>,
-    /// Arrays named by the model's inputs, the labels `target` or `y`: .npz, .npy or .safetensors
+    /// Arrays named after the model's inputs, and labels named `target` or `y`: .npz, .npy or .safetensors
     #[arg(long, value_name = "FILE", help_heading = "Data")]
     data: Option<PathBuf>,
-    /// Train on made-up data, whose targets are what another network of the same form answers
+    /// Train on synthetic data, with targets from a randomly initialised network of the same architecture
     #[arg(long, conflicts_with = "data", help_heading = "Data")]
     synthetic_data: bool,
-    /// Keep this share of the rows, the last ones, from training, and tell at the end how good the model is on them
+    /// Hold out this fraction of the rows (the last ones), and evaluate the model on them at the end
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "eval_data", help_heading = "Data")]
     eval_split: Option<f64>,
-    /// Tell at the end how good the model is on these rows: arrays as in --data
+    /// Evaluate the model at the end on this file; arrays as in --data
     #[arg(long, value_name = "FILE", help_heading = "Data")]
     eval_data: Option<PathBuf>,
-    /// Samples in a minibatch [default: the plan's, else the file's, else 32]
+    /// Samples per minibatch [default: the plan's, else the file's, else 32]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Data")]
     batch: Option<u64>,
-    /// Micro-batches in a minibatch [default: the plan's, else 1]
+    /// Micro-batches per minibatch [default: the plan's, else 1]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
-    /// Devices that share every stage: its ops are split among so many threads [default: as the plan says, else 1]
+    /// Tensor-parallel degree: number of threads that share the ops of every stage [default: the plan's, else 1]
     #[arg(long, value_name = "N", value_parser = devices, conflicts_with_all = ["processes", "hosts", "rank"], help_heading = "Plan and schedule")]
     tensor: Option<u32>,
-    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
+    /// Pipeline schedule: a name, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
     #[arg(long, value_name = "NAME|FILE", value_parser = schedule::name_or_file, help_heading = "Plan and schedule")]
     schedule: Option<ScheduleChoice>,
-    /// Minibatches in flight on each replica of a stage: auto (the plan's), pipedream, or one number a stage
+    /// In-flight minibatches on each replica of a stage: auto (the plan's), pipedream, or one number per stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = plan::in_flight, help_heading = "Plan and schedule")]
     in_flight: InFlight,
     /// Minibatches to train
     #[arg(long, value_name = "N", conflicts_with = "epochs", value_parser = clap::value_parser!(u32).range(1..=10_000_000), help_heading = "Data")]
     steps: Option<u32>,
-    /// Times through the data [default: 1]
+    /// Number of epochs [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "Data")]
     epochs: Option<u32>,
-    /// See the rows in a new order every epoch
+    /// Shuffle the rows every epoch
     #[arg(long, conflicts_with = "no_shuffle", help_heading = "Data")]
     shuffle: bool,
-    /// See the rows as they stand in the file; this is the default
+    /// Read the rows in file order (default)
     #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
-    /// What is made small, the mean of it over the micro-batches of a minibatch [default: the plan's; output for a model that returns its loss, else cross-entropy]
-    #[arg(long, value_enum, value_name = "NAME", help_heading = "Updates")]
+    /// Loss function, averaged over the micro-batches of a minibatch [default: the plan's; output for a model that returns its loss, else cross-entropy]
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     loss: Option<LossName>,
-    /// The axis of classes; negative counts from the end [default: -1]
-    #[arg(long, value_name = "AXIS", allow_hyphen_values = true, help_heading = "Updates")]
+    /// Class axis; negative counts from the end [default: -1]
+    #[arg(long, value_name = "AXIS", allow_hyphen_values = true, help_heading = "Optimizer")]
     class_dim: Option<i64>,
     #[command(flatten)]
     optimizer: OptimizerArguments,
@@ -93,38 +93,38 @@ pub struct Arguments {
     policy: PolicyArguments,
     #[command(flatten)]
     processes: ProcessArguments,
-    /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch) [default: torch for a .pt2]
-    #[arg(long, value_name = "RULE", value_parser = ["onnx", "torch"], help_heading = "Updates")]
+    /// Running variance: biased (onnx) or unbiased (torch) [default: torch for a .pt2]
+    #[arg(long, value_name = "RULE", value_parser = ["onnx", "torch"], help_heading = "Optimizer")]
     bn_variance: Option<String>,
-    /// Initial weights by name: .npz, .safetensors or the folder of a checkpoint [default: those of the model]
-    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
+    /// Initial weights by name: .npz, .safetensors or the folder of a checkpoint [default: the model's]
+    #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     weights: Option<PathBuf>,
-    /// Parameters that are not trained: names, or prefix* for all that start so
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Weights and results")]
+    /// Parameters to freeze: names, or prefix* for all names that start with it
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Input and output files")]
     freeze: Vec<String>,
     /// Write the trained weights: .safetensors or .npz
-    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
+    #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     save: Option<PathBuf>,
     /// Write the gradients of the last minibatch by parameter name
-    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
+    #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     save_gradients: Option<PathBuf>,
     #[command(flatten)]
     checkpoints: CheckpointArguments,
-    /// Write a JSON object for every minibatch, and one with totals at the end
-    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
+    /// Write one JSON object per minibatch, and one with totals at the end
+    #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     metrics: Option<PathBuf>,
-    /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
-    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
+    /// Write a trace for Perfetto: its native format as .pftrace or .perfetto-trace, otherwise JSON, which chrome://tracing also opens
+    #[arg(long, value_name = "FILE", help_heading = "Input and output files")]
     trace: Option<PathBuf>,
-    /// Where to run
-    #[arg(long, value_name = "auto|cpu", default_value = "auto", value_parser = device, help_heading = "Run")]
+    /// Device to train on
+    #[arg(long, value_name = "auto|cpu", default_value = "auto", value_parser = device, help_heading = "Device and seed")]
     device: String,
-    /// Seed of everything random
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Run")]
+    /// Random seed
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Device and seed")]
     seed: u64,
     #[command(flatten)]
     import: Import,
-    /// Train a file though it is not the model that its framework trains: folded or stored statistics, merged parameters
+    /// Train a file that differs from the framework's training model: folded or stored statistics, merged parameters
     #[arg(long, help_heading = "Model")]
     accept_inference_model: bool,
 }
@@ -134,8 +134,8 @@ fn device(text: &str) -> Result<String, String> {
     match text {
         "auto" | "cpu" => Ok(text.to_string()),
         _ if text.starts_with("cuda") => {
-            Err("training runs on the CPU so far; `pipec export --to torch` writes a bundle that trains the \
-            same plan on GPUs, `pipec doctor` says which are here"
+            Err("training supports only the CPU; `pipec export --to torch` writes a bundle that trains the \
+            same plan on GPUs, and `pipec doctor` lists the GPUs"
                 .to_string())
         }
         _ => Err("write auto or cpu".to_string()),
@@ -209,11 +209,11 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     Ok(())
 }
 
-/// A share of the rows: some, and not all.
+/// Reads `--eval-split`: a fraction of the rows above 0 and below 1.
 fn share(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
-        _ => Err("a share is a number between 0 and 1, as 0.1".to_string()),
+        _ => Err("write a fraction between 0 and 1, for example 0.1".to_string()),
     }
 }
 
@@ -221,6 +221,6 @@ fn share(text: &str) -> Result<f64, String> {
 fn devices(text: &str) -> Result<u32, String> {
     let known = text.parse().ok().filter(|devices| (1..=MOST).contains(devices));
     known.ok_or_else(|| {
-        format!("write how many devices share every stage, 1 to {MOST}; `pipec partition --tensor auto` finds the best number")
+        format!("write a tensor-parallel degree from 1 to {MOST}; `pipec partition --tensor auto` finds the best one")
     })
 }

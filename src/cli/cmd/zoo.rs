@@ -1,7 +1,7 @@
-//! `pipec zoo`: a model of the zoo as an ONNX file.
+//! `pipec zoo`: writes a model of the zoo as an ONNX file.
 //!
-//! Every model, and every published size of one, is a subcommand whose flags come from the zoo's own lists: `pipec zoo
-//! gpt --help` says what can be chosen of a GPT, `pipec zoo gpt2 --help` the same with the settings of GPT-2.
+//! Every model, and every published size of one, is a subcommand whose flags come from the zoo's lists. `pipec zoo gpt --help`
+//! lists the options of a GPT; `pipec zoo gpt2 --help` lists them with the settings of GPT-2.
 
 use crate::cli::screen::Screen;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
@@ -13,7 +13,7 @@ use pipec::files::output;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Which model, with which options; nothing lists the zoo.
+/// The requested model with its options; `None` lists the zoo.
 #[derive(Debug)]
 pub struct Arguments {
     wanted: Option<Wanted>,
@@ -34,7 +34,7 @@ impl Args for Arguments {
         });
         command
             .subcommands(all)
-            // What no model is called is refused in words of ours.
+            // Accepts unknown names, so that `run` can report them.
             .allow_external_subcommands(true)
             .subcommand_value_name("MODEL")
             .subcommand_help_heading("Models")
@@ -80,7 +80,7 @@ impl FromArgMatches for Arguments {
     }
 }
 
-/// The flags of one model or size: its own choices, then what every model takes.
+/// The flags of one model or size: its own options, then the common ones.
 fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'static str, Setting)]) -> Command {
     let own = entry.choices.iter().map(|choice| {
         let set = settings.iter().find(|(name, _)| *name == choice.name).map(|(_, setting)| *setting);
@@ -91,26 +91,22 @@ fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'
         };
         let about = format!("{} [default: {}]", sentence(choice.about), set.unwrap_or(choice.usual));
         let own = flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text));
-        // One that is true or false is true where it stands alone.
+        // A true/false flag without a value means true.
         let own = match choice.usual {
             Setting::Truth(_) => own.num_args(0..=1).default_missing_value("true"),
             _ => own,
         };
-        own.help_heading("Of this model")
+        own.help_heading("Model options")
     });
     let numbers = value_parser!(usize);
     Command::new(name)
         .about(entry.about)
         .args(own)
-        .arg(
-            flag("output", "FILE", "Where to write it [default: NAME.onnx]")
-                .short('o')
-                .value_parser(value_parser!(PathBuf)),
-        )
+        .arg(flag("output", "FILE", "Output file [default: NAME.onnx]").short('o').value_parser(value_parser!(PathBuf)))
         .arg(flag("seed", "N", "Seed of the initial weights [default: 0]").value_parser(value_parser!(u64)))
-        .arg(flag("batch", "N", "A fixed batch size instead of the symbol `batch`").value_parser(numbers))
-        .arg(switch("loss", "Work out the loss in the graph, from an input `labels`"))
-        .arg(switch("structure", "Leave the weights out: the graph alone, to plan with, at any size"))
+        .arg(flag("batch", "N", "Fixed batch size instead of the symbol `batch`").value_parser(numbers))
+        .arg(switch("loss", "Compute the loss in the graph, from an input `labels`"))
+        .arg(switch("structure", "Omit the weights; the graph alone can be planned at any size"))
 }
 
 fn flag(name: &'static str, value: &'static str, about: impl Into<String>) -> Arg {
@@ -121,7 +117,7 @@ fn switch(name: &'static str, about: &'static str) -> Arg {
     Arg::new(name).long(name).action(ArgAction::SetTrue).help(about)
 }
 
-/// With a capital letter, as all help begins.
+/// Capitalises the first letter, as in all help texts.
 fn sentence(text: &str) -> String {
     let mut letters = text.chars();
     letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
@@ -143,19 +139,21 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         None => {
             let path = PathBuf::from(format!("{name}.onnx"));
             if path.exists() {
-                return Err(Error::input(format!("{} exists already", path.display()))
-                    .with_help(format!("`-o {}` writes over it, `-o FILE` beside it", path.display())));
+                return Err(Error::input(format!("{} already exists", path.display())).with_help(format!(
+                    "use `-o {}` to overwrite it, or `-o FILE` to write another file",
+                    path.display()
+                )));
             }
             path
         }
     };
     output::write(&path, &bytes)?;
     let (size, parameters) = (bytes.len() as u64, built.counts.parameters);
-    // No model is built that has more than fit in 64 bits.
+    // Models with more parameters than fit in 64 bits are refused earlier.
     let parameters = u64::try_from(parameters).unwrap_or(u64::MAX);
     let without = if options.structure { ", without weights" } else { "" };
-    let told = quantity::count(parameters);
-    screen.text(&format!("wrote {} ({told} parameters{without}, {})", path.display(), quantity::bytes(size)));
+    let count = quantity::count(parameters);
+    screen.text(&format!("wrote {} ({count} parameters{without}, {})", path.display(), quantity::bytes(size)));
     screen.json(&json!({
         "model": name,
         "file": path.display().to_string(),
@@ -177,7 +175,7 @@ fn list(screen: &Screen) -> Result<(), Error> {
             text += &format!("{:14} sizes: {}\n", "", sizes.join(", "));
         }
     }
-    text += "`pipec zoo NAME` writes one, `pipec zoo NAME --help` says what its options mean.\n";
+    text += "`pipec zoo NAME` writes a model, `pipec zoo NAME --help` explains its options.\n";
     screen.prose(&text);
     let entries: Vec<_> = ENTRIES
         .iter()

@@ -1,4 +1,4 @@
-//! Layers with choices, from file to plan: `pipec partition FILE --from piper`.
+//! Piper instances, whose layers have several configurations, from file to plan: `pipec partition FILE --from piper`.
 
 use crate::cli::cmd::partition::Arguments;
 use crate::cli::instances::placement;
@@ -6,8 +6,8 @@ use crate::cli::screen::Screen;
 use compiler::cluster::unit;
 use compiler::export::quantity;
 use compiler::graph::hash::sha256;
-use compiler::plan::ScheduleKind;
 use compiler::plan::check::error::PlanFault;
+use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, PlannedModel};
 use instances::piper::check::check as judged;
 use instances::piper::model::Hybrid;
@@ -18,13 +18,13 @@ use pipec::files::input;
 use pipec::plan::request::{PlanOptions, ScheduleChoice};
 use std::path::Path;
 
-/// Plans, prints, writes.
+/// Plans an instance, writes the plan and prints it.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let path = &arguments.file;
     refuse(arguments)?;
     let text = input::text(path, piper::MAX_BYTES as u64)?;
     let mut hybrid = piper::read(&text).map_err(|error| {
-        Error::file("read the instance", path, error).with_help("`--from` names the format of the file")
+        Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
     settle(&mut hybrid, arguments)?;
     let sha256 = sha256(text.as_bytes());
@@ -46,21 +46,21 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
             SolveError::Unsound(_) => Error::bug(&error.to_string()),
             SolveError::Memory { smallest, .. } => {
                 let least = quantity::at_least(*smallest);
-                infeasible().with_help(format!("`--memory {least}` is the least that was found to do"))
+                infeasible().with_help(format!("`--memory {least}` is the smallest limit with a plan found"))
             }
-            SolveError::Devices { .. } => infeasible().with_help("`--gpus` gives more devices"),
+            SolveError::Devices { .. } => infeasible().with_help("add devices with `--gpus`"),
             SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),
         }
     })?;
     placement::tell(&plan, arguments, screen)
 }
 
-/// What the instance in a file says against the plan.
+/// The faults of the plan under the instance in a file.
 pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let text = input::text(path, piper::MAX_BYTES as u64)?;
     let mut hybrid = piper::read(&text).map_err(|error| Error::file("read the instance", path, error))?;
     placement::is_of(plan, path, &text)?;
-    // Flags may have said something else than the file.
+    // The plan may have been made with flags that override the file.
     hybrid.devices = plan.cluster.devices;
     hybrid.microbatches = plan.schedule.microbatches;
     if let Some(level) = plan.cluster.levels.first() {
@@ -72,7 +72,7 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     Ok(judged(&hybrid, plan).err().unwrap_or_default())
 }
 
-/// What flags say instead of the file.
+/// Applies the flags that override the file.
 fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
     let question = &arguments.question;
     if let Some(text) = &question.memory {
@@ -86,7 +86,7 @@ fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
     if let Some(count) = arguments.devices.gpus {
         let most = piper::MAX_COUNT as u32;
         if !(1..=most).contains(&count) {
-            return Err(Error::input(format!("`--gpus {count}` is not from 1 to {most}")));
+            return Err(Error::input(format!("`--gpus {count}` must be from 1 to {most}")));
         }
         hybrid.devices = count;
     }
@@ -96,7 +96,7 @@ fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
     Ok(())
 }
 
-/// The instance names its levels and its costs; flags that would change them have no meaning.
+/// Refuses flags for interconnect levels and costs, which the instance defines.
 fn refuse(arguments: &Arguments) -> Result<(), Error> {
     let (devices, options) = (&arguments.devices, arguments.question.options()?);
     let own = [
@@ -107,17 +107,14 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         ("--cpus", arguments.cpus),
         (
             "--schedule",
-            options
-                .schedule
-                .as_ref()
-                .is_some_and(|schedule| *schedule != ScheduleChoice::Named(ScheduleKind::OneFOneB)),
+            options.schedule.as_ref().is_some_and(|schedule| *schedule != ScheduleChoice::Named(Schedule::OneFOneB)),
         ),
     ];
     let given = [&own[..], &placement::unsupported(&options)].concat();
     placement::refuse_given(
         &given,
         "piper",
-        "the instance has its own costs, choices and schedule",
-        "`--gpus`, `--bandwidth`, `--memory` and `--microbatches` change what it says",
+        "the instance has its own costs, layer configurations and schedule",
+        "only `--gpus`, `--bandwidth`, `--memory` and `--microbatches` override its values",
     )
 }

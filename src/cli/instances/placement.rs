@@ -1,4 +1,4 @@
-//! Instances of device placement, from file to plan: `pipec partition FILE --from dnn-partitioning`.
+//! Device-placement instances, from file to plan: `pipec partition FILE --from dnn-partitioning`.
 
 use crate::cli::cmd::partition::Arguments;
 use crate::cli::prediction;
@@ -18,14 +18,14 @@ use pipec::files::output;
 use pipec::plan::request::PlanOptions;
 use std::path::Path;
 
-/// Places, prints, writes.
+/// Plans an instance, writes the plan and prints it.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let path = &arguments.file;
     refuse(arguments)?;
     let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
     let read = if arguments.cpus { dnn_partitioning::read_with_hosts } else { dnn_partitioning::read };
     let placement = read(&text).map_err(|error| {
-        Error::file("read the instance", path, error).with_help("`--from` names the format of the file")
+        Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
     let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
     let sha256 = sha256(text.as_bytes());
@@ -49,7 +49,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
             let least = quantity::at_least(*smallest);
             Error::infeasible(format!("no feasible plan for {}", path.display()))
                 .because(&error)
-                .with_help(format!("`--memory {least}` is the least that was found to do"))
+                .with_help(format!("`--memory {least}` is the smallest limit with a plan found"))
         }
         SolveError::TooLarge { .. } | SolveError::Cluster(_) => {
             Error::input(format!("cannot plan {}", path.display())).because(&error)
@@ -69,7 +69,7 @@ pub fn protect(arguments: &Arguments, sha256: &str) -> Result<(), Error> {
     }
 }
 
-/// What the instance in a file says against the plan.
+/// The faults of the plan under the instance in a file.
 pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
     // A plan with hosts has two classes of devices: accelerators and hosts.
@@ -77,7 +77,7 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let read = if accelerators.is_some() { dnn_partitioning::read_with_hosts } else { dnn_partitioning::read };
     let mut placement = read(&text).map_err(|error| Error::file("read the instance", path, error))?;
     is_of(plan, path, &text)?;
-    // `--memory` may have said something else than the file.
+    // `--memory` may have changed the limit of the file.
     let limit = accelerators.map(|class| class.device.memory).or(plan.cluster.memory_per_device);
     if let Some(limit) = limit.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
         placement.bytes_per_device = limit.0 as f64;
@@ -91,7 +91,7 @@ pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Error> {
         return Ok(());
     }
     let what = format!("{} is not the instance of the plan", path.display());
-    Err(Error::input(what).because(format!("the plan is for {}, a file of other bytes", shown(&plan.model.file))))
+    Err(Error::input(what).because(format!("the plan is for {}, whose contents differ", shown(&plan.model.file))))
 }
 
 /// Writes the plan of an instance, and prints it.
@@ -103,14 +103,14 @@ pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), E
         return Ok(());
     }
     output::write(&path, json.as_bytes())?;
-    screen.text(&prediction::told(plan, screen));
+    screen.text(&prediction::describe(plan, screen));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
 }
 
-/// The instance names its devices and its costs; flags that would change them have no meaning.
+/// Refuses flags for devices and costs, which the instance defines.
 fn refuse(arguments: &Arguments) -> Result<(), Error> {
     let (devices, options) = (&arguments.devices, arguments.question.options()?);
     let default = PlanOptions::default();
@@ -129,11 +129,11 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         &given,
         "dnn-partitioning",
         "the instance has its own devices and costs",
-        "`--memory` changes what it says",
+        "only `--memory` overrides its values",
     )
 }
 
-/// Flags that no instance supports, and whether they are given.
+/// Flags that no instance supports; the boolean is true if the flag is given.
 pub fn unsupported(options: &PlanOptions) -> Vec<(&'static str, bool)> {
     let default = PlanOptions::default();
     vec![
@@ -154,12 +154,12 @@ pub fn unsupported(options: &PlanOptions) -> Vec<(&'static str, bool)> {
     ]
 }
 
-/// Refuses the first of some flags that is given beside an instance of a format, whose file says what they would.
+/// Refuses the first given flag that an instance of this format does not support.
 pub fn refuse_given(given: &[(&str, bool)], format: &str, why: &str, help: &str) -> Result<(), Error> {
     match given.iter().find(|(_, is_given)| *is_given) {
-        Some((flag, _)) => {
-            Err(Error::input(format!("`{flag}` does not go with `--from {format}`")).because(why).with_help(help))
-        }
+        Some((flag, _)) => Err(Error::input(format!("`{flag}` cannot be combined with `--from {format}`"))
+            .because(why)
+            .with_help(help)),
         None => Ok(()),
     }
 }

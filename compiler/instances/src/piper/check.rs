@@ -23,7 +23,8 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
             match hybrid.layers[op as usize].at(degree).iter().find(|choice| choice.name == *name) {
                 Some(choice) => drop(taken.insert(op, (at, choice))),
                 None => {
-                    let what = format!("op {op} has no choice `{}` at tensor degree {degree}", name.escape_debug());
+                    let what =
+                        format!("op {op} has no choice `{}` at tensor-parallel degree {degree}", name.escape_debug());
                     faults.push(PlanFault::Devices { stage: at, what });
                 }
             }
@@ -116,17 +117,19 @@ fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<PlanFault>) {
             faults.push(PlanFault::Devices { stage: at, what });
         }
         if used != stage.devices.len() as u64 {
-            let what = format!("{} devices for {used}", stage.devices.len());
+            let what = format!("{} devices instead of {used}", stage.devices.len());
             faults.push(PlanFault::Devices { stage: at, what });
         }
         devices += used;
         replicas += u64::from(stage.replicas);
     }
-    let over =
-        [("devices", devices, hybrid.devices), ("replicas for so many micro-batches", replicas, hybrid.microbatches)];
+    let over = [
+        ("devices", devices, hybrid.devices),
+        ("replicas, at most one per micro-batch", replicas, hybrid.microbatches),
+    ];
     for (what, used, there) in over {
         if used > u64::from(there) {
-            let what = format!("all stages take {used} {what}, there are {there}");
+            let what = format!("all stages use {used} {what}; there are {there}");
             faults.push(PlanFault::Devices { stage: plan.stages.len().saturating_sub(1), what });
         }
     }

@@ -35,14 +35,14 @@ pub enum PiperError {
     Json(#[from] JsonError),
     #[error("`nodes` is empty")]
     Empty,
-    #[error("{what} has {found} entries, at most {limit} are read")]
+    #[error("{what} has {found} entries; the limit is {limit}")]
     TooMany {
         /// `nodes`, `edges` or the choices of a node.
         what: String,
         found: usize,
         limit: usize,
     },
-    #[error("`{field}` is {found}, it must be from 1 to {most}")]
+    #[error("`{field}` is {found}; it must be from 1 to {most}")]
     Count { field: &'static str, found: u64, most: u64 },
     #[error("{place}: `{field}` is {found:?}; it must be {range}")]
     Number {
@@ -52,7 +52,7 @@ pub enum PiperError {
         found: f64,
         range: &'static str,
     },
-    #[error("`nodes[{at}]` has the id {id} of `nodes[{first}]`")]
+    #[error("`nodes[{at}]` repeats the id {id} of `nodes[{first}]`")]
     Duplicate {
         /// Index in `nodes`.
         at: usize,
@@ -70,7 +70,7 @@ pub enum PiperError {
         at: usize,
         what: String,
     },
-    #[error("the edges make a ring, with node {id} on it or behind it")]
+    #[error("the edges form a cycle, which contains or precedes node {id}")]
     Ring {
         /// A node on the cycle or after it.
         id: String,
@@ -138,9 +138,9 @@ where
                 while let Some(key) = map.next_key::<String>()? {
                     let shown: String = key.chars().take(20).filter(|c| !c.is_control()).collect();
                     let number: K =
-                        key.parse().map_err(|_| de::Error::custom(format!("key `{shown}` is no number")))?;
+                        key.parse().map_err(|_| de::Error::custom(format!("key `{shown}` is not a number")))?;
                     if !known.insert(number) {
-                        return Err(de::Error::custom(format!("key `{shown}` is there twice")));
+                        return Err(de::Error::custom(format!("duplicate key `{shown}`")));
                     }
                     entries.push((number, map.next_value()?));
                 }
@@ -197,7 +197,7 @@ pub fn read(text: &str) -> Result<Hybrid, PiperError> {
         layers.push(Layer { name: node.id.to_string(), title: node.name, choices, links: touching });
     }
     if degrees.len() > MAX_CHOICES {
-        let what = "the list of degrees of tensor parallelism".to_string();
+        let what = "the list of tensor-parallel degrees".to_string();
         return Err(PiperError::TooMany { what, found: degrees.len(), limit: MAX_CHOICES });
     }
     let hybrid = Hybrid {
@@ -233,7 +233,7 @@ fn links(edges: &[FileEdge], index: &HashMap<i64, u32>) -> Result<Vec<Link>, Pip
         };
         let (from, to) = (node(edge.source_id)?, node(edge.dest_id)?);
         if !known.insert((from, to)) {
-            return Err(wrong(format!("{} -> {} is there twice", edge.source_id, edge.dest_id)));
+            return Err(wrong(format!("{} -> {} is a duplicate", edge.source_id, edge.dest_id)));
         }
         let bytes = quantity(&format!("`edges[{at}]`"), "communicationCost", edge.communication_cost)?;
         links.push(Link { from, to, bytes });
@@ -258,7 +258,7 @@ fn choices(
     let mut by_degree: Vec<(u32, Vec<Choice>)> = Vec::new();
     for (degree, found) in found {
         if !(1..=MAX_COUNT as u32).contains(&degree) {
-            return Err(wrong(format!("a degree of tensor parallelism is {degree}; it is from 1 to {MAX_COUNT}")));
+            return Err(wrong(format!("the tensor-parallel degree {degree} must be from 1 to {MAX_COUNT}")));
         }
         if found.len() > MAX_CHOICES {
             let what = format!("`TMPCs[{degree}]` of node {id}");
@@ -267,7 +267,7 @@ fn choices(
         let mut choices: Vec<Choice> = Vec::with_capacity(found.len());
         for choice in found {
             if choices.iter().any(|known| known.name == choice.id) {
-                return Err(wrong(format!("two choices of degree {degree} are called `{}`", choice.id.escape_debug())));
+                return Err(wrong(format!("two choices of degree {degree} are named `{}`", choice.id.escape_debug())));
             }
             choices.push(Choice {
                 time: quantity(&place, "timePerSample", choice.time_per_sample)?,
@@ -305,7 +305,10 @@ fn sync(id: i64, choice: &FileChoice, neighbours: &Neighbours<'_>) -> Result<Vec
         let other = neighbours.ids[if is_read { link.from } else { link.to } as usize];
         let (field, list) = if is_read { ("syncTimeFw", &read) } else { ("syncTimeBw", &reading) };
         let Some(&bytes) = list.get(&other) else {
-            return Err(wrong(format!("`{field}` of choice `{name}` lacks node {other}, to which there is an edge")));
+            return Err(wrong(format!(
+                "`{field}` of choice `{name}` has no entry for node {other}, to which there is \
+                an edge"
+            )));
         };
         used[usize::from(is_read)] += 1;
         sync.push(quantity(&place, field, bytes)?);
@@ -349,20 +352,20 @@ mod tests {
     #[test]
     fn refuses() {
         let with = |from: &str, to: &str| read(&FILE.replace(from, to)).unwrap_err().to_string();
-        assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` has the id 7 of `nodes[0]`");
+        assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` repeats the id 7 of `nodes[0]`");
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]`: names node 9, which `nodes` does not have");
         assert_eq!(with("1.5", "-1"), "node 7: `timePerSample` is -1.0; it must be from 0 to 1e15");
-        assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0, it must be from 1 to 4096");
+        assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0; it must be from 1 to 4096");
         assert_eq!(read(&FILE.replace("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048576")).unwrap().microbatches, 1 << 20);
         let many = with("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048577");
-        assert_eq!(many, "`mbsInBatch` is 1048577, it must be from 1 to 1048576");
+        assert_eq!(many, "`mbsInBatch` is 1048577; it must be from 1 to 1048576");
         assert_eq!(
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
             "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"
         );
         assert!(with("\"1\": [{\"id\": \"activation", "\"2\": [{\"id\": \"activation").contains("duplicate key `2`"));
-        assert!(with("\"2\": [{\"id\": \"half", "\"x\": [{\"id\": \"half").contains("key `x` is no number"));
-        assert!(with("\"syncTimeFw\": {\"7\": 0.5}", "\"syncTimeFw\": {}").contains("lacks node 7"));
+        assert!(with("\"2\": [{\"id\": \"half", "\"x\": [{\"id\": \"half").contains("key `x` is not a number"));
+        assert!(with("\"syncTimeFw\": {\"7\": 0.5}", "\"syncTimeFw\": {}").contains("no entry for node 7"));
         assert!(
             with("\"syncTimeFw\": {\"7\": 0.5}", "\"syncTimeFw\": {\"7\": 0, \"8\": 0}").contains("without an edge")
         );

@@ -15,9 +15,10 @@ use compiler::partition::search::downset_lattice;
 use compiler::partition::search::downset_lattice::Lattice;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::problem::{CostModel, Objective};
+use compiler::plan::schedule::Schedule;
 use compiler::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
-    Predicted, SCHEMA, ScheduleKind, Search as Searched, Stage, StageId, StageMemory,
+    Predicted, SCHEMA, Search as Searched, Stage, StageId, StageMemory,
 };
 use compiler::profile::Method;
 use std::collections::BTreeMap;
@@ -54,7 +55,7 @@ pub struct Request {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SolveError {
     /// Infeasible: no plan was found within memory.
-    #[error("no plan for {devices} devices of {limit} bytes was found; {smallest} bytes each would do")]
+    #[error("no plan for {devices} devices of {limit} bytes was found; {smallest} bytes per device are enough")]
     Memory {
         devices: u32,
         limit: u64,
@@ -62,12 +63,12 @@ pub enum SolveError {
         smallest: u64,
     },
     /// Infeasible: no stages match the degrees that their layers offer.
-    #[error("no plan for {devices} devices was found at any memory: {why}")]
+    #[error("no plan for {devices} devices was found with any memory: {why}")]
     Devices { devices: u32, why: String },
     #[error(transparent)]
     Cluster(#[from] ClusterError),
     /// The plan checker rejected the plan. This is a bug in the search, never an input error.
-    #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    #[error("bug in pipec: the plan checker rejects the plan: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
 }
 
@@ -87,7 +88,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     let layers = Layers::of(hybrid);
     if let Some(unit) = (0..layers.len()).find(|&unit| layers.time[unit].is_infinite()) {
         let name = &hybrid.layers[layers.layer[unit] as usize].name;
-        let why = format!("node {} has no choice for so few", name.escape_debug());
+        let why = format!("node {} has no choice for so few devices", name.escape_debug());
         return Err(SolveError::Devices { devices: hybrid.devices, why });
     }
     let budget = request.budget.map_or(DEFAULT_BUDGET, |budget| usize::try_from(budget).unwrap_or(usize::MAX));
@@ -101,7 +102,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
     let mut warnings = Vec::new();
     let fallback = answer.fallback.filter(|_| !proven_optimal);
     if let Some(fallback) = &fallback {
-        warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
+        warnings.push(format!("search truncated ({fallback}); a better plan may exist"));
     }
     let stages = stages(&layers, spans);
     let [single, data_parallel, uniform] = baselines(&layers);
@@ -125,7 +126,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         cost: CostModel::Hybrid,
         objective: Objective::Throughput,
         schedule: PlannedSchedule {
-            kind: ScheduleKind::OneFOneB,
+            kind: Schedule::OneFOneB,
             micro_batch: 1,
             microbatches: hybrid.microbatches,
             chunks: 1,
@@ -173,7 +174,7 @@ fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<An
     }
     let budget = budget.min(MOST_SUMS / layers.degrees.len().max(1)).min(MOST_FIGURES / layers.len().max(1));
     let Some(lattice) = Lattice::whole(&layers.before, &layers.time, budget) else {
-        let fallback = Some(format!("more than {budget} closed sets"));
+        let fallback = Some(format!("more than {budget} down-sets"));
         return known.map(|found| Answer { found, low: bound, states, fallback });
     };
     states += lattice.len() as u64;
@@ -402,7 +403,7 @@ fn infeasible(layers: &Layers<'_>, hybrid: &Hybrid) -> SolveError {
     };
     let devices = hybrid.devices;
     if !fits(f64::INFINITY) {
-        let why = "the degrees of tensor parallelism that neighbours offer take more than there are".to_string();
+        let why = "the tensor-parallel degrees of neighbouring nodes need more devices than exist".to_string();
         return SolveError::Devices { devices, why };
     }
     let limit = hybrid.bytes_per_device as u64;

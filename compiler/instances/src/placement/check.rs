@@ -29,7 +29,7 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
             }
         }
         if held.replicas != 1 || held.devices.len() != 1 {
-            let what = format!("{} replicas; such devices do not replicate", held.replicas);
+            let what = format!("{} replicas; device placements do not replicate", held.replicas);
             faults.push(PlanFault::Devices { stage, what });
         }
     }
@@ -38,7 +38,7 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
     let on_devices = plan.stages.len() - on_hosts;
     for (used, there, name) in [(on_devices, placement.devices, "devices"), (on_hosts, placement.hosts, "hosts")] {
         if used > there as usize {
-            let what = format!("there are {used} stages and {there} {name}");
+            let what = format!("{used} stages on {there} {name}");
             faults.push(PlanFault::Devices { stage: plan.stages.len() - 1, what });
         }
     }

@@ -27,14 +27,14 @@ pub enum PlacementError {
     Json(#[from] JsonError),
     #[error("`nodes` is empty")]
     Empty,
-    #[error("`{what}` has {found} entries, at most {limit} are read")]
+    #[error("`{what}` has {found} entries; the limit is {limit}")]
     TooMany {
         /// `nodes` or `edges`.
         what: &'static str,
         found: usize,
         limit: usize,
     },
-    #[error("`maxFPGAs` is {found}, it must be from 1 to {MAX_DEVICES}")]
+    #[error("`maxFPGAs` is {found}; it must be from 1 to {MAX_DEVICES}")]
     Devices { found: u64 },
     #[error("{place}: `{field}` is {found:?}; it must be from 0 to 1e15")]
     Number {
@@ -43,7 +43,7 @@ pub enum PlacementError {
         field: &'static str,
         found: f64,
     },
-    #[error("`nodes[{at}]` has the id {id} of `nodes[{first}]`")]
+    #[error("`nodes[{at}]` repeats the id {id} of `nodes[{first}]`")]
     Duplicate {
         /// Index in `nodes`.
         at: usize,
@@ -57,9 +57,9 @@ pub enum PlacementError {
         at: usize,
         id: i64,
     },
-    #[error("node {id} is not supported on an accelerator (`supportedOnFpga`), and CPUs are not planned for")]
+    #[error("node {id} is not supported on an accelerator (`supportedOnFpga`), and no host is used")]
     Unsupported { id: i64 },
-    #[error("`maxCPUs` is {found}, it must be from 1 to {MAX_DEVICES}")]
+    #[error("`maxCPUs` is {found}; it must be from 1 to {MAX_DEVICES}")]
     Hosts { found: u64 },
     #[error("node {id} has no `cpuLatency`, its time on a CPU")]
     NoHostTime { id: i64 },
@@ -208,10 +208,10 @@ mod tests {
     #[test]
     fn refuses() {
         let with = |from: &str, to: &str| read(&FILE.replace(from, to)).unwrap_err().to_string();
-        assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` has the id 7 of `nodes[0]`");
+        assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` repeats the id 7 of `nodes[0]`");
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]` names node 9, which `nodes` does not have");
         assert_eq!(with("1.5", "-1"), "node 7: `fpgaLatency` is -1.0; it must be from 0 to 1e15");
-        assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0, it must be from 1 to 4096");
+        assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0; it must be from 1 to 4096");
         let refused = with("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false");
         assert!(refused.starts_with("node 7 is not supported on an accelerator"), "{refused}");
     }
@@ -227,6 +227,6 @@ mod tests {
         let refused = |text: &str| read_with_hosts(text).unwrap_err().to_string();
         assert_eq!(refused(FILE), "node 7 has no `cpuLatency`, its time on a CPU");
         let none = text.replace("\"maxCPUs\": 1", "\"maxCPUs\": 0");
-        assert_eq!(refused(&none), "`maxCPUs` is 0, it must be from 1 to 4096");
+        assert_eq!(refused(&none), "`maxCPUs` is 0; it must be from 1 to 4096");
     }
 }

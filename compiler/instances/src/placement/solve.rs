@@ -17,9 +17,10 @@ use compiler::partition::search::downset_lattice;
 use compiler::partition::search::downset_lattice::Lattice;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::problem::{CostModel, HOST, NOMINAL, Objective};
+use compiler::plan::schedule::Schedule;
 use compiler::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
-    Predicted, SCHEMA, ScheduleKind, Search, Stage, StageId, StageMemory,
+    Predicted, SCHEMA, Search, Stage, StageId, StageMemory,
 };
 use compiler::profile::Method;
 use serde_json::json;
@@ -49,7 +50,10 @@ pub struct Request {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SolveError {
     /// Infeasible: no placement was found.
-    #[error("no placement on {devices} devices of {limit} bytes was found: {why}; {smallest} bytes each would do")]
+    #[error(
+        "no placement on {devices} devices of {limit} bytes was found: {why}; {smallest} bytes per device are \
+        enough"
+    )]
     Infeasible {
         devices: u32,
         limit: u64,
@@ -59,10 +63,10 @@ pub enum SolveError {
     },
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    #[error("{units} units on {devices} devices are more than placement takes")]
+    #[error("{units} units on {devices} devices are too many to place")]
     TooLarge { units: usize, devices: u32 },
     /// The plan checker rejected the placement. This is a bug in the search, never an input error.
-    #[error("internal fault: the placement does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    #[error("bug in pipec: the plan checker rejects the placement: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<PlanFault>),
 }
 
@@ -106,19 +110,17 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         proven = None;
         answer.is_proven = false;
         answer.fallback = Some("local search".to_string());
-        warnings.push(
-            "devices hold nodes from anywhere in the graph: such a placement is a study, it cannot be trained".into(),
-        );
+        warnings.push("devices have nodes from anywhere in the graph; such a placement cannot be trained".into());
     }
     let worst = load(placement, &units, &answer.stages);
     let meets = worst <= bound * (1.0 + 1e-9);
     if let Some(fallback) = answer.fallback.as_ref().filter(|_| !meets) {
-        warnings.push(format!("the search was not complete ({fallback}); a better placement may exist"));
+        warnings.push(format!("search truncated ({fallback}); a better placement may exist"));
     }
     let lower_bound_us = proven.unwrap_or(bound).min(worst);
     let stages = stages(placement, &units, &answer.stages);
     let backward = placement.nodes.iter().any(|node| node.is_backward);
-    let kind = if backward { ScheduleKind::RoundRobin } else { ScheduleKind::Inference };
+    let kind = if backward { Schedule::OneFOneBRr } else { Schedule::Inference };
     let in_flight: Vec<u32> = (1..=stages.len() as u32).rev().collect();
     let weight_versions = if backward { in_flight.clone() } else { vec![1; stages.len()] };
     let time: f64 = placement.nodes.iter().map(|node| node.time).sum();
@@ -207,7 +209,7 @@ fn chain(units: &Units, limits: Limits, budget: usize) -> Option<Answer> {
     }
     let fits = |lattice: &Lattice| entries(units, limits, lattice.len()) <= MOST_ENTRIES;
     let Some(lattice) = Lattice::whole(&units.before, &units.work, budget).filter(fits) else {
-        let fallback = Some(format!("more than {budget} closed sets"));
+        let fallback = Some(format!("more than {budget} down-sets"));
         return best.map(|(_, stages)| Answer { stages, states, is_proven: false, fallback });
     };
     states += lattice.len();
@@ -406,11 +408,11 @@ fn infeasible(placement: &Placement, units: &Units, bytes: f64) -> SolveError {
         let unit = units.bytes.iter().position(|&held| held == largest).unwrap_or(0);
         let node = units.of_node.iter().position(|&of| of as usize == unit).unwrap_or(0);
         let name = &placement.nodes[node].name;
-        format!("node {} with what must stand beside it holds {} bytes", name.escape_debug(), largest as u64)
+        format!("node {} and the nodes on its device need {} bytes", name.escape_debug(), largest as u64)
     } else if total > bytes * devices as f64 {
-        format!("all nodes hold {} bytes", total as u64)
+        format!("all nodes need {} bytes", total as u64)
     } else {
-        format!("all nodes hold {} bytes, which cannot be parted so", total as u64)
+        format!("all nodes need {} bytes, and no split fits", total as u64)
     };
     SolveError::Infeasible { devices: placement.devices, limit: bytes as u64, why, smallest: high }
 }

@@ -15,7 +15,7 @@ const PITCH: f64 = 30.0;
 pub fn draw(report: &Report<'_>) -> Svg {
     let all = &report.alternatives;
     let bottom = TOP + PITCH * all.len() as f64;
-    let mut picture = Svg::new(WIDE, bottom + 28.0, "Time of a minibatch under this plan and its alternatives");
+    let mut picture = Svg::new(WIDE, bottom + 28.0, "Minibatch time of this plan and its alternatives");
     let most = all.iter().map(|one| one.us).filter(|us| us.is_finite()).fold(0.0, f64::max);
     let axis = Axis::upto(most, 8, Unit::Time);
     let x = |us: f64| LEFT + (WIDE - LEFT - RIGHT) * axis.share(us);
@@ -49,11 +49,11 @@ pub fn draw(report: &Report<'_>) -> Svg {
 pub fn table(report: &Report<'_>) -> String {
     let columns = [
         ("what", Column::Words),
-        ("time of a minibatch", Column::Numbers),
-        ("against this plan", Column::Numbers),
+        ("time per minibatch", Column::Numbers),
+        ("relative to this plan", Column::Numbers),
         ("fits", Column::Words),
     ];
-    let mut table = Table::new("Under the same cost model.", &columns);
+    let mut table = Table::new("All times use the same cost model.", &columns);
     let own = report.alternatives.first().map_or(0.0, |own| own.us);
     for (at, one) in report.alternatives.iter().enumerate() {
         let ratio = if own > 0.0 && at > 0 { format!("{} ×", quantity::short(one.us / own)) } else { String::new() };

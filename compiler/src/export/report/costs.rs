@@ -17,7 +17,7 @@ pub fn tables(plan: &Plan, modelled: &ModelInfo) -> String {
     let mut text = String::new();
     if !modelled.faults.is_empty() {
         text +=
-            &paragraph("warning", "The plan's figures do not follow from these costs, so its cuts are not weighed:");
+            &paragraph("warning", "The plan's figures do not follow from these costs, so its cuts are not evaluated:");
         modelled.faults.iter().for_each(|fault| text += &paragraph("quiet", fault));
         return text;
     }
@@ -28,15 +28,15 @@ pub fn tables(plan: &Plan, modelled: &ModelInfo) -> String {
 }
 
 fn cuts(plan: &Plan, modelled: &ModelInfo) -> String {
-    let caption = "Cuts. What one op more before or after each would do to the time of a minibatch, by the independent judge of plans.";
+    let caption = "Cuts. Effect on minibatch time of moving each cut by one op, re-evaluated by the plan checker.";
     let columns = [
         ("cut", Column::Words),
         ("tensors", Column::Numbers),
         ("bytes", Column::Numbers),
         ("one op earlier", Column::Numbers),
-        ("op that changes sides", Column::Words),
+        ("op that moves", Column::Words),
         ("one op later", Column::Numbers),
-        ("op that changes sides", Column::Words),
+        ("op that moves", Column::Words),
     ];
     let mut table = Table::new(caption, &columns);
     for cut in &modelled.cuts {
@@ -57,12 +57,12 @@ fn cuts(plan: &Plan, modelled: &ModelInfo) -> String {
 
 /// The change of the minibatch time, such as `+1.2 %`, or the reason why the op cannot move.
 fn change(plan: &Plan, moved: Option<&Move>) -> String {
-    let Some(moved) = moved else { return "none can go".to_string() };
+    let Some(moved) = moved else { return "no legal move".to_string() };
     let share = moved.minibatch_us / plan.predicted.by_equations_us() - 1.0;
     let time = if !share.is_finite() {
         quantity::duration(moved.minibatch_us)
     } else if share.abs() < EQUAL {
-        "the same".to_string()
+        "no change".to_string()
     } else {
         format!("{}{:.2} %", if share > 0.0 { "+" } else { "−" }, share.abs() * 100.0)
     };
@@ -96,11 +96,10 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
     let total = modelled.graph.ops.len();
     let depth = depth(plan, modelled);
     let note = match depth {
-        Some(_) => format!(
-            "The model has {} ops; those of one module that follow each other share a row.",
-            quantity::count(total as u64)
-        ),
-        None => format!("All {} ops. Times and sizes are those of one micro-batch.", quantity::count(total as u64)),
+        Some(_) => {
+            format!("The model has {} ops; consecutive ops of one module share a row.", quantity::count(total as u64))
+        }
+        None => format!("All {} ops. Times and sizes are per micro-batch.", quantity::count(total as u64)),
     };
     let all: f64 = modelled.graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
     let columns = [
@@ -141,7 +140,7 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
 fn cut_line(before: usize, cut: Option<&CutCost>) -> String {
     let tensor_text = cut.map_or(String::new(), |cut| {
         let tensors = quantity::plural(cut.tensors as u64, "tensor", "tensors");
-        format!(": {tensors}, {} an item each way", quantity::bytes(cut.bytes))
+        format!(": {tensors}, {} per micro-batch in each direction", quantity::bytes(cut.bytes))
     });
     format!("cut {before} | {}{tensor_text}", before + 1)
 }
@@ -181,5 +180,5 @@ fn rows(stage: &Stage, modelled: &ModelInfo, depth: Option<usize>) -> Vec<Row> {
 
 fn module(op: &OpCost, depth: usize) -> String {
     let parts: Vec<&str> = op.module.split('.').filter(|part| !part.is_empty()).take(depth).collect();
-    if parts.is_empty() { "outside of modules".to_string() } else { parts.join(".") }
+    if parts.is_empty() { "outside modules".to_string() } else { parts.join(".") }
 }

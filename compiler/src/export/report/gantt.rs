@@ -28,10 +28,10 @@ const TOP: f64 = 54.0;
 /// Activity classes and their labels, in legend order.
 const KINDS: [(&str, &str); 10] = [
     ("forward", "forward"),
-    ("recompute", "forward again"),
+    ("recompute", "recomputation"),
     ("backward", "backward"),
-    ("backward-input", "backward, inputs"),
-    ("backward-weight", "backward, weights"),
+    ("backward-input", "backward, input gradients"),
+    ("backward-weight", "backward, weight gradients"),
     ("step", "optimizer step"),
     ("activation", "activations sent"),
     ("gradient", "gradients sent"),
@@ -81,7 +81,7 @@ pub fn draw(played: &Played) -> Svg {
     let tall = if drawn.rows.len() > 16 { [13.0, 4.0, 4.0] } else { [21.0, 6.0, 7.0] };
     let pitch: f64 = tall.iter().sum();
     let bottom = TOP + pitch * drawn.rows.len() as f64;
-    let mut picture = Svg::new(WIDE, bottom + 30.0, "Who computes and sends what when");
+    let mut picture = Svg::new(WIDE, bottom + 30.0, "Pipeline schedule: computation and transfers over time");
     let axis = Axis::of(timeline.makespan, 10, Unit::Time);
     let span = WIDE - LEFT - 12.0;
     let x = |time: f64| LEFT + span * axis.share(time);
@@ -171,8 +171,11 @@ fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f6
     for (at, end) in ends.iter().enumerate() {
         // The last minibatch ends when its gradients are reduced and applied, which no later computation waits for.
         let end = if at + 1 == ends.len() { &timeline.makespan } else { end };
-        let name =
-            if ends.len() == 1 { "one minibatch: fill, work, drain".to_string() } else { format!("minibatch {at}") };
+        let name = if ends.len() == 1 {
+            "one minibatch: fill, steady state, drain".to_string()
+        } else {
+            format!("minibatch {at}")
+        };
         band(from, *end, &name);
         from = *end;
     }
@@ -293,17 +296,17 @@ fn hint(span: &Span, versions: &BTreeMap<(StageId, MicrobatchId), u32>) -> Strin
     let what = match span.activity {
         Activity::Transfer(stage, kind, item) => {
             let what = if kind == Payload::Activation { "activations" } else { "gradients" };
-            format!("stage {} sends {what} of item {}", stage.0, item.0)
+            format!("stage {} sends {what} of micro-batch {}", stage.0, item.0)
         }
-        Activity::Step(stage, round) => format!("stage {} steps after round {round}", stage.0),
+        Activity::Step(stage, round) => format!("stage {} runs the optimizer step of round {round}", stage.0),
         Activity::AllReduce(stage, round, bucket) => {
             let part = if bucket == 0 { String::new() } else { format!(", bucket {bucket}") };
             format!("stage {} all-reduces round {round}{part}", stage.0)
         }
         other => match item(other) {
             Some((stage, item)) => {
-                let version = versions.get(&(stage, item)).map_or(String::new(), |v| format!(", weights version {v}"));
-                format!("stage {}, {} of item {}{version}", stage.0, other.kind(), item.0)
+                let version = versions.get(&(stage, item)).map_or(String::new(), |v| format!(", weight version {v}"));
+                format!("stage {}, {} of micro-batch {}{version}", stage.0, other.kind(), item.0)
             }
             None => other.to_string(),
         },
@@ -315,7 +318,7 @@ pub fn table(played: &Played) -> String {
     let drawn = Drawn::of(played);
     let timeline = &played.timeline;
     let mut notes = format!(
-        "{} simulated in {}; {:.1} % of all workers' time is idle, filling and draining included.",
+        "{} simulated in {}; {:.1} % of all workers' time is idle, including fill and drain.",
         quantity::plural(u64::from(played.minibatches), "minibatch", "minibatches"),
         quantity::duration(timeline.makespan),
         timeline.bubble() * 100.0
@@ -324,8 +327,8 @@ pub fn table(played: &Played) -> String {
         && let Some((filled, drains)) = steady(timeline)
     {
         notes += &format!(
-            " Warm-up ends when every worker has begun its first backward, after {}; the drain begins when the first stage has \
-             taken up the last item, after {}.",
+            " Warm-up ends when every worker has begun its first backward, after {}; the drain begins when the first \
+             stage has begun its last micro-batch, after {}.",
             quantity::duration(filled),
             quantity::duration(drains)
         );
@@ -335,15 +338,15 @@ pub fn table(played: &Played) -> String {
     }
     if drawn.rows.len() < timeline.workers.len() {
         notes += &format!(
-            " Of {} workers the picture shows {}: the first replica of each rank, first ranks first.",
+            " Of {} workers the timeline shows {}: the first replica of each rank, first ranks first.",
             timeline.workers.len(),
             drawn.rows.len()
         );
     }
     if drawn.is_sliced {
         notes += &format!(
-            " The run has more activities than the picture could show, so it is drawn in {} slices of time, each filled as far \
-             up as the worker was busy in it.",
+            " The run has too many activities to draw one by one. It is drawn in {} time slices, each filled to the \
+             fraction of time the worker was busy.",
             slots(&drawn)
         );
     }
@@ -354,10 +357,10 @@ pub fn table(played: &Played) -> String {
             ("busy", Column::Numbers),
             ("forwards", Column::Numbers),
             ("backwards", Column::Numbers),
-            ("first begins", Column::Numbers),
-            ("last ends", Column::Numbers),
-            ("most in flight", Column::Numbers),
-            ("most held", Column::Numbers),
+            ("first start", Column::Numbers),
+            ("last end", Column::Numbers),
+            ("peak in flight", Column::Numbers),
+            ("peak memory", Column::Numbers),
         ],
     );
     for &worker in &drawn.rows {

@@ -31,7 +31,7 @@ pub fn draw(plan: &Plan) -> Svg {
     let left = |at: usize| 2.0 + at as f64 * (BOX[0] + GAP);
     let below = if skips.is_empty() { 0.0 } else { 8.0 + 16.0 * depth as f64 };
     let wide = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
-    let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "The stages and what goes between them");
+    let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "Stages and the tensors sent between them");
     for (at, stage) in stages.iter().enumerate() {
         one(&mut picture, stage, [left(at), TOP], share(stage));
     }
@@ -79,10 +79,10 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
     picture.text("quiet small", Anchor::End, [x + BOX[0] - 13.0, y + 22.0], &copies);
     picture.text("small quiet", Anchor::Start, [inside, y + 41.0], &short(&layers(stage), 26));
     let time = quantity::duration(stage.fwd_us + stage.bwd_us);
-    picture.text("small figure", Anchor::Start, [inside, y + 60.0], &format!("{time} an item"));
+    picture.text("small figure", Anchor::Start, [inside, y + 60.0], &format!("{time} per micro-batch"));
     let held = quantity::bytes(stage.memory.total);
     let recomputed = sparing(stage);
-    picture.text("small figure", Anchor::Start, [inside, y + 77.0], &format!("{held} held{recomputed}"));
+    picture.text("small figure", Anchor::Start, [inside, y + 77.0], &format!("{held} of memory{recomputed}"));
     let wide = BOX[0] - 26.0;
     picture.rounded("track", [inside, y + 90.0, wide, 6.0], 3.0);
     picture.rounded("forward", [inside, y + 90.0, (wide * share).max(1.0), 6.0], 3.0);
@@ -116,7 +116,7 @@ fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
 
 pub fn table(plan: &Plan) -> String {
     let mut table = Table::new(
-        "Stages. Times are those of one item on one replica.",
+        "Stages. Times are per micro-batch on one replica.",
         &[
             ("stage", Column::Words),
             ("ops", Column::Numbers),
@@ -126,7 +126,7 @@ pub fn table(plan: &Plan) -> String {
             ("devices", Column::Words),
             ("forward", Column::Numbers),
             ("backward", Column::Numbers),
-            ("for weights", Column::Numbers),
+            ("weight gradients", Column::Numbers),
             ("memory", Column::Numbers),
             ("in flight", Column::Numbers),
             ("versions", Column::Numbers),
@@ -155,7 +155,7 @@ pub fn table(plan: &Plan) -> String {
     }
     let more = plan.stages.len().saturating_sub(MOST);
     let note = if more > 0 {
-        format!("<p class=\"quiet\">The picture leaves out the last {more} stages.</p>")
+        format!("<p class=\"quiet\">The graph leaves out the last {more} stages.</p>")
     } else {
         String::new()
     };

@@ -19,7 +19,7 @@ const TOP: f64 = 12.0;
 pub fn draw(plan: &Plan, stages: &[Stage], load: &dyn Fn(&Stage) -> f64) -> Svg {
     let rows = stages.len().div_ceil(ACROSS);
     let wide = LEFT + ACROSS as f64 * (BOX[0] + GAP[0]);
-    let mut picture = Svg::new(wide, TOP + rows as f64 * (BOX[1] + GAP[1]), "The stages and what goes between them");
+    let mut picture = Svg::new(wide, TOP + rows as f64 * (BOX[1] + GAP[1]), "Stages and the tensors sent between them");
     for (at, stage) in stages.iter().enumerate() {
         if at + 1 < stages.len() && plan.edges.iter().any(|edge| is_next(edge, at)) {
             arrow(&mut picture, at);
@@ -94,15 +94,16 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
     };
     let sends: Vec<String> = sent.iter().map(|edge| edge_text(&edge)).collect();
     picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &within(&sends, wide));
-    let weights = stage.weight_us.map_or(String::new(), |us| format!(" ({} for weights)", quantity::duration(us)));
+    let weights =
+        stage.weight_us.map_or(String::new(), |us| format!(" ({} for weight gradients)", quantity::duration(us)));
     let shared = stage.sharing.as_ref().map_or(String::new(), |sharing| {
         let (alone, meetings) =
             (sharing.alone_fwd_us + sharing.alone_bwd_us, sharing.meeting_fwd_us + sharing.meeting_bwd_us);
         let [alone, meetings] = [alone, meetings].map(quantity::duration);
-        format!("shared by {}: {alone} on one device, {meetings} to bring tensors together\n", stage.degree())
+        format!("tensor parallel, degree {}: {alone} on one device, {meetings} for collectives\n", stage.degree())
     });
     let hint = format!(
-        "stage {} on {}\n{} forward, {} backward{weights}, load {:.0} %\n{shared}{} held{}\nsends {}",
+        "stage {} on {}\n{} forward, {} backward{weights}, load {:.0} %\n{shared}{} of memory{}\nsends {}",
         stage.id.0,
         short(&ranges(&stage.devices), 40),
         quantity::duration(stage.fwd_us),

@@ -22,16 +22,16 @@ const MOST: usize = 10_000_000;
 /// Errors in a metrics file. Lines are counted from 1.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum MetricsError {
-    #[error("line {line} is no JSON object")]
+    #[error("line {line} is not a JSON object")]
     Line { line: usize },
     #[error("line {line}: `{field}` is not a number")]
     Field { line: usize, field: &'static str },
     /// Times are not monotonic.
-    #[error("line {line}: {found} seconds come after {before}")]
+    #[error("line {line}: time {found} s follows {before} s")]
     Order { line: usize, found: f64, before: f64 },
-    #[error("it has no minibatch")]
+    #[error("the run has no minibatch")]
     Empty,
-    #[error("it is of a run under another plan: {what}")]
+    #[error("the run used another plan: {what}")]
     OtherPlan { what: String },
 }
 
@@ -42,7 +42,7 @@ pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
     let count = |count: usize| quantity::plural(count as u64, "stage", "stages");
     if let Some(ran) = &measured.plan {
         if ran.graph != plan.model.graph_hash {
-            return other("its model is another one than the plan's".to_string());
+            return other("its model differs from the plan's".to_string());
         }
         if ran.stages.len() != known {
             return other(format!("it has {}, the plan {}", count(ran.stages.len()), count(known)));
@@ -62,7 +62,7 @@ pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
         }
     }
     match measured.stages.iter().find(|found| found.stage as usize >= known) {
-        Some(found) => other(format!("it speaks of stage {}, the plan has {}", found.stage, count(known))),
+        Some(found) => other(format!("it has a stage {}, the plan has {}", found.stage, count(known))),
         None => Ok(()),
     }
 }
@@ -155,8 +155,8 @@ fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
     };
     let ran = described(&order.schedule, order.microbatches, order.micro_batch);
     let counted = described(planned.kind.name(), planned.microbatches, planned.micro_batch);
-    let differ = "times and memory are not those that were predicted";
-    (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan counts {counted}: {differ}."))
+    let differ = "the predicted times and memory do not apply";
+    (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan assumes {counted}: {differ}."))
 }
 
 pub fn section(plan: &Plan, measured: &Measured) -> String {
@@ -173,7 +173,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     let mut text = paragraph(
         "",
         &format!(
-            "{count} in {}: {} each on average{ratio}; half of them took less than {}. The plan predicts {}.",
+            "{count} in {}: {} each on average{ratio}; the median is {}. The plan predicts {}.",
             quantity::duration(whole * 1e6),
             quantity::duration(mean),
             quantity::duration(typical),
@@ -206,7 +206,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
         curve("predicted", vec![(0.0, predicted), (last, predicted)], true),
     ];
     let losses = vec![curve("loss", line(measured.steps.iter().map(|(loss, _)| *loss).collect()), false)];
-    let time = plot("Time of each minibatch", "", Unit::Time, times).draw();
+    let time = plot("Minibatch time", "", Unit::Time, times).draw();
     let loss = plot("Loss", "", Unit::Plain, losses).draw();
     text += &figure(&format!("{}{}", time.inline(), loss.inline()));
     if let Some((workers, cores)) = measured.shared.filter(|(workers, cores)| workers > cores) {
@@ -214,8 +214,8 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
         text += &paragraph(
             "",
             &format!(
-                "The {workers} workers of the run shared {cores}: what one computed, others waited for. The plan's figures give \
-                 each a core of its own, `pipec simulate` lets them share."
+                "The {workers} workers of the run shared {cores} and competed for them. The plan assumes one core per \
+                 worker; `pipec simulate` models shared cores."
             ),
         );
     }
@@ -223,8 +223,8 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
 }
 
 fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
-    let caption = "Predicted and measured. Stages are told by their slowest replica, an item at a time; what is held, by their fullest, with all \
-                   stages that stand on the same devices.";
+    let caption = "Predicted and measured. Stage times are per micro-batch on the slowest replica; memory is the peak \
+                   per device, over all stages on the same devices.";
     let columns = [
         ("what", Column::Words),
         ("predicted", Column::Numbers),
@@ -255,8 +255,8 @@ fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
         let planned = beside.clone().fold(0u64, |sum, other| sum.saturating_add(plan.stages[other].memory.total));
         let names: Vec<String> = beside.by_ref().map(|other| other.to_string()).collect();
         let what = match &names[..] {
-            [one] => format!("stage {one}, held"),
-            several => format!("stages {} together, held", several.join(", ")),
+            [one] => format!("stage {one}, peak memory"),
+            several => format!("stages {} together, peak memory", several.join(", ")),
         };
         row(what, planned as f64, held as f64, &bytes);
     }

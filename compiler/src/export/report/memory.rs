@@ -48,7 +48,7 @@ pub fn draw(plan: &Plan) -> Svg {
     let size = usize::from(bars.len() > THICK);
     let (tall, pitch) = (TALL[size], PITCH[size]);
     let bottom = TOP + pitch * bars.len() as f64;
-    let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory of each stage by part");
+    let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory of each stage by component");
     let fullest = bars.iter().map(|bar| bar.memory.total).max().unwrap_or(0) as f64;
     let limit = plan.cluster.memory_per_device.map(|limit| limit.0 as f64);
     // A limit far above the memory used would make the bars invisible.
@@ -101,8 +101,8 @@ pub fn draw(plan: &Plan) -> Svg {
 pub fn table(plan: &Plan) -> String {
     let limit = plan.cluster.memory_per_device;
     let caption = match limit {
-        Some(limit) => format!("Bytes on one device of each stage; the limit is {}.", quantity::bytes(limit.0)),
-        None => "Bytes on one device of each stage; no limit was set.".to_string(),
+        Some(limit) => format!("Bytes per device of each stage; the limit is {}.", quantity::bytes(limit.0)),
+        None => "Bytes per device of each stage; no limit was set.".to_string(),
     };
     let mut columns = vec![("stage", Column::Words)];
     columns.extend(parts(&StageMemory::default()).iter().map(|(name, _)| (*name, Column::Numbers)));

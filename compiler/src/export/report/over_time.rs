@@ -96,7 +96,7 @@ pub fn table(played: &Played) -> String {
             ("worker", Column::Words),
             ("at the start", Column::Numbers),
             ("most", Column::Numbers),
-            ("first at", Column::Numbers),
+            ("peak at", Column::Numbers),
         ],
     );
     for &worker in &workers {
@@ -110,8 +110,8 @@ pub fn table(played: &Played) -> String {
             quantity::duration(when),
         ]);
     }
-    let note = "Live weight versions, gradients and what items in flight have saved, by simulation; the optimizer's state, messages \
-                and workspace stand in the bars above. All curves have one scale.";
+    let note = "Simulated weight versions, gradients and saved activations. Optimizer state, messages and workspace \
+                are constant and shown in the bars above. All curves share one scale.";
     paragraph("quiet", note) + &table.html()
 }
 

@@ -66,26 +66,26 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
         Ok(played) => {
             let sums = gradients(plan)
                 .map_or(String::new(), |sentence| paragraph("quiet", &format!("Gradients: {sentence}.")));
-            all.push(("time", "Who works when", sums + &with(gantt::draw(played), gantt::table(played))));
+            all.push(("time", "Pipeline schedule", sums + &with(gantt::draw(played), gantt::table(played))));
         }
         Err(why) => {
             let text = format!("The programs of this plan cannot be simulated: {why}");
-            all.push(("time", "Who works when", paragraph("quiet", &text)));
+            all.push(("time", "Pipeline schedule", paragraph("quiet", &text)));
         }
     }
     all.push(("memory", "Memory", with(memory::draw(plan), memory::table(plan))));
     if let Ok(played) = &report.played
         && let Some(picture) = over_time::draw(played)
     {
-        let counted = "Weight versions, gradients and what items in flight have saved; the optimizer's state, messages and scratch are the same all \
-                       the time and come on top.";
+        let counted = "Weight versions, gradients and saved activations. Optimizer state, messages and workspace are \
+                       constant and come on top.";
         let text = paragraph("quiet", counted) + &with(picture, over_time::table(played));
         all.push(("held", "Memory over time", text));
     }
     let bound = paragraph("", &report.bound);
     all.push((
         "else",
-        "Alternatives and bound",
+        "Alternatives and lower bound",
         bound + &with(alternatives::draw(report), alternatives::table(report)),
     ));
     all.push((
@@ -97,7 +97,7 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
         },
     ));
     if !report.what_if.is_empty() {
-        all.push(("if", "What if", what_if::strip(report)));
+        all.push(("if", "What-if analysis", what_if::strip(report)));
     }
     if let Some(measured) = &report.measured {
         all.push(("measured", "Measured", measured::section(plan, measured)));
@@ -124,9 +124,9 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
     };
     let figures = [
         (
-            "Time of a minibatch",
+            "Time per minibatch",
             quantity::duration(plan.predicted.step_us),
-            format!("slowest is {}", plan.predicted.bottleneck),
+            format!("bottleneck: {}", plan.predicted.bottleneck),
         ),
         (
             "Samples per second",
@@ -134,12 +134,12 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
             format!("schedule {}", plan.schedule.kind.name()),
         ),
         (
-            "Replicas of the stages",
+            "Replicas per stage",
             shape,
             format!("{workers} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
         ),
         (
-            "Fullest device",
+            "Peak memory per device",
             quantity::bytes(device_memory::fullest(plan)),
             limit.unwrap_or_else(|| "no limit was set".to_string()),
         ),

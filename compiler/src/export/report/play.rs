@@ -2,7 +2,7 @@
 
 use crate::export::report::Played;
 use crate::plan::Plan;
-use crate::schedule::pipeline::{pipeline, schedule_of};
+use crate::schedule::pipeline::{generated, pipeline};
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program};
@@ -14,7 +14,7 @@ const MOST: u64 = 200_000;
 
 /// Simulates a few minibatches of the plan on its devices.
 pub fn play(plan: &Plan) -> Result<Played, SimulateError> {
-    let kind = schedule_of(plan.schedule.kind)?;
+    let kind = generated(plan.schedule.kind)?;
     let pipeline = pipeline(plan)?;
     let count = StepCount { minibatches: minibatches(plan), microbatches: plan.schedule.microbatches };
     play_program(plan, &pipeline, schedule(kind, &pipeline, count)?)

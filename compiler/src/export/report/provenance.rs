@@ -12,7 +12,7 @@ pub fn provenance(report: &Report<'_>) -> String {
     let known = |text: &str| if text.is_empty() { "none".to_string() } else { text.to_string() };
     let method = match plan.profile.method {
         Method::Measured => "measured",
-        Method::Analytic => "analytic: nothing was measured",
+        Method::Analytic => "analytic: not measured",
         Method::Imported => "imported",
     };
     let objective = match plan.objective {
@@ -23,17 +23,17 @@ pub fn provenance(report: &Report<'_>) -> String {
     let fallback = plan.search.fallback.clone().unwrap_or_else(|| "none, the search was complete".to_string());
     list(&[
         ("model", known(&plan.model.file)),
-        ("SHA-256 of the model", known(&plan.model.sha256)),
-        ("hash of its graph", known(&plan.model.graph_hash)),
+        ("model SHA-256", known(&plan.model.sha256)),
+        ("graph hash", known(&plan.model.graph_hash)),
         ("import", import(plan)),
         ("costs", method.to_string()),
-        ("SHA-256 of the profile", known(&plan.profile.sha256)),
+        ("profile SHA-256", known(&plan.profile.sha256)),
         ("SHA-256 of this plan", known(&report.plan_sha256)),
         ("schema", plan.schema.clone()),
         ("cost model", cost(plan.cost).to_string()),
         ("objective", objective.to_string()),
         ("partitioner", plan.search.method.clone()),
-        ("states looked at", crate::export::quantity::count(plan.search.states)),
+        ("states explored", crate::export::quantity::count(plan.search.states)),
         ("fallback", fallback),
         ("optimizer", plan.optimizer.clone()),
         ("element type", plan.dtype.clone()),
@@ -58,10 +58,10 @@ fn import(plan: &Plan) -> String {
     let mut entries: Vec<String> = import.dims.iter().map(|(name, size)| format!("{name} = {size}")).collect();
     entries.extend(import.batch_dims.iter().map(|(name, axis)| format!("batch of {name} is axis {axis}")));
     if import.train_mode {
-        entries.push("turned back into training mode".to_string());
+        entries.push("restored to training mode".to_string());
     }
     entries.extend(import.loss.iter().map(|loss| format!("loss {loss}")));
-    if entries.is_empty() { "as the file stands".to_string() } else { entries.join(", ") }
+    if entries.is_empty() { "unchanged".to_string() } else { entries.join(", ") }
 }
 
 fn options(plan: &Plan) -> String {

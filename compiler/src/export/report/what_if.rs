@@ -18,8 +18,9 @@ pub fn strip(report: &Report<'_>) -> String {
     sizes.dedup();
     let rate = |cell: &WhatIf| cell.answer.as_ref().map_or(0.0, |answer| answer.throughput_per_s);
     let most = cells.iter().map(rate).fold(0.0, f64::max);
-    let caption = "Samples per second, replicas of each stage, and memory of the fullest device; the darker, the faster. The framed \
-                cell is this plan; the others are planned with ops taken together in some 64 runs, and may be a little faster still.";
+    let caption = "Samples per second, replicas of each stage, and peak memory per device; darker is faster. The \
+                framed cell is this plan. The others are planned with ops grouped into about 64 runs, and could be \
+                slightly faster.";
     let mut text = paragraph("quiet", caption) + "<div class=\"scroll grid-table\"><table><thead><tr><td></td>";
     for &count in &devices {
         let name = quantity::plural(u64::from(count), "device", "devices");

@@ -13,7 +13,7 @@
 use super::layers::layers;
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use serde_json::json;
 
 const TOOL: &str = "DeepSpeed";
@@ -32,7 +32,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
     fit::shares_nothing(plan, TOOL)?;
-    fit::schedules(plan, TOOL, &[ScheduleKind::OneFOneB], "1f1b", "1f1b")?;
+    fit::schedules(plan, TOOL, &[Schedule::OneFOneB], "1f1b", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
     let zero = fit::zero(plan, TOOL, MOST_ZERO)?;
     let microbatches = fit::share(plan, replicas)?;

@@ -19,14 +19,14 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let title = format!("{model}\n{}, micro-batch {}", plan.schedule.kind.name(), plan.schedule.micro_batch);
     text += &format!("  label={};\n  labelloc=t;\n", quoted(&title));
     for (at, (devices, stages)) in shared(plan).into_iter().enumerate() {
-        let told = format!("devices {}", ranges(devices));
+        let group = format!("devices {}", ranges(devices));
         // A single stage needs no frame.
         let indent = if stages.len() > 1 { "    " } else { "  " };
         if stages.len() > 1 {
-            text += &format!("  subgraph cluster_{at} {{\n    label={};\n", quoted(&told));
+            text += &format!("  subgraph cluster_{at} {{\n    label={};\n", quoted(&group));
         }
         for stage in &stages {
-            text += &format!("{indent}s{} [label={}];\n", stage.id.0, quoted(&label(stage, &told)));
+            text += &format!("{indent}s{} [label={}];\n", stage.id.0, quoted(&label(stage, &group)));
         }
         if stages.len() > 1 {
             text += "  }\n";
@@ -37,8 +37,8 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
             [one] => shown(one).into_owned(),
             many => format!("{} tensors", many.len()),
         };
-        let told = quoted(&format!("{}\n{tensors}", quantity::bytes(edge.bytes)));
-        text += &format!("  s{} -> s{} [label={told}];\n", edge.from.0, edge.to.0);
+        let caption = quoted(&format!("{}\n{tensors}", quantity::bytes(edge.bytes)));
+        text += &format!("  s{} -> s{} [label={caption}];\n", edge.from.0, edge.to.0);
     }
     text += "}\n";
     Ok(Bundle::of("plan.dot", text))

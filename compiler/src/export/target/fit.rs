@@ -4,7 +4,8 @@ use super::refusal::Refusal;
 use super::{ExportInput, Imported};
 use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::schedule::Schedule;
+use crate::plan::{Plan, Stage};
 
 /// Refuses a plan for a published instance, which has no model.
 pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
@@ -15,14 +16,14 @@ pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
 }
 
 pub fn model<'a>(asked: &ExportInput<'a>) -> Result<&'a Imported<'a>, Refusal> {
-    asked.model.ok_or_else(|| Refusal::Model { what: "the model is not at hand".to_string() })
+    asked.model.ok_or_else(|| Refusal::Model { what: "the model is not available".to_string() })
 }
 
 /// Refuses schedules that need weight stashing, and inference plans.
 pub fn flushes(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     is_of_a_model(plan)?;
     match plan.schedule.kind {
-        kind @ ScheduleKind::Inference => Err(Refusal::TrainsNothing { tool, kind }),
+        kind @ Schedule::Inference => Err(Refusal::TrainsNothing { tool, kind }),
         kind if kind.is_continuous() => Err(Refusal::Versions { tool, kind }),
         _ => Ok(()),
     }
@@ -34,9 +35,9 @@ pub fn replicas(plan: &Plan, tool: &'static str) -> Result<u32, Refusal> {
     match all.first() {
         Some(&first) if all.iter().all(|replicas| *replicas == first) => Ok(first.max(1)),
         _ => {
-            let told: Vec<String> = all.iter().take(32).map(u32::to_string).collect();
+            let listed: Vec<String> = all.iter().take(32).map(u32::to_string).collect();
             let more = if all.len() > 32 { ", …" } else { "" };
-            Err(Refusal::UnequalReplicas { tool, replicas: told.join(", ") + more })
+            Err(Refusal::UnequalReplicas { tool, replicas: listed.join(", ") + more })
         }
     }
 }
@@ -71,10 +72,10 @@ pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
     let passing = plan.edges.iter().filter(|edge| edge.to.0 != edge.from.0 + 1);
     let (first, more) = (passing.clone().next()?, passing.count() - 1);
     let tensor = first.tensors.first().map(|name| format!(" (`{}`)", shown(name))).unwrap_or_default();
-    let more = if more > 0 { format!(", and {more} more such ways") } else { String::new() };
+    let more = if more > 0 { format!(", and {more} more pairs of stages") } else { String::new() };
     Some(format!(
-        "tensors go from stage {} to stage {}{tensor}{more}: {tool} sends what modules return to the next stage only, so that these \
-         modules must hand them on, or make them again",
+        "tensors go from stage {} to stage {}{tensor}{more}: {tool} only sends module outputs to the next stage; \
+         modules between must pass these tensors on or recompute them",
         first.from.0, first.to.0
     ))
 }
@@ -83,7 +84,7 @@ pub fn handed_on(plan: &Plan, tool: &'static str) -> Option<String> {
 pub fn schedules(
     plan: &Plan,
     tool: &'static str,
-    known: &[ScheduleKind],
+    known: &[Schedule],
     has: &'static str,
     instead: &'static str,
 ) -> Result<(), Refusal> {

@@ -42,7 +42,7 @@ pub fn are_shallow(stages: &[Vec<String>], tool: &'static str) -> Result<(), Ref
         for module in modules {
             let mut parts = module.split('.');
             if let (Some(first), Some(_), Some(_)) = (parts.next(), parts.next(), parts.next()) {
-                let why = "looks for layers in lists of the first level only";
+                let why = "only looks for layers in top-level lists";
                 return Err(Refusal::Nested { tool, module: module.clone(), within: first.to_string(), stage, why });
             }
         }

@@ -13,7 +13,8 @@
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::schedule::Schedule;
+use crate::plan::{Plan, Stage};
 use crate::schedule::pipeline::pipeline;
 use std::collections::BTreeMap;
 
@@ -26,7 +27,7 @@ const USE: &str = "these are arguments of Megatron-LM's training script: \
 pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
-    let known = [ScheduleKind::OneFOneB, ScheduleKind::Interleaved];
+    let known = [Schedule::OneFOneB, Schedule::Interleaved];
     fit::schedules(plan, TOOL, &known, "1f1b and interleaved", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
     let microbatches = fit::share(plan, replicas)?;
@@ -43,9 +44,9 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.push(USE.to_string());
     bundle.notes.extend(fit::handed_on(plan, TOOL));
-    let groups = if degree > 1 { format!(" of {degree} that share their layers") } else { String::new() };
+    let groups = if degree > 1 { format!(" of tensor-parallel degree {degree}") } else { String::new() };
     bundle.notes.push(format!(
-        "Megatron needs {} processes: {ranks} ranks of the pipeline{groups}, {replicas} times",
+        "Megatron needs {} processes: {ranks} pipeline ranks{groups}, {replicas} times",
         u64::from(ranks) * u64::from(replicas) * u64::from(degree)
     ));
     Ok(bundle)
@@ -74,14 +75,16 @@ fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
                     part.push('t');
                 }
                 Some(_) => {
-                    return Err(wrong(format!("comes where layer {next} is next, and Megatron deals layers in order")));
+                    return Err(wrong(format!(
+                        "comes where layer {next} is next, and Megatron assigns layers in order"
+                    )));
                 }
                 None if next == 0 && at == 0 => {}
                 None if next == most && at == last => {}
                 None => {
                     let place = if next == 0 { "first" } else { "last" };
                     return Err(wrong(format!(
-                        "is no layer of `{layers}`, and Megatron keeps such in the {place} stage"
+                        "is not a layer of `{layers}`, and Megatron keeps such modules in the {place} stage"
                     )));
                 }
             }

@@ -108,7 +108,7 @@ pub fn reads(node: &Node) -> BTreeSet<&str> {
 }
 
 /// A note about nodes that are not in the stage of all their ops.
-pub fn told(moved: &[String]) -> Option<String> {
+pub fn moved_note(moved: &[String]) -> Option<String> {
     if moved.is_empty() {
         return None;
     }
@@ -116,8 +116,8 @@ pub fn told(moved: &[String]) -> Option<String> {
     let more = moved.len().saturating_sub(LISTED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Some(format!(
-        "{}{more}: the plan has parts of such nodes in other stages; a node is whole here, so that the predicted times hold but for \
-         these parts",
+        "{}{more}: the plan splits these nodes across stages, but a node is whole here; the predicted times do not \
+         cover the moved parts",
         names.join(", ")
     ))
 }

@@ -58,14 +58,14 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     }
     describe(&mut proto, plan);
     let mut bundle = Bundle { files: payloads::files(proto, "model.onnx", INLINE), ..Bundle::default() };
-    bundle.notes.extend(nodes::told(&staged.moved));
+    bundle.notes.extend(nodes::moved_note(&staged.moved));
     Ok(bundle)
 }
 
 /// The file as protobuf, and decoded.
 pub fn read(path: &Path) -> Result<(ModelProto, OnnxModel), Refusal> {
     let refused =
-        |error: &dyn std::fmt::Display| Refusal::Model { what: format!("the model is no ONNX file: {error}") };
+        |error: &dyn std::fmt::Display| Refusal::Model { what: format!("the model is not an ONNX file: {error}") };
     let model = decode::read(path).map_err(|error| refused(&error))?;
     let bytes = file::map(path).map_err(|error| refused(&error))?;
     let proto = ModelProto::decode(bytes).map_err(|error| refused(&error))?;

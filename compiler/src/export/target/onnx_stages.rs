@@ -49,7 +49,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let between: BTreeSet<&str> = cut.stages.iter().flat_map(|stage| stage.outputs.iter().copied()).collect();
     let types = types(&proto, &model, imported, &between)?;
     let mut bundle = Bundle::default();
-    let mut told = Vec::new();
+    let mut entries = Vec::new();
     let graph = proto.graph.take().unwrap_or_default();
     let parts = Parts::of(&proto, &graph, &model);
     for (at, stage) in cut.stages.iter().enumerate() {
@@ -72,14 +72,14 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         if planned.degree() > 1 {
             about["tensor_degree"] = json!(planned.degree());
         }
-        told.push(about);
+        entries.push(about);
         bundle.files.extend(payloads::files(one, &name, INLINE));
     }
     let outputs: Vec<&str> = model.outputs.iter().map(|output| output.name.as_str()).collect();
-    let whole = json!({"stages": told, "outputs": outputs});
+    let whole = json!({"stages": entries, "outputs": outputs});
     let text = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
     bundle.files.push(File { name: "stages.json".to_string(), bytes: text.into_bytes() });
-    bundle.notes.extend(nodes::told(&staged.moved));
+    bundle.notes.extend(nodes::moved_note(&staged.moved));
     Ok(bundle)
 }
 
@@ -155,7 +155,7 @@ impl<'a> Cut<'a> {
             let made = maker.get(output.name.as_str());
             let stage = made.map(|at| stages[*at].unwrap_or(last));
             stage.map(|stage| (output.name.as_str(), stage)).ok_or_else(|| Refusal::Model {
-                what: format!("result `{}` is an input or a constant that no node makes", shown(&output.name)),
+                what: format!("no node computes result `{}`, an input or a constant", shown(&output.name)),
             })
         });
         for (name, stage) in crossing.into_iter().map(Ok).chain(results).collect::<Result<Vec<_>, Refusal>>()? {
@@ -269,13 +269,13 @@ fn types(
             Err(ImportError::Lower(LowerError::Output { name, .. })) if missing.remove(&name) => {
                 types.insert(name.clone(), tensor(&name, integer(model, &name), None));
             }
-            Err(error) => return Err(Refusal::Model { what: format!("shapes between stages are not known: {error}") }),
+            Err(error) => return Err(Refusal::Model { what: format!("shapes between stages are unknown: {error}") }),
         }
     }
     match between.iter().find(|name| !types.contains_key(**name)) {
         None => Ok(types),
         Some(name) => Err(Refusal::Model {
-            what: format!("the type of `{}`, which goes between stages, is not known", shown(name)),
+            what: format!("the type of `{}`, which is sent between stages, is unknown", shown(name)),
         }),
     }
 }

@@ -4,9 +4,9 @@
 use super::ExportInput;
 use super::fit;
 use super::refusal::Refusal;
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use crate::schedule::formats::csv::csv;
-use crate::schedule::pipeline::{pipeline, schedule_of};
+use crate::schedule::pipeline::{generated, pipeline};
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 
@@ -32,7 +32,7 @@ pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refus
     one.stages.iter_mut().for_each(|stage| stage.replicas = 1);
     let ranks: Vec<u32> = one.ranks.iter().map(|rank| rank.0).collect();
     let table = match (plan.schedule.kind, asked.table) {
-        (ScheduleKind::Csv, Some(table)) => {
+        (Schedule::Csv, Some(table)) => {
             let agree = |what: &'static str, found: u32, planned: u32| match found == planned {
                 true => Ok(()),
                 false => Err(Refusal::Table { what, found: found.into(), planned: planned.into() }),
@@ -43,7 +43,7 @@ pub fn order(asked: &ExportInput<'_>, tool: &'static str) -> Result<Order, Refus
             table.program(&one, 1)?;
             table.to_string()
         }
-        (kind, _) => csv(&schedule(schedule_of(kind)?, &one, StepCount { minibatches: 1, microbatches })?),
+        (kind, _) => csv(&schedule(generated(kind)?, &one, StepCount { minibatches: 1, microbatches })?),
     };
     Ok(Order { table, ranks, microbatches, replicas })
 }

@@ -13,7 +13,7 @@
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
 use crate::import::onnx::name::display_name;
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use crate::profile::cost_graph::CostGraph;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,11 +25,11 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     fit::schedules(
         plan,
         "PipeDream",
-        &[ScheduleKind::RoundRobin, ScheduleKind::Gpipe, ScheduleKind::OneFOneB],
-        "1f1b-rr, and 1f1b and gpipe where minibatches are flushed",
+        &[Schedule::OneFOneBRr, Schedule::Gpipe, Schedule::OneFOneB],
+        "1f1b-rr, and 1f1b and gpipe, which flush minibatches",
         "1f1b",
     )?;
-    let costs = asked.costs.ok_or(Refusal::Model { what: "the costs of ops are not at hand".to_string() })?;
+    let costs = asked.costs.ok_or(Refusal::Model { what: "the op costs are not available".to_string() })?;
     let mut stage_of = vec![0u32; costs.ops.len()];
     for stage in &plan.stages {
         for op in stage.op_ids() {

@@ -1,31 +1,31 @@
 //! Reasons why a target cannot express a plan, with suggested planner options.
 
 use crate::import::onnx::name::shown;
-use crate::plan::ScheduleKind;
+use crate::plan::schedule::Schedule;
 use crate::schedule::ScheduleError;
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Refusal {
-    #[error("the plan is for a published instance, whose nodes have times and names but are no model")]
+    #[error("the plan is for a published instance, whose nodes have times and names but no model")]
     Instance,
-    #[error("schedule {} keeps several weight versions and {tool} knows one", .kind.name())]
-    Versions { tool: &'static str, kind: ScheduleKind },
-    #[error("schedule {} trains nothing, and {tool} trains", .kind.name())]
-    TrainsNothing { tool: &'static str, kind: ScheduleKind },
-    #[error("stages have {replicas} replicas, and {tool} runs equally many of each")]
+    #[error("schedule {} keeps several weight versions and {tool} supports one", .kind.name())]
+    Versions { tool: &'static str, kind: Schedule },
+    #[error("schedule {} does not train, and {tool} only trains", .kind.name())]
+    TrainsNothing { tool: &'static str, kind: Schedule },
+    #[error("stages have {replicas} replicas, and {tool} needs equally many for each")]
     UnequalReplicas { tool: &'static str, replicas: String },
-    #[error("{devices} devices share each replica, and what {tool} is given has no place for that")]
+    #[error("the plan has tensor-parallel degree {devices}, and this {tool} format cannot express it")]
     Shared { tool: &'static str, devices: u32 },
-    #[error("the plan is for ZeRO at level {level}, and beside a pipeline {tool} has {most} at the most")]
+    #[error("the plan uses ZeRO stage {level}; with a pipeline, {tool} supports at most {most}")]
     Zero { tool: &'static str, level: u32, most: u32 },
-    #[error("{microbatches} micro-batches cannot be dealt equally to {replicas} replicas")]
+    #[error("{microbatches} micro-batches cannot be divided equally among {replicas} replicas")]
     Deal { microbatches: u32, replicas: u32 },
     #[error("{tool} has no schedule {}; it has {has}", .kind.name())]
-    Schedule { tool: &'static str, kind: ScheduleKind, has: &'static str, instead: &'static str },
-    #[error("stage {stage} has no module that is told: ops of it come from no module of the source")]
+    Schedule { tool: &'static str, kind: Schedule, has: &'static str, instead: &'static str },
+    #[error("stage {stage} has no named module: its ops belong to no module of the source")]
     NoModules { stage: u32 },
-    #[error("module `{}` is in stages {first} and {second}, and {tool} keeps it whole", shown(.module))]
+    #[error("module `{}` is in stages {first} and {second}, and {tool} cannot split it", shown(.module))]
     CutModule { tool: &'static str, module: String, first: u32, second: u32 },
     #[error("module `{}` of stage {stage} is within `{}`, and {tool} {why}", shown(.module), shown(.within))]
     Nested { tool: &'static str, module: String, within: String, stage: u32, why: &'static str },
@@ -33,11 +33,11 @@ pub enum Refusal {
     Place { module: String, stage: u32, why: String },
     #[error("the plan has no list of numbered layers, such as `layers.0` and `layers.1`")]
     NoLayers,
-    #[error("stage {stage} holds parts of nodes only, and here a node is whole")]
+    #[error("stage {stage} only has parts of nodes, and this format keeps nodes whole")]
     Parts { stage: u32 },
     #[error(transparent)]
     Order(#[from] ScheduleError),
-    #[error("the order of work is for {found} {what}, the plan for {planned}")]
+    #[error("the schedule is for {found} {what}, the plan for {planned}")]
     Table { what: &'static str, found: u64, planned: u64 },
     #[error("{what}")]
     Model { what: String },
@@ -65,14 +65,14 @@ impl Refusal {
             Refusal::CutModule { .. } => made(""),
             Refusal::NoModules { .. } => made(" --max-stages N, with fewer stages than this,"),
             Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers => Some(
-                "`--to torch` cuts between any two ops of a model from torch.export, whatever its modules are"
+                "`--to torch` can cut between any two ops of a model from torch.export, independently of modules"
                     .to_string(),
             ),
             Refusal::Parts { .. } => {
-                Some("`pipec partition MODEL --cut-after NODE,…` ends stages where nodes end".to_string())
+                Some("`pipec partition MODEL --cut-after NODE,…` ends stages at node boundaries".to_string())
             }
             Refusal::Order(ScheduleError::NoTable) => {
-                Some("`--schedule FILE.csv` names the file of its order of work".to_string())
+                Some("`--schedule FILE.csv` selects the file of the custom schedule".to_string())
             }
             Refusal::Order(_) | Refusal::Table { .. } => None,
         }

@@ -14,12 +14,12 @@ pub struct Entry {
 #[rustfmt::skip]
 pub const TARGETS: [Entry; 8] = [
     Entry { name: "deepspeed", about: "a file: the parts list of a PipelineModule", need: Need::Plan, write: deepspeed::write },
-    Entry { name: "dot", about: "a file: the stages as a picture of Graphviz", need: Need::Plan, write: dot::write },
+    Entry { name: "dot", about: "a file: the stages as a Graphviz graph", need: Need::Plan, write: dot::write },
     Entry { name: "megatron", about: "a file: the arguments with the pipeline layout string", need: Need::Plan, write: megatron::write },
     Entry { name: "onnx", about: "a file, or a folder where weights are large: the model with the stage of every node", need: Need::Model, write: onnx::write },
     Entry { name: "onnx-stages", about: "a folder: one ONNX model for each stage", need: Need::Model, write: onnx_stages::write },
     Entry { name: "pipedream", about: "a folder: graph.txt with stages, and the runtime's configuration", need: Need::Costs, write: pipedream::write },
-    Entry { name: "torch", about: "a folder: what torchrun trains with torch.distributed.pipelining", need: Need::Plan, write: torch::write },
+    Entry { name: "torch", about: "a folder: a training script for torchrun and torch.distributed.pipelining", need: Need::Plan, write: torch::write },
     Entry { name: "torchtitan", about: "a folder: module_fqns_per_model_part and the schedule as a table", need: Need::Plan, write: torchtitan::write },
 ];
 

@@ -58,7 +58,7 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         .with("train.py", include_str!("torch/train.py").to_string());
     let moved: Vec<String> =
         spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();
-    bundle.notes.extend(nodes::told(&moved));
+    bundle.notes.extend(nodes::moved_note(&moved));
     let processes = u64::from(ranks.iter().max().map_or(1, |rank| rank + 1)) * u64::from(replicas);
     bundle.notes.push(format!(
         "run it in its folder with: torchrun --nproc-per-node {processes} train.py --model MODEL.pt2 --data DATA.npz"

@@ -10,7 +10,8 @@ use super::layers::{are_shallow, layers};
 use super::orders::{Order, order};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::plan::{ScheduleKind, Stage};
+use crate::plan::Stage;
+use crate::plan::schedule::Schedule;
 use serde_json::{Value, json};
 
 const TOOL: &str = "torchtitan";
@@ -26,15 +27,15 @@ pub fn write(asked: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     are_shallow(&parts, TOOL)?;
     let degree = ranks.iter().max().map_or(1, |rank| rank + 1);
     let by_name = match plan.schedule.kind {
-        ScheduleKind::Zbv => Some("ZBVZeroBubble"),
-        ScheduleKind::DualPipeV => Some("DualPipeV"),
+        Schedule::Zbv => Some("ZBVZeroBubble"),
+        Schedule::DualPipeV => Some("DualPipeV"),
         kind => {
             if let Some(stage) =
                 (0u32..).zip(&ranks).find(|(stage, rank)| **rank != stage % degree).map(|(stage, _)| stage)
             {
                 let module = parts[stage as usize].first().cloned().unwrap_or_default();
                 let why = format!(
-                    "is on rank {}, and torchtitan gives {} parts to ranks in a loop",
+                    "is on rank {}, and torchtitan assigns {} parts to ranks in a loop",
                     ranks[stage as usize],
                     kind.name()
                 );

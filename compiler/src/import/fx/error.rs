@@ -4,15 +4,13 @@ use crate::import::onnx::name::shown;
 use thiserror::Error;
 
 /// Shows the user how to export a file.
-pub const EXPORT: &str = "a file for pipec comes from
-    import torch
-    program = torch.export.export(model.train(), (x,))
-    torch.export.save(program, \"model.pt2\")";
+pub const EXPORT: &str = "a .pt2 file is exported with\n    import torch\n    program = \
+    torch.export.export(model.train(), (x,))\n    torch.export.save(program, \"model.pt2\")";
 
 #[derive(Debug, Error)]
 pub enum FxError {
     #[error(
-        "the file ends early, after {bytes} bytes: it begins as a zip archive, and the directory is missing with which such a file ends"
+        "the file ends early, after {bytes} bytes: it begins as a zip archive, but the directory at its end is missing"
     )]
     Ends { bytes: usize },
     #[error("not a valid zip archive: {0}")]
@@ -22,7 +20,7 @@ pub enum FxError {
     Duplicate { entry: String },
     #[error("entry `{}` of the zip archive is compressed; torch.export.save stores entries as they are", shown(entry))]
     Compressed { entry: String },
-    #[error("entry `{}` of the zip archive has a declared size of {size} bytes that is not in the file", shown(entry))]
+    #[error("entry `{}` of the zip archive declares {size} bytes, more than the file has", shown(entry))]
     EntrySize { entry: String, size: u64 },
     #[error("a zip archive without an exported program (a torch.save checkpoint holds no graph); {EXPORT}")]
     NoProgram,
@@ -33,21 +31,21 @@ pub enum FxError {
     Region { node: String },
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
     Compiled,
-    #[error("the archive holds {count} programs, expected one: {names}")]
+    #[error("the archive has {count} programs, expected one: {names}")]
     Several { count: usize, names: String },
     #[error("the weights are in byte order `{}`, expected `little`", shown(found))]
     ByteOrder {
         /// The file's byte order, possibly truncated.
         found: String,
     },
-    #[error("entry `{}` is not the JSON it should be, at `{}`: {}", shown(entry), shown(at), shown(reason))]
+    #[error("entry `{}` is not valid JSON for this format, at `{}`: {}", shown(entry), shown(at), shown(reason))]
     Json {
         entry: String,
         /// Path within the document.
         at: String,
         reason: String,
     },
-    #[error("schema version {found} of the exported program is not supported, {known} is")]
+    #[error("schema version {found} of the exported program is not supported, only {known} is")]
     Schema { found: i64, known: i64 },
     #[error("weight `{}`: {reason}", shown(name))]
     Weight {
@@ -57,13 +55,13 @@ pub enum FxError {
     },
     #[error("input `{}`: {}", shown(name), shown(reason))]
     Input { name: String, reason: String },
-    #[error("`{}` has a symbolic size whose expression is not understood: {reason}", shown(tensor))]
+    #[error("`{}` has a symbolic size with an unsupported expression: {reason}", shown(tensor))]
     Expression { tensor: String, reason: ExpressionError },
-    #[error("node `{}` reads `{}`, which nothing makes", shown(node), shown(name))]
+    #[error("node `{}` reads `{}`, which no node computes", shown(node), shown(name))]
     Unknown { node: String, name: String },
-    #[error("duplicate value `{}`: it is made twice, the second time by node `{}`", shown(name), shown(node))]
+    #[error("duplicate value `{}`: node `{}` computes it a second time", shown(name), shown(node))]
     MadeTwice { node: String, name: String },
-    #[error("`{}` is in the signature, but the graph says nothing of its type", shown(name))]
+    #[error("`{}` is in the signature, but its type is not in the graph", shown(name))]
     NoFacts { name: String },
 }
 
@@ -77,16 +75,16 @@ pub enum WeightError {
     ElementType(i64),
     #[error("layout code {0} (sparse?) is not supported")]
     Layout(i64),
-    #[error("its sizes and strides are not plain numbers of at least 0, as many strides as sizes")]
+    #[error("its sizes and strides must be integers of at least 0, one stride per size")]
     Geometry,
     #[error("its sizes and strides need {need} bytes, the file has {have}")]
     Bytes { need: u64, have: usize },
     /// Stride-0 expansion exceeds the copy limit.
-    #[error("it repeats few bytes as a tensor of {0} bytes, which is too large")]
+    #[error("it expands a few bytes to a tensor of {0} bytes, which is too large")]
     Repeats(u64),
-    #[error("it overlaps `{0}` in memory under another shape or other strides: they cannot be trained as one tensor")]
+    #[error("it overlaps `{0}` in memory with another shape or other strides: they cannot be trained as one tensor")]
     Overlaps(String),
-    #[error("the graph says {graph}, the list of weights {list}")]
+    #[error("the graph has {graph}, the list of weights has {list}")]
     Disagree { graph: String, list: String },
 }
 
@@ -102,7 +100,7 @@ impl FxError {
 pub enum ExpressionError {
     #[error("`{}` is not a sum, product or quotient of symbols and numbers", shown(.0))]
     Syntax(String),
-    #[error("it nests more than {0} deep")]
+    #[error("it is nested more than {0} deep")]
     Depth(usize),
     /// The expression has no exact integer form.
     #[error(transparent)]

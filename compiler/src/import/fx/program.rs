@@ -26,8 +26,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 /// Supported major version of the schema.
 const SCHEMA: i64 = 8;
 
-const JOINT: &str = "a joint graph of forward and backward: it is planned and evaluated as it stands, and not trained, since \
-                     pipec makes the gradients itself; export the forward graph alone to train it";
+const JOINT: &str = "a joint graph of forward and backward can be planned and evaluated, but not trained: pipec \
+                     generates gradients itself; export the forward graph alone to train it";
 
 /// Name given to the batch symbol; the exporter numbers symbols.
 const BATCH: &str = "batch";
@@ -177,8 +177,8 @@ impl Program {
         };
         if let Some(twin) = self.inputs.iter().find(is_twin) {
             self.warnings.push(format!(
-                "no operator reads input `{}`: torch.export takes one tensor that is passed under two names, as in \
-                 `model(input_ids=ids, labels=ids)`, for one input; export with a copy, `labels=ids.clone()`",
+                "no operator reads input `{}`: torch.export merges one tensor passed under two names, as in \
+                 `model(input_ids=ids, labels=ids)`; export with a copy, `labels=ids.clone()`",
                 shown(&twin.name)
             ));
         }
@@ -219,14 +219,14 @@ impl Program {
         }
         if let Some(first) = frozen.first() {
             self.warnings.push(format!(
-                "{} parameters, `{}` among them, have requires_grad=False in the program: they are kept as they are",
+                "{} parameters, such as `{}`, have requires_grad=False in the program: they are frozen",
                 frozen.len(),
                 shown(first)
             ));
         }
         if let Some(first) = loader.missing.first() {
             self.warnings.push(format!(
-                "the archive lacks the values of {} weights, `{}` among them, which is enough to plan but not to train",
+                "the archive has no values for {} weights, such as `{}`: it can be planned but not trained",
                 loader.missing.len(),
                 shown(first)
             ));

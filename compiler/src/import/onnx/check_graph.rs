@@ -177,10 +177,10 @@ mod tests {
         assert_eq!(
             faults,
             [
-                "duplicate output: tensor `x` is written twice, by the graph input and by node `c`",
-                "duplicate output: tensor `b` is written twice, by node `b` and by node `d`",
-                "node `c` (Op) reads tensor `nope`, which nothing makes",
-                "graph output `gone` is made by no node",
+                "duplicate output: tensor `x` is computed by the graph input and by node `c`",
+                "duplicate output: tensor `b` is computed by node `b` and by node `d`",
+                "node `c` (Op) reads tensor `nope`, which no node computes",
+                "no node computes graph output `gone`",
                 "cycle: `a` -> `b` -> `a`",
             ]
         );
@@ -202,7 +202,7 @@ mod tests {
         let mut branch = node("if", &["x"], &["y"]);
         branch.attribute = vec![attribute];
         let (unknown, ..) = faults(&[branch.clone()], &["y"]);
-        assert_eq!(unknown, ["node `if` (Op) reads tensor `outer`, which nothing makes"]);
+        assert_eq!(unknown, ["node `if` (Op) reads tensor `outer`, which no node computes"]);
         // The captured tensor also counts as a dependency when the nodes are sorted.
         let (none, order, _) = faults(&[branch, node("o", &["x"], &["outer"])], &["y"]);
         assert!(none.is_empty());

@@ -72,7 +72,7 @@ fn protobuf(bytes: &Bytes, error: &prost::DecodeError) -> DecodeError {
     let hint = if text.contains("recursion") {
         "; messages nest deeper than protobuf allows"
     } else {
-        "; the file is truncated, damaged or of another kind"
+        "; the file is truncated, damaged or not ONNX"
     };
     DecodeError::Protobuf { bytes: bytes.len(), reason: text + hint }
 }
@@ -360,12 +360,12 @@ mod tests {
         assert_eq!(
             text,
             "6 faults:\n  \
-             node `Add_0`: opset_import does not name the standard operators, whose Add it uses\n  \
+             node `Add_0`: opset_import does not name the standard domain, which its operator Add needs\n  \
              graph input `x` has no tensor type\n  \
              duplicate initializer `w`\n  \
-             node `Add_0` (Add) reads tensor `[2J`, which nothing makes\n  \
-             initializer `w` has no possible shape: dimension 0 is negative: -3\n  \
-             initializer `w` has no possible shape: dimension 0 is negative: -3"
+             node `Add_0` (Add) reads tensor `[2J`, which no node computes\n  \
+             initializer `w` has an invalid shape: dimension 0 is negative: -3\n  \
+             initializer `w` has an invalid shape: dimension 0 is negative: -3"
         );
     }
 

@@ -40,18 +40,19 @@ pub enum DecodeError {
 pub enum FormatError {
     #[error("empty file, not an ONNX model")]
     Empty,
-    #[error("a git-lfs pointer, not an ONNX model: the real file was not fetched; run `git lfs pull` beside it")]
+    #[error("a git-lfs pointer, not an ONNX model: run `git lfs pull` in its folder to get the file")]
     LfsPointer,
     /// Written by `torch.save` or `torch.export.save`.
     #[error(
-        "a zip archive, not an ONNX model: a `.pt2` from torch.export is read when its name ends in .pt2; \
-         a checkpoint from torch.save holds no graph, export the model with torch.onnx.export"
+        "a zip archive, not an ONNX model: pipec reads a `.pt2` of torch.export if its name ends in .pt2; a \
+         torch.save checkpoint holds no graph, export the model with torch.onnx.export"
     )]
     Zip,
     #[error("a Python pickle, not an ONNX model: pipec never opens pickles; export the model with torch.onnx.export")]
     Pickle,
     #[error(
-        "a safetensors file, not an ONNX model: it holds weights and no graph; give the model first and it with --weights"
+        "a safetensors file, not an ONNX model: it holds weights but no graph; give the model first and this file \
+        with --weights"
     )]
     Safetensors,
     #[error("an HDF5 file, not an ONNX model: convert a Keras model with tf2onnx")]
@@ -82,14 +83,18 @@ impl fmt::Display for Faults {
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Fault {
-    #[error("the model has no graph: is this an ONNX model?")]
+    #[error("the model has no graph; it may not be an ONNX model")]
     NoGraph,
-    #[error("the graph has no nodes: there is nothing to do")]
+    #[error("the graph has no nodes: there is nothing to run")]
     NoNodes,
-    #[error("opset_import is missing: the model does not say which version of the operators it means")]
+    #[error("opset_import is missing: the operator version is unknown")]
     NoOpset,
     /// A standard operator is used, but the standard domain is not imported.
-    #[error("node `{}`: opset_import does not name the standard operators, whose {} it uses", shown(node), shown(op))]
+    #[error(
+        "node `{}`: opset_import does not name the standard domain, which its operator {} needs",
+        shown(node),
+        shown(op)
+    )]
     OpsetOfStandard {
         /// The first such node.
         node: String,
@@ -115,7 +120,7 @@ pub enum Fault {
     DuplicateInitializer { name: String },
     /// Violation of single static assignment.
     #[error(
-        "duplicate output: tensor `{}` is written twice, by {} and by node `{}`",
+        "duplicate output: tensor `{}` is computed by {} and by node `{}`",
         shown(tensor),
         shown(first),
         shown(node)
@@ -126,9 +131,9 @@ pub enum Fault {
         first: String,
         node: String,
     },
-    #[error("node `{}` ({}) reads tensor `{}`, which nothing makes", shown(node), shown(op), shown(tensor))]
+    #[error("node `{}` ({}) reads tensor `{}`, which no node computes", shown(node), shown(op), shown(tensor))]
     UnknownTensor { node: String, op: String, tensor: String },
-    #[error("graph output `{}` is made by no node", shown(tensor))]
+    #[error("no node computes graph output `{}`", shown(tensor))]
     UnknownOutput { tensor: String },
     #[error("cycle: {}", arrows(nodes))]
     Cycle {
@@ -137,7 +142,7 @@ pub enum Fault {
     },
     #[error("node `{}` has the attribute `{}` twice", shown(node), shown(attribute))]
     DuplicateAttribute { node: String, attribute: String },
-    #[error("node `{}`: control flow (If, Loop, Scan) nests more than {limit} deep", shown(node))]
+    #[error("node `{}`: control flow (If, Loop, Scan) is nested more than {limit} deep", shown(node))]
     Nesting {
         /// The node of the main graph or of a function that contains the subgraphs.
         node: String,
@@ -150,7 +155,7 @@ pub enum Fault {
         /// In call order; the last function calls the first.
         functions: Vec<String>,
     },
-    #[error("written out, the functions of the model are more than {limit} nodes")]
+    #[error("the inlined functions of the model have more than {limit} nodes")]
     Expansion { limit: u64 },
     #[error("sparse initializer `{}`: sparse tensors are not supported", shown(name))]
     Sparse {

@@ -172,11 +172,11 @@ impl Files {
 /// Errors in a reference to an external file. The messages continue a sentence after "external data".
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ExternalError {
-    #[error("in a file, but the model was not read from one")]
+    #[error("in a file, but the model itself was not read from a file")]
     NoFolder,
     #[error("without a location")]
     NoLocation,
-    #[error("at location `{}`, which {why}: it must stay inside the model's folder", shown(location))]
+    #[error("at location `{}`, which {why}: it must be inside the model's folder", shown(location))]
     Escapes { location: String, why: &'static str },
     /// The location resolves, through links, to a path outside the model's folder.
     #[error("at location `{}`, a link that leads outside the model's folder", shown(location))]
@@ -185,11 +185,11 @@ pub enum ExternalError {
     NotRegular { location: String, kind: &'static str },
     #[error("at location `{}`, which cannot be read: {error}", shown(location))]
     Unreadable { location: String, error: String },
-    #[error("whose {key} `{}` is not a number of bytes", shown(value))]
+    #[error("with {key} `{}`, which is not a number of bytes", shown(value))]
     Number { key: &'static str, value: String },
     #[error("with two different values for `{key}`")]
     TwoValues { key: &'static str },
-    #[error("whose length is {length} bytes, but its type and dims take {expected}")]
+    #[error("with length {length} bytes, but its type and dims need {expected}")]
     Length { length: u64, expected: u64 },
     #[error("at offset {offset} with length {length} of `{}`, whose size is {size} bytes", shown(location))]
     PastEnd { offset: u64, length: u64, size: u64, location: String },
@@ -205,13 +205,13 @@ struct Keys<'a> {
 fn suspicious(location: &str) -> Option<&'static str> {
     let bytes = location.as_bytes();
     if bytes.contains(&0) {
-        Some("holds a NUL")
+        Some("has a NUL character")
     } else if bytes.contains(&b'\\') {
-        Some("holds a backslash")
+        Some("has a backslash")
     } else if bytes[0] == b'/' {
         Some("is absolute")
     } else if bytes.len() > 1 && bytes[1] == b':' && bytes[0].is_ascii_alphabetic() {
-        Some("names a drive")
+        Some("has a drive letter")
     } else if location.split('/').any(|part| part == "..") {
         Some("escapes through `..`")
     } else {

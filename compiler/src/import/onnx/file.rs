@@ -55,7 +55,7 @@ pub fn kind_name(kind: FileType) -> &'static str {
             return "a device";
         }
     }
-    "something special"
+    "a special file"
 }
 
 /// Refuses bytes that are recognisably another format. None of these prefixes is valid in an ONNX model: as protobuf

@@ -137,10 +137,7 @@ mod tests {
                 _ => function(&name(level), &[&name(level - 1), &name(level - 1)]),
             })
             .collect();
-        assert_eq!(
-            faults(&doubling, &["f59"]),
-            ["written out, the functions of the model are more than 1000000 nodes"]
-        );
+        assert_eq!(faults(&doubling, &["f59"]), ["the inlined functions of the model have more than 1000000 nodes"]);
         assert!(faults(&doubling, &["f10"]).is_empty());
         let chain: Vec<FunctionProto> = (0..100_000).map(|level| function(&name(level), &[&name(level + 1)])).collect();
         assert!(faults(&chain, &["f0"]).is_empty());

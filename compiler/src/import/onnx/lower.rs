@@ -78,7 +78,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// messages.
 const MAX_VISITED_NODES: usize = 1 << 22;
 
-const A_SEQUENCE: &str = "a sequence in place of a tensor";
+const A_SEQUENCE: &str = "a sequence instead of a tensor";
 
 /// Information about a tensor of the source model at import time.
 #[derive(Clone, Debug)]
@@ -365,7 +365,7 @@ impl Scope<'_> {
     pub fn integers(&self, slot: usize, what: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         match self.tensor(slot, what)? {
             Some(tensor) if tensor.len() > 4096 => {
-                Err(LowerReason::Inputs(format!("{what} has {} elements, more than any shape", tensor.len())))
+                Err(LowerReason::Inputs(format!("{what} has {} elements, more than any shape can have", tensor.len())))
             }
             Some(tensor) => Ok(Some(tensor.to_i64())),
             None => Ok(None),

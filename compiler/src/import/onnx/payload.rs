@@ -77,18 +77,18 @@ pub fn tensor(tensor: &TensorProto) -> Tensor {
 pub enum TensorError {
     #[error("has an unknown data type, code {0}")]
     DataType(i32),
-    #[error("has no possible shape: {0}")]
+    #[error("has an invalid shape: {0}")]
     Size(#[from] SizeError),
     #[error("has data in both {first} and {second}")]
     TwoSources { first: &'static str, second: &'static str },
-    #[error("of type {} has its data in {field}, where that type cannot be", element_name(*elem_type))]
+    #[error("of type {} has its data in {field}, which is not valid for that type", element_name(*elem_type))]
     WrongField { elem_type: i32, field: &'static str },
-    #[error("of type {} and dims {dims:?} takes {expected} bytes, but {source_name} has {found}", element_name(*elem_type))]
+    #[error("of type {} and dims {dims:?} needs {expected} bytes, but {source_name} has {found}", element_name(*elem_type))]
     Bytes { elem_type: i32, dims: Vec<i64>, expected: u64, found: u64, source_name: &'static str },
-    #[error("of type {} and dims {dims:?} takes {expected} entries, but {field} has {found}", element_name(*elem_type))]
+    #[error("of type {} and dims {dims:?} needs {expected} entries, but {field} has {found}", element_name(*elem_type))]
     Entries { elem_type: i32, dims: Vec<i64>, expected: u64, found: u64, field: &'static str },
     /// An entry of `int32_data` or `uint64_data` exceeds the range of its type.
-    #[error("has {value} at {index}, which {} cannot hold", element_name(*elem_type))]
+    #[error("has {value} at {index}, which is out of range for {}", element_name(*elem_type))]
     Range { elem_type: i32, index: usize, value: String },
     #[error("is stored in segments, which is not supported")]
     Segment,

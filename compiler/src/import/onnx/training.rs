@@ -17,16 +17,17 @@ const DROPOUT_MODE_OPSET: i64 = 12;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrainModeError {
     /// BatchNorm was folded into other layers.
-    #[error("training mode cannot be brought back: {0}; {remedy}", remedy = .0.remedy())]
+    #[error("training mode cannot be restored: {0}; {remedy}", remedy = .0.remedy())]
     Folded(TrainingWarning),
     /// A `torch.export` program, whose operators state their mode themselves.
     #[error(
-        "training mode cannot be brought back in a .pt2 file, which is the module in the mode it was in; save it with \
+        "training mode cannot be restored in a .pt2 file, which has the mode of its export; save it with \
          `torch.export.save(torch.export.export(model.train(), args), \"model.pt2\")`"
     )]
     Program,
     #[error(
-        "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {NORM_MODE_OPSET} or newer"
+        "training mode cannot be restored: operator set {opset} has no Dropout training mode; convert the file to \
+        {NORM_MODE_OPSET} or newer"
     )]
     Opset { opset: i64 },
 }

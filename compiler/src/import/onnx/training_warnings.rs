@@ -112,7 +112,7 @@ fn nodes(finding: Finding, model: &OnnxModel, is: impl Fn(&Node) -> bool) -> Opt
 fn dropouts(model: &OnnxModel, modes: &Modes<'_>) -> Option<TrainingWarning> {
     let doubt = nodes(Finding::InferenceDropout, model, |node| modes.is_inference_dropout(node))?;
     let training = model.nodes.iter().filter(|node| standard(node, "Dropout")).count() - doubt.count;
-    let beside = if training > 0 { format!("while {training} others train") } else { String::new() };
+    let beside = if training > 0 { format!("while {training} others are in training mode") } else { String::new() };
     Some(TrainingWarning { beside, ..doubt })
 }
 

@@ -4,22 +4,23 @@ use crate::import::onnx::name::shown;
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Warning {
-    #[error("the nodes were not in topological order (node `{}` came too early) and were sorted", shown(node))]
+    #[error("the nodes were not in topological order (node `{}` came too early); pipec sorted them", shown(node))]
     Sorted {
         /// The first node that precedes one of its sources.
         node: String,
     },
-    #[error("the file's IR version {found} is newer than {known}, the newest known: parts of it may go unread")]
+    #[error("the file's IR version {found} is newer than {known}, the latest supported: parts of it may be ignored")]
     IrVersion { found: i64, known: i64 },
-    #[error("`{}` has a dimension of -1, read as not known", shown(name))]
+    #[error("`{}` has a dimension of -1, treated as unknown", shown(name))]
     MinusOne { name: String },
     /// IR 4 and later let a caller override such an input; pipec does not.
-    #[error("{count} graph inputs have initializers and count as parameters, `{}` among them", shown(example))]
+    #[error("{count} graph inputs have initializers and are treated as parameters, such as `{}`", shown(example))]
     DefaultInputs { count: usize, example: String },
     #[error("`{}`: the key `{}` of its external data is ignored", shown(tensor), shown(key))]
     ExternalKey { tensor: String, key: String },
     #[error(
-        "external data file `{}` does not exist: {tensors} tensor{} without values, which is enough to plan but not to train",
+        "external data file `{}` does not exist: {tensors} tensor{} without values; the model can be planned but not \
+        trained",
         shown(path),
         if *tensors == 1 { "" } else { "s" }
     )]

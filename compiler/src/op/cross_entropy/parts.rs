@@ -119,7 +119,7 @@ impl Targets {
         };
         // A negative index counts from the end, but a negative label is invalid: it becomes an index out of range.
         let (zero, none) = (number(out, 0), number(out, NO_CLASS));
-        let outside = number(out, classes.known().expect("sizes are known where ops are shared"));
+        let outside = number(out, classes.known().expect("sizes are known under tensor parallelism"));
         let below = out.emit(Op::Compare(Compare::Less), &[target, zero]);
         let target = out.emit(Op::Select(Select {}), &[below, outside, target]);
         let target = out.emit(Op::Select(Select {}), &[counted, target, zero]);

@@ -23,7 +23,7 @@ use std::cell::Cell;
 const CLOSE: f64 = 1e-5;
 
 pub struct BottleneckSearch<'a> {
-    pub terrain: &'a CutSpace,
+    pub cut_space: &'a CutSpace,
     pub cost: &'a StageCost,
     pub levels: &'a [LevelCost],
     /// Number of devices in one unit of each level.
@@ -60,7 +60,7 @@ struct PartRange {
 impl<'a> BottleneckSearch<'a> {
     /// A search with a step limit; a step takes about twenty nanoseconds.
     pub fn new(
-        terrain: &'a CutSpace,
+        cut_space: &'a CutSpace,
         cost: &'a StageCost,
         levels: &'a [LevelCost],
         most_steps: u64,
@@ -69,7 +69,7 @@ impl<'a> BottleneckSearch<'a> {
         for level in levels {
             devices.push(devices[devices.len() - 1] * f64::from(level.count));
         }
-        BottleneckSearch { terrain, cost, levels, devices, steps: Cell::new(0), most_steps }
+        BottleneckSearch { cut_space, cost, levels, devices, steps: Cell::new(0), most_steps }
     }
 
     /// Narrows the smallest bottleneck between the lower bound `low_us` and the upper bound `high_us`. Calls `found`
@@ -102,14 +102,14 @@ impl<'a> BottleneckSearch<'a> {
 
     fn is_feasible(&self, us: f64) -> Option<bool> {
         let level = self.levels.len() - 1;
-        let ends = self.covers(level, self.terrain.start(), self.terrain.end(), us, None);
+        let ends = self.covers(level, self.cut_space.start(), self.cut_space.end(), us, None);
         (self.steps.get() < self.most_steps).then_some(ends)
     }
 
     /// The partition with no part slower than `us`, if there is one; `between` returns the ops between two intervals.
     pub fn groups(&self, us: f64, between: &dyn Fn(usize, usize) -> Vec<u32>) -> Option<Vec<Group>> {
         let level = self.levels.len() - 1;
-        self.groups_between(level, self.terrain.start(), self.terrain.end(), us, between)
+        self.groups_between(level, self.cut_space.start(), self.cut_space.end(), us, between)
     }
 
     fn groups_between(
@@ -209,19 +209,19 @@ impl<'a> BottleneckSearch<'a> {
         us: f64,
     ) -> Option<CutPosition> {
         let level = &self.levels[level];
-        self.terrain.settle(base, floor, |bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us)
+        self.cut_space.settle(base, floor, |bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us)
     }
 
     /// The furthest end, up to `goal`, of the part that begins at `run.from`; `None` if it is not beyond `run.to`.
     fn beyond(&self, level: usize, run: PartRange, goal: CutPosition, us: f64) -> Option<CutPosition> {
-        let terrain = self.terrain;
+        let cut_space = self.cut_space;
         let room = run.from.compute + us * self.devices[level] * run.replicas as f64 * (1.0 + 1e-9);
         let to = |spot| PartRange { to: spot, ..run };
-        let spot = |stretch: usize| CutPosition { stretch, compute: terrain.from[stretch] };
+        let spot = |stretch: usize| CutPosition { stretch, compute: cut_space.from[stretch] };
         // Weights may need more replicas than compute does, so the first position that is an improvement is checked
         // first.
-        let next = if run.to.compute < terrain.to[run.to.stretch] { run.to.stretch } else { run.to.stretch + 1 };
-        let last = terrain.stretch_at(room.min(goal.compute)).min(goal.stretch);
+        let next = if run.to.compute < cut_space.to[run.to.stretch] { run.to.stretch } else { run.to.stretch + 1 };
+        let last = cut_space.stretch_at(room.min(goal.compute)).min(goal.stretch);
         if next > last || !self.fits(level, &to(if next > run.to.stretch { spot(next) } else { run.to }), us) {
             return None;
         }
@@ -239,7 +239,7 @@ impl<'a> BottleneckSearch<'a> {
             let middle = fits + (fails - fits) / 2;
             if self.fits(level, &to(spot(middle)), us) { fits = middle } else { fails = middle }
         }
-        let (mut near, mut far) = (spot(fits).compute, terrain.to[fits].min(room));
+        let (mut near, mut far) = (spot(fits).compute, cut_space.to[fits].min(room));
         if fits == goal.stretch {
             far = far.min(goal.compute);
         }
@@ -252,7 +252,7 @@ impl<'a> BottleneckSearch<'a> {
         }
         let end = within(far.max(near));
         let end = if goal.is_beyond(&end) {
-            terrain.settle(end, run.from, |bytes| self.link_us(level, &run, bytes) <= us)?
+            cut_space.settle(end, run.from, |bytes| self.link_us(level, &run, bytes) <= us)?
         } else {
             goal
         };
@@ -263,10 +263,10 @@ impl<'a> BottleneckSearch<'a> {
     /// of its cuts.
     fn class(&self, level: usize, replicas: usize, is_first: bool, us: f64) -> usize {
         if is_first {
-            return self.terrain.any_class();
+            return self.cut_space.any_class();
         }
         let level = &self.levels[level];
-        self.terrain.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
+        self.cut_space.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
     }
 
     fn link_us(&self, level: usize, run: &PartRange, out_bytes: f64) -> f64 {
@@ -306,11 +306,11 @@ impl<'a> BottleneckSearch<'a> {
     }
 
     fn part(&self, run: &PartRange, inner_us: f64) -> StageRange {
-        let terrain = self.terrain;
-        let weight_bytes = terrain.weights_between(run.from.stretch, run.to.stretch, run.class);
+        let cut_space = self.cut_space;
+        let weight_bytes = cut_space.weights_between(run.from.stretch, run.to.stretch, run.class);
         StageRange {
             is_first: run.is_first,
-            is_last: run.to.stretch + 1 == terrain.from.len(),
+            is_last: run.to.stretch + 1 == cut_space.from.len(),
             replicas: run.replicas as u32,
             inner_us,
             weight_bytes,

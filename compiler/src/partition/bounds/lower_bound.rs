@@ -31,7 +31,7 @@ pub struct Bounds<'a> {
     pub space: Option<DownSets>,
     /// Cheap cuts, if there are too many down-sets.
     pub narrow: Option<MinCutBytes>,
-    terrain: CutSpace,
+    cut_space: CutSpace,
 }
 
 impl Bounds<'_> {
@@ -41,8 +41,8 @@ impl Bounds<'_> {
         let space = DownSets::grow(graph, problem.cost, Growth::All, most);
         match space {
             Some(space) => {
-                let terrain = CutSpace::sets(&space, problem.cost);
-                Bounds { problem, cost: StageCost::of(problem), space: Some(space), narrow: None, terrain }
+                let cut_space = CutSpace::sets(&space, problem.cost);
+                Bounds { problem, cost: StageCost::of(problem), space: Some(space), narrow: None, cut_space }
             }
             None => Bounds::relaxed(problem),
         }
@@ -62,11 +62,11 @@ impl Bounds<'_> {
         let relaxed = CutSpace::relaxed(graph, problem.cost);
         let orders = if charges_cuts(problem) { linear_search::orders(graph) } else { Vec::new() };
         let narrow = orders.first().and_then(|order| MinCutBytes::of(graph, order, relaxed.places(), CROSSING_STEPS));
-        let terrain = match narrow.as_ref().filter(|_| problem.cost == CostModel::Pipedream) {
+        let cut_space = match narrow.as_ref().filter(|_| problem.cost == CostModel::Pipedream) {
             Some(crossing) => relaxed.crossed(graph, crossing),
             None => relaxed,
         };
-        Bounds { problem, cost: StageCost::of(problem), space: None, narrow, terrain }
+        Bounds { problem, cost: StageCost::of(problem), space: None, narrow, cut_space }
     }
 
     /// Lower bound in microseconds on plans whose stages fill whole groups of these levels. Bounds above `known_us`,
@@ -78,7 +78,7 @@ impl Bounds<'_> {
         if low >= known_us {
             return low;
         }
-        let bottleneck = BottleneckSearch::new(&self.terrain, &self.cost, levels, STEPS);
+        let bottleneck = BottleneckSearch::new(&self.cut_space, &self.cost, levels, STEPS);
         // Feasibility is only exact up to rounding.
         low.max(bottleneck.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
     }
@@ -226,7 +226,7 @@ mod tests {
             let space = DownSets::grow(&problem.graph, problem.cost, Growth::All, 10_000).unwrap();
             for set in 1..space.len() - 1 {
                 let (compute, weights, bytes) = (space.compute[set], space.weights[set], space.cut[set]);
-                let is_there = bounds.terrain.has_room(compute, weights, bytes);
+                let is_there = bounds.cut_space.has_room(compute, weights, bytes);
                 assert!(is_there, "seed {seed}: {compute} us, {weights} bytes of weights, {bytes} bytes");
             }
         }

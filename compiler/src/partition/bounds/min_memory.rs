@@ -13,10 +13,10 @@ use crate::partition::search::first_stage;
 use crate::partition::search::pipec::{PlacementQuery, Rules};
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::suffix_dp::{Measure, Table};
-use crate::plan::ScheduleKind;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::{First, StageInFlight};
 use crate::plan::problem::{CostModel, InFlight, Problem};
+use crate::plan::schedule::PendingWeightGrads;
 
 /// Largest number of down-sets, and steps of about ten nanoseconds.
 const MOST_SETS: usize = 4000;
@@ -36,7 +36,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
         return None;
     }
     let devices = problem.cluster.devices();
-    let is_of_the_whole = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
+    let is_of_the_whole = matches!(problem.schedule.properties().split, Some(PendingWeightGrads::PerEarlierWorker(_)));
     let is_of_the_first = first_stage::matters(problem);
     let firsts: Vec<StageInFlight> = match is_of_the_first {
         true if problem.constraints.no_replication => {
@@ -53,7 +53,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let places = RangeCosts::new(&problem.graph, &space, GradientBuffers::of(&problem.cluster));
     let rules = Rules {
         equal: problem.constraints.no_replication.then_some(1),
-        recompute: problem.recompute && problem.cost == CostModel::Pipec && problem.schedule != ScheduleKind::Inference,
+        recompute: problem.recompute && problem.cost == CostModel::Pipec && problem.schedule.trains(),
         ..Rules::default()
     };
     let table = |devices: u32, first: First| {

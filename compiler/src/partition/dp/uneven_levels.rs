@@ -8,7 +8,6 @@ use crate::cluster::Level;
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::StagePosition;
-use crate::plan::ScheduleKind;
 use crate::plan::problem::{CostModel, Problem};
 use std::collections::BTreeMap;
 
@@ -43,7 +42,7 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
     if problem.cost == CostModel::Pipec || !(0..levels.len()).any(is_one) {
         return 0.0;
     }
-    let trains = problem.schedule != ScheduleKind::Inference;
+    let trains = problem.schedule.trains();
     let per_byte = match (problem.cost, problem.activation_compression) {
         (CostModel::Pipedream, None) => 0.0,
         (CostModel::Pipedream, Some(ratio)) => 1.0 / ratio,
@@ -90,9 +89,9 @@ pub fn busiest_us(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> 
             }
         }
         for (holdings, range) in holdings.iter().zip(&ranges) {
-            let items = match problem.schedule {
-                ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => range.len(),
-                _ => u64::from(problem.microbatches),
+            let items = match problem.schedule.is_round_robin() {
+                true => range.len(),
+                false => u64::from(problem.microbatches),
             };
             let weights = holdings.weights as f64 / items as f64;
             for unit in range.units(size) {

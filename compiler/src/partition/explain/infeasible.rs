@@ -49,12 +49,12 @@ impl fmt::Display for Infeasible {
         match self.class {
             Some(class) => write!(
                 f,
-                "lacks {missing} bytes on device class {class} (`{kind}`), whose devices hold {memory}; {smallest} bytes on each of them \
-                 would do"
+                "exceeds the memory of device class {class} (`{kind}`, {memory} bytes) by {missing} bytes; {smallest} \
+                 bytes on each of its devices are enough"
             )?,
             None => write!(
                 f,
-                "needs {smallest} bytes, and several device classes hold less; so many on every device would do"
+                "needs {smallest} bytes, more than several device classes have; that memory on every device is enough"
             )?,
         }
         self.limit.map_or(Ok(()), |limit| write!(f, ", with a limit of {limit} bytes or more"))
@@ -207,7 +207,7 @@ pub fn smaller_need(known: Option<PlanError>, error: PlanError) -> PlanError {
 }
 
 /// Maps the class index of an error from a reordered device list (`of`) back to the cluster's classes (`own`).
-pub fn told(error: PlanError, of: &[DeviceClass], own: &[DeviceClass]) -> PlanError {
+pub fn in_cluster_order(error: PlanError, of: &[DeviceClass], own: &[DeviceClass]) -> PlanError {
     match error {
         PlanError::DeviceMemory(small) => {
             let class = small.class.and_then(|class| of.get(class as usize)).map(|class| first_alike(own, class));

@@ -205,7 +205,7 @@ impl Units<'_> {
         }
         for unit in group.chunks(size) {
             let start = left.get_mut(&alike(unit)).and_then(VecDeque::pop_front);
-            self.place(unit, below, start.expect("changes of places keep the units of a group"), device);
+            self.place(unit, below, start.expect("reordering keeps the units of a group"), device);
         }
     }
 }

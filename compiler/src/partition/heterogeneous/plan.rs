@@ -143,8 +143,8 @@ pub fn plan(
     );
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
-            "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \
-             not all; another may be better"
+            "search truncated: {looked} orders of the device classes along the pipeline were tried, {count} of them \
+             in full; another order may be better"
         ));
     }
     // Devices, and so links, have been renumbered.
@@ -211,7 +211,8 @@ impl Search<'_> {
                     // Not an error: nothing faster than the known plan was found.
                     _ if known_us.is_finite() => {}
                     error if infeasible::is_infeasible(&error) => {
-                        let error = infeasible::told(error, &order.classes, &self.question.problem.cluster.classes);
+                        let error =
+                            infeasible::in_cluster_order(error, &order.classes, &self.question.problem.cluster.classes);
                         self.refused = Some(infeasible::smaller_need(self.refused.take(), error));
                     }
                     error => return Err(error),

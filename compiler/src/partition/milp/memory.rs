@@ -1,7 +1,6 @@
 //! Rows of the integer program that limit the memory of each stage.
 
 use crate::partition::milp::formulation::Formulation;
-use crate::plan::ScheduleKind;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight;
 use crate::plan::in_flight::{First, StageInFlight};
@@ -98,7 +97,7 @@ impl Formulation<'_> {
                     back.add(tensor.bytes, factor * passed / (input + passed), comes_in);
                 }
             }
-            if problem.schedule != ScheduleKind::Inference {
+            if problem.schedule.trains() {
                 sum += self.second_places(stage, back);
             }
             // Conservative: assumes that each stage contains the op with the largest parameters.

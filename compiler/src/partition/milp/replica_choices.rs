@@ -6,7 +6,6 @@
 
 use crate::cluster::class;
 use crate::partition::search::build_plan;
-use crate::plan::ScheduleKind;
 use crate::plan::in_flight;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use std::ops::Range;
@@ -96,7 +95,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
 
 /// Returns whether recomputation is worth trying: it never makes a plan faster, only smaller.
 fn may_recompute(problem: &Problem) -> bool {
-    let trains = problem.schedule != ScheduleKind::Inference;
+    let trains = problem.schedule.trains();
     problem.cost == CostModel::Pipec && problem.recompute && trains && build_plan::is_limited(problem)
 }
 

@@ -70,7 +70,7 @@ pub fn refine(
     // If no known plan fits, a slower plan is acceptable.
     let unit_us = best_us.unwrap_or(slowest);
     if !(unit_us.is_normal() && unit_us > 0.0) {
-        return Ok(left_alone(known, "there is no time to save".to_string()));
+        return Ok(left_alone(known, "all times are zero".to_string()));
     }
     let flow = build_plan::flow(problem, problem.cluster.devices());
     let asked = FlowQuery::of(&flow, problem.objective == Objective::Latency);
@@ -84,7 +84,7 @@ pub fn refine(
     };
     let Some(choices) = choices(problem, &wanted) else {
         let devices = problem.cluster.devices();
-        let why = format!("replicas on {devices} devices can be chosen in more than {MOST_CHOICES} ways");
+        let why = format!("there are more than {MOST_CHOICES} ways to choose replicas on {devices} devices");
         return Ok(left_alone(known, why));
     };
     let order = Order::of(problem, &asked);
@@ -108,7 +108,7 @@ pub fn refine(
         if columns > MOST_COLUMNS || rows > MOST_ROWS || work > MOST_WORK {
             let (stages, programs) = (choice.replicas.len(), choices.len());
             let why = format!(
-                "{} ops in {stages} stages make {columns} variables and {rows} rows, and there are {programs} such programs",
+                "{} ops in {stages} stages give {columns} variables and {rows} rows, in {programs} such programs",
                 problem.graph.ops.len()
             );
             return Ok(left_alone(known, why));
@@ -136,10 +136,10 @@ const SLOWER: f64 = 16.0;
 fn unsuited(problem: &Problem) -> Option<String> {
     let why = match problem.cost {
         _ if problem.objective == Objective::Memory => "it minimises time, not memory",
-        CostModel::Load | CostModel::Hybrid => "costs `load` and `hybrid` are planned by searches of their own",
-        _ if problem.cluster.levels.len() > 1 => "the devices are joined by several levels",
+        CostModel::Load | CostModel::Hybrid => "costs `load` and `hybrid` have their own solvers",
+        _ if problem.cluster.levels.len() > 1 => "the cluster has several interconnect levels",
         _ if problem.constraints.target.is_some_and(|target| target.keeps_modules()) => {
-            "the target keeps modules whole"
+            "the target cannot split modules"
         }
         _ if problem.graph.ops.len() > MOST_OPS => {
             return Some(format!("{} ops are more than {MOST_OPS}", problem.graph.ops.len()));
@@ -286,11 +286,11 @@ impl Search<'_> {
         let bound_us = open.iter().map(|open| open.bound_us).fold(self.best_us.unwrap_or(f64::INFINITY), f64::min);
         found.bound_us = found.bound_us.max(bound_us);
         let how = match self.ended {
-            Ended::Clock => "ended by the clock, another run may end elsewhere",
-            Ended::Failed => "the solver's arithmetic broke down",
-            Ended::Proven | Ended::Nodes => "the budget of nodes is used up",
+            Ended::Clock => "time limit reached; another run may give another result",
+            Ended::Failed => "numerical failure in the solver",
+            Ended::Proven | Ended::Nodes => "node budget used up",
         };
-        found.fallback = Some(format!("{} of {programs} integer programs are not decided: {how}", open.len()));
+        found.fallback = Some(format!("{} of {programs} integer programs are undecided: {how}", open.len()));
         found
     }
 }

@@ -13,38 +13,39 @@ use std::collections::BTreeMap;
 /// The first stages of a pipeline. The price is exact except for tensors that later stages will read.
 #[derive(Clone, Default)]
 pub struct Prefix {
-    seats: Vec<StagePlacement>,
+    placements: Vec<StagePlacement>,
     stages: Vec<PlacedStage>,
     edges: Vec<Edge>,
 }
 
 impl Prefix {
-    pub fn push(&mut self, placing: &PlacementQuery<'_>, seat: StagePlacement) {
-        let run = placing.places.run(seat.from, seat.to).at(placing.pace(seat.first, seat.replicas));
-        let again = if seat.recompute { run.forward_us } else { 0.0 };
+    pub fn push(&mut self, placing: &PlacementQuery<'_>, placement: StagePlacement) {
+        let run =
+            placing.places.run(placement.from, placement.to).at(placing.pace(placement.first, placement.replicas));
+        let again = if placement.recompute { run.forward_us } else { 0.0 };
         let to = StageId(self.stages.len() as u32);
         self.stages.push(PlacedStage {
             forward_us: run.forward_us,
             backward_us: run.backward_us + again,
             weight_bytes: run.holdings.weights as f64,
-            first: seat.first,
-            replicas: seat.replicas,
+            first: placement.first,
+            replicas: placement.replicas,
         });
         let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
-        for tensor in placing.places.inputs(seat.from, seat.to) {
+        for tensor in placing.places.inputs(placement.from, placement.to) {
             let tensor = &placing.places.graph.tensors[tensor as usize];
-            let made = self.seats.iter().position(|before| placing.places.has(before.to, tensor.producer.index()));
+            let made = self.placements.iter().position(|before| placing.places.has(before.to, tensor.producer.index()));
             if let Some(from) = made {
                 *bytes.entry(from as u32).or_default() += tensor.bytes;
             }
         }
         let edge = |(from, bytes): (u32, u64)| Edge { from: StageId(from), to, tensors: Vec::new(), bytes };
         self.edges.extend(bytes.into_iter().map(edge));
-        self.seats.push(seat);
+        self.placements.push(placement);
     }
 
     fn pop(&mut self) {
-        self.seats.pop();
+        self.placements.pop();
         self.stages.pop();
         let last = self.stages.len() as u32;
         self.edges.retain(|edge| edge.to.0 != last);
@@ -96,7 +97,7 @@ impl BranchAndBound<'_, '_> {
             let us = prefix.us(placing);
             if us < self.best_us * (1.0 - 1e-12) {
                 self.best_us = us;
-                self.best = Some((us, prefix.seats.clone()));
+                self.best = Some((us, prefix.placements.clone()));
             }
             return true;
         }
@@ -117,15 +118,17 @@ impl BranchAndBound<'_, '_> {
                 if tail.is_infinite() || (weight * compute).max(tail) >= self.best_us {
                     continue;
                 }
-                let Some(recompute) = placing.chosen(from, to, replicas, rest, prefix.seats.len()) else { continue };
+                let Some(recompute) = placing.chosen(from, to, replicas, rest, prefix.placements.len()) else {
+                    continue;
+                };
                 let first = placing.devices - rest - replicas;
-                let seat = StagePlacement { from, to, first, replicas, recompute };
-                prefix.push(placing, seat);
+                let placement = StagePlacement { from, to, first, replicas, recompute };
+                prefix.push(placing, placement);
                 let (busiest, sum) = prefix.parts(placing);
                 prefix.pop();
                 let least = busiest.max(tail) + sum + self.way.map_or(0.0, |way| way.value(below, to, rest as usize));
                 if least < self.best_us * (1.0 - 1e-9) {
-                    next.push((least, seat, rest));
+                    next.push((least, placement, rest));
                 }
             }
             if self.steps > placing.steps {
@@ -133,22 +136,22 @@ impl BranchAndBound<'_, '_> {
             }
         }
         next.sort_by(|left, right| left.0.total_cmp(&right.0));
-        for (least, seat, rest) in next {
+        for (least, placement, rest) in next {
             if least >= self.best_us * (1.0 - 1e-9) {
                 break;
             }
-            prefix.push(placing, seat);
+            prefix.push(placing, placement);
             let mut starts = vec![rest];
             // The next stage may also begin at the next unit boundary.
             if let [inner, _, ..] = placing.levels {
                 let border = rest - rest % inner.count.max(1);
-                starts.extend((border != rest && (border > 0) && seat.to != whole).then_some(border));
+                starts.extend((border != rest && (border > 0) && placement.to != whole).then_some(border));
             }
             for start in starts {
-                if seat.to == whole && start > placing.unused_after() {
+                if placement.to == whole && start > placing.unused_after() {
                     continue;
                 }
-                if !self.extend(prefix, below, seat.to, start) {
+                if !self.extend(prefix, below, placement.to, start) {
                     return false;
                 }
             }

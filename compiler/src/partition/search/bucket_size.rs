@@ -10,7 +10,7 @@ use crate::plan::buckets::buckets;
 use crate::plan::problem::Problem;
 use crate::plan::{GradientBucket, Plan, Stage};
 use crate::profile::cost_graph::CostGraph;
-use crate::schedule::pipeline::{pipeline_of, schedule_of};
+use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::step_time;
 use serde_json::json;
 
@@ -41,7 +41,7 @@ pub fn fastest(problem: &Problem, plan: &Plan) -> Option<u64> {
     let degree = plan.stages.first().map_or(1, Stage::degree);
     let of_groups = problem.shared.iter().find(|costs| costs.devices == degree).map(|costs| &costs.graph);
     let graph = if degree > 1 { of_groups? } else { &problem.graph };
-    let kind = schedule_of(plan.schedule.kind).ok().filter(|kind| kind.trains())?;
+    let kind = generated(plan.schedule.kind).ok().filter(|kind| kind.trains())?;
     if plan.stages.iter().all(|stage| stage.replicas < 2) {
         return None;
     }

@@ -13,7 +13,7 @@ use crate::plan::in_flight;
 use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
+use crate::plan::{Edge, Stage, StageId, StageMemory};
 use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
@@ -235,7 +235,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             let name = &ops[op as usize].name;
             if name.is_empty() { op.to_string() } else { name.clone() }
         };
-        let zero = if leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference { problem.zero } else { 0 };
+        let zero = if leaf.replicas > 1 && problem.schedule.trains() { problem.zero } else { 0 };
         stages.push(Stage {
             id: StageId(at as u32),
             ops: ranges(leaf.ops),
@@ -250,7 +250,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             fwd_us,
             bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
             weight_us: is_known.then_some(weight_us),
-            buckets: match leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference {
+            buckets: match leaf.replicas > 1 && problem.schedule.trains() {
                 true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
                 false => Vec::new(),
             },

@@ -209,7 +209,7 @@ impl SearchContext<'_> {
             }
         }
         if !wants_memory && !fitted {
-            found.fallback = found.fallback.take().or(Some("memory: search along linear orders".to_string()));
+            found.fallback = found.fallback.take().or(Some("memory: search along topological orders".to_string()));
         }
         if is_ours || !fitted {
             found.candidates.extend(baselines.iter().cloned());
@@ -294,8 +294,9 @@ impl SearchContext<'_> {
             }
         }
         let fallback = grown.is_none().then(|| {
-            let along = if is_ours || lines.are_whole() { "linear orders" } else { "linear orders of grouped ops" };
-            format!("{along}: more than {in_memory} closed sets")
+            let along =
+                if is_ours || lines.are_whole() { "topological orders" } else { "topological orders of grouped ops" };
+            format!("{along}: more than {in_memory} down-sets")
         });
         let exact = grown.and_then(|space| {
             states += space.len() as u64;
@@ -366,7 +367,7 @@ impl SearchContext<'_> {
         }
         let budget = 1 << (exhaustive::MAX_OPS + 1);
         let space = DownSets::grow(graph, cost.model, Growth::All, budget)
-            .ok_or_else(|| too_large("closed sets", budget as u64, budget as u64 + 1))?;
+            .ok_or_else(|| too_large("down-sets", budget as u64, budget as u64 + 1))?;
         let fits = |shape: &Shape| problem.memory_limit.is_none() || self.candidate("exhaustive", shape.clone()).fits;
         let levels = stage_cost::levels(&problem.cluster);
         let walked = exhaustive::exhaustive(&space, &cost, &levels, &fits);

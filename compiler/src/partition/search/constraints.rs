@@ -39,11 +39,11 @@ pub fn resolve(
             }
         }
         if ends.last() == Some(&order.len()) {
-            let why = "everything up to it stands before an earlier cut";
+            let why = "an earlier cut already covers it";
             return Err(ProblemError::EmptyCut { name: shown(name), why });
         }
         if order.len() == graph.ops.len() {
-            return Err(ProblemError::EmptyCut { name: shown(name), why: "nothing is left for the stage after it" });
+            return Err(ProblemError::EmptyCut { name: shown(name), why: "the stage after it would be empty" });
         }
         ends.push(order.len());
     }
@@ -65,7 +65,7 @@ pub fn moved(joined: &FusedGraph<'_>, names: &[String]) -> Vec<String> {
             let with = shown(&joined.full.ops[last as usize].name);
             let with = if with.is_empty() { last.to_string() } else { with };
             notes.push(format!(
-                "`--cut-after {}`: it follows from parameters alone and stands with `{with}`; the cut is after that",
+                "`--cut-after {}`: it depends on parameters only and is fused with `{with}`; the cut is after that",
                 shown(name)
             ));
         }

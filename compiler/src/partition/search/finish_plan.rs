@@ -12,7 +12,7 @@ use crate::plan::check::verify;
 use crate::plan::cost_estimate::{CostEstimate, FlowQuery};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost;
-use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search};
+use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -42,17 +42,20 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
     let (lower_bound_us, proven_optimal) =
         certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
-    if problem.schedule == ScheduleKind::Csv {
+    if problem.schedule.is_custom() {
         warnings.push(
-            "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
+            "predicted times are estimates for a flush, not for this table; run `pipec simulate` for the table".into(),
         );
     }
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
-        warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
+        warnings.push(format!("search truncated ({fallback}); a better plan may exist"));
     }
     if flattens && problem.cost != CostModel::Pipec {
-        warnings
-            .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
+        warnings.push(
+            "stages do not fill whole groups of devices; times assume the slowest level's bandwidth for every \
+                link"
+                .into(),
+        );
     }
     warnings.extend(warning);
     let holdings = build_plan::holdings(problem, &chosen.shape);
@@ -111,8 +114,8 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + verify::TOLERANCE) {
         let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
         plan.warnings.push(format!(
-            "the links of group {} on {level} need {percent:.0} % of the predicted time for what goes over them; this cost model \
-             gives each transfer and each all-reduce a link of its own",
+            "the links of group {} on {level} need {percent:.0} % of the predicted time for their traffic; this cost \
+             model assumes a separate link for each transfer and all-reduce",
             link.unit
         ));
     }
@@ -132,7 +135,7 @@ pub fn certificate(
     bound_us: f64,
     is_played: bool,
 ) -> (f64, bool) {
-    let is_table = problem.schedule == ScheduleKind::Csv;
+    let is_table = problem.schedule.is_custom();
     let is_flushed = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous();
     let is_of_time = problem.objective != Objective::Memory && !is_table;
     if is_table || (is_flushed && (is_played || minibatch_us != objective_us)) {
@@ -163,7 +166,7 @@ pub fn spread(problem: &Problem) -> f64 {
     let asked = build_plan::asked(problem);
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
     // Weight-gradient passes are not on the critical path; for a table it is unknown which backwards are split.
-    let may_split = problem.schedule.splits_backward() || problem.schedule == ScheduleKind::Csv;
+    let may_split = problem.schedule.splits_backward() || problem.schedule.is_custom();
     let later: f64 = problem.graph.ops.iter().map(|op| op.weight_part_us()).sum();
     let way = if may_split && asked.trains() { (total - later).max(forward) } else { total };
     match (asked.latency, problem.schedule.is_continuous()) {

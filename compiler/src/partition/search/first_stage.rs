@@ -4,14 +4,14 @@
 //! stage. Without flushes, pending gradient sums of tied weights do too. A backward search does not know the first
 //! stage, so it runs once for each.
 
-use crate::plan::ScheduleKind;
 use crate::plan::in_flight::StageInFlight;
 use crate::plan::problem::{InFlight, Problem};
+use crate::plan::schedule::VersionRule;
 
 pub fn matters(problem: &Problem) -> bool {
-    match problem.schedule {
-        ScheduleKind::RoundRobinVsync => true,
-        ScheduleKind::RoundRobin => problem.graph.params.iter().any(|param| param.users.len() > 1),
+    match problem.schedule.versions() {
+        VersionRule::Synchronised => true,
+        VersionRule::Stashed => problem.graph.params.iter().any(|param| param.users.len() > 1),
         _ => false,
     }
 }

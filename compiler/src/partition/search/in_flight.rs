@@ -14,7 +14,8 @@ use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::StagePosition;
 use crate::plan::problem::{Objective, Problem};
-use crate::plan::{Edge, ScheduleKind, Stage};
+use crate::plan::schedule::Schedule;
+use crate::plan::{Edge, Stage};
 use crate::schedule::Pipeline;
 use crate::schedule::pipeline::pipeline_of;
 use crate::simulate::inference;
@@ -85,7 +86,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficie
     let mut lacks_memory = false;
     let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
         Ok(mut pipeline) => {
-            if problem.schedule == ScheduleKind::TwoBw {
+            if problem.schedule.is_double_buffered() {
                 // Under 2BW each round is a whole minibatch, so micro-batches do not wait for the previous all-reduce.
                 pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
             }
@@ -223,11 +224,11 @@ fn at_once(
 fn start(
     pipeline: Pipeline,
     published: &[u32],
-    schedule: ScheduleKind,
+    schedule: Schedule,
     fits: &dyn Fn(&[u32]) -> bool,
     lacks_memory: &mut bool,
 ) -> Vec<u32> {
-    let trains = schedule != ScheduleKind::Inference;
+    let trains = schedule.trains();
     let with = |share: f64| -> Vec<u32> {
         let needed = if trains { one_f_one_b_rr::needed_caps } else { inference::needed_caps }(&pipeline, share);
         published.iter().zip(needed).map(|(&published, needed)| published.max(needed)).collect()

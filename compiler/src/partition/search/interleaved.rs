@@ -11,11 +11,12 @@ use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchResult, fullest};
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::{finish_plan, linear_search};
+use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
-use crate::plan::{ScheduleKind, StageMemory};
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::apart;
-use crate::schedule::pipeline::schedule_of;
+use crate::schedule::pipeline::generated;
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, StageSpec};
@@ -42,7 +43,7 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
         || matches!(problem.in_flight, InFlight::Given(_))
     {
         return unmet(
-            "`--cut-after`, `--pin` and caps in flight do not go with a schedule of several stages on each rank"
+            "`--cut-after`, `--pin` and in-flight caps cannot be combined with a schedule of several stages per rank"
                 .to_string(),
         );
     }
@@ -61,9 +62,9 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
     }
     if found.candidates.is_empty() {
         let (chunks, ops) = (problem.chunks, problem.graph.ops.len());
-        return unmet(format!("{chunks} chunks on each of at least 2 ranks do not fit {ops} ops and these devices"));
+        return unmet(format!("{chunks} stages on each of at least 2 ranks do not fit {ops} ops and these devices"));
     }
-    let reason = "chunks are cut along linear orders, equally long";
+    let reason = "only equal cuts along topological orders were tried";
     found.fallback = Some(reason.to_string());
     Ok(found)
 }
@@ -75,7 +76,8 @@ fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
         let stages = given.len() as u32;
         if given.iter().any(|r| *r != given[0]) || !stages.is_multiple_of(chunks) || stages / chunks < 2 {
             let what = format!(
-                "`--stages` with {chunks} stages on each rank: equal replicas, {chunks} stages for each of at least 2 ranks, which are {} numbers",
+                "`--stages` with {chunks} stages per rank needs equal replicas and at least 2 ranks, which is {} \
+                numbers",
                 2 * u64::from(chunks)
             );
             return Err(ProblemError::Unmet { what });
@@ -345,14 +347,14 @@ struct Counts {
 fn counts(problem: &Problem, ranks: u32, replicas: u32) -> Option<Counts> {
     let stages = ranks * problem.chunks;
     let items = problem.microbatches.div_ceil(replicas);
-    if problem.schedule == ScheduleKind::Bfs {
+    if problem.schedule == Schedule::Bfs {
         return Some(Counts { caps: vec![items; stages as usize], apart: Vec::new() });
     }
     let chain = Pipeline::chain((0..stages).map(|_| StageSpec::new(1, 1.0, 2.0)).collect());
     let pipeline = if problem.schedule.is_on_a_v() { chain.folded() } else { chain.looped(ranks) };
     let microbatches = items.min(stages.saturating_mul(SETTLED));
     let count = StepCount { minibatches: 1, microbatches };
-    let program = schedule(schedule_of(problem.schedule).ok()?, &pipeline, count).ok()?;
+    let program = schedule(generated(problem.schedule).ok()?, &pipeline, count).ok()?;
     let caps = program.stages.iter().map(|stage| stage.cap).collect();
     let apart = if problem.schedule.splits_backward() { apart(&program) } else { Vec::new() };
     Some(Counts { caps, apart })

@@ -116,8 +116,8 @@ impl Lines<'_> {
         } else {
             charged.estimates(order)
         };
-        let terrain = CutSpace::line(compute, weights, cut);
-        let bottleneck = BottleneckSearch::new(&terrain, &self.cost, self.levels, STEPS);
+        let cut_space = CutSpace::line(compute, weights, cut);
+        let bottleneck = BottleneckSearch::new(&cut_space, &self.cost, self.levels, STEPS);
         let bracket = bottleneck.narrow(low_us, known_us, |us| us);
         if bracket.high_us >= known_us {
             return None;

@@ -274,9 +274,9 @@ impl FitSearch<'_> {
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
-    use crate::plan::ScheduleKind;
     use crate::plan::gradient_buffers::GradientBuffers;
     use crate::plan::problem::CostModel;
+    use crate::plan::schedule::Schedule;
     use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 
     /// A chain of six ops, with parameters of these bytes, each used by a pair of ops.
@@ -312,8 +312,7 @@ mod tests {
         {
             let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
             let line = LinearOrder::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect(), passing);
-            let flow =
-                ScheduleFlow { schedule: ScheduleKind::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
+            let flow = ScheduleFlow { schedule: Schedule::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
             let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
             let cost = StageCost { model: CostModel::Pipec, activation_compression: None };
             let settings = Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero };
@@ -327,7 +326,7 @@ mod tests {
                     recompute: false,
                     zero,
                     optimizer_state: state,
-                    schedule: ScheduleKind::OneFOneB,
+                    schedule: Schedule::OneFOneB,
                     microbatches: 4,
                 };
                 line.holdings(from, end).held(&multiples).total

@@ -80,7 +80,7 @@ pub struct StagePlacement {
 
 #[derive(Clone, Debug)]
 pub struct PlacedPipeline {
-    pub seats: Vec<StagePlacement>,
+    pub placements: Vec<StagePlacement>,
     pub us: f64,
     /// Lower bound for all partitions into these ranges.
     pub bound_us: f64,
@@ -106,11 +106,11 @@ impl PlacementQuery<'_> {
         }
         let bound_us = least_busiest + least_way;
         let mut best: Option<(f64, Vec<StagePlacement>)> = None;
-        let mut offer = |seats: Option<Vec<StagePlacement>>| {
-            let Some(seats) = seats else { return };
-            let Some(us) = self.price(&seats) else { return };
+        let mut offer = |placements: Option<Vec<StagePlacement>>| {
+            let Some(placements) = placements else { return };
+            let Some(us) = self.price(&placements) else { return };
             if best.as_ref().is_none_or(|(known, _)| us < known * (1.0 - 1e-12)) {
-                best = Some((us, seats));
+                best = Some((us, placements));
             }
         };
         if adds {
@@ -140,9 +140,11 @@ impl PlacementQuery<'_> {
             states += walk.steps;
             best = walk.best;
         }
-        let Some((us, seats)) = best else { return Err(if is_complete { known_us } else { bound_us.min(known_us) }) };
+        let Some((us, placements)) = best else {
+            return Err(if is_complete { known_us } else { bound_us.min(known_us) });
+        };
         let bound_us = if is_complete { us } else { bound_us.min(us) };
-        Ok(PlacedPipeline { seats: self.shifted(seats), us, bound_us, is_complete, states })
+        Ok(PlacedPipeline { placements: self.shifted(placements), us, bound_us, is_complete, states })
     }
 
     /// The partition with the smallest peak memory on the devices in `counted`, and that peak in bytes.
@@ -156,31 +158,31 @@ impl PlacementQuery<'_> {
         let free = PlacementQuery { memory_limit: None, fleet: &fleet, ..self.clone() };
         let table = free.table(Measure::Bytes, f64::INFINITY);
         let (bytes, _) = free.least(&table);
-        let mut seats = free.read(&table)?;
+        let mut placements = free.read(&table)?;
         let fleet = fleet_of(bytes as u64);
         let memory_limit = (!matches!(counted, MemoryScope::Class(_))).then_some(bytes as u64);
         let marked = PlacementQuery { memory_limit, fleet: &fleet, ..self.clone() };
         let mut after = self.devices;
-        for (at, placement) in seats.iter_mut().enumerate() {
+        for (at, placement) in placements.iter_mut().enumerate() {
             after = after.min(self.devices - placement.first - placement.replicas);
             placement.recompute = marked.chosen(placement.from, placement.to, placement.replicas, after, at)?;
         }
-        Some((bytes as u64, self.shifted(seats)))
+        Some((bytes as u64, self.shifted(placements)))
     }
 
     /// Moves a pipeline that leaves whole outermost units unused to the first unit.
-    fn shifted(&self, mut seats: Vec<StagePlacement>) -> Vec<StagePlacement> {
+    fn shifted(&self, mut placements: Vec<StagePlacement>) -> Vec<StagePlacement> {
         if !self.fleet.is_alike() {
-            return seats;
+            return placements;
         }
         let unit: u64 = match self.levels.split_last() {
             Some((_, inner)) => inner.iter().map(|level| u64::from(level.count.max(1))).product(),
             None => 1,
         };
-        let first = seats.first().map_or(0, |placement| u64::from(placement.first));
+        let first = placements.first().map_or(0, |placement| u64::from(placement.first));
         let free = (first / unit.max(1) * unit) as u32;
-        seats.iter_mut().for_each(|placement| placement.first -= free);
-        seats
+        placements.iter_mut().for_each(|placement| placement.first -= free);
+        placements
     }
 
     /// Number of devices that may stay unused after the last stage. Homogeneous devices can be left unused before the
@@ -302,9 +304,9 @@ impl PlacementQuery<'_> {
     }
 
     /// The exact objective of a whole partition; `None` if it is not finite.
-    fn price(&self, seats: &[StagePlacement]) -> Option<f64> {
+    fn price(&self, placements: &[StagePlacement]) -> Option<f64> {
         let mut prefix = Prefix::default();
-        seats.iter().for_each(|placement| prefix.push(self, *placement));
+        placements.iter().for_each(|placement| prefix.push(self, *placement));
         let us = prefix.us(self);
         us.is_finite().then_some(us)
     }

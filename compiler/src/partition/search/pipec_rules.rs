@@ -23,10 +23,10 @@ use crate::partition::search::linear_search;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::pipec::{MemoryScope, PlacedPipeline, PlacementQuery, Rules, StagePlacement};
 use crate::partition::search::range_costs::RangeCosts;
-use crate::plan::ScheduleKind;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
+use crate::plan::schedule::PendingWeightGrads;
 
 /// Largest number of cuts along an order: fine, and coarse.
 const MAX_PLACES: usize = 1000;
@@ -74,14 +74,14 @@ pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Re
         search.ask(&rules, question.among.known_us)?;
     }
     if search.found.candidates.is_empty() && question.among.known_us.is_infinite() {
-        let what = "no partition obeys all constraints together: fewer of them, or more devices, leave a choice";
+        let what = "no partition satisfies all constraints together; use fewer constraints or more devices";
         return Err(ProblemError::Unmet { what: what.to_string() });
     }
     Ok(search.found)
 }
 
 fn free(problem: &Problem) -> Rules {
-    Rules { recompute: problem.recompute && problem.schedule != ScheduleKind::Inference, ..Rules::default() }
+    Rules { recompute: problem.recompute && problem.schedule.trains(), ..Rules::default() }
 }
 
 fn keeps(problem: &Problem) -> Option<()> {
@@ -118,7 +118,9 @@ fn rules(question: &SearchContext<'_>) -> Result<Vec<Rules>, ProblemError> {
     }
     let most = constraints.most_stages.map(|most| most as usize);
     if let (Some(stages), Some(most)) = (fixed, most.filter(|most| fixed.is_some_and(|stages| stages > *most))) {
-        return Err(ProblemError::Unmet { what: format!("{stages} stages are wanted, and at most {most}") });
+        return Err(ProblemError::Unmet {
+            what: format!("{stages} stages are requested, and at most {most} are allowed"),
+        });
     }
     let least_pinned = pins.iter().map(|(_, stage)| stage + 1).max();
     if let (Some(least), Some(most)) = (least_pinned, fixed.or(most).or(Some(most_places)))
@@ -213,10 +215,21 @@ impl Search<'_> {
             if borders.is_some() { None } else { DownSets::grow(graph, CostModel::Paper, Growth::All, affordable) };
         match grown {
             Some(space) => self.within(&space, rules, &mut known, true),
-            None if borders.is_some() => self.found.fallback = Some("linear orders, cut where modules end".to_string()),
+            None if borders.is_some() => {
+                self.found.fallback = Some(
+                    "only topological orders, cut at module \
+                boundaries, were tried"
+                        .to_string(),
+                )
+            }
             None => {
-                let along = if fine > graph.ops.len() { "linear order" } else { "linear order of grouped ops" };
-                self.found.fallback = Some(format!("{along}: more than {affordable} closed sets"));
+                let along = if fine > graph.ops.len() {
+                    "only one topological order was tried"
+                } else {
+                    "only one topological order of \
+                    grouped ops was tried"
+                };
+                self.found.fallback = Some(format!("{along}: more than {affordable} down-sets"));
             }
         }
         Ok(())
@@ -256,14 +269,14 @@ impl Search<'_> {
                 Depth::Whole => steps / 16,
             };
             if problem.objective == Objective::Memory {
-                let Some((bytes, seats)) = placing.least_memory(MemoryScope::All) else { continue };
-                self.offer(&places, &seats);
+                let Some((bytes, placements)) = placing.least_memory(MemoryScope::All) else { continue };
+                self.offer(&places, &placements);
                 // Then the fastest partition with this peak memory.
                 placing.memory_limit = Some(bytes);
                 self.found.states += places.len() as u64;
             }
             let free = *known;
-            let PlacedPipeline { seats, us, bound_us, states, .. } = match placing.solve(free) {
+            let PlacedPipeline { placements, us, bound_us, states, .. } = match placing.solve(free) {
                 Ok(pipeline) => pipeline,
                 // Nothing is faster than the known plan, or nothing fits.
                 Err(bound_us) => {
@@ -272,7 +285,7 @@ impl Search<'_> {
                 }
             };
             self.found.states += states;
-            fits |= self.offer(&places, &seats);
+            fits |= self.offer(&places, &placements);
             if problem.objective != Objective::Memory {
                 *known = known.min(us);
             }
@@ -288,20 +301,20 @@ impl Search<'_> {
         if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
             for placing in numbers.placings(problem, &places, &fleet, rules) {
                 let placing = PlacementQuery { memory_limit: None, ..placing };
-                infeasible::least(&placing).iter().for_each(|seats| {
-                    self.offer(&places, seats);
+                infeasible::least(&placing).iter().for_each(|placements| {
+                    self.offer(&places, placements);
                 });
             }
         }
     }
 
-    fn offer(&mut self, places: &RangeCosts<'_>, seats: &[StagePlacement]) -> bool {
+    fn offer(&mut self, places: &RangeCosts<'_>, placements: &[StagePlacement]) -> bool {
         let problem = self.question.problem;
-        let stages = seats
+        let stages = placements
             .iter()
             .map(|placement| (places.space.between(placement.from, placement.to), placement.replicas))
             .collect();
-        let spots = seats
+        let spots = placements
             .iter()
             .map(|placement| StagePosition { first: placement.first, recompute: placement.recompute })
             .collect();
@@ -341,7 +354,9 @@ impl AssumedPipelines {
         let devices = problem.cluster.devices();
         let is_synced = first_stage::matters(problem);
         let wants = build_plan::is_limited(problem) || problem.objective == Objective::Memory;
-        let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
+        let guesses = (is_synced
+            || matches!(problem.schedule.properties().split, Some(PendingWeightGrads::PerEarlierWorker(_))))
+            && wants;
         let firsts = || first_stage::each(problem).take(MOST_FIRSTS + 1).map(First::Known).collect();
         let firsts: Vec<First> = if guesses && is_synced { firsts() } else { Vec::new() };
         let of_first = |first: First| (None, first);

@@ -14,9 +14,10 @@ use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::in_flight;
 use crate::partition::search::in_flight::Efficiency;
 use crate::plan::problem::{CostModel, InFlight, Problem};
-use crate::plan::{Edge, ScheduleKind, Stage};
-use crate::schedule::pipeline::{pipeline_of, schedule_of};
-use crate::schedule::{Pipeline, Schedule};
+use crate::plan::schedule::{Schedule, UpdateRule};
+use crate::plan::{Edge, Stage};
+use crate::schedule::Pipeline;
+use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::inference;
 use crate::simulate::one_f_one_b_rr::Steady;
 use crate::simulate::step_time;
@@ -57,8 +58,8 @@ pub fn played(
     let mut played = Played { caps, minibatch_us, held: None, warning: None, lacks_memory: false };
     let Some(efficiency) = efficiency else { return played };
     let own = |stages: &[Stage], edges: &[Edge], caps: &[u32]| steady_state_of_schedule(problem, stages, edges, caps);
-    let efficiency: &Efficiency<'_> = match problem.schedule {
-        ScheduleKind::TwoBw | ScheduleKind::Inference => &own,
+    let efficiency: &Efficiency<'_> = match problem.schedule.update() {
+        UpdateRule::DoubleBuffered | UpdateRule::None => &own,
         _ => efficiency,
     };
     let is_auto = problem.in_flight == InFlight::Auto;
@@ -78,8 +79,8 @@ pub fn played(
         // literature.
         if is_starved && played.lacks_memory {
             played.minibatch_us = by_steady;
-            played.warning = Some(efficiency_warning("within memory the", percent(by_steady)));
-            played.held = Some(format!("{HELD}, which memory does not let rise"));
+            played.warning = Some(efficiency_warning("with this memory limit, the", percent(by_steady)));
+            played.held = Some(format!("{HELD}, which memory keeps low"));
         } else if is_starved {
             let reached = if is_auto { "" } else { ", which the predicted figures assume" };
             played.warning = Some(efficiency_warning(if is_auto { "the" } else { "these" }, share * 100.0) + reached);
@@ -89,7 +90,7 @@ pub fn played(
     let Some(pipeline) = pipeline(problem, shape, spots, &played.caps) else { return played };
     // A single stage has no other chunk to alternate with.
     let is_whole = pipeline.stages.len() == 1 && problem.schedule.has_chunks();
-    let program = if is_whole { Some(Schedule::OneFOneB) } else { schedule_of(problem.schedule).ok() };
+    let program = if is_whole { Some(Schedule::OneFOneB) } else { generated(problem.schedule).ok() };
     let program = program.and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok().flatten());
     if !problem.schedule.is_continuous() {
         if let Some(us) = program {
@@ -112,7 +113,7 @@ pub fn played(
         played.minibatch_us = us;
         if is_starved || played.lacks_memory {
             let (which, why) = match (is_auto, played.lacks_memory) {
-                (true, true) => ("within memory the", ", which memory does not let rise"),
+                (true, true) => ("with this memory limit, the", ", which memory keeps low"),
                 (true, false) => ("the", ""),
                 (false, _) => ("these", ", which are given"),
             };
@@ -121,8 +122,8 @@ pub fn played(
         } else {
             // The schedule has fewer transfer buffers than the steady-state simulation, which has one per transfer.
             let percent = percent(us);
-            let what = "waiting for transfers lets this plan reach";
-            played.warning = Some(format!("{what} {percent:.0} % of what its busiest stage or link would let it"));
+            let what = "waiting for transfers limits this plan to";
+            played.warning = Some(format!("{what} {percent:.0} % of the throughput of its busiest stage or link"));
             played.held = Some(WAITS.to_string());
         }
     }
@@ -150,8 +151,8 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u
 /// Steady state of schedules that do not follow 1F1B; assumed free of waits if it cannot be simulated.
 fn steady_state_of_schedule(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
-    let steady = pipeline.and_then(|pipeline| match problem.schedule {
-        ScheduleKind::TwoBw => step_time::double_buffered(&pipeline, problem.microbatches).ok().flatten(),
+    let steady = pipeline.and_then(|pipeline| match problem.schedule.update() {
+        UpdateRule::DoubleBuffered => step_time::double_buffered(&pipeline, problem.microbatches).ok().flatten(),
         _ => inference::steady(&pipeline).ok(),
     });
     steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
@@ -161,7 +162,7 @@ fn steady_state_of_schedule(problem: &Problem, stages: &[Stage], edges: &[Edge],
 fn programmed(problem: &Problem, pipeline: &Pipeline, objective_us: f64, caps: &[u32]) -> Steady {
     let held = vec![true; caps.len()];
     let pipeline = pipeline.clone().with_caps(caps);
-    let us = schedule_of(problem.schedule)
+    let us = generated(problem.schedule)
         .ok()
         .and_then(|kind| step_time::step_us(kind, &pipeline, problem.microbatches).ok()?);
     // A full schedule costs many times a steady-state simulation, at least that of a few hundred micro-batches.

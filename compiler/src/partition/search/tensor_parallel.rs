@@ -101,7 +101,7 @@ fn best_also_with_equal_replicas(problem: &Problem, options: &PlannerOptions<'_>
 
 /// The error if no degree divides the innermost level.
 fn none() -> PlanError {
-    let what = "the devices of the fastest level are no whole number of the groups that are asked for".to_string();
+    let what = "the tensor-parallel degree must divide the number of devices of the innermost level".to_string();
     PlanError::Problem(ProblemError::Unmet { what })
 }
 

@@ -7,7 +7,7 @@ use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify::class_memory;
 use crate::plan::groups;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, ScheduleKind, zero};
+use crate::plan::{Plan, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,13 +45,13 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
         ("chunks", u64::from(schedule.chunks)),
     ] {
         if !(1..=1 << 32).contains(&value) {
-            faults.push(PlanFault::Schedule { what: format!("{name} is {value}; it is at least 1") });
+            faults.push(PlanFault::Schedule { what: format!("{name} is {value}; it must be at least 1") });
         }
     }
     for (at, stage) in plan.stages.iter().enumerate() {
         let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
         faults.extend(what.map(|what| PlanFault::Schedule { what }));
-        let what = zero::contradiction(stage, schedule.kind != ScheduleKind::Inference);
+        let what = zero::contradiction(stage, schedule.kind.trains());
         faults.extend(what.map(|what| PlanFault::Schedule { what: format!("stage {at}: {what}") }));
     }
     edges(plan, &mut faults);
@@ -141,12 +141,12 @@ fn chunks(plan: &Plan) -> Option<String> {
     }
     let chunks = plan.schedule.chunks;
     if let Some((devices, stages)) = held.iter().find(|(_, stages)| **stages != chunks) {
-        return Some(format!("{stages} stages are on devices {devices:?}, the schedule has {chunks} chunks on each"));
+        return Some(format!("{stages} stages are on devices {devices:?}, the schedule has {chunks} per device"));
     }
     let devices: BTreeSet<u32> = held.keys().flat_map(|devices| devices.iter().copied()).collect();
     let listed: usize = held.keys().map(|devices| devices.len()).sum();
     (devices.len() != listed)
-        .then(|| "a device is in two groups of devices; stages share all of theirs or none".to_string())
+        .then(|| "two stages share only some of their devices; they must share all or none".to_string())
 }
 
 fn edges(plan: &Plan, faults: &mut Vec<PlanFault>) {
@@ -159,9 +159,9 @@ fn edges(plan: &Plan, faults: &mut Vec<PlanFault>) {
         // A placement may put any node anywhere, so tensors may go both ways.
         let goes_back = if plan.cost == CostModel::Load { from == to } else { from >= to };
         if goes_back || edge.to.index() >= plan.stages.len() {
-            fault("it", "edges from an earlier to a later stage only");
+            fault("this edge", "only edges from an earlier to a later stage");
         } else if !seen.insert((from, to)) {
-            fault("it twice", "it once");
+            fault("the edge twice", "the edge once");
         }
     }
 }

@@ -8,7 +8,8 @@ pub mod chunks;
 use crate::cluster::{DeviceClass, Level};
 use crate::plan::groups;
 use crate::plan::problem::{Objective, Problem};
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::schedule::UpdateRule;
+use crate::plan::{Plan, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Microseconds per item over one level.
@@ -34,7 +35,7 @@ pub struct Loads {
 impl Loads {
     fn of_model(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Loads {
         let count = plan.stages.len();
-        let trains = plan.schedule.kind != ScheduleKind::Inference;
+        let trains = plan.schedule.kind.trains();
         let mut forward = vec![0.0; count];
         let mut backward = vec![0.0; count];
         for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
@@ -66,7 +67,7 @@ impl Loads {
     }
 
     pub fn stated(plan: &Plan) -> Loads {
-        let trains = plan.schedule.kind != ScheduleKind::Inference;
+        let trains = plan.schedule.kind.trains();
         let all = |of: &dyn Fn(&Stage) -> f64| plan.stages.iter().map(of).collect();
         let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
         for edge in &plan.edges {
@@ -95,10 +96,10 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
     }
     let kind = plan.schedule.kind;
     let m = f64::from(plan.schedule.microbatches.max(1));
-    let trains = kind != ScheduleKind::Inference;
+    let trains = kind.trains();
     let wants_latency = objective == Objective::Latency;
     let is_round_robin = kind.is_round_robin();
-    let never_flushed = is_round_robin || matches!(kind, ScheduleKind::TwoBw | ScheduleKind::Inference);
+    let never_flushed = is_round_robin || matches!(kind.update(), UpdateRule::DoubleBuffered | UpdateRule::None);
     let count = plan.stages.len();
 
     let mut over = vec![vec![LevelLoad::default(); levels.len()]; count];
@@ -123,7 +124,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         return crate::plan::check::cost::chunks::time(levels, plan, &sums);
     }
     if wants_latency {
-        return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "one item's way through".to_string());
+        return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "the latency of one micro-batch".to_string());
     }
 
     // Contribution to the objective, total time, and name.
@@ -133,19 +134,19 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         let r = f64::from(stage.replicas);
         let per_item = if is_round_robin {
             1.0
-        } else if kind == ScheduleKind::TwoBw {
+        } else if kind.is_double_buffered() {
             1.0 / (m / r).ceil().max(1.0)
         } else {
             0.0
         };
         let items_per_replica = (m / r).ceil().max(1.0);
-        let times = match kind {
-            ScheduleKind::TwoBw => items_per_replica,
-            _ if never_flushed => 1.0 / r,
-            _ => items_per_replica - 1.0,
+        let times = match kind.update() {
+            UpdateRule::DoubleBuffered => items_per_replica,
+            UpdateRule::Round | UpdateRule::None => 1.0 / r,
+            UpdateRule::Flush => items_per_replica - 1.0,
         };
-        let rings_an_item = match kind {
-            ScheduleKind::TwoBw => 1.0 / m,
+        let rings_an_item = match kind.update() {
+            UpdateRule::DoubleBuffered => 1.0 / m,
             _ => per_item / r,
         };
         let all = if never_flushed { times } else { items_per_replica };
@@ -172,10 +173,10 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
     }
     for ((level, unit), [comes, goes, reduces]) in ports {
         let messages = if trains { comes + goes } else { comes.max(goes) };
-        let times = match kind {
-            ScheduleKind::TwoBw => m,
-            _ if never_flushed => 1.0,
-            _ => m - 1.0,
+        let times = match kind.update() {
+            UpdateRule::DoubleBuffered => m,
+            UpdateRule::Round | UpdateRule::None => 1.0,
+            UpdateRule::Flush => m - 1.0,
         };
         let what = format!("the shared link of unit {unit} on {}", levels[level].name.escape_debug());
         let all = if never_flushed { times } else { m };

@@ -10,7 +10,7 @@ pub enum PlanFault {
     Range { stage: usize, from: u32, to: u32, ops: usize },
     #[error("op {op} is in {count} stages")]
     Coverage { op: usize, count: u32 },
-    #[error("op {op} is in stage {stage}, op {with}, to which it belongs, in stage {other}")]
+    #[error("op {op} is in stage {stage}, but op {with}, which must be in the same stage, is in stage {other}")]
     Apart { op: usize, stage: usize, with: u32, other: usize },
     #[error("tensor `{tensor}` goes from stage {from} back to stage {to}")]
     Backward { tensor: String, from: usize, to: usize },
@@ -20,14 +20,15 @@ pub enum PlanFault {
     Hierarchy { stage: usize, what: String },
     #[error("schedule: {what}")]
     Schedule { what: String },
-    #[error("edge {from} -> {to}: the plan says {said}, the model makes {found}")]
+    #[error("edge {from} -> {to}: the plan states {said}, expected {found}")]
     Edge { from: u32, to: u32, said: String, found: String },
-    #[error("{what}: the plan says {said}, it is {found}")]
+    #[error("{what}: the plan states {said}, expected {found}")]
     Figure { what: String, said: String, found: String },
     #[error(
-        "the link {direction} of unit {unit} on {level} takes {needed_us} us for one minibatch, the plan says {said_us} us"
+        "the link {direction} of unit {unit} on {level} needs {needed_us} us per minibatch, the plan states {said_us} \
+        us"
     )]
     Link { level: String, unit: u32, direction: String, needed_us: f64, said_us: f64 },
-    #[error("stage {stage} needs {needed} bytes on each device, the limit is {limit}")]
+    #[error("stage {stage} needs {needed} bytes per device, the limit is {limit}")]
     Memory { stage: usize, needed: u64, limit: u64 },
 }

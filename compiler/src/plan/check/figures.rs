@@ -17,13 +17,13 @@
 //! A tensor read by several stages is in several edges but is sent once, so outgoing bytes are only bounded. Costs
 //! `paper` and `pipedream` charge links by tensors and ops, which a plan does not list.
 
+use crate::plan::Plan;
 use crate::plan::check::cost;
 use crate::plan::check::cost::Loads;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
 use crate::plan::check::verify::TOLERANCE;
 use crate::plan::problem::{CostModel, HOST, NOMINAL, Objective};
-use crate::plan::{Plan, ScheduleKind};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Largest absolute difference between two equal fractions of a step.
@@ -60,7 +60,7 @@ pub fn figures(plan: &Plan) -> Vec<PlanFault> {
     let meets = |us: f64| (us - bound).abs() <= us.abs() * TOLERANCE;
     if plan.proven_optimal && !meets(time) && !meets(plan.predicted.by_equations_us()) {
         let (what, said) = ("proven_optimal".to_string(), "true".to_string());
-        faults.push(PlanFault::Figure { what, said, found: format!("false: the bound is {bound}") });
+        faults.push(PlanFault::Figure { what, said, found: format!("false: the lower bound is {bound}") });
     }
     faults
 }
@@ -73,7 +73,7 @@ fn idle(plan: &Plan, faults: &mut Vec<PlanFault>) {
         && said.iter().all(|device| *device < plan.cluster.devices && !has_stage(*device));
     let busy = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len();
     if !said.is_empty() && (!is_right || said.len() + busy != plan.cluster.devices as usize) {
-        let found = format!("the devices on which no stage stands: {busy} of {} have one", plan.cluster.devices);
+        let found = format!("the devices without a stage; {busy} of {} have one", plan.cluster.devices);
         faults.push(PlanFault::Figure {
             what: "cluster.idle".to_string(),
             said: format!("{} devices", said.len()),
@@ -99,7 +99,7 @@ fn messages(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if !plan.edges.is_empty() && plan.stages.iter().all(|stage| stage.memory.messages == 0) {
         return;
     }
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let trains = plan.schedule.kind.trains();
     for (at, (stage, (into, least, most))) in plan.stages.iter().zip(moved(plan)).enumerate() {
         // Gradients may be single- or double-buffered, depending on op times that are not in the plan.
         let (least, most) = match trains {
@@ -110,7 +110,7 @@ fn messages(plan: &Plan, faults: &mut Vec<PlanFault>) {
         if !(least..=most).contains(&said) {
             let found = if least == most { String::new() } else { format!("{least} to ") };
             let what = format!("memory.messages of stage {at}");
-            let found = format!("{found}{most} by the plan's edges");
+            let found = format!("{found}{most} from the plan's edges");
             faults.push(PlanFault::Figure { what, said: said.to_string(), found });
         }
     }
@@ -122,7 +122,7 @@ fn versions(plan: &Plan, faults: &mut Vec<PlanFault>) {
         let found = held.weights.saturating_mul(u64::from(versions.saturating_sub(1)));
         if held.versions != found {
             let (what, said) = (format!("memory.versions of stage {at}"), held.versions.to_string());
-            faults.push(PlanFault::Figure { what, said, found: format!("{found} by its weights") });
+            faults.push(PlanFault::Figure { what, said, found: format!("{found} from its weights") });
         }
     }
 }
@@ -136,14 +136,14 @@ fn objective(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if plan.cost == CostModel::Pipec {
         let (found, bottleneck) = cost::under(&plan.cluster.levels, plan.objective, plan, &Loads::stated(plan));
         if verify::differs(said, found) {
-            wrong(format!("{found} by the plan's own stages and edges, by {bottleneck}"));
+            wrong(format!("{found} from the plan's stages and edges, limited by {bottleneck}"));
         }
         return;
     }
     let each = plan.stages.iter().map(|stage| (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1)));
     let slowest = each.fold(0.0, f64::max);
     if said < slowest * (1.0 - TOLERANCE) {
-        wrong(format!("at least the {slowest} of its slowest stage"));
+        wrong(format!("at least {slowest}, the time of its slowest stage"));
     }
 }
 
@@ -153,7 +153,7 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
     if !plan.cluster.classes.is_empty() {
         return;
     }
-    let is_whole = plan.cost == CostModel::Pipec && (!kind.is_continuous() || kind == ScheduleKind::TwoBw);
+    let is_whole = plan.cost == CostModel::Pipec && (!kind.is_continuous() || kind.is_double_buffered());
     let items = if is_whole { f64::from(plan.schedule.microbatches.max(1)) } else { 1.0 };
     let (mut forward, mut all) = (0.0, 0.0);
     for stage in &plan.stages {
@@ -166,13 +166,13 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
         forward += stage.fwd_us;
         all += stage.fwd_us + stage.bwd_us - again;
     }
-    if plan.cost == CostModel::Pipec && kind == ScheduleKind::Inference {
+    if plan.cost == CostModel::Pipec && !kind.trains() {
         all = forward;
     }
     let said = plan.baselines.single;
     // One device may have to recompute.
     if verify::differs(said, all * items) && verify::differs(said, (all + forward) * items) {
-        let found = format!("{} by what all stages compute", all * items);
+        let found = format!("{} from the compute times of all stages", all * items);
         faults.push(PlanFault::Figure { what: "baselines.single".into(), said: said.to_string(), found });
     }
 }
@@ -198,7 +198,7 @@ fn step(plan: &Plan, faults: &mut Vec<PlanFault>) {
         (false, _) => fill / (m + fill),
     };
     if (predicted.bubble - bubble).abs() > SHARE {
-        let (said, found) = (predicted.bubble.to_string(), format!("{bubble} by its own times"));
+        let (said, found) = (predicted.bubble.to_string(), format!("{bubble} from its own times"));
         faults.push(PlanFault::Figure { what: "predicted.bubble".into(), said, found });
     }
 }
@@ -236,7 +236,7 @@ fn load(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let rounded = us(1) * (tensors as f64 + 1.0);
     let said = plan.predicted.minibatch_us;
     if said < least * (1.0 - TOLERANCE) - rounded || said > most * (1.0 + TOLERANCE) + rounded {
-        let found = format!("{least} to {most} by the plan's own devices and edges");
+        let found = format!("{least} to {most} from the plan's devices and edges");
         faults.push(PlanFault::Figure { what: "predicted.minibatch_us".into(), said: said.to_string(), found });
     }
 }
@@ -252,7 +252,7 @@ fn check_instance_rate(plan: &Plan, samples: f64, faults: &mut Vec<PlanFault>) {
 
 fn check_equal(name: &str, said: f64, found: f64, faults: &mut Vec<PlanFault>) {
     if verify::differs(said, found) {
-        let (what, found) = (format!("predicted.{name}"), format!("{found} by its own minibatch"));
+        let (what, found) = (format!("predicted.{name}"), format!("{found} from its own minibatch time"));
         faults.push(PlanFault::Figure { what, said: said.to_string(), found });
     }
 }

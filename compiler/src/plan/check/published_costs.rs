@@ -28,7 +28,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec
         1 if levels > 1 => problem.cluster.flattened(),
         _ if depth == levels => problem.cluster.clone(),
         _ => {
-            faults.push(PlanFault::Hierarchy { stage: 0, what: format!("{depth} places for {levels} levels") });
+            faults.push(PlanFault::Hierarchy { stage: 0, what: format!("{depth} entries for {levels} levels") });
             return (0.0, String::new());
         }
     };
@@ -45,11 +45,11 @@ impl NestedTime<'_> {
             let place = self.stages[start].hierarchy[level];
             let end = (start..to).find(|&at| self.stages[at].hierarchy[level].group != place.group).unwrap_or(to);
             if place.group != group {
-                let what = format!("group {} where group {group} comes next", place.group);
+                let what = format!("group {} instead of the next group, {group}", place.group);
                 self.faults.push(PlanFault::Hierarchy { stage: start, what });
             }
             if (start..end).any(|at| self.stages[at].hierarchy[level].replicas != place.replicas) {
-                let what = format!("the stages of group {group} do not agree on its replicas");
+                let what = format!("the stages of group {group} have different replicas");
                 self.faults.push(PlanFault::Hierarchy { stage: start, what });
             }
             let time = self.group(level, from, start, end, place.replicas);
@@ -120,7 +120,7 @@ impl NestedTime<'_> {
                 }
                 (inner + sync) / m
             }
-            CostModel::Pipec => unreachable!("cost pipec has a reckoning of its own"),
+            CostModel::Pipec => unreachable!("cost pipec has its own cost function"),
         };
         let mut worst = (stage, what);
         for (cut, time) in links {

@@ -1,7 +1,8 @@
 //! Recomputes the memory of ZeRO shards, from the definitions.
 
 use crate::plan::check::error::PlanFault;
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::schedule::{Schedule, VersionRule};
+use crate::plan::{Plan, Stage};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
@@ -29,14 +30,14 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<PlanFau
         }
     }
     for (at, stage) in plan.stages.iter().enumerate() {
-        let can_share = stage.replicas >= 2 && plan.schedule.kind != ScheduleKind::Inference;
+        let can_share = stage.replicas >= 2 && plan.schedule.kind.trains();
         if stage.zero > 3 || (stage.zero > 0 && !can_share) {
-            let what = format!("stage {at} says zero {}, with {} replicas", stage.zero, stage.replicas);
+            let what = format!("stage {at} states zero {}, with {} replicas", stage.zero, stage.replicas);
             faults.push(PlanFault::Schedule { what });
         }
         let expected = if stage.zero == 3 { whole[at] } else { 0 };
         if stage.parameter_bytes != expected {
-            let what = format!("stage {at} says parameter_bytes {}, found {expected}", stage.parameter_bytes);
+            let what = format!("stage {at} states parameter_bytes {}, expected {expected}", stage.parameter_bytes);
             faults.push(PlanFault::Schedule { what });
         }
     }
@@ -59,8 +60,8 @@ pub fn kept(stage: &Stage, of: &UnshardedBytes) -> u64 {
 pub fn late(plan: &Plan, stage: usize) -> u64 {
     let (own, in_flight) = (&plan.stages[stage], u64::from(plan.schedule.in_flight[stage]));
     let replicas = u64::from(own.replicas.max(1));
-    match plan.schedule.kind {
-        ScheduleKind::RoundRobin => {
+    match plan.schedule.kind.versions() {
+        VersionRule::Stashed => {
             let first = u64::from(plan.stages[0].replicas.max(1)) * u64::from(plan.schedule.in_flight[0]);
             first.saturating_sub(in_flight * replicas).div_ceil(replicas)
         }
@@ -69,14 +70,14 @@ pub fn late(plan: &Plan, stage: usize) -> u64 {
 }
 
 /// Bytes of gradients and optimizer state per replica, with the given number of weight versions.
-pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &UnshardedBytes) -> (u64, u64) {
+pub fn held(stage: &Stage, versions: u32, kind: Schedule, of: &UnshardedBytes) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
     let own = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 || stage.zero == 0 {
         let with_others = match stage.replicas {
             0 | 1 => 0,
             // Under 2BW it reuses the buffer of the released version if that is as wide.
-            _ if kind == ScheduleKind::TwoBw && of.masters == 0 => of.terms.saturating_sub(of.weights),
+            _ if kind.is_double_buffered() && of.masters == 0 => of.terms.saturating_sub(of.weights),
             _ => of.terms,
         };
         return (own.saturating_add(with_others), state(of.summed, of.masters));
@@ -89,7 +90,7 @@ pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &UnshardedByte
     // With several versions, the next round's sums start before the previous round is stepped; under 2BW the replica
     // does this too.
     let shard_bytes = match stage.zero {
-        1 if kind == ScheduleKind::TwoBw => {
+        1 if kind.is_double_buffered() => {
             let free = if of.masters == 0 { of.weights.min(of.terms) } else { 0 };
             of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared).saturating_sub(free)
         }

@@ -13,7 +13,7 @@
 
 use crate::plan::in_flight::common_divisor;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, Plan, ScheduleKind, Stage};
+use crate::plan::{BusiestLink, Plan, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes out of and into each unit per item, by level and unit.
@@ -35,7 +35,7 @@ pub fn traffic(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Option<Tra
     }
     let knows_groups = problem.cost != CostModel::Pipec;
     let spans = knows_groups && plan.stages.first().is_some_and(|stage| stage.hierarchy.len() < levels.len());
-    let flushes = !plan.schedule.kind.is_continuous() || plan.schedule.kind == ScheduleKind::TwoBw;
+    let flushes = !plan.schedule.kind.is_continuous() || plan.schedule.kind.is_double_buffered();
     let is_whole = problem.cost == CostModel::Pipec && flushes;
     let items = if is_whole { f64::from(plan.schedule.microbatches) } else { 1.0 };
     let (mut busiest, mut binding) = (None::<(BusiestLink, f64)>, None);
@@ -59,7 +59,7 @@ pub fn traffic(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Option<Tra
 
 fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> Ports {
     let mut ports = Ports::new();
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let trains = plan.schedule.kind.trains();
     // PipeDream's optimizer treats transfers as free without a compression ratio, and divides by it otherwise.
     let compression = match (problem.cost, problem.activation_compression) {
         (CostModel::Pipedream, None) => f64::INFINITY,

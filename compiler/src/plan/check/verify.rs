@@ -14,7 +14,8 @@ use crate::plan::in_flight;
 use crate::plan::in_flight::StageInFlight;
 use crate::plan::links::Wire;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
+use crate::plan::schedule::{PendingWeightGrads, VersionRule};
+use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, Stage, StageMemory};
 use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -191,13 +192,13 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
         let wanted = u64::from(stage.replicas) * u64::from(stage.degree());
         if stage.replicas == 0 || stage.devices.len() as u64 != wanted {
             let (found, replicas, degree) = (stage.devices.len(), stage.replicas, stage.degree());
-            fault(format!("{found} devices for {replicas} replicas of {degree}"));
+            fault(format!("{found} devices for {replicas} replicas of tensor-parallel degree {degree}"));
         }
         for &device in &stage.devices {
             match user.get_mut(device as usize) {
                 None => fault(format!("device {device} does not exist; the cluster has {}", cluster.devices())),
                 Some(Some(other)) if chunks == 1 || plan.stages[*other].devices != stage.devices => {
-                    fault(format!("device {device} is used by stage {other} too"));
+                    fault(format!("device {device} is also used by stage {other}"));
                 }
                 Some(Some(other)) if *other == at => fault(format!("device {device} is used twice")),
                 Some(Some(_)) => {}
@@ -210,7 +211,7 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<PlanFault>) {
         }
         let sharing = plan.stages.iter().filter(|other| other.devices == stage.devices).count();
         if chunks > 1 && sharing != chunks as usize {
-            fault(format!("{sharing} stages are on its devices, the schedule has {chunks} chunks on each"));
+            fault(format!("{sharing} stages are on its devices, the schedule has {chunks} per device"));
         }
     }
 }
@@ -223,7 +224,7 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
         return Cow::Borrowed(problem);
     }
     let Some(costs) = problem.shared.iter().find(|costs| costs.devices == degree) else {
-        let what = format!("{degree} devices share each replica; the costs are of none that so many share");
+        let what = format!("tensor-parallel degree {degree}, for which there are no costs");
         faults.push(PlanFault::Devices { stage: 0, what });
         return Cow::Borrowed(problem);
     };
@@ -244,7 +245,7 @@ fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Ve
             (None, false) => continue,
             (Some(said), true) => [said.alone_fwd_us, said.alone_bwd_us, said.meeting_fwd_us, said.meeting_bwd_us],
             (said, is_shared) => {
-                let describe = |is: bool| if is { "figures of sharing" } else { "none" }.to_string();
+                let describe = |is: bool| if is { "sharing times" } else { "none" }.to_string();
                 let what = format!("sharing of stage {at}");
                 faults.push(PlanFault::Figure { what, said: describe(said.is_some()), found: describe(is_shared) });
                 continue;
@@ -267,22 +268,25 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let schedule = &plan.schedule;
     for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
         if list.len() != plan.stages.len() || list.contains(&0) {
-            let what = format!("{name} is {list:?} for {} stages; one number of at least 1 each", plan.stages.len());
+            let what = format!(
+                "{name} is {list:?} for {} stages; it needs one number of at least 1 per stage",
+                plan.stages.len()
+            );
             faults.push(PlanFault::Schedule { what });
         }
     }
     if let Some(what) = apart(plan) {
         faults.push(PlanFault::Schedule { what });
     }
-    let wanted: Vec<u32> = match schedule.kind {
-        ScheduleKind::RoundRobin => schedule.in_flight.clone(),
-        ScheduleKind::RoundRobinVsync => {
+    let wanted: Vec<u32> = match schedule.kind.versions() {
+        VersionRule::Stashed => schedule.in_flight.clone(),
+        VersionRule::Synchronised => {
             let lanes = plan.stages.iter().zip(&schedule.in_flight);
             let lanes = lanes.map(|(stage, &in_flight)| StageInFlight { replicas: stage.replicas, in_flight });
             let first = lanes.clone().next().unwrap_or(StageInFlight { replicas: 1, in_flight: 1 });
             lanes.map(|own| in_flight::synced(own.replicas, first)).collect()
         }
-        ScheduleKind::TwoBw => vec![2; plan.stages.len()],
+        VersionRule::Previous => vec![2; plan.stages.len()],
         _ => vec![1; plan.stages.len()],
     };
     if faults.is_empty() && schedule.weight_versions != wanted {
@@ -297,25 +301,23 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
 fn apart(plan: &Plan) -> Option<String> {
     let PlannedSchedule { kind, in_flight, apart, .. } = &plan.schedule;
     if !kind.splits_backward() {
-        return (!apart.is_empty()).then(|| format!("apart is {apart:?}, and no backward is split"));
+        return (!apart.is_empty())
+            .then(|| format!("apart is {apart:?}, but this schedule does not split the backward"));
     }
     if apart.len() != plan.stages.len() || apart.iter().zip(in_flight).any(|(apart, most)| !(1..=*most).contains(apart))
     {
         return Some(format!(
-            "apart is {apart:?} for caps {in_flight:?}; one number of at least 1 each, within the cap"
+            "apart is {apart:?} for caps {in_flight:?}; it needs one number per stage, from 1 to the cap"
         ));
     }
-    let depth = match kind {
-        ScheduleKind::ZbH1 => 1,
-        ScheduleKind::ZbH2 => 2,
-        _ => return None,
-    };
+    let Some(PendingWeightGrads::PerEarlierWorker(depth)) = kind.properties().split else { return None };
+    let depth = u64::from(depth);
     let mut workers = 0u64;
     for (at, stage) in plan.stages.iter().enumerate() {
         let r = u64::from(stage.replicas.max(1));
         let found = (depth * workers.div_ceil(r) + 1).min(u64::from(in_flight[at]));
         if u64::from(apart[at]) != found {
-            return Some(format!("apart is {} at stage {at}, its place makes that {found}", apart[at]));
+            return Some(format!("apart is {} at stage {at}, but its position requires {found}", apart[at]));
         }
         workers += r;
     }
@@ -352,7 +354,7 @@ fn edges(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Pl
     for edge in &plan.edges {
         let names = edge.tensors.iter().map(String::as_str).collect();
         if said.insert((edge.from.0, edge.to.0), (edge.bytes, names)).is_some() {
-            let (said, found) = ("the edge twice".to_string(), "it once".to_string());
+            let (said, found) = ("the edge twice".to_string(), "the edge once".to_string());
             faults.push(PlanFault::Edge { from: edge.from.0, to: edge.to.0, said, found });
         }
     }
@@ -431,7 +433,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
         }
     }
-    let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
+    let is_by_minibatch = plan.schedule.kind.is_double_buffered() || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
         largest[stage] = largest[stage].max(used[op.id as usize]);
@@ -452,7 +454,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let comes_as_it_is = is_read[at] && !stays[at];
         pending_grad_bytes[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
     }
-    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let trains = plan.schedule.kind.trains();
     let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
     let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
     let pace = class::fastest(&problem.cluster.classes);
@@ -550,7 +552,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
             let ops: Vec<u32> = stage.ops.iter().flat_map(|&(from, to)| from..to).collect();
             let size = problem.bucket.0;
             if !same(&stage.buckets, &buckets(&problem.graph, &ops, size)) {
-                let what = format!("buckets of stage {at}: expected those of {size} B, as its backward makes them");
+                let what = format!("buckets of stage {at}: expected buckets of {size} B, in backward order");
                 faults.push(PlanFault::Schedule { what });
             }
         }

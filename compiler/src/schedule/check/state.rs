@@ -236,7 +236,7 @@ impl CheckState {
         still_held(&self.versions, &self.slots, item, version, slot)?;
         use_all(&mut self.outgoing, item, Payload::Gradient)?;
         if self.incoming.iter().any(|side| side.sending >= GRADIENT_BUFFERS) {
-            return Err(Fault::GradientBuffer { reason: "Sends of items before have not been waited for" });
+            return Err(Fault::GradientBuffer { reason: "there is no Wait yet for Sends of earlier micro-batches" });
         }
         flight.input = true;
         self.last_backward = Some(item);
@@ -473,7 +473,7 @@ impl CheckState {
         if self.replicas == 1 {
             self.close(rule, round)?;
         } else if !self.is_reduced(round) {
-            return Err(Fault::RoundIncomplete { round, reason: "the all-reduce has not been waited for" });
+            return Err(Fault::RoundIncomplete { round, reason: "there is no Wait yet for the all-reduce" });
         } else {
             self.reduced.remove(&round);
         }
@@ -520,7 +520,7 @@ impl CheckState {
             left("the backwards", items - u64::from(self.backwards))?;
         }
         left("the rounds", u64::from(rule.rounds(self.stage) - self.applied))?;
-        left("the versions that are in shares", self.shares.len() as u64)?;
+        left("the sharded versions", self.shares.len() as u64)?;
         left("the old versions", self.versions.len() as u64 - 1)
     }
 }

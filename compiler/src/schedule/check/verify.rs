@@ -18,6 +18,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::plan::zero::MOST;
 use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::check::error::{CheckError, Fault};
@@ -29,8 +30,7 @@ use crate::schedule::semantics::Rule;
 use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Token, Version, WorkerId,
-    WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// Proves that a program runs to its end and keeps the guarantees above; returns the first violation.
@@ -44,11 +44,11 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     let Program { schedule, items, microbatches, .. } = *program;
     if items == 0 || microbatches == 0 || items % microbatches != 0 {
         return wrong(format!(
-            "{items} items in minibatches of {microbatches}: expected whole minibatches, at least one"
+            "{items} micro-batches in minibatches of {microbatches}: expected at least one whole minibatch"
         ));
     }
     if schedule.is_round_robin() && microbatches != 1 {
-        return wrong(format!("{schedule} has {microbatches} microbatches: expected whole minibatches"));
+        return wrong(format!("{schedule} has {microbatches} micro-batches: expected whole minibatches"));
     }
     let is_empty = |stage: &ProgramStage| stage.replicas == 0 || stage.cap == 0 || stage.buckets == 0;
     if program.stages.is_empty() || program.stages.iter().any(is_empty) {
@@ -75,13 +75,13 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     for (worker, (rank, replica)) in program.workers.iter().zip(places) {
         if (worker.rank, worker.replica) != (rank, replica) {
             let (found, rank) = (worker.rank.0, rank.0);
-            return wrong(format!("worker {found}.{} stands where {rank}.{replica} should", worker.replica));
+            return wrong(format!("worker {found}.{} is in the position of {rank}.{replica}", worker.replica));
         }
     }
     let mut seen = HashSet::new();
     for &(from, to) in &program.edges {
         if from >= to || to.index() >= program.stages.len() || !seen.insert((from, to)) {
-            return wrong(format!("edge {} > {} is no new edge from an earlier to a later stage", from.0, to.0));
+            return wrong(format!("edge {} > {} is a duplicate or not from an earlier to a later stage", from.0, to.0));
         }
     }
     Ok(())
@@ -91,9 +91,9 @@ fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
     let (zero, replicas) = (stage.zero, stage.replicas);
     match zero {
         0 => None,
-        _ if zero > MOST => Some(format!("ZeRO has levels 0 to {MOST}, not {zero}")),
+        _ if zero > MOST => Some(format!("ZeRO has stages 0 to {MOST}, not {zero}")),
         _ if replicas < 2 || !schedule.trains() => {
-            Some(format!("ZeRO {zero} shares what at least two replicas train; {replicas} under {schedule}"))
+            Some(format!("ZeRO {zero} needs training and at least two replicas; found {replicas} under {schedule}"))
         }
         _ => None,
     }
@@ -293,11 +293,11 @@ impl<'a> Checker<'a> {
         match self.posted(worker) {
             Some(&Posted::Send { channel, item, .. }) => {
                 let Channel { to, .. } = self.channels.channel(channel);
-                format!("{} never posts the Recv of item {}", self.program.worker_name(to), item.0)
+                format!("{} never posts the Recv of micro-batch {}", self.program.worker_name(to), item.0)
             }
             Some(&Posted::Recv { channel, item, .. }) => {
                 let Channel { from, .. } = self.channels.channel(channel);
-                format!("{} never sends item {}", self.program.worker_name(from), item.0)
+                format!("{} never sends micro-batch {}", self.program.worker_name(from), item.0)
             }
             Some(&Posted::Meeting(Meeting { kind: Collective::AllGather, number, .. })) => {
                 format!("not every replica gathers version {number}")
@@ -305,9 +305,9 @@ impl<'a> Checker<'a> {
             Some(&Posted::Meeting(Meeting { number, .. })) => format!("not every replica joins round {number}"),
             None => match self.instruction(worker) {
                 Some(Instruction::Backward { .. } | Instruction::BackwardWeight { .. }) => {
-                    "an item before it in the round never adds its gradients".to_string()
+                    "an earlier micro-batch of the round never adds its gradients".to_string()
                 }
-                _ => "nothing ends it".to_string(),
+                _ => "nothing completes it".to_string(),
             },
         }
     }
@@ -378,7 +378,7 @@ impl<'a> Checker<'a> {
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 // Steps of a rank's stages are made together when all are done with the round, because of tied weights.
                 if hands.ledgers.len() > 1 && !hands.ledgers.iter().all(|ledger| ledger.is_done(rule, round)) {
-                    let reason = "another stage of the worker is not done with it";
+                    let reason = "another stage of the worker has not completed it";
                     return Err(Fault::RoundIncomplete { round, reason });
                 }
                 hands.of(stage)?.step(rule, round, (from, to), count, in_place)?;

@@ -161,9 +161,10 @@ impl<'a> Drawing<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::schedule::Schedule;
+    use crate::schedule::Pipeline;
     use crate::schedule::scheduler::schedule;
     use crate::schedule::semantics::StepCount;
-    use crate::schedule::{Pipeline, Schedule};
 
     fn trimmed(text: &str) -> String {
         text.trim().lines().map(str::trim).collect::<Vec<_>>().join("\n")

@@ -19,12 +19,13 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::equal_replicas;
 use crate::schedule::custom;
 use crate::schedule::custom::ComputeOrder;
 use crate::schedule::semantics::{StepCount, dealt};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 /// Most cells of a table: no larger program is possible.
 const MAX_CELLS: usize = 1 << 24;
@@ -118,7 +119,7 @@ impl ComputeTable {
         }
         let (stages, known) = (self.stages(), pipeline.stages.len());
         if stages as usize != known {
-            return wrong(format!("it speaks of {stages} stages, the pipeline has {known}"));
+            return wrong(format!("it has {stages} stages, the pipeline {known}"));
         }
         let count = StepCount { minibatches, microbatches: self.microbatches() };
         if is_by_worker {
@@ -140,12 +141,12 @@ impl ComputeTable {
                 let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
                 if let Some(work) = self.row(RankId(row)).find(|work| work.item.0 % replicas != replica) {
                     let rank = at / replicas;
-                    return Err(format!("row {}: replica {replica} of rank {rank} is not dealt {work}", row + 1));
+                    return Err(format!("row {}: {work} does not belong to replica {replica} of rank {rank}", row + 1));
                 }
                 let first = self.row(RankId(at)).map(local).filter(|work| u64::from(work.item.0) < dealt);
                 if !first.eq(self.row(RankId(row)).map(local)) {
                     return Err(format!(
-                        "row {}: it is not the order of row {}, and replicas of a rank follow one order",
+                        "row {}: its order differs from row {}; replicas of a rank need the same order",
                         row + 1,
                         at + 1
                     ));
@@ -325,11 +326,11 @@ mod tests {
         let rest = "1F0,1B0,1F2,1B2\n1F1,1B1,1F3,1B3";
         assert_eq!(
             refused(&format!("0F0,0F2,0B0,0B2\n0F1,0B1,0F3,0B3\n{rest}")),
-            "table: row 2: it is not the order of row 1, and replicas of a rank follow one order"
+            "table: row 2: its order differs from row 1; replicas of a rank need the same order"
         );
         assert_eq!(
             refused(&format!("0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n{rest}")),
-            "table: row 1: replica 0 of rank 0 is not dealt 0F1"
+            "table: row 1: 0F1 does not belong to replica 0 of rank 0"
         );
         assert_eq!(refused("0F0,0B0"), "table: it has 1 rows, the pipeline 2 ranks of 2 workers");
     }
@@ -339,13 +340,13 @@ mod tests {
         let pipeline = Pipeline::balanced(&[1, 1], 1.0);
         let refused = |text: &str| text.parse::<ComputeTable>().unwrap().program(&pipeline, 1).unwrap_err().to_string();
         assert_eq!(refused("0F0,0B0\n1F0"), "table: rank 1: 1B0 is missing");
-        assert_eq!(refused("0F0,0F0,0B0\n1F0,1B0"), "table: rank 0: 0F0 comes twice");
+        assert_eq!(refused("0F0,0F0,0B0\n1F0,1B0"), "table: rank 0: 0F0 is a duplicate");
         assert_eq!(
             refused("0B0,0F0\n1F0,1B0"),
-            "table: rank 0: 0B0 comes without the work before it, or beside work that includes it"
+            "table: rank 0: 0B0 precedes the work it needs, or duplicates work that includes it"
         );
         assert_eq!(refused("0F0,0B0"), "table: it has 1 rows, the pipeline 2 ranks");
         let crossed = refused("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1");
-        assert!(crossed.contains("waits for ever before 0B0"), "{crossed}");
+        assert!(crossed.contains("waits forever before 0B0"), "{crossed}");
     }
 }

@@ -14,13 +14,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::profile::json;
-use crate::schedule::{Program, ProgramStage, Schedule, WorkerProgram};
+use crate::schedule::{Program, ProgramStage, WorkerProgram};
 
 /// Value of the `schema` field.
 pub const SCHEMA: &str = "pipec.program/1";
 
-/// The file.
+/// A pipeline program.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -35,9 +36,9 @@ struct File {
     microbatches: u32,
     /// The stages, first to last.
     stages: Vec<ProgramStage>,
-    /// From which stage to which something is sent.
+    /// Pairs of sending and receiving stages.
     edges: Vec<(StageId, StageId)>,
-    /// What each worker does.
+    /// The program of each worker.
     workers: Vec<WorkerProgram>,
 }
 

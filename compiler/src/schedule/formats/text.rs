@@ -39,11 +39,12 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Slot, Token, Version,
-    WorkerId, WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Slot, Token, Version, WorkerId,
+    WorkerProgram,
 };
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -252,9 +253,9 @@ struct Reader {
 
 impl Reader {
     fn stage(&mut self, line: &Line<'_>) -> Result<(), ParseError> {
-        const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1, or with the stage's rank \
-                                `stage N rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas; \
-                                `buckets=N`, `zero=N` and `recompute` may follow";
+        const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1; or `stage N \
+                                rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas; \
+                                then optional `buckets=N`, `zero=N` and `recompute`";
         let (words, recompute) = match line.words.split_last() {
             Some((&"recompute", words)) => (words, true),
             _ => (&line.words[..], false),
@@ -309,7 +310,7 @@ impl Reader {
         let (from, to) = (StageId(line.number(from)?), StageId(line.number(to)?));
         let known = self.edges.insert((from, to), EdgeId(self.program.edges.len() as u32));
         if from >= to || to.index() >= self.program.stages.len() || known.is_some() {
-            return Err(line.expected("an edge that is new, from an earlier to a later stage"));
+            return Err(line.expected("a new edge from an earlier to a later stage"));
         }
         self.program.edges.push((from, to));
         Ok(())
@@ -337,7 +338,7 @@ impl Reader {
         Ok(match words[..] {
             ["load", what] => match made(line, what)? {
                 Work { stage, item, part: Phase::Forward } => Instruction::Load { stage, item },
-                _ => return Err(line.expected("the forward whose data is fetched")),
+                _ => return Err(line.expected("the forward whose data is loaded")),
             },
             ["send", what, ">", peer, name] => {
                 let (peer, token) = (self.worker(line, peer)?, token(name)?);
@@ -387,7 +388,7 @@ impl Reader {
                     Phase::Forward if again => {
                         Instruction::Recompute { stage: work.stage, item: work.item, version, slot }
                     }
-                    _ if again => return Err(line.expected("the forward that is run again")),
+                    _ if again => return Err(line.expected("the forward to recompute")),
                     _ => work.instruction(version, slot),
                 }
             }
@@ -414,7 +415,7 @@ impl Reader {
         let taker = match (taker, held.next(), held.next()) {
             (Some(taker), _, Some(_)) => taker,
             (None, Some((only, _)), None) => only,
-            _ => return Err(line.expected("`as STAGE` where the receiver has several stages, and only there")),
+            _ => return Err(line.expected("`as STAGE` if and only if the receiver has several stages")),
         };
         let ends = if kind == Payload::Activation { (maker, taker) } else { (taker, maker) };
         match self.edges.get(&ends) {
@@ -480,7 +481,7 @@ program 1f1b-rr {
     #[test]
     fn reads_back_what_it_printed() {
         let count = StepCount { minibatches: 2, microbatches: 3 };
-        for name in Schedule::ALL {
+        for name in Schedule::GENERATED {
             let count = if name.is_round_robin() { StepCount::minibatches(7) } else { count };
             let pipeline = match name {
                 Schedule::Interleaved | Schedule::Bfs => Pipeline::balanced(&[2; 4], 2.0).looped(2),

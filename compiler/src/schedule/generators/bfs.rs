@@ -6,11 +6,12 @@
 //! order, so that gradient sums match those of other schedules.
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{looped, ranks};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 pub fn bfs(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     looped(Schedule::Bfs, pipeline)?;

@@ -20,11 +20,12 @@
 use std::collections::VecDeque;
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{folded, ranks};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 pub fn dualpipev(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     folded(Schedule::DualPipeV, pipeline)?;

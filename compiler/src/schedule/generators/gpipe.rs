@@ -4,12 +4,13 @@
 //! set accordingly. Backwards are in item order, so that gradient sums match those of other schedules.
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
-use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, ScheduleError};
 
 pub fn gpipe(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::Gpipe, pipeline)?;

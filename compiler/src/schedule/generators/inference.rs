@@ -1,10 +1,11 @@
 //! Forward only, items round-robin over the replicas. The in-flight cap bounds outputs that are not received yet.
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
-use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, ScheduleError};
 
 pub fn inference(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::Inference, pipeline)?;

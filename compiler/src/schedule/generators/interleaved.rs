@@ -12,11 +12,12 @@
 //! without the missing items. Removing an item from all rows keeps the order of the others, so no deadlock arises.
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{looped, ranks};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 pub fn interleaved(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     looped(Schedule::Interleaved, pipeline)?;

@@ -4,11 +4,12 @@
 //! min(p − i − 1, M) forwards. It holds at most p − i items (Megatron-LM, Narayanan et al., SC 2021, section 2.2.1).
 //! The in-flight caps give the same, and also work for unequal replica counts.
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
-use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, ScheduleError};
 
 pub fn one_f_one_b(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::OneFOneB, pipeline)?;

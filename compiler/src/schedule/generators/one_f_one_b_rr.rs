@@ -7,11 +7,12 @@
 //! (see [`semantics`](crate::schedule::semantics)). With [`published_caps`](crate::schedule::published_caps), a
 //! straight pipeline gets exactly the published program.
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
-use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, ScheduleError};
 
 pub fn one_f_one_b_rr(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     generate(Schedule::OneFOneBRr, pipeline, count)

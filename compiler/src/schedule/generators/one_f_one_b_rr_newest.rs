@@ -8,12 +8,13 @@
 //! Caps are lowered to the number of items that the earlier stages allow.
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::list_scheduler::{Choice, Layout, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
-use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, ScheduleError};
 
 pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     let schedule = Schedule::OneFOneBRrNewest;

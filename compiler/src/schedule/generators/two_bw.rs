@@ -6,11 +6,12 @@
 //! can start before the previous one ends: no flush, and at most two versions. The paper requires M ≥ p; smaller M is
 //! correct but stalls.
 
+use crate::plan::schedule::Schedule;
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
-use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use crate::schedule::{Pipeline, Program, ScheduleError};
 
 pub fn two_bw(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     one_stage_each(Schedule::TwoBw, pipeline)?;

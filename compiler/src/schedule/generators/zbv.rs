@@ -16,11 +16,12 @@
 //! With fewer than 2p - 1 items, the rows for 2p - 1 are used without the missing items.
 
 use crate::plan::StageId;
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::follow;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::{folded, ranks};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 pub fn zbv(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     folded(Schedule::Zbv, pipeline)?;

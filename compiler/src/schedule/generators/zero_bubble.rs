@@ -16,16 +16,17 @@
 //! Unequal replica counts use the list scheduler: I before F before W, with a total cap of d p - d + 1 items over p
 //! workers, divided by the replicas. W comes first once as many are pending as in the row of a rank at that position.
 
+use crate::plan::StageId;
 use crate::plan::in_flight;
 use crate::plan::in_flight::ScheduleFlow;
-use crate::plan::{ScheduleKind, StageId};
+use crate::plan::schedule::Schedule;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::compute_table::follow;
 use crate::schedule::list_scheduler::{Choice, play};
 use crate::schedule::lower::lower;
 use crate::schedule::semantics::{Rule, StepCount};
 use crate::schedule::shape::{one_stage_each, ranks};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 /// H1: no more activations than on 1F1B's first rank.
 pub fn zb_h1(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
@@ -55,7 +56,7 @@ fn zero_bubble(
         stage.cap = (depth * workers - depth + 1).div_ceil(stage.replicas);
     }
     // The same limit as in the plan's memory model.
-    let kind = if depth == 1 { ScheduleKind::ZbH1 } else { ScheduleKind::ZbH2 };
+    let kind = if depth == 1 { Schedule::ZbH1 } else { Schedule::ZbH2 };
     let flow = ScheduleFlow { schedule: kind, microbatches: rule.microbatches, chunks: 1, workers, room: 0 };
     let (replicas, most): (Vec<u32>, Vec<u32>) = rule.stages.iter().map(|stage| (stage.replicas, stage.cap)).unzip();
     let apart = in_flight::apart(&flow, &replicas, &most);

@@ -151,7 +151,7 @@ impl Chain {
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
         let lengths = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
         let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(TensorLayout::bytes));
-        assert!(lengths.eq(expected), "a chain's buffers have not the bytes of their layouts");
+        assert!(lengths.eq(expected), "buffer sizes of a chain do not match their layouts");
         let mut slots: [&mut [u8]; MOST_SLOTS] = Default::default();
         for (slot, bytes) in slots.iter_mut().zip(workspace.chunks_exact_mut(self.slot_bytes)) {
             *slot = bytes;
@@ -212,7 +212,7 @@ impl Chain {
                     outputs[i] = whole;
                     done?;
                 }
-                At::Given(_) => unreachable!("a result is no operand"),
+                At::Given(_) => unreachable!("a result is not an operand"),
             }
         }
         Ok(())
@@ -229,9 +229,7 @@ impl Chain {
     ) -> Result<(), KernelError> {
         let (first, rows, count) = (piece.first, piece.rows, piece.rows * self.width);
         let kernel = &step.kernels[usize::from(rows < self.height)];
-        let Some(FastKernel { body, .. }) = kernel else {
-            unreachable!("there is a kernel for the rows that are left")
-        };
+        let Some(FastKernel { body, .. }) = kernel else { unreachable!("there is a kernel for the remaining rows") };
         let mut operands: [&[u8]; MOST_OPERANDS] = Default::default();
         for (bytes, operand) in operands.iter_mut().zip(&step.operands) {
             *bytes = match *operand {

@@ -65,7 +65,7 @@ pub fn kernel(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -> Opt
             let mut written: Vec<&mut [u8]> = Vec::with_capacity(outputs.len());
             for (bytes, layout) in outputs.iter_mut().zip(&to) {
                 if is_half(layout.dtype) {
-                    written.push(pieces.next().expect("every narrow output has its piece"));
+                    written.push(pieces.next().expect("every narrow output has its chunk"));
                 } else {
                     written.push(bytes);
                 }

@@ -100,7 +100,7 @@ pub fn product<T: Real>(
         return;
     }
     let last = |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
-    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product leaves its matrix");
+    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product exceeds its matrix");
     if k == 0 {
         for row in c.chunks_mut(c_row).take(m).filter(|_| !add) {
             row[..n].fill(T::ZERO);

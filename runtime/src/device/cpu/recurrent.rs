@@ -61,7 +61,7 @@ impl Recurrent {
     /// Rearranges the weight in a workspace of [`bytes`](Recurrent::bytes).
     pub fn laid<'a, T: Real>(&self, weight: &'a [T], room: &'a mut [u8]) -> Laid<'a, T> {
         let [_, n, k] = self.sizes;
-        assert!(weight.len() >= n * k && room.len() >= self.bytes::<T>(), "a weight or its room is too short");
+        assert!(weight.len() >= n * k && room.len() >= self.bytes::<T>(), "a weight or its buffer is too short");
         let room: &'a mut [T] = cast_slice_mut(&mut room[..self.bytes::<T>()]);
         let strides = if self.is_transposed { (1, k) } else { (n, 1) };
         let weight = Matrix { values: weight, strides };
@@ -150,7 +150,7 @@ fn by_panels<T: Real>(
         return product([m, n, k], a, a, c, c_row, add);
     }
     let last = |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
-    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product leaves its matrix");
+    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product exceeds its matrix");
     assert!(last(m, k, a.strides) < a.values.len(), "the left factor is too short");
     // SAFETY: the asserts keep every access inside its slice, the panels have these sizes, `c` is borrowed exclusively,
     // and `T` is `f32`.

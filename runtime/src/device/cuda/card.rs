@@ -13,15 +13,11 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum CardFault {
-    #[error(
-        "libcuda was not found, so there is no GPU here; where there is one, name the folder of its driver in {FOLDERS}"
-    )]
+    #[error("libcuda was not found; if this machine has a GPU, set {FOLDERS} to the driver's folder")]
     NoDriver,
-    #[error("there is no GPU {ordinal}: the driver knows {count}")]
+    #[error("there is no GPU {ordinal}; the driver reports {count}")]
     NoSuchCard { ordinal: usize, count: usize },
-    #[error(
-        "GPU {ordinal} has {free} bytes left, {needed} are needed; fewer bytes are held with a smaller micro-batch or more stages"
-    )]
+    #[error("GPU {ordinal} has {free} bytes free, {needed} are needed; use a smaller micro-batch or more stages")]
     Memory { ordinal: usize, needed: usize, free: usize },
     #[error(transparent)]
     Compile(#[from] CompileFault),
@@ -152,7 +148,7 @@ impl Gpu {
             return Ok(*kernel);
         }
         let code = cubin(text, self.about.architecture)?;
-        let name = CString::new(ENTRY).expect("the entry's name holds no zero byte");
+        let name = CString::new(ENTRY).expect("the entry's name has no zero byte");
         self.context.bind_to_thread()?;
         // SAFETY: the code is a cubin compiled for this architecture; the module is never unloaded.
         let function = unsafe {
@@ -191,7 +187,7 @@ impl Drop for Memory {
 impl Stream {
     /// Copies bytes to the GPU and waits.
     pub fn upload(&self, bytes: &[u8], to: &Memory) -> Result<(), CardFault> {
-        assert!(bytes.len() <= to.bytes, "what is copied fits");
+        assert!(bytes.len() <= to.bytes, "the copy must fit");
         self.card.context.bind_to_thread()?;
         // SAFETY: both sides have the bytes, and the host side is not touched before the queue is empty.
         unsafe { result::memcpy_htod_async(to.address, bytes, self.stream.cu_stream())? };
@@ -200,7 +196,7 @@ impl Stream {
 
     /// Copies bytes from the GPU after all queued work, and waits.
     pub fn download(&self, from: &Memory, bytes: &mut [u8]) -> Result<(), CardFault> {
-        assert!(bytes.len() <= from.bytes, "what is copied is there");
+        assert!(bytes.len() <= from.bytes, "the copied bytes must exist");
         self.card.context.bind_to_thread()?;
         // SAFETY: as in `upload`.
         unsafe { result::memcpy_dtoh_async(bytes, from.address, self.stream.cu_stream())? };

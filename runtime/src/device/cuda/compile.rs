@@ -22,11 +22,11 @@ impl std::fmt::Display for Architecture {
 #[allow(missing_docs)]
 pub enum CompileFault {
     #[error(
-        "libnvrtc was not found, without which no kernel for a GPU can be compiled; install it (`pip install nvidia-cuda-nvrtc`) \
-         and name its folder in {FOLDERS}"
+        "libnvrtc, which compiles GPU kernels, was not found; install it (`pip install nvidia-cuda-nvrtc`) and set \
+         {FOLDERS} to its folder"
     )]
     NoCompiler,
-    #[error("bug in pipec: a kernel's text holds a zero byte")]
+    #[error("bug in pipec: the source of a kernel has a zero byte")]
     Text,
     #[error("bug in pipec: a kernel for {architecture} does not compile: {log}")]
     Refused { architecture: Architecture, log: String },

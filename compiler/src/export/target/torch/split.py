@@ -1,11 +1,11 @@
-"""Cuts a model into the stages of stages.json, which lies beside this file.
+"""Cuts a model into the stages of stages.json, from the folder of this file.
 
-A model is a program of torch.export: a file that torch.export.save wrote, or what `package.module:function` returns, a pair of a module
-and its example inputs. Its nodes are found by their names; where the plan was made from another export of the module, by the modules
-that they come from. A stage becomes a GraphModule that takes what earlier stages send and returns what later ones need: torch's
-pipeline hands tensors to the next stage only, so that a tensor for a stage further on goes through all stages between.
+A model is a torch.export program: a file of torch.export.save, or the module and example inputs that `package.module:function`
+returns. Nodes are matched by name, or by module if the plan was made from another export of the module. A stage becomes a
+GraphModule from received to sent tensors. torch's pipeline only sends tensors to the next stage, so tensors for later stages
+pass through all stages between.
 
-Loading a file with torch.export.load trusts it as much as any program: load no file that you would not run.
+torch.export.load can execute code from the file: only load files that you trust.
 """
 
 import copy
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Wire:
-    """A tensor that goes into a stage or out of it."""
+    """A tensor received or sent by a stage."""
 
     name: str
     shape: tuple
@@ -31,13 +31,13 @@ class Wire:
     requires_grad: bool
 
     def example(self):
-        """An empty tensor like it, from which torch takes shapes and types."""
+        """An empty tensor of the same shape and type."""
         return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
 
 
 @dataclass
 class Stage:
-    """A stage: its module, what comes in and what goes out."""
+    """A stage: its module, inputs and outputs."""
 
     module: fx.GraphModule
     inputs: list
@@ -45,8 +45,7 @@ class Stage:
 
 
 class Whole(torch.autograd.Function):
-    """The same tensor in memory of its own, and so its gradient: torch's pipeline sends gradients as they lie, and gloo takes only
-    those that lie in order."""
+    """A contiguous copy of a tensor, with a contiguous gradient: gloo only sends contiguous tensors."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -58,24 +57,23 @@ class Whole(torch.autograd.Function):
 
 
 def whole(tensor):
-    """A tensor that comes into a stage or only goes through it."""
+    """A copy of a tensor that enters a stage or passes through it."""
     return Whole.apply(tensor)
 
 
 def in_order(tensor):
-    """A tensor that leaves a stage, for nobody else to read: half a backward detaches it in place, which neither views allow nor
-    tensors that another operator has saved."""
+    """A private copy of a stage output: a split backward detaches it in place, which fails for views and saved tensors."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def read_plan(path=HERE / "stages.json"):
-    """The stages."""
+    """Reads stages.json."""
     with open(path, encoding="utf-8") as file:
         return json.load(file)
 
 
 def imported(name):
-    """What `package.module:name` is."""
+    """Imports `package.module:name`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -89,7 +87,7 @@ def load(file=None, module=None):
 
 
 class Recorder(fx.Interpreter):
-    """Runs a graph once and keeps what every node gives: numbers, or shapes of tensors."""
+    """Runs a graph once and records the numbers and tensor shapes of its nodes."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -107,15 +105,15 @@ class Recorder(fx.Interpreter):
 
 
 def split(graph_module, plan, example):
-    """The stages of a model, for inputs of the sizes of `example`: those of one micro-batch."""
+    """The stages of a model, for micro-batches of the sizes of `example`."""
     graph = graph_module.graph
     recorder = Recorder(copy.deepcopy(graph_module))
     try:
         recorder.run(*example)
     except AssertionError as fault:
         raise SystemExit(
-            f"the model does not take micro-batches of {plan['micro_batch']} of this data: {str(fault).splitlines()[0]}\n"
-            "torch.export.export(model, inputs, dynamic_shapes=...) makes one that takes any batch"
+            f"the model does not accept micro-batches of {plan['micro_batch']} of this data: {str(fault).splitlines()[0]}\n"
+            "export with torch.export.export(model, inputs, dynamic_shapes=...) for any batch size"
         ) from None
     follow_changes(graph)
     nodes = [node for node in graph.nodes if node.op != "output" and not is_guard(node)]
@@ -143,7 +141,7 @@ def split(graph_module, plan, example):
 
 
 def is_guard(node):
-    """Whether a node only checks sizes, which are fixed here."""
+    """True if a node only checks sizes, which are fixed here."""
     target = str(node.target)
     return (node.op == "call_module" and target == "_guards_fn") or "_assert" in target or "sym_constrain" in target
 
@@ -156,7 +154,7 @@ def flat(value):
 
 
 def changes_its_input(node):
-    """Whether an operator writes into its first argument."""
+    """True if an operator writes to its first argument."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not node.args or not isinstance(node.args[0], fx.Node):
         return False
@@ -165,7 +163,7 @@ def changes_its_input(node):
 
 
 def follow_changes(graph):
-    """Whoever reads a tensor after it was changed in place reads the result of that change: the tensor may be in another stage."""
+    """Makes readers of a tensor after an in-place change read its result, as the tensor may be in another stage."""
     place = {node: at for at, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if changes_its_input(node) and node.args[0].op != "get_attr" and len(node.target._schema.returns) == 1:
@@ -176,28 +174,28 @@ def follow_changes(graph):
 
 
 def assign(nodes, plan):
-    """The stage of every node that depends on an input. What the plan does not name stands with what it reads."""
+    """The stage of every node that depends on an input. A node that the plan does not name joins its last input."""
     by_name, by_module = {}, {}
-    for at, told in enumerate(plan["stages"]):
-        for name in told["nodes"]:
+    for at, planned in enumerate(plan["stages"]):
+        for name in planned["nodes"]:
             by_name.setdefault(name, at)
-        for name in told["modules"]:
+        for name in planned["modules"]:
             by_module.setdefault(name, set()).add(at)
     names = {node.name for node in nodes}
     missing = [name for name in by_name if name not in names]
     if missing and not by_module:
-        raise SystemExit(f"the model has no nodes {missing[:3]}: it is not the model of the plan")
+        raise SystemExit(f"the model has no nodes {missing[:3]}: the plan is for another model")
     cut = sorted(name for name, held in by_module.items() if len(held) > 1)
     if missing and cut:
         raise SystemExit(
-            f"the model has no nodes {missing[:3]}, and modules {cut[:3]} are in several stages: a plan from a file of "
-            "torch.export.save goes by nodes, and one with --target torchtitan keeps modules whole"
+            f"the model has no nodes {missing[:3]}, and modules {cut[:3]} are in several stages: plan from a file "
+            "of torch.export.save to match nodes, or with --target torchtitan to keep modules whole"
         )
     if missing:
         found = {module_stage(node, by_module) for node in nodes}
-        for at, told in enumerate(plan["stages"]):
-            if told["modules"] and at not in found:
-                raise SystemExit(f"the model has none of the modules {told['modules'][:3]} of stage {at}: it is not the model of the plan")
+        for at, planned in enumerate(plan["stages"]):
+            if planned["modules"] and at not in found:
+                raise SystemExit(f"the model has none of the modules {planned['modules'][:3]} of stage {at}: the plan is for another model")
     stages, waiting = {}, []
     for node in nodes:
         if node.op == "get_attr":
@@ -207,10 +205,10 @@ def assign(nodes, plan):
         if node.op == "placeholder":
             stages[node] = 0
         elif changes_its_input(node) and node.args[0].op == "get_attr" and after is None:
-            # A counter of batches: it belongs to the layer that comes next.
+            # A batch counter belongs to the next layer.
             waiting.append(node)
         elif own is not None or after is not None or is_random(node):
-            # A node whose ops are in several stages stands with the first of them, as its weights do.
+            # A node whose ops are in several stages belongs to the first of them, with its weights.
             stages[node] = max(own or 0, after or 0)
             while waiting:
                 stages[waiting.pop()] = stages[node]
@@ -229,12 +227,12 @@ def module_stage(node, by_module):
 
 
 def is_random(node):
-    """Whether an operator gives other numbers each time."""
+    """True if an operator is random."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def stage(graph_module, nodes, stages, at, inputs, outputs, recorder):
-    """One stage as a module of its own."""
+    """Builds the module of one stage."""
     graph = fx.Graph()
     held, placed = {}, {}
     numbers = recorder.numbers
@@ -243,7 +241,7 @@ def stage(graph_module, nodes, stages, at, inputs, outputs, recorder):
         if node.name in numbers:
             return numbers[node.name]
         if node not in placed:
-            # What depends on no input is made by every stage that reads it.
+            # A node that depends on no input is copied into every stage that reads it.
             copied(node)
         return placed[node]
 
@@ -281,5 +279,5 @@ def stage(graph_module, nodes, stages, at, inputs, outputs, recorder):
 
 
 def attribute(module, path):
-    """What a dotted path leads to."""
+    """Resolves a dotted path."""
     return operator.attrgetter(path)(module) if "." in path else getattr(module, path)

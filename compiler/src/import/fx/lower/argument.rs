@@ -89,7 +89,7 @@ impl Scope<'_> {
 
     fn named(&self, name: &str) -> Result<Known, LowerReason> {
         let known = self.names.tensors.get(name).copied();
-        known.ok_or_else(|| LowerReason::Inputs("a value that it reads is not a tensor".to_string()))
+        known.ok_or_else(|| LowerReason::Inputs("it reads a value that is not a tensor".to_string()))
     }
 
     /// A required tensor argument.
@@ -106,7 +106,7 @@ impl Scope<'_> {
     pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, LowerReason> {
         let list = self.optional_values(name)?;
         list.into_iter()
-            .map(|v| v.ok_or_else(|| LowerReason::Inputs(format!("`{name}` leaves a tensor out"))))
+            .map(|v| v.ok_or_else(|| LowerReason::Inputs(format!("`{name}` with a missing tensor"))))
             .collect()
     }
 
@@ -191,7 +191,7 @@ impl Scope<'_> {
         match self.number(name)? {
             None => Ok(default),
             Some(Number::Int(value)) => Ok(value),
-            Some(_) => Err(self.wrong(name, "a whole number")),
+            Some(_) => Err(self.wrong(name, "an integer")),
         }
     }
 
@@ -199,7 +199,7 @@ impl Scope<'_> {
         match self.argument(name) {
             None => Ok(default),
             Some(Argument::AsBool(value)) => Ok(*value),
-            _ => Err(self.wrong(name, "a truth")),
+            _ => Err(self.wrong(name, "a boolean")),
         }
     }
 
@@ -227,7 +227,7 @@ impl Scope<'_> {
             SymArgument::AsInt(value) => Ok(Dim::Known(*value)),
             SymArgument::AsName(name) => {
                 let found = self.names.sizes.get(name).cloned();
-                found.ok_or_else(|| LowerReason::Inputs("a size that it reads is not a size".to_string()))
+                found.ok_or_else(|| LowerReason::Inputs("it reads a size that is not a size".to_string()))
             }
         }
     }
@@ -259,7 +259,7 @@ impl Scope<'_> {
     pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, LowerReason> {
         let Some(dims) = self.dims(name)? else { return Ok(None) };
         let numbers: Option<Vec<i64>> = dims.iter().map(Dim::known).collect();
-        numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of whole numbers"))
+        numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of integers"))
     }
 
     pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f64>>, LowerReason> {

@@ -41,7 +41,7 @@ pub fn matrix_turned(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     if rank < 2 {
-        return Err(LowerReason::Inputs(format!("{} is no matrix", scope.fact(x))));
+        return Err(LowerReason::Inputs(format!("{} is not a matrix", scope.fact(x))));
     }
     let mut perm: Vec<usize> = (0..rank).collect();
     perm.swap(rank - 1, rank - 2);
@@ -63,7 +63,7 @@ pub fn moved(scope: &mut Scope<'_>) -> Outputs {
     let mut rest = (0..rank).filter(|at| !from.contains(at));
     let perm: Option<Vec<usize>> = perm.into_iter().map(|at| at.or_else(|| rest.next())).collect();
     let perm = perm.filter(|_| from.len() == to.len());
-    let perm = perm.ok_or_else(|| LowerReason::Inputs("it moves axes to places that it does not have".to_string()))?;
+    let perm = perm.ok_or_else(|| LowerReason::Inputs("it moves axes to positions that do not exist".to_string()))?;
     one(transposed(scope, x, perm)?)
 }
 
@@ -112,7 +112,7 @@ pub fn turned(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     let dims = scope.ints("dims")?.unwrap_or_else(|| vec![0, 1]);
-    let [a, b] = dims[..] else { return Err(LowerReason::Inputs("a plane has two axes".to_string())) };
+    let [a, b] = dims[..] else { return Err(LowerReason::Inputs("a plane needs two axes".to_string())) };
     let (a, b) = (axis(a, rank)?, axis(b, rank)?);
     let mut perm: Vec<usize> = (0..rank).collect();
     perm.swap(a, b);
@@ -139,7 +139,7 @@ fn plane(scope: &mut Scope<'_>) -> Result<(Value, [usize; 2], [i64; 2]), LowerRe
     let a = attribute::axis(scope.int("dim1", 0)?, rank)?;
     let b = attribute::axis(scope.int("dim2", 1)?, rank)?;
     if a == b {
-        return Err(LowerReason::Inputs("a plane has two axes".to_string()));
+        return Err(LowerReason::Inputs("a plane needs two axes".to_string()));
     }
     let sizes = [known(&shape[a])?, known(&shape[b])?];
     let mut perm: Vec<usize> = (0..rank).filter(|at| *at != a && *at != b).collect();
@@ -201,7 +201,7 @@ pub fn diagonal_spread(scope: &mut Scope<'_>) -> Outputs {
     let shape = scope.fact(x).shape;
     let offset = scope.int("offset", 0)?;
     let Some((last, lead)) = shape.split_last() else {
-        return Err(LowerReason::Inputs("a number is no diagonal".to_string()));
+        return Err(LowerReason::Inputs("a scalar has no diagonal".to_string()));
     };
     let (count, rank) = (known(last)?, shape.len() + 1);
     let size = count.checked_add(offset.saturating_abs()).filter(|m| *m <= 1 << 15 && count > 0);
@@ -236,11 +236,13 @@ pub fn windows(scope: &mut Scope<'_>) -> Outputs {
     let at = attribute::axis(scope.int("dimension", 0)?, shape.len())?;
     let (size, step, length) = (scope.int("size", 1)?, scope.int("step", 1)?, known(&shape[at])?);
     if size < 0 || size > length || step < 1 {
-        return Err(LowerReason::Inputs(format!("windows of {size} in steps of {step} on an axis of {length}")));
+        return Err(LowerReason::Inputs(format!(
+            "windows of size {size} and step {step} on an axis of length {length}"
+        )));
     }
     let count = (length - size) / step + 1;
     if count.saturating_mul(size) > MOST {
-        return Err(LowerReason::Inputs("windows of too many elements".to_string()));
+        return Err(LowerReason::Inputs("too many window elements".to_string()));
     }
     let places: Vec<i64> = (0..count).flat_map(|w| (0..size).map(move |i| w * step + i)).collect();
     let y = taken(scope, x, at, &[count as usize, size as usize], &places)?;
@@ -279,7 +281,7 @@ impl Patches {
             }
             count[i] = room / stride[i] + 1;
             if count[i].saturating_mul(kernel[i]) > MOST {
-                return Err(LowerReason::Inputs("windows of too many elements".to_string()));
+                return Err(LowerReason::Inputs("too many window elements".to_string()));
             }
             let window = |k: i64| (0..count[i]).map(move |o| k * dilation[i] + o * stride[i]);
             places[i] = (0..kernel[i]).flat_map(window).collect();
@@ -430,7 +432,7 @@ pub fn joined(scope: &mut Scope<'_>, axis: usize, rank: usize, columns: bool) ->
         }
         *part = scope.reshape(*part, shape)?;
     }
-    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
+    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it concatenates no tensors".to_string())) };
     let axis = axis.min(scope.fact(first).rank().saturating_sub(1));
     let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
     for part in &mut parts {
@@ -468,7 +470,7 @@ pub fn nearly_equal(scope: &mut Scope<'_>) -> Outputs {
         None => {
             let sections = scope.int("sections", 1)?;
             if !(1..=1 << 20).contains(&sections) {
-                return Err(LowerReason::Inputs(format!("{sections} parts of an axis")));
+                return Err(LowerReason::Inputs(format!("{sections} sections of an axis")));
             }
             cuts.extend((1..sections).map(|n| n * (size / sections) + n.min(size % sections)));
         }
@@ -516,7 +518,7 @@ pub fn differences(scope: &mut Scope<'_>) -> Outputs {
     let at = attribute::axis(scope.int("dim", -1)?, scope.fact(x).rank())?;
     let times = scope.number("n")?.map_or(1.0, Number::float);
     if !(0.0..=64.0).contains(&times) {
-        return Err(LowerReason::Unsupported(format!("differences taken {times} times over")));
+        return Err(LowerReason::Unsupported(format!("a difference of order {times}")));
     }
     if scope.has("prepend") || scope.has("append") {
         let (before, behind) = (scope.optional("prepend")?, scope.optional("append")?);

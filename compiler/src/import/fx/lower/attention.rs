@@ -32,7 +32,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
 /// The scale of the scores, `1/√E` by default.
 pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, LowerReason> {
     let width = scope.fact(query).shape.last().and_then(Dim::known);
-    let width = width.ok_or(LowerReason::NotConstant { what: "the width of a head" })?;
+    let width = width.ok_or(LowerReason::NotConstant { what: "the head dimension" })?;
     scope.float("scale", 1.0 / (width as f64).sqrt())
 }
 
@@ -69,7 +69,7 @@ pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<
 fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     let shape = scope.fact(scores).shape;
     let [.., queries, keys] = shape.as_slice() else {
-        return Err(LowerReason::Inputs("its scores are no matrices".to_string()));
+        return Err(LowerReason::Inputs("its scores are not matrices".to_string()));
     };
     let column = Fact::new(DType::I64, vec![queries.clone(), Dim::Known(1)]);
     let row = Fact::new(DType::I64, vec![Dim::Known(1), keys.clone()]);

@@ -89,7 +89,7 @@ fn of_pairs(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let shape = scope.fact(x).shape;
     let Some((last, rest)) = shape.split_last().filter(|(last, _)| last.is(2)) else {
-        return Err(LowerReason::Inputs("its last axis is not one of pairs".to_string()));
+        return Err(LowerReason::Inputs("its last axis does not have size 2".to_string()));
     };
     let axis = rest.len();
     let re = part(scope, x, axis, Dim::Known(0), Dim::Known(1))?;
@@ -230,7 +230,7 @@ fn bilinear(scope: &mut Scope<'_>) -> Outputs {
                     let imaginary = if name == a { first } else { second };
                     if imaginary { im } else { re }
                 })?;
-                let known = made.first().copied().unwrap_or(Known::Absent("a result that its operator does not have"));
+                let known = made.first().copied().unwrap_or(Known::Absent("an output that its operator does not have"));
                 scope.read(known)
             };
             let (ac, bd, ad, bc) = (of(false, false)?, of(true, true)?, of(false, true)?, of(true, false)?);
@@ -253,7 +253,7 @@ fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, LowerReason> {
 }
 
 fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, LowerReason> {
-    scope.fact(x).shape[axis].known().ok_or(LowerReason::NotConstant { what: "the size of a transform" })
+    scope.fact(x).shape[axis].known().ok_or(LowerReason::NotConstant { what: "the length of the transform" })
 }
 
 fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, LowerReason> {
@@ -296,7 +296,7 @@ fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Part
         (0..rows).map(|k| (0..n).map(|m| (m, of(angle(k, m)))).collect()).collect()
     };
     if rows.saturating_mul(n) > 1 << 22 {
-        return Err(LowerReason::Unsupported(format!("a transform of {n} elements")));
+        return Err(LowerReason::Unsupported(format!("a transform of length {n}")));
     }
     Ok((mixed(scope, x, axis, n, &matrix(f64::cos))?, mixed(scope, x, axis, n, &matrix(f64::sin))?))
 }
@@ -399,7 +399,7 @@ fn to_real(scope: &mut Scope<'_>) -> Outputs {
         (0..n).map(|m| (0..kept).map(|k| (k, weight(k) * of(angle(k, m)))).collect()).collect()
     };
     if n.saturating_mul(kept) > 1 << 22 {
-        return Err(LowerReason::Unsupported(format!("a transform of {n} elements")));
+        return Err(LowerReason::Unsupported(format!("a transform of length {n}")));
     }
     let re = mixed(scope, x.0, *last, kept, &matrix(f64::cos))?;
     let im = mixed(scope, x.1, *last, kept, &matrix(f64::sin))?;

@@ -29,7 +29,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
     let span = end.sub(&start)?;
     let count = match (span.known(), step.known()) {
-        (_, Some(0)) | (_, None) => return Err(LowerReason::Inputs(format!("a range with steps of {step}"))),
+        (_, Some(0)) | (_, None) => return Err(LowerReason::Inputs(format!("a range with step {step}"))),
         (_, Some(1)) => span,
         (Some(span), Some(step)) => {
             let whole = span.checked_div_euclid(step).unwrap_or(0);
@@ -59,7 +59,7 @@ fn arange_of_floats(scope: &mut Scope<'_>) -> Outputs {
     let (start, end, step) = (scope.float("start", 0.0)?, scope.float("end", 0.0)?, scope.float("step", 1.0)?);
     let count = ((end - start) / step).ceil();
     if !(0.0..=MOST).contains(&count) {
-        return Err(LowerReason::Inputs(format!("a range from {start} to {end} in steps of {step}")));
+        return Err(LowerReason::Inputs(format!("a range from {start} to {end} with step {step}")));
     }
     let values: Vec<f64> = (0..count as usize).map(|i| start + i as f64 * step).collect();
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
@@ -96,7 +96,7 @@ pub fn eye(scope: &mut Scope<'_>) -> Outputs {
 pub fn triangle_places(scope: &mut Scope<'_>, upper: bool) -> Outputs {
     let (rows, columns, offset) = (scope.int("row", 0)?, scope.int("col", 0)?, scope.int("offset", 0)?);
     if !(0..=1 << 10).contains(&rows) || !(0..=1 << 10).contains(&columns) {
-        return Err(LowerReason::Inputs(format!("a triangle of {rows} by {columns}")));
+        return Err(LowerReason::Inputs(format!("a {rows} by {columns} triangular matrix")));
     }
     let all = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
     let places: Vec<(i64, i64)> = all.filter(|(i, j)| if upper { j - i >= offset } else { j - i <= offset }).collect();
@@ -122,7 +122,7 @@ pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs
     };
     let value = match constant {
         Some(value) => Number::Float(value),
-        None => scope.number("fill_value")?.ok_or(LowerReason::NotConstant { what: "the number to fill with" })?,
+        None => scope.number("fill_value")?.ok_or(LowerReason::NotConstant { what: "the fill value" })?,
     };
     let natural = source.map_or(value.dtype(), |fact| fact.dtype);
     let dtype = scope.dtype("dtype")?.unwrap_or(natural);
@@ -145,7 +145,7 @@ pub fn part(scope: &mut Scope<'_>, upper: bool) -> Outputs {
 pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     if fact.rank() == 0 {
-        return Err(LowerReason::Inputs("a number has no axes".to_string()));
+        return Err(LowerReason::Inputs("a scalar has no axes".to_string()));
     }
     Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
 }
@@ -162,10 +162,13 @@ pub fn size_arithmetic(
     use crate::import::fx::schema::{Argument, SymArgument};
     let operand = |at: usize| match scope.node.inputs.get(at).map(|input| &input.arg) {
         Some(Argument::AsInt(value) | Argument::AsSymInt(SymArgument::AsInt(value))) => Ok(Dim::Known(*value)),
-        Some(Argument::AsSymInt(SymArgument::AsName(name))) => {
-            scope.names.sizes.get(name).cloned().ok_or_else(|| LowerReason::Inputs(format!("operand {at} is no size")))
-        }
-        _ => Err(LowerReason::Inputs(format!("operand {at} is no size"))),
+        Some(Argument::AsSymInt(SymArgument::AsName(name))) => scope
+            .names
+            .sizes
+            .get(name)
+            .cloned()
+            .ok_or_else(|| LowerReason::Inputs(format!("operand {at} is not a size"))),
+        _ => Err(LowerReason::Inputs(format!("operand {at} is not a size"))),
     };
     Ok(Made::Size(join(&operand(0)?, &operand(1)?)?))
 }

@@ -131,7 +131,7 @@ pub fn soft_margin(scope: &mut Scope<'_>) -> Outputs {
 /// Poisson negative log-likelihood, without Stirling's term.
 pub fn poisson(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("full", false)? {
-        return Err(LowerReason::Unsupported("a Poisson loss with Stirling's term".to_string()));
+        return Err(LowerReason::Unsupported("a Poisson loss with the Stirling term".to_string()));
     }
     let (x, target) = (scope.value("input")?, scope.value("target")?);
     let (rate, log) = if scope.flag("log_input", true)? {
@@ -201,7 +201,7 @@ pub fn all_pairs(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);
     let (mut rows, mut columns) = (scope.fact(a).shape, scope.fact(b).shape);
     if rows.len() < 2 || columns.len() < 2 {
-        return Err(LowerReason::Inputs(format!("{} and {} are no matrices", scope.fact(a), scope.fact(b))));
+        return Err(LowerReason::Inputs(format!("{} and {} are not matrices", scope.fact(a), scope.fact(b))));
     }
     rows.insert(rows.len() - 1, Dim::Known(1));
     columns.insert(columns.len() - 2, Dim::Known(1));

@@ -101,7 +101,7 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
             let quotient = scope.binary(Binary::Div, whole, b)?;
             one(if float { scope.unary(Unary::Round, quotient)? } else { quotient })
         }
-        other => Err(LowerReason::Unsupported(format!("a division with the rounding `{other}`"))),
+        other => Err(LowerReason::Unsupported(format!("a division with rounding mode `{other}`"))),
     }
 }
 

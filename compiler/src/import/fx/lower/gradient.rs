@@ -16,7 +16,7 @@ use crate::op::{
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
-const UNASKED: Known = Known::Absent("a gradient that the program does not ask for");
+const UNASKED: Known = Known::Absent("an output gradient that the program does not compute");
 
 /// The gradients requested by `output_mask`; all by default.
 fn mask(scope: &Scope<'_>) -> [bool; 3] {
@@ -56,7 +56,7 @@ pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
 pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.value("self")?);
     if scope.fact(x).rank() != 4 {
-        return Err(LowerReason::Unsupported("the gradient of a pooling of one image".to_string()));
+        return Err(LowerReason::Unsupported("the gradient of pooling an image without a batch".to_string()));
     }
     let (kernel, window, ceil) = pool_window(scope, 2, true)?;
     one(scope.add(Op::MaxPoolGrad(MaxPoolGrad { forward: MaxPool { kernel, window, ceil } }), &[x, dy])?)
@@ -66,7 +66,7 @@ pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
     let (dy, x) = (scope.value("grad_output")?, scope.fact_of("self")?);
     if x.rank() != 4 || scope.has("divisor_override") {
         return Err(LowerReason::Unsupported(
-            "the gradient of a pooling of one image, or with its own divisor,".to_string(),
+            "the gradient of pooling an image without a batch, or with a custom divisor,".to_string(),
         ));
     }
     let (kernel, window, ceil) = pool_window(scope, 2, false)?;
@@ -79,9 +79,9 @@ pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (mut dy, index) = (scope.value("grad_output")?, scope.value("indices")?);
     if scope.flag("scale_grad_by_freq", false)? {
-        return Err(LowerReason::Unsupported("a gradient divided by the frequency of a row".to_string()));
+        return Err(LowerReason::Unsupported("an embedding gradient scaled by index frequency".to_string()));
     }
-    let size = scope.dim("num_weights")?.ok_or(LowerReason::NotConstant { what: "the size of the table" })?;
+    let size = scope.dim("num_weights")?.ok_or(LowerReason::NotConstant { what: "the number of embeddings" })?;
     let padding = scope.int("padding_idx", -1)?;
     if padding >= 0 {
         let index = scope.cast(index, DType::I64)?;

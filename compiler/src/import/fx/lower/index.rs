@@ -61,7 +61,7 @@ pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usiz
         };
         place = add_offset(scope, place, steps)?;
     }
-    place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))
+    place.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at one axis.
@@ -139,13 +139,13 @@ impl Indexed {
         let given: Vec<(usize, Value)> =
             indices.into_iter().enumerate().filter_map(|(at, index)| Some((at, index?))).collect();
         let (Some(&(first, _)), Some(&(last, _))) = (given.first(), given.last()) else {
-            return Err(LowerReason::Inputs("nothing is indexed".to_string()));
+            return Err(LowerReason::Inputs("it has no index".to_string()));
         };
         if last >= dims.len() {
             return Err(LowerReason::Inputs(format!("an index of axis {last} for an input of rank {}", dims.len())));
         }
         if given.iter().any(|(_, index)| !scope.fact(*index).dtype.is_integer()) {
-            return Err(LowerReason::Unsupported("an index of truths, whose result has no fixed size,".to_string()));
+            return Err(LowerReason::Unsupported("a boolean index, whose result has no fixed size,".to_string()));
         }
         let adjacent = last - first + 1 == given.len();
         let lead = if adjacent { first } else { 0 };
@@ -165,7 +165,7 @@ impl Indexed {
             };
             place = add_offset(scope, place, steps)?;
         }
-        let place = place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))?;
+        let place = place.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))?;
         let mut flat = turned[..lead].to_vec();
         flat.push(volume(sizes)?);
         flat.extend_from_slice(&turned[lead + sizes.len()..]);

@@ -101,7 +101,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
     let second = if scope.has("weight") { "weight" } else { "mat2" };
     let (a, b) = (scope.value(first)?, scope.value(second)?);
     if scope.has("bias") {
-        return Err(LowerReason::Unsupported("a grouped product with a bias".to_string()));
+        return Err(LowerReason::Unsupported("a grouped matrix product with a bias".to_string()));
     }
     let (left, right) = (scope.fact(a), scope.fact(b));
     let y = match (scope.optional("offs")?, left.rank(), right.rank()) {
@@ -119,7 +119,7 @@ pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
             let rows = transposed(scope, a, vec![1, 0])?;
             scope.add(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[rows, b, ends])?
         }
-        _ => return Err(LowerReason::Unsupported(format!("a grouped product of {left} and {right}"))),
+        _ => return Err(LowerReason::Unsupported(format!("a grouped matrix product of {left} and {right}"))),
     };
     match scope.dtype("out_dtype")? {
         Some(dtype) => one(scope.cast(y, dtype)?),
@@ -157,7 +157,7 @@ impl Lettered {
         let place = |letter: &char| self.letters.iter().position(|l| l == letter);
         let perm: Option<Vec<usize>> = letters.iter().map(place).collect();
         let perm = perm.filter(|p| p.len() == self.letters.len());
-        let perm = perm.ok_or_else(|| LowerReason::Inputs("a result has letters that no operand has".to_string()))?;
+        let perm = perm.ok_or_else(|| LowerReason::Inputs("its result has labels that no operand has".to_string()))?;
         transposed(scope, self.value, perm)
     }
 
@@ -227,8 +227,9 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let given: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
     let tensors = scope.values("tensors")?;
     let ranks: Vec<usize> = tensors.iter().map(|value| scope.fact(*value).rank()).collect();
-    let equation = without_dots(&given, &ranks)
-        .ok_or_else(|| LowerReason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&given))))?;
+    let equation = without_dots(&given, &ranks).ok_or_else(|| {
+        LowerReason::Unsupported(format!("the equation `{}`", crate::import::onnx::name::shown(&given)))
+    })?;
     let (inputs, result) = match equation.split_once("->") {
         Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
         None => (equation.clone(), None),
@@ -248,17 +249,20 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
         term.iter().enumerate().all(|(at, letter)| letter.is_ascii_alphabetic() && !term[..at].contains(letter))
     });
     if !plain || terms.len() != tensors.len() || terms.len() > 64 {
-        return Err(LowerReason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&equation))));
+        return Err(LowerReason::Unsupported(format!(
+            "the equation `{}`",
+            crate::import::onnx::name::shown(&equation)
+        )));
     }
     let mut list = Vec::with_capacity(terms.len());
     for (letters, value) in terms.into_iter().zip(tensors) {
         if scope.fact(value).rank() != letters.len() {
-            return Err(LowerReason::Inputs(format!("{} letters for {}", letters.len(), scope.fact(value))));
+            return Err(LowerReason::Inputs(format!("{} labels for {}", letters.len(), scope.fact(value))));
         }
         list.push(Lettered { value, letters });
     }
     let mut rest = list.into_iter();
-    let mut product = rest.next().ok_or_else(|| LowerReason::Inputs("it joins nothing".to_string()))?;
+    let mut product = rest.next().ok_or_else(|| LowerReason::Inputs("it has no operands".to_string()))?;
     let mut later: Vec<Lettered> = rest.collect();
     while !later.is_empty() {
         let next = later.remove(0);

@@ -26,7 +26,7 @@ pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
 fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value), LowerReason> {
     let (mut scores, mut target) = (scope.value("self")?, scope.value("target")?);
     if scope.fact(target).dtype.is_float() {
-        return Err(LowerReason::Unsupported("a loss whose targets are probabilities".to_string()));
+        return Err(LowerReason::Unsupported("a loss with probabilities as targets".to_string()));
     }
     let shape = scope.fact(scores).shape;
     if let [classes] = shape.as_slice() {

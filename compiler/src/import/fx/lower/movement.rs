@@ -32,7 +32,7 @@ pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
 /// `as_strided`, only if it enumerates all elements in order: axes of size 1 come and go, as for the mean of a
 /// channels-last image.
 pub fn strided(scope: &mut Scope<'_>) -> Outputs {
-    let refused = || LowerReason::Unsupported("as_strided of anything but all elements in their order".to_string());
+    let refused = || LowerReason::Unsupported("as_strided, except of all elements in order,".to_string());
     let (sizes, strides) = (scope.shape("size")?, scope.ints("stride")?.unwrap_or_default());
     let x = scope.value("self")?;
     let own = scope.fact(x).shape;
@@ -91,7 +91,7 @@ pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.fact(x).shape;
     let at = scope.axis("dim", 0, dims.len())?;
     if dims.is_empty() {
-        return Err(LowerReason::Inputs("a number has no axes".to_string()));
+        return Err(LowerReason::Inputs("a scalar has no axes".to_string()));
     }
     let asked = scope.shape("sizes")?;
     let sizes = target(&dims[at..=at], &asked, true, scope.frozen, &|_| within(scope.graph(), x, at))?;
@@ -202,7 +202,7 @@ pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
     parts.retain(|v| !matches!(scope.fact(*v).shape.as_slice(), [only] if only.is(0)));
-    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
+    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it concatenates no tensors".to_string())) };
     let axis = scope.axis("dim", 0, scope.fact(first).rank())?;
     let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
     for part in &mut parts {
@@ -217,7 +217,7 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn stack(scope: &mut Scope<'_>) -> Outputs {
     let mut parts = scope.values("tensors")?;
-    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it joins nothing".to_string())) };
+    let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it stacks no tensors".to_string())) };
     let fact = scope.fact(first);
     let axis = scope.axis("dim", 0, fact.rank() + 1)?;
     for part in &mut parts {

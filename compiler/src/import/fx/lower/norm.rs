@@ -68,14 +68,14 @@ fn affine(scope: &mut Scope<'_>, mut y: Value) -> Result<Value, LowerReason> {
 pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     let count = scope.int(groups, 0)?;
     if count < 1 {
-        let expected = "a number of at least 1";
+        let expected = "an integer of at least 1";
         return Err(LowerReason::Attribute { name: groups, found: count.to_string(), expected });
     }
     let x = scope.value("input")?;
     let epsilon = scope.float("eps", 1e-5)?;
     let y = grouped(scope, x, Dim::Known(count), epsilon)?;
     let y = affine(scope, y)?;
-    let absent = Known::Absent("the statistics of a group normalisation");
+    let absent = Known::Absent("the statistics output of a group normalisation");
     Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
 }
 
@@ -86,7 +86,7 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
         return one(with_stored(scope, x, epsilon)?);
     }
     if scope.has("running_mean") {
-        return Err(LowerReason::Unsupported("an instance normalisation that keeps running statistics".to_string()));
+        return Err(LowerReason::Unsupported("an instance normalisation with running statistics".to_string()));
     }
     let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
     let y = grouped(scope, x, channels, epsilon)?;
@@ -114,7 +114,7 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
         return Err(LowerReason::Inputs(format!("its input {fact} has no channels")));
     };
     let epsilon = scope.float("eps", 1e-5)?;
-    let absent = Known::Absent("the statistics of a batch normalisation");
+    let absent = Known::Absent("the statistics output of a batch normalisation");
     if !training && scope.has("running_mean") {
         let y = with_stored(scope, x, epsilon)?;
         return Ok(Made::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
@@ -149,13 +149,13 @@ fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<()
         return Ok(());
     }
     let Known::Weight(at) = scope.known(name)? else {
-        return Err(LowerReason::Unsupported("a running statistic that is no buffer".to_string()));
+        return Err(LowerReason::Unsupported("a running statistic that is not a buffer".to_string()));
     };
     let momentum = scope.number("momentum")?.ok_or(LowerReason::NotConstant { what: "the momentum" })?;
     let state = scope.weight(at, true)?;
     let (have, want) = (scope.fact(state), scope.fact(sample));
     if have != want {
-        return Err(LowerReason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+        return Err(LowerReason::Inputs(format!("a running statistic is {have}, the batch statistic is {want}")));
     }
     scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep: 1.0 - momentum.float() });
     Ok(())

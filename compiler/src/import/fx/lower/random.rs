@@ -116,7 +116,7 @@ pub fn whole(scope: &mut Scope<'_>, like: bool) -> Outputs {
 
 /// A random permutation of `0..n`.
 pub fn order(scope: &mut Scope<'_>) -> Outputs {
-    let n = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "how many there are" })?;
+    let n = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "the number of elements" })?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
     let drawn = random::uniform(scope, DType::F64, std::slice::from_ref(&n))?;
     let sorted = scope.add_all(Op::TopK(TopK { axis: 0, count: n, largest: false }), &[drawn])?;

@@ -43,7 +43,7 @@ impl Stack {
         let x = if batch_first { transposed(scope, given, vec![1, 0, 2])? } else { given };
         let layers = scope.int("num_layers", 1)?;
         let layers = usize::try_from(layers).ok().filter(|_| (1..=LAYERS).contains(&layers)).ok_or_else(|| {
-            let expected = "a number from 1 to 4096";
+            let expected = "an integer from 1 to 4096";
             LowerReason::Attribute { name: "num_layers", found: layers.to_string(), expected }
         })?;
         let directions: &[bool] = if scope.flag("bidirectional", false)? { &[false, true] } else { &[false] };
@@ -54,7 +54,10 @@ impl Stack {
         }
         if params.len() != cells * each {
             let found = params.len();
-            return Err(LowerReason::Inputs(format!("{found} parameters for {cells} layers and directions of {each}")));
+            return Err(LowerReason::Inputs(format!(
+                "{found} parameters for {cells} layers and directions of {each} \
+                each"
+            )));
         }
         let dtype = scope.fact(x).dtype;
         let mut weights = Vec::with_capacity(cells);
@@ -79,7 +82,7 @@ impl Stack {
         let cells = self.weights.len();
         if shape.len() != 3 || !shape[0].is(cells as i64) {
             return Err(LowerReason::Inputs(format!(
-                "its first state is {}, expected {cells} of them",
+                "its initial state is {}, expected {cells} states",
                 scope.fact(given)
             )));
         }
@@ -185,7 +188,7 @@ pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     let stack = Stack::read(scope, 4)?;
     let [h0, c0] = scope.values("hx")?[..] else {
-        return Err(LowerReason::Inputs("its first state is not two tensors".to_string()));
+        return Err(LowerReason::Inputs("its initial state is not two tensors".to_string()));
     };
     let (h0, c0) = (stack.states(scope, h0)?, stack.states(scope, c0)?);
     stack.run(scope, |scope, at, reverse, x| {

@@ -43,7 +43,7 @@ pub fn extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let rank = scope.fact(x).rank();
     let (axis, keep) = (scope.axis("dim", 0, rank)?, scope.flag("keepdim", false)?);
     if rank == 0 {
-        return Ok(Made::Tensors(vec![Known::Value(x), Known::Absent("the place of a number in itself")]));
+        return Ok(Made::Tensors(vec![Known::Value(x), Known::Absent("an index of a scalar")]));
     }
     let y = scope.reduce(kind, x, &[axis], keep)?;
     let place = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?;

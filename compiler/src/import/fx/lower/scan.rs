@@ -94,7 +94,7 @@ pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     let keep = scope.flag("keepdim", false)? && had_axes;
     let k = scope.int("k", 1)?;
     if k < 1 {
-        return Err(LowerReason::Attribute { name: "k", found: k.to_string(), expected: "a number of at least 1" });
+        return Err(LowerReason::Attribute { name: "k", found: k.to_string(), expected: "an integer of at least 1" });
     }
     let made = ranked(scope, x, axis, k, keep)?;
     many(made)
@@ -120,12 +120,12 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
     use crate::op::{Compare, ReduceKind};
     let right = scope.flag("right", false)? || scope.text("side", "left")? == "right";
     if scope.has("sorter") {
-        return Err(LowerReason::Unsupported("boundaries that are not in order".to_string()));
+        return Err(LowerReason::Unsupported("boundaries that are not sorted".to_string()));
     }
     let bounds = scope.value(boundaries)?;
     let x = match scope.operand(values)? {
         Some(operand) => super::promote::value(scope, &operand, scope.fact(bounds).dtype)?,
-        None => return Err(LowerReason::NotConstant { what: "the value to place" }),
+        None => return Err(LowerReason::NotConstant { what: "the value to insert" }),
     };
     let (fact, steps) = (scope.fact(x), scope.fact(bounds));
     let dtype = super::promote::joined(fact.dtype, steps.dtype);

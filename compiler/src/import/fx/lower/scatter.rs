@@ -46,7 +46,7 @@ fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, L
         cut.end.clone_from(&index.shape);
         return scope.add(Op::Slice(cut), &[source]);
     }
-    let number = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the number to write" })?;
+    let number = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the value to write" })?;
     let number = promote::value(scope, &number, dtype)?;
     scope.broadcast(number, index.shape.clone())
 }
@@ -64,7 +64,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         "multiply" | "prod" => ScatterKind::Mul,
         "amax" => ScatterKind::Max,
         "amin" => ScatterKind::Min,
-        other => return Err(LowerReason::Unsupported(format!("a scatter that joins by `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("a scatter with the reduction `{other}`"))),
     };
     let includes_self = scope.flag("include_self", true)?;
     if kind == ScatterKind::Add
@@ -82,7 +82,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         return one(y);
     }
     if !fact.dtype.is_float() {
-        return Err(LowerReason::Unsupported("a mean of whole numbers".to_string()));
+        return Err(LowerReason::Unsupported("a mean of integers".to_string()));
     }
     // The number of elements reduced at each index.
     let number = scope.scalar(fact.dtype, 1.0)?;
@@ -107,7 +107,7 @@ fn emptied(
         ScatterKind::Replace | ScatterKind::Add => 0.0,
         ScatterKind::Mul => 1.0,
         ScatterKind::Max | ScatterKind::Min if !dtype.is_float() => {
-            return Err(LowerReason::Unsupported("the largest of whole numbers without the first one".to_string()));
+            return Err(LowerReason::Unsupported("a maximum of integers without the initial value".to_string()));
         }
         ScatterKind::Max => f64::NEG_INFINITY,
         ScatterKind::Min => f64::INFINITY,
@@ -157,7 +157,7 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
 fn masked(scope: &mut Scope<'_>, x: Value, mask: Value, value: Value, accumulate: bool) -> Outputs {
     let (fact, mut shape) = (scope.fact(x), scope.fact(mask).shape);
     if !volume(&scope.fact(value).shape)?.is(1) {
-        return Err(LowerReason::Unsupported("an index of truths that takes a value for each,".to_string()));
+        return Err(LowerReason::Unsupported("a boolean index with one value per element,".to_string()));
     }
     shape.resize(fact.rank().max(shape.len()), Dim::Known(1));
     let mask = scope.reshape(mask, shape)?;
@@ -202,7 +202,7 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         let source = scope.cast(source, fact.dtype)?;
         scope.reshape(source, shape)?
     } else {
-        let value = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the number to write" })?;
+        let value = scope.operand("value")?.ok_or(LowerReason::NotConstant { what: "the value to write" })?;
         let value = promote::value(scope, &value, fact.dtype)?;
         scope.broadcast(value, shape)?
     };
@@ -255,7 +255,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let begin = place(&start, &shape[axis], &Dim::Known(0), &shape[axis])?;
     let step = scope.int("step", 1)?;
     if step < 1 {
-        return Err(LowerReason::Inputs("the step of a slice is not at least 1".to_string()));
+        return Err(LowerReason::Inputs("the step of a slice is below 1".to_string()));
     }
     let source = scope.cast(source, scope.fact(x).dtype)?;
     one(written(scope, x, axis, &begin, step, source)?)

@@ -21,7 +21,7 @@ fn along(scope: &mut Scope<'_>) -> Result<(Value, Vec<Dim>, usize), LowerReason>
 pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let (x, dims, at) = along(scope)?;
     let step = usize::try_from(scope.int("step", 1)?).ok().filter(|s| *s > 0);
-    let step = step.ok_or_else(|| LowerReason::Inputs("the step of a slice is not at least 1".to_string()))?;
+    let step = step.ok_or_else(|| LowerReason::Inputs("the step of a slice is below 1".to_string()))?;
     let (zero, size) = (Dim::Known(0), &dims[at]);
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
     let end = scope.dim("end")?.unwrap_or(Dim::Known(i64::MAX));
@@ -29,7 +29,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let frozen = size.known().is_none() && size.substitute(scope.frozen)? == end;
     let begin = place(&start, size, &zero, size)?;
     let end = if frozen { size.clone() } else { place(&end, size, &zero, size)? };
-    let unclear = || LowerReason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
+    let unclear = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
     let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
     let mut cut = whole(&dims);
     (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step.min(i32::MAX as usize));
@@ -53,7 +53,7 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     let begin = if index.known().is_some_and(|v| v < 0) { dims[at].add(&index)? } else { index };
     let end = begin.add(&Dim::Known(1))?;
     if !symbol::at_most(&Dim::Known(0), &begin) || !symbol::at_most(&end, &dims[at]) {
-        return Err(LowerReason::Inputs(format!("index {begin} is not inside an axis of size {}", dims[at])));
+        return Err(LowerReason::Inputs(format!("index {begin} is outside an axis of size {}", dims[at])));
     }
     let y = part(scope, x, at, begin, end)?;
     dims.remove(at);
@@ -95,7 +95,7 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
     };
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
     if total != size || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-        return Err(LowerReason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {size}")));
+        return Err(LowerReason::Inputs(format!("sizes {sizes:?} do not add up to an axis of size {size}")));
     }
     let mut begin = Dim::Known(0);
     let mut outputs = Vec::with_capacity(sizes.len());
@@ -117,7 +117,7 @@ pub fn split(scope: &mut Scope<'_>, cut: Cut) -> Outputs {
 /// As many parts of size `each` as fit, and the remainder.
 fn equal(size: &Dim, each: &Dim) -> Result<Vec<Dim>, LowerReason> {
     let most = 1 << 20;
-    let wrong = || LowerReason::Inputs(format!("an axis of size {size} in parts of {each}"));
+    let wrong = || LowerReason::Inputs(format!("an axis of size {size} in parts of size {each}"));
     if let Ok(count) = size.div_exact(each) {
         let count = count.known().filter(|n| (0..=most).contains(n)).ok_or_else(wrong)?;
         return Ok(vec![each.clone(); usize::try_from(count).unwrap_or(0)]);

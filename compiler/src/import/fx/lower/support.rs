@@ -37,24 +37,24 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
 
 fn why(target: &str) -> Option<&'static str> {
     Some(match table::name(target) {
-        "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
+        "cond" | "while_loop" | "scan" | "map_impl" => "control flow that depends on values",
         name if ["multinomial", "rrelu", "poisson", "binomial", "cauchy", "geometric", "log_normal", "random"]
             .iter()
             .any(|r| name.starts_with(r)) =>
         {
-            "random numbers of a distribution that pipec does not draw"
+            "random numbers of this distribution are not implemented"
         }
         name if name.contains("quantize") => "quantised models cannot be trained",
         _ if target.starts_with("_operator.") || target.starts_with("torch.sym_") => {
-            "arithmetic on sizes that may give no whole number"
+            "size arithmetic that may not give an integer"
         }
-        name if name.starts_with("linalg_") => "a decomposition or an inverse of matrices has no core op",
+        name if name.starts_with("linalg_") => "matrix decompositions and inverses are not implemented",
         name if name.contains("fft_") || name.contains("complex") || name.contains("_as_real") || name == "imag" => {
             "complex numbers"
         }
-        "nonzero" | "_unique2" | "unique_dim" | "masked_select" => "the size of its result would depend on values",
-        "item" | "_local_scalar_dense" => "a number that is read from a tensor while the model runs",
-        _ if !target.starts_with("torch.ops.aten.") => "not an operator of ATen",
+        "nonzero" | "_unique2" | "unique_dim" | "masked_select" => "the size of its result depends on values",
+        "item" | "_local_scalar_dense" => "a number that is read from a tensor at run time",
+        _ if !target.starts_with("torch.ops.aten.") => "not an ATen operator",
         _ => return None,
     })
 }

@@ -28,10 +28,10 @@ use crate::tensor::fact::Fact;
 use std::collections::HashMap;
 
 /// State of a view after its elements changed.
-const CHANGED: Known = Known::Absent("a view of a tensor that was changed in place afterwards");
+const CHANGED: Known = Known::Absent("a view of a tensor that was modified in place afterwards");
 
 /// State of a minibatch counter after it was incremented.
-const COUNTED: Known = Known::Absent("a counter of minibatches");
+const COUNTED: Known = Known::Absent("a minibatch counter");
 
 const MOST_VIEWS: usize = 4096;
 
@@ -265,7 +265,7 @@ impl Walk<'_> {
             return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
         }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
-            return Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(&weight.name))));
+            return Err(LowerReason::Unsupported(format!("an in-place change of `{}`", shown(&weight.name))));
         }
         Ok(Some(Made::Tensors(vec![COUNTED])))
     }
@@ -302,7 +302,7 @@ impl Walk<'_> {
                 made.next();
                 continue;
             };
-            let mut known = made.next().unwrap_or(Known::Absent("a result that its operator does not have"));
+            let mut known = made.next().unwrap_or(Known::Absent("an output that its operator does not have"));
             if table::in_place(&node.target)
                 && known != COUNTED
                 && let Some(operand) = first
@@ -334,7 +334,11 @@ impl Walk<'_> {
         // The operand keeps its element type and shape after promotion.
         let fact = match old {
             Known::Value(value) => self.graph.fact(value).clone(),
-            _ => return Err(LowerReason::Unsupported("a change in place of what is no plain tensor".to_string())),
+            _ => {
+                return Err(LowerReason::Unsupported(
+                    "an in-place change of a value that is not a plain tensor".to_string(),
+                ));
+            }
         };
         let mut scope = self.scope(node, outer);
         let value = scope.read(new)?;
@@ -343,10 +347,10 @@ impl Walk<'_> {
         let value = scope.broadcast(value, shape)?;
         let class = views.class_of(operand);
         if alias::reshapes_in_place(&node.target) && views.members[class].len() > 1 {
-            return Err(LowerReason::Unsupported("another shape in place for a tensor that has views".to_string()));
+            return Err(LowerReason::Unsupported("an in-place change of shape of a tensor that has views".to_string()));
         }
         if views.members[class].len() > MOST_VIEWS {
-            return Err(LowerReason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
+            return Err(LowerReason::Unsupported(format!("an in-place change of a tensor with {MOST_VIEWS} views")));
         }
         let mut changes = vec![(old, Known::Value(value))];
         self.write_back(operand, value, outer, views, &mut changes)?;
@@ -354,7 +358,7 @@ impl Walk<'_> {
             changes.iter().filter_map(|(old, _)| if let Known::Value(old) = old { Some(*old) } else { None }).collect();
         if node.region.no_gradients && olds.into_iter().any(|old| self.has_gradient(old)) {
             return Err(LowerReason::Unsupported(
-                "a change in place under no_grad of a tensor that has a gradient".to_string(),
+                "an in-place change under no_grad of a tensor that requires a gradient".to_string(),
             ));
         }
         for name in &views.members[class] {
@@ -402,7 +406,7 @@ impl Walk<'_> {
         if have == said {
             Ok(())
         } else {
-            Err(LowerReason::Inputs(format!("its result would be {have}, the file says {said}")))
+            Err(LowerReason::Inputs(format!("its result would be {have}, but the file declares {said}")))
         }
     }
 
@@ -410,10 +414,10 @@ impl Walk<'_> {
         let error =
             |name: &str, reason: LowerReason| LowerError::Output { name: name.to_string(), reason: Box::new(reason) };
         let nobody = nobody();
-        for (told, name) in &self.program.outputs {
+        for (output, name) in &self.program.outputs {
             let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
-            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(told, reason))?;
-            self.graph.outputs.push(Output { name: told.clone(), value });
+            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(output, reason))?;
+            self.graph.outputs.push(Output { name: output.clone(), value });
         }
         if self.graph.outputs.is_empty() {
             return Err(LowerError::NoOutputs);
@@ -431,8 +435,8 @@ impl Walk<'_> {
         let mut warnings = self.ledger.warnings;
         if let Some(first) = self.ledger.stored_statistics.first() {
             warnings.push(format!(
-                "{} batch normalisations, `{}` among them, use stored statistics instead of those of the batch: trained \
-                 so, the model is not the one that PyTorch trains; call model.train() before the export",
+                "{} batch normalisations, such as `{}`, use stored statistics instead of batch statistics; PyTorch \
+                 trains a different model; call model.train() before the export",
                 self.ledger.stored_statistics.len(),
                 shown(first)
             ));
@@ -446,13 +450,13 @@ impl Walk<'_> {
             // A running statistic, described by [`Graph::averages`].
             Some(Known::Absent(_) | Known::Weight(_)) | None => Ok(()),
             Some(Known::Complex(..)) => {
-                Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(target))))
+                Err(LowerReason::Unsupported(format!("an in-place change of `{}`", shown(target))))
             }
             Some(Known::Value(value)) => {
                 let fact = self.graph.fact(*value);
                 match fact.dtype.is_integer() && fact.rank() == 0 {
                     true => Ok(()),
-                    false => Err(LowerReason::Unsupported(format!("a change of `{}` in place", shown(target)))),
+                    false => Err(LowerReason::Unsupported(format!("an in-place change of `{}`", shown(target)))),
                 }
             }
         }

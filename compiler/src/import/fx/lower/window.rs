@@ -72,7 +72,7 @@ fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     u32::try_from(groups).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| LowerReason::Attribute {
         name: "groups",
         found: groups.to_string(),
-        expected: "a number of at least 1",
+        expected: "an integer of at least 1",
     })
 }
 
@@ -94,7 +94,7 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
                     (window.pads_begin[axis], window.pads_end[axis]) = (total / 2, total - total / 2);
                 }
             }
-            other => return Err(LowerReason::Unsupported(format!("the padding `{other}`"))),
+            other => return Err(LowerReason::Unsupported(format!("the padding mode `{other}`"))),
         },
         _ => {
             window.pads_begin = each(scope, "padding", axes, 0, 0)?;
@@ -188,7 +188,7 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let divisor = scope.number("divisor_override")?.map(Number::float);
     let elements: usize = kernel.iter().product();
     let count_padding = match divisor {
-        Some(_) if ceil => return Err(LowerReason::Unsupported("a pooling with a divisor of its own".to_string())),
+        Some(_) if ceil => return Err(LowerReason::Unsupported("a pooling with a custom divisor".to_string())),
         Some(_) => true,
         None => count_padding,
     };

@@ -179,7 +179,7 @@ fn slice(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, LowerReaso
             at = at.saturating_add(step);
         }
     } else {
-        return Err(LowerReason::Inputs("a step of the slice is 0".to_string()));
+        return Err(LowerReason::Inputs("the step of the slice is 0".to_string()));
     }
     Ok(Some(Dims { dims, ..x.clone() }))
 }

@@ -18,7 +18,7 @@ use crate::tensor::dim::Dim;
 fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, LowerReason> {
     let fact = scope.fact(x);
     let [batch, steps, wide] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 3")));
+        return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 3")));
     };
     let each = wide.div_exact(&Dim::Known(heads))?;
     let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
@@ -36,7 +36,7 @@ fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
 fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
     match scope.int(name, 0)? {
         heads if heads > 0 => Ok(heads),
-        found => Err(LowerReason::Attribute { name, found: found.to_string(), expected: "a number of at least 1" }),
+        found => Err(LowerReason::Attribute { name, found: found.to_string(), expected: "an integer of at least 1" }),
     }
 }
 
@@ -63,11 +63,11 @@ fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, LowerReaso
     let scale = match (scope.is_set("scale"), size) {
         (true, _) => scope.float("scale", 1.0)?,
         (false, Some(size)) if size > 0 => 1.0 / (size as f64).sqrt(),
-        _ => return Err(LowerReason::Inputs("the size of its heads is not known".to_string())),
+        _ => return Err(LowerReason::Inputs("its head size is unknown".to_string())),
     };
     if scale < 0.0 {
         let found = scale.to_string();
-        return Err(LowerReason::Attribute { name: "scale", found, expected: "a number that is not negative" });
+        return Err(LowerReason::Attribute { name: "scale", found, expected: "an integer of at least 0" });
     }
     let q = scope.with_number(Binary::Mul, q, scale.sqrt())?;
     let k = scope.with_number(Binary::Mul, k, scale.sqrt())?;
@@ -189,7 +189,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     }
     for value in [q, k, v] {
         if scope.fact(value).rank() != 4 {
-            return Err(LowerReason::Inputs(format!("its input {} has not rank 3 or 4", scope.fact(value))));
+            return Err(LowerReason::Inputs(format!("its input {} does not have rank 3 or 4", scope.fact(value))));
         }
     }
     let mut past = Dim::Known(0);
@@ -243,7 +243,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         2 => biased,
         3 => probabilities,
         other => {
-            let (found, expected) = (other.to_string(), "a number from 0 to 3");
+            let (found, expected) = (other.to_string(), "an integer from 0 to 3");
             return Err(LowerReason::Attribute { name: "qk_matmul_output_mode", found, expected });
         }
     };
@@ -296,7 +296,7 @@ pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
     let (q, k) = (scope.value(0)?, scope.value(1)?);
     for value in [q, k] {
         if scope.fact(value).rank() != 4 {
-            return Err(LowerReason::Inputs(format!("its input {} has not rank 4", scope.fact(value))));
+            return Err(LowerReason::Inputs(format!("its input {} does not have rank 4", scope.fact(value))));
         }
     }
     let dtype = scope.fact(q).dtype;
@@ -315,7 +315,7 @@ pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
     let v = scope.value(2)?;
     let (fact, weights) = (scope.fact(v), scope.fact(probabilities));
     if fact.rank() != 4 {
-        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 4")));
+        return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 4")));
     }
     let v = repeat_kv_heads(scope, v, &weights.shape[1])?;
     let v = scope.cast(v, weights.dtype)?;
@@ -343,13 +343,13 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
     };
     let shape = scope.fact(x).shape;
     let size = shape.get(3).and_then(Dim::known).filter(|_| shape.len() == 4);
-    let size = size.ok_or_else(|| LowerReason::Inputs("the size of its heads is not known".to_string()))?;
+    let size = size.ok_or_else(|| LowerReason::Inputs("its head size is unknown".to_string()))?;
     let wide = match scope.int("rotary_embedding_dim", 0)? {
         0 => size,
         wide => wide,
     };
     if !(2..=size).contains(&wide) || wide % 2 != 0 {
-        let (found, expected) = (wide.to_string(), "an even number up to the size of a head");
+        let (found, expected) = (wide.to_string(), "an even number up to the head size");
         return Err(LowerReason::Attribute { name: "rotary_embedding_dim", found, expected });
     }
     let (cos, sin) = (angles(scope, 1, wide / 2)?, angles(scope, 2, wide / 2)?);
@@ -397,7 +397,7 @@ fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, LowerR
     }
     let mut shape = scope.fact(cache).shape;
     if shape.len() != 3 || !shape[2].is(half) {
-        return Err(LowerReason::Inputs(format!("{} are no angles for {half} pairs", scope.fact(cache))));
+        return Err(LowerReason::Inputs(format!("{} are not angles for {half} pairs", scope.fact(cache))));
     }
     shape.insert(1, Dim::Known(1));
     scope.reshape(cache, shape)

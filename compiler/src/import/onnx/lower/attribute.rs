@@ -12,7 +12,7 @@ impl Scope<'_> {
     fn attribute(&self, name: &'static str, kind: AttributeType) -> Result<Option<&AttributeProto>, LowerReason> {
         let Some(found) = self.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
         if found.ref_attr_name.as_ref().is_some_and(|name| !name.is_empty()) {
-            return Err(LowerReason::Unsupported(format!("attribute `{name}` given by the function around it")));
+            return Err(LowerReason::Unsupported(format!("attribute `{name}`, set by the enclosing function,")));
         }
         match found.r#type() {
             AttributeType::Undefined => Ok(Some(found)),
@@ -20,7 +20,7 @@ impl Scope<'_> {
             given => Err(LowerReason::Attribute {
                 name,
                 found: format!("of type {}", given.as_str_name()),
-                expected: "the type that the operator defines",
+                expected: "the type defined by the operator",
             }),
         }
     }
@@ -100,7 +100,7 @@ pub fn axes(given: &[i64], rank: usize) -> Result<Vec<usize>, LowerReason> {
     let mut list = given.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     list.sort_unstable();
     if list.windows(2).any(|pair| pair[0] == pair[1]) {
-        return Err(LowerReason::Inputs(format!("the axes {given:?} name one axis twice")));
+        return Err(LowerReason::Inputs(format!("the axes {given:?} repeat an axis")));
     }
     Ok(list)
 }

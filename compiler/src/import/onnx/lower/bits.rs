@@ -26,7 +26,7 @@ pub fn shift(scope: &mut Scope<'_>) -> Outputs {
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
     let code = scope.int("to", 0)?;
     let to = i32::try_from(code).ok().and_then(dtype_of);
-    let to = to.ok_or_else(|| LowerReason::Unsupported(format!("bits read as element type {code}")))?;
+    let to = to.ok_or_else(|| LowerReason::Unsupported(format!("a bit cast to element type code {code}")))?;
     let x = scope.value(0)?;
     let from = scope.fact(x).dtype;
     if from == to {

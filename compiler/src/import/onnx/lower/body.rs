@@ -68,9 +68,9 @@ impl Body {
             walk.frames.spend(1)?;
             let whole = walk.nodes(&self.nodes)?;
             let result = |info: &crate::import::onnx::model::ValueInfo| match walk.frames.find(&info.name) {
-                Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("a result that is left out"))),
+                Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("a missing result"))),
                 None if whole => Err(Some(LowerReason::Inputs(format!(
-                    "nothing makes the result `{}` of its subgraph",
+                    "no node computes the result `{}` of its subgraph",
                     shown(&info.name)
                 )))),
                 None => Err(None),
@@ -88,8 +88,8 @@ fn order(graph: &GraphProto) -> Result<Vec<usize>, LowerReason> {
     let initializers = graph.initializer.iter().map(|tensor| (tensor.name(), "initializer of its subgraph"));
     let mut given: Vec<(&str, &'static str)> = inputs.chain(initializers).collect();
     let defined: HashSet<&str> = given.iter().map(|(name, _)| *name).collect();
-    let free =
-        check_graph::free(graph).ok_or_else(|| LowerReason::Unsupported("a subgraph that nests deeper".to_string()))?;
+    let free = check_graph::free(graph)
+        .ok_or_else(|| LowerReason::Unsupported("a subgraph that is nested deeper".to_string()))?;
     given.extend(
         free.into_iter().filter(|name| !defined.contains(name) && !made.contains(name)).map(|n| (n, "outside")),
     );

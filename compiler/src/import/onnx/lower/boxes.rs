@@ -12,7 +12,7 @@ type Bounds = [f64; 4];
 
 /// `[batch, class, box]` of each selected box, sorted by descending score within a class.
 pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
-    let what = "what chooses among boxes";
+    let what = "a parameter of box selection";
     let given = |slot| scope.tensor(slot, what)?.ok_or(LowerReason::Missing { slot });
     let (boxes, scores) = (given(0)?, given(1)?);
     let number = |slot| Ok::<_, LowerReason>(scope.tensor(slot, what)?.and_then(|t| t.to_f64().first().copied()));
@@ -22,15 +22,15 @@ pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
     let centred = scope.flag("center_point_box", false)?;
     let (&[batches, count, 4], &[also_batches, classes, also_count]) = (boxes.shape(), scores.shape()) else {
         return Err(LowerReason::Inputs(
-            "boxes are not of rank 3 with four numbers each, or scores not of rank 3".to_string(),
+            "boxes must have rank 3 with four numbers each, and scores rank 3".to_string(),
         ));
     };
     if batches != also_batches || count != also_count {
-        return Err(LowerReason::Inputs(format!("scores {scores:?} are not those of the boxes {boxes:?}")));
+        return Err(LowerReason::Inputs(format!("scores {scores:?} do not fit the boxes {boxes:?}")));
     }
     let work = [batches, classes, count, count.min(most)].into_iter().try_fold(1usize, usize::checked_mul);
     if work.is_none_or(|work| work > MOST) {
-        return Err(LowerReason::Unsupported(format!("a choice among {count} boxes for {classes} classes")));
+        return Err(LowerReason::Unsupported(format!("a selection from {count} boxes for {classes} classes")));
     }
     let (bounds, scores) = (boxes.to_f64(), scores.to_f64());
     let bounds: Vec<Bounds> = bounds.chunks_exact(4).map(|b| corners([b[0], b[1], b[2], b[3]], centred)).collect();

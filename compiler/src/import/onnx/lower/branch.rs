@@ -52,7 +52,7 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Low
         selected.push(Known::Value(scope.select(condition, yes, no)?));
     }
     walk.ledger.warnings.push(format!(
-        "node `{}`: the condition of this If is not known, so both branches run and the results of one are taken",
+        "node `{}`: the condition of this If is unknown, so both branches run and one result is selected",
         shown(&node.name)
     ));
     Ok(selected)

@@ -43,8 +43,10 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
     walk.within(frame, |walk| {
         let whole = walk.nodes(&function.nodes)?;
         let result = |name: &String| match walk.frames.find(name) {
-            Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("an input that the call leaves out"))),
-            None if whole => Err(Some(LowerReason::Inputs(format!("nothing in the function makes `{}`", shown(name))))),
+            Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("an input that the call omits"))),
+            None if whole => {
+                Err(Some(LowerReason::Inputs(format!("no node in the function computes `{}`", shown(name)))))
+            }
             None => Err(None),
         };
         function.outputs.iter().map(result).collect()

@@ -37,11 +37,7 @@ pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result
     };
     if names.len() != usual.len() * directions {
         let found = format!("{names:?}");
-        return Err(LowerReason::Attribute {
-            name: "activations",
-            found,
-            expected: "as many as the layer has functions",
-        });
+        return Err(LowerReason::Attribute { name: "activations", found, expected: "one per function of the layer" });
     }
     let mut alphas = scope.floats("activation_alpha")?.unwrap_or_default().into_iter().map(f64::from);
     let mut betas = scope.floats("activation_beta")?.unwrap_or_default().into_iter().map(f64::from);
@@ -123,7 +119,7 @@ fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, L
     let Some(found) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
     if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {
         let found = format!("of type {}", found.r#type().as_str_name());
-        return Err(LowerReason::Attribute { name, found, expected: "a list of words" });
+        return Err(LowerReason::Attribute { name, found, expected: "a list of strings" });
     }
     Ok(Some(found.strings.iter().map(|s| String::from_utf8_lossy(s).into_owned()).collect()))
 }

@@ -40,8 +40,9 @@ pub fn constant_of_shape(scope: &mut Scope<'_>) -> Outputs {
         Some(tensor) => tensor_of(&tensor).map_err(LowerReason::Unsupported)?,
         None => Tensor::from_f32(&[1], &[0.0]),
     };
-    let value =
-        value.reshaped(Vec::new()).map_err(|e| LowerReason::Inputs(format!("its value is no single number: {e}")))?;
+    let value = value
+        .reshaped(Vec::new())
+        .map_err(|e| LowerReason::Inputs(format!("its value is not a single number: {e}")))?;
     let value = scope.constant(value)?;
     Ok(vec![Known::Value(scope.broadcast(value, shape)?)])
 }
@@ -63,7 +64,7 @@ pub fn range(scope: &mut Scope<'_>) -> Outputs {
     }
     let [start, limit, delta] = bounds;
     if delta == 0.0 || !(start.is_finite() && limit.is_finite() && delta.is_finite()) {
-        return Err(LowerReason::Inputs(format!("no range leads from {start} to {limit} in steps of {delta}")));
+        return Err(LowerReason::Inputs(format!("no range leads from {start} to {limit} with step {delta}")));
     }
     let count = if dtype.is_float() {
         ((limit - start) / delta).ceil().max(0.0) as i64

@@ -23,7 +23,7 @@ fn deciding(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor
 
 /// Indices of the non-zero elements: `[axes, elements]`.
 pub fn non_zero(scope: &mut Scope<'_>) -> Outputs {
-    let x = deciding(scope, 0, "what is searched for elements that are not zero")?;
+    let x = deciding(scope, 0, "the input of NonZero or Compress")?;
     // A scalar is treated as a vector of one element.
     let shape = if x.shape().is_empty() { vec![1] } else { x.shape().to_vec() };
     let view = x.view();
@@ -35,7 +35,7 @@ pub fn non_zero(scope: &mut Scope<'_>) -> Outputs {
 
 /// The slices along an axis, or the elements of the flattened tensor, where the condition is true.
 pub fn compress(scope: &mut Scope<'_>) -> Outputs {
-    let condition = deciding(scope, 1, "the condition of a choice")?;
+    let condition = deciding(scope, 1, "the condition of a selection")?;
     let chosen: Vec<i64> = (0..condition.len()).filter(|i| condition.view().bool(*i)).map(|i| i as i64).collect();
     let mut x = scope.value(0)?;
     let dims = scope.fact(x).shape;
@@ -48,7 +48,7 @@ pub fn compress(scope: &mut Scope<'_>) -> Outputs {
     };
     let size = scope.fact(x).shape[at].clone();
     if size.known().is_none_or(|size| chosen.last().is_some_and(|last| *last >= size)) {
-        return Err(LowerReason::Inputs(format!("a condition of {} elements for {size} of them", condition.len())));
+        return Err(LowerReason::Inputs(format!("a condition of {} elements for {size}", condition.len())));
     }
     let index = scope.constant(Tensor::from_i64(&[chosen.len()], &chosen))?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: at }), &[x, index])?)])
@@ -56,7 +56,7 @@ pub fn compress(scope: &mut Scope<'_>) -> Outputs {
 
 /// Unique elements, or unique slices along an axis. Further outputs: first occurrence, inverse indices and counts.
 pub fn unique(scope: &mut Scope<'_>) -> Outputs {
-    let x = deciding(scope, 0, "what is searched for elements that repeat")?;
+    let x = deciding(scope, 0, "the input of Unique")?;
     let sorted = scope.flag("sorted", true)?;
     // `place` gives the flat index of a slice's elements along the axis.
     let (shape, at) = match scope.is_set("axis") {

@@ -38,12 +38,12 @@ pub fn det(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
     let [leading @ .., rows, columns] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("{fact} holds no matrices")));
+        return Err(LowerReason::Inputs(format!("{fact} has no matrices")));
     };
     let n = match (rows.known(), columns.known()) {
         (Some(n), Some(m)) if n == m && (1..=LARGEST).contains(&n) => n,
         (Some(n), Some(m)) if n == m => {
-            return Err(LowerReason::Unsupported(format!("the determinant of a matrix of {n} rows")));
+            return Err(LowerReason::Unsupported(format!("the determinant of a {n}-row matrix")));
         }
         _ => return Err(LowerReason::Inputs(format!("the matrices of {fact} are not square"))),
     };

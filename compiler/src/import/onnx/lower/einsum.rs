@@ -42,7 +42,7 @@ fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, LowerRe
             list.push(Label::Letter(first));
             rest = &rest[1..];
         } else {
-            return Err(wrong(equation, "has something that is no letter"));
+            return Err(wrong(equation, "has a character that is not a letter"));
         }
     }
     Ok(list)
@@ -78,7 +78,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let known = |label: &Label| terms.iter().any(|term| term.labels.contains(label));
     let twice = output.iter().enumerate().any(|(n, label)| output[..n].contains(label));
     if twice || !output.iter().all(known) {
-        return Err(wrong(&equation, "has a result whose letters are not each one of an operand"));
+        return Err(wrong(&equation, "has a result letter that is repeated or in no operand"));
     }
     narrow(scope, &mut terms)?;
     let mut rest = terms.into_iter();
@@ -91,7 +91,7 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     let all = summed(scope, all, |label| output.contains(label))?;
     let place = |label: &Label| all.labels.iter().position(|l| l == label);
     let perm = output.iter().map(place).collect::<Option<Vec<_>>>();
-    let perm = perm.ok_or_else(|| wrong(&equation, "has a result that no operand gives"))?;
+    let perm = perm.ok_or_else(|| wrong(&equation, "has a result letter that no operand has"))?;
     Ok(vec![Known::Value(transposed(scope, all.value, perm)?)])
 }
 
@@ -172,7 +172,10 @@ fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool
         .collect();
     for (n, label) in order.iter().enumerate() {
         if a.labels.contains(label) && b.labels.contains(label) && a_dims[n] != b_dims[n] {
-            return Err(LowerReason::Inputs(format!("an axis of size {} meets one of size {}", a_dims[n], b_dims[n])));
+            return Err(LowerReason::Inputs(format!(
+                "an axis of size {} does not match one of size {}",
+                a_dims[n], b_dims[n]
+            )));
         }
     }
     let (l, r, i) = (batch.len(), batch.len() + left.len(), batch.len() + left.len() + right.len());
@@ -213,8 +216,8 @@ mod tests {
         let letter = Label::Letter;
         assert_eq!(parse_labels("a...b", 2), Ok(vec![letter('a'), Label::Dots(1), Label::Dots(0), letter('b')]));
         assert_eq!(parse_labels("", 0), Ok(vec![]));
-        assert!(parse_labels("a.b", 1).unwrap_err().contains("no letter"));
-        assert!(parse_labels("......", 1).unwrap_err().contains("no letter"));
+        assert!(parse_labels("a.b", 1).unwrap_err().contains("not a letter"));
+        assert!(parse_labels("......", 1).unwrap_err().contains("not a letter"));
     }
 
     #[test]

@@ -305,7 +305,7 @@ pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
         let ratio = ratio.to_string().parse().unwrap_or(f64::from(ratio));
         if ratio != 0.0 {
             if scope.is_set("seed") {
-                let what = "a dropout with a seed: the standard does not say which numbers follow from it; it";
+                let what = "a dropout with a seed (the standard does not define its random numbers)";
                 return Err(LowerReason::Unsupported(what.to_string()));
             }
             let (x, counter) = (scope.value(0)?, scope.counter()?);

@@ -41,7 +41,7 @@ fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Re
     let y = scope.made(result)?;
     let (have, want) = (scope.fact(y), scope.fact(x));
     if have != want {
-        return Err(Some(LowerReason::Inputs(format!("its subgraph `{name}` makes {have} of {want}"))));
+        return Err(Some(LowerReason::Inputs(format!("its subgraph `{name}` computes {have}, expected {want}"))));
     }
     Ok(y)
 }

@@ -29,7 +29,7 @@ pub fn charge(scope: &mut Scope<'_>, elements: usize) -> Result<(), LowerReason>
     if scope.ledger.folded <= WORK {
         return Ok(());
     }
-    Err(LowerReason::Unsupported("a model whose tables of weights and indices are so large".to_string()))
+    Err(LowerReason::Unsupported("a model with such large tables of weights and indices".to_string()))
 }
 
 /// True if all inputs are constants and not too large.

@@ -63,7 +63,7 @@ impl Frames {
 
     pub fn enter(&mut self, frame: Frame) -> Result<(), LowerReason> {
         if self.stack.len() >= DEPTH {
-            return Err(LowerReason::Unsupported(format!("a nest of functions and subgraphs deeper than {DEPTH}")));
+            return Err(LowerReason::Unsupported(format!("functions and subgraphs nested deeper than {DEPTH}")));
         }
         self.stack.push(frame);
         Ok(())
@@ -115,9 +115,7 @@ impl Frames {
         }
         self.written = self.written.saturating_add(nodes);
         if self.written > UNROLLED {
-            return Err(LowerReason::Unsupported(format!(
-                "a loop of more than {UNROLLED} nodes when it is written out"
-            )));
+            return Err(LowerReason::Unsupported(format!("a loop with more than {UNROLLED} nodes when unrolled")));
         }
         Ok(())
     }
@@ -134,7 +132,7 @@ impl Frames {
         self.copied = self.copied.saturating_add(bytes as u64);
         if self.copied > COPIED {
             return Err(LowerReason::Unsupported(format!(
-                "writing out more than {COPIED} bytes of names and attributes"
+                "unrolling more than {COPIED} bytes of names and attributes"
             )));
         }
         Ok(())

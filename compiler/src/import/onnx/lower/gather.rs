@@ -87,7 +87,7 @@ pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along:
         };
         place = add_offset(scope, place, steps)?;
     }
-    place.ok_or_else(|| LowerReason::Inputs("a number has no axis to index".to_string()))
+    place.ok_or_else(|| LowerReason::Inputs("a scalar has no axis to index".to_string()))
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
@@ -139,7 +139,7 @@ pub fn slice_places(
         };
         place = add_offset(scope, place, steps)?;
     }
-    let place = place.ok_or_else(|| LowerReason::Inputs("nothing is indexed".to_string()))?;
+    let place = place.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))?;
     Ok((place, indexed.len()))
 }
 

@@ -29,7 +29,7 @@ pub fn affine(scope: &mut Scope<'_>) -> Outputs {
     let spatial = spatial.ok_or_else(|| LowerReason::Unsupported("a grid of unknown size".to_string()))?;
     let rank = spatial.len();
     if rank == 0 || fact.rank() != 3 || !fact.shape[1].is(rank as i64) || !fact.shape[2].is(rank as i64 + 1) {
-        return Err(LowerReason::Inputs(format!("the map {fact} is not that of a grid of {rank} axes")));
+        return Err(LowerReason::Inputs(format!("the transform {fact} does not fit a grid of {rank} axes")));
     }
     let base = regular(&spatial, corners)?;
     charge(scope, base.len())?;
@@ -46,7 +46,7 @@ fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, LowerReason> {
     let width = spatial.len() + 1;
     let places = spatial.iter().try_fold(1usize, |product, &d| product.checked_mul(d));
     let places = places.filter(|p| p.checked_mul(width).is_some_and(|count| count <= LARGEST));
-    let places = places.ok_or_else(|| LowerReason::Unsupported(format!("a grid of {spatial:?} places")))?;
+    let places = places.ok_or_else(|| LowerReason::Unsupported(format!("a grid of shape {spatial:?}")))?;
     let mut values = Vec::with_capacity(places * width);
     for place in 0..places {
         let mut stride = 1;
@@ -175,7 +175,7 @@ fn reading(scope: &Scope<'_>) -> Result<GridSampling, LowerReason> {
         other => return Err(LowerReason::Unsupported(format!("the interpolation `{other}`"))),
     };
     if !scope.fact_of(0)?.dtype.is_float() {
-        return Err(LowerReason::Unsupported("a sample of an image of whole numbers".to_string()));
+        return Err(LowerReason::Unsupported("sampling an image of integers".to_string()));
     }
     Ok(GridSampling { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
 }

@@ -43,7 +43,7 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
 pub fn eye_like(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of(0)?;
     let [rows, columns] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("{fact} is no matrix")));
+        return Err(LowerReason::Inputs(format!("{fact} is not a matrix")));
     };
     let dtype = match scope.is_set("dtype") {
         true => {

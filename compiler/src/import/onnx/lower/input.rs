@@ -25,15 +25,15 @@ pub enum InputError {
     #[error("input `{}` has element type {}, which is not supported", shown(name), element_name(*elem_type))]
     ElementType { name: String, elem_type: i32 },
     /// The name is reserved for an input that pipec adds.
-    #[error("an input is called `{COUNTER}`, which is the name of pipec's own counter; rename it")]
+    #[error("input `{COUNTER}` has the name of pipec's internal counter; rename it")]
     Reserved,
     #[error("input `{}` is empty: its axis {axis} has size zero", shown(name))]
     Empty { name: String, axis: usize },
     /// The batch axis refers to an unknown input, or to an axis that the input does not have.
-    #[error("no batch axis {axis} of `{}`: the inputs are {inputs}", shown(name))]
+    #[error("`{}` has no batch axis {axis}: the inputs are {inputs}", shown(name))]
     BatchAxis { name: String, axis: usize, inputs: String },
     /// Batch axes of different sizes.
-    #[error("the batch axis of `{}` has size {found}, that of the others {expected}", shown(name))]
+    #[error("the batch axis of `{}` has size {found}, other inputs have {expected}", shown(name))]
     BatchSize {
         name: String,
         /// Size of its batch axis.
@@ -42,7 +42,7 @@ pub enum InputError {
         expected: Dim,
     },
     /// A size was given for a dimension that the model does not have.
-    #[error("the model has no open dimension `{}`; it has {open}", shown(name))]
+    #[error("the model has no symbolic dimension `{}`; it has {open}", shown(name))]
     UnknownDim { name: String, open: String },
     #[error("dimension `{}` cannot be {value}", shown(name))]
     Value { name: String, value: i64 },
@@ -96,8 +96,8 @@ pub fn read(
     let by_name = |name: &str| infos.iter().position(|info| info.name == name);
     for (name, &axis) in axes {
         if by_name(name).is_none_or(|at| axis >= facts[at].rank()) {
-            let told = infos.iter().zip(&facts).map(|(i, f)| format!("`{}` {f}", shown(&i.name)));
-            let inputs = told.collect::<Vec<_>>().join(", ");
+            let described = infos.iter().zip(&facts).map(|(i, f)| format!("`{}` {f}", shown(&i.name)));
+            let inputs = described.collect::<Vec<_>>().join(", ");
             return Err(InputError::BatchAxis { name: name.clone(), axis, inputs });
         }
     }
@@ -148,8 +148,8 @@ fn bind(inputs: &mut Inputs, values: &Bindings) -> Result<(), InputError> {
     let mut others = values.clone();
     for (name, &value) in values {
         if !open.contains(name) {
-            let told: Vec<String> = open.iter().map(|s| format!("`{s}`")).collect();
-            let open = if told.is_empty() { "none".to_string() } else { told.join(", ") };
+            let names: Vec<String> = open.iter().map(|s| format!("`{s}`")).collect();
+            let open = if names.is_empty() { "none".to_string() } else { names.join(", ") };
             return Err(InputError::UnknownDim { name: name.clone(), open });
         }
         if value < 1 {
@@ -237,7 +237,7 @@ mod tests {
         ValueInfo { name: name.into(), elem_type: 1, dims: Some(dims.iter().map(dim).collect()) }
     }
 
-    fn told(infos: &[ValueInfo], values: &[(&str, i64)], axes: &[(&str, usize)]) -> Result<String, String> {
+    fn described(infos: &[ValueInfo], values: &[(&str, i64)], axes: &[(&str, usize)]) -> Result<String, String> {
         let values = values.iter().map(|(n, v)| ((*n).to_string(), *v)).collect();
         let axes = axes.iter().map(|(n, a)| ((*n).to_string(), *a)).collect();
         let inputs = read(infos, &values, &axes, &BTreeSet::new()).map_err(|e| e.to_string())?;
@@ -250,25 +250,25 @@ mod tests {
     fn a_static_batch_gets_a_symbol() {
         let infos = [info("x", &["16", "64"]), info("target", &["16"]), info("table", &["97", "16"])];
         let want = "f32[batch, 64] f32[16] f32[97, 16] batch=Some(16) open []";
-        assert_eq!(told(&infos, &[], &[]), Ok(want.into()));
+        assert_eq!(described(&infos, &[], &[]), Ok(want.into()));
         let want = "f32[16, 64] f32[16] f32[97, batch] batch=Some(16) open []";
-        assert_eq!(told(&infos, &[], &[("table", 1)]), Ok(want.into()));
+        assert_eq!(described(&infos, &[], &[("table", 1)]), Ok(want.into()));
         let want = "f32[batch, 64] f32[batch] f32[97, 16] batch=Some(16) open []";
-        assert_eq!(told(&infos, &[], &[("target", 0), ("x", 0)]), Ok(want.into()));
-        assert_eq!(told(&infos[..1], &[("batch", 8)], &[]), Ok("f32[batch, 64] batch=Some(8) open []".into()));
-        assert!(told(&infos, &[], &[("table", 0), ("x", 0)]).unwrap_err().contains("size 16"));
-        assert!(told(&infos, &[], &[("y", 0)]).unwrap_err().contains("`y`"));
+        assert_eq!(described(&infos, &[], &[("target", 0), ("x", 0)]), Ok(want.into()));
+        assert_eq!(described(&infos[..1], &[("batch", 8)], &[]), Ok("f32[batch, 64] batch=Some(8) open []".into()));
+        assert!(described(&infos, &[], &[("table", 0), ("x", 0)]).unwrap_err().contains("size 16"));
+        assert!(described(&infos, &[], &[("y", 0)]).unwrap_err().contains("`y`"));
     }
 
     #[test]
     fn open_dimensions_keep_their_names() {
         let infos = [info("x", &["N", "seq len", "2*seq", ""])];
         let want = "f32[N, seq_len, seq*2, x_3] N=None open [\"seq\", \"seq_len\", \"x_3\"]";
-        assert_eq!(told(&infos, &[], &[]), Ok(want.into()));
+        assert_eq!(described(&infos, &[], &[]), Ok(want.into()));
         let bound = "f32[N, 5, seq*2, x_3] N=Some(4) open [\"seq\", \"x_3\"]";
-        assert_eq!(told(&infos, &[("N", 4), ("seq_len", 5)], &[]), Ok(bound.into()));
-        assert!(told(&infos, &[("batch", 4)], &[]).unwrap_err().contains("`seq_len`"));
-        assert!(told(&infos, &[("N", 0)], &[]).unwrap_err().contains("cannot be 0"));
+        assert_eq!(described(&infos, &[("N", 4), ("seq_len", 5)], &[]), Ok(bound.into()));
+        assert!(described(&infos, &[("batch", 4)], &[]).unwrap_err().contains("`seq_len`"));
+        assert!(described(&infos, &[("N", 0)], &[]).unwrap_err().contains("cannot be 0"));
         let (none, free) = ([info("x", &["0"])], BTreeMap::new());
         let inputs = read(&none, &Bindings::new(), &free, &BTreeSet::new()).unwrap();
         assert!(inputs.refuse_empty(&none, false).unwrap_err().to_string().contains("zero"));

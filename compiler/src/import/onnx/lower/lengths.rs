@@ -26,7 +26,7 @@ impl Lengths {
         let shape = scope.fact(x).shape;
         let (steps, batch) = (shape[0].clone(), shape[1].clone());
         // Lengths that are not constant are handled at run time.
-        if let Ok(Some(given)) = scope.tensor(slot, "the lengths of the sequences") {
+        if let Ok(Some(given)) = scope.tensor(slot, "the sequence lengths") {
             let given = given.to_i64();
             if given.iter().any(|l| *l < 0 || steps.known().is_some_and(|steps| *l > steps)) {
                 return Err(LowerReason::Inputs(format!("the lengths {given:?} do not fit {steps} steps")));
@@ -38,7 +38,7 @@ impl Lengths {
         let given = scope.value(slot)?;
         let fact = scope.fact(given);
         if fact.shape != [batch.clone()] {
-            return Err(LowerReason::Inputs(format!("the lengths of the sequences are {fact}, expected one for each")));
+            return Err(LowerReason::Inputs(format!("the sequence lengths are {fact}, expected one per sequence")));
         }
         let of = scope.cast(given, DType::I64)?;
         Ok(Some(Lengths { of, steps, batch }))

@@ -18,7 +18,7 @@ pub fn matmul(scope: &mut Scope<'_>) -> Outputs {
 pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Value, LowerReason> {
     let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
     if left.is_empty() || right.is_empty() {
-        return Err(LowerReason::Inputs("a number is no matrix".to_string()));
+        return Err(LowerReason::Inputs("a scalar is not a matrix".to_string()));
     }
     if let [k] = left.as_slice() {
         a = scope.reshape(a, vec![Dim::Known(1), k.clone()])?;
@@ -64,7 +64,7 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
         y = scope.binary(Binary::Add, y, c)?;
         let sum = scope.fact(y);
         if sum.shape != shape {
-            return Err(LowerReason::Inputs(format!("the third operand stretches the product to the shape {sum}")));
+            return Err(LowerReason::Inputs(format!("the third operand broadcasts the product to the shape {sum}")));
         }
     }
     Ok(vec![Known::Value(y)])

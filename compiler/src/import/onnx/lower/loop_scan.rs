@@ -69,7 +69,7 @@ pub fn scan(walk: &mut Walk<'_>, node: &Node) -> Results {
     let sliced = count.and_then(|count| Some((count, scope.inputs.len().checked_sub(count + first)?)));
     let (count, states) = sliced.ok_or_else(|| LowerReason::Inputs("it has fewer inputs than it scans".to_string()))?;
     if batched && scope.has(0) {
-        return Err(Some(LowerReason::Unsupported("a Scan with a length for every sample".to_string())));
+        return Err(Some(LowerReason::Unsupported("a Scan with per-sample lengths".to_string())));
     }
     let given = (first..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
     let body = Body::read(walk, node, "body")?;
@@ -126,7 +126,7 @@ fn scan_one(
         let axis = attribute::axis(*given_axis, scope.fact_of(slot)?.rank())?;
         let found = length(&mut scope, slot, axis)?;
         if *turns.get_or_insert(found) != found {
-            return Err(Some(LowerReason::Inputs("what it scans has different lengths".to_string())));
+            return Err(Some(LowerReason::Inputs("its scan inputs have different lengths".to_string())));
         }
         places.push((slot, axis, way.reversed_in[at] != 0));
     }
@@ -180,7 +180,7 @@ fn length(scope: &mut Scope<'_>, slot: usize, axis: usize) -> Result<usize, Lowe
 /// One slice of input `slot` along `axis`, with the axis removed.
 fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Known, LowerReason> {
     if at >= length(scope, slot, axis)? {
-        return Err(LowerReason::Inputs("what it scans has different lengths".to_string()));
+        return Err(LowerReason::Inputs("its scan inputs have different lengths".to_string()));
     }
     if let Known::Tensor(tensor) = scope.known(slot)? {
         let size = tensor.shape()[axis];
@@ -211,7 +211,7 @@ fn stack(
 ) -> Result<Known, Option<LowerReason>> {
     if items.is_empty() {
         let shape = info.and_then(empty);
-        let what = "a loop that never turns and does not say the shape of its results";
+        let what = "a loop with no iterations and results of unknown shape";
         return shape.map(Known::Tensor).ok_or_else(|| Some(LowerReason::Unsupported(what.to_string())));
     }
     let mut scope = walk.scope(node).ok_or(None)?;

@@ -281,11 +281,11 @@ pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
 fn blocks(scope: &mut Scope<'_>) -> Result<(Value, Dim, [Dim; 4]), LowerReason> {
     let size = scope.int("blocksize", 1)?;
     if size < 1 {
-        let expected = "a number of at least 1";
+        let expected = "an integer of at least 1";
         return Err(LowerReason::Attribute { name: "blocksize", found: size.to_string(), expected });
     }
     let x = scope.value(0)?;
     let dims: Result<[Dim; 4], _> = scope.fact(x).shape.try_into();
-    let dims = dims.map_err(|_| LowerReason::Inputs("the input has not rank 4".to_string()))?;
+    let dims = dims.map_err(|_| LowerReason::Inputs("the input does not have rank 4".to_string()))?;
     Ok((x, Dim::Known(size), dims))
 }

@@ -12,7 +12,7 @@ const LARGEST: usize = 1 << 22;
 
 /// N-gram counts, `[columns]` or `[rows, columns]`.
 pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.tensor(0, "the sequence whose n-grams are counted")?.ok_or(LowerReason::Missing { slot: 0 })?;
+    let x = scope.tensor(0, "the input of TfIdfVectorizer")?.ok_or(LowerReason::Missing { slot: 0 })?;
     let (rows, length, batched) = match x.shape() {
         [] => (1, 1, false),
         &[length] => (1, length, false),
@@ -59,16 +59,16 @@ type Grams = BTreeMap<Vec<i64>, (usize, usize)>;
 fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), LowerReason> {
     let list = |name| Ok::<_, LowerReason>(scope.ints(name)?.unwrap_or_default());
     let (pool, starts, places) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
-    let odd = |what: &str| LowerReason::Inputs(format!("the list of n-grams is not in order: {what}"));
+    let odd = |what: &str| LowerReason::Inputs(format!("the list of n-grams is not valid: {what}"));
     let columns =
         places.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < LARGEST)).collect::<Option<Vec<usize>>>();
-    let columns = columns.ok_or_else(|| odd("a column is below zero or too large"))?;
+    let columns = columns.ok_or_else(|| odd("a column is negative or too large"))?;
     let mut starts: Vec<usize> = starts.iter().map(|&s| usize::try_from(s).unwrap_or(usize::MAX)).collect();
     starts.push(pool.len());
     let mut grams = Grams::new();
     let mut at = 0;
     for (n, bounds) in starts.windows(2).enumerate() {
-        let part = pool.get(bounds[0]..bounds[1]).ok_or_else(|| odd("where a size starts"))?;
+        let part = pool.get(bounds[0]..bounds[1]).ok_or_else(|| odd("the start of a size"))?;
         for gram in part.chunks_exact(n + 1) {
             let column = *columns.get(at).ok_or_else(|| odd("there are fewer columns than n-grams"))?;
             grams.insert(gram.to_vec(), (column, at));

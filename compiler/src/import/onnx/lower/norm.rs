@@ -88,7 +88,7 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
 pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let groups = scope.int("num_groups", 0)?;
     if groups < 1 {
-        let expected = "a number of at least 1";
+        let expected = "an integer of at least 1";
         return Err(LowerReason::Attribute { name: "num_groups", found: groups.to_string(), expected });
     }
     let (x, mut scale, mut bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
@@ -116,7 +116,7 @@ const NEIGHBOURS: i64 = 256;
 pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
     let size = scope.int("size", 0)?;
     if !(1..=NEIGHBOURS).contains(&size) {
-        let expected = "a number from 1 to 256";
+        let expected = "an integer from 1 to 256";
         return Err(LowerReason::Attribute { name: "size", found: size.to_string(), expected });
     }
     let (alpha, beta) = (scope.float("alpha", 1e-4)?, scope.float("beta", 0.75)?);
@@ -178,7 +178,7 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
                 let (have, want) = (scope.fact(state), scope.fact(sample));
                 if have != want {
                     return Err(LowerReason::Inputs(format!(
-                        "a running statistic is {have}, that of the batch is {want}"
+                        "a running statistic is {have}, the batch statistic is {want}"
                     )));
                 }
                 scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
@@ -190,7 +190,8 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
                 let new = scope.with_number(Binary::Mul, new, 1.0 - keep)?;
                 known[slot - 2] = Known::Value(scope.binary(Binary::Add, old, new)?);
                 scope.ledger.warnings.push(format!(
-                    "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
+                    "node `{}`: a running statistic of BatchNormalization is not an initializer; its updates are not \
+                    stored",
                     shown(&scope.node.name)
                 ));
             }

@@ -23,7 +23,7 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
     match node.op_type.as_str() {
         "BatchNormalization" if number("is_test") != 0 => new.outputs.truncate(1),
         "BatchNormalization" if find("spatial").is_some() && number("spatial") == 0 => {
-            return Err(LowerReason::Unsupported("BatchNormalization with statistics for every position".to_string()));
+            return Err(LowerReason::Unsupported("BatchNormalization with per-position statistics".to_string()));
         }
         "Cast" => {
             let to = find("to").and_then(|a| a.s.as_ref()).map(|s| String::from_utf8_lossy(s).into_owned());
@@ -35,14 +35,12 @@ pub fn node(node: &Node) -> Result<Option<Node>, LowerReason> {
         "Concat" if find("axis").is_none() => set(&mut new, int("axis", 1)),
         // Without `is_test` a Dropout is in training mode, as with `training_mode` later.
         "Dropout" if number("is_test") == 0 => {
-            return Err(LowerReason::Unsupported(
-                "Dropout in training mode of the operator sets before 12".to_string(),
-            ));
+            return Err(LowerReason::Unsupported("Dropout in training mode before operator set 12".to_string()));
         }
         "GlobalLpPool" | "LpPool" | "LpNormalization" => {
             let Some(p) = find("p").and_then(|a| a.f) else { return Ok(None) };
             if p.fract() != 0.0 || !(1.0..=64.0).contains(&p) {
-                return Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "a whole number" });
+                return Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "an integer" });
             }
             set(&mut new, int("p", p as i64));
         }
@@ -112,7 +110,7 @@ fn aligned(scope: &mut Scope<'_>) -> Result<(), LowerReason> {
     let at = crate::import::onnx::lower::attribute::axis(scope.int("axis", 0)?, rank)?;
     let behind = rank.checked_sub(at + small.rank());
     let behind =
-        behind.ok_or_else(|| LowerReason::Inputs(format!("{small} does not lie along axes from {at} of {rank}")))?;
+        behind.ok_or_else(|| LowerReason::Inputs(format!("{small} does not match axes from {at} of rank {rank}")))?;
     stretched(scope, [small.shape, vec![Dim::Known(1); behind]].concat())
 }
 

@@ -26,9 +26,9 @@ pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
     let x = scope.value(0)?;
-    let given = match scope.integers(1, "the axis of a running sum")?.as_deref() {
+    let given = match scope.integers(1, "the axis of a cumulative sum")?.as_deref() {
         Some([one]) => *one,
-        _ => return Err(LowerReason::Inputs("the axis of a running sum is not one number".to_string())),
+        _ => return Err(LowerReason::Inputs("the axis of a cumulative sum is not one number".to_string())),
     };
     let axis = axis(given, scope.fact(x).rank())?;
     let (exclusive, reverse) = (scope.flag("exclusive", false)?, scope.flag("reverse", false)?);
@@ -76,7 +76,7 @@ pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
         }
     };
     if dims.len() < 2 {
-        return Err(LowerReason::Inputs(format!("a tensor of rank {} holds no sequences", dims.len())));
+        return Err(LowerReason::Inputs(format!("a tensor of rank {} has no sequences", dims.len())));
     }
     let lengths = scope.cast(lengths, DType::I64)?;
     let mut shape = vec![Dim::Known(1); 2];

@@ -54,7 +54,7 @@ pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mod
     }
     let size = scope.fact(x).shape[at].clone();
     let (Some(size), Some(before), Some(after)) = (size.known(), before.known(), after.known()) else {
-        return Err(LowerReason::Unsupported("padding of unknown size by repeated elements".to_string()));
+        return Err(LowerReason::Unsupported("non-constant padding of unknown size".to_string()));
     };
     let fits = |n: i64| (-LARGEST..=LARGEST).contains(&n);
     if !fits(before) || !fits(after) || !(1..=LARGEST).contains(&size) {
@@ -86,7 +86,7 @@ pub fn around(
 
 /// Centre crop or zero padding to the requested sizes. An odd element is cropped or added at the end.
 pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
-    let asked = scope.dims(1, "the size of the middle")?.ok_or(LowerReason::Missing { slot: 1 })?;
+    let asked = scope.dims(1, "the size to crop to")?.ok_or(LowerReason::Missing { slot: 1 })?;
     let mut x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     let axes = match scope.ints("axes")? {
@@ -103,11 +103,11 @@ pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
             continue;
         }
         let (Some(have), Some(want)) = (have.known(), want.known()) else {
-            return Err(LowerReason::Unsupported(format!("the middle {want} of an axis of size {have}")));
+            return Err(LowerReason::Unsupported(format!("a crop to {want} of an axis of size {have}")));
         };
         let less = have.saturating_sub(want).saturating_abs();
         if want < 0 {
-            return Err(LowerReason::Inputs(format!("a size of {want} is asked for")));
+            return Err(LowerReason::Inputs(format!("a requested size of {want}")));
         } else if want < have {
             x = part(scope, x, at, Dim::Known(less / 2), Dim::Known(less / 2 + want))?;
         } else {

@@ -35,7 +35,7 @@ pub fn places(
     let spatial = shape[2..].to_vec();
     let axes = spatial.len();
     let taps = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
-    let taps = taps.ok_or_else(|| LowerReason::Unsupported(format!("places in windows of {kernel:?} elements")))?;
+    let taps = taps.ok_or_else(|| LowerReason::Unsupported(format!("indices in windows of {kernel:?} elements")))?;
     let windows = window.output(&spatial, &dims_of(kernel), ceil).map_err(|e| LowerReason::Inputs(e.to_string()))?;
     let mut pad = Pad {
         low: vec![Dim::Known(0); axes + 2],
@@ -60,8 +60,8 @@ pub fn places(
         strides.push(if by_columns { volume(&spatial[..axis])? } else { volume(&spatial[axis + 1..])? });
     }
     let known: Option<Vec<i64>> = strides.iter().map(Dim::known).collect();
-    let known =
-        known.ok_or_else(|| LowerReason::Inputs("the places of an image of open size are not known".to_string()))?;
+    let known = known
+        .ok_or_else(|| LowerReason::Inputs("the indices for an image of symbolic size are unknown".to_string()))?;
     let (mut parts, mut table) = (Vec::with_capacity(taps), Vec::with_capacity(taps));
     let column: Vec<Dim> = [&shape[..2], &windows, &[Dim::Known(1)]].concat();
     for tap in 0..taps {
@@ -141,7 +141,7 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
             high.push(want.sub(have)?);
         }
         if high.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-            return Err(LowerReason::Inputs("the output asked for is smaller than what is unpooled".to_string()));
+            return Err(LowerReason::Inputs("the requested output is smaller than the unpooled result".to_string()));
         }
         let rank = shape.len();
         let pad = Pad { low: vec![Dim::Known(0); rank], high, interior: vec![0; rank], value: 0.0 };
@@ -159,7 +159,7 @@ impl Norm {
     fn read(scope: &Scope<'_>) -> Result<Norm, LowerReason> {
         match scope.int("p", 2)? {
             p if p > 0 => Ok(Norm { p }),
-            p => Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "a number of at least 1" }),
+            p => Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "an integer of at least 1" }),
         }
     }
 
@@ -258,14 +258,13 @@ pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
     };
     let fact = scope.fact(x);
     let [batch, wide, _] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 3")));
+        return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 3")));
     };
     let each = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
     let each = each.ok_or_else(|| LowerReason::Unsupported(format!("a block of {block:?} elements")))?;
     let channels = wide.div_exact(&Dim::from(each))?;
     let groups = channels.known().and_then(|c| usize::try_from(c).ok());
-    let groups =
-        groups.ok_or_else(|| LowerReason::Inputs(format!("the number of channels {channels} is not known")))?;
+    let groups = groups.ok_or_else(|| LowerReason::Inputs(format!("the number of channels {channels} is unknown")))?;
     let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| LowerReason::Inputs(e.to_string()))?;
     let dy = scope.reshape(x, [vec![batch.clone(), wide.clone()], windows].concat())?;
     // Filter k of each channel is 1 at element k, else 0.

@@ -52,7 +52,7 @@ fn stretched(scope: &mut Scope<'_>, given: Value, dims: &[Dim]) -> Result<Value,
     }
     let block = scope.int("block_size", 0)?;
     if block < 1 || shape.len() != dims.len() {
-        return Err(LowerReason::Inputs(format!("{} is no scale for {dims:?}", scope.fact(given))));
+        return Err(LowerReason::Inputs(format!("{} is not a scale for {dims:?}", scope.fact(given))));
     }
     let (mut apart, mut joined) = (shape.clone(), shape.clone());
     apart.insert(at + 1, Dim::Known(1));

@@ -133,7 +133,7 @@ impl DirectionWeights {
             let expected = Fact::new(fact.dtype, expected);
             return Err(LowerReason::Inputs(format!("input {slot} is {fact}, expected {expected}")));
         }
-        let unknown = || LowerReason::Inputs(format!("the size of input {slot} is not known"));
+        let unknown = || LowerReason::Inputs(format!("the size of input {slot} is unknown"));
         let mut visits = VISITS;
         Ok(DirectionWeights {
             pieces: pieces(scope.graph, value, 2, DEPTH, &mut visits).ok_or_else(unknown)?,
@@ -199,7 +199,7 @@ impl Layer {
         let batch_first = scope.flag("layout", false)?;
         let mut x = scope.value(0)?;
         if scope.fact(x).rank() != 3 {
-            return Err(LowerReason::Inputs(format!("its input {} is no batch of sequences", scope.fact(x))));
+            return Err(LowerReason::Inputs(format!("its input {} is not a batch of sequences", scope.fact(x))));
         }
         if batch_first {
             x = turned(scope, x, &[1, 0, 2])?;
@@ -233,7 +233,7 @@ impl Layer {
             return scope.broadcast(zero, shape);
         };
         if scope.fact(given).rank() != 3 {
-            return Err(LowerReason::Inputs(format!("its first state is {}", scope.fact(given))));
+            return Err(LowerReason::Inputs(format!("its initial state is {}", scope.fact(given))));
         }
         let own = match self.reversed.len() {
             1 => given,
@@ -351,7 +351,7 @@ pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     }
     let (y, h) = (layer.sequence(scope, &y)?, layer.last(scope, &h)?);
     let c = match plain && layer.lengths.is_some() {
-        true => Known::Absent("the last cell of an LSTM over sequences of different lengths"),
+        true => Known::Absent("the last cell state of an LSTM over sequences of different lengths"),
         false => layer.last(scope, &c)?,
     };
     Ok(vec![y, h, c])

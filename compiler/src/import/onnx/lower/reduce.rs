@@ -102,7 +102,7 @@ pub fn global(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
     let x = scope.value(0)?;
     let rank = scope.fact(x).rank();
     if rank < 3 {
-        return Err(LowerReason::Inputs(format!("its input has rank {rank}, and so no spatial dims")));
+        return Err(LowerReason::Inputs(format!("its input has rank {rank} and therefore no spatial dims")));
     }
     let axes: Vec<usize> = (2..rank).collect();
     Ok(vec![Known::Value(scope.reduce(kind, x, &axes, true)?)])

@@ -18,7 +18,7 @@ struct BilinearAxis {
 }
 
 fn known(size: &Dim) -> Result<i64, LowerReason> {
-    size.known().ok_or_else(|| LowerReason::Inputs(format!("the size {size} of the image is not known")))
+    size.known().ok_or_else(|| LowerReason::Inputs(format!("the image size {size} is unknown")))
 }
 
 /// `low <= x <= high` as 1 or 0.
@@ -96,7 +96,7 @@ fn corners(
 
 fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, LowerReason> {
     let mut list = list.into_iter();
-    let mut all = list.next().ok_or_else(|| LowerReason::Inputs("there is nothing to join".to_string()))?;
+    let mut all = list.next().ok_or_else(|| LowerReason::Inputs("it has no inputs to concatenate".to_string()))?;
     for value in list {
         all = scope.binary(op, all, value)?;
     }
@@ -120,7 +120,7 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     let half = match scope.text("coordinate_transformation_mode", "half_pixel")?.as_str() {
         "half_pixel" => scope.opset >= 16,
         "output_half_pixel" => false,
-        other => return Err(LowerReason::Unsupported(format!("the coordinates `{other}`"))),
+        other => return Err(LowerReason::Unsupported(format!("the coordinate mode `{other}`"))),
     };
     let largest = match scope.text("mode", "avg")?.as_str() {
         "avg" => false,
@@ -129,21 +129,21 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     };
     let samples = scope.int("sampling_ratio", 0)?;
     if samples == 0 {
-        let what = "a RoiAlign without `sampling_ratio`, whose number of points depends on values,";
+        let what = "a RoiAlign without `sampling_ratio`, whose number of samples depends on values,";
         return Err(LowerReason::Unsupported(what.to_string()));
     }
     let sizes = [scope.int("output_height", 1)?, scope.int("output_width", 1)?];
     if !(1..=256).contains(&samples) || sizes.iter().any(|size| !(1..=4096).contains(size)) {
-        return Err(LowerReason::Inputs(format!("regions of {sizes:?} with {samples} samples are beyond all use")));
+        return Err(LowerReason::Inputs(format!("regions of {sizes:?} with {samples} samples are too large")));
     }
     let scale = scope.float("spatial_scale", 1.0)?;
     let fact = scope.fact(x);
     let [images, channels, height, width] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its input {fact} has not rank 4")));
+        return Err(LowerReason::Inputs(format!("its input {fact} does not have rank 4")));
     };
     let edges_of = scope.fact(rois);
     let [regions, Dim::Known(4)] = edges_of.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its regions are {edges_of}, expected four edges each")));
+        return Err(LowerReason::Inputs(format!("its regions are {edges_of}, expected four coordinates each")));
     };
     let mut edges = Vec::new();
     for at in 0..4 {
@@ -206,9 +206,9 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     let ([batch, channels, height, width], [filters, _, k_y, k_x], [_, _, rows, columns]) =
         (fact.shape.as_slice(), weight.shape.as_slice(), moves.shape.as_slice())
     else {
-        return Err(LowerReason::Unsupported("a deformable convolution over other than two axes".to_string()));
+        return Err(LowerReason::Unsupported("a deformable convolution with other than two spatial axes".to_string()));
     };
-    let unknown = || LowerReason::Inputs(format!("the kernel of its weight {weight} is not known"));
+    let unknown = || LowerReason::Inputs(format!("the kernel size of its weight {weight} is unknown"));
     let small = |d: &Dim| d.known().and_then(|v| u8::try_from(v).ok()).filter(|v| *v > 0).map(usize::from);
     let kernel = [small(k_y).ok_or_else(unknown)?, small(k_x).ok_or_else(unknown)?];
     let total = Dim::from(kernel[0] * kernel[1]);

@@ -43,7 +43,7 @@ pub fn target(
     let format_shape = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
     let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
     if open.len() > 1 {
-        return Err(LowerReason::Inputs(format!("the shape {} has -1 more than once", format_shape(asked))));
+        return Err(LowerReason::Inputs(format!("the shape {} has more than one -1", format_shape(asked))));
     }
     if let Some(wrong) = asked.iter().find(|d| d.known().is_some_and(|v| v < -1)) {
         return Err(LowerReason::Inputs(format!("the shape {} has a size of {wrong}", format_shape(asked))));
@@ -53,7 +53,7 @@ pub fn target(
             _ if allow_zero || !dim.is(0) => Ok(dim.clone()),
             Some(same) => Ok(same.clone()),
             None => Err(LowerReason::Inputs(format!(
-                "the shape {} copies an axis that {} lacks",
+                "the shape {} copies an axis that {} does not have",
                 format_shape(asked),
                 format_shape(from)
             ))),
@@ -93,33 +93,38 @@ fn opened(
     frozen: &StaticSizes,
     within: &dyn Fn(usize) -> Option<i64>,
 ) -> Result<Vec<Dim>, LowerReason> {
-    let unclear =
-        |why: &str| LowerReason::Inputs(format!("where the open batch goes in a reshape is not clear: {why}"));
+    let unclear = |why: &str| {
+        LowerReason::Inputs(format!(
+            "the position of the symbolic batch after a reshape is not clear: \
+            {why}"
+        ))
+    };
     let carriers: Vec<usize> = (0..input.len()).filter(|&i| input[i].known().is_none()).collect();
     let &[carrier] = carriers.as_slice() else { return Err(unclear("several axes depend on it")) };
     let symbols = input[carrier].symbols();
-    let [name] = symbols.as_slice() else { return Err(unclear("several symbols meet in one axis")) };
-    let Some(&size) = frozen.get(name) else { return Err(unclear("its size in the file is not known")) };
+    let [name] = symbols.as_slice() else { return Err(unclear("several symbols combine in one axis")) };
+    let Some(&size) = frozen.get(name) else { return Err(unclear("its size in the file is unknown")) };
     let factor = input[carrier].div_exact(&Dim::symbol(name)).ok().and_then(|d| d.known());
-    let Some(factor) = factor else { return Err(unclear("its axis is no multiple of it")) };
+    let Some(factor) = factor else { return Err(unclear("its axis is not a multiple of it")) };
     if size < 2 {
-        return Err(unclear("it is exported with size 1, which any axis could hold; export with 2 or more"));
+        return Err(unclear("it is exported with size 1, which matches any axis; export with 2 or more"));
     }
     let numbers: Option<Vec<i64>> = shape.iter().map(Dim::known).collect();
-    let numbers = numbers.ok_or_else(|| unclear("other symbols are open as well"))?;
-    let inner = volume(&input[carrier + 1..])?.known().ok_or_else(|| unclear("other symbols are open as well"))?;
+    let numbers = numbers.ok_or_else(|| unclear("other dimensions are symbolic as well"))?;
+    let inner =
+        volume(&input[carrier + 1..])?.known().ok_or_else(|| unclear("other dimensions are symbolic as well"))?;
     let step = if factor == 1 { Some(1) } else { within(carrier) };
     let at = match step {
         Some(step) => {
             let first = inner.checked_mul(step).ok_or_else(|| unclear("the sizes overflow"))?;
             let (at, _) = place(first, size, &numbers)
-                .ok_or_else(|| unclear("no axis of the result holds it alone, or none that is a multiple of it"))?;
+                .ok_or_else(|| unclear("no axis of the result holds it alone or a multiple of it"))?;
             at
         }
         None => {
             let statics = symbol::substitute(input, frozen)?.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
             let only = statics.and_then(|from| alone(&from, carrier, &numbers, size));
-            only.ok_or_else(|| unclear("several axes of the result could hold it"))?
+            only.ok_or_else(|| unclear("several axes of the result match it"))?
         }
     };
     let mut shape = shape.to_vec();
@@ -151,7 +156,10 @@ pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
         None => (0..dims.len()).filter(|&i| dims[i].is(1)).collect(),
     };
     if let Some(&wrong) = gone.iter().find(|&&i| !dims[i].is(1)) {
-        return Err(LowerReason::Inputs(format!("axis {wrong} has size {}, and only a size of 1 can go", dims[wrong])));
+        return Err(LowerReason::Inputs(format!(
+            "axis {wrong} has size {}; only an axis of size 1 can be squeezed",
+            dims[wrong]
+        )));
     }
     let shape = dims.iter().enumerate().filter(|(i, _)| gone.binary_search(i).is_err()).map(|(_, d)| d.clone());
     let shape = shape.collect();
@@ -234,7 +242,7 @@ mod tests {
                 .to_string()
                 .contains("size 1")
         );
-        assert!(at_four("batch 6", "-1 -1").unwrap_err().contains("-1 more than once"));
+        assert!(at_four("batch 6", "-1 -1").unwrap_err().contains("more than one -1"));
         assert!(at_four("4 6", "5 -1").unwrap_err().contains("does not fit"));
         assert!(at_four("4 6", "5 5").unwrap_err().contains("does not fit"));
         assert!(at_four("4 6", "24 0 0").unwrap_err().contains("copies"));

@@ -66,8 +66,7 @@ fn resized(
 
 fn transform(scope: &Scope<'_>) -> Result<Transform, LowerReason> {
     let name = scope.text("coordinate_transformation_mode", "half_pixel")?;
-    Transform::parse(&name)
-        .ok_or_else(|| LowerReason::Unsupported(format!("the transformation of coordinates `{name}`")))
+    Transform::parse(&name).ok_or_else(|| LowerReason::Unsupported(format!("the coordinate transformation `{name}`")))
 }
 
 fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
@@ -88,7 +87,7 @@ fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, LowerReason> {
         other => return Err(LowerReason::Unsupported(format!("the interpolation `{other}`"))),
     };
     if !scope.fact_of(0)?.dtype.is_float() {
-        return Err(LowerReason::Unsupported("interpolation between whole numbers".to_string()));
+        return Err(LowerReason::Unsupported("interpolation of integers".to_string()));
     }
     Ok(Method::Weighted(Filter { cubic, antialias, exclude_outside }))
 }
@@ -144,7 +143,7 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Reques
     };
     if !scales.is_empty() {
         if scales.iter().any(|s| !s.is_finite() || *s <= 0.0) {
-            return Err(LowerReason::Inputs(format!("the scales {scales:?} are not all above 0")));
+            return Err(LowerReason::Inputs(format!("the scales {scales:?} are not all positive")));
         }
         return counted(scales.into_iter().map(RequestedSize::Scale).collect(), listed.len());
     }
@@ -156,9 +155,9 @@ fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Reques
         "stretch" => return Ok(sizes.into_iter().map(|size| RequestedSize::Size(size, None)).collect()),
         "not_larger" => ratios().and_then(|list| list.into_iter().reduce(f64::min)),
         "not_smaller" => ratios().and_then(|list| list.into_iter().reduce(f64::max)),
-        other => return Err(LowerReason::Unsupported(format!("the policy `{other}` for the aspect ratio"))),
+        other => return Err(LowerReason::Unsupported(format!("the aspect ratio policy `{other}`"))),
     };
-    let open = || LowerReason::Unsupported("an aspect ratio of axes of unknown size".to_string());
+    let open = || LowerReason::Unsupported("an aspect ratio with axes of unknown size".to_string());
     let scale = scale.ok_or_else(open)?;
     // Round half up.
     let size = |&at: &usize| dims[at].known().map(|d| Dim::Known((scale * d as f64 + 0.5).floor() as i64));

@@ -73,7 +73,7 @@ pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
     let (dims, piece) = (scope.fact(x).shape, scope.fact(updates).shape);
     let along = axis(scope.int("axis", -2)?, dims.len())?;
     if along == 0 || piece.len() != dims.len() {
-        return Err(LowerReason::Inputs(format!("a cache of rank {} has no sequence at axis {along}", dims.len())));
+        return Err(LowerReason::Inputs(format!("a cache of rank {} has no sequence axis {along}", dims.len())));
     }
     let mut place = count(scope, dims.len(), along, &piece[along])?;
     if let Some(starts) = scope.optional(2)? {

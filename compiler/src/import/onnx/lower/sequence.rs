@@ -76,13 +76,13 @@ fn sequence(items: Vec<Known>) -> Outputs {
 fn items(scope: &Scope<'_>) -> Result<Vec<Known>, LowerReason> {
     match scope.known(0)? {
         Known::Sequence(items) => Ok(items.clone()),
-        _ => Err(LowerReason::Unsupported("a sequence that is not made in the graph".to_string())),
+        _ => Err(LowerReason::Unsupported("a sequence that is not built in the graph".to_string())),
     }
 }
 
 /// The normalised index in input `slot` for a sequence of `count` elements.
 fn place(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, LowerReason> {
-    let index = scope.integers(slot, "the place in a sequence")?.and_then(|list| list.first().copied());
+    let index = scope.integers(slot, "the position in a sequence")?.and_then(|list| list.first().copied());
     axis(index.ok_or(LowerReason::Missing { slot })?, count)
 }
 
@@ -104,7 +104,7 @@ pub fn empty(_: &mut Scope<'_>) -> Outputs {
 /// Inserts a tensor, at the end by default.
 pub fn insert(scope: &mut Scope<'_>) -> Outputs {
     let mut items = items(scope)?;
-    let index = scope.integers(2, "the place in a sequence")?.and_then(|list| list.first().copied());
+    let index = scope.integers(2, "the position in a sequence")?.and_then(|list| list.first().copied());
     let count = items.len();
     let place = match index {
         None => count,

@@ -79,9 +79,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
         Some(1) => false,
         Some(2) => true,
         _ => {
-            return Err(LowerReason::Inputs(format!(
-                "the last axis of {fact} does not hold one or two parts of a number"
-            )));
+            return Err(LowerReason::Inputs(format!("the last axis of {fact} must have size 1 (real) or 2 (complex)")));
         }
     };
     // In F64: a matrix product of this size loses digits that a fast transform keeps.
@@ -93,7 +91,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let a = component(scope, 0)?;
     let b = if complex { Some(component(scope, 1)?) } else { None };
     if transform.length == 0 || size == 0 {
-        return Err(LowerReason::Inputs("a Fourier transform of no points".to_string()));
+        return Err(LowerReason::Inputs("a Fourier transform of 0 points".to_string()));
     }
     let half = transform.length / 2 + 1;
     let back_to_real = transform.inverse && transform.onesided;
@@ -143,7 +141,7 @@ pub fn dft(scope: &mut Scope<'_>) -> Outputs {
     };
     let at = axis(given, fact.rank())?;
     if fact.rank() < 2 || at == fact.rank() - 1 {
-        return Err(LowerReason::Inputs(format!("axis {given} of {fact} holds the parts of its numbers")));
+        return Err(LowerReason::Inputs(format!("axis {given} of {fact} is the real and imaginary axis")));
     }
     let (inverse, onesided) = (scope.flag("inverse", false)?, scope.flag("onesided", false)?);
     let length = match count(scope, 1, "the length of a Fourier transform")? {
@@ -163,7 +161,7 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
     let [_, steps, parts] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("the signal {fact} has not rank 3")));
+        return Err(LowerReason::Inputs(format!("the signal {fact} does not have rank 3")));
     };
     let size = steps.known().and_then(|d| usize::try_from(d).ok());
     let size = size.ok_or_else(|| LowerReason::Unsupported(format!("frames of a signal of unknown length {steps}")))?;
@@ -175,11 +173,14 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     };
     let length = count(scope, 3, "the length of a frame")?.or(of_window).unwrap_or(size);
     if step == 0 || length == 0 || length > size || of_window.is_some_and(|w| w != length) {
-        return Err(LowerReason::Inputs(format!("frames of {length}, one every {step}, of a signal of {size} steps")));
+        return Err(LowerReason::Inputs(format!(
+            "frames of length {length} with step {step} of a signal of {size} \
+            samples"
+        )));
     }
     let frames = 1 + (size - length) / step;
     if frames.checked_mul(length).is_none_or(|count| count > LARGEST) {
-        return Err(LowerReason::Unsupported(format!("{frames} frames of {length} steps")));
+        return Err(LowerReason::Unsupported(format!("{frames} frames of {length} samples")));
     }
     charge(scope, frames * length)?;
     let places: Vec<i64> = (0..frames * length).map(|at| (at / length * step + at % length) as i64).collect();
@@ -227,9 +228,7 @@ pub fn mel_weight_matrix(scope: &mut Scope<'_>) -> Outputs {
     charge(scope, rows * bands)?;
     let edges = band_edges(bands, length, rate, low, high);
     if edges.iter().any(|edge| !(0.0..rows as f64).contains(edge)) {
-        return Err(LowerReason::Inputs(format!(
-            "bands from {low} to {high} Hz of a signal of {rate} samples a second"
-        )));
+        return Err(LowerReason::Inputs(format!("bands from {low} to {high} Hz at a sample rate of {rate} Hz")));
     }
     let mut matrix = vec![0.0; rows * bands];
     for (band, edge) in edges.windows(3).enumerate() {

@@ -20,7 +20,7 @@ pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim)
 
 /// Normalises a slice bound for an axis of `size` and clamps it to `low … high`.
 pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, LowerReason> {
-    let unclear = || LowerReason::Inputs(format!("whether {given} lies within an axis of size {size} is not known"));
+    let unclear = || LowerReason::Inputs(format!("index {given} may or may not lie within an axis of size {size}"));
     if given.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
         // Very large numbers mean "to the end".
         return Ok(high.clone());
@@ -58,7 +58,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
         let at = axis(*given, dims.len())?;
         let size = &dims[at];
         if steps[n] == 0 {
-            return Err(LowerReason::Inputs("a step of the slice is 0".to_string()));
+            return Err(LowerReason::Inputs("the step of the slice is 0".to_string()));
         }
         // A step beyond 31 bits selects only the first element, like the largest 31-bit step.
         let step = usize::try_from(steps[n].unsigned_abs().min(i32::MAX as u64)).unwrap_or(1);
@@ -73,7 +73,7 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
             let end = place(&ends[n], size, &before, &last)?;
             (last.sub(&start)?, last.sub(&end)?)
         };
-        let unclear = || LowerReason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
+        let unclear = || LowerReason::Inputs(format!("a slice from {begin} to {end} may or may not be empty"));
         let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
         (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step);
     }
@@ -107,7 +107,7 @@ pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Va
     let dims = scope.fact_of(0)?.shape;
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
     if total != dims[at] || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-        return Err(LowerReason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {}", dims[at])));
+        return Err(LowerReason::Inputs(format!("sizes {sizes:?} do not add up to an axis of size {}", dims[at])));
     }
     let x = scope.value(0)?;
     let mut begin = Dim::Known(0);

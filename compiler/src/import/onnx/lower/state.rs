@@ -57,15 +57,15 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
     let out = scope.fact_of(0)?.dtype;
     let (q, k, v) = (unpacked(scope, 0, query_heads)?, unpacked(scope, 1, heads)?, unpacked(scope, 2, heads)?);
     let (keys, values) = (scope.fact(k), scope.fact(v));
-    let [batch, _, steps, key_size] = keys.shape.as_slice() else { unreachable!("it was given four axes") };
+    let [batch, _, steps, key_size] = keys.shape.as_slice() else { unreachable!("it has four axes") };
     let value_size = values.shape[3].clone();
     let scale = match (scope.float("scale", 0.0)?, key_size.known()) {
         (scale, _) if scale != 0.0 => scale,
         (_, Some(size)) if size > 0 => 1.0 / (size as f64).sqrt(),
-        _ => return Err(LowerReason::Inputs("the size of its heads is not known".to_string())),
+        _ => return Err(LowerReason::Inputs("its head size is unknown".to_string())),
     };
     let length = steps.known().filter(|steps| (1..=STEPS).contains(steps)).ok_or_else(|| {
-        LowerReason::Unsupported(format!("a linear attention over {steps} steps (1 to {STEPS} are written out)"))
+        LowerReason::Unsupported(format!("a linear attention over {steps} steps (supported: 1 to {STEPS})"))
     })?;
     let decay = if rule.gated { Some(unpacked(scope, 4, heads)?) } else { None };
     let beta = match rule.delta {
@@ -120,9 +120,9 @@ pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
     let (fact, weight) = (scope.fact(x), scope.fact(w));
     let ([batch, channels, steps], [_, _, kernel]) = (fact.shape.as_slice(), weight.shape.as_slice()) else {
-        return Err(LowerReason::Inputs(format!("its input {fact} and weight {weight} have not rank 3")));
+        return Err(LowerReason::Inputs(format!("its input {fact} and weight {weight} do not have rank 3")));
     };
-    let unknown = || LowerReason::Inputs(format!("the sizes of its weight {weight} are not known"));
+    let unknown = || LowerReason::Inputs(format!("the sizes of its weight {weight} are unknown"));
     let groups = channels.known().and_then(|c| usize::try_from(c).ok()).ok_or_else(unknown)?;
     let before = kernel.known().filter(|k| *k > 0).ok_or_else(unknown)? - 1;
     let shape = vec![batch.clone(), channels.clone(), Dim::Known(before)];

@@ -89,10 +89,10 @@ pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
 
 fn why(node: &Node) -> Option<&'static str> {
     if !node.domain.is_empty() {
-        return Some("not an operator of the standard");
+        return Some("not a standard ONNX operator");
     }
     Some(match node.op_type.as_str() {
-        "Multinomial" => "random numbers of a distribution that pipec does not draw",
+        "Multinomial" => "random numbers of this distribution are not implemented",
         name if name.contains("Sequence") || name.starts_with("Optional") => "sequences and optionals",
         name if name.starts_with("String") || name == "TfIdfVectorizer" => "strings",
         _ => return None,

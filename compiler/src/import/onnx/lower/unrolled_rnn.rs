@@ -50,7 +50,7 @@ impl UnrolledDirection<'_> {
         let steps = scope.fact(x).shape[0].known().filter(|steps| (1..=STEPS).contains(steps)).ok_or_else(|| {
             let steps = &scope.fact(x).shape[0];
             LowerReason::Unsupported(format!(
-                "a recurrent layer with rare options over {steps} steps (1 to {STEPS} are)"
+                "a recurrent layer with these options over {steps} steps (supported: 1 to {STEPS})"
             ))
         })?;
         let product = product(scope, x, w)?;

@@ -40,7 +40,7 @@ pub struct Lowered {
 pub enum LowerError {
     #[error("{0}")]
     Unsupported(Unsupported),
-    #[error("standard operator set {found} is not supported: {} to {} are", OPSETS.start(), OPSETS.end())]
+    #[error("standard operator set {found} is not supported; {} to {} are", OPSETS.start(), OPSETS.end())]
     Opset { found: i64 },
     #[error("{0}")]
     Nodes(Faults),
@@ -48,10 +48,10 @@ pub enum LowerError {
     Given { name: String, expected: Fact, found: Fact },
     #[error("graph output `{}`: {reason}", shown(name))]
     Output { name: String, reason: Box<LowerReason> },
-    #[error("the graph has no outputs: there is nothing to compute")]
+    #[error("the graph has no outputs")]
     NoOutputs,
     /// A node could not be re-added during pruning: a bug in pipec.
-    #[error("this is a bug in pipec: {0}")]
+    #[error("bug in pipec: {0}")]
     Prune(Box<AddError>),
 }
 
@@ -117,7 +117,9 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &StaticSizes, beyond: &
     };
     if opset > *OPSETS.end() {
         let newest = OPSETS.end();
-        walk.ledger.warnings.push(format!("standard operator set {opset} is newer than {newest}, the newest known"));
+        walk.ledger
+            .warnings
+            .push(format!("standard operator set {opset} is newer than {newest}, the latest supported"));
     }
     let initializers = walk.initializers(&model.initializers, &model.nodes, &model.buffers);
     walk.frames.top_mut().known.extend(initializers);
@@ -320,8 +322,8 @@ impl Walk<'_> {
         }
         if let Some(first) = parted.first() {
             self.ledger.warnings.push(format!(
-                "{} tensors are a parameter and a running statistic at once, since the exporter merged what starts \
-                 equal; the statistics are now on their own, `{}` first",
+                "the exporter merged {} tensors as parameter and running statistic, because they start equal; the \
+                 statistics are now separate, starting with `{}`",
                 parted.len(),
                 shown(&first.name)
             ));
@@ -333,7 +335,7 @@ impl Walk<'_> {
         for output in &model.outputs {
             if let Some(Some(Known::Absent(what))) = self.frames.find(&output.name) {
                 // Exporters list the running statistics of normalisations among the graph outputs.
-                self.ledger.warnings.push(format!("graph output `{}` is left out: it is {what}", shown(&output.name)));
+                self.ledger.warnings.push(format!("graph output `{}` is dropped: it is {what}", shown(&output.name)));
                 continue;
             }
             // Graph outputs are read like the inputs of a node.

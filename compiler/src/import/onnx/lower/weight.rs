@@ -161,8 +161,8 @@ pub fn warning<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
     let names: Vec<&str> = names.filter(|name| made_up(name)).collect();
     let first = names.first()?;
     Some(format!(
-        "{} parameters have names that the exporter made up, `{}` among them: it merged, transposed or folded the \
-         model's own, which may have untied or joined them; export with `dynamo=False, \
+        "{} parameters have exporter-generated names, such as `{}`: the exporter merged, transposed or folded the \
+         model's own, and may have untied or joined them; export with `dynamo=False, \
          training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False` to keep them",
         names.len(),
         shown(first)

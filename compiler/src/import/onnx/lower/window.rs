@@ -36,7 +36,7 @@ fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window
 
 /// The total padding that gives `⌈size / stride⌉` windows.
 fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, LowerReason> {
-    let open = || LowerReason::Inputs(format!("the padding that keeps an axis of size {size} is not known"));
+    let open = || LowerReason::Inputs(format!("the padding that keeps an axis of size {size} is unknown"));
     if stride == 1 {
         return Ok(dilation.saturating_mul(kernel - 1));
     }
@@ -59,7 +59,7 @@ fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
     u32::try_from(group).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| LowerReason::Attribute {
         name: "group",
         found: group.to_string(),
-        expected: "a number of at least 1",
+        expected: "an integer of at least 1",
     })
 }
 
@@ -85,7 +85,7 @@ fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>
 pub fn with_bias(scope: &mut impl Build, op: Binary, y: Value, bias: Value) -> Result<Value, LowerReason> {
     let dims = scope.fact(bias).shape;
     let [channels] = dims.as_slice() else {
-        return Err(LowerReason::Inputs(format!("{} is not one number for each channel", scope.fact(bias))));
+        return Err(LowerReason::Inputs(format!("{} does not have one number per channel", scope.fact(bias))));
     };
     let mut shape = vec![channels.clone()];
     shape.extend(vec![Dim::Known(1); scope.fact(y).rank().saturating_sub(2)]);

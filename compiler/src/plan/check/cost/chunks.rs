@@ -1,8 +1,8 @@
 //! Recomputes the cost of a plan with several stages per device, from the definitions in `plan::chunks`.
 
 use crate::cluster::Level;
+use crate::plan::Plan;
 use crate::plan::check::cost::{LevelLoad, farthest};
-use crate::plan::{Plan, ScheduleKind};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Sums per stage, in microseconds per micro-batch.
@@ -61,7 +61,7 @@ pub fn time(levels: &[Level], plan: &Plan, sums: &Sums<'_>) -> (f64, String) {
             worst = load;
         }
     }
-    let on_a_v = matches!(plan.schedule.kind, ScheduleKind::Zbv | ScheduleKind::DualPipeV);
+    let on_a_v = plan.schedule.kind.is_on_a_v();
     let mut fill = 0.0;
     for at in 0..ranks.len().saturating_sub(1) {
         let next = sums.way_in[at + 1];

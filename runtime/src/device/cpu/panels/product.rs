@@ -112,7 +112,7 @@ pub unsafe fn pack_all<B: Right>(b: &B, depth: usize, n: usize, panels: *mut f32
 ///
 /// As for [`product`]; `k` is at most [`DEPTH`].
 pub unsafe fn product_by_rows<A: Left>([m, n, k]: [usize; 3], a: &A, b: *const f32, c: &Plain, add: bool) {
-    debug_assert!(k <= DEPTH, "panels of the left factor have room for so much depth");
+    debug_assert!(k <= DEPTH, "panels of the left factor are too small for this depth");
     PANELS.with_borrow_mut(|panels| {
         for first in (0..m).step_by(BLOCK) {
             let mut block = Block { rows: first..m.min(first + BLOCK), depth: 0..k, in_place: None, panels, add };

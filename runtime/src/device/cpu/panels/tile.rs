@@ -72,7 +72,7 @@ pub unsafe fn tiles(rows: usize, vectors: usize, it: &Tiles, ahead: &mut Ahead, 
                         ($rows, 2, _) => sums::<$rows, 2, IN_PLACE>(it, ahead, std::ptr::null_mut()),
                         ($rows, _, _) => sums::<$rows, 3, IN_PLACE>(it, ahead, std::ptr::null_mut()),
                     )*
-                    _ => unreachable!("a tile has at most so many rows"),
+                    _ => unreachable!("too many rows for a tile"),
                 }
             }
         };

@@ -1,0 +1,162 @@
+//! The costs that a planning request names.
+
+use crate::cluster;
+use crate::costs::{self, CostInput, Costs, ModelFormat, Times};
+use crate::error::Error;
+use crate::events::EventSink;
+use crate::files::input;
+use crate::loss::CountedLoss;
+use crate::model;
+use crate::plan::request::PlanRequest;
+use compiler::cluster::Cluster;
+use compiler::cluster::device::{self, Kind};
+use compiler::import::onnx::name::shown;
+use compiler::profile::{Method, Profile};
+use compiler::tensor::DType;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// A cost source that has been opened.
+enum OpenedCosts {
+    /// The roofline of a device type, or of the cluster's devices.
+    Analytic(Option<&'static Kind>),
+    /// A profile: its file, the SHA-256 of the file, and its content.
+    Profile(PathBuf, String, Box<Profile>),
+}
+
+impl OpenedCosts {
+    fn open(input: &CostInput) -> Result<OpenedCosts, Error> {
+        match input {
+            CostInput::Analytic(None) => Ok(OpenedCosts::Analytic(None)),
+            CostInput::Analytic(Some(kind)) => Ok(OpenedCosts::Analytic(Some(cluster::kind(kind)?))),
+            CostInput::Profile(path) => {
+                let text = path.display().to_string();
+                if !path.exists() && device::find(&text).is_some() {
+                    return Err(Error::input(format!("no profile file `{}`", shown(&text)))
+                        .with_help(format!("`--profile analytic:{text}` uses the data sheet of that device type")));
+                }
+                let (sha256, profile) = input::read_profile(path)?;
+                Ok(OpenedCosts::Profile(path.clone(), sha256, Box::new(profile)))
+            }
+        }
+    }
+
+    /// The device type of the costs, if the cluster's devices are of another type.
+    fn other_kind(&self, cluster: &Cluster) -> Option<String> {
+        let kind = &cluster.device.kind;
+        let is = |name: &str| kind.eq_ignore_ascii_case(name);
+        match self {
+            OpenedCosts::Analytic(known) => known.map(|known| known.name.to_string()).filter(|name| !is(name)),
+            OpenedCosts::Profile(_, _, profile) => {
+                let name = &profile.device.name;
+                // A measured device is a CPU, named after its processor.
+                let is_cpu = profile.method == Method::Measured && device::find(name).is_none() && is("cpu");
+                (!is_cpu && !is(name)).then(|| name.clone())
+            }
+        }
+    }
+}
+
+/// The costs of a request.
+pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
+    match request.format.unwrap_or_else(|| ModelFormat::of(&request.model)) {
+        ModelFormat::Pipedream => published(request),
+        ModelFormat::Onnx | ModelFormat::Pt2 => imported(request, events),
+        ModelFormat::DnnPartitioning | ModelFormat::Piper => Err(Error::bug("an instance has no cost graph")),
+    }
+}
+
+fn published(request: &PlanRequest) -> Result<Costs, Error> {
+    let flags = [("--profile", request.costs != CostInput::default()), ("--loss", request.loss.is_some())];
+    if let Some((flag, _)) = flags.into_iter().find(|(_, is_given)| *is_given) {
+        return Err(Error::input(format!(
+            "`{flag}` cannot be combined with `--from pipedream`: the file has its own costs"
+        )));
+    }
+    let cluster = cluster::cluster(&request.cluster, None)?;
+    let micro_batch = request.micro_batch.unwrap_or(1);
+    let dtype = request.options.dtype.unwrap_or(DType::F32).name();
+    let costs = costs::published_on(&request.model, cluster, micro_batch, dtype)?;
+    Ok(Costs { has_memory: request.cluster.file.is_some(), ..costs })
+}
+
+fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
+    let opened = OpenedCosts::open(&request.costs)?;
+    let cluster = match &opened {
+        OpenedCosts::Analytic(kind) => cluster::cluster(&request.cluster, *kind)?,
+        OpenedCosts::Profile(_, _, profile) => cluster::cluster_of(&request.cluster, profile)?,
+    };
+    // With several device classes, relative speeds convert the costs.
+    if let Some(other) = opened.other_kind(&cluster).filter(|_| !cluster.is_mixed()) {
+        let kind = &cluster.device.kind;
+        events.warn(&format!(
+            "the costs are for {}, but the cluster's devices are of type {}: times are valid only for the former \
+             (`--profile analytic` uses the data sheet of the latter)",
+            shown(&other),
+            shown(kind)
+        ));
+    }
+    if let Some(format) = request.format {
+        check_format(format, &request.model)?;
+    }
+    let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
+    let profiled = match &opened {
+        OpenedCosts::Profile(_, _, profile) => Some(profile.settings.micro_batch),
+        OpenedCosts::Analytic(_) => None,
+    };
+    let micro_batch = loaded.micro_batch(profiled, events);
+    let times = match opened {
+        OpenedCosts::Analytic(kind) => {
+            let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
+            events.note(&format!(
+                "costs are analytic, from the data sheet of {}, not measured (`pipec profile` measures them)",
+                device.kind
+            ));
+            Times::Analytic(device)
+        }
+        OpenedCosts::Profile(path, sha256, profile) => Times::Profile(path, sha256, profile),
+    };
+    let counted = counted(request, &times)?;
+    let costs = costs::assemble(&loaded, micro_batch, cluster, times, request.options.dtype, counted)?;
+    if let Some(why) = &costs.untrainable {
+        events.warn(&format!("the model cannot be trained: {}; it is planned with its forward costs only", shown(why)));
+    }
+    Ok(costs)
+}
+
+/// The loss included in the costs: that of the profile, whose times include it, else the requested one.
+fn counted(request: &PlanRequest, times: &Times) -> Result<CountedLoss, Error> {
+    let (requested, is_inference) = (request.loss, request.options.is_inference());
+    if is_inference && requested.is_some_and(|loss| loss != CountedLoss::None) {
+        return Err(Error::input("`--loss` cannot be combined with a plan for inference").because("nothing is trained"));
+    }
+    let Times::Profile(path, _, profile) = times else {
+        return Ok(requested.unwrap_or(if is_inference { CountedLoss::None } else { CountedLoss::Default }));
+    };
+    let profiled = CountedLoss::read(profile.settings.loss.as_deref())?;
+    match requested.filter(|requested| *requested != profiled) {
+        None => Ok(profiled),
+        Some(_) => {
+            let has = profiled.written().map_or("no loss".to_string(), |loss| format!("the loss `{loss}`"));
+            Err(Error::input("`--loss` does not match this profile")
+                .because(format!("{} includes {has}", path.display()))
+                .with_help("`pipec profile MODEL --loss …` measures another loss"))
+        }
+    }
+}
+
+/// Refuses a model of another format than requested, because importers detect the format from the content.
+fn check_format(format: ModelFormat, path: &Path) -> Result<(), Error> {
+    let mut start = [0; 2];
+    let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
+    // The importer reports a file that cannot be read.
+    let is_archive = read.is_ok() && start == *b"PK";
+    let why = match (format, is_archive) {
+        (ModelFormat::Pt2, false) if read.is_ok() => "it is not a zip archive of torch.export.save",
+        (ModelFormat::Onnx, true) => "it is a zip archive; use `--from pt2` if torch.export.save wrote it",
+        _ => return Ok(()),
+    };
+    Err(Error::file("import", path, why)
+        .with_help("omit `--from`: the format of a model is detected from its first bytes"))
+}

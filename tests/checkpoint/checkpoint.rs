@@ -1,0 +1,321 @@
+//! Resumed runs are bitwise equal to uninterrupted ones: losses, weights, running statistics and all later checkpoints.
+//! An interrupted save always leaves a complete checkpoint.
+
+use crate::ready::{Ready, STEPS, adam, bits, checkpoints, cnn, contents, gpt, mlp, momentum, plan, ready};
+use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer};
+use compiler::op::{BatchNorm, Emit, Input, Op, Parameter, State};
+use compiler::pass::loss::Loss;
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::resume::period;
+use compiler::schedule::semantics::StepCount;
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::barrier::MinibatchBarrier;
+use runtime::checkpoint::find::{self, Found};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::{Policy, Staleness, Statistics};
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::resume::check_states;
+use runtime::train::run::{RunOptions, run, train};
+use std::fs;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Compares a whole run with runs resumed from each of its checkpoints.
+fn goes_on(what: &str, ready: &Ready) {
+    let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let whole = ready.run(None, folder.path(), None);
+    assert_eq!(bits(&whole.losses), bits(&plain.losses), "{what}: checkpoints change the run");
+    assert!(whole.weights == plain.weights, "{what}: checkpoints change the run");
+    let all = checkpoints(folder.path());
+    assert!(all.len() >= 2, "{what}: {all:?}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), all.len(), "{what}: nothing else is left");
+    for (done, from) in &all {
+        let found = find::read(from).unwrap_or_else(|fault| panic!("{what}: {fault}"));
+        let again = tempfile::tempdir().unwrap();
+        let rest = ready.run(Some(&found), again.path(), None);
+        assert_eq!(bits(&rest.losses), bits(&whole.losses[*done as usize..]), "{what}, from {done}");
+        assert!(rest.weights == whole.weights, "{what}, from {done}: weights");
+        let later: Vec<_> = all.iter().filter(|(of, _)| of > done).collect();
+        let made = checkpoints(again.path());
+        assert_eq!(made.len(), later.len(), "{what}, from {done}");
+        for ((of, one), (_, other)) in later.into_iter().zip(&made) {
+            let (one, other) = (contents(one), contents(other));
+            assert_eq!(one.keys().collect::<Vec<_>>(), other.keys().collect::<Vec<_>>(), "{what}, {of} from {done}");
+            for (name, bytes) in &one {
+                assert!(other[name] == *bytes, "{what}, {of} from {done}: {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn runs_that_flush_go_on() {
+    for (name, model) in [("mlp", mlp()), ("cnn", cnn()), ("gpt", gpt(true))] {
+        for (schedule, replicas, microbatches) in [
+            (Schedule::OneFOneB, &[1, 1, 1][..], 2),
+            (Schedule::Gpipe, &[2, 1], 4),
+            (Schedule::ZbH1, &[1, 1, 1], 4),
+            (Schedule::Interleaved, &[1, 1, 1, 1], 2),
+        ] {
+            let ready = ready(&model, plan(schedule, replicas, microbatches), adam(), Policy::default());
+            goes_on(&format!("{name} {schedule} {replicas:?}"), &ready);
+        }
+    }
+}
+
+#[test]
+fn runs_without_a_flush_go_on() {
+    for (name, tied, model) in
+        [("mlp", false, mlp()), ("cnn", false, cnn()), ("gpt", false, gpt(false)), ("tied", true, gpt(true))]
+    {
+        for (schedule, replicas, microbatches) in [
+            (Schedule::OneFOneBRr, &[1, 1, 1][..], 1),
+            (Schedule::OneFOneBRr, &[2, 1], 1),
+            (Schedule::OneFOneBRr, &[1, 2], 1),
+            (Schedule::OneFOneBRrVsync, &[1, 1, 1], 1),
+            (Schedule::OneFOneBRrVsync, &[1, 2], 1),
+            (Schedule::TwoBw, &[1, 1, 1], 2),
+            (Schedule::TwoBw, &[2, 1], 4),
+        ] {
+            if tied && schedule.is_round_robin() && replicas.len() == 2 {
+                continue;
+            }
+            let ready = ready(&model, plan(schedule, replicas, microbatches), momentum(), Policy::default());
+            goes_on(&format!("{name} {schedule} {replicas:?}"), &ready);
+        }
+    }
+}
+
+#[test]
+fn runs_that_stash_nothing_go_on() {
+    for (name, model) in [("mlp", mlp()), ("cnn", cnn())] {
+        for staleness in [Staleness::None, Staleness::Predict, Staleness::PipeMare { anneal: 4 }] {
+            for replicas in [&[1, 1, 1][..], &[2, 1], &[1, 2]] {
+                let policy = Policy { staleness, ..Policy::default() };
+                for optimizer in [momentum(), adam()] {
+                    let ready = ready(&model, plan(Schedule::OneFOneBRrNewest, replicas, 1), optimizer, policy);
+                    goes_on(&format!("{name} {staleness:?} {replicas:?}"), &ready);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn cuts_come_as_often_as_one_likes() {
+    for (schedule, replicas, microbatches) in [
+        (Schedule::OneFOneBRr, &[1, 1, 1, 1][..], 1),
+        (Schedule::OneFOneBRr, &[2, 1, 1], 1),
+        (Schedule::OneFOneBRrVsync, &[1, 1, 1, 1], 1),
+        (Schedule::OneFOneB, &[1, 1], 2),
+    ] {
+        let whole = ready(&mlp(), plan(schedule, replicas, microbatches), adam(), Policy::default());
+        goes_on(&format!("{schedule} {replicas:?} every one"), &Ready { every: 1, ..whole });
+    }
+    let policy = Policy { staleness: Staleness::Predict, ..Policy::default() };
+    let whole = ready(&mlp(), plan(Schedule::OneFOneBRrNewest, &[1, 1, 1, 1], 1), adam(), policy);
+    goes_on("predicted, every one", &Ready { every: 1, ..whole });
+}
+
+#[test]
+fn what_checkpoints_hold_is_counted_by_itself() {
+    for (schedule, replicas, microbatches) in
+        [(Schedule::OneFOneB, &[1, 1, 1][..], 2), (Schedule::OneFOneBRr, &[1, 1, 1], 1), (Schedule::TwoBw, &[1, 1], 2)]
+    {
+        let ready = ready(&mlp(), plan(schedule, replicas, microbatches), adam(), Policy::default());
+        let ready = Ready { every: 1, ..ready };
+        let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+        let kept = ready.run(None, tempfile::tempdir().unwrap().path(), None);
+        assert!(plain.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
+        for (worker, (with, without)) in kept.held_bytes.iter().zip(&plain.held_bytes).enumerate() {
+            // Message arrival times vary.
+            assert!(
+                *with <= without + without / 10,
+                "{schedule}, worker {worker}: {with} with checkpoints, {without} without"
+            );
+            let code = &ready.prepared.codes[worker];
+            let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
+            // Weights and two averages each.
+            assert!(kept.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
+        }
+    }
+}
+
+#[test]
+fn what_is_done_beside_goes_on() {
+    let clipped =
+        Policy { clip_norm: Some(0.05), statistics: Statistics::Deferred { unbiased: true }, ..Policy::default() };
+    let flush = ready(&cnn(), plan(Schedule::OneFOneB, &[1, 2], 2), momentum(), clipped);
+    goes_on("clipped, deferred", &flush);
+    let stale = ready(&cnn(), plan(Schedule::OneFOneBRr, &[1, 1, 1], 1), momentum(), clipped);
+    goes_on("clipped by stage", &stale);
+    for rule in [
+        Rule::RmsProp { learning_rate: 0.01, alpha: 0.9, epsilon: 1e-8, weight_decay: 0.0, momentum: 0.5 },
+        Rule::Adagrad { learning_rate: 0.01, decay: 0.1, epsilon: 1e-8, weight_decay: 0.0 },
+        Rule::Sgd { learning_rate: 0.01, momentum: 0.0, nesterov: false, weight_decay: 0.0 },
+    ] {
+        let what = format!("{rule:?}");
+        let run = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), Optimizer::from(rule), Policy::default());
+        goes_on(&what, &run);
+    }
+}
+
+#[test]
+fn a_stopped_run_leaves_a_resumable_checkpoint() {
+    let newest = Policy { staleness: Staleness::Predict, ..Policy::default() };
+    for (schedule, replicas, microbatches, policy) in [
+        (Schedule::OneFOneB, &[1, 1, 1][..], 2, Policy::default()),
+        (Schedule::Interleaved, &[1, 1, 1, 1], 2, Policy::default()),
+        (Schedule::OneFOneBRr, &[1, 1, 1], 1, Policy::default()),
+        (Schedule::OneFOneBRr, &[1, 2], 1, Policy::default()),
+        (Schedule::OneFOneBRr, &[2, 1, 1], 1, Policy::default()),
+        (Schedule::OneFOneBRrVsync, &[1, 2], 1, Policy::default()),
+        (Schedule::TwoBw, &[1, 1, 1], 2, Policy::default()),
+        (Schedule::OneFOneBRrNewest, &[1, 1, 1], 1, newest),
+    ] {
+        let ready = ready(&cnn(), plan(schedule, replicas, microbatches), momentum(), policy);
+        let ready = Ready { every: 100, ..ready };
+        let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+        let what = format!("{schedule} {replicas:?}");
+        // The stop arrives at any time; here when some worker starts a minibatch.
+        for _ in 0..3 {
+            let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
+            let gate = MinibatchBarrier::new(&stop, period(&ready.prepared.program), 0);
+            let first = std::thread::scope(|scope| {
+                let run = scope.spawn(|| ready.run(None, folder.path(), Some(&gate)));
+                stop.store(1, Ordering::Relaxed);
+                run.join().unwrap()
+            });
+            let end = gate.end().expect("it was asked before it began") as usize;
+            assert!(end < STEPS as usize, "{what}: {end}");
+            assert_eq!(bits(&first.losses), bits(&plain.losses[..end]), "{what}");
+            let [(done, at)] = &checkpoints(folder.path())[..] else { panic!("{what}: no checkpoint") };
+            assert_eq!(*done as usize, end, "{what}");
+            let found = find::read(at).unwrap();
+            let rest = ready.run(Some(&found), folder.path(), None);
+            assert_eq!(bits(&rest.losses), bits(&plain.losses[end..]), "{what}");
+            assert!(rest.weights == plain.weights, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_run_that_flushes_goes_on_under_another_plan() {
+    for model in [mlp(), cnn(), gpt(true)] {
+        let first = plan(Schedule::OneFOneB, &[1, 1, 1], 2);
+        let first = ready(&model, first, adam(), Policy::default());
+        let folder = tempfile::tempdir().unwrap();
+        let whole = first.run(None, folder.path(), None);
+        for (schedule, stages) in
+            [(Schedule::Gpipe, 2), (Schedule::OneFOneB, 1), (Schedule::ZbH1, 4), (Schedule::Interleaved, 4)]
+        {
+            let other = ready(&model, plan(schedule, &vec![1; stages], 2), adam(), Policy::default());
+            let (done, from) = &checkpoints(folder.path())[1];
+            let mut found = find::read(from).unwrap();
+            found.start.flight = None;
+            let again = tempfile::tempdir().unwrap();
+            let rest = other.run(Some(&found), again.path(), None);
+            assert_eq!(bits(&rest.losses), bits(&whole.losses[*done as usize..]), "{schedule} {stages}");
+            assert!(rest.weights == whole.weights, "{schedule} {stages}");
+        }
+    }
+}
+
+#[test]
+fn everything_that_a_checkpoint_holds_matters() {
+    let predict = Policy { staleness: Staleness::Predict, ..Policy::default() };
+    for (schedule, replicas, policy) in [
+        (Schedule::OneFOneBRr, &[1, 1, 1][..], Policy::default()),
+        (Schedule::OneFOneBRr, &[1, 2], Policy::default()),
+        (Schedule::OneFOneBRrNewest, &[1, 1, 1], predict),
+    ] {
+        let ready = ready(&cnn(), plan(schedule, replicas, 1), adam(), policy);
+        let folder = tempfile::tempdir().unwrap();
+        let whole = ready.run(None, folder.path(), None);
+        let (done, from) = &checkpoints(folder.path())[1];
+        let differs = |what: &str, change: &dyn Fn(&mut Found)| {
+            let mut found = find::read(from).unwrap();
+            change(&mut found);
+            let rest = ready.run(Some(&found), tempfile::tempdir().unwrap().path(), None);
+            let is_same = bits(&rest.losses) == bits(&whole.losses[*done as usize..]) && rest.weights == whole.weights;
+            assert!(!is_same, "{schedule} {replicas:?}: without {what} the run is the same");
+        };
+        let zeros = |found: &mut Found, kind: &str| {
+            let of_kind = found.start.optimizer.iter_mut().filter(|(name, _)| name.ends_with(kind));
+            of_kind.for_each(|(_, tensor)| *tensor = Tensor::zeros(tensor.dtype(), tensor.shape()));
+        };
+        differs("what was in flight", &|found| found.start.flight = None);
+        differs("counts of updates", &|found| zeros(found, "/step"));
+        differs("first moments", &|found| zeros(found, "/exp_avg"));
+        differs("second moments", &|found| zeros(found, "/exp_avg_sq"));
+        differs("running statistics", &|found| {
+            let statistics = found.weights.iter_mut().filter(|(name, _)| name.contains("running_"));
+            statistics.for_each(|(_, tensor)| *tensor = Tensor::zeros(tensor.dtype(), tensor.shape()));
+        });
+        let mut found = find::read(from).unwrap();
+        let flights = found.start.flight.iter_mut().flatten();
+        flights.for_each(|(_, flight)| {
+            flight.versions.clear();
+            flight.forwards.clear();
+        });
+        let mut weights = ready.weights.clone();
+        weights.extend(found.weights.clone());
+        let course = RunOptions { start: Some(&found.start), ..RunOptions::default() };
+        let fault =
+            run(&ready.training(&weights), course, &mut |_| {}).err().expect("versions are missing").to_string();
+        assert!(fault.starts_with("the checkpoint has no `v"), "{fault}");
+    }
+}
+
+/// A batch normalisation whose scale is its own running mean.
+#[test]
+fn a_state_that_is_read_where_it_follows_has_no_checkpoints_without_a_flush() {
+    let mut graph = Graph::new("loop");
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(3usize)]);
+    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let fact = || Fact::of(DType::F32, &[3]);
+    let scale = out.emit(Op::State(State { name: "mean".into(), fact: fact() }), &[]);
+    let bias = out.emit(Op::Parameter(Parameter { name: "bias".into(), fact: fact() }), &[]);
+    let norm = out.emit_all(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[x, scale, bias]);
+    graph.outputs.push(Output { name: "y".into(), value: norm[0] });
+    graph.averages.push(MovingAverage { state: scale.node, sample: norm[1], keep: 0.9 });
+    for (schedule, may) in [(Schedule::OneFOneB, true), (Schedule::OneFOneBRr, false), (Schedule::TwoBw, false)] {
+        let dims = Bindings::from([("batch".to_string(), 4)]);
+        let settings =
+            Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count: StepCount::minibatches(4) };
+        let made = prepare(&graph, &[0], plan(schedule, &[1], 1).pipeline, &settings).unwrap();
+        let checked = check_states(&made.program, &made.codes).map_err(|fault| fault.to_string());
+        assert_eq!(checked.is_ok(), may, "{schedule}");
+        assert!(checked.err().is_none_or(|fault| fault.contains("the forward reads `mean`")));
+    }
+}
+
+#[test]
+fn without_a_flush_another_plan_begins_with_the_one_version_of_the_cut() {
+    let first = ready(&cnn(), plan(Schedule::OneFOneBRr, &[1, 1, 1], 1), adam(), Policy::default());
+    let folder = tempfile::tempdir().unwrap();
+    first.run(None, folder.path(), None);
+    let mut found = find::read(&checkpoints(folder.path())[1].1).unwrap();
+    found.start.flight = None;
+    let steps = (STEPS - found.manifest.minibatches) as usize;
+    for other in [
+        plan(Schedule::OneFOneBRr, &[2, 1], 1),
+        plan(Schedule::OneFOneBRr, &[1, 1], 1),
+        plan(Schedule::OneFOneBRrNewest, &[1, 1, 1], 1),
+        plan(Schedule::OneFOneB, &[1, 1], 1),
+        plan(Schedule::TwoBw, &[1, 1], 2),
+    ] {
+        let what = format!("{}", other.schedule);
+        let other = ready(&cnn(), other, adam(), Policy::default());
+        let rest = other.run(Some(&found), tempfile::tempdir().unwrap().path(), None);
+        assert_eq!(rest.losses.len(), steps, "{what}");
+        assert!(rest.losses.iter().all(|loss| loss.is_finite()), "{what}: {:?}", rest.losses);
+    }
+    // After six minibatches, rounds of three end, but rounds of four do not.
+    let four = ready(&mlp(), plan(Schedule::OneFOneBRr, &[4, 1], 1), adam(), Policy::default());
+    let fault = found.start.check(&four.prepared.program).unwrap_err().to_string();
+    assert!(fault.contains("from minibatch 6") && fault.contains("every 4 minibatches"), "{fault}");
+}

@@ -1,0 +1,108 @@
+//! `pipec cluster` and `pipec doctor`: this machine as a cluster file, and descriptions of any cluster.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Returns exit code, standard output and standard error.
+fn ran(folder: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+fn printed(folder: &Path, arguments: &[&str]) -> String {
+    let (code, stdout, stderr) = ran(folder, arguments);
+    assert_eq!(code, Some(0), "{arguments:?}: {stderr}");
+    stdout
+}
+
+#[test]
+fn this_machine_is_a_cluster_that_plans_take() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    printed(folder, &["cluster", "detect", "--cpu", "--workers", "3", "-o", "here.toml"]);
+    let file = fs::read_to_string(folder.join("here.toml")).unwrap();
+    assert!(file.starts_with("schema = \"pipec.cluster/1\"") && file.contains("kind = \"cpu\""), "{file}");
+    assert_eq!(printed(folder, &["cluster", "detect", "--cpu", "--workers", "3"]), file, "the same without a file");
+    printed(folder, &["zoo", "mlp", "-o", "model.onnx"]);
+    printed(folder, &["partition", "model.onnx", "--cluster", "here.toml", "-o", "plan.json"]);
+    let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    assert_eq!(plan["cluster"]["devices"], 3);
+
+    // Benchmark output is a cluster file too; levels outside this machine are left out.
+    fs::write(
+        folder.join("two.toml"),
+        format!("{file}\n[[level]]\nname = \"net\"\ncount = 2\nbandwidth = \"1GB/s\"\n"),
+    )
+    .unwrap();
+    let table = printed(folder, &["cluster", "bench", "two.toml", "-o", "measured.toml"]);
+    assert!(table.contains("not measured"), "{table}");
+    let cluster = |name: &str| -> Value {
+        serde_json::from_str(&printed(folder, &["cluster", "show", name, "--format", "json"])).unwrap()
+    };
+    let (before, after) = (cluster("two.toml"), cluster("measured.toml"));
+    assert_eq!(before["levels"][1], after["levels"][1]);
+    assert_ne!(before["levels"][0]["bandwidth"], after["levels"][0]["bandwidth"]);
+    assert!(after["levels"][0]["bandwidth"].as_f64().unwrap() > 1e8);
+
+    let (code, _, stderr) = ran(folder, &["cluster", "bench", "gpus.toml"]);
+    assert!(code == Some(2) && stderr.contains("gpus.toml"), "{stderr}");
+    fs::write(
+        folder.join("gpus.toml"),
+        "schema = \"pipec.cluster/1\"\n[device]\nkind = \"h100\"\n[[level]]\ncount = 8\nbandwidth = \"450GB/s\"\n",
+    )
+    .unwrap();
+    let (code, _, stderr) = ran(folder, &["cluster", "bench", "gpus.toml"]);
+    assert!(code == Some(1) && stderr.contains("nvbandwidth"), "{stderr}");
+}
+
+#[test]
+fn a_cluster_is_shown_with_what_lies_between_any_two_devices() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let shown = printed(folder, &["cluster", "show", "--levels", "2:450GB/s,2:50GB/s"]);
+    let expected = "\
+4 x h100 (2 on level0 at 450.0 GB/s, 2 on level1 at 50.00 GB/s)
+
+devices  type  memory each  memory bandwidth       f32 peak      bf16 peak
+      4  h100     80.00 GB        3.350 TB/s  66.90 Tflop/s  989.4 Tflop/s
+";
+    assert!(shown.starts_with(expected), "{shown}");
+    let rows: Vec<Vec<&str>> = shown
+        .lines()
+        .skip_while(|line| !line.starts_with("bandwidth between"))
+        .skip(2)
+        .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
+        .collect();
+    assert_eq!(rows[0], ["0", "·", "450.0", "50.00", "50.00"]);
+    assert_eq!(rows[3], ["3", "50.00", "50.00", "450.0", "·"]);
+    let value: Value =
+        serde_json::from_str(&printed(folder, &["cluster", "show", "--gpus", "3", "--format", "json"])).unwrap();
+    assert_eq!(value["devices"], 3);
+    assert_eq!(value["bandwidth_between"][0], serde_json::json!([null, 450e9, 450e9]));
+    // Too many devices to list pairs.
+    assert!(!printed(folder, &["cluster", "show", "--gpus", "64"]).contains("between"));
+    let (code, _, stderr) = ran(folder, &["cluster", "show"]);
+    assert!(code == Some(2) && stderr.contains("--gpus"), "{stderr}");
+}
+
+#[test]
+fn the_doctor_says_what_works_and_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let text = printed(folder, &["doctor"]);
+    assert!(text.contains("CPU") && text.contains("profile cache") && text.contains("GPUs"), "{text}");
+    let value: Value = serde_json::from_str(&printed(folder, &["doctor", "--format", "json"])).unwrap();
+    assert!(value["findings"].as_array().unwrap().iter().all(|finding| finding["state"] != "broken"), "{value}");
+    // The cache folder is a file.
+    fs::write(folder.join("pipec"), "").unwrap();
+    let output = Command::cargo_bin("pipec").unwrap().env("XDG_CACHE_HOME", folder).arg("doctor").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(
+        stderr.contains("error: checks failed: profile cache") && stderr.contains("cannot write files"),
+        "{stderr}"
+    );
+}

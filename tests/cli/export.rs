@@ -1,0 +1,421 @@
+//! Plans exported to other tools: exports match the plan, stage models compose to the whole model, and unsupported
+//! plans are rejected with a suggestion.
+
+use crate::support::shared::data;
+use assert_cmd::Command;
+use compiler::export::target::table::TARGETS;
+use compiler::import::onnx::proto::ModelProto;
+use compiler::schedule::formats::csv::ComputeTable;
+use compiler::tensor::Tensor;
+use prost::Message;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+fn pipec(folder: &Path, arguments: &[&str]) -> Output {
+    Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
+}
+
+/// Runs successfully and returns standard error.
+fn done(folder: &Path, arguments: &[&str]) -> String {
+    let output = pipec(folder, arguments);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {message}");
+    message
+}
+
+/// Expects this exit code; returns standard error.
+fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = pipec(folder, arguments);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}");
+    assert_eq!(message.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{message}");
+    message
+}
+
+fn text(folder: &Path, name: &str) -> String {
+    fs::read_to_string(folder.join(name)).unwrap()
+}
+
+fn json(folder: &Path, name: &str) -> Value {
+    serde_json::from_str(&text(folder, name)).unwrap()
+}
+
+/// A small GPT with tied embeddings and its plan `p.json`, of three stages unless flags differ.
+fn gpt(folder: &Path, flags: &[&str]) {
+    done(folder, &["zoo", "gpt", "--layers", "4", "-o", "gpt.onnx"]);
+    let usual = ["partition", "gpt.onnx", "--microbatches", "4", "-o", "p.json"];
+    let cut = ["--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b"];
+    done(folder, &[&usual[..], if flags.is_empty() { &cut } else { flags }].concat());
+}
+
+/// A published profile: a chain of ops with these names.
+fn chain(folder: &Path, names: &[&str]) {
+    let mut text = String::new();
+    for (at, name) in names.iter().enumerate() {
+        text += &format!(
+            "node{at} -- {name} -- forward_compute_time=1.5, backward_compute_time=2.5, activation_size=1000.0, parameter_size=400.0\n"
+        );
+    }
+    (1..names.len()).for_each(|at| text += &format!("\tnode{} -- node{at}\n", at - 1));
+    fs::write(folder.join("c.graph.txt"), text).unwrap();
+}
+
+#[test]
+fn every_target_writes_the_same_bytes_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder, &["--gpus", "2", "--stages", "1,1", "--schedule", "1f1b", "--target", "torchtitan"]);
+    for entry in TARGETS {
+        let export =
+            |to: &str| done(folder, &["export", "p.json", "--to", entry.name, "--model", "gpt.onnx", "-o", to]);
+        export("a/");
+        export("b/");
+        let names = |of: &str| -> Vec<PathBuf> {
+            let mut names: Vec<PathBuf> =
+                fs::read_dir(folder.join(of)).unwrap().map(|file| file.unwrap().file_name().into()).collect();
+            names.sort();
+            names
+        };
+        assert!(!names("a").is_empty() && names("a") == names("b"), "{}", entry.name);
+        for name in names("a") {
+            let read = |of: &str| fs::read(folder.join(of).join(&name)).unwrap();
+            assert!(read("a") == read("b"), "{}: {name:?}", entry.name);
+        }
+        fs::remove_dir_all(folder.join("a")).unwrap();
+        fs::remove_dir_all(folder.join("b")).unwrap();
+    }
+}
+
+#[test]
+fn modules_go_to_the_frameworks_that_keep_them_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder, &["--gpus", "4", "--stages", "2,2", "--target", "torchtitan"]);
+    let plan = json(folder, "p.json");
+    let blocks = |stage: usize| -> usize {
+        let mut names: Vec<String> = plan["stages"][stage]["modules"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|module| {
+                let module = module.as_str().unwrap();
+                module.starts_with("blocks.").then(|| module.split('.').take(2).collect::<Vec<_>>().join("."))
+            })
+            .collect();
+        names.sort();
+        names.dedup();
+        names.len()
+    };
+    let (first, second) = (blocks(0), blocks(1));
+    assert_eq!(first + second, 4);
+
+    done(folder, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
+    let titan = json(folder, "t/torchtitan.json");
+    let parts = &titan["parallelism"]["module_fqns_per_model_part"];
+    assert_eq!(parts[0][0], "wte");
+    assert_eq!(parts[0].as_array().unwrap().len(), 2 + first, "{parts}");
+    assert_eq!(parts[1].as_array().unwrap().last().unwrap(), "head");
+    assert_eq!(titan["parallelism"]["data_parallel_replicate_degree"], 2);
+    // Two replicas share four micro-batches.
+    assert_eq!(text(folder, "t/schedule.csv"), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+    let toml = text(folder, "t/torchtitan.toml");
+    for part in parts.as_array().unwrap() {
+        assert!(toml.lines().any(|line| line == format!("    {part},")), "{toml}");
+    }
+    assert!(toml.contains("[parallelism]\n") && toml.contains("\npipeline_parallel_schedule_csv = \"schedule.csv\"\n"));
+
+    done(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
+    let layout = format!("--pipeline-model-parallel-layout \"E{}|{}L\"", "t".repeat(first), "t".repeat(second));
+    assert!(text(folder, "m.args").lines().any(|line| line == layout), "{}", text(folder, "m.args"));
+    // The file states how to pass it; a script then gets its arguments.
+    let count = first;
+    let first = text(folder, "m.args").lines().next().unwrap().to_string();
+    assert!(first.starts_with("# ") && first.contains("pretrain_gpt.py"), "{first}");
+    #[cfg(unix)]
+    {
+        let line = first
+            .split_once(": ")
+            .unwrap()
+            .1
+            .replace("torchrun … pretrain_gpt.py …", "printf '%s\\n'")
+            .replace("FILE", "m.args");
+        let shell = std::process::Command::new("sh").arg("-c").arg(line).current_dir(folder).output().unwrap();
+        let passed = String::from_utf8(shell.stdout).unwrap();
+        let words: Vec<&str> = passed.lines().collect();
+        let at = words.iter().position(|word| *word == "--pipeline-model-parallel-layout").unwrap();
+        assert_eq!(words[at + 1], format!("E{}|{}L", "t".repeat(count), "t".repeat(second)), "{passed}");
+        assert_eq!(words.len(), 10, "{passed}");
+    }
+
+    done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    let deepspeed = json(folder, "d.json");
+    assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + count, 8]));
+    assert_eq!(deepspeed["gradient_accumulation_steps"], 2);
+    assert!(text(folder, "d.json").starts_with("{\n  \"_use\": ["));
+    assert_eq!(deepspeed["zero_optimization"], serde_json::json!({"stage": 0}));
+    for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
+        let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
+        assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} names its destination");
+    }
+}
+
+#[test]
+fn what_a_tool_cannot_carry_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let refused = |flags: &[&str], to: &str, why: &str, help: &str| {
+        gpt(folder, flags);
+        let message = fails(folder, 1, &["export", "p.json", "--to", to, "--model", "gpt.onnx", "-o", "x/"]);
+        assert!(message.contains(why) && message.contains(help), "{to}: {message}");
+        assert!(!folder.join("x").exists(), "nothing is written");
+    };
+    let unequal = ["--gpus", "3", "--stages", "2,1", "--schedule", "1f1b"];
+    for to in ["torch", "torchtitan", "megatron", "deepspeed"] {
+        let help = format!("--target {to}");
+        refused(&unequal, to, "stages have 2, 1 replicas", &help);
+        refused(&["--gpus", "2", "--stages", "1,1", "--schedule", "2bw"], to, "weight versions", &help);
+    }
+    let cut = ["--gpus", "2", "--stages", "1,1", "--schedule", "1f1b", "--cut-after", "blocks.1.mlp.act"];
+    for to in ["torchtitan", "megatron", "deepspeed"] {
+        refused(&cut, to, "module `blocks.1` is in stages 0 and 1", &format!("--target {to}"));
+    }
+    // DeepSpeed supports only ZeRO 1 with pipelines.
+    let shares = |level: &'static str| ["--gpus", "4", "--stages", "2,2", "--target", "deepspeed", "--zero", level];
+    for (level, why) in [("2", "ZeRO stage 2"), ("3", "ZeRO stage 3")] {
+        refused(&shares(level), "deepspeed", why, "--target deepspeed --zero 1");
+    }
+    gpt(folder, &shares("1"));
+    done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    assert_eq!(json(folder, "d.json")["zero_optimization"], serde_json::json!({"stage": 1}));
+    refused(
+        &["--gpus", "2", "--stages", "1,1", "--schedule", "zb-h1"],
+        "megatron",
+        "no schedule zb-h1",
+        "--schedule 1f1b",
+    );
+    refused(
+        &["--gpus", "2", "--stages", "1,1", "--schedule", "2bw"],
+        "pipedream",
+        "no schedule 2bw",
+        "--schedule 1f1b",
+    );
+}
+
+#[test]
+fn usage_errors_are_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder, &[]);
+    assert!(fails(folder, 2, &["export", "p.json", "--to", "nothing"]).contains("deepspeed, dot"));
+    assert!(fails(folder, 2, &["export", "p.json", "--to", "onnx"]).contains("--model FILE"));
+    done(folder, &["zoo", "mlp", "-o", "mlp.onnx"]);
+    let message = fails(folder, 2, &["export", "p.json", "--to", "onnx", "--model", "mlp.onnx"]);
+    assert!(message.contains("mlp.onnx is not the model of the plan"), "{message}");
+    let message = fails(folder, 2, &["export", "p.json", "--to", "torch", "-o", "-"]);
+    assert!(message.contains("several files"), "{message}");
+    let dot = pipec(folder, &["export", "p.json", "--to", "dot", "-o", "-"]);
+    assert!(String::from_utf8(dot.stdout).unwrap().starts_with("digraph plan {"));
+}
+
+#[test]
+fn names_can_do_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder, &["x\"]; y [label=\"z", "../../etc/passwd", "Linear"]);
+    done(
+        folder,
+        &["partition", "c.graph.txt", "--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "-o", "p.json"],
+    );
+    let mut plan = json(folder, "p.json");
+    let bad = "../../x\"'];\\\u{1b}[31m\n{}</script>\u{7f}";
+    for (at, stage) in plan["stages"].as_array_mut().unwrap().iter_mut().enumerate() {
+        stage["modules"] = serde_json::json!([format!("{bad}{at}")]);
+        stage["op_names"] = serde_json::json!([format!("{bad}{at}")]);
+    }
+    plan["model"]["file"] = serde_json::json!(bad);
+    plan["edges"][0]["tensors"] = serde_json::json!([bad]);
+    fs::write(folder.join("p.json"), plan.to_string()).unwrap();
+    fs::create_dir(folder.join("in")).unwrap();
+    for to in ["dot", "torch", "pipedream"] {
+        done(folder, &["export", "p.json", "--to", to, "--model", "c.graph.txt", "-o", &format!("in/{to}/")]);
+    }
+    let dot = text(folder, "in/dot/plan.dot");
+    assert!(!dot.contains('\u{1b}') && !dot.contains('\u{7f}'));
+    for line in dot.lines() {
+        // Unescaped quotes come in pairs, and only a statement's end follows a label.
+        let quotes = line.replace("\\\\", "").replace("\\\"", "").matches('"').count();
+        assert!(quotes == 0 || quotes == 2, "{line}");
+    }
+    let stages = json(folder, "in/torch/stages.json");
+    assert_eq!(stages["stages"][1]["nodes"][0], format!("{bad}1"));
+    // Generated programs contain no text from the model.
+    for name in ["split.py", "train.py"] {
+        assert!(!text(folder, &format!("in/torch/{name}")).contains("</script>"), "{name}");
+    }
+    let found: Vec<_> = fs::read_dir(folder.join("in")).unwrap().collect();
+    assert_eq!(found.len(), 3, "nothing stands beside the folders that were asked for");
+}
+
+#[test]
+fn profiles_keep_their_costs_and_gain_stages() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder, &["Conv2d(3, 64)", "ReLU(inplace)", "Linear(9, 9)", "Softmax"]);
+    let plan = ["partition", "c.graph.txt", "--gpus", "3", "--stages", "2,1"];
+    done(folder, &[&plan[..], &["-o", "p.json"]].concat());
+    done(folder, &["export", "p.json", "--to", "pipedream", "--model", "c.graph.txt", "-o", "out"]);
+    let conf = json(folder, "out/conf.json");
+    assert_eq!(
+        conf,
+        serde_json::json!({"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [2]}})
+    );
+    let graph = text(folder, "out/graph.txt");
+    assert!(graph.lines().filter(|line| line.starts_with("node")).all(|line| line.contains(" -- stage_id=")));
+    // Read back, it is the same problem: the same plan costs the same.
+    done(folder, &["partition", "out/graph.txt", "--gpus", "3", "--stages", "2,1", "-o", "q.json"]);
+    let (before, after) = (json(folder, "p.json"), json(folder, "q.json"));
+    assert_eq!(before["predicted"], after["predicted"]);
+    assert_eq!(before["stages"][0]["ops"], after["stages"][0]["ops"]);
+}
+
+#[test]
+fn every_schedule_becomes_a_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for (schedule, replicas, backward) in [
+        ("gpipe", "1,1", "B"),
+        ("1f1b", "1,1", "B"),
+        ("zb-h1", "1,1", "I"),
+        ("interleaved", "1,1,1,1", "B"),
+        ("bfs", "1,1,1,1", "B"),
+        ("zbv", "1,1,1,1", "I"),
+        ("dualpipev", "1,1,1,1", "I"),
+    ] {
+        gpt(folder, &["--gpus", "2", "--stages", replicas, "--schedule", schedule]);
+        done(folder, &["export", "p.json", "--to", "torch", "-o", "t"]);
+        let table: ComputeTable = text(folder, "t/schedule.csv").parse().unwrap();
+        let stages = json(folder, "t/stages.json");
+        assert_eq!((table.rows.len(), table.microbatches()), (2, 4), "{schedule}");
+        assert_eq!(table.stages() as usize, stages["stages"].as_array().unwrap().len(), "{schedule}");
+        let text = table.to_string();
+        assert!(text.contains(backward), "{schedule}: {text}");
+        // Every stage runs its forwards on the rank given in the file.
+        for (stage, rank) in stages["ranks"].as_array().unwrap().iter().enumerate() {
+            let row = text.lines().nth(rank.as_u64().unwrap() as usize).unwrap();
+            assert!(row.split(',').any(|cell| cell == format!("{stage}F0")), "{schedule}: stage {stage}");
+        }
+    }
+}
+
+/// Runs the stages in sequence according to `stages.json` and compares with the whole model.
+fn runs_as_the_whole(folder: &Path, model: &str, inputs: &BTreeMap<String, Tensor>) {
+    runtime::data::weights::write(&folder.join("x.npz"), inputs).unwrap();
+    done(folder, &["eval", model, "--inputs", "x.npz", "-o", "whole.npz"]);
+    let whole = runtime::data::weights::read(&folder.join("whole.npz")).unwrap();
+    let message = json(folder, "s/stages.json");
+    let mut pool = inputs.clone();
+    for stage in message["stages"].as_array().unwrap() {
+        let named = |input: &Value| input["name"].as_str().unwrap().to_string();
+        let wanted: Vec<String> = stage["inputs"].as_array().unwrap().iter().map(named).collect();
+        let given: BTreeMap<String, Tensor> = wanted.iter().map(|name| (name.clone(), pool[name].clone())).collect();
+        runtime::data::weights::write(&folder.join("in.npz"), &given).unwrap();
+        let file = format!("s/{}", stage["file"].as_str().unwrap());
+        done(folder, &["eval", &file, "--inputs", "in.npz", "-o", "out.npz"]);
+        pool.extend(runtime::data::weights::read(&folder.join("out.npz")).unwrap());
+    }
+    for name in message["outputs"].as_array().unwrap() {
+        let name = name.as_str().unwrap();
+        let (whole, chained) = (whole[name].to_f64(), pool[name].to_f64());
+        assert_eq!(whole.len(), chained.len(), "{name}");
+        let largest = whole.iter().map(|value| value.abs()).fold(0.0, f64::max);
+        let apart = whole.iter().zip(&chained).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(largest > 0.0 && apart <= 1e-5 * largest, "{model} {name}: {apart} of {largest}");
+    }
+}
+
+#[test]
+fn stages_run_as_the_whole_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for (name, options, cut) in [
+        ("gpt", &["--layers", "2"][..], &["--gpus", "3", "--stages", "1,1,1"][..]),
+        ("residual-cnn", &[], &["--gpus", "4", "--stages", "1,1,1,1"]),
+        ("mlp", &[], &["--gpus", "2", "--stages", "1,1"]),
+    ] {
+        let model = format!("{name}.onnx");
+        done(folder, &[&["zoo", name, "-o", &model][..], options].concat());
+        let plan = ["partition", &model, "--schedule", "1f1b", "--microbatches", "2", "-o", "p.json"];
+        done(folder, &[&plan[..], cut].concat());
+        let _ = fs::remove_dir_all(folder.join("s"));
+        done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", &model, "-o", "s"]);
+        runs_as_the_whole(folder, &model, &made_up(&folder.join(&model)));
+    }
+}
+
+/// Three rows for every model input: sequential numbers, or tokens for integers.
+fn made_up(path: &Path) -> BTreeMap<String, Tensor> {
+    let model = compiler::import::onnx::decode::read(path).unwrap();
+    let one = |input: &compiler::import::onnx::model::ValueInfo| {
+        let size = |dim: &compiler::import::onnx::model::Dim| match dim {
+            compiler::import::onnx::model::Dim::Known(size) => *size as usize,
+            _ => 3,
+        };
+        let shape: Vec<usize> = input.dims.as_ref().unwrap().iter().map(size).collect();
+        let count: usize = shape.iter().product();
+        let tensor = match input.elem_type {
+            1 => Tensor::from_f32(&shape, &(0..count).map(|i| (i as f32 * 0.7).sin()).collect::<Vec<_>>()),
+            _ => Tensor::from_i64(&shape, &(0..count as i64).map(|i| i * 5 % 7).collect::<Vec<_>>()),
+        };
+        (input.name.clone(), tensor)
+    };
+    model.inputs.iter().map(one).collect()
+}
+
+#[test]
+fn shared_models_run_in_stages() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let Some(model) = data(&format!("parity/{name}/model.onnx")) else { return };
+        let model = model.to_str().unwrap();
+        let plan =
+            ["partition", model, "--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "--microbatches", "4"];
+        done(folder, &[&plan[..], &["-o", "p.json"]].concat());
+        let _ = fs::remove_dir_all(folder.join("s"));
+        done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", model, "-o", "s"]);
+        runs_as_the_whole(folder, model, &made_up(Path::new(model)));
+    }
+}
+
+#[test]
+fn every_node_says_its_stage() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder, &[]);
+    done(folder, &["export", "p.json", "--to", "onnx", "--model", "gpt.onnx", "-o", "staged.onnx"]);
+    let proto = |name: &str| ModelProto::decode(&fs::read(folder.join(name)).unwrap()[..]).unwrap();
+    let (staged, plain) = (proto("staged.onnx"), proto("gpt.onnx"));
+    assert!(staged.ir_version() >= 11);
+    assert_eq!((staged.configuration[0].name(), staged.configuration[0].num_devices()), ("pipec", 3));
+    let graph = staged.graph.unwrap();
+    let mut made: BTreeMap<&str, i32> = BTreeMap::new();
+    let mut seen = [0; 3];
+    for node in &graph.node {
+        let [one] = node.device_configurations.as_slice() else { panic!("{}", node.name()) };
+        let stage = one.pipeline_stage.unwrap();
+        seen[stage as usize] += 1;
+        // Nothing is read before it is produced.
+        let before = node.input.iter().filter_map(|name| made.get(name.as_str())).max();
+        assert!(before.is_none_or(|before| *before <= stage), "{}", node.name());
+        made.extend(node.output.iter().map(|name| (name.as_str(), stage)));
+    }
+    assert!(seen.iter().all(|count| *count > 0), "{seen:?}");
+    // Otherwise it equals the model, including the plan's own copy.
+    let mut bare = graph.clone();
+    bare.node.iter_mut().for_each(|node| node.device_configurations.clear());
+    assert_eq!(Some(bare), plain.graph);
+    done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", "staged.onnx", "-o", "s"]);
+}

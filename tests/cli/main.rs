@@ -1,0 +1,12 @@
+//! The command line.
+
+mod cli;
+mod cluster;
+mod export;
+mod profile;
+mod report;
+mod sweep;
+mod verdicts;
+
+#[path = "../support/mod.rs"]
+mod support;

@@ -1,0 +1,4 @@
+//! JSON Schemas of file formats, and the structure of the workspace.
+
+mod schema;
+mod tidy;

@@ -1,0 +1,240 @@
+//! Structure of the workspace: no upward imports, a head in every file, a sample for every core op, and a limit on file
+//! length.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Modules by layer, lowest first; a module may import lower layers and itself.
+const FLOORS: [(&str, usize); 32] = [
+    ("compiler::text", 1),
+    ("compiler::tensor", 1),
+    ("compiler::cluster", 2),
+    ("compiler::op", 3),
+    ("compiler::graph", 4),
+    ("compiler::profile", 5),
+    ("compiler::pass", 6),
+    ("compiler::import", 7),
+    ("compiler::tensor_parallel", 7),
+    ("models", 8),
+    ("compiler::plan", 9),
+    ("compiler::schedule", 10),
+    ("compiler::simulate", 11),
+    ("compiler::partition", 12),
+    ("compiler::export", 12),
+    ("compiler", 13),
+    ("instances", 14),
+    ("runtime", 14),
+    ("profiler", 15),
+    ("pipec::error", 16),
+    ("pipec::events", 16),
+    ("pipec::files", 17),
+    ("pipec::loss", 17),
+    ("pipec::help", 18),
+    ("pipec::model", 19),
+    ("pipec::cluster", 19),
+    ("pipec::costs", 20),
+    ("pipec::plan", 21),
+    ("pipec::launch", 22),
+    ("pipec::train", 23),
+    ("pipec::profile", 24),
+    ("pipec", 25),
+];
+
+/// Maximum lines per file; a longer one probably has two responsibilities.
+const LONGEST: usize = 620;
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn sources() -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut folders: Vec<PathBuf> = [
+        "src",
+        "compiler/src",
+        "compiler/instances/src",
+        "runtime/src",
+        "profiler/src",
+        "models/src",
+        "tests",
+        "benches",
+        "compiler/tests",
+        "compiler/examples",
+        "models/tests",
+    ]
+    .iter()
+    .map(|f| root().join(f))
+    .filter(|f| f.is_dir())
+    .collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+fn message(path: &Path) -> String {
+    path.strip_prefix(root()).unwrap().display().to_string()
+}
+
+/// The module of a file: `compiler/src/op/conv.rs` is in `compiler::op`.
+fn room(path: &Path) -> Option<(&'static str, usize)> {
+    let name = message(path);
+    let (package, rest) = match name.split_once("/src/") {
+        // A package in the folder of another has its own name: `compiler/instances/src/lib.rs` is in `instances`.
+        Some((package, rest)) => (package.rsplit('/').next()?, rest),
+        None => ("pipec", name.strip_prefix("src/")?),
+    };
+    let first = rest.split(['/', '.']).next()?;
+    let inner = format!("{package}::{first}");
+    FLOORS.iter().copied().find(|(r, _)| *r == inner).or_else(|| FLOORS.iter().copied().find(|(r, _)| *r == package))
+}
+
+/// The modules named in a file's `use` lines and paths.
+fn imports(text: &str, own: &str) -> BTreeSet<String> {
+    let package = own.split("::").next().unwrap();
+    let mut found = BTreeSet::new();
+    for line in text.lines().map(str::trim).filter(|l| !l.starts_with("//")) {
+        for (prefix, of) in [("crate::", package), ("compiler::", "compiler"), ("runtime::", "runtime")] {
+            for (at, _) in line.match_indices(prefix) {
+                let before = line[..at].chars().next_back();
+                if before.is_some_and(|c| c.is_alphanumeric() || c == '_' || c == ':') {
+                    continue;
+                }
+                let next: String =
+                    line[at + prefix.len()..].chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+                found.insert(format!("{of}::{next}"));
+            }
+        }
+        for package in ["models", "profiler", "instances"] {
+            if line.contains(&format!("{package}::")) && own != package {
+                found.insert(package.to_string());
+            }
+        }
+    }
+    found
+}
+
+fn floor(room: &str) -> Option<usize> {
+    let exact = FLOORS.iter().find(|(r, _)| *r == room);
+    let package = room.split("::").next().unwrap();
+    exact.or_else(|| FLOORS.iter().find(|(r, _)| *r == package)).map(|(_, f)| *f)
+}
+
+#[test]
+fn no_room_imports_upward() {
+    let mut wrong = Vec::new();
+    for path in sources() {
+        let Some((own, height)) = room(&path) else { continue };
+        let text = fs::read_to_string(&path).unwrap();
+        for import in imports(&text, own) {
+            let same_package = own.split("::").next() == import.split("::").next();
+            // In a package without modules in the table, every file is in the same layer.
+            let other = match FLOORS.iter().find(|(r, _)| *r == import) {
+                Some((_, f)) => *f,
+                None if same_package => continue,
+                None => floor(&import).unwrap_or(0),
+            };
+            if other > height {
+                wrong.push(format!("{} ({own}) imports {import}", message(&path)));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "imports upward:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_head_of_a_folder_imports_nothing_from_it() {
+    let mut wrong = Vec::new();
+    for path in sources() {
+        let folder = path.with_extension("");
+        let Some((own, _)) = room(&path) else { continue };
+        if !folder.is_dir() || !own.starts_with("compiler::") {
+            continue;
+        }
+        let module = folder.strip_prefix(root().join("compiler/src")).unwrap().display().to_string().replace('/', "::");
+        let text = fs::read_to_string(&path).unwrap();
+        let before_tests = text.split("#[cfg(test)]").next().unwrap();
+        // A file that imports nothing from the folder closes no circle.
+        let is_leaf = |name: &str| {
+            let text = fs::read_to_string(folder.join(name).with_extension("rs")).unwrap_or_default();
+            !text.is_empty() && !text.contains(&format!("crate::{module}::"))
+        };
+        let inside = |l: &&str| {
+            let imported =
+                l.trim_start().strip_prefix("use ").and_then(|l| l.split(&format!("crate::{module}::")).nth(1));
+            imported.is_some_and(|rest| !is_leaf(rest.split([':', ';']).next().unwrap_or_default()))
+        };
+        wrong.extend(before_tests.lines().filter(inside).map(|l| format!("{}: {}", message(&path), l.trim())));
+    }
+    assert!(wrong.is_empty(), "heads that import from their own folder:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_file_opens_with_what_it_is() {
+    let silent: Vec<String> =
+        sources().iter().filter(|p| !fs::read_to_string(p).unwrap().starts_with("//! ")).map(|p| message(p)).collect();
+    assert!(silent.is_empty(), "no `//!` at the top of {silent:?}");
+}
+
+#[test]
+fn no_file_has_grown_a_second_idea() {
+    let lines = |p: &PathBuf| fs::read_to_string(p).unwrap().lines().count();
+    // `op.rs` is one list, however long.
+    let long = sources().into_iter().filter(|p| lines(p) > LONGEST && !p.ends_with("compiler/src/op.rs"));
+    let long: Vec<String> = long.map(|p| message(&p)).collect();
+    assert!(long.is_empty(), "longer than {LONGEST} lines: {long:?}");
+}
+
+#[test]
+fn every_core_op_has_a_sample() {
+    let samples: BTreeSet<&str> =
+        compiler::op::table::samples().iter().map(|s| compiler::op::table::rule(&s.op).name()).collect();
+    // The variants of `Op`, and those of ops that are plain enums.
+    let text = fs::read_to_string(root().join("compiler/src/op.rs")).unwrap();
+    let variants = |name: &str| -> Vec<String> {
+        let body = text.split(&format!("pub enum {name} {{")).nth(1).unwrap().split("\n}").next().unwrap();
+        let word = |l: &str| l.trim().split(['(', ',']).next().unwrap().to_string();
+        body.lines().filter(|l| !l.trim().starts_with("//") && !l.trim().starts_with('#')).map(word).collect()
+    };
+    let snake = |name: String| -> String {
+        let mut out = String::new();
+        for c in name.chars() {
+            if c.is_uppercase() && !out.is_empty() {
+                out.push('_');
+            }
+            out.extend(c.to_lowercase());
+        }
+        out
+    };
+    let mut missing = Vec::new();
+    for name in ["Op", "Unary", "Binary", "Compare"].into_iter().flat_map(variants).filter(|v| !v.is_empty()) {
+        if ["Unary", "Binary", "Compare"].contains(&name.as_str()) {
+            continue;
+        }
+        let name = snake(name.replace("MatMul", "Matmul"));
+        if !samples.contains(name.as_str()) {
+            missing.push(name);
+        }
+    }
+    assert!(missing.is_empty(), "ops without a sample: {missing:?}");
+}
+
+#[test]
+fn nothing_is_left_undone() {
+    let marks = ["todo!", "unimplemented!", "#[ignore", "FIXME"];
+    let mut found = Vec::new();
+    for path in sources().iter().filter(|p| !p.ends_with("tests/formats/tidy.rs")) {
+        let text = fs::read_to_string(path).unwrap();
+        found.extend(marks.iter().filter(|m| text.contains(**m)).map(|m| format!("{}: {m}", message(path))));
+    }
+    assert!(found.is_empty(), "{found:?}");
+}

@@ -1,0 +1,283 @@
+//! Lower bounds and searches, against exhaustive search on a thousand small graphs; the gap on large ones; independence
+//! of op numbering.
+
+use crate::support::problems::{Random, chain, parallel, random_graph, transformer};
+use compiler::cluster::read::levels;
+use compiler::import::onnx::proto::{ModelProto, NodeProto};
+use compiler::import::pipedream;
+use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
+use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::read::to_json;
+use compiler::profile::cost_graph::{CostGraph, OpId};
+use prost::Message;
+use std::time::Instant;
+
+fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
+    plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() }).unwrap()
+}
+
+fn us(planned: &Planned) -> f64 {
+    planned.plan.predicted.minibatch_us
+}
+
+fn same(left: f64, right: f64) -> bool {
+    (left - right).abs() <= 1e-9 * left.max(right)
+}
+
+fn random_problem(seed: u64, clusters: &[&str]) -> Problem {
+    let mut random = Random(seed);
+    let graph = random_graph(&mut random, 10);
+    let cluster = levels(clusters[random.below(clusters.len() as u64) as usize]).unwrap();
+    let cost = [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec][seed as usize % 3];
+    let mut problem = Problem::new(graph, cluster, cost);
+    if random.below(2) == 0 {
+        problem.activation_compression = Some(1.0);
+    }
+    problem
+}
+
+#[test]
+fn a_thousand_small_graphs_are_bounded_and_planned_best() {
+    let mut missed = Vec::new();
+    for seed in 0..1000 {
+        let problem = random_problem(50_000 + seed, &["2:1GB/s", "3:1GB/s", "4:0.2GB/s", "4:10GB/s"]);
+        let best = us(&with(&problem, Partitioner::Exhaustive));
+        let ours = with(&problem, Partitioner::Pipec);
+        let bound = ours.plan.lower_bound_us;
+        assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
+        assert!(us(&ours) >= best * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best}", us(&ours));
+        // The bound without any search.
+        let single = with(&problem, Partitioner::Single).plan;
+        assert!(single.lower_bound_us <= best * (1.0 + 1e-9), "seed {seed}: bound {} of {best}", single.lower_bound_us);
+        if !same(us(&ours), best) {
+            missed.push(seed);
+        }
+    }
+    println!("{} of 1000 missed: {missed:?}", missed.len());
+    assert!(missed.len() <= 10, "{missed:?}");
+}
+
+#[test]
+fn plans_on_two_and_three_levels_are_bounded() {
+    for seed in 0..120 {
+        let mut problem = random_problem(60_000 + seed, &["2:10GB/s,2:1GB/s", "2:10GB/s,2:1GB/s,2:0.5GB/s"]);
+        if problem.cost == CostModel::Pipec {
+            problem.cost = CostModel::Paper;
+        }
+        let ours = with(&problem, Partitioner::Pipec);
+        let whole_groups = us(&with(&problem, Partitioner::Exhaustive));
+        let mut flat = problem.clone();
+        flat.cluster = problem.cluster.flattened();
+        let free = us(&with(&flat, Partitioner::Exhaustive));
+        let best = whole_groups.min(free);
+        assert!(same(us(&ours), best), "seed {seed}: {} of {best}", us(&ours));
+        for partitioner in Partitioner::ALL {
+            let bound = with(&problem, partitioner).plan.lower_bound_us;
+            assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound {bound} above {best}");
+        }
+        assert!(ours.plan.proven_optimal, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_transformer_of_five_thousand_ops_on_a_thousand_devices() {
+    for cost in [CostModel::Paper, CostModel::Pipec] {
+        let cluster = levels("8:300GB/s,128:25GB/s").unwrap();
+        let mut problem = Problem::new(transformer(5000, 2048, 4096), cluster, cost);
+        problem.activation_compression = Some(1.0);
+        let clock = Instant::now();
+        let found = with(&problem, Partitioner::Pipec).plan;
+        let gap = found.predicted.minibatch_us / found.lower_bound_us - 1.0;
+        println!("{cost:?}: gap {gap:.4}, {:?}", clock.elapsed());
+        assert!(gap <= 0.03, "{cost:?}: gap {gap}");
+    }
+}
+
+#[test]
+fn wide_networks_are_planned_near_their_bound() {
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    for (name, cluster) in [("nasnetamobile", "16:1.25GB/s"), ("inception_v3", "16:1.25GB/s")] {
+        let path = format!("{root}/partition/pipedream/profiles/{name}.graph.txt");
+        let Ok(text) = std::fs::read_to_string(path) else { return println!("skipped: no shared data") };
+        let graph = pipedream::read(&text).unwrap();
+        let mut problem = Problem::new(graph, levels(cluster).unwrap(), CostModel::Pipedream);
+        problem.activation_compression = Some(1.0);
+        let clock = Instant::now();
+        let found = with(&problem, Partitioner::Pipec).plan;
+        let gap = found.predicted.minibatch_us / found.lower_bound_us - 1.0;
+        println!("{name} on {cluster}: gap {gap:.4}, {:?}, {:?}", found.search, clock.elapsed());
+        assert!(gap <= 0.05, "{name} on {cluster}: gap {gap}");
+    }
+}
+
+#[test]
+fn bombs_are_planned_within_a_warning() {
+    for (name, graph) in [("chain", chain(30_000)), ("parallel chains", parallel(24, 24))] {
+        let mut problem = Problem::new(graph, levels("4:10GB/s,4:1GB/s").unwrap(), CostModel::Pipedream);
+        problem.activation_compression = Some(1.0);
+        let clock = Instant::now();
+        let found = with(&problem, Partitioner::Pipec).plan;
+        println!("{name}: {:?}, {:?}", clock.elapsed(), found.search);
+        assert!(found.proven_optimal || found.warnings.iter().any(|warning| warning.contains("search truncated")));
+    }
+}
+
+fn shuffled(graph: &CostGraph, random: &mut Random) -> CostGraph {
+    let ops = graph.ops.len();
+    let mut waits = vec![0; ops];
+    let edges = graph.edges();
+    edges.iter().for_each(|(_, to)| waits[to.index()] += 1);
+    let mut ready: Vec<usize> = (0..ops).filter(|&op| waits[op] == 0).collect();
+    let mut place = vec![OpId(0); ops];
+    let mut order = Vec::new();
+    while !ready.is_empty() {
+        let op = ready.swap_remove(random.below(ready.len() as u64) as usize);
+        place[op] = OpId(order.len() as u32);
+        order.push(op);
+        for (_, to) in edges.iter().filter(|(from, _)| from.index() == op) {
+            waits[to.index()] -= 1;
+            if waits[to.index()] == 0 {
+                ready.push(to.index());
+            }
+        }
+    }
+    let moved = |ids: &[OpId]| {
+        let mut moved: Vec<OpId> = ids.iter().map(|id| place[id.index()]).collect();
+        moved.sort_unstable();
+        moved
+    };
+    let mut other = CostGraph::default();
+    for (at, &op) in order.iter().enumerate() {
+        let mut costs = graph.ops[op].clone();
+        costs.id = at as u32;
+        other.ops.push(costs);
+        let tensor = &graph.tensors[op];
+        let mut wire = tensor.clone();
+        (wire.producer, wire.consumers) = (place[op], moved(&tensor.consumers));
+        other.tensors.push(wire);
+    }
+    other.params = graph.params.clone();
+    other.params.iter_mut().for_each(|param| param.users = moved(&param.users));
+    other
+}
+
+#[test]
+fn the_order_of_the_ops_in_a_file_changes_no_objective() {
+    let mut random = Random(7);
+    for (name, graph) in [("transformer", transformer(60, 256, 512)), ("parallel", parallel(5, 5))] {
+        for cost in [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec] {
+            let mut problem = Problem::new(graph.clone(), levels("4:2GB/s,2:1GB/s").unwrap(), cost);
+            problem.activation_compression = Some(1.0);
+            let found = with(&problem, Partitioner::Pipec);
+            assert_eq!(to_json(&found.plan).unwrap(), to_json(&with(&problem, Partitioner::Pipec).plan).unwrap());
+            for _ in 0..6 {
+                let mut other = problem.clone();
+                other.graph = shuffled(&graph, &mut random);
+                assert_eq!(other.graph.check(), Ok(()));
+                let again = with(&other, Partitioner::Pipec);
+                assert!(same(us(&again), us(&found)), "{name} {cost:?}: {} and {}", us(&again), us(&found));
+            }
+        }
+    }
+}
+
+fn profile(name: &str) -> Option<String> {
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    std::fs::read_to_string(format!("{root}/partition/pipedream/profiles/{name}.graph.txt")).ok()
+}
+
+fn shuffled_lines(text: &str, random: &mut Random) -> String {
+    let mut lines: Vec<&str> = text.lines().collect();
+    for at in (1..lines.len()).rev() {
+        lines.swap(at, random.below(at as u64 + 1) as usize);
+    }
+    lines.join("\n") + "\n"
+}
+
+#[test]
+fn the_order_of_the_lines_of_a_published_profile_changes_no_objective() {
+    let mut random = Random(11);
+    for name in ["vgg16", "gnmt", "resnet50"] {
+        let Some(text) = profile(name) else { return println!("skipped: no shared data") };
+        for cost in [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec] {
+            let found = |text: &str| {
+                let cluster = levels("4:1.25GB/s").unwrap();
+                let mut problem = Problem::new(pipedream::read(text).unwrap(), cluster, cost);
+                problem.activation_compression = Some(1.0);
+                us(&with(&problem, Partitioner::Pipec))
+            };
+            let (one, other) = (found(&text), found(&shuffled_lines(&text, &mut random)));
+            assert!(same(one, other), "{name} {cost:?}: {one} and {other}");
+        }
+    }
+}
+
+#[test]
+fn the_order_of_the_nodes_of_an_onnx_file_changes_neither_the_graph_nor_the_objective() {
+    let folder = tempfile::tempdir().unwrap();
+    let entry = models::zoo::ENTRIES.iter().find(|entry| entry.name == "unet").unwrap();
+    let model = models::zoo::build(entry.name, &entry.small()).unwrap().model;
+    let bytes = models::zoo::to_bytes(&model);
+    let mut file = ModelProto::decode(bytes.as_slice()).unwrap();
+    let mut random = Random(3);
+    let mut answers = Vec::new();
+    for at in 0..4 {
+        if at > 0 {
+            let graph = file.graph.as_mut().unwrap();
+            graph.node = in_another_order(std::mem::take(&mut graph.node), &mut random);
+        }
+        std::fs::write(folder.path().join("m.onnx"), file.encode_to_vec()).unwrap();
+        let output = assert_cmd::Command::cargo_bin("pipec")
+            .unwrap()
+            .current_dir(folder.path())
+            .args(["partition", "m.onnx", "--gpus", "4", "--profile", "analytic:h100", "--format", "json"])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let us = plan["predicted"]["minibatch_us"].as_f64().unwrap();
+        answers.push((plan["model"]["graph_hash"].clone(), us));
+    }
+    assert!(answers.iter().all(|(hash, us)| *hash == answers[0].0 && same(*us, answers[0].1)), "{answers:?}");
+}
+
+/// The nodes in another topological order.
+fn in_another_order(nodes: Vec<NodeProto>, random: &mut Random) -> Vec<NodeProto> {
+    let mut waiting = nodes;
+    let mut made: Vec<String> = Vec::new();
+    let all: Vec<String> = waiting.iter().flat_map(|node| node.output.clone()).collect();
+    let mut order = Vec::new();
+    while !waiting.is_empty() {
+        let is_ready = |node: &NodeProto| node.input.iter().all(|name| !all.contains(name) || made.contains(name));
+        let ready: Vec<usize> = (0..waiting.len()).filter(|&at| is_ready(&waiting[at])).collect();
+        let node = waiting.remove(ready[random.below(ready.len() as u64) as usize]);
+        made.extend(node.output.iter().cloned());
+        order.push(node);
+    }
+    order
+}
+
+#[test]
+fn plans_are_the_same_bytes_on_any_number_of_threads() {
+    let mut problems: Vec<Problem> =
+        (0..24).map(|seed| random_problem(130_000 + seed, &["3:1GB/s", "4:10GB/s", "2:10GB/s,2:1GB/s"])).collect();
+    for name in ["vgg16", "gnmt"] {
+        let Some(text) = profile(name) else { break };
+        problems.push(Problem::new(pipedream::read(&text).unwrap(), levels("4:1.25GB/s").unwrap(), CostModel::Pipec));
+    }
+    let bytes = |problem: &Problem| to_json(&with(problem, Partitioner::Pipec).plan).unwrap();
+    let alone: Vec<String> = problems.iter().map(bytes).collect();
+    for threads in [2, 8] {
+        let share = problems.len().div_ceil(threads);
+        let together: Vec<String> = std::thread::scope(|scope| {
+            let workers: Vec<_> = problems
+                .chunks(share)
+                .map(|chunk| scope.spawn(move || chunk.iter().map(bytes).collect::<Vec<_>>()))
+                .collect();
+            workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+        });
+        assert!(alone == together, "{threads} threads");
+    }
+}

@@ -1,0 +1,134 @@
+//! Plans with several stages per rank: the checker accepts them, and programs and simulation match the predictions.
+
+use compiler::cluster::Bytes;
+use compiler::cluster::read::levels;
+use compiler::partition::planner::{PlanError, Planned, PlannerOptions, plan};
+use compiler::plan::check::consistency::sound;
+use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::schedule::Schedule;
+use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use compiler::schedule::check::verify::check;
+use compiler::schedule::pipeline::{generated, pipeline};
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::simulate::run::{Machine, simulate};
+use std::collections::BTreeMap;
+
+const KINDS: [Schedule; 4] = [Schedule::Interleaved, Schedule::Bfs, Schedule::Zbv, Schedule::DualPipeV];
+
+/// A chain in which every third op is also read three ops later.
+fn chain(times: &[f64], bytes: u64) -> CostGraph {
+    let count = times.len() as u32;
+    let op = |(id, us): (usize, &f64)| OpCost {
+        id: id as u32,
+        name: format!("op{id}"),
+        fwd_us: us / 3.0,
+        bwd_us: us * 2.0 / 3.0,
+        param_bytes: 1000,
+        saved_bytes: 500,
+        out_bytes: bytes,
+        ..OpCost::default()
+    };
+    let readers = |id: u32| {
+        let far = id.is_multiple_of(3).then_some(id + 3);
+        [Some(id + 1), far].into_iter().flatten().filter(|to| *to < count).map(OpId).collect()
+    };
+    CostGraph {
+        ops: times.iter().enumerate().map(op).collect(),
+        tensors: (0..count)
+            .map(|id| TensorCost { name: format!("t{id}"), producer: OpId(id), bytes, consumers: readers(id) })
+            .collect(),
+        params: (0..count).map(|id| ParamCost::new(format!("p{id}"), 1000, vec![OpId(id)])).collect(),
+    }
+}
+
+fn problem(graph: CostGraph, spec: &str, kind: Schedule, chunks: u32, microbatches: u32) -> Problem {
+    let mut problem = Problem::new(graph, levels(spec).unwrap(), CostModel::Pipec);
+    problem.schedule = kind;
+    problem.chunks = chunks;
+    problem.microbatches = microbatches;
+    problem
+}
+
+fn planned(problem: &Problem) -> Planned {
+    plan(problem, &PlannerOptions::default()).unwrap()
+}
+
+#[test]
+fn programs_hold_what_plans_say() {
+    for kind in KINDS {
+        for chunks in if kind.is_on_a_v() { vec![2] } else { vec![2, 3] } {
+            for (spec, microbatches) in [("4:1GB/s", 8), ("4:1GB/s", 1), ("2:10GB/s,3:1GB/s", 7)] {
+                let times: Vec<f64> = (0..40).map(|at| 50.0 + f64::from(at * 7 % 11)).collect();
+                let problem = problem(chain(&times, 1000), spec, kind, chunks, microbatches);
+                let plan = planned(&problem).plan;
+                sound(&plan).unwrap();
+                let plan_error = format!("{} {chunks} {spec} {microbatches}", kind.name());
+                assert_eq!(plan.schedule.chunks, chunks, "{plan_error}");
+                let mut held: BTreeMap<&[u32], usize> = BTreeMap::new();
+                plan.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += 1);
+                assert!(held.values().all(|stages| *stages == chunks as usize), "{plan_error}: {held:?}");
+                let shape = pipeline(&plan).unwrap();
+                let count = StepCount { minibatches: 2, microbatches };
+                let program = schedule(generated(kind).unwrap(), &shape, count).unwrap();
+                check(&program).unwrap();
+                let caps: Vec<u32> = program.stages.iter().map(|stage| stage.cap).collect();
+                assert_eq!(caps, plan.schedule.in_flight, "{plan_error}");
+            }
+        }
+    }
+}
+
+/// With equal ops and free links, programs take exactly the predicted time.
+#[test]
+fn predictions_are_what_simulation_finds() {
+    for kind in KINDS {
+        let problem = problem(chain(&[60.0; 32], 0), "4:1000GB/s", kind, 2, 16);
+        let plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
+        let mut alone = problem.clone();
+        alone.constraints.no_replication = true;
+        let plan = if plan.stages.len() == 8 { plan } else { planned(&alone).plan };
+        let shape = pipeline(&plan).unwrap();
+        let count = StepCount { minibatches: 1, microbatches: 16 };
+        let program = schedule(generated(kind).unwrap(), &shape, count).unwrap();
+        let found = simulate(&program, &shape, &Machine::of(&shape)).unwrap().makespan;
+        let off = (plan.predicted.step_us - found).abs() / found;
+        assert!(off < 0.08, "{}: {} predicted, {found} simulated", kind.name(), plan.predicted.step_us);
+    }
+}
+
+#[test]
+fn chunks_of_one_rank_share_its_memory() {
+    for kind in KINDS {
+        let mut problem = problem(chain(&[60.0; 24], 10), "3:1GB/s", kind, 2, 6);
+        problem.constraints.no_replication = true;
+        let free = planned(&problem).plan;
+        let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
+        free.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += stage.memory.total);
+        let most = held.into_values().max().unwrap();
+        problem.memory_limit = Some(Bytes(most));
+        assert_eq!(planned(&problem).plan.stages.len(), free.stages.len());
+        // Slightly less memory requires recomputation; very little is infeasible.
+        problem.memory_limit = Some(Bytes(most - 1));
+        assert!(planned(&problem).plan.stages.iter().any(|stage| stage.recompute));
+        problem.memory_limit = Some(Bytes(5000));
+        let refused = plan(&problem, &PlannerOptions::default()).unwrap_err();
+        let PlanError::Infeasible { smallest_limit, .. } = refused else { panic!("{refused}") };
+        problem.memory_limit = Some(Bytes(smallest_limit));
+        planned(&problem);
+    }
+}
+
+#[test]
+fn incompatible_settings_are_reported() {
+    let plan_error = |problem: &Problem| plan(problem, &PlannerOptions::default()).unwrap_err().to_string();
+    let graph = || chain(&[1.0; 12], 1);
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::OneFOneB, 2, 4)).contains("interleaved"));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Zbv, 3, 4)).contains('2'));
+    assert!(plan_error(&problem(graph(), "4:1GB/s", Schedule::Interleaved, 9, 4)).contains("9 stages"));
+    let mut unequal = problem(graph(), "4:1GB/s", Schedule::Interleaved, 2, 4);
+    unequal.constraints.replicas = Some(vec![1, 1, 2, 1]);
+    assert!(plan_error(&unequal).contains("equal replicas"));
+    unequal.constraints.replicas = Some(vec![2, 2, 2, 2]);
+    assert_eq!(planned(&unequal).plan.stages.len(), 4);
+}

@@ -1,0 +1,423 @@
+//! Tensor-parallel plans: against exhaustive search on small models, through the checker, and in training.
+
+use crate::support::problems::{Random, random_graph};
+#[allow(dead_code)] // Other tests use the rest.
+use assert_cmd::Command;
+use compiler::cluster::read::levels;
+use compiler::cluster::{BytesPerSecond, Seconds, device};
+use compiler::graph::bind::{bind, symbols};
+use compiler::graph::{Graph, order};
+use compiler::import::import::{Options as Import, from_onnx};
+use compiler::import::onnx::decode::parse;
+use compiler::partition::planner::{Partitioner, PlannerOptions, plan};
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::costs::{cost_graph, fill};
+use compiler::pass::loss::Loss;
+use compiler::plan::check::verify::{check, evaluate};
+use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::schedule::Schedule;
+use compiler::plan::{LevelPlacement, Plan, Stage, StageId};
+use compiler::profile::ProfiledModel;
+use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::shared::TensorParallelCosts;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, StageSpec};
+use compiler::tensor::dim::Bindings;
+use compiler::tensor_parallel::cost::Machine;
+use compiler::tensor_parallel::costs::shared_costs;
+use models::zoo::{Options, build, to_bytes};
+use runtime::train::prepare::Settings;
+use runtime::train::tensor_parallel::prepare_shared;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// Tensor-parallel costs: each op gets faster, or not.
+fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorParallelCosts {
+    let mut shared = graph.clone();
+    let mut meetings = Vec::new();
+    for op in &mut shared.ops {
+        let gain = 1.0 + (f64::from(devices) - 1.0) * random.below(5) as f64 / 4.0;
+        let meeting = random.below(30) as f64;
+        (op.fwd_us, op.bwd_us) = (op.fwd_us / gain + meeting, op.bwd_us / gain + meeting);
+        op.weight_us = op.weight_us.map(|us| us / gain);
+        op.saved_bytes /= 1 + random.below(u64::from(devices));
+        meetings.push([meeting; 2]);
+    }
+    for param in &mut shared.params {
+        param.bytes /= if random.below(3) > 0 { u64::from(devices) } else { 1 };
+    }
+    TensorParallelCosts { devices, graph: shared, meetings }
+}
+
+/// The minimum time over linear stage cuts, replica counts and degrees.
+fn least(problem: &Problem, template: &Plan) -> f64 {
+    let ops = problem.graph.ops.len() as u32;
+    let (all, unit) = (problem.cluster.devices(), problem.cluster.levels[0].count);
+    let mut best = f64::INFINITY;
+    for degree in std::iter::once(1).chain(problem.shared.iter().map(|costs| costs.devices)) {
+        if !unit.is_multiple_of(degree) {
+            continue;
+        }
+        let (groups, offsets) = (all / degree, if problem.cluster.levels.len() > 1 { unit / degree } else { 1 });
+        for first in 0..offsets {
+            let mut stages = Vec::new();
+            extend(problem, template, [degree, groups, ops], [0, first], &mut stages, &mut best);
+        }
+    }
+    best
+}
+
+fn extend(
+    problem: &Problem,
+    template: &Plan,
+    [degree, groups, ops]: [u32; 3],
+    [op, group]: [u32; 2],
+    stages: &mut Vec<Stage>,
+    best: &mut f64,
+) {
+    if op == ops {
+        let mut plan = Plan { stages: stages.clone(), ..template.clone() };
+        let (count, versions) = (stages.len(), if problem.schedule == Schedule::TwoBw { 2 } else { 1 });
+        (plan.schedule.in_flight, plan.schedule.weight_versions) = (vec![1; count], vec![versions; count]);
+        *best = best.min(evaluate(problem, &plan).unwrap().minibatch_us);
+        return;
+    }
+    for end in op + 1..=ops {
+        for replicas in 1..=groups.saturating_sub(group) {
+            let place = template.stages[0].hierarchy[0];
+            stages.push(Stage {
+                id: StageId(stages.len() as u32),
+                ops: vec![(op, end)],
+                replicas,
+                tensor_degree: Some(degree).filter(|degree| *degree > 1),
+                devices: (group * degree..(group + replicas) * degree).collect(),
+                recompute: false,
+                hierarchy: vec![LevelPlacement { replicas, ..place }],
+                ..template.stages[0].clone()
+            });
+            extend(problem, template, [degree, groups, ops], [end, group + replicas], stages, best);
+            stages.pop();
+        }
+    }
+}
+
+#[test]
+fn no_cuts_replicas_and_groups_are_better_than_the_plan() {
+    let (mut shared, mut alone) = (0, 0);
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        // A chain, whose closed sets are its prefixes.
+        let mut graph = CostGraph::default();
+        for at in 0..2 + random.below(3) as u32 {
+            let reads: Vec<u32> = at.checked_sub(1).into_iter().collect();
+            let (us, bytes, weights) = (1.0 + random.below(90) as f64, random.below(40_000), random.below(200_000));
+            crate::support::problems::add(&mut graph, "op", &reads, us, bytes, 1 + weights);
+        }
+        let spec = ["4:1GB/s", "2:10GB/s,2:1GB/s", "6:2GB/s", "4:20GB/s,2:2GB/s"][random.below(4) as usize];
+        let mut problem = Problem::new(graph, levels(spec).unwrap(), CostModel::Pipec);
+        let outermost = problem.cluster.levels.len() - 1;
+        problem.cluster.levels[outermost].shared = random.below(3) == 0;
+        problem.cluster.levels.iter_mut().for_each(|level| level.latency.0 = random.below(3) as f64 * 1e-6);
+        (problem.schedule, problem.microbatches) =
+            [(Schedule::OneFOneBRr, 1), (Schedule::OneFOneB, 4), (Schedule::TwoBw, 6)][random.below(3) as usize];
+        problem.shared = [2, 4].map(|devices| on_groups(&problem.graph, devices, &mut random)).into();
+        let options = PlannerOptions { partitioner: Partitioner::Exhaustive, ..PlannerOptions::default() };
+        let found = plan(&problem, &options).unwrap().plan;
+        let best = least(&problem, &found);
+        let message = format!("seed {seed}, {spec}, {:?}", problem.schedule);
+        assert!(
+            (found.predicted.minibatch_us - best).abs() <= 1e-9 * best,
+            "{message}: {:?}, least {best}",
+            found.predicted
+        );
+        assert!(found.lower_bound_us <= best * (1.0 + 1e-9), "{message}");
+        check(&problem, &found).unwrap();
+        match found.stages[0].degree() {
+            1 => alone += 1,
+            _ => shared += 1,
+        }
+        let ours = plan(&problem, &PlannerOptions::default()).unwrap().plan;
+        assert!(ours.predicted.minibatch_us <= best * (1.0 + 1e-9), "{message}: {:?}, least {best}", ours.predicted);
+    }
+    assert!(shared > 5 && alone > 5, "{shared} plans of groups, {alone} of single devices");
+}
+
+#[test]
+fn random_models_on_random_levels_pass_their_judge() {
+    for seed in 0..80 {
+        let mut random = Random(1000 + seed);
+        let graph = random_graph(&mut random, 9);
+        let spec = ["8:1GB/s", "4:10GB/s,3:1GB/s", "2:10GB/s,2:1GB/s,2:0.5GB/s"][random.below(3) as usize];
+        let mut problem = Problem::new(graph, levels(spec).unwrap(), CostModel::Pipec);
+        let outermost = problem.cluster.levels.len() - 1;
+        problem.cluster.levels[outermost].shared = random.below(2) == 0;
+        problem.schedule =
+            [Schedule::OneFOneB, Schedule::OneFOneBRr, Schedule::Interleaved, Schedule::ZbH1][random.below(4) as usize];
+        problem.chunks = if problem.schedule.has_chunks() { 2 } else { 1 };
+        problem.microbatches = if problem.schedule.is_round_robin() { 1 } else { 8 };
+        problem.shared = [2, 4].map(|devices| on_groups(&problem.graph, devices, &mut random)).into();
+        problem.constraints.tensor = true;
+        problem.shared.remove(random.below(2) as usize);
+        let Ok(found) = plan(&problem, &PlannerOptions::default()) else { continue };
+        assert_eq!(found.plan.stages[0].tensor_degree, Some(problem.shared[0].devices), "seed {seed}");
+        check(&problem, &found.plan).unwrap();
+        compiler::plan::check::consistency::sound(&found.plan).unwrap();
+        assert_eq!(compiler::plan::check::figures::figures(&found.plan), vec![], "seed {seed}");
+    }
+}
+
+/// A small GPT whose blocks benefit from tensor parallelism over this link.
+fn gpt(layers: usize, batch: i64) -> Graph {
+    let options = Options::default().number("layers", layers).number("hidden", 256).number("vocabulary", 512);
+    let bytes = to_bytes(&build("gpt", &options.number("context", 32)).unwrap().model);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let model = from_onnx(&parse(bytes.into(), Some(folder)).unwrap(), "gpt", &Import::default()).unwrap();
+    let dims: Bindings = symbols(&model.graph).into_iter().map(|symbol| (symbol, batch)).collect();
+    bind(&model.graph, &dims).unwrap()
+}
+
+fn group(devices: usize) -> Machine {
+    let device = device::find("cpu").unwrap().device();
+    Machine { device, devices, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6) }
+}
+
+const TRAINING: Training = Training::Loss(Loss::CrossEntropy, None);
+
+fn costs(graph: &Graph, machine: &Machine) -> CostGraph {
+    let attribution = attribute(graph, TRAINING).unwrap();
+    let mut costs = cost_graph(graph, &attribution);
+    let model = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
+    let subject = Subject { model, micro_batch: 1, loss: None };
+    fill(&mut costs, &analytic::profile(graph, &attribution, &machine.device, &subject), None).unwrap();
+    costs
+}
+
+#[test]
+fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
+    let (graph, machine) = (gpt(5, 8), group(4));
+    let alone = costs(&graph, &machine);
+    let shared = shared_costs(&graph, TRAINING, &alone, &machine).unwrap();
+    shared.graph.check().unwrap();
+    let of_block = |block: usize| -> Vec<_> {
+        let name = format!("blocks.{block}.");
+        let ops = shared.graph.ops.iter().filter(|op| op.module.starts_with(&name));
+        ops.map(|op| (op.fwd_us, op.bwd_us, op.weight_us, op.saved_bytes, op.live, op.arriving_bytes)).collect()
+    };
+    assert!(of_block(1).len() > 15);
+    for block in 2..4 {
+        assert_eq!(of_block(1), of_block(block), "block {block}");
+    }
+    let bytes = |costs: &CostGraph| costs.params.iter().map(|param| param.bytes).sum::<u64>();
+    println!(
+        "{} of {} us, {} of {} bytes",
+        shared.graph.total_us(),
+        alone.total_us(),
+        bytes(&shared.graph),
+        bytes(&alone)
+    );
+    assert!(shared.graph.total_us() < 0.6 * alone.total_us());
+    assert!(bytes(&shared.graph) < bytes(&alone) / 2);
+    for (op, given) in shared.graph.ops.iter().zip(&alone.ops) {
+        assert!(op.weight_us.unwrap_or(0.0) <= op.bwd_us, "{}", op.name);
+        assert_eq!((op.id, &op.name, op.out_bytes), (given.id, &given.name, given.out_bytes));
+    }
+    assert_eq!(shared, shared_costs(&graph, TRAINING, &alone, &machine).unwrap());
+}
+
+#[test]
+fn measured_times_are_scaled() {
+    let (graph, machine) = (gpt(1, 8), group(2));
+    let alone = costs(&graph, &machine);
+    let mut slow = alone.clone();
+    for op in &mut slow.ops {
+        (op.fwd_us, op.bwd_us) = (2.0 * op.fwd_us, 2.0 * op.bwd_us);
+        op.weight_us = op.weight_us.map(|us| 2.0 * us);
+    }
+    let of = |alone: &CostGraph| shared_costs(&graph, TRAINING, alone, &machine).unwrap();
+    let (fast, slow) = (of(&alone), of(&slow));
+    for ((one, two), meetings) in fast.graph.ops.iter().zip(&slow.graph.ops).zip(&fast.meetings) {
+        let [forward, backward] = *meetings;
+        let near = |one: f64, two: f64, meeting: f64| (2.0 * (one - meeting) - (two - meeting)).abs() < 1e-5;
+        assert!(near(one.fwd_us, two.fwd_us, forward) || one.fwd_us == two.fwd_us, "{}: {one:?} {two:?}", one.name);
+        assert!(near(one.bwd_us, two.bwd_us, backward) || one.bwd_us == two.bwd_us, "{}: {one:?} {two:?}", one.name);
+    }
+}
+
+/// Planned memory per device against that of the compiled stages.
+#[test]
+fn devices_hold_what_plans_say() {
+    let (graph, machine) = (gpt(4, 8), group(2));
+    let alone = costs(&graph, &machine);
+    let mut problem = Problem::new(alone.clone(), levels("2:100GB/s,2:10GB/s").unwrap(), CostModel::Pipec);
+    problem.shared = vec![shared_costs(&graph, TRAINING, &alone, &machine).unwrap()];
+    problem.constraints.tensor = true;
+    problem.constraints.replicas = Some(vec![1, 1]);
+    (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 2);
+    let plan = plan(&problem, &PlannerOptions::default()).unwrap().plan;
+    let mut stages = vec![0; order::numbered(&graph).len()];
+    for stage in &plan.stages {
+        stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
+    }
+    let count = StepCount { minibatches: 1, microbatches: 2 };
+    let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); 2]);
+    let dims = BTreeMap::new();
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
+    let (made, _) = prepare_shared(&graph, &stages, pipeline, &settings, &machine).unwrap();
+    for (at, (stage, code)) in plan.stages.iter().zip(&made.codes).enumerate() {
+        let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
+        let own: usize = code.own_bytes.iter().sum();
+        let feeds: usize = code.feeds.iter().map(|named| named.bytes).sum();
+        let received: usize = code.received.iter().map(|transfer| transfer.place.bytes).sum();
+        let kept = (code.kept_bytes + own + feeds + received) as u64;
+        let planned = stage.memory.activations / u64::from(plan.schedule.in_flight[at]);
+        println!(
+            "stage {at}: weights {weights} of {}, kept {kept} of {planned}, arena {} of {}",
+            stage.memory.weights, code.arena_bytes, stage.memory.workspace
+        );
+        assert_eq!(weights as u64, stage.memory.weights, "stage {at}");
+        // The compiler shards a stage as a whole, the planner shards its runs separately.
+        let near = (kept as f64 - planned as f64).abs() <= 0.1 * planned as f64 + 8192.0;
+        assert!(near, "stage {at}: {kept} kept, {planned} planned");
+        let arena = code.arena_bytes as f64 / stage.memory.workspace as f64;
+        assert!((0.5..1.1).contains(&arena), "stage {at}: an arena of {}", code.arena_bytes);
+    }
+}
+
+fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let message = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message:?}");
+    message.concat()
+}
+
+/// A model and its plan for two stages with tensor-parallel degree 2.
+fn planned(folder: &Path) -> Value {
+    planned_for("gpt", folder)
+}
+
+fn planned_for(name: &str, folder: &Path) -> Value {
+    let model =
+        ["zoo", name, "--hidden", "256", "--vocabulary", "512", "--context", "32", "--layers", "3", "-o", "m.onnx"];
+    ends(folder, 0, &model);
+    let asked = ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,3:10GB/s", "--tensor", "2"];
+    let more = ["--stages", "2,1", "--micro-batch", "8", "--microbatches", "2", "--dtype", "f64", "-o", "p.json"];
+    ends(folder, 0, &[&asked[..], &more].concat());
+    serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn a_plan_of_groups_is_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    planned(folder.path());
+    let message = ends(folder.path(), 0, &["plan", "show", "p.json"]);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/groups/gpt.txt");
+    if std::env::var_os("PIPEC_BLESS").is_some() {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, &message).unwrap();
+    }
+    let wanted = fs::read_to_string(&path).unwrap();
+    assert_eq!(message, wanted, "{} differs; PIPEC_BLESS=1 rewrites it", path.display());
+}
+
+#[test]
+fn training_by_a_plan_of_groups_is_training_without() {
+    trains_as_without("gpt");
+}
+
+#[test]
+fn experts_on_groups_train_as_on_one_device() {
+    trains_as_without("moe");
+}
+
+fn trains_as_without(name: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    planned_for(name, folder.path());
+    let losses = |more: &[&str]| -> Vec<f64> {
+        let train = ["train", "m.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "4", "--metrics", "m.jsonl"];
+        ends(folder.path(), 0, &[&train[..], more].concat());
+        let lines = fs::read_to_string(folder.path().join("m.jsonl")).unwrap();
+        lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64()).collect()
+    };
+    let shared = losses(&["--save", "shared.npz"]);
+    let alone = losses(&["--tensor", "1", "--save", "alone.npz"]);
+    assert_eq!(shared.len(), 4);
+    for (shared, alone) in shared.iter().zip(&alone) {
+        assert!((shared - alone).abs() <= 1e-6 * alone.abs(), "{shared}, alone {alone}");
+    }
+    let read = |name: &str| runtime::data::weights::read(&folder.path().join(name)).unwrap();
+    for (name, alone) in read("alone.npz") {
+        let shared = read("shared.npz")[&name].to_f64();
+        let worst = shared.iter().zip(alone.to_f64()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(worst <= 1e-6, "{name}: {worst:.1e}");
+    }
+}
+
+type Mutation = (&'static str, fn(&mut Value));
+
+#[test]
+fn the_judge_refuses_other_groups() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = planned(folder.path());
+    ends(folder.path(), 0, &["plan", "check", "p.json", "--model", "m.onnx", "--profile", "analytic:cpu"]);
+    let mutations: [Mutation; 8] = [
+        ("another degree", |plan| plan["stages"][0]["tensor_degree"] = json!(4)),
+        ("no degree", |plan| drop(plan["stages"][0].as_object_mut().unwrap().remove("tensor_degree"))),
+        ("none anywhere", |plan| {
+            for stage in plan["stages"].as_array_mut().unwrap() {
+                stage["replicas"] = json!(2 * stage["replicas"].as_u64().unwrap());
+                stage["hierarchy"][0]["replicas"] = stage["replicas"].clone();
+                stage.as_object_mut().unwrap().remove("tensor_degree");
+                stage.as_object_mut().unwrap().remove("sharing");
+            }
+        }),
+        ("apart", |plan| plan["stages"][0]["devices"] = json!([0, 2, 1, 3])),
+        ("across servers", |plan| {
+            plan["stages"][0]["devices"] = json!([1, 2, 3, 4]);
+            plan["stages"][1]["devices"] = json!([0, 5]);
+        }),
+        ("gains", |plan| plan["stages"][1]["sharing"]["alone_bwd_us"] = json!(1.0)),
+        ("pains", |plan| plan["stages"][1]["sharing"]["meeting_fwd_us"] = json!(0.5)),
+        ("weights that are not split", |plan| {
+            let memory = &mut plan["stages"][1]["memory"];
+            let weights = memory["weights"].as_u64().unwrap();
+            memory["weights"] = json!(2 * weights);
+            memory["total"] = json!(memory["total"].as_u64().unwrap() + weights);
+        }),
+    ];
+    for (what, mutate) in mutations {
+        let mut other = plan.clone();
+        mutate(&mut other);
+        assert_ne!(other, plan, "{what} changes nothing");
+        fs::write(folder.path().join("q.json"), other.to_string()).unwrap();
+        let checked = ["plan", "check", "q.json", "--model", "m.onnx", "--profile", "analytic:cpu"];
+        let message = ends(folder.path(), 1, &checked);
+        println!("{what}: {message}");
+    }
+}
+
+/// Exports to frameworks with tensor parallelism carry the degree; other bundles reject it.
+#[test]
+fn exports_carry_the_degree() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let model =
+        ["zoo", "gpt", "--hidden", "256", "--vocabulary", "512", "--context", "32", "--layers", "4", "-o", "m.onnx"];
+    ends(at, 0, &model);
+    let asked = ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,4:10GB/s", "--tensor", "2"];
+    let more = ["--target", "megatron", "--stages", "2,2", "--micro-batch", "8", "--microbatches", "4", "-o", "p.json"];
+    ends(at, 0, &[&asked[..], &more].concat());
+    ends(at, 0, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
+    let message = fs::read_to_string(at.join("m.args")).unwrap();
+    assert!(message.contains("--tensor-model-parallel-size 2\n--pipeline-model-parallel-size 2\n"), "{message}");
+    ends(at, 0, &["export", "p.json", "--to", "torchtitan", "-o", "t"]);
+    let message = fs::read_to_string(at.join("t/torchtitan.toml")).unwrap();
+    assert!(
+        message.contains("tensor_parallel_degree = 2") && message.contains("data_parallel_replicate_degree = 2"),
+        "{message}"
+    );
+    let message = ends(at, 1, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    assert!(message.contains("tensor-parallel degree 2") && message.contains("--tensor never"), "{message}");
+}

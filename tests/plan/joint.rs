@@ -1,0 +1,265 @@
+//! Weight gradients of several micro-batches in one kernel: bitwise independent of schedule and partition, equal to
+//! separate micro-batches up to rounding, and with the planned memory.
+
+use crate::support::drawn::uniform;
+use compiler::cluster::read::levels;
+use compiler::graph::{Graph, Origin, Output, Writer};
+use compiler::op::{Constant, Conv, Emit, Input, MatMul, Op, Parameter, Reshape, Unary, Value, Window};
+use compiler::pass::attribution::{Training as Learns, attribute};
+use compiler::pass::batched_weight_grad::ITEMS;
+use compiler::pass::costs::cost_graph;
+use compiler::pass::loss::Loss;
+use compiler::plan::gradient_buffers::GradientBuffers;
+use compiler::plan::memory::{MemoryMultipliers, MemoryTerms};
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, StageSpec};
+use compiler::tensor::dim::Bindings;
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use profiler::scratch::{of_joint, scratch};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Prepared, Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
+use std::collections::BTreeMap;
+
+type Network = (Graph, BTreeMap<String, Tensor>);
+
+const STEPS: u32 = 2;
+const SIDE: usize = 4;
+const OUTPUTS: usize = 48;
+
+/// Two convolutions and three products, with a tangent after the first four, one row at a time. The first convolution's
+/// operands are too large to buffer.
+fn network() -> Network {
+    let mut graph = Graph::new("joint");
+    let mut weights = BTreeMap::new();
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let mut parameter = |out: &mut Writer<'_>, name: &str, shape: &[usize]| -> Value {
+        let scale = 1.0 / (shape[1..].iter().product::<usize>() as f32).sqrt();
+        let drawn: Vec<f32> = uniform(shape, name.len() as u64).to_f64().iter().map(|v| *v as f32 * scale).collect();
+        weights.insert(name.to_string(), Tensor::from_f32(shape, &drawn));
+        out.emit(Op::Parameter(Parameter { name: name.into(), fact: Fact::of(DType::F32, shape) }), &[])
+    };
+    let fact = Fact::of(DType::F32, &[1, 3, SIDE, SIDE]);
+    let mut y = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    for (name, ins) in [("c", 3), ("cc", 32)] {
+        let w = parameter(&mut out, name, &[32, ins, 3, 3]);
+        let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
+        let window = Window { strides, pads_begin: vec![1; 2], pads_end: vec![1; 2], dilations };
+        y = out.emit(Op::Conv(Conv { window, groups: 1 }), &[y, w]);
+        y = out.emit(Op::Unary(Unary::Tanh), &[y]);
+    }
+    let shape = vec![1usize.into(), (32 * SIDE * SIDE).into()];
+    y = out.emit(Op::Reshape(Reshape { shape }), &[y]);
+    for (name, ins, outs) in [("www", 32 * SIDE * SIDE, 64), ("wwww", 64, 64), ("wwwww", 64, OUTPUTS)] {
+        let w = parameter(&mut out, name, &[ins, outs]);
+        y = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[y, w]);
+        if outs != OUTPUTS {
+            y = out.emit(Op::Unary(Unary::Tanh), &[y]);
+        }
+    }
+    graph.outputs.push(Output { name: "y".into(), value: y });
+    (graph, weights)
+}
+
+/// A prepared run of the network in stages of equally many ops.
+fn prepared((graph, _): &Network, pipeline: Pipeline, schedule: Schedule, microbatches: u32) -> Prepared {
+    let count = StepCount { minibatches: STEPS, microbatches };
+    let settings = Settings { dims: Bindings::new(), loss: Loss::Mse, class_axis: None, schedule, count };
+    let ops = compiler::graph::order::numbered(graph).len();
+    let stages: Vec<usize> = (0..ops).map(|op| op * pipeline.stages.len() / ops).collect();
+    prepare(graph, &stages, pipeline, &settings).unwrap()
+}
+
+fn chain(replicas: &[u32]) -> Pipeline {
+    Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect())
+}
+
+fn joint(prepared: &Prepared) -> usize {
+    let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
+    steps.filter(|step| step.joint.is_some()).count()
+}
+
+fn trained(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained {
+    let rows = (microbatches * STEPS) as usize;
+    let data = BTreeMap::from([
+        ("x".to_string(), uniform(&[rows, 3, SIDE, SIDE], 42)),
+        ("y".to_string(), uniform(&[rows, OUTPUTS], 43)),
+    ]);
+    let data = Dataset::new(data, &feeds(&prepared.codes), 1).unwrap();
+    let minibatch = microbatches as usize;
+    let batches = Batches::new(data, minibatch, minibatch, STEPS as usize, RowOrder::InOrder).unwrap();
+    let rule = Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let training = TrainJob {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &network.1,
+        batches: &batches,
+        optimizer: &Optimizer::from(rule),
+        policy: Policy::default(),
+        keep_gradients: true,
+    };
+    train(&training, &mut |_| {}).unwrap()
+}
+
+/// The maximum difference of weights and gradients, relative to the largest value.
+fn distance(one: &Trained, other: &Trained) -> f64 {
+    let mut most = 0.0f64;
+    for (one, other) in [(&one.weights, &other.weights), (&one.gradients, &other.gradients)] {
+        for (name, tensor) in one {
+            let (a, b) = (tensor.to_f64(), other[name].to_f64());
+            let scale = a.iter().fold(1e-30f64, |most, v| most.max(v.abs()));
+            most = a.iter().zip(&b).fold(most, |most, (a, b)| most.max((a - b).abs() / scale));
+        }
+    }
+    most
+}
+
+#[test]
+fn bits_are_those_of_every_schedule_and_cut() {
+    let network = network();
+    for microbatches in [8, 12, 19] {
+        let one = prepared(&network, chain(&[1]), Schedule::Gpipe, microbatches);
+        assert_eq!(joint(&one), 4, "the second convolution and the products");
+        let whole = trained(&network, &one, microbatches);
+        // Without the batched kernel, no operands are buffered.
+        let mut apart = prepared(&network, chain(&[1]), Schedule::Gpipe, microbatches);
+        apart.codes.iter_mut().flat_map(|code| &mut code.backward.steps).for_each(|step| step.joint = None);
+        let apart = trained(&network, &apart, microbatches);
+        let off = distance(&whole, &apart);
+        assert!(off > 0.0 && off < 1e-5, "{microbatches} micro-batches: {off:e}");
+        let looped = |stages: &[u32]| chain(stages).looped(2);
+        let cuts = [
+            (chain(&[1]), Schedule::OneFOneB),
+            (chain(&[1]), Schedule::ZbH1),
+            (chain(&[1, 1]), Schedule::Gpipe),
+            (chain(&[1, 1]), Schedule::OneFOneB),
+            (chain(&[1, 1, 1]), Schedule::OneFOneB),
+            (chain(&[1, 1, 1]), Schedule::ZbH1),
+            (chain(&[1, 1, 1, 1]), Schedule::ZbH2),
+            (looped(&[1; 4]), Schedule::Interleaved),
+            (looped(&[1; 4]), Schedule::Bfs),
+            (chain(&[1; 4]).folded(), Schedule::Zbv),
+            (chain(&[1; 4]).folded(), Schedule::DualPipeV),
+        ];
+        for (pipeline, schedule) in cuts {
+            let what = format!("{schedule}, {} stages, {microbatches} micro-batches", pipeline.stages.len());
+            if schedule == Schedule::Interleaved && microbatches % 2 > 0 {
+                continue;
+            }
+            let cut = prepared(&network, pipeline, schedule, microbatches);
+            assert_eq!(joint(&cut), 4, "{what}");
+            let run = trained(&network, &cut, microbatches);
+            assert_eq!(run.losses, whole.losses, "{what}");
+            for (one, other) in [(&run.weights, &whole.weights), (&run.gradients, &whole.gradients)] {
+                one.iter().for_each(|(name, tensor)| assert!(tensor.bytes() == other[name].bytes(), "{what}: {name}"));
+            }
+        }
+    }
+}
+
+/// A product after a part that is not saved, so the forward uses more of the arena than the backward layout.
+fn heavy() -> Network {
+    let mut graph = Graph::new("heavy");
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::of(DType::F32, &[1, 3, SIDE, SIDE]);
+    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let row = vec![1usize.into(), (3 * SIDE * SIDE).into()];
+    let x = out.emit(Op::Reshape(Reshape { shape: row }), &[x]);
+    let mut wide = |rows: usize| {
+        let ones = Tensor::from_f32(&[3 * SIDE * SIDE, rows], &vec![0.01; 3 * SIDE * SIDE * rows]);
+        out.emit(Op::Constant(Constant { tensor: ones }), &[])
+    };
+    let (spread, narrow) = (wide(4096), wide(4096));
+    let product = MatMul { transpose_a: false, transpose_b: false };
+    let across = MatMul { transpose_a: false, transpose_b: true };
+    let y = out.emit(Op::MatMul(product), &[x, spread]);
+    let y = out.emit(Op::Unary(Unary::Tanh), &[y]);
+    let y = out.emit(Op::Unary(Unary::Exp), &[y]);
+    let y = out.emit(Op::MatMul(across), &[y, narrow]);
+    let shape = [3 * SIDE * SIDE, OUTPUTS];
+    let w = out.emit(Op::Parameter(Parameter { name: "w".into(), fact: Fact::of(DType::F32, &shape) }), &[]);
+    let value = out.emit(Op::MatMul(product), &[y, w]);
+    graph.outputs.push(Output { name: "y".into(), value });
+    (graph, BTreeMap::from([("w".to_string(), uniform(&shape, 3))]))
+}
+
+/// Buffered operands survive other micro-batches' forwards in the arena.
+#[test]
+fn forwards_buffer_operands_for_batched_gradients() {
+    let network = heavy();
+    let run = |schedule: Schedule, joins: bool| {
+        let mut prepared = prepared(&network, chain(&[1]), schedule, 8);
+        assert_eq!(joint(&prepared), 1);
+        if !joins {
+            let steps =
+                prepared.codes.iter_mut().flat_map(|code| code.backward.steps.iter_mut().chain(&mut code.weight.steps));
+            steps.for_each(|step| step.joint = None);
+        }
+        trained(&network, &prepared, 8)
+    };
+    for schedule in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::TwoBw] {
+        let off = distance(&run(schedule, true), &run(schedule, false));
+        assert!(off < 1e-5, "{schedule}: {off:e}");
+    }
+}
+
+/// Replicas batch if each has enough micro-batches per round and gradients are not streamed.
+#[test]
+fn replicas_and_few_micro_batches() {
+    let network = network();
+    let shape = |zero| StageSpec { zero, ..StageSpec::new(2, 1.0, 2.0) };
+    let whole = trained(&network, &prepared(&network, chain(&[1]), Schedule::OneFOneB, 17), 17);
+    for (zero, steps) in [(0, 4), (1, 4), (2, 0), (3, 0)] {
+        let shared = prepared(&network, Pipeline::chain(vec![shape(zero)]), Schedule::OneFOneB, 17);
+        assert_eq!(joint(&shared), steps, "ZeRO {zero}");
+        let off = distance(&whole, &trained(&network, &shared, 17));
+        assert!(off < 1e-5, "ZeRO {zero}: {off:e}");
+    }
+    for (replicas, microbatches) in [(1, ITEMS - 1), (2, ITEMS)] {
+        let few = prepared(&network, chain(&[replicas]), Schedule::OneFOneB, microbatches);
+        assert_eq!(joint(&few), 0, "{replicas} replicas, {microbatches} micro-batches");
+    }
+    let rounds = prepared(&network, chain(&[1, 1]), Schedule::OneFOneBRr, 1);
+    assert_eq!(joint(&rounds), 0);
+    let late = prepared(&network, chain(&[1, 1]), Schedule::TwoBw, 8);
+    assert_eq!(joint(&late), 4);
+    trained(&network, &late, 8).losses.iter().for_each(|loss| assert!(loss.is_finite()));
+}
+
+/// Operand buffers and larger scratch are included in the plan.
+#[test]
+fn batch_buffers_are_in_the_memory_plan() {
+    let network = network();
+    let attribution = attribute(&network.0, Learns::Loss(Loss::Mse, None)).unwrap();
+    let mut costs = cost_graph(&network.0, &attribution);
+    for ((op, bytes), joint) in costs.ops.iter_mut().zip(scratch(&attribution)).zip(of_joint(&attribution)) {
+        op.workspace_bytes = bytes;
+        [op.joint_bytes, op.joint_workspace_bytes] = joint;
+    }
+    assert_eq!(costs.ops.iter().filter(|op| op.joint_bytes > 0).count(), 4);
+    let passing = GradientBuffers::of(&levels("1:1GB/s").unwrap());
+    let holdings = MemoryTerms::of(&costs, &costs.flows(), &vec![true; costs.ops.len()], &passing);
+    for microbatches in [4, 8, 12] {
+        let multiples = MemoryMultipliers {
+            in_flight: 1,
+            apart: 0,
+            versions: 1,
+            late: 0,
+            replicas: 1,
+            recompute: false,
+            zero: 0,
+            optimizer_state: 1.0,
+            schedule: Schedule::OneFOneB,
+            microbatches,
+        };
+        let planned = holdings.held(&multiples);
+        let run = prepared(&network, chain(&[1]), Schedule::OneFOneB, microbatches);
+        let held = trained(&network, &run, microbatches).held_bytes[0];
+        let off = planned.total as f64 / held as f64 - 1.0;
+        assert!(off.abs() < 0.02, "{microbatches} micro-batches: {held} held, {planned:?}");
+    }
+}

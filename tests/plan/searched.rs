@@ -1,0 +1,125 @@
+//! `partition --batch N --schedule auto` searches micro-batch sizes and schedules together with the stages.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::path::Path;
+
+fn pipec(folder: &Path, code: i32, arguments: &[&str]) -> (String, String) {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let [message, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}{said}");
+    (message, said)
+}
+
+fn model(folder: &Path) {
+    pipec(folder, 0, &["zoo", "gpt", "--layers", "6", "--hidden", "128", "--structure", "-o", "m.onnx", "-q"]);
+}
+
+const ASKED: [&str; 10] =
+    ["partition", "m.onnx", "--gpus", "4", "--no-replication", "--optimizer", "adam", "--bandwidth", "25GB/s", "-q"];
+
+fn planned(folder: &Path, more: &[&str]) -> Option<Value> {
+    let asked = [&ASKED[..], &["--format", "json", "-o", "p.json"], more].concat();
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(&asked).output().unwrap();
+    output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
+}
+
+fn speed(plan: &Value) -> f64 {
+    plan["predicted"]["throughput_per_s"].as_f64().unwrap()
+}
+
+#[test]
+fn no_combination_is_faster_than_the_one_that_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let found = planned(folder, &["--batch", "64", "--schedule", "auto"]).unwrap();
+    let [size, count] =
+        [&found["schedule"]["micro_batch"], &found["schedule"]["microbatches"]].map(|n| n.as_u64().unwrap());
+    assert_eq!(size * count, 64, "{found}");
+    let mut best = (0.0, String::new());
+    for count in [1, 2, 4, 8, 16, 32, 64] {
+        for schedule in ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev"] {
+            let (size, count) = ((64 / count).to_string(), count.to_string());
+            let one = planned(folder, &["--micro-batch", &size, "--microbatches", &count, "--schedule", schedule]);
+            let speed = one.as_ref().map_or(0.0, speed);
+            if speed > best.0 {
+                best = (speed, format!("{schedule}, {count} micro-batches of {size}"));
+            }
+        }
+    }
+    assert!(speed(&found) >= best.0, "{}, but {} with {}", speed(&found), best.0, best.1);
+    // Searching several sizes and schedules pays off here.
+    let plain = planned(folder, &["--micro-batch", "16", "--microbatches", "4"]).unwrap();
+    assert!(speed(&found) > 1.05 * speed(&plain), "{} and {}", speed(&found), speed(&plain));
+}
+
+#[test]
+fn a_given_part_leaves_the_other_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let sizes = |more: &[&str]| {
+        let plan = planned(folder, more).unwrap();
+        (
+            plan["schedule"]["micro_batch"].as_u64(),
+            plan["schedule"]["microbatches"].as_u64(),
+            plan["schedule"]["kind"].clone(),
+        )
+    };
+    assert_eq!(sizes(&["--batch", "24", "--micro-batch", "8"]), (Some(8), Some(3), "1f1b".into()));
+    assert_eq!(sizes(&["--batch", "24", "--microbatches", "4"]), (Some(6), Some(4), "1f1b".into()));
+    let (size, count, kind) = sizes(&["--batch", "24", "--schedule", "gpipe"]);
+    assert_eq!((size.unwrap() * count.unwrap(), kind), (24, "gpipe".into()));
+    let table = pipec(folder, 0, &[&ASKED[..9], &["--batch", "24", "--schedule", "auto", "-o", "p.json"]].concat()).0;
+    assert!(table.contains("schedule") && table.contains("zb-h1"), "{table}");
+}
+
+#[test]
+fn what_leaves_nothing_to_find_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let refused = |more: &[&str]| pipec(folder, 2, &[&ASKED[..], more].concat()).1;
+    let message = refused(&["--batch", "10", "--microbatches", "4"]);
+    assert!(message.contains("10 samples are not a multiple of 4"), "{message}");
+    let message = refused(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
+    assert!(message.contains("their product is 8 samples"), "{message}");
+    let message = refused(&["--batch", "24", "--schedule", "inference"]);
+    assert!(message.contains("inference"), "{message}");
+    let message = refused(&["--batch", "24", "--objective", "latency"]);
+    assert!(message.contains("inference"), "{message}");
+    let message = refused(&["--microbatches", "2", "--schedule", "inference"]);
+    assert!(message.contains("inference"), "{message}");
+    let message = refused(&["--schedule", "auto", "--objective", "latency"]);
+    assert!(message.contains("`--objective latency` cannot be combined with `--schedule auto`"), "{message}");
+    let message = refused(&["--schedule", "auto", "--cost", "paper"]);
+    assert!(message.contains("--cost paper"), "{message}");
+}
+
+/// Little memory leaves small micro-batches; infeasible ones share one line.
+#[test]
+fn what_fits_is_found_where_most_does_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let asked = [&ASKED[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
+    let (message, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
+    assert!(message.contains(" combination"), "{message}");
+    let (_, message) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
+    let least = message.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
+    let least = least.unwrap_or_else(|| panic!("{message}"));
+    pipec(folder, 0, &[&asked[..], &[least]].concat());
+}
+
+/// Tensor parallelism is compared with single devices, also under schedules that do not support it.
+#[test]
+fn groups_take_no_order_of_work_away() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let asked = ["--micro-batch", "32", "--microbatches", "2", "--schedule", "zbv"];
+    let alone = planned(folder, &asked).unwrap();
+    let weighed = planned(folder, &[&asked[..], &["--tensor", "auto"]].concat()).unwrap();
+    assert!(speed(&weighed) >= speed(&alone));
+}

@@ -1,0 +1,9 @@
+//! Runs over several processes and hosts.
+
+mod hosts;
+mod processes;
+mod signals;
+mod streams;
+
+#[path = "../support/mod.rs"]
+mod support;

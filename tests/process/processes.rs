@@ -1,0 +1,533 @@
+//! Training over several processes: bitwise equal to threads, and every failure is reported.
+
+#[cfg(target_os = "linux")]
+use assert_cmd::cargo::cargo_bin;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Timeout for a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn command(folder: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(cargo_bin("pipec"));
+    command.current_dir(folder).args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // The tests may themselves run under a launcher.
+    for name in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn ended(output: &Output) -> (Option<i32>, String) {
+    (output.status.code(), text(&output.stderr))
+}
+
+fn done(folder: &Path, arguments: &[&str]) -> String {
+    let output = command(folder, arguments).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn models(folder: &Path) {
+    done(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
+    done(folder, &["zoo", "residual-cnn", "--hidden", "4", "--layers", "2", "-o", "c.onnx", "-q"]);
+    let gpt = ["--hidden", "8", "--layers", "2", "--vocabulary", "16", "--context", "4", "--heads", "2"];
+    done(folder, &[&["zoo", "gpt", "--tied", "true", "--dropout", "0.1", "-o", "g.onnx", "-q"], &gpt[..]].concat());
+}
+
+fn planned(folder: &Path, model: &str, more: &[&str]) {
+    let flags = ["--cost", "pipec", "--micro-batch", "2", "-o", "plan.json", "-q"];
+    done(folder, &[&["partition", model][..], &flags, more].concat());
+}
+
+/// Trains in threads and in processes, and compares all output files.
+fn same(folder: &Path, what: &str, arguments: &[&str]) {
+    let run = |name: &str, more: &[&str]| {
+        let files = ["w.safetensors", "g.safetensors", "m.jsonl", "t.json"].map(|file| format!("{name}.{file}"));
+        let [weights, gradients, metrics, trace] = &files;
+        let write = ["--save", weights, "--save-gradients", gradients, "--metrics", metrics, "--trace", trace, "-q"];
+        let printed =
+            done(folder, &[&["train"][..], arguments, &["--synthetic-data", "--batch", "8"], &write, more].concat());
+        let lines = fs::read_to_string(folder.join(metrics)).unwrap();
+        let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        let losses: Vec<u64> =
+            lines.lines().filter_map(|line| value(line)["loss"].as_f64()).map(f64::to_bits).collect();
+        let total = value(lines.lines().last().unwrap())["total"].clone();
+        assert!(total["stages"].as_array().unwrap().iter().all(|stage| stage["held_bytes"].as_u64().unwrap() > 0));
+        let tracks = fs::read_to_string(folder.join(trace)).unwrap().matches("thread_name").count();
+        let held_out = total["held_out"].to_string();
+        let bytes = [weights, gradients].map(|file| fs::read(folder.join(file)).unwrap());
+        assert!(printed.starts_with("trained "), "{printed}");
+        (losses, bytes, total["workers"].as_u64(), tracks, held_out)
+    };
+    let (threads, processes) = (run("threads", &[]), run("processes", &["--processes"]));
+    assert!(!threads.0.is_empty());
+    assert_eq!(threads.0, processes.0, "{what}: losses");
+    assert!(threads.1 == processes.1, "{what}: weights or gradients");
+    assert_eq!((threads.2, threads.3, threads.4), (processes.2, processes.3, processes.4), "{what}");
+}
+
+#[test]
+fn processes_train_as_threads_do_without_a_flush() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    models(at);
+    let plain = ["m.onnx", "--steps", "7"];
+    same(at, "1f1b-rr, 2-1", &[&plain[..], &["--stages", "2,1"]].concat());
+    same(at, "1f1b-rr, 1-2", &[&plain[..], &["--stages", "1,2", "--eval-split", "0.2"]].concat());
+    same(at, "vertical sync", &[&plain[..], &["--stages", "1,1", "--schedule", "1f1b-rr-vsync"]].concat());
+    same(at, "2bw", &[&plain[..], &["--stages", "1,1", "--schedule", "2bw", "--microbatches", "4"]].concat());
+    same(at, "batch norm", &["c.onnx", "--steps", "5", "--stages", "2,1"]);
+    let shared = ["g.onnx", "--steps", "5", "--stages", "2,2", "--optimizer", "adam", "--clip-norm", "0.1"];
+    same(at, "a shared embedding", &shared);
+}
+
+#[test]
+fn processes_train_as_threads_do_under_a_flush() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    models(at);
+    let plain = ["m.onnx", "--steps", "4", "--microbatches", "4"];
+    same(at, "1f1b, 2-1", &[&plain[..], &["--stages", "2,1", "--schedule", "1f1b"]].concat());
+    same(at, "gpipe", &[&plain[..], &["--stages", "1,1", "--schedule", "gpipe", "--clip-norm", "0.1"]].concat());
+    same(at, "zb-h1", &[&plain[..], &["--stages", "1,1", "--schedule", "zb-h1"]].concat());
+    let deferred = ["c.onnx", "--steps", "4", "--stages", "2,1", "--schedule", "1f1b", "--microbatches", "4", "--bn"];
+    same(at, "batch norm", &[&deferred[..], &["deferred"]].concat());
+    let shared = ["g.onnx", "--steps", "4", "--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4"];
+    same(at, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
+    planned(at, "g.onnx", &["--gpus", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "4"]);
+    same(at, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
+}
+
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        match entry.file_type().unwrap().is_dir() {
+            true => found.extend(
+                files(&entry.path()).into_iter().map(|(name, bytes)| (Path::new(&entry.file_name()).join(name), bytes)),
+            ),
+            false => _ = found.insert(entry.file_name().into(), fs::read(entry.path()).unwrap()),
+        }
+    }
+    found
+}
+
+#[test]
+fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    models(at);
+    let cases: [&[&str]; 5] = [
+        &["c.onnx", "--stages", "2,1", "--optimizer", "adam", "--steps", "8"],
+        &["g.onnx", "--stages", "1,1", "--optimizer", "adam", "--steps", "6"],
+        &["m.onnx", "--stages", "1,1", "--staleness", "predict", "--momentum", "0.9", "--steps", "6"],
+        &["m.onnx", "--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4", "--dtype", "f16", "--steps", "6"],
+        &["m.onnx", "--stages", "1,1", "--schedule", "2bw", "--microbatches", "4", "--momentum", "0.9", "--steps", "6"],
+    ];
+    for (case, flags) in cases.iter().enumerate() {
+        let run = |name: &str, more: &[&str]| {
+            let keep = ["--checkpoint-dir", name, "--checkpoint-every", "2", "--synthetic-data", "--batch", "8", "-q"];
+            done(at, &[&["train"][..], flags, &keep, more].concat());
+            files(&at.join(name))
+        };
+        let (threads, processes) = (format!("t{case}"), format!("p{case}"));
+        let expected = run(&threads, &[]);
+        assert!(expected.len() > 7, "{:?}", expected.keys());
+        let names = |of: &BTreeMap<PathBuf, Vec<u8>>| of.keys().cloned().collect::<Vec<_>>();
+        let found = run(&processes, &["--processes"]);
+        assert_eq!(names(&found), names(&expected), "{flags:?}");
+        assert!(found == expected, "{flags:?}");
+        // Resumed from the first checkpoint, the later ones are reproduced.
+        for step in expected.keys().filter_map(|name| name.parent()).filter(|name| name.starts_with("step-")) {
+            if !step.ends_with("step-00000002") && at.join(&processes).join(step).exists() {
+                fs::remove_dir_all(at.join(&processes).join(step)).unwrap();
+            }
+        }
+        fs::remove_file(at.join(&processes).join("weights.safetensors")).unwrap();
+        assert!(run(&processes, &["--processes", "--resume", "auto"]) == expected, "{flags:?}");
+    }
+}
+
+/// A long run, killed when dropped.
+struct Long {
+    child: Option<Child>,
+    metrics: PathBuf,
+}
+
+impl Long {
+    fn start(folder: &Path, name: &str, more: &[&str]) -> Long {
+        let metrics = folder.join(name);
+        let flags =
+            ["train", "m.onnx", "--synthetic-data", "--batch", "256", "--steps", "20000", "-q", "--metrics", name];
+        let child = command(folder, &[&flags[..], more].concat()).spawn().unwrap();
+        Long { child: Some(child), metrics }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.as_ref().unwrap().id()
+    }
+
+    fn wait_until_it_trains(&mut self) {
+        let until = Instant::now() + PATIENCE;
+        while fs::metadata(&self.metrics).map_or(0, |file| file.len()) == 0 {
+            let early = self.child.as_mut().unwrap().try_wait().unwrap();
+            assert!(early.is_none() && Instant::now() < until, "it does not train: {early:?}");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Exit code, standard error, seconds until then.
+    fn end(mut self) -> (Option<i32>, String, f64) {
+        let start = Instant::now();
+        let output = self.child.take().unwrap().wait_with_output().unwrap();
+        let (code, printed) = ended(&output);
+        (code, printed, start.elapsed().as_secs_f64())
+    }
+}
+
+impl Drop for Long {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod supervised {
+    use super::*;
+    use crate::support::family::{all_gone, children, send};
+
+    fn started(folder: &Path, more: &[&str]) -> (Long, Vec<u32>) {
+        done(folder, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+        let mut long = Long::start(folder, "m.jsonl", &[&["--stages", "1,1", "--processes"][..], more].concat());
+        long.wait_until_it_trains();
+        let pids = children(long.pid());
+        assert_eq!(pids.len(), 2);
+        (long, pids)
+    }
+
+    #[test]
+    fn a_worker_that_is_killed_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let (long, pids) = started(folder.path(), &[]);
+        send("KILL", pids[1]);
+        let (code, printed, seconds) = long.end();
+        assert_eq!(code, Some(1), "{printed}");
+        let named =
+            format!("worker 1.0 (stage 1), process {}, was killed by signal 9 (SIGKILL); it was last at `", pids[1]);
+        assert!(printed.contains(&named), "{printed}");
+        assert_eq!(printed.lines().filter(|line| line.starts_with("error:")).count(), 1, "{printed}");
+        assert!(seconds < 6.0, "{seconds} s");
+        all_gone(&pids);
+    }
+
+    #[test]
+    fn a_worker_that_is_stopped_is_named_within_the_deadline() {
+        let folder = tempfile::tempdir().unwrap();
+        let (long, pids) = started(folder.path(), &["--deadline", "2"]);
+        send("STOP", pids[0]);
+        let (code, printed, seconds) = long.end();
+        assert_eq!(code, Some(1), "{printed}");
+        assert!(printed.contains("worker 0.0 (stage 0), process "), "{printed}");
+        assert!(printed.contains("has sent nothing for 2.") && printed.contains("is stopped (SIGSTOP)"), "{printed}");
+        // The last heartbeat may have arrived a second earlier.
+        assert!((0.9..6.0).contains(&seconds), "{seconds} s");
+        all_gone(&pids);
+    }
+
+    #[test]
+    fn signals_are_passed_on_and_nobody_outlives_the_parent() {
+        let folder = tempfile::tempdir().unwrap();
+        for (signal, expected) in [("INT", Some(130)), ("TERM", Some(143)), ("KILL", None)] {
+            let (long, pids) = started(folder.path(), &[]);
+            send(signal, long.pid());
+            let (code, printed, seconds) = long.end();
+            assert_eq!(code, expected, "{printed}");
+            assert_eq!(printed.contains("interrupted by signal "), expected.is_some(), "{printed}");
+            assert!(seconds < 6.0, "{seconds} s");
+            all_gone(&pids);
+            fs::remove_file(folder.path().join("m.jsonl")).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_run_goes_on_from_its_last_checkpoint_when_a_worker_dies() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        done(at, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+        let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--steps", "2500", "--stages", "1,2"];
+        let flags = [&flags[..], &["--momentum", "0.9"]].concat();
+        done(at, &[&flags[..], &["--save", "t.safetensors", "--metrics", "t.jsonl", "-q"]].concat());
+        let keep = ["--checkpoint-dir", "ck", "--checkpoint-every", "100", "--keep", "2", "--metrics", "p.jsonl"];
+        let more = ["--processes", "--max-restarts", "1", "--save", "p.safetensors"];
+        let child = command(at, &[&flags[..], &keep, &more].concat()).spawn().unwrap();
+        let until = Instant::now() + PATIENCE;
+        let is_there = |name: &str| at.join("ck").join(name).exists();
+        while !(is_there("step-00000200") || is_there("step-00000300")) {
+            assert!(Instant::now() < until, "no checkpoint comes");
+            thread::sleep(Duration::from_millis(5));
+        }
+        send("KILL", children(child.id())[1]);
+        let (code, printed) = end(child);
+        assert_eq!(code, Some(0), "{printed}");
+        assert!(printed.contains("restart 1 of 1") && printed.contains("resuming after step "), "{printed}");
+        let read = |name: &str| fs::read(at.join(name)).unwrap();
+        assert!(read("t.safetensors") == read("p.safetensors"));
+        let losses = |name: &str| -> Vec<Option<u64>> {
+            let text = fs::read_to_string(at.join(name)).unwrap();
+            let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+            lines.map(|line| line["loss"].as_f64().map(f64::to_bits)).collect()
+        };
+        assert!(losses("t.jsonl") == losses("p.jsonl"));
+    }
+
+    #[test]
+    fn a_run_begins_again_when_a_worker_dies() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut long, pids) = started(folder.path(), &["--max-restarts", "1"]);
+        send("KILL", pids[0]);
+        all_gone(&pids);
+        let until = Instant::now() + PATIENCE;
+        while children(long.pid()).len() < 2 {
+            assert!(Instant::now() < until, "nobody was started again");
+            thread::sleep(Duration::from_millis(20));
+        }
+        long.wait_until_it_trains();
+        let again = children(long.pid());
+        send("KILL", again[1]);
+        let (code, printed, _) = long.end();
+        assert_eq!(code, Some(1), "one restart was allowed: {printed}");
+        all_gone(&again);
+    }
+}
+
+fn port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// One of two manually started processes.
+fn rank(folder: &Path, rank: &str, address: &str, more: &[&str]) -> Child {
+    let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--stages", "1,1", "--rank", rank];
+    let flags = [&flags[..], &["--address", address], more].concat();
+    command(folder, &flags).spawn().unwrap()
+}
+
+fn end(child: Child) -> (Option<i32>, String) {
+    ended(&child.wait_with_output().unwrap())
+}
+
+fn small(folder: &Path) {
+    done(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
+}
+
+#[test]
+fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    small(at);
+    let flags = ["--synthetic-data", "--batch", "8", "--stages", "1,1", "--steps", "5", "-q"];
+    done(at, &[&["train", "m.onnx", "--save", "threads.safetensors"][..], &flags].concat());
+    let expected = fs::read(at.join("threads.safetensors")).unwrap();
+    let compare = |name: &str, children: [Child; 2]| {
+        let [first, second] = children.map(|child| child.wait_with_output().unwrap());
+        assert_eq!((ended(&first).0, ended(&second)), (Some(0), (Some(0), String::new())), "{}", ended(&first).1);
+        assert!(text(&first.stdout).starts_with("trained 5 steps") && second.stdout.is_empty());
+        assert!(fs::read(at.join(format!("{name}.safetensors"))).unwrap() == expected, "{name}");
+        fs::remove_file(at.join(format!("{name}.safetensors"))).unwrap();
+    };
+    // By rank, while a peer with another protocol and a silent one connect to the port.
+    let address = format!("127.0.0.1:{}", port());
+    let more = ["--steps", "5", "--save", "hand.safetensors"];
+    let first = rank(at, "0", &address, &more);
+    let until = Instant::now() + PATIENCE;
+    let mut silent = None;
+    while silent.is_none() && Instant::now() < until {
+        silent = TcpStream::connect(&address).ok();
+        thread::sleep(Duration::from_millis(10));
+    }
+    let mut strange = TcpStream::connect(&address).unwrap();
+    strange.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = Vec::new();
+    // The connection is closed without an answer.
+    assert_eq!(strange.read_to_end(&mut answer).unwrap_or(0), 0);
+    let second = rank(at, "1", &address, &more).wait_with_output().unwrap();
+    assert_eq!(ended(&second), (Some(0), String::new()));
+    let (code, printed) = end(first);
+    assert_eq!(code, Some(0), "{printed}");
+    assert!(printed.contains("the bytes are not a pipec frame"), "{printed}");
+    assert!(fs::read(at.join("hand.safetensors")).unwrap() == expected);
+    // By host list; both hosts are this machine.
+    let hosts = format!(
+        "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"lan\"\ncount = 2\nbandwidth = \
+         \"1GB/s\"\nlatency = \"10us\"\n[[host]]\naddress = \"127.0.0.1:{}\"\ndevices = 1\n[[host]]\naddress = \
+         \"127.0.0.1:{}\"\ndevices = 1\n",
+        port(),
+        port()
+    );
+    fs::write(at.join("hosts.toml"), hosts).unwrap();
+    let host = |number: &str| {
+        let own = ["train", "m.onnx", "--hosts", "hosts.toml", "--host", number, "--save", "hosts.safetensors"];
+        command(at, &[&own[..], &flags].concat()).spawn().unwrap()
+    };
+    compare("hosts", [host("0"), host("1")]);
+    // By the environment variables of torchrun.
+    let port = port().to_string();
+    let launched = |number: &str| {
+        let mut command = command(at, &[&["train", "m.onnx", "--save", "launched.safetensors"][..], &flags].concat());
+        command.env("RANK", number).env("WORLD_SIZE", "2").env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+        command.spawn().unwrap()
+    };
+    compare("launched", [launched("0"), launched("1")]);
+}
+
+#[test]
+fn those_who_say_nothing_keep_nobody_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    small(at);
+    let address = format!("127.0.0.1:{}", port());
+    let mut first = rank(at, "0", &address, &["--steps", "5", "-q"]);
+    let until = Instant::now() + PATIENCE;
+    let mut silent = Vec::new();
+    while silent.len() < 100 {
+        let early = first.try_wait().unwrap();
+        assert!(early.is_none() && Instant::now() < until, "{early:?}");
+        match TcpStream::connect(&address) {
+            Ok(stream) => silent.push(stream),
+            Err(_) => thread::sleep(Duration::from_millis(10)),
+        }
+    }
+    let began = Instant::now();
+    let second = end(rank(at, "1", &address, &["--steps", "5", "-q"]));
+    assert_eq!(second, (Some(0), String::new()));
+    let (code, printed) = end(first);
+    assert_eq!(code, Some(0), "{printed}");
+    assert!(began.elapsed() < PATIENCE);
+}
+
+#[test]
+fn processes_that_cannot_meet_say_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    small(at);
+    // The other process does not start.
+    let address = format!("127.0.0.1:{}", port());
+    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5", "--connect-timeout", "5"]));
+    assert_eq!(code, Some(1));
+    assert!(printed.contains(&format!("waits for worker 1.0 (stage 1) to connect to {address}, up to ")), "{printed}");
+    assert!(printed.contains(&format!("worker 1.0 (stage 1) did not connect to {address} within 5 s")), "{printed}");
+    let (code, printed) = end(rank(at, "1", &address, &["--steps", "5", "--connect-timeout", "5"]));
+    assert_eq!(code, Some(1));
+    assert!(printed.contains(&format!("waits for process 0 at {address}, up to ")), "{printed}");
+    assert!(printed.contains(&format!("no answer from {address} within 5 s")), "{printed}");
+    // Another program listens on the port and does not answer.
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = busy.local_addr().unwrap().to_string();
+    let (code, printed) = end(rank(at, "0", &address, &["--steps", "5"]));
+    assert_eq!(code, Some(1));
+    assert!(printed.contains(&format!("cannot listen at {address}: the port is in use")), "{printed}");
+    let other = thread::spawn(move || {
+        let (mut stream, _) = busy.accept().unwrap();
+        stream.write_all(b"220 mail.example ESMTP\r\n").unwrap();
+        let _ = stream.read(&mut [0; 64]);
+    });
+    let (code, printed) = end(rank(at, "1", &address, &["--steps", "5"]));
+    assert_eq!(code, Some(1));
+    assert!(printed.contains("does not use pipec's protocol"), "{printed}");
+    other.join().unwrap();
+    // The processes have different inputs.
+    let differ = |more: [&[&str]; 2], what: &str| {
+        let address = format!("127.0.0.1:{}", port());
+        let both = [("0", more[0]), ("1", more[1])].map(|(number, more)| rank(at, number, &address, more));
+        for (code, printed) in both.map(end) {
+            assert_eq!(code, Some(1), "{printed}");
+            assert!(printed.contains(what) && printed.contains("differ"), "{printed}");
+        }
+    };
+    differ([&["--steps", "5"], &["--steps", "6"]], "the plans or schedules, the training settings");
+    differ([&["--steps", "5"], &["--steps", "5", "--lr", "0.5"]], "the training settings");
+    // Two processes claim the same rank.
+    let address = format!("127.0.0.1:{}", port());
+    let more = ["--steps", "5", "--stages", "1,1,1", "--connect-timeout", "6"];
+    let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--address", &address];
+    let one = |number: &str| command(at, &[&flags[..], &more, &["--rank", number]].concat()).spawn().unwrap();
+    let printed = [one("0"), one("1"), one("1")].map(end);
+    assert!(printed.iter().all(|(code, _)| *code == Some(1)), "{printed:?}");
+    assert!(printed[0].1.contains("worker 2.0 (stage 2); worker 1.0 (stage 1) connected twice"), "{printed:?}");
+    assert!(printed[1..].iter().any(|(_, printed)| printed.contains("is already connected")), "{printed:?}");
+}
+
+/// A proxy to process 0 that corrupts what the process sends after `after` bytes.
+fn between(first: String, after: usize, spoil: fn(&mut [u8]) -> bool) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    thread::spawn(move || {
+        let (from, _) = listener.accept().unwrap();
+        let until = Instant::now() + PATIENCE;
+        let to = loop {
+            match TcpStream::connect(&first) {
+                Ok(to) => break to,
+                Err(_) => assert!(Instant::now() < until),
+            }
+            thread::sleep(Duration::from_millis(20));
+        };
+        let back = (to.try_clone().unwrap(), from.try_clone().unwrap());
+        thread::spawn(move || std::io::copy(&mut &back.0, &mut &back.1));
+        let (mut passed, mut bytes, mut is_spoilt) = (0, [0; 4096], false);
+        while let Ok(count @ 1..) = (&from).read(&mut bytes) {
+            passed += count;
+            if passed > after && !is_spoilt {
+                is_spoilt = true;
+                if !spoil(&mut bytes[..count]) {
+                    let _ = (to.shutdown(Shutdown::Both), from.shutdown(Shutdown::Both));
+                    return;
+                }
+            }
+            if (&to).write_all(&bytes[..count]).is_err() {
+                return;
+            }
+        }
+        let _ = to.shutdown(Shutdown::Write);
+    });
+    address
+}
+
+#[test]
+fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    small(at);
+    let flip: fn(&mut [u8]) -> bool = |bytes| {
+        bytes[bytes.len() / 2] ^= 16;
+        true
+    };
+    let cut: fn(&mut [u8]) -> bool = |_| false;
+    let cases = [
+        (flip, "a message from worker 1.0 (stage 1), process"),
+        (cut, "the connection to worker 1.0 (stage 1), process"),
+    ];
+    for (spoil, expected) in cases {
+        let address = format!("127.0.0.1:{}", port());
+        let more = ["--steps", "5000", "-q"];
+        let first = rank(at, "0", &address, &more);
+        let second = rank(at, "1", &between(address, 50_000, spoil), &more);
+        let (code, printed) = end(first);
+        assert_eq!(code, Some(1), "{printed}");
+        assert!(printed.contains(expected), "{printed}");
+        let (code, printed) = end(second);
+        assert_eq!(code, Some(1), "{printed}");
+        assert!(printed.contains("training stopped"), "{printed}");
+    }
+}

@@ -1,0 +1,4 @@
+//! Schedules and custom schedules.
+
+mod own;
+mod schedule;

@@ -1,0 +1,4 @@
+//! Simulation and traces.
+
+mod simulate;
+mod trace;

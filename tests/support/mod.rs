@@ -1,0 +1,13 @@
+//! Helpers of the tests. Each test binary uses some of them.
+
+#![allow(dead_code)]
+
+pub mod builder;
+pub mod console;
+pub mod drawn;
+pub mod emulator;
+pub mod family;
+pub mod problems;
+pub mod program;
+pub mod reference;
+pub mod shared;

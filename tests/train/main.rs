@@ -1,0 +1,16 @@
+//! Training is exact: schedules, replicas, ZeRO, precision, tensor parallelism.
+
+mod diverged;
+mod held_out;
+mod losses;
+mod parity;
+mod policy;
+mod shared_runs;
+mod shares;
+mod sums;
+mod tensor_parallel;
+mod train;
+mod zero;
+
+#[path = "../support/mod.rs"]
+mod support;

@@ -1,0 +1,272 @@
+//! Training against PyTorch: losses of ten steps under six optimizers, first gradients, and asynchronous schedules,
+//! unpipelined and pipelined. Needs the shared data.
+
+use crate::support::shared::{arrays, data};
+use compiler::graph::order;
+use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::pass::loss::Loss;
+use compiler::pass::precision::precision;
+use compiler::plan::schedule::Schedule;
+use compiler::plan::zero::MOST;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, StageSpec};
+use compiler::tensor::{DType, Tensor};
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// `[steps, batch, …]` as `[steps·batch, …]`.
+fn rows(t: &Tensor) -> Tensor {
+    let mut shape = vec![t.shape()[0] * t.shape()[1]];
+    shape.extend(&t.shape()[2..]);
+    t.reshaped(shape).unwrap()
+}
+
+struct Set {
+    folder: PathBuf,
+    model: Model,
+    arrays: BTreeMap<String, Tensor>,
+    expected: BTreeMap<String, Tensor>,
+    batch: usize,
+    lr: f64,
+}
+
+fn set(root: &Path, name: &str, file: &str) -> Set {
+    let folder = root.join(name);
+    let model = load(&folder.join(file), &Options::default()).unwrap();
+    let inputs = arrays(&folder.join("inputs.npz"));
+    let batch = inputs["x"].shape()[1];
+    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let meta = std::fs::read_to_string(folder.join("meta.json")).unwrap();
+    let meta: serde_json::Value = serde_json::from_str(&meta).unwrap();
+    let lr = meta["lr"].as_f64().unwrap_or(0.05);
+    Set { expected: arrays(&folder.join("expected.npz")), folder, model, arrays: all, batch, lr }
+}
+
+fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
+    let sgd = |lr, momentum, nesterov, weight_decay| {
+        Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov, weight_decay })
+    };
+    let adam = |weight_decay, decoupled| {
+        Optimizer::from(Rule::Adam { learning_rate: 1e-3, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay, decoupled })
+    };
+    vec![
+        ("sgd", sgd(lr, 0.0, false, 0.0)),
+        ("sgd_m09", sgd(lr / 5.0, 0.9, false, 0.0)),
+        ("sgd_m09_wd", sgd(lr / 5.0, 0.9, false, 0.01)),
+        ("sgd_nesterov", sgd(lr / 5.0, 0.9, true, 0.0)),
+        ("adam", adam(0.0, false)),
+        ("adamw", adam(0.01, true)),
+    ]
+}
+
+/// Trains in stages of equally many ops with these replicas.
+fn run(set: &Set, replicas: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
+    let ops = order::numbered(&set.model.graph).len();
+    let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
+    run_placed(set, &stages, replicas, schedule, count, optimizer)
+}
+
+fn run_placed(
+    set: &Set,
+    stages: &[usize],
+    replicas: &[u32],
+    schedule: Schedule,
+    count: StepCount,
+    optimizer: &Optimizer,
+) -> Trained {
+    run_shared(set, stages, (replicas, 0), schedule, count, optimizer)
+}
+
+fn run_shared(
+    set: &Set,
+    stages: &[usize],
+    (replicas, zero): (&[u32], u32),
+    schedule: Schedule,
+    count: StepCount,
+    optimizer: &Optimizer,
+) -> Trained {
+    let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
+    let batch = set.batch;
+    let dims = BTreeMap::from([(name.clone(), (batch / count.microbatches as usize) as i64)]);
+    let level = |r: &u32| if *r > 1 { zero } else { 0 };
+    let shape = |r: &u32| StageSpec { zero: level(r), ..StageSpec::new(*r, 1.0, 2.0) };
+    let pipeline = Pipeline::chain(replicas.iter().map(shape).collect());
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+    let prepared = prepare(&set.model.graph, stages, pipeline, &settings).unwrap();
+    let weights: BTreeMap<String, Tensor> = set
+        .model
+        .weights
+        .iter()
+        .map(|(name, w)| match w {
+            Weight::Given(t) => (name.clone(), t.clone()),
+            Weight::Missing { path } => panic!("no weights at {path}"),
+        })
+        .collect();
+    let dataset =
+        Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), batch / count.microbatches as usize).unwrap();
+    let steps = count.minibatches as usize;
+    let batches = Batches::new(dataset, batch, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights,
+        batches: &batches,
+        optimizer,
+        policy: Policy::default(),
+        keep_gradients: true,
+    };
+    train(&training, &mut |_| {}).unwrap()
+}
+
+fn worst(got: &[f64], want: &Tensor) -> f64 {
+    let want = want.to_f64();
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(&want).map(|(g, w)| (g - w).abs() / w.abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        for file in ["model.onnx", "model_dynbatch.onnx"] {
+            let set = set(&root, name, file);
+            for (key, optimizer) in optimizers(set.lr) {
+                let mut first: Option<Vec<f64>> = None;
+                for stages in [1, 2, 4] {
+                    let replicas = vec![1; stages];
+                    let count = StepCount::minibatches(10);
+                    let trained = run(&set, &replicas, Schedule::OneFOneB, count, &optimizer);
+                    let error = worst(&trained.losses, &set.expected[&format!("loss64_{key}")]);
+                    assert!(error <= 1e-5, "{name} {file} {key}, {stages} stages: {error:.2e}");
+                    let first = first.get_or_insert_with(|| trained.losses.clone());
+                    assert_eq!(*first, trained.losses, "{name} {key}: {stages} stages give other bits than one");
+                }
+            }
+        }
+    }
+}
+
+/// In double precision, ten steps agree to the last digits.
+#[test]
+fn double_precision_agrees_to_the_last_digits() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let mut set = set(&root, name, "model.onnx");
+        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        for (key, optimizer) in optimizers(set.lr) {
+            for replicas in [&[1][..], &[1, 1, 1]] {
+                let trained = run(&set, replicas, Schedule::OneFOneB, StepCount::minibatches(10), &optimizer);
+                let error = worst(&trained.losses, &set.expected[&format!("loss64_{key}")]);
+                println!("{name} {key} {replicas:?}: {error:.2e}");
+                assert!(error <= 1e-13, "{name} {key} {replicas:?}: {error:.2e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_with_four_microbatches_are_those_of_pytorch() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name, "model.onnx");
+        for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
+            let want = &set.expected[&format!("loss64_{key}_micro4")];
+            let mut first: Option<(Vec<f64>, BTreeMap<String, Tensor>)> = None;
+            for schedule in [Schedule::OneFOneB, Schedule::Gpipe] {
+                for stages in [1, 2, 3, 4] {
+                    let count = StepCount { minibatches: 10, microbatches: 4 };
+                    let trained = run(&set, &vec![1; stages], schedule, count, &optimizer);
+                    let error = worst(&trained.losses, want);
+                    assert!(error <= 1e-5, "{name} {key} {schedule}, {stages} stages: {error:.2e}");
+                    let (losses, weights) =
+                        first.get_or_insert_with(|| (trained.losses.clone(), trained.weights.clone()));
+                    assert_eq!(*losses, trained.losses, "{name} {key} {schedule}: {stages} stages give other losses");
+                    assert!(*weights == trained.weights, "{name} {key} {schedule}: {stages} stages give other weights");
+                }
+            }
+            // Replicas add in another order, so results are equal only up to rounding.
+            let count = StepCount { minibatches: 10, microbatches: 4 };
+            let trained = run(&set, &[2, 1], Schedule::OneFOneB, count, &optimizer);
+            assert!(worst(&trained.losses, want) <= 1e-5, "{name} {key} with replicas");
+        }
+    }
+}
+
+#[test]
+fn losses_of_replicas_that_share_are_those_of_pytorch() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name, "model.onnx");
+        let ops = order::numbered(&set.model.graph).len();
+        for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
+            let want = &set.expected[&format!("loss64_{key}_micro4")];
+            for replicas in [&[2][..], &[4], &[2, 2], &[4, 4], &[3, 1]] {
+                let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
+                for zero in 0..=MOST {
+                    let count = StepCount { minibatches: 10, microbatches: 4 };
+                    let trained = run_shared(&set, &stages, (replicas, zero), Schedule::OneFOneB, count, &optimizer);
+                    let error = worst(&trained.losses, want);
+                    println!("{name} {key} {replicas:?} zero {zero}: {error:.1e}, {:?} B", trained.held_bytes);
+                    assert!(error <= 1e-5, "{name} {key} {replicas:?} zero {zero}: {error:.2e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn first_gradients_are_those_of_pytorch() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name, "model.onnx");
+        let sgd = &optimizers(set.lr)[0].1;
+        let want = arrays(&set.folder.join("grads1_f64.npz"));
+        let top = want.values().flat_map(Tensor::to_f64).fold(0.0f64, |m, v| m.max(v.abs()));
+        for stages in [1, 3] {
+            let trained = run(&set, &vec![1; stages], Schedule::OneFOneB, StepCount::minibatches(1), sgd);
+            for (key, want) in &want {
+                let got = trained.gradients.get(key).unwrap_or_else(|| panic!("{name}: no gradient of {key}"));
+                let pairs = got.to_f64().into_iter().zip(want.to_f64());
+                let error = pairs.map(|(g, w)| (g - w).abs()).fold(0.0, f64::max) / top;
+                assert!(error <= 2e-5, "{name} {key}, {stages} stages: {error:.2e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn asynchronous_losses_are_those_of_the_reference() {
+    let Some(root) = data("parity") else { return };
+    let set = set(&root, "async_mlp3", "model.onnx");
+    let ops = order::numbered(&set.model.graph);
+    let after = |name: &str| {
+        ops.iter().position(|id| set.model.graph.node(*id).origin.source == name).expect("the node is there")
+    };
+    let (a, b) = (after("/0/0.3/Relu"), after("/1/1.3/Relu"));
+    let three: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > a) + usize::from(i > b)).collect();
+    let two: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > b)).collect();
+    let cases: [(&str, Schedule, &[usize], &[u32]); 6] = [
+        ("stash", Schedule::OneFOneBRr, &three, &[1, 1, 1]),
+        ("vsync", Schedule::OneFOneBRrVsync, &three, &[1, 1, 1]),
+        ("nostash", Schedule::OneFOneBRrNewest, &three, &[1, 1, 1]),
+        ("sync", Schedule::OneFOneB, &three, &[1, 1, 1]),
+        ("2bw", Schedule::TwoBw, &three, &[1, 1, 1]),
+        ("rr_2_1", Schedule::OneFOneBRr, &two, &[2, 1]),
+    ];
+    for (mode, schedule, stages, replicas) in cases {
+        for (key, lr, momentum) in [("sgd", 0.05, 0.0), ("sgd_m09", 0.01, 0.9)] {
+            let sgd = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
+            // PyTorch's reference of 2BW has no gradient accumulation.
+            let count = StepCount::minibatches(20);
+            let trained = run_placed(&set, stages, replicas, schedule, count, &sgd);
+            let error = worst(&trained.losses, &set.expected[&format!("{mode}.{key}.f64")]);
+            assert!(error <= 1e-5, "{mode} {key}: {error:.2e}");
+        }
+    }
+}

@@ -1,0 +1,538 @@
+//! Training policies against plain loops written from their definitions: clipping, stale weights, tied weights without
+//! a flush, running statistics of whole minibatches, mixed precision.
+
+use compiler::graph::evaluate::evaluate;
+use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, bind::bind, order};
+use compiler::op::{BatchNorm, Emit, Input, MatMul, NodeId, Op, Parameter, State, Unary, Value};
+use compiler::pass::backward::{Made, Read, ReceivedGradients, backward};
+use compiler::pass::fragment::fragments;
+use compiler::pass::loss::{LOSS, Loss, attach};
+use compiler::pass::mixed_precision::mixed;
+use compiler::pass::pipeline;
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, StageSpec, published_caps};
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use runtime::data::{Batches, Dataset, RowOrder, mix};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::{DISCREPANCY, LossScaling, Policy, Staleness, Statistics};
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+const BATCH: usize = 4;
+const WIDTH: usize = 5;
+const LAYERS: usize = 5;
+const LR: f64 = 0.1;
+const MOMENTUM: f64 = 0.9;
+
+type Weights = BTreeMap<String, Vec<f64>>;
+
+fn uniform(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
+    let draw = |i: usize| (mix(seed.wrapping_mul(1000) + i as u64) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
+    Tensor::from_f64(shape, &(0..shape.iter().product()).map(draw).collect::<Vec<_>>()).cast(dtype)
+}
+
+/// Five layers of two ops. `tied`: the last reads the weight of the first. `normed`: a batch normalisation of the input
+/// comes first.
+struct Net {
+    graph: Graph,
+    weights: BTreeMap<String, Tensor>,
+    dtype: DType,
+}
+
+fn net(dtype: DType, tied: bool, normed: bool) -> Net {
+    let mut graph = Graph::new("net");
+    let mut weights = BTreeMap::new();
+    let mut averages = Vec::new();
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::new(dtype, vec![Dim::symbol("batch"), Dim::from(WIDTH)]);
+    let mut x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    if normed {
+        let fact = Fact::of(dtype, &[WIDTH]);
+        let [scale, bias] = [("scale", 1.0), ("bias", 0.0)].map(|(name, value)| {
+            weights.insert(name.to_string(), Tensor::from_f64(&[WIDTH], &[value; WIDTH]).cast(dtype));
+            out.emit(Op::Parameter(Parameter { name: name.into(), fact: fact.clone() }), &[])
+        });
+        let norm = out.emit_all(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[x, scale, bias]);
+        for (name, sample) in [("mean", norm[1]), ("variance", norm[2])] {
+            weights.insert(name.to_string(), Tensor::from_f64(&[WIDTH], &[0.5; WIDTH]).cast(dtype));
+            let state = out.emit(Op::State(State { name: name.into(), fact: fact.clone() }), &[]);
+            averages.push(MovingAverage { state: state.node, sample, keep: 0.9 });
+        }
+        x = norm[0];
+    }
+    let mut first = None;
+    for layer in 0..LAYERS {
+        let w = match first.filter(|_| tied && layer + 1 == LAYERS) {
+            Some(first) => first,
+            None => {
+                let name = format!("{layer}.weight");
+                weights.insert(name.clone(), uniform(dtype, &[WIDTH, WIDTH], layer as u64 + 1));
+                out.emit(Op::Parameter(Parameter { name, fact: Fact::of(dtype, &[WIDTH, WIDTH]) }), &[])
+            }
+        };
+        first = first.or(Some(w));
+        x = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[x, w]);
+        x = out.emit(Op::Unary(Unary::Tanh), &[x]);
+    }
+    graph.outputs.push(Output { name: "logits".into(), value: x });
+    graph.averages = averages;
+    Net { graph, weights, dtype }
+}
+
+fn rows(dtype: DType, minibatches: usize) -> BTreeMap<String, Tensor> {
+    let n = minibatches * BATCH;
+    let labels: Vec<i64> = (0..n).map(|i| (mix(77 + i as u64) % WIDTH as u64) as i64).collect();
+    BTreeMap::from([("x".into(), uniform(dtype, &[n, WIDTH], 42)), ("y".into(), Tensor::from_i64(&[n], &labels))])
+}
+
+fn placed(ops: usize, stages: usize) -> Vec<usize> {
+    (0..ops).map(|op| op * stages / ops).collect()
+}
+
+fn momentum() -> Optimizer {
+    Optimizer::from(Rule::Sgd { learning_rate: LR, momentum: MOMENTUM, nesterov: false, weight_decay: 0.0 })
+}
+
+fn chain(replicas: &[u32]) -> Pipeline {
+    let shapes = replicas.iter().map(|r| StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
+    Pipeline::chain(shapes).with_caps(&published_caps(replicas))
+}
+
+fn run(net: &Net, pipeline: Pipeline, schedule: Schedule, count: StepCount, policy: Policy) -> Trained {
+    run_with(net, pipeline, schedule, count, policy, &momentum())
+}
+
+fn run_with(
+    net: &Net,
+    pipeline: Pipeline,
+    schedule: Schedule,
+    count: StepCount,
+    policy: Policy,
+    optimizer: &Optimizer,
+) -> Trained {
+    let item = BATCH / count.microbatches as usize;
+    let dims = Bindings::from([("batch".to_string(), item as i64)]);
+    let stages = placed(order::numbered(&net.graph).len(), pipeline.stages.len());
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+    let prepared = prepare(&net.graph, &stages, pipeline, &settings).unwrap();
+    let steps = count.minibatches as usize;
+    let data = Dataset::new(rows(net.dtype, steps), &feeds(&prepared.codes), item).unwrap();
+    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &net.weights,
+        batches: &batches,
+        optimizer,
+        policy,
+        keep_gradients: false,
+    };
+    train(&training, &mut |_| {}).unwrap()
+}
+
+/// The loss and gradients of a micro-batch with the reference kernels; forward and backward may use different weights.
+fn gradients(net: &Net, forward: &Weights, behind: &Weights, item: usize, size: usize) -> (f64, Weights) {
+    let dims = Bindings::from([("batch".to_string(), size as i64)]);
+    let mut graph = bind(&net.graph, &dims).unwrap();
+    attach(&mut graph, Loss::CrossEntropy, None).unwrap();
+    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let mut whole = fragments(&graph, &place, 1).unwrap().remove(0);
+    pipeline::forward(&mut whole).unwrap();
+    let loss = whole.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
+    let back = backward(&whole, Some(loss), &ReceivedGradients::new()).unwrap();
+    let all = rows(net.dtype, (item + 1) * size / BATCH + 1);
+    let rows = |name: &str, width: usize| {
+        let bytes = all[name].dtype().size() * width * size;
+        let shape = if width == 1 { vec![size] } else { vec![size, width] };
+        Tensor::new(all[name].dtype(), shape, all[name].bytes().slice(item * bytes..(item + 1) * bytes)).unwrap()
+    };
+    let given = |weights: &Weights| -> BTreeMap<String, Tensor> {
+        let of =
+            |(name, values): (&String, &Vec<f64>)| (name.clone(), Tensor::from_f64(net.weights[name].shape(), values));
+        weights.iter().map(of).collect()
+    };
+    let mut first = given(forward);
+    first.extend([("x".to_string(), rows("x", WIDTH)), ("target".to_string(), rows("y", 1))]);
+    let values = evaluate(&whole.graph, &first).unwrap();
+    let mut second = given(behind);
+    for (node, read) in &back.reads {
+        let Read::Saved(value) = read else { panic!("one stage receives nothing") };
+        let Op::Input(input) = &back.graph.node(*node).op else { panic!("reads are inputs") };
+        second.insert(input.name.clone(), values[value].clone());
+    }
+    let made = evaluate(&back.graph, &second).unwrap();
+    let mut sums = Weights::new();
+    for (of, output) in back.output_roles.iter().zip(&back.graph.outputs) {
+        let Made::Parameter(term) = of else { continue };
+        let Op::Parameter(p) = &whole.graph.node(whole.parameter_terms[*term].parameter).op else { continue };
+        let term = made[&output.value].to_f64();
+        match sums.get_mut(&p.name) {
+            Some(sum) => sum.iter_mut().zip(term).for_each(|(sum, term)| *sum += term),
+            None => drop(sums.insert(p.name.clone(), term)),
+        }
+    }
+    (values[&loss].to_f64()[0], sums)
+}
+
+fn holders(net: &Net, stages: usize) -> BTreeMap<String, BTreeSet<usize>> {
+    let ops = order::numbered(&net.graph);
+    let places = placed(ops.len(), stages);
+    let mut holders = BTreeMap::new();
+    for id in net.graph.ids() {
+        if let Op::Parameter(p) = &net.graph.node(id).op {
+            let readers = net.graph.consumers(Value { node: id, output: 0 });
+            let of = |(reader, _): &(NodeId, u32)| places[ops.iter().position(|op| op == reader).unwrap()];
+            holders.insert(p.name.clone(), readers.iter().map(of).collect());
+        }
+    }
+    holders
+}
+
+fn norm<'a>(gradients: impl Iterator<Item = &'a Vec<f64>>) -> f64 {
+    gradients.flatten().map(|g| g * g).sum::<f64>().sqrt()
+}
+
+fn shortened(clip: f64, norm: f64) -> f64 {
+    (clip / (norm + 1e-6)).min(1.0)
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Mode {
+    Stash,
+    VerticalSync,
+    None,
+    Predict,
+    PipeMare { anneal: u32 },
+}
+
+/// A plain loop of 1F1B-RR: every parameter in the version that its stage uses.
+fn plain(net: &Net, replicas: &[u32], minibatches: usize, mode: Mode, clip: Option<f64>) -> (Vec<f64>, Weights) {
+    let caps = published_caps(replicas);
+    let holders = holders(net, replicas.len());
+    let start: Weights = holders.keys().map(|name| (name.clone(), net.weights[name].to_f64())).collect();
+    let zeros: Weights = start.iter().map(|(name, w)| (name.clone(), vec![0.0; w.len()])).collect();
+    // By version: weights, momentum, PipeMare's drift.
+    let (mut versions, mut buffers, mut drifts) = (vec![start.clone()], vec![zeros.clone()], vec![zeros.clone()]);
+    let lists = |of: &Weights| -> BTreeMap<String, Vec<Vec<f64>>> {
+        of.iter().map(|(name, w)| (name.clone(), vec![w.clone()])).collect()
+    };
+    let (mut weights, mut moments, mut drift) =
+        (lists(&versions.remove(0)), lists(&buffers.remove(0)), lists(&drifts.remove(0)));
+    let mut open: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
+    let mut losses = Vec::new();
+    let rounds = |name: &str, b: usize| b / replicas[*holders[name].first().unwrap()] as usize;
+    let seen = |name: &str, b: usize| -> usize {
+        let own = |s: &usize| match mode {
+            Mode::VerticalSync => {
+                let first = (b / replicas[0] as usize).saturating_sub(caps[0] as usize - 1) * replicas[0] as usize;
+                first / replicas[*s] as usize
+            }
+            _ => (b / replicas[*s] as usize).saturating_sub(caps[*s] as usize - 1),
+        };
+        holders[name].iter().map(own).min().unwrap()
+    };
+    let shift = |w: &[f64], far: f64, v: &[f64]| w.iter().zip(v).map(|(w, v)| w - far * v).collect::<Vec<f64>>();
+    for b in 0..minibatches {
+        let mut forward = Weights::new();
+        let mut behind = Weights::new();
+        for name in holders.keys() {
+            let (round, version) = (rounds(name, b), seen(name, b));
+            let (old, new) = (&weights[name][version], weights[name].last().unwrap());
+            let lag = (round - version) as f64;
+            let (f, g) = match mode {
+                Mode::Stash | Mode::VerticalSync => (old.clone(), old.clone()),
+                Mode::None => (old.clone(), new.clone()),
+                Mode::Predict => (shift(old, lag * LR, &moments[name][version]), new.clone()),
+                Mode::PipeMare { .. } => (old.clone(), shift(new, lag, drift[name].last().unwrap())),
+            };
+            forward.insert(name.clone(), f);
+            behind.insert(name.clone(), g);
+        }
+        let (loss, made) = gradients(net, &forward, &behind, b, BATCH);
+        losses.push(loss);
+        for (name, gradient) in made {
+            open.entry(name).or_default().push(gradient);
+        }
+        for stage in 0..replicas.len() {
+            let r = replicas[stage] as usize;
+            if !((b + 1) % r == 0 || b + 1 == minibatches) {
+                continue;
+            }
+            let own: Vec<&String> = holders.keys().filter(|name| holders[*name].first() == Some(&stage)).collect();
+            let mean = |name: &String| -> Vec<f64> {
+                let all = &open[name];
+                (0..all[0].len()).map(|i| all.iter().map(|g| g[i]).sum::<f64>() / all.len() as f64).collect()
+            };
+            let means: BTreeMap<&String, Vec<f64>> = own.iter().map(|name| (*name, mean(name))).collect();
+            let alone = |name: &String| holders[name].len() == 1;
+            let of_stage = norm(means.iter().filter(|(name, _)| alone(name)).map(|(_, g)| g));
+            for (name, gradient) in &means {
+                let of = if alone(name) { of_stage } else { norm([gradient].into_iter()) };
+                let factor = clip.map_or(1.0, |clip| shortened(clip, of));
+                let delay = f64::from(caps[stage] - 1);
+                let lr = match mode {
+                    Mode::PipeMare { anneal } if delay > 1.0 => {
+                        let first = rounds(name, b) * r;
+                        LR / delay.powf(1.0 - (first as f64 / f64::from(anneal)).min(1.0))
+                    }
+                    _ => LR,
+                };
+                let (old, buffer) = (weights[*name].last().unwrap(), moments[*name].last().unwrap());
+                let buffer: Vec<f64> = buffer.iter().zip(gradient).map(|(b, g)| MOMENTUM * b + factor * g).collect();
+                let new = shift(old, lr, &buffer);
+                let keep = DISCREPANCY.powf(1.0 / delay.max(1.0));
+                let last = drift[*name].last().unwrap();
+                let moved = (0..new.len()).map(|i| keep * last[i] + (1.0 - keep) * (new[i] - old[i])).collect();
+                drift.get_mut(*name).unwrap().push(moved);
+                weights.get_mut(*name).unwrap().push(new);
+                moments.get_mut(*name).unwrap().push(buffer);
+            }
+            own.iter().for_each(|name| open.get_mut(*name).unwrap().clear());
+        }
+    }
+    (losses, weights.into_iter().map(|(name, mut all)| (name, all.pop().unwrap())).collect())
+}
+
+fn assert_same(what: &str, trained: &Trained, losses: &[f64], weights: &Weights) {
+    for (b, (got, want)) in trained.losses.iter().zip(losses).enumerate() {
+        assert!((got - want).abs() <= 1e-10, "{what}: minibatch {b}: {got} against {want}");
+    }
+    for (name, want) in weights {
+        let got = trained.weights[name].to_f64();
+        let error = got.iter().zip(want).map(|(g, w)| (g - w).abs()).fold(0.0, f64::max);
+        assert!(error <= 1e-10, "{what}: {name} is {error:.2e} off");
+    }
+}
+
+#[test]
+fn every_way_with_stale_weights_is_its_plain_loop() {
+    let net = net(DType::F64, false, false);
+    let cases = [
+        (Mode::Stash, Schedule::OneFOneBRr, Staleness::None),
+        (Mode::VerticalSync, Schedule::OneFOneBRrVsync, Staleness::None),
+        (Mode::None, Schedule::OneFOneBRrNewest, Staleness::None),
+        (Mode::Predict, Schedule::OneFOneBRrNewest, Staleness::Predict),
+        (Mode::PipeMare { anneal: 8 }, Schedule::OneFOneBRrNewest, Staleness::PipeMare { anneal: 8 }),
+    ];
+    let mut ends = Vec::new();
+    for (mode, schedule, staleness) in cases {
+        for replicas in [&[1, 1, 1][..], &[1, 1, 1, 1, 1], &[2, 1], &[3, 1], &[1]] {
+            let policy = Policy { staleness, ..Policy::default() };
+            let trained = run(&net, chain(replicas), schedule, StepCount::minibatches(13), policy);
+            let (losses, weights) = plain(&net, replicas, 13, mode, None);
+            assert_same(&format!("{mode:?} {replicas:?}"), &trained, &losses, &weights);
+            if replicas.len() == 5 {
+                ends.push(trained.losses[12]);
+            }
+        }
+    }
+    ends.sort_by(f64::total_cmp);
+    ends.dedup();
+    assert_eq!(ends.len(), 5, "all differ");
+}
+
+/// Without stashing, a worker keeps one version of its weights.
+#[test]
+fn weights_that_are_not_stashed_take_one_version() {
+    let net = net(DType::F64, false, false);
+    // The lifetime of a message depends on its receiver's timing; the minimum of several runs has the fewest.
+    let held = |schedule| {
+        let once = || run(&net, chain(&[1; 5]), schedule, StepCount::minibatches(12), Policy::default()).held_bytes[0];
+        (0..8).map(|_| once()).min().unwrap()
+    };
+    let (stashed, newest) = (held(Schedule::OneFOneBRr), held(Schedule::OneFOneBRrNewest));
+    let version = (WIDTH * WIDTH * 8) as u64;
+    assert!(newest + 3 * version <= stashed, "five versions of one weight against one: {stashed} and {newest}");
+}
+
+#[test]
+fn a_shared_parameter_is_the_plain_loop_s_where_nothing_flushes() {
+    let net = net(DType::F64, true, false);
+    for replicas in [&[1, 1][..], &[1, 1, 1], &[1, 1, 1, 1], &[2, 2], &[2, 1, 2], &[3, 3]] {
+        for minibatches in [1, 7, 12] {
+            let count = StepCount::minibatches(minibatches as u32);
+            for (mode, schedule) in
+                [(Mode::Stash, Schedule::OneFOneBRr), (Mode::VerticalSync, Schedule::OneFOneBRrVsync)]
+            {
+                for clip in [None, Some(0.05)] {
+                    let policy = Policy { clip_norm: clip, ..Policy::default() };
+                    let trained = run(&net, chain(replicas), schedule, count, policy);
+                    let (losses, weights) = plain(&net, replicas, minibatches, mode, clip);
+                    assert_same(&format!("{mode:?} {replicas:?} {clip:?}"), &trained, &losses, &weights);
+                }
+            }
+        }
+    }
+}
+
+/// A plain loop with a flush: the mean over micro-batches, clipped by the norm over all parameters.
+fn flushed(net: &Net, count: StepCount, clip: f64) -> (Vec<f64>, Weights) {
+    let mut weights: Weights = holders(net, 1).into_keys().map(|n| (n.clone(), net.weights[&n].to_f64())).collect();
+    let mut buffers: Weights = weights.iter().map(|(n, w)| (n.clone(), vec![0.0; w.len()])).collect();
+    let m = count.microbatches as usize;
+    let mut losses = Vec::new();
+    for b in 0..count.minibatches as usize {
+        let items: Vec<(f64, Weights)> =
+            (0..m).map(|i| gradients(net, &weights, &weights, b * m + i, BATCH / m)).collect();
+        losses.push(items.iter().map(|(loss, _)| loss).sum::<f64>() / m as f64);
+        let mean = |name: &String| -> Vec<f64> {
+            (0..weights[name].len()).map(|i| items.iter().map(|(_, g)| g[name][i]).sum::<f64>() / m as f64).collect()
+        };
+        let means: Weights = weights.keys().map(|name| (name.clone(), mean(name))).collect();
+        let factor = shortened(clip, norm(means.values()));
+        for (name, gradient) in means {
+            let buffer = buffers.get_mut(&name).unwrap();
+            let weight = weights.get_mut(&name).unwrap();
+            for i in 0..weight.len() {
+                buffer[i] = MOMENTUM * buffer[i] + factor * gradient[i];
+                weight[i] -= LR * buffer[i];
+            }
+        }
+    }
+    (losses, weights)
+}
+
+#[test]
+fn under_a_flush_the_norm_is_over_all_stages_to_the_bit() {
+    for tied in [false, true] {
+        let net = net(DType::F64, tied, false);
+        let policy = Policy { clip_norm: Some(0.1), ..Policy::default() };
+        for microbatches in [1, 2, 4] {
+            let count = StepCount { minibatches: 6, microbatches };
+            let one = run(&net, chain(&[1]), Schedule::OneFOneB, count, policy);
+            let (losses, weights) = flushed(&net, count, 0.1);
+            assert_same(&format!("tied {tied}, {microbatches} microbatches"), &one, &losses, &weights);
+            let even = |stages: usize| Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); stages]);
+            for (schedule, pipeline) in [
+                (Schedule::OneFOneB, even(2)),
+                (Schedule::Gpipe, even(3)),
+                (Schedule::ZbH1, even(5)),
+                (Schedule::Interleaved, even(4).looped(2)),
+                (Schedule::Zbv, even(4).folded()),
+            ] {
+                let cut = run(&net, pipeline, schedule, count, policy);
+                assert_eq!(one.losses, cut.losses, "{schedule}");
+                assert!(one.weights == cut.weights, "{schedule}: other weights");
+            }
+            let shared = run(&net, chain(&[2, 1]), Schedule::OneFOneB, count, policy);
+            assert_same(&format!("replicas, tied {tied}"), &shared, &losses, &weights);
+        }
+    }
+}
+
+#[test]
+fn without_a_flush_each_stage_has_its_own_norm() {
+    let net = net(DType::F64, false, false);
+    for replicas in [&[1, 1, 1][..], &[2, 1]] {
+        let policy = Policy { clip_norm: Some(0.05), ..Policy::default() };
+        let trained = run(&net, chain(replicas), Schedule::OneFOneBRr, StepCount::minibatches(9), policy);
+        let (losses, weights) = plain(&net, replicas, 9, Mode::Stash, Some(0.05));
+        assert_same(&format!("{replicas:?}"), &trained, &losses, &weights);
+    }
+}
+
+#[test]
+fn deferred_statistics_are_those_of_the_whole_minibatch() {
+    let net = net(DType::F64, false, true);
+    for unbiased in [false, true] {
+        let (mut mean, mut variance) = ([0.5; WIDTH], [0.5; WIDTH]);
+        let x = rows(DType::F64, 5)["x"].to_f64();
+        for minibatch in x.chunks(BATCH * WIDTH) {
+            for c in 0..WIDTH {
+                let column: Vec<f64> = minibatch.chunks(WIDTH).map(|row| row[c]).collect();
+                let m = column.iter().sum::<f64>() / BATCH as f64;
+                let squares: f64 = column.iter().map(|v| (v - m).powi(2)).sum();
+                mean[c] = 0.9 * mean[c] + 0.1 * m;
+                variance[c] = 0.9 * variance[c] + 0.1 * squares / (BATCH - usize::from(unbiased)) as f64;
+            }
+        }
+        let policy = Policy { statistics: Statistics::Deferred { unbiased }, ..Policy::default() };
+        for microbatches in [1, 2, 4] {
+            let count = StepCount { minibatches: 5, microbatches };
+            for (replicas, schedule) in
+                [(&[1][..], Schedule::OneFOneB), (&[1, 1], Schedule::Gpipe), (&[2, 1], Schedule::OneFOneB)]
+            {
+                let trained = run(&net, chain(replicas), schedule, count, policy);
+                for (name, want) in [("mean", mean), ("variance", variance)] {
+                    let got = trained.weights[name].to_f64();
+                    let error = got.iter().zip(want).map(|(g, w)| (g - w).abs()).fold(0.0, f64::max);
+                    assert!(error <= 1e-12, "{name}, {microbatches} microbatches on {replicas:?}: {error:.2e}");
+                }
+            }
+            let plain = run(&net, chain(&[1]), Schedule::OneFOneB, count, Policy::default());
+            let same = plain.weights["variance"].to_f64().iter().zip(variance).all(|(g, w)| (g - w).abs() <= 1e-12);
+            assert_eq!(same, microbatches == 1 && !unbiased, "microbatches have statistics of their own");
+        }
+    }
+}
+
+/// The network in a 16-bit type.
+fn narrow(dtype: DType, tied: bool, normed: bool) -> Net {
+    let wide = net(DType::F32, tied, normed);
+    let mut graph = bind(&wide.graph, &Bindings::from([("batch".to_string(), BATCH as i64)])).unwrap();
+    graph = mixed(&graph, dtype).unwrap().graph;
+    Net { graph, weights: wide.weights, dtype: DType::F32 }
+}
+
+#[test]
+fn mixed_precision_stays_near_f32_and_keeps_its_bits_over_cuts() {
+    for (tied, normed) in [(false, false), (true, false), (false, true)] {
+        let wide = net(DType::F32, tied, normed);
+        let count = StepCount::minibatches(20);
+        let expected = run(&wide, chain(&[1]), Schedule::OneFOneB, count, Policy::default());
+        for (dtype, tolerance) in [(DType::Bf16, 3e-2), (DType::F16, 4e-3)] {
+            let net = narrow(dtype, tied, normed);
+            let policy = Policy { clip_norm: Some(10.0), ..Policy::default() };
+            let one = run(&net, chain(&[1]), Schedule::OneFOneB, count, policy);
+            assert_eq!(one.losses.len(), 20, "{dtype}: every minibatch has a loss");
+            for (got, want) in one.losses.iter().zip(&expected.losses) {
+                assert!((got - want).abs() <= tolerance * want.abs(), "{dtype}: {got} against {want}");
+            }
+            assert!(one.losses != expected.losses);
+            assert!(one.weights.values().all(|t| t.dtype() == DType::F32), "masters are what is left");
+            for stages in [2, 3] {
+                let many = run(&net, chain(&vec![1; stages]), Schedule::Gpipe, count, policy);
+                assert_eq!(one.losses, many.losses, "{dtype}, {stages} stages");
+                assert!(one.weights == many.weights, "{dtype}, {stages} stages: other weights");
+            }
+        }
+    }
+}
+
+#[test]
+fn links_of_two_bytes_carry_half() {
+    let bytes = |net: &Net| -> usize {
+        let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
+        let count = StepCount::minibatches(1);
+        let settings =
+            Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
+        let stages = placed(order::numbered(&net.graph).len(), 3);
+        let prepared = prepare(&net.graph, &stages, chain(&[1, 1, 1]), &settings).unwrap();
+        prepared.codes.iter().flat_map(|code| code.sent.iter().chain(&code.gradients_out)).map(|t| t.place.bytes).sum()
+    };
+    let whole = bytes(&net(DType::F32, false, false));
+    assert!(whole > 0);
+    assert_eq!(2 * bytes(&narrow(DType::Bf16, false, false)), whole);
+}
+
+/// With a too large scale, all workers skip the step until the scale has been halved often enough.
+#[test]
+fn an_overflow_leaves_the_step_out() {
+    let net = narrow(DType::F16, false, true);
+    let policy = Policy { loss_scaling: LossScaling { first: (1u64 << 40) as f64, every: 2000 }, ..Policy::default() };
+    for replicas in [&[1][..], &[1, 1, 1], &[2, 1]] {
+        let after =
+            |minibatches| run(&net, chain(replicas), Schedule::OneFOneB, StepCount::minibatches(minibatches), policy);
+        let first = after(5);
+        for (name, weight) in &net.weights {
+            assert_eq!(first.weights[name].bytes(), weight.bytes(), "{name} moved on {replicas:?}");
+        }
+        let later = after(60);
+        assert!(later.losses.len() == 60 && later.losses.iter().all(|loss| loss.is_finite()));
+        assert!(later.weights != first.weights, "the scale came down on {replicas:?}");
+    }
+}

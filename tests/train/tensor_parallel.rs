@@ -1,0 +1,181 @@
+//! Tensor-parallel training against PyTorch's losses and against training without it, combined with pipelines and
+//! replicas. Needs the shared data.
+
+use crate::support::shared::{arrays, data};
+use compiler::cluster::{BytesPerSecond, Seconds, device};
+use compiler::graph::order;
+use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::op::Sharding;
+use compiler::pass::loss::Loss;
+use compiler::pass::precision::precision;
+use compiler::plan::schedule::Schedule;
+use compiler::schedule::semantics::StepCount;
+use compiler::schedule::{Pipeline, StageSpec};
+use compiler::tensor::{DType, Tensor};
+use compiler::tensor_parallel::cost::Machine;
+use runtime::comm::tensor_group::Layouts;
+use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::optim::optimizer::{Optimizer, Rule};
+use runtime::optim::policy::Policy;
+use runtime::train::prepare::{Settings, prepare};
+use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared, train_tensor_parallel};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+struct Set {
+    model: Model,
+    arrays: BTreeMap<String, Tensor>,
+    expected: BTreeMap<String, Tensor>,
+    batch: usize,
+}
+
+fn set(root: &Path, name: &str) -> Set {
+    let rows = |t: &Tensor| t.reshaped([&[t.shape()[0] * t.shape()[1]], &t.shape()[2..]].concat()).unwrap();
+    let folder = root.join(name);
+    let inputs = arrays(&folder.join("inputs.npz"));
+    let batch = inputs["x"].shape()[1];
+    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let model = load(&folder.join("model_dynbatch.onnx"), &Options::default()).unwrap();
+    Set { model, arrays: all, expected: arrays(&folder.join("expected.npz")), batch }
+}
+
+/// Devices with a free link, so that everything splittable is split.
+fn group(devices: usize) -> Machine {
+    let mut device = device::find("cpu").unwrap().device();
+    device.launch = Seconds(0.0);
+    Machine { device, devices, bandwidth: BytesPerSecond(1e15), latency: Seconds(0.0) }
+}
+
+fn adam() -> Optimizer {
+    let rule =
+        Rule::Adam { learning_rate: 1e-3, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0, decoupled: false };
+    Optimizer::from(rule)
+}
+
+fn run(
+    set: &Set,
+    replicas: &[u32],
+    devices: usize,
+    policy: &Policy,
+) -> Result<(Trained, Layouts), TensorParallelError> {
+    let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
+    let microbatches = if replicas.len() > 1 { 4 } else { 1 };
+    let count = StepCount { minibatches: 10, microbatches };
+    let ops = order::numbered(&set.model.graph).len();
+    let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
+    let item = set.batch / microbatches as usize;
+    let dims = BTreeMap::from([(name.clone(), item as i64)]);
+    let pipeline = Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect());
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
+    let (prepared, layouts) = match devices {
+        1 => (prepare(&set.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
+        _ => prepare_shared(&set.model.graph, &stages, pipeline, &settings, &group(devices)).unwrap(),
+    };
+    let given = |(name, weight): (&String, &Weight)| match weight {
+        Weight::Given(tensor) => (name.clone(), tensor.clone()),
+        Weight::Missing { path } => panic!("no weights at {path}"),
+    };
+    let weights: BTreeMap<String, Tensor> = set.model.weights.iter().map(given).collect();
+    let dataset = Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
+    let batches = Batches::new(dataset, set.batch, microbatches as usize, 10, RowOrder::InOrder).unwrap();
+    let training = TrainJob {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights,
+        batches: &batches,
+        optimizer: &adam(),
+        policy: *policy,
+        keep_gradients: true,
+    };
+    let trained = match devices {
+        1 => train(&training, &mut |_| {})?,
+        _ => train_tensor_parallel(&training, &layouts, devices, &mut |_| {})?,
+    };
+    Ok((trained, layouts))
+}
+
+fn worst(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(want).map(|(g, w)| (g - w).abs() / w.abs().max(1e-3)).fold(0.0, f64::max)
+}
+
+#[test]
+fn losses_are_those_of_pytorch_on_groups_of_two_and_four() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name);
+        for devices in [2, 4] {
+            let (trained, layouts) = run(&set, &[1], devices, &Policy::default()).unwrap();
+            let error = worst(&trained.losses, &set.expected["loss64_adam"].to_f64());
+            let split = layouts.values().filter(|layout| matches!(layout, Sharding::Split(_))).count();
+            println!("{name}, {devices} devices: {error:.1e}, {split} of {} parameters split", layouts.len());
+            assert!(error <= 1e-5, "{name}, {devices} devices: {error:.2e}");
+            // A recurrent layer is split along the batch, with replicated weights.
+            assert!(split > 0 || name == "lstm_lm", "{name}: nothing is split");
+            // The run is reproducible.
+            let (again, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
+            assert!(again.losses == trained.losses && again.weights == trained.weights, "{name}: other bits");
+        }
+    }
+}
+
+/// In double precision, gathered results equal those of one device to the last digits.
+#[test]
+fn weights_and_gradients_are_those_of_one_device() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let mut set = set(&root, name);
+        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        let (alone, _) = run(&set, &[1], 1, &Policy::default()).unwrap();
+        for devices in [2, 4] {
+            let (shared, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
+            assert!(worst(&shared.losses, &alone.losses) <= 1e-12, "{name}, {devices} devices");
+            assert_eq!(shared.weights.keys().collect::<Vec<_>>(), alone.weights.keys().collect::<Vec<_>>());
+            for (of, alone) in [(&shared.weights, &alone.weights), (&shared.gradients, &alone.gradients)] {
+                for (name, want) in alone {
+                    assert_eq!(of[name].shape(), want.shape(), "{name}");
+                    let (got, want) = (of[name].to_f64(), want.to_f64());
+                    let top = want.iter().fold(1e-6f64, |m, v| m.max(v.abs()));
+                    let error = got.iter().zip(&want).map(|(g, w)| (g - w).abs() / top).fold(0.0, f64::max);
+                    // Adam divides by the root of possibly tiny gradients.
+                    assert!(error <= 1e-6, "{name}, {devices} devices: {error:.1e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pipelines_and_replicas_of_shared_stages_train_as_those_of_single_devices() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "gpt", "lstm_lm"] {
+        let set = set(&root, name);
+        for replicas in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
+            let (alone, _) = run(&set, replicas, 1, &Policy::default()).unwrap();
+            let (shared, _) = run(&set, replicas, 2, &Policy::default()).unwrap();
+            let error = worst(&shared.losses, &alone.losses);
+            println!("{name} {replicas:?}: {error:.1e}");
+            assert!(error <= 1e-5, "{name} {replicas:?}: {error:.1e}");
+        }
+    }
+}
+
+/// In double precision, the norm of shards equals that of the whole to the last digits.
+#[test]
+fn gradients_are_shortened_as_those_of_one_device() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let mut set = set(&root, name);
+        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        let clipped = Policy { clip_norm: Some(0.1), ..Policy::default() };
+        for replicas in [&[1][..], &[2, 1]] {
+            let (alone, _) = run(&set, replicas, 1, &clipped).unwrap();
+            let (shared, _) = run(&set, replicas, 2, &clipped).unwrap();
+            assert!(worst(&shared.losses, &alone.losses) <= 1e-12, "{name} {replicas:?}");
+            let length = |of: &Trained| of.gradients.values().flat_map(Tensor::to_f64).map(|g| g * g).sum::<f64>();
+            assert!((length(&shared).sqrt() - 0.1).abs() < 1e-5, "{name} {replicas:?}: {}", length(&shared).sqrt());
+        }
+    }
+}
