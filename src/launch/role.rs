@@ -82,7 +82,7 @@ impl Default for ProcessRequest {
 }
 
 impl ProcessRequest {
-    /// The checkpoint that the parent process says to resume from, if a parent started this process.
+    /// The checkpoint to resume from, if a parent started this process and set one.
     pub fn resumed_by_parent(&self) -> Option<PathBuf> {
         self.environment.get(children::VARIABLE).and(self.environment.get(children::RESUMED)).map(PathBuf::from)
     }
