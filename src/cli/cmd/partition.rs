@@ -133,8 +133,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
             .because("the stages of a training pipeline are contiguous"));
     }
     if arguments.cpus {
-        return Err(Error::input("`--cpus` goes with `--from dnn-partitioning`")
-            .because("the CPUs are those of the instance, with a time for each node"));
+        return Err(Error::input("`--cpus` requires `--from dnn-partitioning`")
+            .because("the CPUs are those that the instance lists"));
     }
     let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "plan"));
     if !output::is_stdout(&path) {
