@@ -375,7 +375,7 @@ mod tests {
         assert!(read(&ring).is_err(), "an edge from a node to itself");
         assert!(
             with("\"TMPCs\": {\"1\": [{\"id\": \"vanilla\"", "\"TMPCs\": {\"0\": [{\"id\": \"vanilla\"")
-                .contains("is 0")
+                .contains("the tensor-parallel degree 0 must be from 1 to 4096")
         );
     }
 }
