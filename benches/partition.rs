@@ -33,7 +33,7 @@ use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::profile::cost_graph::CostGraph;
 use criterion::Criterion;
-use instances::placement::read::read;
+use instances::placement::read::{read, read_with_hosts};
 use instances::placement::solve::{Request, solve};
 use problems::{Random, add, chain, parallel, transformer};
 use published::{ANYWHERE, Golden, Optimum, PIPEDREAM, PLACEMENTS, WHOLE_SERVERS};
@@ -145,12 +145,13 @@ fn placements() -> String {
             table.skipped(name);
             continue;
         };
-        let placement = read(&text).expect("published instances can be read");
+        let placement = if has_cpu { read_with_hosts(&text) } else { read(&text) };
+        let placement = placement.expect("published instances can be read");
         let request = Request { anywhere, ..Request::default() };
         let (plan, spent) = spending(|| solve(&placement, &request).expect("published instances have a placement"));
         let label = match (anywhere, has_cpu) {
             (true, _) => ", not contiguous",
-            (false, true) => ", published with a CPU as one more device",
+            (false, true) => ", with the CPU of the file",
             (false, false) => "",
         };
         row(&mut table, format!("{name}{label}"), Some(published), &plan, 1.0, spent);

@@ -48,7 +48,7 @@ pub struct Optimum {
     pub instance: &'static str,
     /// Maximum device load, in the file's unit.
     pub load: f64,
-    /// True if the optimum also uses the file's CPU as a device. Ours does not, and cannot reach it.
+    /// True if the optimum also uses the file's CPU as a device; it is then planned with it.
     pub has_cpu: bool,
 }
 

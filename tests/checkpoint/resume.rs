@@ -206,6 +206,11 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
 #[cfg(target_os = "linux")]
 #[test]
 fn two_runs_do_not_write_into_one_folder() {
+    // The system may not report the process, for example if it changes its list of locks meanwhile.
+    let is_taken = |said: &str, holder: &Child| {
+        let name = |name: &str| said.contains(&format!("{name} is writing checkpoints into ck"));
+        name(&format!("process {}", holder.id())) || name("another process")
+    };
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     model(folder);
@@ -214,11 +219,11 @@ fn two_runs_do_not_write_into_one_folder() {
         let mut first = spawned(folder, &flags);
         begun(folder, &mut first);
         let said = ends(folder, 2, &flags);
-        assert!(said.contains(&format!("process {} is writing checkpoints into ck", first.id())), "{said}");
+        assert!(is_taken(&said, &first), "{said}");
         assert!(said.contains("help: wait until it ends, or choose another `--checkpoint-dir`"), "{said}");
         // A run from the start does not mention existing checkpoints here.
         let said = ends(folder, 2, &flags[..flags.len() - 2]);
-        assert!(said.contains(&format!("process {} is writing checkpoints into ck", first.id())), "{said}");
+        assert!(is_taken(&said, &first), "{said}");
         // The lock is always released, and leaves no file.
         first.kill().unwrap();
         first.wait().unwrap();

@@ -187,6 +187,17 @@ fn the_judge_finds_what_is_wrong() {
     assert!(check(&hybrid, &other).is_err());
 }
 
+#[test]
+fn more_microbatches_than_devices_are_planned() {
+    let file = FILE.replace("\"mbsInBatch\": 8", "\"mbsInBatch\": 100000");
+    let hybrid = read(&file).unwrap();
+    let plan = solve(&hybrid, &Request::default()).unwrap();
+    assert_eq!((plan.schedule.microbatches, plan.proven_optimal), (100_000, true));
+    let (time, best) = (plan.predicted.minibatch_us, exhaustive(&hybrid));
+    assert!((time - best).abs() <= 2e-9 * best, "{time}, {best} is possible");
+    assert_eq!(check(&hybrid, &plan), Ok(plan.predicted.minibatch_us));
+}
+
 /// A file of two layers for mutations.
 const FILE: &str = r#"{"maxDevices": 4, "maxMemoryPerDevice": 90, "bandwidth": 10, "mbsInBatch": 8, "nodes": [
     {"id": 1, "TMPCs": {"1": [{"id": "vanilla", "timePerSample": 9, "parameterSize": 3, "memoryUsageA": 1, "memoryUsageB": 2,

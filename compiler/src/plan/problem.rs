@@ -32,6 +32,9 @@ pub enum CostModel {
 /// Bandwidth used to express the costs of `load` as bytes in plans: 1 GB/s, so that one microsecond is 1000 bytes.
 pub const NOMINAL: BytesPerSecond = BytesPerSecond(1e9);
 
+/// Kind of the devices that plans of cost `load` charge for no transfer: the hosts of an instance.
+pub const HOST: &str = "cpu";
+
 /// The objective to minimise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]

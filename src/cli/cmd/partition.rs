@@ -81,6 +81,9 @@ pub struct Arguments {
     /// Allow non-contiguous sets of nodes on a device (dnn-partitioning instances)
     #[arg(long, help_heading = "Constraints")]
     pub noncontiguous: bool,
+    /// Also place nodes on the CPUs of the file (dnn-partitioning instances)
+    #[arg(long, help_heading = "Devices")]
+    pub cpus: bool,
     /// Also print the candidates that the plan was chosen from
     #[arg(long, help_heading = "Results")]
     pub compare: bool,
@@ -128,6 +131,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     if arguments.noncontiguous {
         return Err(Error::input("`--noncontiguous` requires `--from dnn-partitioning`")
             .because("the stages of a training pipeline are contiguous"));
+    }
+    if arguments.cpus {
+        return Err(Error::input("`--cpus` requires `--from dnn-partitioning`")
+            .because("the CPUs are those that the instance lists"));
     }
     let path = arguments.output.clone().unwrap_or_else(|| output::default_output(&arguments.file, "plan"));
     if !output::is_stdout(&path) {

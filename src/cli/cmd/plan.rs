@@ -21,6 +21,7 @@ use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::check_plan::stated;
+use instances::piper::read::MAX_COUNT;
 use pipec::costs::CostInput;
 use pipec::costs::cost_source::CostSource;
 use pipec::error::Error;
@@ -37,6 +38,9 @@ use std::path::{Path, PathBuf};
 
 /// Minibatches in the programs of `plan check`: enough to reach every in-flight limit and to end with a partial round.
 const CHECKED: u32 = 50;
+
+/// Micro-batches of an instance for which `plan check` makes programs, at most: as many as devices.
+const CHECKED_MICROBATCHES: u32 = MAX_COUNT as u32;
 
 /// Arguments of `pipec plan`.
 #[derive(Debug, Args)]
@@ -178,7 +182,9 @@ fn by_model(plan: &Plan, model: &Path, profile: Option<&CostInput>, screen: &Scr
 
 /// The programs of the plan, or of a custom schedule, if they are correct.
 fn checked(plan: &Plan, own: Option<&CustomSchedule>) -> Result<Program, String> {
-    let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches };
+    // Programs of more micro-batches than an instance has in flight repeat themselves, and would take gigabytes.
+    let most = if plan.cost == CostModel::Hybrid { CHECKED_MICROBATCHES } else { u32::MAX };
+    let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches.min(most) };
     let made = pipeline(plan).and_then(|pipeline| match own {
         Some(own) => own.unchecked(&pipeline, CHECKED),
         None => schedule(generated(plan.schedule.kind)?, &pipeline, count),

@@ -83,15 +83,12 @@ fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
         let rate = unit::bandwidth(text).map_err(|error| Error::input("cannot read `--bandwidth`").because(error))?;
         hybrid.bandwidth = rate.0;
     }
-    let most = piper::MAX_COUNT as u32;
     if let Some(count) = arguments.devices.gpus {
+        let most = piper::MAX_COUNT as u32;
         if !(1..=most).contains(&count) {
             return Err(Error::input(format!("`--gpus {count}` must be from 1 to {most}")));
         }
         hybrid.devices = count;
-    }
-    if question.microbatches > most {
-        return Err(Error::input(format!("`--microbatches {}` must be at most {most}", question.microbatches)));
     }
     if question.microbatches != PlanOptions::default().microbatches {
         hybrid.microbatches = question.microbatches;
@@ -107,6 +104,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         ("--cluster", devices.cluster.is_some()),
         ("--profile", arguments.profile.is_some()),
         ("--noncontiguous", arguments.noncontiguous),
+        ("--cpus", arguments.cpus),
         (
             "--schedule",
             options.schedule.as_ref().is_some_and(|schedule| *schedule != ScheduleChoice::Named(Schedule::OneFOneB)),

@@ -23,7 +23,8 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let path = &arguments.file;
     refuse(arguments)?;
     let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
-    let placement = dnn_partitioning::read(&text).map_err(|error| {
+    let read = if arguments.cpus { dnn_partitioning::read_with_hosts } else { dnn_partitioning::read };
+    let placement = read(&text).map_err(|error| {
         Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
     let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
@@ -71,10 +72,14 @@ pub fn protect(arguments: &Arguments, sha256: &str) -> Result<(), Error> {
 /// The faults of the plan under the instance in a file.
 pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
     let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
-    let mut placement = dnn_partitioning::read(&text).map_err(|error| Error::file("read the instance", path, error))?;
+    // A plan with hosts has two classes of devices: accelerators and hosts.
+    let accelerators = plan.cluster.classes.first();
+    let read = if accelerators.is_some() { dnn_partitioning::read_with_hosts } else { dnn_partitioning::read };
+    let mut placement = read(&text).map_err(|error| Error::file("read the instance", path, error))?;
     is_of(plan, path, &text)?;
-    // The plan may have been made with another `--memory` than the file's.
-    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
+    // `--memory` may have changed the limit of the file.
+    let limit = accelerators.map(|class| class.device.memory).or(plan.cluster.memory_per_device);
+    if let Some(limit) = limit.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
         placement.bytes_per_device = limit.0 as f64;
     }
     Ok(judged(&placement, plan).err().unwrap_or_default())

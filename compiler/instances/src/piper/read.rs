@@ -23,7 +23,11 @@ use std::marker::PhantomData;
 /// Maximum file size in bytes.
 pub const MAX_BYTES: usize = 256 << 20;
 
+/// Maximum number of devices, and degree of tensor parallelism.
 pub const MAX_COUNT: u64 = 4096;
+
+/// Maximum number of micro-batches, as of `--microbatches`.
+pub const MAX_MICROBATCHES: u64 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum PiperError {
@@ -38,8 +42,8 @@ pub enum PiperError {
         found: usize,
         limit: usize,
     },
-    #[error("`{field}` is {found}; it must be from 1 to {MAX_COUNT}")]
-    Count { field: &'static str, found: u64 },
+    #[error("`{field}` is {found}; it must be from 1 to {most}")]
+    Count { field: &'static str, found: u64, most: u64 },
     #[error("{place}: `{field}` is {found:?}; it must be {range}")]
     Number {
         /// The node or edge, or the file.
@@ -160,9 +164,10 @@ pub fn read(text: &str) -> Result<Hybrid, PiperError> {
     if file.nodes.is_empty() {
         return Err(PiperError::Empty);
     }
-    for (field, found) in [("maxDevices", file.max_devices), ("mbsInBatch", file.mbs_in_batch)] {
-        if !(1..=MAX_COUNT).contains(&found) {
-            return Err(PiperError::Count { field, found });
+    let counts = [("maxDevices", file.max_devices, MAX_COUNT), ("mbsInBatch", file.mbs_in_batch, MAX_MICROBATCHES)];
+    for (field, found, most) in counts {
+        if !(1..=most).contains(&found) {
+            return Err(PiperError::Count { field, found, most });
         }
     }
     let bytes_per_device = quantity("the file", "maxMemoryPerDevice", file.max_memory_per_device)?;
@@ -351,6 +356,9 @@ mod tests {
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]`: names node 9, which `nodes` does not have");
         assert_eq!(with("1.5", "-1"), "node 7: `timePerSample` is -1.0; it must be from 0 to 1e15");
         assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0; it must be from 1 to 4096");
+        assert_eq!(read(&FILE.replace("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048576")).unwrap().microbatches, 1 << 20);
+        let many = with("\"mbsInBatch\": 8", "\"mbsInBatch\": 1048577");
+        assert_eq!(many, "`mbsInBatch` is 1048577; it must be from 1 to 1048576");
         assert_eq!(
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
             "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"
@@ -367,7 +375,7 @@ mod tests {
         assert!(read(&ring).is_err(), "an edge from a node to itself");
         assert!(
             with("\"TMPCs\": {\"1\": [{\"id\": \"vanilla\"", "\"TMPCs\": {\"0\": [{\"id\": \"vanilla\"")
-                .contains("is 0")
+                .contains("the tensor-parallel degree 0 must be from 1 to 4096")
         );
     }
 }

@@ -18,16 +18,29 @@ const HEAT: f64 = 0.02;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
+    /// Accelerators, the first devices.
     pub devices: usize,
-    /// Bytes per device.
+    /// Hosts, the other devices.
+    pub hosts: usize,
+    /// Bytes per accelerator.
     pub bytes: f64,
+}
+
+impl Limits {
+    fn all(&self) -> usize {
+        self.devices + self.hosts
+    }
+
+    fn is_host(&self, device: u32) -> bool {
+        device as usize >= self.devices
+    }
 }
 
 /// Returns a placement (device of each unit) that is at least as good as `start`.
 pub fn anywhere(units: &Units, start: &[u32], limits: Limits, seed: u64) -> Vec<u32> {
     let begin = State::new(units, start.to_vec(), limits);
     let mut best = (begin.worst(), start.to_vec());
-    if units.len() < 2 || limits.devices < 2 {
+    if units.len() < 2 || limits.all() < 2 {
         return best.1;
     }
     let turns = (TURNS.0 * units.len()).min(TURNS.1 / STARTS as usize);
@@ -91,7 +104,7 @@ struct State<'a> {
 
 impl State<'_> {
     fn new<'a>(units: &'a Units, device_of: Vec<u32>, limits: Limits) -> State<'a> {
-        let empty = vec![0.0; limits.devices];
+        let empty = vec![0.0; limits.all()];
         let mut near: Vec<Vec<u32>> = (0..units.len())
             .map(|unit| units.before[unit].iter().chain(&units.after[unit]).copied().collect())
             .collect();
@@ -108,12 +121,25 @@ impl State<'_> {
         }
         let mut state = State { units, limits, device_of, loads: empty.clone(), bytes: empty, near };
         for unit in 0..units.len() {
-            let device = state.device_of[unit] as usize;
-            state.loads[device] += units.time[unit];
-            state.bytes[device] += units.bytes[unit];
+            let device = state.device_of[unit];
+            state.loads[device as usize] += state.time(unit, device);
+            state.bytes[device as usize] += state.bytes(unit, device);
         }
         (0..units.tensors.len()).for_each(|tensor| state.charge(tensor, 1.0));
         state
+    }
+
+    fn time(&self, unit: usize, device: u32) -> f64 {
+        if self.limits.is_host(device) { self.units.host_time[unit] } else { self.units.time[unit] }
+    }
+
+    /// Bytes that count towards the limit; hosts have none.
+    fn bytes(&self, unit: usize, device: u32) -> f64 {
+        if self.limits.is_host(device) { 0.0 } else { self.units.bytes[unit] }
+    }
+
+    fn may_hold(&self, unit: usize, device: u32) -> bool {
+        self.limits.is_host(device) || self.units.time[unit].is_finite()
     }
 
     /// Adds (sign 1) or removes (sign -1) the load of a tensor on every device.
@@ -126,11 +152,13 @@ impl State<'_> {
             // There are few readers, so a linear scan is faster than a set.
             let is_new = !tensor.to[..at].iter().any(|&other| self.device_of[other as usize] == device);
             if device != home && is_new {
-                self.loads[device as usize] += sign * tensor.cost;
                 leaves = true;
+                if !self.limits.is_host(device) {
+                    self.loads[device as usize] += sign * tensor.cost;
+                }
             }
         }
-        if leaves {
+        if leaves && !self.limits.is_host(home) {
             self.loads[home as usize] += sign * tensor.cost;
         }
     }
@@ -138,11 +166,11 @@ impl State<'_> {
     fn put(&mut self, unit: usize, device: u32) {
         let units = self.units;
         units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, -1.0));
-        let old = std::mem::replace(&mut self.device_of[unit], device) as usize;
-        self.loads[old] -= units.time[unit];
-        self.bytes[old] -= units.bytes[unit];
-        self.loads[device as usize] += units.time[unit];
-        self.bytes[device as usize] += units.bytes[unit];
+        let old = std::mem::replace(&mut self.device_of[unit], device);
+        self.loads[old as usize] -= self.time(unit, old);
+        self.bytes[old as usize] -= self.bytes(unit, old);
+        self.loads[device as usize] += self.time(unit, device);
+        self.bytes[device as usize] += self.bytes(unit, device);
         units.touching[unit].iter().for_each(|&tensor| self.charge(tensor as usize, 1.0));
     }
 
@@ -154,7 +182,7 @@ impl State<'_> {
         if numbers.below(4) == 0 {
             let other = numbers.below(self.units.len());
             let away = self.device_of[other];
-            if away != home {
+            if away != home && self.may_hold(unit, away) && self.may_hold(other, home) {
                 self.put(unit, away);
                 self.put(other, home);
                 moved.extend([(unit, home), (other, away)]);
@@ -164,11 +192,11 @@ impl State<'_> {
         // Usually to a neighbour's device; elsewhere every tensor would have to be sent.
         let near = &self.near[unit];
         let device = match numbers.below(4) {
-            0 => numbers.below(self.limits.devices) as u32,
+            0 => numbers.below(self.limits.all()) as u32,
             _ if near.is_empty() => return,
             _ => self.device_of[near[numbers.below(near.len())] as usize],
         };
-        if device == home {
+        if device == home || !self.may_hold(unit, device) {
             return;
         }
         let mut most = 1;
@@ -184,7 +212,8 @@ impl State<'_> {
             next += 1;
             for at in 0..self.near[from].len() {
                 let to = self.near[from][at] as usize;
-                if moved.len() < most && self.device_of[to] == home && numbers.below(4) != 0 {
+                let may_move = self.device_of[to] == home && self.may_hold(to, device);
+                if moved.len() < most && may_move && numbers.below(4) != 0 {
                     self.put(to, device);
                     moved.push((to, home));
                 }

@@ -33,9 +33,14 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
             faults.push(PlanFault::Devices { stage, what });
         }
     }
-    if plan.stages.len() > placement.devices as usize {
-        let what = format!("{} stages on {} devices", plan.stages.len(), placement.devices);
-        faults.push(PlanFault::Devices { stage: plan.stages.len() - 1, what });
+    let is_host = |stage: usize| plan.stages[stage].devices.iter().any(|&device| placement.is_host(device));
+    let on_hosts = (0..plan.stages.len()).filter(|&stage| is_host(stage)).count();
+    let on_devices = plan.stages.len() - on_hosts;
+    for (used, there, name) in [(on_devices, placement.devices, "devices"), (on_hosts, placement.hosts, "hosts")] {
+        if used > there as usize {
+            let what = format!("{used} stages on {there} {name}");
+            faults.push(PlanFault::Devices { stage: plan.stages.len() - 1, what });
+        }
     }
     let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);
     faults.extend(wrong.take(16).map(|(op, &count)| PlanFault::Coverage { op, count }));
@@ -53,11 +58,20 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
     }
     let mut worst: f64 = 0.0;
     for stage in 0..plan.stages.len() {
+        if is_host(stage) {
+            let held = placement.nodes.iter().enumerate().filter(|(op, _)| place(*op) == stage);
+            worst = worst.max(held.map(|(_, node)| node.host_time).sum());
+            continue;
+        }
         let mut load = 0.0;
         let mut bytes = 0.0;
         for (op, node) in placement.nodes.iter().enumerate() {
             let reading: BTreeSet<usize> = node.readers.iter().map(|&to| place(to as usize)).collect();
             if place(op) == stage {
+                if node.time.is_infinite() {
+                    let what = format!("op {op} runs on hosts only");
+                    faults.push(PlanFault::Devices { stage, what });
+                }
                 load += node.time;
                 bytes += node.bytes;
                 load += if reading.iter().any(|&to| to != stage) { node.transfer } else { 0.0 };
@@ -71,7 +85,7 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
         }
         worst = worst.max(load);
     }
-    times(placement, plan, &place, &mut faults);
+    times(placement, plan, &place, &is_host, &mut faults);
     edges(placement, plan, &place, &mut faults);
     let said = plan.predicted.minibatch_us;
     if verify::differs(said, worst) {
@@ -81,10 +95,17 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> 
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
 }
 
-fn times(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<PlanFault>) {
+fn times(
+    placement: &Placement,
+    plan: &Plan,
+    place: &dyn Fn(usize) -> usize,
+    is_host: &dyn Fn(usize) -> bool,
+    faults: &mut Vec<PlanFault>,
+) {
     let mut found = vec![[0.0f64; 2]; plan.stages.len()];
     for (op, node) in placement.nodes.iter().enumerate() {
-        found[place(op)][usize::from(node.is_backward)] += node.time;
+        let time = if is_host(place(op)) { node.host_time } else { node.time };
+        found[place(op)][usize::from(node.is_backward)] += time;
     }
     for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
         for (name, said, found) in [("fwd_us", stage.fwd_us, found[0]), ("bwd_us", stage.bwd_us, found[1])] {

@@ -12,6 +12,9 @@
 //! | best(k, I) | `Table::at`       | as in the input file |
 //! | load       | `Walk::load`      | as in the input file |
 //!
+//! With hosts, k counts accelerators and hosts separately, and the last stage is on either; the load of a host is its
+//! time alone.
+//!
 //! In addition, a known plan prunes the search: stages slower than the bound are not extended, and sets are skipped if
 //! the rest cannot fit on the remaining devices. From each set, supersets are reached by adding units one by one; the
 //! load changes only by the tensors of the added unit.
@@ -22,71 +25,142 @@ use compiler::partition::search::downset_lattice::Lattice;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     pub devices: usize,
+    pub hosts: usize,
+    /// Bytes per accelerator.
     pub bytes: f64,
     /// A load that is known to be feasible; only smaller loads are of interest.
     pub below: f64,
 }
 
-/// The largest load and the stages (as units) of the best pipeline; `None` if nothing is below the bound.
-pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f64, Vec<Vec<u32>>)> {
-    let (sets, devices) = (lattice.len(), limits.devices.min(units.len()));
+/// The units of one device.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Part {
+    pub units: Vec<u32>,
+    pub is_host: bool,
+}
+
+/// The largest load and the stages of the best pipeline; `None` if nothing is below the bound. The times of the lattice
+/// are the work of the units.
+pub fn contiguous(units: &Units, lattice: &Lattice, limits: Limits) -> Option<(f64, Vec<Part>)> {
+    let (sets, devices, hosts) = (lattice.len(), limits.devices.min(units.len()), limits.hosts.min(units.len()));
     let all = sets - 1;
     let total = lattice.time[all];
-    let mut table = Table { devices, best: vec![(f64::INFINITY, 0); (devices + 1) * sets] };
-    table.best[0] = (0.0, 0);
+    let mut table = Table { devices, sets, best: vec![Entry::default(); (devices + 1) * (hosts + 1) * sets] };
+    table.best[0].value = 0.0;
     let mut walk = Walk::new(units, lattice);
     for from in 0..all {
         // Each remaining device can take at most `below` of the remaining time.
         let below = limits.below.min(table.least(all));
-        let leaves = |used: usize| total - lattice.time[from] <= (devices - used) as f64 * below * (1.0 + 1e-12);
-        let useful: Vec<usize> = (0..devices).filter(|&used| table.at(used, from).0 < below && leaves(used)).collect();
+        let leaves = |used: Used| {
+            let left = (devices - used.devices) as f64 + (hosts - used.hosts) as f64 * units.host_rate;
+            below.is_infinite() || total - lattice.time[from] <= left * below * (1.0 + 1e-12)
+        };
+        let is_full = |used: &Used| used.devices == devices && used.hosts == hosts;
+        let is_useful = |used: &Used| table.at(*used, from).value < below && !is_full(used) && leaves(*used);
+        let useful: Vec<Used> = Used::up_to(devices, hosts).filter(is_useful).collect();
         if useful.is_empty() {
             continue;
         }
-        walk.from(from, limits.bytes, below);
+        walk.from(from, limits, below);
         for &to in &walk.reached {
-            let load = walk.load[to as usize];
-            if load >= below {
-                continue;
-            }
-            for &used in &useful {
-                let value = table.at(used, from).0.max(load);
-                let entry = &mut table.best[(used + 1) * sets + to as usize];
-                if value < entry.0 {
-                    *entry = (value, from as u32);
+            let to = to as usize;
+            let on_accelerator = if walk.is_on_accelerator[to] { walk.load[to] } else { f64::INFINITY };
+            let on_host = if hosts > 0 { walk.host_time[to] } else { f64::INFINITY };
+            for (load, is_host) in [(on_accelerator, false), (on_host, true)] {
+                if load >= below {
+                    continue;
+                }
+                let is_left = |used: &&Used| if is_host { used.hosts < hosts } else { used.devices < devices };
+                for &used in useful.iter().filter(is_left) {
+                    let value = table.at(used, from).value.max(load);
+                    let next = table.index(used.with(is_host), to);
+                    let entry = &mut table.best[next];
+                    if value < entry.value {
+                        *entry = Entry { value, from: from as u32, is_host };
+                    }
                 }
             }
         }
     }
-    let used = (1..=devices).min_by(|&a, &b| table.at(a, all).0.total_cmp(&table.at(b, all).0))?;
-    let value = table.at(used, all).0;
+    let counts = Used::up_to(devices, hosts).filter(|used| used.devices + used.hosts > 0);
+    let mut used = counts.min_by(|&a, &b| table.at(a, all).value.total_cmp(&table.at(b, all).value))?;
+    let value = table.at(used, all).value;
     if value >= limits.below {
         return None;
     }
-    let mut stages = Vec::with_capacity(used);
+    let mut stages = Vec::with_capacity(used.devices + used.hosts);
     let mut set = all;
-    for used in (1..=used).rev() {
-        let from = table.at(used, set).1 as usize;
-        stages.push((0..units.len() as u32).filter(|&u| lattice.holds(set, u) && !lattice.holds(from, u)).collect());
-        set = from;
+    while set > 0 {
+        let Entry { from, is_host, .. } = table.at(used, set);
+        let from = from as usize;
+        let is_added = |&unit: &u32| lattice.holds(set, unit) && !lattice.holds(from, unit);
+        stages.push(Part { units: (0..units.len() as u32).filter(is_added).collect(), is_host });
+        (set, used) = (from, used.without(is_host));
     }
     stages.reverse();
     Some((value, stages))
 }
 
+/// Numbers of devices.
+#[derive(Clone, Copy, Debug)]
+struct Used {
+    devices: usize,
+    hosts: usize,
+}
+
+impl Used {
+    /// All numbers up to these, fewest hosts first.
+    fn up_to(devices: usize, hosts: usize) -> impl Iterator<Item = Used> {
+        (0..=hosts).flat_map(move |hosts| (0..=devices).map(move |devices| Used { devices, hosts }))
+    }
+
+    fn with(self, is_host: bool) -> Used {
+        match is_host {
+            true => Used { hosts: self.hosts + 1, ..self },
+            false => Used { devices: self.devices + 1, ..self },
+        }
+    }
+
+    fn without(self, is_host: bool) -> Used {
+        match is_host {
+            true => Used { hosts: self.hosts - 1, ..self },
+            false => Used { devices: self.devices - 1, ..self },
+        }
+    }
+}
+
+/// The best pipeline of one set: its largest load, and its last stage as the set before it and the kind of its device.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    value: f64,
+    from: u32,
+    is_host: bool,
+}
+
+impl Default for Entry {
+    fn default() -> Entry {
+        Entry { value: f64::INFINITY, from: 0, is_host: false }
+    }
+}
+
 struct Table {
     devices: usize,
-    best: Vec<(f64, u32)>,
+    sets: usize,
+    best: Vec<Entry>,
 }
 
 impl Table {
-    fn at(&self, used: usize, set: usize) -> (f64, u32) {
-        let sets = self.best.len() / (self.devices + 1);
-        self.best[used * sets + set]
+    fn index(&self, used: Used, set: usize) -> usize {
+        (used.hosts * (self.devices + 1) + used.devices) * self.sets + set
+    }
+
+    fn at(&self, used: Used, set: usize) -> Entry {
+        self.best[self.index(used, set)]
     }
 
     fn least(&self, set: usize) -> f64 {
-        (1..=self.devices).map(|used| self.at(used, set).0).fold(f64::INFINITY, f64::min)
+        let values = self.best.iter().skip(set).step_by(self.sets).map(|entry| entry.value);
+        values.fold(f64::INFINITY, f64::min)
     }
 }
 
@@ -96,10 +170,13 @@ struct Walk<'a> {
     lattice: &'a Lattice,
     /// The supersets reached, nearest first.
     reached: Vec<u32>,
-    /// For each superset: load, time and bytes of the added units.
+    /// For each superset: load, time and bytes of the added units on an accelerator, and their time on a host.
     load: Vec<f64>,
     time: Vec<f64>,
     bytes: Vec<f64>,
+    host_time: Vec<f64>,
+    /// Whether an accelerator can hold the added units in less than the bound.
+    is_on_accelerator: Vec<bool>,
     seen: Vec<u32>,
     turn: u32,
 }
@@ -113,17 +190,19 @@ impl Walk<'_> {
             reached: Vec::new(),
             load: empty.clone(),
             time: empty.clone(),
-            bytes: empty,
+            bytes: empty.clone(),
+            host_time: empty,
+            is_on_accelerator: vec![false; lattice.len()],
             seen: vec![0; lattice.len()],
             turn: 0,
         }
     }
 
-    fn from(&mut self, start: usize, bytes: f64, below: f64) {
+    fn from(&mut self, start: usize, limits: Limits, below: f64) {
         let (units, lattice) = (self.units, self.lattice);
         self.turn += 1;
         self.reached.clear();
-        (self.load[start], self.time[start], self.bytes[start]) = (0.0, 0.0, 0.0);
+        (self.load[start], self.time[start], self.bytes[start], self.host_time[start]) = (0.0, 0.0, 0.0, 0.0);
         let mut at = start;
         let mut next = 0;
         loop {
@@ -134,7 +213,9 @@ impl Walk<'_> {
                 }
                 let time = self.time[at] + units.time[added];
                 let held = self.bytes[at] + units.bytes[added];
-                if time >= below || held > bytes {
+                let host_time = self.host_time[at] + units.host_time[added];
+                let is_on_accelerator = time < below && held <= limits.bytes;
+                if !is_on_accelerator && (limits.hosts == 0 || host_time >= below) {
                     continue;
                 }
                 self.seen[set] = self.turn;
@@ -144,7 +225,8 @@ impl Walk<'_> {
                     .iter()
                     .map(|&tensor| units.charge(tensor, after) - units.charge(tensor, before))
                     .sum();
-                (self.time[set], self.bytes[set]) = (time, held);
+                (self.time[set], self.bytes[set], self.host_time[set]) = (time, held, host_time);
+                self.is_on_accelerator[set] = is_on_accelerator;
                 self.load[set] = self.load[at] + units.time[added] + moved;
                 self.reached.push(to);
             }

@@ -6,8 +6,9 @@
 //!   "isBackwardNode": 0, "colorClass": 1}, …], "edges": [{"sourceId": 1, "destId": 3, "cost": 0.002}, …]}
 //! ```
 //!
-//! Devices are the file's accelerators (`maxFPGAs`); CPUs are not used, so `cpuLatency` is ignored. An output has one
-//! cost; if its edges have different costs, the maximum counts.
+//! Devices are the file's accelerators (`maxFPGAs`). [`read_with_hosts`] also reads the hosts: their number (`maxCPUs`),
+//! the time of each node on one (`cpuLatency`), and the nodes that run on hosts only (`supportedOnFpga`). An output has
+//! one cost; if its edges have different costs, the maximum counts.
 
 use crate::placement::model::{MAX_NODES, Node, Placement};
 use compiler::profile::json::{self, JsonError};
@@ -56,8 +57,12 @@ pub enum PlacementError {
         at: usize,
         id: i64,
     },
-    #[error("node {id} is not supported on an accelerator (`supportedOnFpga`), and CPU placement is not supported")]
+    #[error("node {id} is not supported on an accelerator (`supportedOnFpga`), and no host is used")]
     Unsupported { id: i64 },
+    #[error("`maxCPUs` is {found}; it must be from 1 to {MAX_DEVICES}")]
+    Hosts { found: u64 },
+    #[error("node {id} has no `cpuLatency`, its time on a CPU")]
+    NoHostTime { id: i64 },
 }
 
 #[derive(Deserialize)]
@@ -67,6 +72,8 @@ struct File {
     devices: u64,
     #[serde(rename = "maxSizePerFPGA")]
     bytes_per_device: f64,
+    #[serde(rename = "maxCPUs", default)]
+    hosts: Value,
     nodes: Vec<FileNode>,
     edges: Vec<FileEdge>,
 }
@@ -78,6 +85,8 @@ struct FileNode {
     #[serde(default)]
     name: String,
     fpga_latency: f64,
+    #[serde(default)]
+    cpu_latency: Value,
     #[serde(default)]
     size: f64,
     #[serde(default)]
@@ -96,8 +105,17 @@ struct FileEdge {
     cost: f64,
 }
 
-/// Parses an instance.
+/// Parses an instance without its hosts.
 pub fn read(text: &str) -> Result<Placement, PlacementError> {
+    parse(text, false)
+}
+
+/// Parses an instance with its hosts. There is at least one.
+pub fn read_with_hosts(text: &str) -> Result<Placement, PlacementError> {
+    parse(text, true)
+}
+
+fn parse(text: &str, with_hosts: bool) -> Result<Placement, PlacementError> {
     let file: File = json::read(text)?;
     for (what, found) in [("nodes", file.nodes.len()), ("edges", file.edges.len())] {
         let limit = if what == "nodes" { MAX_NODES } else { 16 * MAX_NODES };
@@ -111,6 +129,10 @@ pub fn read(text: &str) -> Result<Placement, PlacementError> {
     if !(1..=MAX_DEVICES).contains(&file.devices) {
         return Err(PlacementError::Devices { found: file.devices });
     }
+    let hosts = if with_hosts { file.hosts.as_u64().unwrap_or(0) } else { 0 };
+    if with_hosts && !(1..=MAX_DEVICES).contains(&hosts) {
+        return Err(PlacementError::Hosts { found: hosts });
+    }
     let fine = |place: &dyn Fn() -> String, field, found: f64| {
         let is_fine = found.is_finite() && (0.0..=1e15).contains(&found);
         if is_fine { Ok(found) } else { Err(PlacementError::Number { place: place(), field, found }) }
@@ -122,12 +144,23 @@ pub fn read(text: &str) -> Result<Placement, PlacementError> {
         if let Some(first) = index.insert(node.id, at) {
             return Err(PlacementError::Duplicate { at, first, id: node.id });
         }
-        if matches!(node.supported_on_fpga, Value::Bool(false)) || node.supported_on_fpga.as_f64() == Some(0.0) {
+        let is_on_hosts_only =
+            matches!(node.supported_on_fpga, Value::Bool(false)) || node.supported_on_fpga.as_f64() == Some(0.0);
+        if is_on_hosts_only && !with_hosts {
             return Err(PlacementError::Unsupported { id: node.id });
         }
         let place = || format!("node {}", node.id);
+        let time = fine(&place, "fpgaLatency", node.fpga_latency)?;
+        let host_time = match with_hosts {
+            true => {
+                let found = node.cpu_latency.as_f64().ok_or(PlacementError::NoHostTime { id: node.id })?;
+                fine(&place, "cpuLatency", found)?
+            }
+            false => 0.0,
+        };
         nodes.push(Node {
-            time: fine(&place, "fpgaLatency", node.fpga_latency)?,
+            time: if is_on_hosts_only { f64::INFINITY } else { time },
+            host_time,
             bytes: fine(&place, "size", node.size)?,
             name: node.id.to_string(),
             title: node.name,
@@ -151,7 +184,7 @@ pub fn read(text: &str) -> Result<Placement, PlacementError> {
         node.readers.sort_unstable();
         node.readers.dedup();
     }
-    Ok(Placement { nodes, devices: file.devices as u32, bytes_per_device })
+    Ok(Placement { nodes, devices: file.devices as u32, hosts: hosts as u32, bytes_per_device })
 }
 
 #[cfg(test)]
@@ -181,5 +214,19 @@ mod tests {
         assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0; it must be from 1 to 4096");
         let refused = with("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false");
         assert!(refused.starts_with("node 7 is not supported on an accelerator"), "{refused}");
+    }
+
+    #[test]
+    fn reads_hosts() {
+        let text = FILE.replace("\"fpgaLatency\"", "\"cpuLatency\": 15, \"fpgaLatency\"");
+        let placement = read_with_hosts(&text).unwrap();
+        assert_eq!((placement.hosts, placement.nodes[0].host_time, placement.nodes[0].time), (1, 15.0, 1.5));
+        assert_eq!(read(&text).unwrap(), read(FILE).unwrap());
+        let only = read_with_hosts(&text.replace("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false")).unwrap();
+        assert_eq!((only.nodes[0].time, only.nodes[0].host_time), (f64::INFINITY, 15.0));
+        let refused = |text: &str| read_with_hosts(text).unwrap_err().to_string();
+        assert_eq!(refused(FILE), "node 7 has no `cpuLatency`, its time on a CPU");
+        let none = text.replace("\"maxCPUs\": 1", "\"maxCPUs\": 0");
+        assert_eq!(refused(&none), "`maxCPUs` is 0; it must be from 1 to 4096");
     }
 }

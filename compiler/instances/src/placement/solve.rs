@@ -2,18 +2,21 @@
 //!
 //! Contiguous placements are optimal if all down-sets can be searched; otherwise only some linear orders are, with a
 //! warning. Non-contiguous placements are improved by local search, and only a lower bound indicates their quality.
+//!
+//! In a plan with hosts, accelerators and hosts are two device classes, in this order.
 
 use crate::placement::anywhere;
 use crate::placement::check;
-use crate::placement::contiguous::{Limits, contiguous};
+use crate::placement::contiguous::{Limits, Part, contiguous};
 use crate::placement::model::{Node, Placement};
 use crate::placement::units::Units;
-use compiler::cluster::Bytes;
+use compiler::cluster::device;
 use compiler::cluster::read::{self, ClusterError};
+use compiler::cluster::{Bytes, Device, DeviceClass};
 use compiler::partition::search::downset_lattice;
 use compiler::partition::search::downset_lattice::Lattice;
 use compiler::plan::check::error::PlanFault;
-use compiler::plan::problem::{CostModel, NOMINAL, Objective};
+use compiler::plan::problem::{CostModel, HOST, NOMINAL, Objective};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{
     Baselines, Edge, Fits, LevelPlacement, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule,
@@ -68,7 +71,7 @@ pub enum SolveError {
 }
 
 struct Answer {
-    stages: Vec<Vec<u32>>,
+    stages: Vec<Part>,
     states: usize,
     is_proven: bool,
     fallback: Option<String>,
@@ -77,12 +80,13 @@ struct Answer {
 pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveError> {
     let units = Units::of(placement);
     let bytes = request.memory.map_or(placement.bytes_per_device, |bytes| bytes.0 as f64);
-    let devices = placement.devices as usize;
-    if (devices.min(units.len()) + 1).saturating_mul(units.len() + 1) > MOST_ENTRIES {
+    let limits =
+        Limits { devices: placement.devices as usize, hosts: placement.hosts as usize, bytes, below: f64::INFINITY };
+    if entries(&units, limits, units.len() + 1) > MOST_ENTRIES {
         return Err(SolveError::TooLarge { units: units.len(), devices: placement.devices });
     }
     let budget = request.budget.map_or(DEFAULT_BUDGET, |budget| usize::try_from(budget).unwrap_or(usize::MAX));
-    let Some(mut answer) = chain(&units, devices, bytes, budget) else {
+    let Some(mut answer) = chain(&units, limits, budget) else {
         return Err(infeasible(placement, &units, bytes));
     };
     let contiguous_load = load(placement, &units, &answer.stages);
@@ -91,14 +95,17 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     let mut warnings = Vec::new();
     if request.anywhere {
         let mut start = vec![0; units.len()];
-        for (device, stage) in answer.stages.iter().enumerate() {
-            stage.iter().for_each(|&unit| start[unit as usize] = device as u32);
+        for (device, stage) in devices(placement, &answer.stages).into_iter().zip(&answer.stages) {
+            stage.units.iter().for_each(|&unit| start[unit as usize] = device);
         }
-        let limits = anywhere::Limits { devices, bytes };
-        let device_of = anywhere::anywhere(&units, &start, limits, request.seed);
-        answer.stages = (0..devices as u32)
-            .map(|device| (0..units.len() as u32).filter(|&unit| device_of[unit as usize] == device).collect())
-            .filter(|stage: &Vec<u32>| !stage.is_empty())
+        let Limits { devices, hosts, bytes, .. } = limits;
+        let device_of = anywhere::anywhere(&units, &start, anywhere::Limits { devices, hosts, bytes }, request.seed);
+        answer.stages = (0..placement.devices + placement.hosts)
+            .map(|device| Part {
+                units: (0..units.len() as u32).filter(|&unit| device_of[unit as usize] == device).collect(),
+                is_host: placement.is_host(device),
+            })
+            .filter(|stage| !stage.units.is_empty())
             .collect();
         proven = None;
         answer.is_proven = false;
@@ -116,9 +123,20 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     let kind = if backward { Schedule::OneFOneBRr } else { Schedule::Inference };
     let in_flight: Vec<u32> = (1..=stages.len() as u32).rev().collect();
     let weight_versions = if backward { in_flight.clone() } else { vec![1; stages.len()] };
-    let single: f64 = placement.nodes.iter().map(|node| node.time).sum();
-    let holds_all = placement.nodes.iter().map(|node| node.bytes).sum::<f64>() <= bytes;
-    let even = load(placement, &units, &evenly(&units, devices));
+    let time: f64 = placement.nodes.iter().map(|node| node.time).sum();
+    let host_time: f64 = placement.nodes.iter().map(|node| node.host_time).sum();
+    // Nodes that run on hosts only leave no other single device.
+    let is_accelerated = time.is_finite();
+    let single = if is_accelerated { time } else { host_time };
+    let holds_all = !is_accelerated || placement.nodes.iter().map(|node| node.bytes).sum::<f64>() <= bytes;
+    let even = match is_accelerated {
+        true => load(placement, &units, &evenly(&units, limits.devices)),
+        false => host_time,
+    };
+    let mut options = BTreeMap::from([("noncontiguous".to_string(), json!(request.anywhere))]);
+    if placement.hosts > 0 {
+        options.insert("hosts".to_string(), json!(placement.hosts));
+    }
     let plan = Plan {
         schema: SCHEMA.to_string(),
         model: request.model.clone(),
@@ -164,7 +182,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         },
         warnings,
         seed: request.seed,
-        options: BTreeMap::from([("noncontiguous".to_string(), json!(request.anywhere))]),
+        options,
         extra: BTreeMap::new(),
     };
     let judged = Placement { bytes_per_device: bytes, ..placement.clone() };
@@ -172,25 +190,31 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
     Ok(plan)
 }
 
-fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Answer> {
-    let mut best: Option<(f64, Vec<Vec<u32>>)> = None;
+/// Entries of the table of the dynamic program.
+fn entries(units: &Units, limits: Limits, sets: usize) -> usize {
+    let counts = |most: usize| most.min(units.len()) + 1;
+    counts(limits.devices).saturating_mul(counts(limits.hosts)).saturating_mul(sets)
+}
+
+fn chain(units: &Units, limits: Limits, budget: usize) -> Option<Answer> {
+    let mut best: Option<(f64, Vec<Part>)> = None;
     let mut states = 0;
     for order in downset_lattice::orders(&units.before, &units.after) {
-        let lattice = Lattice::along(&units.time, &order);
+        let lattice = Lattice::along(&units.work, &order);
         states += lattice.len();
         // An even cut of the order bounds the search on long orders.
-        let greedy = order_bound(units, &order, devices, bytes);
+        let greedy = order_bound(units, &order, limits.devices, limits.bytes);
         let below = best.as_ref().map_or(f64::INFINITY, |(value, _)| *value).min(greedy);
-        best = contiguous(units, &lattice, Limits { devices, bytes, below }).or(best);
+        best = contiguous(units, &lattice, Limits { below, ..limits }).or(best);
     }
-    let fits = |lattice: &Lattice| (devices.min(units.len()) + 1).saturating_mul(lattice.len()) <= MOST_ENTRIES;
-    let Some(lattice) = Lattice::whole(&units.before, &units.time, budget).filter(fits) else {
+    let fits = |lattice: &Lattice| entries(units, limits, lattice.len()) <= MOST_ENTRIES;
+    let Some(lattice) = Lattice::whole(&units.before, &units.work, budget).filter(fits) else {
         let fallback = Some(format!("more than {budget} down-sets"));
         return best.map(|(_, stages)| Answer { stages, states, is_proven: false, fallback });
     };
     states += lattice.len();
     let below = best.as_ref().map_or(f64::INFINITY, |(value, _)| *value);
-    best = contiguous(units, &lattice, Limits { devices, bytes, below }).or(best);
+    best = contiguous(units, &lattice, Limits { below, ..limits }).or(best);
     best.map(|(_, stages)| Answer { stages, states, is_proven: true, fallback: None })
 }
 
@@ -234,45 +258,75 @@ fn cut(units: &Units, order: &[u32], devices: usize) -> Vec<Vec<u32>> {
     stages
 }
 
-fn evenly(units: &Units, devices: usize) -> Vec<Vec<u32>> {
+fn evenly(units: &Units, devices: usize) -> Vec<Part> {
     let order: Vec<u32> = (0..units.len() as u32).collect();
-    cut(units, &order, devices)
+    cut(units, &order, devices).into_iter().map(|units| Part { units, is_host: false }).collect()
 }
 
-fn device_of(units: &Units, stages: &[Vec<u32>]) -> Vec<u32> {
+/// The device of each stage.
+fn devices(placement: &Placement, stages: &[Part]) -> Vec<u32> {
+    let (mut accelerators, mut hosts) = (0..placement.devices, placement.devices..placement.devices + placement.hosts);
+    let next = |stage: &Part| if stage.is_host { hosts.next() } else { accelerators.next() };
+    stages.iter().map(next).map(|device| device.expect("the search uses no more devices than there are")).collect()
+}
+
+/// The stage of each node.
+fn stage_of(units: &Units, stages: &[Part]) -> Vec<u32> {
     let mut of_unit = vec![0; units.len()];
-    for (device, stage) in stages.iter().enumerate() {
-        stage.iter().for_each(|&unit| of_unit[unit as usize] = device as u32);
+    for (at, stage) in stages.iter().enumerate() {
+        stage.units.iter().for_each(|&unit| of_unit[unit as usize] = at as u32);
     }
     units.of_node.iter().map(|&unit| of_unit[unit as usize]).collect()
 }
 
-fn load(placement: &Placement, units: &Units, stages: &[Vec<u32>]) -> f64 {
-    placement.loads(&device_of(units, stages), stages.len()).into_iter().fold(0.0, f64::max)
+/// The load of each stage.
+fn loads(placement: &Placement, units: &Units, stages: &[Part]) -> Vec<f64> {
+    let devices = devices(placement, stages);
+    let device_of: Vec<u32> = stage_of(units, stages).into_iter().map(|stage| devices[stage as usize]).collect();
+    let loads = placement.loads(&device_of, (placement.devices + placement.hosts) as usize);
+    devices.into_iter().map(|device| loads[device as usize]).collect()
 }
 
-fn bottleneck(placement: &Placement, units: &Units, stages: &[Vec<u32>]) -> String {
-    let loads = placement.loads(&device_of(units, stages), stages.len());
+fn load(placement: &Placement, units: &Units, stages: &[Part]) -> f64 {
+    loads(placement, units, stages).into_iter().fold(0.0, f64::max)
+}
+
+fn bottleneck(placement: &Placement, units: &Units, stages: &[Part]) -> String {
+    let loads = loads(placement, units, stages);
     let worst = (0..loads.len()).max_by(|&a, &b| loads[a].total_cmp(&loads[b]).then(b.cmp(&a)));
     worst.map_or(String::new(), |stage| format!("load of stage {stage}"))
 }
 
 fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterError> {
-    let mut cluster = read::gpus(placement.devices, Some(NOMINAL))?;
+    let devices = placement.devices + placement.hosts;
+    let mut cluster = read::gpus(devices, Some(NOMINAL))?;
     cluster.device.memory = Bytes(bytes as u64);
-    let memory_per_device = Some(cluster.device.memory);
+    // With hosts, the classes state the limits.
+    let memory_per_device = (placement.hosts == 0).then_some(cluster.device.memory);
+    let classes = match (placement.hosts, device::find(HOST)) {
+        (1.., Some(host)) => {
+            // A host holds everything.
+            let all: f64 = placement.nodes.iter().map(|node| node.bytes).sum();
+            let host = Device { memory: Bytes(all.ceil() as u64), ..host.device() };
+            vec![
+                DeviceClass { device: cluster.device.clone(), count: placement.devices, speed: None },
+                DeviceClass { device: host, count: placement.hosts, speed: None },
+            ]
+        }
+        _ => Vec::new(),
+    };
     Ok(PlannedCluster {
         levels: cluster.levels,
-        devices: placement.devices,
+        devices,
         memory_per_device,
         device: cluster.device,
-        classes: Vec::new(),
+        classes,
         idle: Vec::new(),
     })
 }
 
-fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stage> {
-    let of_node = device_of(units, placed);
+fn stages(placement: &Placement, units: &Units, placed: &[Part]) -> Vec<Stage> {
+    let (of_node, devices) = (stage_of(units, placed), devices(placement, placed));
     let stage = |at: usize| {
         let held = |&op: &usize| of_node[op] == at as u32;
         let ops: Vec<usize> = (0..placement.nodes.len()).filter(held).collect();
@@ -280,7 +334,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
         let weights = ops.iter().map(|&op| node(op).bytes).sum::<f64>() as u64;
         let time = |backward: bool| {
             let counted = ops.iter().map(|&op| node(op)).filter(|node: &&Node| node.is_backward == backward);
-            counted.map(|node| node.time).sum()
+            counted.map(|node| if placed[at].is_host { node.host_time } else { node.time }).sum()
         };
         Stage {
             id: StageId(at as u32),
@@ -293,7 +347,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
             parameter_bytes: 0,
             sharing: None,
             choices: Vec::new(),
-            devices: vec![at as u32],
+            devices: vec![devices[at]],
             recompute: false,
             fwd_us: time(false),
             bwd_us: time(true),
@@ -344,7 +398,8 @@ fn infeasible(placement: &Placement, units: &Units, bytes: f64) -> SolveError {
     let total: f64 = units.bytes.iter().sum();
     let largest = units.bytes.iter().copied().fold(0.0, f64::max);
     let (mut low, mut high) = (bytes.max(largest).max(total / devices as f64).floor() as u64, total.ceil() as u64);
-    let fits = |bytes: u64| chain(units, devices, bytes as f64, DEFAULT_BUDGET / 10).is_some();
+    let limits = |bytes: u64| Limits { devices, hosts: 0, bytes: bytes as f64, below: f64::INFINITY };
+    let fits = |bytes: u64| chain(units, limits(bytes), DEFAULT_BUDGET / 10).is_some();
     while low < high {
         let middle = low + (high - low) / 2;
         if fits(middle) { high = middle } else { low = middle + 1 }

@@ -5,7 +5,7 @@
 //! units is used. Units on a cycle are merged. Edges between forward and backward nodes carry tensors but impose no
 //! order, because a pipeline schedules the passes separately.
 
-use crate::placement::model::Placement;
+use crate::placement::model::{Placement, host_rate};
 use std::collections::BTreeMap;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -22,8 +22,14 @@ pub struct Tensor {
 pub struct Units {
     /// Unit of each node.
     pub of_node: Vec<u32>,
-    /// Per unit.
+    /// Time of each unit on an accelerator; infinite if it runs on hosts only.
     pub time: Vec<f64>,
+    /// Time of each unit on a host.
+    pub host_time: Vec<f64>,
+    /// The smaller of both; the time on an accelerator if there are no hosts.
+    pub work: Vec<f64>,
+    /// Largest work per unit of time that a host does; 0 if there are no hosts.
+    pub host_rate: f64,
     /// Per unit.
     pub bytes: Vec<f64>,
     /// Predecessors of each unit, ascending.
@@ -47,6 +53,9 @@ impl Units {
         let of_node: Vec<u32> = colour_of.iter().map(|&colour| ring_of[colour as usize]).collect();
         let mut units = Units {
             time: vec![0.0; count],
+            host_time: vec![0.0; count],
+            work: Vec::new(),
+            host_rate: 0.0,
             bytes: vec![0.0; count],
             before: vec![Vec::new(); count],
             after: vec![Vec::new(); count],
@@ -56,7 +65,15 @@ impl Units {
         };
         for (node, &unit) in placement.nodes.iter().zip(&units.of_node) {
             units.time[unit as usize] += node.time;
+            units.host_time[unit as usize] += node.host_time;
             units.bytes[unit as usize] += node.bytes;
+        }
+        units.work = units.time.clone();
+        if placement.hosts > 0 {
+            let times = units.work.iter_mut().zip(&units.host_time);
+            times.for_each(|(work, &host_time)| *work = work.min(host_time));
+            let rates = units.work.iter().zip(&units.host_time).map(|(&work, &host_time)| host_rate(work, host_time));
+            units.host_rate = rates.fold(0.0, f64::max);
         }
         for (from, to) in precedence(placement, &units.of_node, turns) {
             units.before[to as usize].push(from);
@@ -210,7 +227,7 @@ mod tests {
         let turned = vec![forward(&[1], 0), forward(&[], 1), backward(&[], 0), backward(&[2], 1)];
         let mirrored = vec![forward(&[1], 0), forward(&[], 1), backward(&[3], 0), backward(&[], 1)];
         for nodes in [turned, mirrored] {
-            let units = Units::of(&Placement { nodes, devices: 2, bytes_per_device: 0.0 });
+            let units = Units::of(&Placement { nodes, devices: 2, ..Placement::default() });
             assert_eq!(
                 (units.len(), units.before[1].as_slice(), units.time.as_slice()),
                 (2, [0].as_slice(), [2.0, 2.0].as_slice())

@@ -23,7 +23,7 @@ use crate::plan::check::cost::Loads;
 use crate::plan::check::error::PlanFault;
 use crate::plan::check::verify;
 use crate::plan::check::verify::TOLERANCE;
-use crate::plan::problem::{CostModel, NOMINAL, Objective};
+use crate::plan::problem::{CostModel, HOST, NOMINAL, Objective};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Largest absolute difference between two equal fractions of a step.
@@ -217,12 +217,18 @@ fn bubble_fraction(plan: &Plan) -> f64 {
     }
 }
 
-/// Checks the load of a placement: compute, receive and send of each device, in sequence.
+/// Checks the load of a placement: compute, receive and send of each device, in sequence. Hosts only compute.
 fn load(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let us = |bytes: u64| bytes as f64 * 1e6 / NOMINAL.0;
     let (mut least, mut most) = (0.0f64, 0.0f64);
     for (stage, (into, few, all)) in plan.stages.iter().zip(moved(plan)) {
-        let own = stage.fwd_us + stage.bwd_us + us(into);
+        let own = stage.fwd_us + stage.bwd_us;
+        let class = |&device: &u32| cost::class_of(&plan.cluster.classes, device);
+        if stage.devices.iter().filter_map(class).any(|class| class.device.kind == HOST) {
+            (least, most) = (least.max(own), most.max(own));
+            continue;
+        }
+        let own = own + us(into);
         (least, most) = (least.max(own + us(few)), most.max(own + us(all)));
     }
     // Each tensor's cost was rounded to whole bytes.
