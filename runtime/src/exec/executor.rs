@@ -117,8 +117,7 @@ pub struct Executor<'a> {
     pub device: DeviceContext,
     /// The worker's tensor-parallel rank, if the stage is tensor-parallel.
     pub tensor_rank: Option<Arc<TensorRank>>,
-    /// Gradient and weight streaming between steps, under ZeRO 2 and 3.
-    /// Called around the steps of passes.
+    /// Called around the steps of passes: ZeRO 2 and 3 stream gradients and weights.
     pub step_hook: Option<Arc<dyn StepHook>>,
     arena: Buffer,
     /// Constants of the forward pass, and of both phases of the backward pass.
