@@ -11,3 +11,4 @@ pub mod layout;
 pub mod open;
 pub mod optimizer;
 pub mod region;
+pub mod sanitizer;

@@ -54,83 +54,24 @@ pub fn advised(mut error: clap::Error, command: &Command, arguments: &[String]) 
                 }
             }
         }
-        (ErrorKind::MissingRequiredArgument, ..) if lacking(&error).is_some() => {
-            let text = lacking(&error).unwrap_or_default();
-            tip(&mut error, text);
-        }
-        (ErrorKind::MissingRequiredArgument, ..) if takes_model(verb) => {
-            let gpus = if verb.get_name() == "sweep" { " --gpus 2,4" } else { "" };
-            let text = format!(
-                "`pipec zoo gpt -o gpt.onnx` writes a model to try: `pipec {} gpt.onnx{gpus}`",
-                verb.get_name()
-            );
-            tip(&mut error, &text);
-        }
-        (ErrorKind::ValueValidation, ..) => match text(ContextKind::InvalidValue) {
-            Some(value) if value.contains(',') && value.replace(',', ".").parse::<f64>().is_ok() => {
-                tip(&mut error, &format!("use a decimal point: `{}`", value.replace(',', ".")));
-            }
-            // The text of clap for an integer out of range.
-            Some(value) if value == "0" && error.to_string().contains("0 is not in 1..") => {
-                tip(&mut error, "the minimum is 1")
-            }
-            _ => {}
-        },
-        (ErrorKind::MissingRequiredArgument, ..) => {
-            let choices = verb.get_positionals().next().map(|own| own.get_possible_values()).unwrap_or_default();
-            let names: Vec<&str> = choices.iter().map(|choice| choice.get_name()).collect();
-            if let [first, ..] = names[..] {
-                let path = verb.get_bin_name().map_or_else(|| format!("pipec {}", verb.get_name()), str::to_string);
-                tip(&mut error, &format!("use `{path} {first}`, or one of {}", names[1..].join(", ")));
-            }
-        }
         (ErrorKind::UnknownArgument, _, Some(said)) => {
-            if let Some(flag) = negative(verb, arguments, &said) {
-                // The tip of clap would be misleading.
-                error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
-                error.insert(ContextKind::InvalidArg, ContextValue::String(said));
-                tip(&mut error, &format!("`{flag}` takes no negative value"));
-                return error;
-            }
-            let place = positional(verb, &said).map(|name| {
+            let first = positional(verb, &said).map(|name| {
                 format!("pass it as the first argument, without a flag: `pipec {} {name}`", verb.get_name())
             });
-            if let Some(text) = place.or_else(|| {
+            let similar = || {
                 meant(verb, &said).map(|flag| format!("this command has no flag `{said}`; did you mean `--{flag}`?"))
-            }) {
+            };
+            let other = || said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag));
+            if let Some(text) = first.or_else(similar).or_else(other) {
                 // The similar flag that clap suggests would be misleading.
                 error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
                 error.insert(ContextKind::InvalidArg, ContextValue::String(said));
                 tip(&mut error, &text);
-                return error;
             }
-            if let Some(whole) = begun(verb, &said) {
-                error.insert(ContextKind::SuggestedArg, ContextValue::String(whole));
-                return error;
-            }
-            let Some(where_to) = said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag)) else {
-                return error;
-            };
-            // A similar flag of this command would be misleading.
-            error = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(command);
-            error.insert(ContextKind::InvalidArg, ContextValue::String(said));
-            tip(&mut error, &where_to);
         }
         _ => {}
     }
     error
-}
-
-/// The flag before a negative number, which clap parses as short flags.
-fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&'a str> {
-    let is_number = said.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
-    let takes = |flag: &str| {
-        let own =
-            flag.strip_prefix("--").and_then(|name| verb.get_arguments().find(|own| own.get_long() == Some(name)));
-        own.is_some_and(|own| own.get_action().takes_values())
-    };
-    let mut pairs = arguments.windows(2).filter(|pair| is_number && pair[1].starts_with(said));
-    pairs.find_map(|pair| takes(&pair[0]).then(|| pair[0].as_str()))
 }
 
 /// Flags of other tools and commands, with the flags of pipec that may be meant, most likely first.
@@ -167,22 +108,6 @@ const ELSEWHERE: [(&str, &[&str]); 30] = [
     ("--data", &["inputs"]),
 ];
 
-/// Help for flags that other flags require.
-const NEEDED: [(&str, &str); 5] = [
-    ("--checkpoint-dir", "`--checkpoint-dir ck` sets the folder of checkpoints"),
-    ("--processes", "`--processes` runs every worker in its own process, which can be restarted"),
-    ("--gpus", "`--gpus 2,4` sets the numbers of devices"),
-    ("--hosts", "`--hosts hosts.toml` lists the hosts"),
-    ("--model", "pass the plan's model with `--model FILE`"),
-];
-
-/// Help for a missing flag that a given flag requires.
-fn lacking(error: &clap::Error) -> Option<&'static str> {
-    let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) else { return None };
-    let first = missing.first().filter(|_| missing.iter().all(|text| text.starts_with("--")))?;
-    NEEDED.into_iter().find(|(flag, _)| first.split([' ', '=']).next() == Some(flag)).map(|(_, text)| text)
-}
-
 /// The first positional argument of a command, if the unknown flag names it: a plan or a model.
 fn positional(verb: &Command, said: &str) -> Option<&'static str> {
     let first = verb.get_positionals().next()?.get_value_names()?.first()?.as_str();
@@ -199,23 +124,11 @@ fn meant(verb: &Command, said: &str) -> Option<&'static str> {
     flags.iter().copied().find(|flag| verb.get_arguments().any(|own| own.get_long() == Some(*flag)))
 }
 
-/// True if the first argument of a command is a model.
-fn takes_model(verb: &Command) -> bool {
-    ["inspect", "profile", "partition", "train", "sweep"].contains(&verb.get_name())
-}
-
 /// Adds a tip to a usage error.
 fn tip(error: &mut clap::Error, text: &str) {
     let mut tip = StyledStr::new();
     tip.push_str(text);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
-}
-
-/// The only flag of a command that starts with the given text.
-fn begun(verb: &Command, said: &str) -> Option<String> {
-    let start = said.strip_prefix("--").filter(|start| start.len() > 2)?;
-    let mut all = verb.get_arguments().filter_map(|own| own.get_long()).filter(|own| own.starts_with(start));
-    all.next().filter(|_| all.next().is_none()).map(|flag| format!("--{flag}"))
 }
 
 /// A sentence that names the other commands with this flag.
@@ -295,44 +208,6 @@ mod tests {
             let text = text(line);
             assert!(text.contains(tip) && !text.contains("similar") && !text.contains("as a value"), "{text}");
         }
-    }
-
-    #[test]
-    fn a_missing_flag_is_explained() {
-        for (line, tip) in [
-            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` sets"),
-            ("pipec train m.onnx --synthetic-data --max-restarts 3", "tip: `--processes` runs every worker"),
-            ("pipec sweep m.onnx", "tip: `--gpus 2,4` sets"),
-            ("pipec sweep", "`pipec sweep gpt.onnx --gpus 2,4`"),
-        ] {
-            let text = text(line);
-            assert!(text.contains(tip), "{text}");
-        }
-    }
-
-    #[test]
-    fn the_minimum_is_named_for_whole_numbers() {
-        assert!(text("pipec train m.onnx --batch 0").contains("tip: the minimum is 1"));
-        assert!(!text("pipec train m.onnx --clip-norm 0").contains("the minimum is"));
-    }
-
-    #[test]
-    fn a_negative_quantity_is_not_a_flag() {
-        let text = text("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
-        assert!(text.contains("tip: `--bandwidth` takes no negative value") && !text.contains("-- -1"), "{text}");
-        // A flag without a value gets no such tip.
-        assert!(!super::tests::text("pipec train m.onnx --quiet -1").contains("takes no negative value"));
-    }
-
-    #[test]
-    fn missing_values_are_listed() {
-        assert!(text("pipec schema").contains("tip: use `pipec schema plan`, or one of profile, program, cluster"));
-    }
-
-    #[test]
-    fn the_start_of_a_flag_suggests_the_flag() {
-        assert!(text("pipec train m.onnx --microbatch 4").contains("'--microbatches'"));
-        assert!(text("pipec train m.onnx --optim sgd").contains("'--optimizer'"));
     }
 
     #[test]

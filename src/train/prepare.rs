@@ -402,6 +402,7 @@ pub fn run(
         gate: gate.as_ref(),
         on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
+        ..RunOptions::default()
     };
     let report_step = &mut |step| {
         tell();

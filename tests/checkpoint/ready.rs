@@ -175,7 +175,7 @@ impl Ready {
             cuts: Some(self.cuts()),
             gate,
             on_part: Some(&mut on_part),
-            on_checkpoint: None,
+            ..RunOptions::default()
         };
         let mut steps = Vec::new();
         let done = run(&self.training(&weights), course, &mut |step: StepDone| steps.push(step.step));

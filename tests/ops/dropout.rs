@@ -1,6 +1,7 @@
 //! Training with dropout: masks depend only on seed, micro-batch and position, so partitions, schedules and evaluation
 //! agree.
 
+use crate::support::devices::train_everywhere;
 use compiler::graph::verify::verify;
 use compiler::graph::{Graph, Origin, Output, Writer};
 use compiler::op::dropout::COUNTER;
@@ -19,7 +20,7 @@ use runtime::exec::evaluate::evaluate;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{TrainJob, Trained, feeds};
 use std::collections::BTreeMap;
 
 const BATCH: usize = 8;
@@ -76,7 +77,7 @@ fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, see
         policy: Policy::default(),
         keep_gradients: false,
     };
-    train(&training, &mut |_| {}).unwrap()
+    train_everywhere(&training).unwrap()
 }
 
 #[test]

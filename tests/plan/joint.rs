@@ -1,6 +1,7 @@
 //! Weight gradients of several micro-batches in one kernel: bitwise independent of schedule and partition, equal to
 //! separate micro-batches up to rounding, and with the planned memory.
 
+use crate::support::devices::train_everywhere;
 use crate::support::drawn::uniform;
 use compiler::cluster::read::levels;
 use compiler::graph::{Graph, Origin, Output, Writer};
@@ -22,7 +23,7 @@ use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{TrainJob, Trained, feeds};
 use std::collections::BTreeMap;
 
 type Network = (Graph, BTreeMap<String, Tensor>);
@@ -102,7 +103,7 @@ fn trained(network: &Network, prepared: &Prepared, microbatches: u32) -> Trained
         policy: Policy::default(),
         keep_gradients: true,
     };
-    train(&training, &mut |_| {}).unwrap()
+    train_everywhere(&training).unwrap()
 }
 
 /// The maximum difference of weights and gradients, relative to the largest value.

@@ -4,6 +4,7 @@
 
 pub mod builder;
 pub mod console;
+pub mod devices;
 pub mod drawn;
 pub mod emulator;
 pub mod family;

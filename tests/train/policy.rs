@@ -1,6 +1,7 @@
 //! Training policies against plain loops written from their definitions: clipping, stale weights, tied weights without
 //! a flush, running statistics of whole minibatches, mixed precision.
 
+use crate::support::devices::train_everywhere;
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, bind::bind, order};
 use compiler::op::{BatchNorm, Emit, Input, MatMul, NodeId, Op, Parameter, State, Unary, Value};
@@ -20,7 +21,7 @@ use runtime::exec::moving_average::Statistics;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::{DISCREPANCY, LossScaling, Policy, Staleness};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{TrainJob, Trained, feeds};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 const BATCH: usize = 4;
@@ -132,7 +133,7 @@ fn run_with(
         policy,
         keep_gradients: false,
     };
-    train(&training, &mut |_| {}).unwrap()
+    train_everywhere(&training).unwrap()
 }
 
 /// The loss and gradients of a micro-batch with the reference kernels; forward and backward may use different weights.

@@ -1,6 +1,7 @@
 //! Tensor-parallel training against PyTorch's losses and against training without it, combined with pipelines and
 //! replicas. Needs the shared data.
 
+use crate::support::devices::assert_equal;
 use crate::support::shared::{arrays, data};
 use compiler::cluster::{BytesPerSecond, Seconds, device};
 use compiler::graph::order;
@@ -15,11 +16,12 @@ use compiler::tensor::{DType, Tensor};
 use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
 use runtime::data::{Batches, Dataset, RowOrder};
+use runtime::device::sanitizer::device::sanitizer;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
-use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared, train_tensor_parallel};
+use runtime::train::run::{RunOptions, TrainJob, Trained, feeds, train};
+use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared, run_shared, train_tensor_parallel};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -91,7 +93,12 @@ fn run(
     };
     let trained = match devices {
         1 => train(&training, &mut |_| {})?,
-        _ => train_tensor_parallel(&training, &layouts, devices, &mut |_| {})?,
+        _ => {
+            let trained = train_tensor_parallel(&training, &layouts, devices, &mut |_| {})?;
+            let options = RunOptions { device: Some(sanitizer()), ..RunOptions::default() };
+            assert_equal(&trained, &run_shared(&training, options, (&layouts, devices), &mut |_| {})?);
+            trained
+        }
     };
     Ok((trained, layouts))
 }

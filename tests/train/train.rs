@@ -1,6 +1,7 @@
 //! Pipelined training against a plain loop with the same weight delays: equal losses and final weights, for unequal
 //! replicas, skip edges, in-flight limits above the published ones, and non-divisible minibatch counts.
 
+use crate::support::devices::train_everywhere;
 use crate::support::drawn::uniform;
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Output, Writer, order};
@@ -135,7 +136,7 @@ fn ran(
     };
     match on_checkpoint {
         Some(on_checkpoint) => train_with_checkpoints(&training, &mut |_| {}, on_checkpoint),
-        None => train(&training, &mut |_| {}),
+        None => train_everywhere(&training),
     }
 }
 

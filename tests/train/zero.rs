@@ -1,5 +1,6 @@
 //! ZeRO: bitwise equal to training without it, for any partition and schedule, and with the expected memory.
 
+use crate::support::devices::train_everywhere;
 use compiler::graph::bind::symbols;
 use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
@@ -16,7 +17,7 @@ use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{TrainJob, Trained, feeds};
 use std::collections::BTreeMap;
 
 const BATCH: usize = 12;
@@ -93,7 +94,7 @@ impl Run<'_> {
             policy: self.policy,
             keep_gradients: true,
         };
-        train(&training, &mut |_| {}).unwrap()
+        train_everywhere(&training).unwrap()
     }
 }
 

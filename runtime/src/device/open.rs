@@ -2,13 +2,17 @@
 
 use crate::device::api::{Device, DeviceError};
 use crate::device::cpu::device as cpu;
+use crate::device::sanitizer::device as sanitizer;
 use std::sync::Arc;
 
 /// Opens a device. The argument is the number in a name such as `cuda:0`. `None` if there is no such name.
 type Open = fn(Option<usize>) -> Option<Result<Arc<dyn Device>, DeviceError>>;
 
 /// Kinds of devices.
-const KINDS: [(&str, Open); 1] = [(cpu::NAME, |number| number.is_none().then(|| Ok(cpu::cpu())))];
+const KINDS: [(&str, Open); 2] = [
+    (cpu::NAME, |number| number.is_none().then(|| Ok(cpu::cpu()))),
+    (sanitizer::NAME, |number| number.is_none().then(|| Ok(sanitizer::sanitizer()))),
+];
 
 /// Opens the device with this name.
 pub fn open(name: &str) -> Result<Arc<dyn Device>, DeviceError> {

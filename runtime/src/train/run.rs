@@ -9,10 +9,9 @@ use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::{Device, DeviceError};
 use crate::device::buffer::Buffer;
-use crate::device::cpu::device as cpu;
+use crate::device::cpu::device::cpu;
 use crate::device::layout::accumulation_type;
 use crate::device::layout::is_half;
-use crate::device::open::open;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::evaluate::{EvaluateError, buffers};
 use crate::optim::grad_norm::{NormAllReduce, Squares, share_number};
@@ -131,6 +130,8 @@ pub struct RunOptions<'a> {
     /// Minibatches after which checkpoints are made.
     pub cuts: Option<Cuts>,
     pub gate: Option<&'a MinibatchBarrier<'a>>,
+    /// The device of all workers; the CPU if `None`. It must accept the kernels of [`TrainJob::codes`].
+    pub device: Option<Arc<dyn Device>>,
     /// Receives snapshots, on a separate thread.
     pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
     /// Receives the weights of `Checkpoint` instructions while the run continues; those of one worker in order.
@@ -291,7 +292,7 @@ pub fn run_tensor_parallel(
     group: Option<Group>,
     tensor_ranks: &[Arc<TensorRank>],
 ) -> Result<Option<Trained>, TrainError> {
-    let RunOptions { start, cuts, gate, on_part, mut on_checkpoint } = course;
+    let RunOptions { start, cuts, gate, device, on_part, mut on_checkpoint } = course;
     let done = start.map_or(0, |start| start.minibatches);
     let left = start.map(|_| rest(training.program, done));
     let program = left.as_ref().unwrap_or(training.program);
@@ -315,7 +316,7 @@ pub fn run_tensor_parallel(
     let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
-    let device = open(cpu::NAME)?;
+    let device = device.unwrap_or_else(cpu);
     let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &mut exchange)?;

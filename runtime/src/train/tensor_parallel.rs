@@ -90,7 +90,7 @@ pub fn run_shared(
     (layouts, devices): (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TensorParallelError> {
-    let RunOptions { start, cuts, gate, on_part, mut on_checkpoint } = course;
+    let RunOptions { start, cuts, gate, device: worker_device, on_part, mut on_checkpoint } = course;
     let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
     let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
     let starts = (0..devices).map(|device| start.map(|start| start_of(start, (layouts, devices), device)).transpose());
@@ -129,6 +129,7 @@ pub fn run_shared(
                 start: starts[device].as_ref(),
                 cuts,
                 gate,
+                device: worker_device.clone(),
                 on_part: keeps.then_some(&mut take as &mut (dyn FnMut(StageSnapshot) + Send)),
                 on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
             };

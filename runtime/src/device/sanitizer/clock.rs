@@ -1,0 +1,101 @@
+//! Vector clocks of streams, and the accesses to a buffer that later ones must be ordered after.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// The work of each stream, by stream number, that is known to precede something: its first verbs up to this count.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Clock(BTreeMap<u64, u64>);
+
+impl Clock {
+    /// Counts one more verb of a stream, and returns its number.
+    pub fn tick(&mut self, stream: u64) -> u64 {
+        let count = self.0.entry(stream).or_default();
+        *count += 1;
+        *count
+    }
+
+    /// Adds the work that precedes another point.
+    pub fn merge(&mut self, other: &Clock) {
+        for (&stream, &count) in &other.0 {
+            let known = self.0.entry(stream).or_default();
+            *known = (*known).max(count);
+        }
+    }
+
+    /// True if verb number `count` of a stream precedes.
+    pub fn has(&self, stream: u64, count: u64) -> bool {
+        self.0.get(&stream).is_some_and(|&known| count <= known)
+    }
+
+    /// True if all work of another clock precedes.
+    pub fn has_all(&self, other: &Clock) -> bool {
+        other.0.iter().all(|(&stream, &count)| self.has(stream, count))
+    }
+}
+
+/// A read or write of a range by a verb.
+#[derive(Clone, Debug)]
+pub struct Access {
+    pub stream: u64,
+    pub count: u64,
+    pub range: Range<usize>,
+    pub is_write: bool,
+}
+
+impl Access {
+    fn conflicts(&self, other: &Access) -> bool {
+        let overlaps = self.range.start < other.range.end && other.range.start < self.range.end;
+        overlaps && (self.is_write || other.is_write)
+    }
+
+    /// True if everything that must follow `old` must also follow this access.
+    fn replaces(&self, old: &Access) -> bool {
+        self.stream == old.stream
+            && self.range.start <= old.range.start
+            && old.range.end <= self.range.end
+            && (self.is_write || !old.is_write)
+    }
+}
+
+/// The accesses to a buffer.
+#[derive(Debug, Default)]
+pub struct History(Vec<Access>);
+
+impl History {
+    /// Adds an access. Returns an earlier one that conflicts and does not precede it.
+    pub fn add(&mut self, access: Access, before: &Clock) -> Option<Access> {
+        let is_ordered = |old: &Access| old.stream == access.stream || before.has(old.stream, old.count);
+        let conflict = self.0.iter().find(|old| old.conflicts(&access) && !is_ordered(old)).cloned();
+        self.0.retain(|old| !access.replaces(old));
+        self.0.push(access);
+        conflict
+    }
+
+    /// The first write that is not known to be done.
+    pub fn unfinished_write(&self, done: &Clock) -> Option<&Access> {
+        self.0.iter().find(|access| access.is_write && !done.has(access.stream, access.count))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accesses_of_two_streams_need_an_order() {
+        let access = |stream, count, range, is_write| Access { stream, count, range, is_write };
+        let (mut history, unknown) = (History::default(), Clock::default());
+        let mut first = Clock::default();
+        assert_eq!((first.tick(1), first.tick(1)), (1, 2));
+        let conflict = |history: &mut History, of, clock: &Clock| history.add(of, clock).map(|old| old.count);
+        assert_eq!(conflict(&mut history, access(1, 1, 0..8, true), &unknown), None);
+        assert_eq!(conflict(&mut history, access(1, 2, 8..16, false), &unknown), None);
+        // Two reads, or two ranges, do not conflict.
+        assert_eq!(conflict(&mut history, access(2, 1, 8..16, false), &unknown), None);
+        assert_eq!(conflict(&mut history, access(2, 2, 4..5, false), &unknown), Some(1));
+        assert_eq!(conflict(&mut history, access(3, 1, 4..5, false), &first), None);
+        assert_eq!(conflict(&mut history, access(3, 2, 15..16, true), &first), Some(1));
+        assert!(history.unfinished_write(&first).is_some_and(|access| access.stream == 3));
+    }
+}

@@ -1,0 +1,242 @@
+//! Streams whose verbs check that their accesses are ordered, and then run on the CPU.
+
+use super::clock::Clock;
+use super::device::{Held, Shared, lock};
+use crate::device::api::{
+    DeviceError, DeviceEvent, Event, Kernel, OutputMode, Region, RegionMut, Stream, WeightRegions,
+};
+use crate::device::cpu::device::CpuStream;
+use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use compiler::tensor::DType;
+use std::any::Any;
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex};
+
+pub struct SanitizerStream {
+    number: u64,
+    shared: Arc<Mutex<Shared>>,
+    clock: RefCell<Clock>,
+}
+
+/// One verb of a stream.
+struct Verb<'a> {
+    stream: &'a SanitizerStream,
+    count: u64,
+}
+
+impl SanitizerStream {
+    pub fn new(number: u64, shared: Arc<Mutex<Shared>>) -> SanitizerStream {
+        SanitizerStream { number, shared, clock: RefCell::default() }
+    }
+
+    fn verb(&self) -> Verb<'_> {
+        Verb { stream: self, count: self.clock.borrow_mut().tick(self.number) }
+    }
+}
+
+impl Verb<'_> {
+    fn access(&self, region: Region<'_>, is_write: bool) -> Result<Held, DeviceError> {
+        let clock = self.stream.clock.borrow();
+        let by = (self.stream.number, self.count, &*clock);
+        lock(&self.stream.shared).access((region.address(), region.len()), by, is_write)
+    }
+
+    fn read(&self, region: Region<'_>) -> Result<Held, DeviceError> {
+        self.access(region, false)
+    }
+
+    fn write(&self, region: &RegionMut<'_>) -> Result<Held, DeviceError> {
+        self.access(region.as_region(), true)
+    }
+
+    fn read_all(&self, regions: &[Region<'_>]) -> Result<Vec<Held>, DeviceError> {
+        regions.iter().map(|region| self.read(*region)).collect()
+    }
+
+    fn write_all(&self, regions: &[RegionMut<'_>]) -> Result<Vec<Held>, DeviceError> {
+        regions.iter().map(|region| self.write(region)).collect()
+    }
+}
+
+// In all verbs, SAFETY of `region_mut`: the region was given as a `RegionMut`.
+impl Stream for SanitizerStream {
+    fn run(
+        &self,
+        kernel: &dyn Kernel,
+        inputs: &[Region<'_>],
+        outputs: &mut [RegionMut<'_>],
+        workspace: RegionMut<'_>,
+        mode: OutputMode,
+    ) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (inputs, workspace) = (verb.read_all(inputs)?, verb.write(&workspace)?);
+        let outputs = verb.write_all(outputs)?;
+        let inputs: Vec<Region<'_>> = inputs.iter().map(Held::region).collect();
+        // SAFETY: see above.
+        let mut outputs: Vec<RegionMut<'_>> = outputs.iter().map(|held| unsafe { held.region_mut() }).collect();
+        CpuStream.run(kernel, &inputs, &mut outputs, unsafe { workspace.region_mut() }, mode)
+    }
+
+    fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        let to = self.verb().write(&to)?;
+        // SAFETY: see above.
+        CpuStream.upload_with(unsafe { to.region_mut() }, fill)
+    }
+
+    fn download_with(&self, from: Region<'_>, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        let from = self.verb().read(from)?;
+        CpuStream.download_with(from.region(), read)?;
+        self.finish()
+    }
+
+    fn copy(&self, from: Region<'_>, to: RegionMut<'_>) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (from, to) = (verb.read(from)?, verb.write(&to)?);
+        // SAFETY: see above.
+        CpuStream.copy(from.region(), unsafe { to.region_mut() })
+    }
+
+    fn cast(&self, from: (DType, Region<'_>), to: (DType, RegionMut<'_>)) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (held, into) = (verb.read(from.1)?, verb.write(&to.1)?);
+        // SAFETY: see above.
+        CpuStream.cast((from.0, held.region()), (to.0, unsafe { into.region_mut() }))
+    }
+
+    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (term, sum) = (verb.read(term)?, verb.write(&sum)?);
+        // SAFETY: see above.
+        CpuStream.accumulate(dtype, term.region(), unsafe { sum.region_mut() })
+    }
+
+    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (first, second, sum) = (verb.read(first)?, verb.read(second)?, verb.write(&sum)?);
+        // SAFETY: see above.
+        CpuStream.add(dtype, first.region(), second.region(), unsafe { sum.region_mut() })
+    }
+
+    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
+        let values = self.verb().write(&values)?;
+        // SAFETY: see above.
+        CpuStream.scale(dtype, unsafe { values.region_mut() }, factor)
+    }
+
+    fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
+        let verb = self.verb();
+        let held = tensors.iter().map(|(_, region)| verb.read(*region)).collect::<Result<Vec<_>, _>>()?;
+        let tensors: Vec<_> = tensors.iter().zip(&held).map(|((dtype, _), held)| (*dtype, held.region())).collect();
+        let norms = CpuStream.squared_norms(&tensors)?;
+        self.finish()?;
+        Ok(norms)
+    }
+
+    fn optimizer_step(
+        &self,
+        rule: &UpdateRule,
+        step: &StepArgs,
+        weights: WeightRegions<'_>,
+        gradient: Region<'_>,
+        state: &mut [RegionMut<'_>],
+    ) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (gradient, state) = (verb.read(gradient)?, verb.write_all(state)?);
+        // SAFETY: see above.
+        let mut state: Vec<RegionMut<'_>> = state.iter().map(|held| unsafe { held.region_mut() }).collect();
+        match weights {
+            WeightRegions::InPlace(weights) => {
+                let weights = verb.write(&weights)?;
+                // SAFETY: see above.
+                let weights = WeightRegions::InPlace(unsafe { weights.region_mut() });
+                CpuStream.optimizer_step(rule, step, weights, gradient.region(), &mut state)
+            }
+            WeightRegions::OutOfPlace { old, new } => {
+                let (old, new) = (verb.read(old)?, verb.write(&new)?);
+                // SAFETY: see above.
+                let weights = WeightRegions::OutOfPlace { old: old.region(), new: unsafe { new.region_mut() } };
+                CpuStream.optimizer_step(rule, step, weights, gradient.region(), &mut state)
+            }
+        }
+    }
+
+    fn predict_weights(
+        &self,
+        rule: &UpdateRule,
+        prediction: &Prediction,
+        weights: Region<'_>,
+        state: &[Region<'_>],
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (weights, state, to) = (verb.read(weights)?, verb.read_all(state)?, verb.write(&to)?);
+        let state: Vec<Region<'_>> = state.iter().map(Held::region).collect();
+        // SAFETY: see above.
+        CpuStream.predict_weights(rule, prediction, weights.region(), &state, unsafe { to.region_mut() })
+    }
+
+    fn average_update(
+        &self,
+        dtype: DType,
+        (old, new): (Region<'_>, Region<'_>),
+        keep: f64,
+        average: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (old, new, average) = (verb.read(old)?, verb.read(new)?, verb.write(&average)?);
+        // SAFETY: see above.
+        CpuStream.average_update(dtype, (old.region(), new.region()), keep, unsafe { average.region_mut() })
+    }
+
+    fn set_back_weights(
+        &self,
+        dtype: DType,
+        weights: Region<'_>,
+        (average, steps): (Region<'_>, u32),
+        to: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let verb = self.verb();
+        let (weights, average, to) = (verb.read(weights)?, verb.read(average)?, verb.write(&to)?);
+        // SAFETY: see above.
+        CpuStream.set_back_weights(dtype, weights.region(), (average.region(), steps), unsafe { to.region_mut() })
+    }
+
+    fn moving_average(&self, dtype: DType, sample: &[f64], keep: f64, state: RegionMut<'_>) -> Result<(), DeviceError> {
+        let state = self.verb().write(&state)?;
+        // SAFETY: see above.
+        CpuStream.moving_average(dtype, sample, keep, unsafe { state.region_mut() })
+    }
+
+    fn record(&self) -> Result<Event, DeviceError> {
+        let clock = self.clock.borrow().clone();
+        Ok(Event::new(Arc::new(SanitizerEvent { clock, shared: self.shared.clone() })))
+    }
+
+    fn wait(&self, event: &Event) -> Result<(), DeviceError> {
+        let Some(event) = event.device_event() else { return Ok(()) };
+        let event = (event as &dyn Any).downcast_ref::<SanitizerEvent>();
+        self.clock.borrow_mut().merge(&event.ok_or(DeviceError::Foreign { what: "event" })?.clock);
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<(), DeviceError> {
+        lock(&self.shared).finish(&self.clock.borrow());
+        Ok(())
+    }
+}
+
+struct SanitizerEvent {
+    clock: Clock,
+    shared: Arc<Mutex<Shared>>,
+}
+
+impl DeviceEvent for SanitizerEvent {
+    fn has_occurred(&self) -> bool {
+        lock(&self.shared).is_done(&self.clock)
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        lock(&self.shared).finish(&self.clock);
+        Ok(())
+    }
+}
