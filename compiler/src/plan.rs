@@ -124,7 +124,7 @@ pub struct PlannedSchedule {
     pub weight_versions: Vec<u32>,
     /// Pending weight-gradient passes per replica of each stage; empty if the backward is not split.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub apart: Vec<u32>,
+    pub pending_weight_grads: Vec<u32>,
 }
 
 /// Memory per device of a stage, in bytes. `total` is the sum of the others.
@@ -146,7 +146,7 @@ pub struct StageMemory {
     /// For split backwards: tensors kept for each pending weight-gradient pass, and received gradients beyond those of
     /// one micro-batch.
     #[serde(default, skip_serializing_if = "is_nothing")]
-    pub between: u64,
+    pub split_backward: u64,
     /// Gradients of one micro-batch from and to other stages, and those of the previous one still in transfer.
     #[serde(default)]
     pub messages: u64,
@@ -235,9 +235,9 @@ pub struct TensorParallelCost {
     /// Backward time on one device, without recomputation.
     pub alone_bwd_us: f64,
     /// Time of collectives in the forward.
-    pub meeting_fwd_us: f64,
+    pub collective_fwd_us: f64,
     /// Time of collectives in the backward, without recomputation.
-    pub meeting_bwd_us: f64,
+    pub collective_bwd_us: f64,
 }
 
 /// A gradient bucket of a stage with replicas.

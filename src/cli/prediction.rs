@@ -102,7 +102,7 @@ fn groups(plan: &Plan) -> Option<String> {
     for stage in &plan.stages {
         let sharing = stage.sharing.as_ref()?;
         alone += sharing.alone_fwd_us + sharing.alone_bwd_us;
-        meetings += sharing.meeting_fwd_us + sharing.meeting_bwd_us;
+        meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
         shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
     }
     Some(format!(

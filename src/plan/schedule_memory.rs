@@ -46,7 +46,7 @@ pub fn beyond(plan: &Plan, program: &Program) -> Vec<String> {
         return excesses;
     }
     let (flights, versions) = peaks(program);
-    let apart = action::apart(program);
+    let pending_weight_grads = action::pending_weight_grads(program);
     for (at, stage) in plan.stages.iter().enumerate() {
         let cap = plan.schedule.in_flight.get(at).copied().unwrap_or(1);
         let held = stage.memory.activations / u64::from(cap.max(1));
@@ -60,8 +60,9 @@ pub fn beyond(plan: &Plan, program: &Program) -> Vec<String> {
             excesses.push(excess(plan, stage, "weight versions", peak, kept, more));
         }
         // A plan for a table does not record which backwards are split.
-        let counted = plan.schedule.apart.get(at).copied().unwrap_or(0);
-        let found = apart.get(at).copied().filter(|_| splits(program) && plan.schedule.kind != Schedule::Csv);
+        let counted = plan.schedule.pending_weight_grads.get(at).copied().unwrap_or(0);
+        let found =
+            pending_weight_grads.get(at).copied().filter(|_| splits(program) && plan.schedule.kind != Schedule::Csv);
         if let Some(found) = found.filter(|found| *found > counted) {
             excesses.push(format!(
                 "stage {at} has {found} micro-batches with a pending weight gradient, but the plan assumes {counted}"

@@ -6,7 +6,7 @@ use compiler::graph::Graph;
 use compiler::plan::in_flight::{StageInFlight, synced};
 use compiler::plan::schedule::{Chunks, InFlightRule, VersionRule};
 use compiler::schedule::Program;
-use compiler::schedule::action::apart;
+use compiler::schedule::action::pending_weight_grads;
 use profiler::machine::available_bytes;
 use runtime::device::cpu::half::is_half;
 use runtime::exec::compile::{NamedTensor, StageCode, Transfer};
@@ -49,7 +49,7 @@ pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer
 /// Bytes of one replica of each stage during training: weight versions, gradients, optimizer state, saved activations of in-flight
 /// micro-batches, messages of the current and the previous micro-batch, and an arena.
 pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> Vec<u64> {
-    let apart = apart(program);
+    let pending_weight_grads = pending_weight_grads(program);
     let stage = |at: usize| -> u64 {
         let (code, stage) = (&codes[at], &program.stages[at]);
         let most = program.items.div_ceil(stage.replicas.max(1));
@@ -86,7 +86,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         };
         let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
-        let halves = if code.in_parts { u64::from(apart[at]).max(1) } else { 1 };
+        let halves = if code.in_parts { u64::from(pending_weight_grads[at]).max(1) } else { 1 };
         let (kept, once) = match code.recompute {
             true => (own, (code.kept_bytes as u64 + own).saturating_mul(halves)),
             false => (code.kept_bytes as u64 + own, 0),

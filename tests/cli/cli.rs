@@ -147,7 +147,7 @@ fn a_published_profile_is_planned() {
     assert_eq!(simulated["workers"].as_array().unwrap().len(), 2);
     assert!(done(at, &["plan", "show", "chain.plan.json"]).contains("stage  ops"));
     assert!(done(at, &["plan", "check", "chain.plan.json"]).contains("is valid"));
-    assert_eq!(json(&done(at, &["plan", "check", "chain.plan.json", "--format", "json"]))["sound"], true);
+    assert_eq!(json(&done(at, &["plan", "check", "chain.plan.json", "--format", "json"]))["valid"], true);
 
     // A modified plan is rejected.
     let broken = text(&first).replacen("\"replicas\": 1", "\"replicas\": 3", 1);

@@ -379,7 +379,7 @@ fn the_judge_refuses_other_groups() {
             plan["stages"][1]["devices"] = json!([0, 5]);
         }),
         ("gains", |plan| plan["stages"][1]["sharing"]["alone_bwd_us"] = json!(1.0)),
-        ("pains", |plan| plan["stages"][1]["sharing"]["meeting_fwd_us"] = json!(0.5)),
+        ("pains", |plan| plan["stages"][1]["sharing"]["collective_fwd_us"] = json!(0.5)),
         ("weights that are not split", |plan| {
             let memory = &mut plan["stages"][1]["memory"];
             let weights = memory["weights"].as_u64().unwrap();

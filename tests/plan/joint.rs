@@ -247,7 +247,7 @@ fn batch_buffers_are_in_the_memory_plan() {
     for microbatches in [4, 8, 12] {
         let multiples = MemoryMultipliers {
             in_flight: 1,
-            apart: 0,
+            pending_weight_grads: 0,
             versions: 1,
             late: 0,
             replicas: 1,

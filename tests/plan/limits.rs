@@ -13,7 +13,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId};
-use compiler::schedule::action::{Phase, apart};
+use compiler::schedule::action::{Phase, pending_weight_grads};
 use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
 use compiler::schedule::published_caps as published;
 use compiler::schedule::scheduler::schedule;
@@ -154,9 +154,9 @@ fn holds_its_counts(name: &str, plan: &Plan) {
             now[at] -= u32::from(work.part.ends());
         }
     }
-    assert_eq!(plan.schedule.apart.is_empty(), !plan.schedule.kind.splits_backward(), "{name}");
-    for (found, &said) in apart(&program).into_iter().zip(&plan.schedule.apart) {
-        assert!(found <= said, "{name}: {found} apart, {said} said");
+    assert_eq!(plan.schedule.pending_weight_grads.is_empty(), !plan.schedule.kind.splits_backward(), "{name}");
+    for (found, &said) in pending_weight_grads(&program).into_iter().zip(&plan.schedule.pending_weight_grads) {
+        assert!(found <= said, "{name}: {found} pending, {said} planned");
     }
 }
 

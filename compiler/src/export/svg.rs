@@ -74,12 +74,6 @@ impl Svg {
         self.body += "\"/>";
     }
 
-    /// A cubic Bézier curve.
-    pub fn bow(&mut self, class: &str, points: [[f64; 2]; 4]) {
-        let [a, b, c, d] = points.map(|[x, y]| format!("{} {}", number(x), number(y)));
-        let _ = write!(self.body, "<path class=\"{class}\" d=\"M{a}C{b} {c} {d}\"/>");
-    }
-
     pub fn circle(&mut self, class: &str, [x, y]: [f64; 2], radius: f64, hint: Option<&str>) {
         let (x, y, radius) = (number(x), number(y), number(radius));
         let _ = write!(self.body, "<circle class=\"{class}\" cx=\"{x}\" cy=\"{y}\" r=\"{radius}\"");

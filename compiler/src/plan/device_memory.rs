@@ -40,7 +40,7 @@ fn sum(a: &StageMemory, b: &StageMemory) -> StageMemory {
         gradients: a.gradients.saturating_add(b.gradients),
         optimizer: a.optimizer.saturating_add(b.optimizer),
         activations: a.activations.saturating_add(b.activations),
-        between: a.between.saturating_add(b.between),
+        split_backward: a.split_backward.saturating_add(b.split_backward),
         messages: a.messages.saturating_add(b.messages),
         workspace: a.workspace.saturating_add(b.workspace),
         total: a.total.saturating_add(b.total),

@@ -94,7 +94,7 @@ impl ScheduleFlow {
     }
 
     /// Micro-batches with pending weight gradients per replica, at most `in_flight`; 0 if the backward is not split.
-    pub fn apart(&self, position: Position, in_flight: u32) -> u32 {
+    pub fn pending_weight_grads(&self, position: Position, in_flight: u32) -> u32 {
         let replicas = position.replicas.max(1);
         let before = self.workers.saturating_sub(position.workers_after).saturating_sub(replicas);
         let depth = match self.schedule.properties().split {
@@ -185,19 +185,19 @@ pub fn published(flow: &ScheduleFlow, replicas: &[u32]) -> Vec<u32> {
 }
 
 /// Micro-batches with pending weight gradients per stage of a whole pipeline; empty if the backward is not split.
-pub fn apart(flow: &ScheduleFlow, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
+pub fn pending_weight_grads(flow: &ScheduleFlow, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
     if !flow.schedule.splits_backward() {
         return Vec::new();
     }
     let workers = replicas.iter().fold(0u32, |sum, &r| sum.saturating_add(r));
     let flow = ScheduleFlow { workers, ..*flow };
     let mut workers_after = workers;
-    let mut apart = Vec::with_capacity(replicas.len());
+    let mut pending_weight_grads = Vec::with_capacity(replicas.len());
     for (&replicas, &cap) in replicas.iter().zip(caps) {
         workers_after = workers_after.saturating_sub(replicas);
-        apart.push(flow.apart(Position { replicas, workers_after }, cap));
+        pending_weight_grads.push(flow.pending_weight_grads(Position { replicas, workers_after }, cap));
     }
-    apart
+    pending_weight_grads
 }
 
 #[cfg(test)]
@@ -236,7 +236,7 @@ mod tests {
     fn second_halves_are_left_for_later() {
         let halves = |schedule, microbatches, replicas: &[u32]| {
             let flow = ScheduleFlow { schedule, microbatches, chunks: 1, workers: 0, room: 0 };
-            apart(&flow, replicas, &published(&flow, replicas))
+            pending_weight_grads(&flow, replicas, &published(&flow, replicas))
         };
         assert_eq!(halves(Schedule::ZbH1, 8, &[1; 4]), [1, 2, 3, 4]);
         assert_eq!(halves(Schedule::ZbH2, 8, &[1; 4]), [1, 3, 5, 7]);

@@ -1,12 +1,12 @@
 //! Peak memory of one replica of a stage, as the runtime allocates it.
 //!
 //! ```text
-//! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
+//! total       = weights · versions + gradients + optimizer + activations + split_backward + messages + workspace
 //! gradients   = terms, twice with replicas (all-reduce), + (1 + late) · shared           ZeRO: see `zero`
 //! optimizer   = state · summed + masters                                                 ZeRO: see `zero`
-//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
+//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, pending) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
-//! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
+//! split_backward = pending · halves + (pending - 1) · outputs    0 if backwards are not split
 //! messages    = passed + outputs                             inference: inputs
 //! ```
 //!
@@ -17,7 +17,7 @@
 //!   which are all-reduced across stages, `late` rounds after the stage's own (`in_flight`).
 //! - `summed`: one sum per parameter; two-byte parameters have four-byte sums and four-byte `masters`.
 //! - `passed`: buffers for the gradients sent to earlier stages: `inputs`, or twice that if transfers are slow (`gradient_buffers`).
-//! - `apart`: upper bound of micro-batches with pending weight gradients. Each holds `halves` (tensors that the
+//! - `pending`: upper bound of micro-batches with pending weight gradients. Each holds `halves` (tensors that the
 //!   weight-gradient pass reads from the input-gradient pass) and its output gradients. A stage without inputs has no
 //!   input-gradient pass.
 //! - `workspace`: the arena, that is the peak of live tensors and scratch within a run
@@ -75,7 +75,7 @@ pub struct MemoryTerms {
 pub struct MemoryMultipliers {
     pub in_flight: u32,
     /// Micro-batches with pending weight gradients; 0 if the backward is not split.
-    pub apart: u32,
+    pub pending_weight_grads: u32,
     pub versions: u32,
     /// Rounds for which sums of tied weights wait.
     pub late: u32,
@@ -98,7 +98,7 @@ impl MemoryMultipliers {
     /// Backward mode of a stage that receives `inputs` bytes from other stages. Without any it has no input-gradient
     /// pass.
     pub fn way(&self, inputs: u64) -> Way {
-        Way { is_joint: self.joins(), is_split: self.apart > 0 && inputs > 0 }
+        Way { is_joint: self.joins(), is_split: self.pending_weight_grads > 0 && inputs > 0 }
     }
 
     /// True if weight gradients of several micro-batches are batched.
@@ -173,8 +173,8 @@ impl MemoryTerms {
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
-        let apart = u64::from(multiples.apart);
-        let again = self.saved.saturating_add(self.outputs).saturating_mul(apart.max(1));
+        let pending = u64::from(multiples.pending_weight_grads);
+        let again = self.saved.saturating_add(self.outputs).saturating_mul(pending.max(1));
         let (kept, once) = match multiples.recompute {
             true => (self.outputs, again),
             false => (self.saved.saturating_add(self.sent), 0),
@@ -186,15 +186,15 @@ impl MemoryTerms {
             false => one.saturating_add(self.outputs.saturating_mul(in_flight.saturating_sub(1))),
         };
         let halves = if self.inputs > 0 { self.halves } else { 0 };
-        let waiting = self.outputs.saturating_mul(apart.saturating_sub(1));
-        let between = halves.saturating_mul(apart).saturating_add(waiting);
+        let waiting = self.outputs.saturating_mul(pending.saturating_sub(1));
+        let split_backward = halves.saturating_mul(pending).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
         let way = multiples.way(self.inputs);
         let put_by = if way.is_joint { self.put_by } else { 0 };
         let workspace = self.arena.of(way).saturating_add(put_by);
-        let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
+        let parts = [weights, versions, gradients, optimizer, activations, split_backward, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
+        StageMemory { weights, versions, gradients, optimizer, activations, split_backward, messages, workspace, total }
     }
 }
 
@@ -247,7 +247,7 @@ mod tests {
         assert_eq!(MemoryTerms::of(&narrow, &narrow.flows(), &[false, true, true], &passing), half);
         let multiples = MemoryMultipliers {
             in_flight: 3,
-            apart: 0,
+            pending_weight_grads: 0,
             versions: 3,
             late: 0,
             replicas: 1,
@@ -300,13 +300,13 @@ mod tests {
         let recomputed = tail.held(&MemoryMultipliers { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);
         // Two micro-batches with pending weight gradients; with recomputation their saved tensors count as well.
-        let split = tail.held(&MemoryMultipliers { apart: 2, ..multiples });
-        assert_eq!((split.between, split.total), (22, held.total + 22));
-        let both = tail.held(&MemoryMultipliers { apart: 2, recompute: true, ..multiples });
-        assert_eq!((both.activations, both.between), (3 * 100 + 2 * 60, 22));
+        let split = tail.held(&MemoryMultipliers { pending_weight_grads: 2, ..multiples });
+        assert_eq!((split.split_backward, split.total), (22, held.total + 22));
+        let both = tail.held(&MemoryMultipliers { pending_weight_grads: 2, recompute: true, ..multiples });
+        assert_eq!((both.activations, both.split_backward), (3 * 100 + 2 * 60, 22));
         let head = of(&[true, false, false]);
         assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
-        assert_eq!(head.held(&MemoryMultipliers { apart: 3, ..multiples }).between, 2 * 100);
+        assert_eq!(head.held(&MemoryMultipliers { pending_weight_grads: 3, ..multiples }).split_backward, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
         let inference = MemoryMultipliers { schedule: Schedule::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);

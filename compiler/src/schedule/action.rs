@@ -60,7 +60,7 @@ impl Work {
 }
 
 /// Per stage, the most items with pending weight gradients on any worker, the running one included.
-pub fn apart(program: &Program) -> Vec<u32> {
+pub fn pending_weight_grads(program: &Program) -> Vec<u32> {
     let mut most = vec![0u32; program.stages.len()];
     for worker in &program.workers {
         let mut now = vec![0u32; program.stages.len()];

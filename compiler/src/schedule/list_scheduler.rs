@@ -378,7 +378,7 @@ impl<'a> OrderSimulation<'a> {
         }
         let trains = self.rule.schedule.trains();
         let most_apart = match self.choice {
-            Choice::GreedySplit(apart) => Some(apart[hands.stage.index()] as usize),
+            Choice::GreedySplit(pending_weight_grads) => Some(pending_weight_grads[hands.stage.index()] as usize),
             _ => None,
         };
         let splits = most_apart.is_some();

@@ -32,10 +32,10 @@ impl StageWorker<'_> {
     pub fn sent_gradients(&mut self, item: u32, other: StageId) -> Result<(), DeviceError> {
         let Some(state) = self.items.get_mut(&item) else { return Ok(()) };
         for (slot, t) in state.gradients_out.iter_mut().zip(&self.code.gradients_out) {
-            if t.stage == other.index() {
-                if let Some(buffer) = slot.take() {
-                    self.executor.device.give(buffer);
-                }
+            if t.stage == other.index()
+                && let Some(buffer) = slot.take()
+            {
+                self.executor.device.give(buffer);
             }
         }
         self.release(item)

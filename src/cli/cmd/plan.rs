@@ -142,7 +142,7 @@ fn check_file(
             Err(fault) => faults.push(fault),
         }
     }
-    screen.json(&json!({"file": path.display().to_string(), "sound": faults.is_empty(), "faults": faults}));
+    screen.json(&json!({"file": path.display().to_string(), "valid": faults.is_empty(), "faults": faults}));
     if faults.is_empty() {
         let stages = quantity::plural(plan.stages.len() as u64, "stage", "stages");
         let figures = if model.is_some() {

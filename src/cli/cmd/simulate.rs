@@ -246,7 +246,7 @@ fn throughout(memory: &StageMemory, kind: Schedule) -> i128 {
         Schedule::Inference => (memory.activations, 0),
         _ => (0, i128::from(memory.gradients) - i128::from(memory.weights)),
     };
-    let all = [of_items, memory.optimizer, memory.between, memory.messages, memory.workspace];
+    let all = [of_items, memory.optimizer, memory.split_backward, memory.messages, memory.workspace];
     all.into_iter().map(i128::from).sum::<i128>() + trained
 }
 

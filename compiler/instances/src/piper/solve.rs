@@ -131,7 +131,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
             microbatches: hybrid.microbatches,
             chunks: 1,
             weight_versions: vec![1; in_flight.len()],
-            apart: Vec::new(),
+            pending_weight_grads: Vec::new(),
             in_flight,
         },
         edges: edges(hybrid, &stages),

@@ -153,7 +153,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
             chunks: 1,
             in_flight,
             weight_versions,
-            apart: Vec::new(),
+            pending_weight_grads: Vec::new(),
         },
         edges: edges(placement, &stages),
         predicted: Predicted {

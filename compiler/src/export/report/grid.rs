@@ -98,7 +98,7 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
         stage.weight_us.map_or(String::new(), |us| format!(" ({} for weight gradients)", quantity::duration(us)));
     let shared = stage.sharing.as_ref().map_or(String::new(), |sharing| {
         let (alone, meetings) =
-            (sharing.alone_fwd_us + sharing.alone_bwd_us, sharing.meeting_fwd_us + sharing.meeting_bwd_us);
+            (sharing.alone_fwd_us + sharing.alone_bwd_us, sharing.collective_fwd_us + sharing.collective_bwd_us);
         let [alone, meetings] = [alone, meetings].map(quantity::duration);
         format!("tensor parallel, degree {}: {alone} on one device, {meetings} for collectives\n", stage.degree())
     });

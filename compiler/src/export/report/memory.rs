@@ -31,7 +31,7 @@ fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
         ("activations", memory.activations),
         ("messages", memory.messages),
         ("workspace", memory.workspace),
-        ("split backward", memory.between),
+        ("split backward", memory.split_backward),
     ]
 }
 

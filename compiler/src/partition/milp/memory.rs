@@ -33,7 +33,8 @@ impl Formulation<'_> {
     pub(super) fn memory(&mut self) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
-        let apart = in_flight::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
+        let pending_weight_grads =
+            in_flight::pending_weight_grads(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
         let lanes =
             |stage: usize| StageInFlight { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
@@ -47,7 +48,7 @@ impl Formulation<'_> {
             let in_flight = self.choice.caps[stage];
             let multiples = MemoryMultipliers {
                 in_flight,
-                apart: apart.get(stage).copied().unwrap_or(0),
+                pending_weight_grads: pending_weight_grads.get(stage).copied().unwrap_or(0),
                 versions,
                 late: late[stage],
                 replicas: self.choice.replicas[stage],
@@ -72,7 +73,7 @@ impl Formulation<'_> {
             let [saved, terms] = [MemoryTerms { saved: MANY, ..none }, MemoryTerms { terms: MANY, ..none }].map(each);
             let put_by = each(MemoryTerms { put_by: MANY, ..none });
             // Conservative: every stage but the first sends input gradients, and no output gradient arrives unchanged.
-            let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
+            let halves = if stage == 0 { 0.0 } else { f64::from(multiples.pending_weight_grads) / limit };
             sum += self.sum(stage, 1.0, |op| {
                 let gradients = terms * used[op] as f64;
                 let op = &problem.graph.ops[op];

@@ -103,7 +103,7 @@ pub fn is_limited(problem: &Problem) -> bool {
     let versions = in_flight.saturating_add(1);
     let once = MemoryMultipliers {
         in_flight,
-        apart: in_flight,
+        pending_weight_grads: in_flight,
         versions,
         late: in_flight,
         replicas: 2,
@@ -182,11 +182,11 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
 }
 
 /// Pending weight gradients of each stage for the given caps; empty if backwards are not split.
-pub fn apart(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
-    in_flight::apart(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
+pub fn pending_weight_grads(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
+    in_flight::pending_weight_grads(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
 }
 
-/// The memory of each stage; `holdings` are its memory terms, `caps` and `apart` the in-flight caps and pending weight
+/// The memory of each stage; `holdings` are its memory terms, `caps` the in-flight caps, and `pending_weight_grads` the pending weight
 /// gradients.
 pub fn memory(
     problem: &Problem,
@@ -194,13 +194,13 @@ pub fn memory(
     spots: &[StagePosition],
     holdings: &[MemoryTerms],
     caps: &[u32],
-    apart: &[u32],
+    pending_weight_grads: &[u32],
 ) -> Vec<StageMemory> {
     let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, ScheduleFlow::late));
     let held = |(at, holdings): (usize, &MemoryTerms), replicas: u32| {
         holdings.held(&MemoryMultipliers {
             in_flight: caps[at],
-            apart: apart.get(at).copied().unwrap_or(0),
+            pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
             versions: versions[at],
             late: late[at],
             replicas,

@@ -37,7 +37,7 @@ pub struct PlanCandidate {
     /// In-flight caps, published or given.
     pub caps: Vec<u32>,
     /// Pending weight gradients per stage; empty if backwards are not split.
-    pub apart: Vec<u32>,
+    pub pending_weight_grads: Vec<u32>,
     pub spots: Vec<build_plan::StagePosition>,
     pub memory: Vec<StageMemory>,
     pub fits: bool,
@@ -142,11 +142,18 @@ impl SearchContext<'_> {
             InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
             _ => build_plan::published_caps(problem, &shape),
         };
-        let apart = build_plan::apart(problem, &shape, &caps);
-        let memory = build_plan::memory(problem, &shape, &spots, &build_plan::holdings(problem, &shape), &caps, &apart);
+        let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
+        let memory = build_plan::memory(
+            problem,
+            &shape,
+            &spots,
+            &build_plan::holdings(problem, &shape),
+            &caps,
+            &pending_weight_grads,
+        );
         let fits = build_plan::fits(problem, &shape, &spots, &memory);
         let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
-        PlanCandidate { name, shape, minibatch_us, caps, apart, spots, memory, fits }
+        PlanCandidate { name, shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
     }
 
     pub fn baselines(&self) -> [PlanCandidate; 3] {

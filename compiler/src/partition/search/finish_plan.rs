@@ -59,7 +59,8 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     }
     warnings.extend(warning);
     let holdings = build_plan::holdings(problem, &chosen.shape);
-    let memory = build_plan::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
+    let memory =
+        build_plan::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.pending_weight_grads);
     let weight_versions = build_plan::versions(problem, &chosen.shape, &caps);
     let stages = build_plan::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
@@ -87,7 +88,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
             chunks: problem.chunks,
             in_flight: caps,
             weight_versions,
-            apart: chosen.apart.clone(),
+            pending_weight_grads: chosen.pending_weight_grads.clone(),
         },
         predicted: predicted(problem, chosen, minibatch_us, stages.len()),
         stages,

@@ -202,7 +202,7 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
     };
     let multiples = MemoryMultipliers {
         in_flight,
-        apart: settings.flow.apart(position, in_flight),
+        pending_weight_grads: settings.flow.pending_weight_grads(position, in_flight),
         versions: settings.flow.versions(own, first),
         late: settings.flow.late(own, first),
         replicas,

@@ -153,7 +153,14 @@ pub fn more(
 ) -> Chosen {
     let holdings = build_plan::holdings(problem, shape);
     let memory = |caps: &[u32]| {
-        build_plan::memory(problem, shape, spots, &holdings, caps, &build_plan::apart(problem, shape, caps))
+        build_plan::memory(
+            problem,
+            shape,
+            spots,
+            &holdings,
+            caps,
+            &build_plan::pending_weight_grads(problem, shape, caps),
+        )
     };
     let stages = build_plan::stages(problem, shape, spots, &memory(caps));
     let edges = build_plan::edges(problem, shape);

@@ -15,7 +15,7 @@ use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
 use crate::plan::schedule::Schedule;
-use crate::schedule::action::apart;
+use crate::schedule::action::pending_weight_grads;
 use crate::schedule::pipeline::generated;
 use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
@@ -329,11 +329,11 @@ impl<'a> Line<'a> {
         let problem = question.problem;
         let holdings = build_plan::holdings(problem, &shape);
         let memory: Vec<StageMemory> =
-            build_plan::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.apart);
+            build_plan::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.pending_weight_grads);
         let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
         let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
-        let Counts { caps, apart } = counts.clone();
-        PlanCandidate { name: "pipec", shape, minibatch_us, caps, apart, spots, memory, fits }
+        let Counts { caps, pending_weight_grads } = counts.clone();
+        PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
     }
 }
 
@@ -341,14 +341,14 @@ impl<'a> Line<'a> {
 struct Counts {
     caps: Vec<u32>,
     /// Those with a pending weight gradient; empty if backwards are not split.
-    apart: Vec<u32>,
+    pending_weight_grads: Vec<u32>,
 }
 
 fn counts(problem: &Problem, ranks: u32, replicas: u32) -> Option<Counts> {
     let stages = ranks * problem.chunks;
     let items = problem.microbatches.div_ceil(replicas);
     if problem.schedule == Schedule::Bfs {
-        return Some(Counts { caps: vec![items; stages as usize], apart: Vec::new() });
+        return Some(Counts { caps: vec![items; stages as usize], pending_weight_grads: Vec::new() });
     }
     let chain = Pipeline::chain((0..stages).map(|_| StageSpec::new(1, 1.0, 2.0)).collect());
     let pipeline = if problem.schedule.is_on_a_v() { chain.folded() } else { chain.looped(ranks) };
@@ -356,6 +356,7 @@ fn counts(problem: &Problem, ranks: u32, replicas: u32) -> Option<Counts> {
     let count = StepCount { minibatches: 1, microbatches };
     let program = schedule(generated(problem.schedule).ok()?, &pipeline, count).ok()?;
     let caps = program.stages.iter().map(|stage| stage.cap).collect();
-    let apart = if problem.schedule.splits_backward() { apart(&program) } else { Vec::new() };
-    Some(Counts { caps, apart })
+    let pending_weight_grads =
+        if problem.schedule.splits_backward() { pending_weight_grads(&program) } else { Vec::new() };
+    Some(Counts { caps, pending_weight_grads })
 }

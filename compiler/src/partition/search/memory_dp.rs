@@ -164,7 +164,7 @@ impl FitSearch<'_> {
         let least = |replicas: u32, holdings: MemoryTerms| {
             let alone = MemoryMultipliers {
                 in_flight: 1,
-                apart: 0,
+                pending_weight_grads: 0,
                 versions: 1,
                 late: 0,
                 replicas,
@@ -200,7 +200,7 @@ impl FitSearch<'_> {
         let first = if from == 0 { First::Known(own) } else { First::Unknown };
         let multiples = MemoryMultipliers {
             in_flight,
-            apart: settings.flow.apart(position, in_flight),
+            pending_weight_grads: settings.flow.pending_weight_grads(position, in_flight),
             versions: settings.flow.versions(own, first),
             late: settings.flow.late(own, first),
             replicas: copies,
@@ -319,7 +319,7 @@ mod tests {
             let held = |from: usize, end: usize, replicas: u32| {
                 let multiples = MemoryMultipliers {
                     in_flight: 1,
-                    apart: 0,
+                    pending_weight_grads: 0,
                     versions: 1,
                     late: 0,
                     replicas,

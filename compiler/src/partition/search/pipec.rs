@@ -287,10 +287,10 @@ impl PlacementQuery<'_> {
         let (versions, late) = (self.flow.versions(own, first), self.flow.late(own, first));
         let (zero, optimizer_state) = (self.zero, self.optimizer_state);
         let ScheduleFlow { schedule, microbatches, .. } = self.flow;
-        let apart = self.flow.apart(position, in_flight);
+        let pending_weight_grads = self.flow.pending_weight_grads(position, in_flight);
         let multiples = MemoryMultipliers {
             in_flight,
-            apart,
+            pending_weight_grads,
             versions,
             late,
             replicas,

@@ -141,7 +141,7 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u
         spots,
         &build_plan::holdings(problem, shape),
         caps,
-        &build_plan::apart(problem, shape, caps),
+        &build_plan::pending_weight_grads(problem, shape, caps),
     );
     let stages = build_plan::stages(problem, shape, spots, &memory);
     let edges = build_plan::edges(problem, shape);

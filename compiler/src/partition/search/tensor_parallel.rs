@@ -173,8 +173,8 @@ fn sharing(problem: &Problem, costs: &TensorParallelCosts, stage: &Stage) -> Ten
     TensorParallelCost {
         alone_fwd_us: sum(&|op| ops[op].fwd_us),
         alone_bwd_us: sum(&|op| ops[op].bwd_us),
-        meeting_fwd_us: sum(&|op| costs.meetings[op][0]),
-        meeting_bwd_us: sum(&|op| costs.meetings[op][1]),
+        collective_fwd_us: sum(&|op| costs.meetings[op][0]),
+        collective_bwd_us: sum(&|op| costs.meetings[op][1]),
     }
 }
 

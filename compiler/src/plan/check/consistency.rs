@@ -31,12 +31,16 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<PlanFault>> {
             faults.push(PlanFault::Schedule { what });
         }
     }
-    let apart = &schedule.apart;
-    if !apart.is_empty()
-        && (apart.len() != plan.stages.len() || apart.iter().any(|number| !(1..=1 << 20).contains(number)))
+    let pending_weight_grads = &schedule.pending_weight_grads;
+    if !pending_weight_grads.is_empty()
+        && (pending_weight_grads.len() != plan.stages.len()
+            || pending_weight_grads.iter().any(|number| !(1..=1 << 20).contains(number)))
     {
-        let what =
-            format!("apart has {} numbers for {} stages; each is from 1 to 2^20", apart.len(), plan.stages.len());
+        let what = format!(
+            "pending_weight_grads has {} numbers for {} stages; each is from 1 to 2^20",
+            pending_weight_grads.len(),
+            plan.stages.len()
+        );
         faults.push(PlanFault::Schedule { what });
     }
     for (name, value) in [
@@ -179,7 +183,7 @@ fn classes(plan: &Plan, faults: &mut Vec<PlanFault>) {
 fn memory(plan: &Plan, faults: &mut Vec<PlanFault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let held = &stage.memory;
-        let moving = [held.activations, held.between, held.messages, held.workspace];
+        let moving = [held.activations, held.split_backward, held.messages, held.workspace];
         let parts = [held.versions, held.gradients, held.optimizer].into_iter().chain(moving);
         let found = { parts }.try_fold(held.weights, |sum, part| sum.checked_add(part));
         if found != Some(held.total) {

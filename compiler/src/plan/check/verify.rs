@@ -243,7 +243,9 @@ fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Ve
     for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
         let said = match (&stage.sharing, stage.degree() > 1) {
             (None, false) => continue,
-            (Some(said), true) => [said.alone_fwd_us, said.alone_bwd_us, said.meeting_fwd_us, said.meeting_bwd_us],
+            (Some(said), true) => {
+                [said.alone_fwd_us, said.alone_bwd_us, said.collective_fwd_us, said.collective_bwd_us]
+            }
             (said, is_shared) => {
                 let describe = |is: bool| if is { "sharing times" } else { "none" }.to_string();
                 let what = format!("sharing of stage {at}");
@@ -251,7 +253,7 @@ fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Ve
                 continue;
             }
         };
-        for (name, (said, found)) in ["alone_fwd_us", "alone_bwd_us", "meeting_fwd_us", "meeting_bwd_us"]
+        for (name, (said, found)) in ["alone_fwd_us", "alone_bwd_us", "collective_fwd_us", "collective_bwd_us"]
             .into_iter()
             .zip(said.into_iter().zip(found))
         {
@@ -275,7 +277,7 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
             faults.push(PlanFault::Schedule { what });
         }
     }
-    if let Some(what) = apart(plan) {
+    if let Some(what) = pending_weight_grads(plan) {
         faults.push(PlanFault::Schedule { what });
     }
     let wanted: Vec<u32> = match schedule.kind.versions() {
@@ -298,16 +300,18 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<PlanFault>) {
 /// Checks pending weight gradients. Under zb-h1 and zb-h2 a stage starts weight-gradient passes after as many
 /// input-gradient passes as there are workers before it, or twice as many. Plans with chunks state the peaks of their
 /// compute table.
-fn apart(plan: &Plan) -> Option<String> {
-    let PlannedSchedule { kind, in_flight, apart, .. } = &plan.schedule;
+fn pending_weight_grads(plan: &Plan) -> Option<String> {
+    let PlannedSchedule { kind, in_flight, pending_weight_grads, .. } = &plan.schedule;
     if !kind.splits_backward() {
-        return (!apart.is_empty())
-            .then(|| format!("apart is {apart:?}, but this schedule does not split the backward"));
+        return (!pending_weight_grads.is_empty()).then(|| {
+            format!("pending_weight_grads is {pending_weight_grads:?}, but this schedule does not split the backward")
+        });
     }
-    if apart.len() != plan.stages.len() || apart.iter().zip(in_flight).any(|(apart, most)| !(1..=*most).contains(apart))
+    if pending_weight_grads.len() != plan.stages.len()
+        || pending_weight_grads.iter().zip(in_flight).any(|(pending, most)| !(1..=*most).contains(pending))
     {
         return Some(format!(
-            "apart is {apart:?} for caps {in_flight:?}; it needs one number per stage, from 1 to the cap"
+            "pending_weight_grads is {pending_weight_grads:?} for caps {in_flight:?}; it needs one number per stage, from 1 to the cap"
         ));
     }
     let Some(PendingWeightGrads::PerEarlierWorker(depth)) = kind.properties().split else { return None };
@@ -316,8 +320,11 @@ fn apart(plan: &Plan) -> Option<String> {
     for (at, stage) in plan.stages.iter().enumerate() {
         let r = u64::from(stage.replicas.max(1));
         let found = (depth * workers.div_ceil(r) + 1).min(u64::from(in_flight[at]));
-        if u64::from(apart[at]) != found {
-            return Some(format!("apart is {} at stage {at}, but its position requires {found}", apart[at]));
+        if u64::from(pending_weight_grads[at]) != found {
+            return Some(format!(
+                "pending_weight_grads is {} at stage {at}, but its position requires {found}",
+                pending_weight_grads[at]
+            ));
         }
         workers += r;
     }
@@ -445,7 +452,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
         let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
         batched_grad_bytes[stage] += if is_joint { op.joint_bytes } else { 0 };
-        let is_split = plan.schedule.apart.get(stage).is_some_and(|&apart| apart > 0) && received[stage] > 0;
+        let is_split =
+            plan.schedule.pending_weight_grads.get(stage).is_some_and(|&pending| pending > 0) && received[stage] > 0;
         let live = if is_split { op.live.split } else { op.live.whole };
         workspace[stage] = workspace[stage].max(scratch + live[ends[op.id as usize]]);
         forward_us[stage] += op.fwd_us;
@@ -459,7 +467,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
     let pace = class::fastest(&problem.cluster.classes);
     let one = |stage: usize| {
-        let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
+        let pending = plan.schedule.pending_weight_grads.get(stage).map_or(0, |&pending| u64::from(pending));
         let weights = weights[stage];
         let (terms, shared) = (terms[stage], shared[stage]);
         let (summed, masters) = (summed[stage], masters[stage]);
@@ -480,17 +488,17 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
             true => {
                 let both = received[stage].saturating_add(sent[stage]);
-                let again = alive[stage].saturating_add(sent[stage]).saturating_mul(apart.max(1));
+                let again = alive[stage].saturating_add(sent[stage]).saturating_mul(pending.max(1));
                 both.saturating_mul(in_flight).saturating_add(again)
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };
-        let between = match apart {
+        let split_backward = match pending {
             0 => 0,
             _ => {
                 // Without inputs there is no input-gradient pass: the whole backward is the weight-gradient pass.
-                let own = if received[stage] > 0 { pending_grad_bytes[stage].saturating_mul(apart) } else { 0 };
-                own.saturating_add(sent[stage].saturating_mul(apart - 1))
+                let own = if received[stage] > 0 { pending_grad_bytes[stage].saturating_mul(pending) } else { 0 };
+                own.saturating_add(sent[stage].saturating_mul(pending - 1))
             }
         };
         let messages = match trains {
@@ -504,9 +512,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             false => received[stage],
         };
         let workspace = workspace[stage].saturating_add(batched_grad_bytes[stage]);
-        let sum = [versions, gradients, optimizer, activations, between, messages, workspace];
+        let sum = [versions, gradients, optimizer, activations, split_backward, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
+        StageMemory { weights, versions, gradients, optimizer, activations, split_backward, messages, workspace, total }
     };
     (0..plan.stages.len()).map(one).collect()
 }

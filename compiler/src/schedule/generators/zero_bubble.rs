@@ -59,8 +59,8 @@ fn zero_bubble(
     let kind = if depth == 1 { Schedule::ZbH1 } else { Schedule::ZbH2 };
     let flow = ScheduleFlow { schedule: kind, microbatches: rule.microbatches, chunks: 1, workers, room: 0 };
     let (replicas, most): (Vec<u32>, Vec<u32>) = rule.stages.iter().map(|stage| (stage.replicas, stage.cap)).unzip();
-    let apart = in_flight::apart(&flow, &replicas, &most);
-    let order = play(pipeline, &rule, Choice::GreedySplit(&apart))?;
+    let pending_weight_grads = in_flight::pending_weight_grads(&flow, &replicas, &most);
+    let order = play(pipeline, &rule, Choice::GreedySplit(&pending_weight_grads))?;
     Ok(lower(pipeline, &rule, &order))
 }
 

@@ -25,7 +25,7 @@ pub fn step<T: Real>(
         WeightBytes::OutOfPlace { old, new } => Weights::Beside { old: cast_slice(old), new: cast_slice_mut(new) },
     };
     let (scale, step) = (args.scale, u64::from(args.step));
-    let (first, second): (&mut [T], &mut [T]) = (cast_slice_mut(first), cast_slice_mut(second));
+    let [first, second] = [first, second].map(values_mut::<T>);
     match *rule {
         UpdateRule::Sgd { learning_rate, momentum, nesterov, weight_decay } => {
             let lr = learning_rate * args.rate;
@@ -49,10 +49,19 @@ pub fn step<T: Real>(
     }
 }
 
+/// The values of a state. A missing state need not be aligned.
+fn values<T: Real>(bytes: &[u8]) -> &[T] {
+    if bytes.is_empty() { &[] } else { cast_slice(bytes) }
+}
+
+fn values_mut<T: Real>(bytes: &mut [u8]) -> &mut [T] {
+    if bytes.is_empty() { &mut [] } else { cast_slice_mut(bytes) }
+}
+
 /// Weights predicted in the direction of the last update.
 pub fn predict<T: Real>(rule: &UpdateRule, args: &Prediction, weight: &[u8], state: [&[u8]; 2], to: &mut [u8]) {
     let (weight, to): (&[T], &mut [T]) = (cast_slice(weight), cast_slice_mut(to));
-    let [first, second] = state.map(cast_slice::<u8, T>);
+    let [first, second] = state.map(values::<T>);
     let far = f64::from(args.steps) * args.rate;
     let moved = |far: f64, at: &dyn Fn(usize) -> f64, to: &mut [T]| {
         to.iter_mut().zip(weight).enumerate().for_each(|(i, (to, w))| *to = T::of(w.wide() - far * at(i)));
