@@ -88,6 +88,9 @@ impl ProcessRequest {
     }
 }
 
+/// SHA-256 of what processes must have in common, by name.
+pub type Digests = Vec<(String, [u8; 32])>;
+
 /// The role of this process in a run.
 pub enum ProcessRole {
     /// The only process.
@@ -213,12 +216,12 @@ impl ProcessRole {
         }
     }
 
-    /// Runs a training job with the other processes, which must have equal `digests`. `run` gets the process group, if there are others. `events` receives the events of
-    /// the run, `own` those of this process.
+    /// Runs a training job with the other processes, which must have equal `digests`. `run` gets the process group, if
+    /// there are others. `events` receives the events of the run, `own` those of this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessRequest,
-        (job, digests): (&TrainJob<'_>, &dyn Fn() -> Vec<(String, [u8; 32])>),
+        (job, digests): (&TrainJob<'_>, &dyn Fn() -> Digests),
         restarts: u32,
         (events, own): (&dyn EventSink, &dyn EventSink),
         run: impl FnOnce(Option<Group>) -> Result<T, Error>,
