@@ -2,6 +2,7 @@
 
 use crate::support::problems::Random;
 use crate::support::shared::data;
+use compiler::plan::PlannedModel;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::check::figures::figures;
 use instances::placement::check::check;
@@ -145,7 +146,8 @@ fn pipelines_with_hosts_are_the_best_of_all() {
     for seed in 1..=runs {
         let placement = instance_with_hosts(&mut Random(seed * 7919));
         let (any, ordered) = exhaustive(&placement);
-        let plan = solve(&placement, &Request::default()).expect("a host holds everything");
+        let model = PlannedModel { ops: placement.nodes.len() as u64, ..PlannedModel::default() };
+        let plan = solve(&placement, &Request { model, ..Request::default() }).expect("a host holds everything");
         assert_eq!(plan.predicted.minibatch_us, ordered, "seed {seed}");
         assert!(plan.proven_optimal && plan.lower_bound_us == ordered, "seed {seed}");
         assert!(placement.lower_bound() <= any * (1.0 + 1e-12), "seed {seed}");
