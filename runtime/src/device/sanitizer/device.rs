@@ -30,7 +30,7 @@ pub struct SanitizerDevice {
     shared: Arc<Mutex<Shared>>,
 }
 
-/// What streams and buffers of the device have in common.
+/// State shared by the streams and buffers of the device.
 pub struct Shared {
     next_address: u64,
     next_stream: u64,
