@@ -4,25 +4,27 @@
 //! dereferences an address, so the device may be a GPU.
 //!
 //! A stream runs its methods in the order of the calls. A method may return before its work is done; on the CPU it
-//! never does. Only [`Stream::finish`], the downloads and [`Stream::squared_norms`] wait. A buffer may therefore be dropped while
-//! work on it is queued: a device frees memory in stream order, or after the work. A later call may return the error of
-//! earlier work.
+//! never does. Only [`Stream::finish`], the downloads and [`Stream::squared_norms`] wait. A buffer may therefore be
+//! dropped while work on it is queued: a device frees memory in stream order, or after the work. A later call may
+//! return the error of earlier work.
 //!
-//! A buffer that is passed to another thread is used by another stream. [`Stream::release`] marks it with an event after the
-//! work queued so far, and [`Stream::acquire`] lets the other stream wait for that. A reader releases it again when its
-//! reads are queued, so that the next writer, which acquires it from the pool, waits for them. The CPU needs neither.
+//! A buffer that is passed to another thread is used by another stream. [`Stream::release`] marks it with an event
+//! after the work queued so far, and [`Stream::acquire`] lets the other stream wait for that. A reader releases it
+//! again when its reads are queued, so that the next writer, which acquires it from the pool, waits for them. The CPU
+//! needs neither.
 //!
 //! Decisions that differ from a plain handle-based interface:
 //!
-//! - [`Region`] has a lifetime, and [`RegionMut`] is exclusive. The methods are safe functions: the Rust compiler
-//!   checks lifetimes and aliasing for all callers except the executor, whose memory plan it cannot know.
-//! - The methods take `&self`: a stream is a handle of a queue that one thread uses, and callers hold regions of other
-//!   fields of the same struct.
-//! - Uploads and downloads come with a closure ([`Stream::upload_with`], [`Stream::download_with`]): the CPU passes its
-//!   memory itself, without a copy; a GPU passes pinned memory.
+//! - [`Region`] has a lifetime, and [`RegionMut`] is exclusive. The methods are safe functions: the Rust
+//!   compiler checks lifetimes and aliasing for all callers except the executor, whose memory plan it cannot
+//!   know.
+//! - The methods take `&self`: a stream is a handle of a queue that one thread uses, and callers hold regions
+//!   of other fields of the same struct.
+//! - Uploads and downloads come with a closure ([`Stream::upload_with`], [`Stream::download_with`]): the CPU
+//!   passes its memory itself, without a copy; a GPU passes pinned memory.
 //! - Sums of squares are taken for many tensors in one call, because each wait for a result stalls a GPU.
-//! - Operands of sums are 16-bit or wide; [`accumulation_type`](crate::device::layout::accumulation_type) gives the type
-//!   of the sum.
+//! - Operands of sums are 16-bit or wide; [`accumulation_type`](crate::device::layout::accumulation_type) gives
+//!   the type of the sum.
 
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
