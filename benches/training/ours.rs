@@ -1,4 +1,4 @@
-//! The pipec side: profiles each model, plans by the profile, and trains by the plan.
+//! The pipec side of the benchmark: profiles each model, plans with the profile, and trains under the plan.
 
 use crate::figures::{Round, on_processors};
 use crate::subjects::Subject;
@@ -35,7 +35,7 @@ const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);
 /// Minibatches of synthetic data, used repeatedly.
 const MINIBATCHES: usize = 8;
 
-/// Uncounted steps, here and for PyTorch: afterwards memory allocation is in steady state.
+/// Steps before the measurement, for pipec and PyTorch. After them, memory allocation is in steady state.
 const WARM_UP: u32 = 8;
 
 const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
@@ -49,7 +49,7 @@ pub struct Way {
 }
 
 impl Way {
-    /// Unsplit minibatches use a schedule without a flush.
+    /// The schedule; without micro-batches, one without a flush.
     fn kind(self) -> Schedule {
         if self.microbatches == 1 { Schedule::OneFOneBRr } else { Schedule::OneFOneB }
     }
@@ -64,7 +64,7 @@ pub struct Known<'a> {
 }
 
 impl<'a> Known<'a> {
-    /// Profiles the model unsplit and with these micro-batch counts.
+    /// Profiles the model for each of these numbers of micro-batches.
     pub fn of(subject: &'a Subject, model: &'a Model, microbatches: &[u32]) -> Known<'a> {
         let given = |(name, weight): (&String, &Weight)| match weight {
             Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
@@ -130,10 +130,10 @@ impl<'a> Known<'a> {
         plan(&problem, &options).expect("there is no limit to exceed").plan
     }
 
-    /// Prepares training by the plan.
+    /// Prepares training under the plan.
     pub fn ready(&self, way: Way, plan: Plan, steps: u32) -> Ready<'_> {
         let schedule: Schedule = generated(plan.schedule.kind).expect("these schedules are generated");
-        // Steps before the counted ones fill the pipeline, steps after them keep it full.
+        // Steps before the measured ones fill the pipeline, and steps after them keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
         let first = filling.max(WARM_UP);
         let minibatches = first + steps + filling;
@@ -157,14 +157,14 @@ impl<'a> Known<'a> {
     }
 }
 
-/// A model that can be trained repeatedly by one plan.
+/// A model that can be trained repeatedly under one plan.
 pub struct Ready<'a> {
     known: &'a Known<'a>,
     pub plan: Plan,
     prepared: Prepared,
     batches: Batches,
     steps: u32,
-    /// Uncounted steps at the start.
+    /// Steps before the measurement.
     first: u32,
 }
 

@@ -6,7 +6,7 @@
 //!
 //! Without a flush, micro-batches after N have already started with older weights. The snapshot includes the weights of
 //! their forwards, also predicted ones. A resumed run executes only the instructions of micro-batches after N
-//! (`schedule::rest`). It repeats those forwards with the same weights.
+//! (`schedule::resume`). It repeats those forwards with the same weights.
 //!
 //! ```text
 //! step-00000012/                        renamed last: a folder of this name is complete

@@ -25,7 +25,7 @@ pub struct TrainRequest {
     pub model: PathBuf,
     /// The import settings.
     pub import: ImportRequest,
-    /// True to train a model that differs from the framework's training model.
+    /// True to train a model that differs from the framework's training model, such as an inference export.
     pub accept_inference_model: bool,
     /// The plan; without one, the model is planned with analytic costs of this CPU.
     pub plan: Option<PlanInput>,
@@ -77,7 +77,7 @@ pub struct TrainRequest {
     pub metrics: Option<PathBuf>,
     /// The file for a trace.
     pub trace: Option<PathBuf>,
-    /// The seed of everything random.
+    /// The seed of all random numbers.
     pub seed: u64,
     /// The processes of the run.
     pub processes: ProcessRequest,
@@ -178,7 +178,7 @@ impl OptimizerRequest {
         }
     }
 
-    /// The optimizer of the runtime.
+    /// The update rule and learning-rate schedule for the runtime.
     pub fn update_rule(&self) -> UpdateRule {
         UpdateRule { rule: self.rule.clone(), rate: self.rate }
     }
@@ -240,7 +240,7 @@ impl PolicyRequest {
         }
     }
 
-    /// The policy of the runtime.
+    /// The policy for the runtime.
     pub fn build(&self, unbiased: bool) -> Policy {
         let staleness = match self.staleness {
             Some(Staleness::Predict) => policy::Staleness::Predict,

@@ -22,7 +22,7 @@ use runtime::train::run::{RunOptions, run, train};
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Compares a whole run with runs resumed from each of its checkpoints.
+/// Compares an uninterrupted run with runs resumed from each of its checkpoints.
 fn goes_on(what: &str, ready: &Ready) {
     let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -138,7 +138,7 @@ fn what_checkpoints_hold_is_counted_by_itself() {
             );
             let code = &ready.prepared.codes[worker];
             let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
-            // Weights and two averages each.
+            // Weights, and two moments for each weight.
             assert!(kept.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
         }
     }
@@ -180,7 +180,7 @@ fn a_stopped_run_leaves_a_resumable_checkpoint() {
         let ready = Ready { every: 100, ..ready };
         let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
         let what = format!("{schedule} {replicas:?}");
-        // The stop arrives at any time; here when some worker starts a minibatch.
+        // A stop may arrive at any time; here it arrives when some worker starts a minibatch.
         for _ in 0..3 {
             let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
             let gate = MinibatchBarrier::new(&stop, period(&ready.prepared.program), 0);
@@ -270,7 +270,7 @@ fn everything_that_a_checkpoint_holds_matters() {
     }
 }
 
-/// A batch normalisation whose scale is its own running mean.
+/// A batch normalisation that uses its running mean as its scale.
 #[test]
 fn a_state_that_is_read_where_it_follows_has_no_checkpoints_without_a_flush() {
     let mut graph = Graph::new("loop");

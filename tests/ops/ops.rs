@@ -1,4 +1,4 @@
-//! Every core op on every device: the fast kernel matches the reference, writes every element, and is reproducible.
+//! Every core op on the CPU: the fast kernel matches the reference, writes every element, and is reproducible.
 
 use crate::support::reference::{facts_of, in_type, reference, tensors};
 use compiler::op::table::{rule, samples};

@@ -65,7 +65,7 @@ fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
     ]
 }
 
-/// Trains in stages of equally many ops with these replicas.
+/// Trains with these replicas, in stages with about equal numbers of ops.
 fn run(set: &Set, replicas: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
     let ops = order::numbered(&set.model.graph).len();
     let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
@@ -190,7 +190,7 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
                     assert!(*weights == trained.weights, "{name} {key} {schedule}: {stages} stages give other weights");
                 }
             }
-            // Replicas add in another order, so results are equal only up to rounding.
+            // Replicas add gradients in a different order, so results are equal only up to rounding.
             let count = StepCount { minibatches: 10, microbatches: 4 };
             let trained = run(&set, &[2, 1], Schedule::OneFOneB, count, &optimizer);
             assert!(worst(&trained.losses, want) <= 1e-5, "{name} {key} with replicas");
@@ -262,7 +262,7 @@ fn asynchronous_losses_are_those_of_the_reference() {
     for (mode, schedule, stages, replicas) in cases {
         for (key, lr, momentum) in [("sgd", 0.05, 0.0), ("sgd_m09", 0.01, 0.9)] {
             let sgd = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
-            // PyTorch's reference of 2BW has no gradient accumulation.
+            // The PyTorch reference for 2BW does not accumulate gradients.
             let count = StepCount::minibatches(20);
             let trained = run_placed(&set, stages, replicas, schedule, count, &sgd);
             let error = worst(&trained.losses, &set.expected[&format!("{mode}.{key}.f64")]);

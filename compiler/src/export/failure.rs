@@ -1,4 +1,4 @@
-//! The error object of a failed command under `--format json`: one line, the last of stderr.
+//! The error object of a failed command under `--format json`: the last line of standard error.
 //!
 //! ```text
 //! {"message":"no data is given","causes":[],"help":"`--data train.npz` has …","exit_code":2}

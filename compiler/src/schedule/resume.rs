@@ -8,8 +8,8 @@
 //! ([`versions_before`]) beside the snapshot's and with nothing in flight. Forwards that ran before the snapshot run
 //! again, with the same weights.
 //!
-//! The rest does not deadlock if the whole does not: both ends of a transfer and all members of a collective are kept
-//! or dropped together, so the interleaving of the whole remains valid.
+//! The rest does not deadlock if the complete program does not: both ends of a transfer and all members of a collective
+//! are kept or dropped together, so the interleaving of the complete program remains valid.
 
 use crate::plan::StageId;
 use crate::schedule::semantics::Rule;

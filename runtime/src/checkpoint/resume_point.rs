@@ -1,4 +1,4 @@
-//! What a checkpoint says about a run, besides weights and running statistics.
+//! The contents of a checkpoint besides weights and running statistics.
 
 use crate::checkpoint::encode::Flight;
 use compiler::tensor::Tensor;

@@ -1,28 +1,30 @@
-//! What the runtime asks of a device: memory, kernels, and streams of work on them.
+//! The interface of a device: memory, kernels, and streams of work.
 //!
 //! Everything above `device` names memory by [`Buffer`] and [`Region`] and computes through a [`Stream`]. It never
 //! dereferences an address, so the device may be a GPU.
 //!
-//! A stream runs its verbs in the order of their calls. A verb may return before its work is done; on the CPU it never
-//! does. Only [`Stream::finish`], the downloads and [`Stream::squared_norms`] wait. A failure of earlier work may appear
-//! as the result of a later verb. A buffer may therefore be dropped while work on it is queued: a device frees memory
-//! in stream order, or after the work.
+//! A stream runs its methods in the order of the calls. A method may return before its work is done; on the CPU it
+//! never does. Only [`Stream::finish`], the downloads and [`Stream::squared_norms`] wait. A buffer may therefore be
+//! dropped while work on it is queued: a device frees memory in stream order, or after the work. A later call may
+//! return the error of earlier work.
 //!
-//! A buffer that goes to another thread is used by another stream. [`Stream::release`] marks it with an event after the
-//! work queued so far, and [`Stream::acquire`] lets the other stream wait for that. A reader releases it again when its
-//! reads are queued, so that the next writer, which acquires it from the pool, waits for them. The CPU needs neither.
+//! A buffer that is passed to another thread is used by another stream. [`Stream::release`] marks it with an event
+//! after the work queued so far, and [`Stream::acquire`] lets the other stream wait for that. A reader releases it
+//! again when its reads are queued, so that the next writer, which acquires it from the pool, waits for them. The CPU
+//! needs neither.
 //!
 //! Decisions that differ from a plain handle-based interface:
 //!
-//! - [`Region`] has a lifetime, and [`RegionMut`] is exclusive. The verbs are safe functions: the compiler checks bounds
-//!   of life and aliasing for all callers but the executor, whose memory plan it cannot know.
-//! - The verbs take `&self`: a stream is a handle of a queue that one thread uses, and callers hold regions of other
-//!   fields of the same struct.
-//! - Uploads and downloads come with a closure ([`Stream::upload_with`], [`Stream::download_with`]): the CPU passes its
-//!   memory itself, without a copy; a GPU passes pinned memory.
-//! - Sums of squares are taken for many tensors in one verb, because each wait for a result stalls a GPU.
-//! - Operands of sums are 16-bit or wide; [`accumulation_type`](crate::device::layout::accumulation_type) gives the type
-//!   of the sum.
+//! - [`Region`] has a lifetime, and [`RegionMut`] is exclusive. The methods are safe functions: the Rust
+//!   compiler checks lifetimes and aliasing for all callers except the executor, whose memory plan it cannot
+//!   know.
+//! - The methods take `&self`: a stream is a handle of a queue that one thread uses, and callers hold regions
+//!   of other fields of the same struct.
+//! - Uploads and downloads come with a closure ([`Stream::upload_with`], [`Stream::download_with`]): the CPU
+//!   passes its memory itself, without a copy; a GPU passes pinned memory.
+//! - Sums of squares are taken for many tensors in one call, because each wait for a result stalls a GPU.
+//! - Operands of sums are 16-bit or wide; [`accumulation_type`](crate::device::layout::accumulation_type) gives
+//!   the type of the sum.
 
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
@@ -114,7 +116,7 @@ pub trait Kernel: Any + Send + Sync {
     fn is_reference(&self) -> bool;
 }
 
-/// What a kernel does to its output.
+/// How a kernel writes its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputMode {
     Overwrite,
@@ -132,7 +134,7 @@ pub enum WeightRegions<'a> {
     },
 }
 
-/// An in-order queue of work on a device. See [the module](self) for what the verbs promise.
+/// An in-order queue of work on a device. [The module](self) describes the guarantees of the methods.
 pub trait Stream: Send {
     /// Runs a kernel. `workspace` has at least [`Kernel::workspace`] bytes.
     fn run(
@@ -144,7 +146,7 @@ pub trait Stream: Send {
         mode: OutputMode,
     ) -> Result<(), DeviceError>;
 
-    /// Writes memory from the host. `fill` writes all bytes of its argument, which has the length of `to`. The verb
+    /// Writes memory from the host. `fill` writes all bytes of its argument, which has the length of `to`. The method
     /// calls it before it returns.
     fn upload_with(&self, to: RegionMut<'_>, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError>;
 

@@ -1,5 +1,5 @@
-//! Decides whether a pipeline within a time per sample exists, and constructs it: a backward dynamic program over
-//! down-sets.
+//! Decides whether a pipeline with a limited time per sample exists, and constructs it: a dynamic program over
+//! down-sets, from the last stage to the first.
 //!
 //! ```text
 //! needs(I) = smallest  needs(J) + (d, d t)  over down-sets J in I, over d and t with  time(I \ J; d, t, y) <= limit
@@ -27,6 +27,7 @@ use compiler::partition::search::downset_lattice::Lattice;
 /// Rounding tolerance for sums of bytes.
 const ROUNDING: f64 = 1.0 + 1e-12;
 
+/// A stage of the resulting pipeline.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     pub units: Vec<u32>,
@@ -38,12 +39,12 @@ pub struct Span {
     pub picks: Vec<u16>,
 }
 
-/// Replicas and devices that a set needs, with a back pointer.
+/// Total replicas and devices of the stages in a set, with a back pointer.
 #[derive(Clone, Copy, Debug)]
 struct Need {
     replicas: u32,
     devices: u32,
-    /// The previous set and the index of its need.
+    /// The previous set, and the index of the need in its list.
     from: (u32, u32),
     degree: u32,
     count: u32,
@@ -52,7 +53,7 @@ struct Need {
 /// Sums over the units of a stage at one degree.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
-    /// Number of units without this degree.
+    /// Number of units without an option for this degree.
     lacking: u32,
     /// Sums of the smallest value of each unit, independently.
     least_time: f64,
@@ -66,7 +67,7 @@ struct Sums {
     standing: f64,
 }
 
-/// Sums of a stage under construction.
+/// Values of a stage under construction that do not depend on its degree.
 #[derive(Clone, Copy, Debug, Default)]
 struct Grown {
     /// Smallest time, and smallest product of time and devices, over all degrees.
@@ -93,7 +94,7 @@ pub struct Search<'a> {
     reached: Vec<u32>,
     pub steps: u64,
     pub most_steps: u64,
-    /// True if some stage's options were not all examined.
+    /// True if the options of some stage were not all examined, so that infeasibility is not proven.
     pub is_unsure: bool,
 }
 
@@ -160,7 +161,7 @@ impl<'a> Search<'a> {
         self.spans(limit)
     }
 
-    /// Enumerates the supersets whose added units need at most these times; nearest first.
+    /// Enumerates the supersets of `start` whose added units need at most these times, smallest first.
     fn walk(&mut self, start: usize, time: f64, device_time: f64) {
         let (layers, lattice, degrees) = (self.layers, self.lattice, self.layers.degrees.len());
         self.turn += 1;
@@ -244,7 +245,8 @@ impl<'a> Search<'a> {
         fits(time, f64::from(most - replicas)) && fits(device_time, (there - devices) as f64)
     }
 
-    /// Returns whether a stage meets the limits; sums decide most cases without choosing options.
+    /// Returns whether a stage satisfies the limits on time and memory. In most cases the sums decide this without
+    /// choosing options.
     fn stage(&mut self, from: usize, to: usize, index: usize, (count, in_flight): (u32, u32), limit: f64) -> bool {
         let sums = &self.sums[to * self.layers.degrees.len() + index];
         let crossing = self.grown[to].crossing;
@@ -315,7 +317,8 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Chooses the options of a stage within limits on bytes and time. Adds the number of listed sums to `listed`.
+/// Chooses one option for each unit of a stage, within limits on bytes and time. Adds the number of listed sums to
+/// `listed`.
 pub fn picks(
     layers: &Layers<'_>,
     units: &[u32],
@@ -344,6 +347,7 @@ pub fn picks(
     choose(&offers, bytes, limit, listed)
 }
 
+/// Coefficients of the time of a stage with a certain number of replicas.
 #[derive(Clone, Copy, Debug)]
 pub struct Price {
     share: f64,

@@ -8,8 +8,8 @@ use compiler::plan::check::verify;
 use compiler::plan::problem::NOMINAL;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Checks that every node is on one device and colour classes stay together, and checks memory and the stated load.
-/// Returns the load.
+/// Checks that every node is on one device, that nodes of one colour share a device, and that memory suffices. Also
+/// checks the load that the plan states. Returns the load.
 pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<PlanFault>> {
     let mut faults = Vec::new();
     let mut device_of: Vec<Option<usize>> = vec![None; placement.nodes.len()];
@@ -117,7 +117,8 @@ fn times(
     }
 }
 
-/// Checks the edges: each tensor counts once for every device that reads it, in bytes at the nominal bandwidth.
+/// Checks the edges: each tensor counts once for every device that reads it. Its size is the transfer time times the
+/// nominal bandwidth.
 fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<PlanFault>) {
     let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
     for (op, node) in placement.nodes.iter().enumerate() {

@@ -1,7 +1,7 @@
-//! The effect of moving one op across each cut, by the plan checker.
+//! The effect of moving one op across each cut, computed by the plan checker.
 //!
-//! No partitioner runs: an op changes its stage, and `plan::check` evaluates the result. Of several movable ops, the
-//! one with the shortest resulting minibatch time is reported; ties are broken by peak memory.
+//! No partitioner runs: an op is moved to the other stage, and `plan::check` evaluates the result. Of several movable
+//! ops, the one with the shortest resulting minibatch time is reported; ties are broken by peak memory.
 
 use crate::export::report::{CutCost, ModelInfo, Move};
 use crate::plan::Plan;
@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 /// Maximum number of ops tried per side of a cut.
 const TRIED: usize = 12;
-/// Limit of cuts times ops, which bounds the work.
+/// Limit on the number of cuts times the number of ops.
 const WORK: usize = 4_000_000;
 
 /// The model's costs under the plan, and the effect of moving each cut.
@@ -29,7 +29,7 @@ struct Cuts<'a> {
     /// The plan without the fields that the checker's evaluation does not read.
     bare: Plan,
     stage_of: Vec<usize>,
-    /// Ops that must stay together, by their leader.
+    /// Ops that must be in the same stage, by the id of their leader; empty for other ops.
     group: Vec<Vec<u32>>,
     /// Producers of the tensors an op reads, and consumers of its outputs.
     before: Vec<Vec<usize>>,

@@ -1,4 +1,4 @@
-//! The CPU as a device. Every verb of its stream runs at once, on the caller's thread.
+//! The CPU as a device. Every method of its stream runs immediately, on the caller's thread.
 
 use super::chain::Chain;
 use super::half::{is_half, narrow, widen};

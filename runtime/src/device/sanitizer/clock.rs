@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The work of each stream, by stream number, that is known to precede something: its first verbs up to this count.
+/// The work of each stream, by stream number, that is known to precede something: its first calls up to this count.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clock(BTreeMap<u64, u64>);
 
 impl Clock {
-    /// Counts one more verb of a stream, and returns its number.
+    /// Counts one more call of a stream, and returns its number.
     pub fn tick(&mut self, stream: u64) -> u64 {
         let count = self.0.entry(stream).or_default();
         *count += 1;
@@ -23,7 +23,7 @@ impl Clock {
         }
     }
 
-    /// True if verb number `count` of a stream precedes.
+    /// True if call number `count` of a stream precedes.
     pub fn has(&self, stream: u64, count: u64) -> bool {
         self.0.get(&stream).is_some_and(|&known| count <= known)
     }
@@ -34,7 +34,7 @@ impl Clock {
     }
 }
 
-/// A read or write of a range by a verb.
+/// A read or write of a range by a call.
 #[derive(Clone, Debug)]
 pub struct Access {
     pub stream: u64,

@@ -1,6 +1,6 @@
 //! A CPU that behaves like a GPU, to test what is above devices.
 //!
-//! The host cannot dereference its memory: buffers have invented addresses. Its streams count their verbs with vector
+//! The host cannot dereference its memory: buffers have invented addresses. Its streams count their calls with vector
 //! clocks, and an access to a buffer fails if a conflicting access of another stream is not ordered before it by an
 //! event or a wait of the host. So a missing [`Stream::acquire`], [`Stream::release`] or
 //! [`Stream::finish`] is found in every run, whatever the timing. Verbs execute at once, with the kernels of the CPU.
@@ -30,7 +30,7 @@ pub struct SanitizerDevice {
     shared: Arc<Mutex<Shared>>,
 }
 
-/// What streams and buffers of the device have in common.
+/// State shared by the streams and buffers of the device.
 pub struct Shared {
     next_address: u64,
     next_stream: u64,
@@ -150,7 +150,7 @@ pub fn sanitizer() -> Arc<dyn Device> {
     DEVICE.clone()
 }
 
-/// A range of a buffer for the time of a verb.
+/// A range of a buffer for the duration of a call.
 pub struct Held {
     memory: Arc<Memory>,
     range: Range<usize>,

@@ -1,4 +1,4 @@
-//! Streams whose verbs check that their accesses are ordered, and then run on the CPU.
+//! Streams whose methods check that their accesses are ordered, and then run on the CPU.
 
 use super::clock::Clock;
 use super::device::{Held, Shared, lock};
@@ -18,7 +18,7 @@ pub struct SanitizerStream {
     clock: RefCell<Clock>,
 }
 
-/// One verb of a stream.
+/// One call of a stream method.
 struct Verb<'a> {
     stream: &'a SanitizerStream,
     count: u64,
@@ -58,7 +58,7 @@ impl Verb<'_> {
     }
 }
 
-// In all verbs, SAFETY of `region_mut`: the region was given as a `RegionMut`.
+// In all methods, SAFETY of `region_mut`: the caller passed the region as a `RegionMut`.
 impl Stream for SanitizerStream {
     fn run(
         &self,

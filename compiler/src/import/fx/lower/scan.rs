@@ -9,7 +9,7 @@ use crate::op::{Cumulative, CumulativeKind, Op, TopK, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
-/// The operand with at least one axis, the axis, and whether it had any.
+/// The operand (a scalar is reshaped to one element), the axis, and whether the operand had axes before.
 fn along(scope: &mut Scope<'_>, default: i64) -> Result<(Value, usize, bool), LowerReason> {
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
@@ -47,7 +47,7 @@ pub fn sort(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, made, had_axes)
 }
 
-/// `argsort`.
+/// `argsort`: the indices of [`sort`].
 pub fn places(scope: &mut Scope<'_>) -> Outputs {
     match sort(scope)? {
         Made::Tensors(made) => Ok(Made::Tensors(made[1..].to_vec())),
@@ -71,7 +71,7 @@ pub fn top(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, made, had_axes)
 }
 
-/// The `k`-th smallest element of an axis (from 1) and its index.
+/// The `k`-th smallest element along an axis and its index; `k` counts from 1.
 fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> Result<Vec<Value>, LowerReason> {
     let mut shape = scope.fact(x).shape;
     let count = Dim::Known(k);
@@ -89,6 +89,7 @@ fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> R
     Ok(results)
 }
 
+/// `kthvalue`.
 pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, had_axes) = along(scope, -1)?;
     let keep = scope.flag("keepdim", false)? && had_axes;
@@ -100,7 +101,7 @@ pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     many(made)
 }
 
-/// The lower median: of all elements, or along an axis with its index.
+/// The lower median of all elements, or the lower medians along an axis and their indices.
 pub fn median(scope: &mut Scope<'_>) -> Outputs {
     let (mut x, mut axis, had_axes) = along(scope, 0)?;
     let whole = !scope.has("dim");
