@@ -118,7 +118,7 @@ fn main() {
                 let last = &trained.losses[trained.losses.len() - digits.train.rows / BATCH..];
                 loss += last.iter().sum::<f64>() / last.len() as f64;
                 right += accuracy(&model, &digits, &trained.weights);
-                held = held.max(trained.held_bytes[0]);
+                held = held.max(trained.peak_memory_bytes[0]);
             }
             let runs = SEEDS as f64;
             println!("| {name} | {rate} | {:.4} | {:.2} % | {held} |", loss / runs, right / runs * 100.0);

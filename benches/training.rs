@@ -80,7 +80,7 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
             plan: run.plan.clone(),
             ours: Vec::new(),
             theirs: Vec::new(),
-            held_bytes: vec![0; run.plan.stages.len()],
+            peak_memory_bytes: vec![0; run.plan.stages.len()],
             spent: Vec::new(),
         })
         .collect();
@@ -88,7 +88,11 @@ fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<
         for ((line, run), figures) in LINES.iter().zip(&runs).zip(&mut lines) {
             let outcome = run.run();
             figures.ours.push(outcome.round);
-            figures.held_bytes.iter_mut().zip(&outcome.held_bytes).for_each(|(most, held)| *most = (*most).max(*held));
+            figures
+                .peak_memory_bytes
+                .iter_mut()
+                .zip(&outcome.peak_memory_bytes)
+                .for_each(|(most, held)| *most = (*most).max(*held));
             figures.spent = outcome.spent;
             // Rounds stay paired: after a failed one there are none.
             let Some(peer) = peer.as_mut().filter(|_| figures.theirs.len() == round as usize) else { continue };

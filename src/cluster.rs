@@ -50,7 +50,7 @@ pub fn cluster(devices: &ClusterRequest, kind: Option<&'static Kind>) -> Result<
             Error::input("cannot read `--levels`").because(error).with_help(help)
         })?,
         ClusterRequest { .. } => {
-            return Err(Error::input("no devices given").with_help(
+            return Err(Error::input("no devices specified").with_help(
                 "describe them with `--gpus 4`, `--levels 8:450GB/s,2:50GB/s` or `--cluster cluster.toml`",
             ));
         }

@@ -209,14 +209,14 @@ pub fn assemble(
                 let needed = scratch(&attribution);
                 costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
                 let joint = costs.ops.iter_mut().zip(of_joint(&attribution));
-                joint.for_each(|(op, joint)| [op.joint_bytes, op.joint_workspace_bytes] = joint);
+                joint.for_each(|(op, joint)| [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint);
             }
             PlannedProfile { sha256: String::new(), method: Method::Analytic }
         }
         Times::Profile(path, sha256, profile) => {
             fill(&mut costs, &profile, Some(&model.sha256)).map_err(|error| {
                 let help = format!(
-                    "`pipec profile {}` with the same sizes and flags makes a matching profile",
+                    "`pipec profile {}` with the same sizes and flags writes a matching profile",
                     loaded.model.file
                 );
                 Error::file("use", &path, error).with_help(help)

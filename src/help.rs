@@ -263,7 +263,7 @@ pub fn prepare(error: &PrepareError) -> Option<&'static str> {
 pub fn schedule(error: &ScheduleError) -> &'static str {
     match error {
         ScheduleError::BadTime { .. } => SMALLER,
-        _ => "`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` take micro-batches",
+        _ => "`1f1b-rr` does not split minibatches, `1f1b` and `gpipe` use micro-batches",
     }
 }
 

@@ -181,7 +181,7 @@ pub struct Spent {
 pub struct Outcome {
     pub round: Round,
     /// Peak bytes, by worker.
-    pub held_bytes: Vec<u64>,
+    pub peak_memory_bytes: Vec<u64>,
     pub spent: Vec<Spent>,
 }
 
@@ -226,7 +226,7 @@ impl Ready<'_> {
             begin.processors.zip(end.processors).map_or(seconds * trained.spans.len() as f64, |(a, b)| b - a);
         let spent = spent(&trained, [begin.wall, end.wall], self.steps);
         let round = Round::of(seconds, cpu_seconds, self.steps, self.known.subject.batch);
-        Outcome { round, held_bytes: trained.held_bytes, spent }
+        Outcome { round, peak_memory_bytes: trained.peak_memory_bytes, spent }
     }
 }
 

@@ -41,7 +41,7 @@ pub struct Figures {
     /// PyTorch's rounds, up to the first failure.
     pub theirs: Vec<Round>,
     /// Peak bytes, by worker.
-    pub held_bytes: Vec<u64>,
+    pub peak_memory_bytes: Vec<u64>,
     pub spent: Vec<Spent>,
 }
 
@@ -157,7 +157,7 @@ fn plans(all: &[Measured]) -> String {
             let predicted = it.plan.predicted.step_us / 1e3;
             let time = measured.map(|measured| off(predicted, measured));
             let planned: Vec<f64> = it.plan.stages.iter().map(|stage| stage.memory.total as f64).collect();
-            let held: Vec<f64> = it.held_bytes.iter().map(|bytes| *bytes as f64).collect();
+            let held: Vec<f64> = it.peak_memory_bytes.iter().map(|bytes| *bytes as f64).collect();
             let memory: Vec<f64> = planned.iter().zip(&held).map(|(planned, held)| off(*planned, *held)).collect();
             let joined = |numbers: Vec<String>| numbers.join(" + ");
             let mebibytes =

@@ -4,7 +4,7 @@
 //! cargo run -p compiler --example my_partitioner
 //! ```
 //!
-//! A partitioner assigns ops to stages. The planner adds in-flight caps, memory, predicted times and the lower bound, and the
+//! A partitioner assigns ops to stages. The planner adds in-flight limits, memory, predicted times and the lower bound, and the
 //! independent plan checker verifies the result. A bad rule gives a slow plan, never a wrong one.
 
 use compiler::cluster::read::levels;

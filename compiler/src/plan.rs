@@ -193,7 +193,7 @@ pub struct Stage {
     pub tensor_degree: Option<u32>,
     /// Times without tensor parallelism and of its collectives, if the degree exceeds 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sharing: Option<TensorParallelCost>,
+    pub tensor_parallel: Option<TensorParallelCost>,
     /// Name of the selected choice of each op, if ops have choices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub choices: Vec<String>,
@@ -209,7 +209,7 @@ pub struct Stage {
     /// The weight-gradient part of `bwd_us`, which a split backward may delay. If absent, half of the backward without
     /// recomputation is assumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weight_us: Option<f64>,
+    pub weight_grad_us: Option<f64>,
     /// Gradient buckets of the all-reduce, in backward order; empty for one bucket.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub buckets: Vec<GradientBucket>,
@@ -231,9 +231,9 @@ pub struct Stage {
 #[serde(deny_unknown_fields)]
 pub struct TensorParallelCost {
     /// Forward time on one device.
-    pub alone_fwd_us: f64,
+    pub unsharded_fwd_us: f64,
     /// Backward time on one device, without recomputation.
-    pub alone_bwd_us: f64,
+    pub unsharded_bwd_us: f64,
     /// Time of collectives in the forward.
     pub collective_fwd_us: f64,
     /// Time of collectives in the backward, without recomputation.

@@ -94,7 +94,7 @@ pub struct OpProfile {
     /// The weight-gradient part of `bwd_us`, which no other op waits for: 0 for ops without weights. If absent, half of
     /// `bwd_us` is assumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weight_us: Option<f64>,
+    pub weight_grad_us: Option<f64>,
     /// Time of one step of SGD with momentum over the op's parameters, in microseconds; absent if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub update_us: Option<f64>,
@@ -110,10 +110,10 @@ pub struct OpProfile {
     pub workspace_bytes: u64,
     /// Buffer bytes for computing the weight gradients of several micro-batches at once; absent if the op does not.
     #[serde(default, skip_serializing_if = "is_none")]
-    pub joint_bytes: u64,
+    pub batched_grad_bytes: u64,
     /// Scratch bytes for that computation.
     #[serde(default, skip_serializing_if = "is_none")]
-    pub joint_workspace_bytes: u64,
+    pub batched_grad_workspace_bytes: u64,
     /// Floating point operations, forward.
     pub flops: u64,
     /// Source of the times: a measured kernel, an equal op, a formula, a file.
@@ -161,7 +161,7 @@ impl Profile {
     }
 
     /// Total microseconds of weight gradients; `None` if it is unknown for some op.
-    pub fn weight_us(&self) -> Option<f64> {
-        self.ops.iter().map(|op| op.weight_us).sum()
+    pub fn weight_grad_us(&self) -> Option<f64> {
+        self.ops.iter().map(|op| op.weight_grad_us).sum()
     }
 }

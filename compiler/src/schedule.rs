@@ -1,6 +1,6 @@
 //! Schedules: from a pipeline to one instruction list per worker.
 //!
-//! A [`Pipeline`] is a plan as the schedulers see it: stage times, replicas, in-flight caps and edges. A [`Program`]
+//! A [`Pipeline`] is a plan as the schedulers see it: stage times, replicas, in-flight limits and edges. A [`Program`]
 //! has one flat list of [`Instruction`]s per worker. All operands are explicit, so a worker is a loop with one `match`.
 //!
 //! A *rank* is a position in the pipeline: `replicas` workers that hold the same stages (several with chunks). Workers
@@ -206,7 +206,7 @@ pub struct Pipeline {
     pub ports: Ports,
 }
 
-/// PipeDream's in-flight caps: ⌈n_s / r_s⌉, with n_s the workers from stage s to the end.
+/// PipeDream's in-flight limits: ⌈n_s / r_s⌉, with n_s the workers from stage s to the end.
 pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
     let mut behind = 0u64;
     let mut caps: Vec<u32> = replicas
@@ -221,7 +221,7 @@ pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
     caps
 }
 
-/// What travels over an edge.
+/// The kind of tensor sent over an edge.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Payload {

@@ -32,12 +32,12 @@ fn random_graph(random: &mut Random, most: u64) -> CostGraph {
             module: format!("layers.{}", id / 2),
             fwd_us,
             bwd_us,
-            weight_us: (weights % 3 > 0).then(|| bwd_us * (weights % 5) as f64 / 4.0),
+            weight_grad_us: (weights % 3 > 0).then(|| bwd_us * (weights % 5) as f64 / 4.0),
             param_bytes: weights,
             saved_bytes: random.below(500_000),
             workspace_bytes: random.below(100_000),
-            joint_bytes: weights / 2,
-            joint_workspace_bytes: weights % 150_000,
+            batched_grad_bytes: weights / 2,
+            batched_grad_workspace_bytes: weights % 150_000,
             live: {
                 let bytes = random.below(100_000);
                 Live::of((bytes, [bytes / 3, bytes / 2]), (bytes / 2, [bytes / 5, bytes / 4]))

@@ -372,8 +372,8 @@ fn zero_bubbles_are_ordered_as_published() {
 /// Four equal stages with F = 1, B = 2 and a split backward, eight micro-batches.
 #[test]
 fn the_second_half_of_a_backward_takes_what_the_costs_say() {
-    let played = |weight_us: Option<f64>, recomputed: bool| {
-        let op = |id: u32| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, weight_us, out_bytes: 1, ..OpCost::default() };
+    let played = |weight_grad_us: Option<f64>, recomputed: bool| {
+        let op = |id: u32| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, weight_grad_us, out_bytes: 1, ..OpCost::default() };
         let tensor = |id: u32| TensorCost {
             name: format!("t{id}"),
             producer: OpId(id),
@@ -385,13 +385,13 @@ fn the_second_half_of_a_backward_takes_what_the_costs_say() {
         (problem.schedule, problem.microbatches) = (Schedule::ZbH1, 8);
         problem.constraints.replicas = Some(vec![1; 4]);
         let mut found = with(&problem, Partitioner::Pipec).unwrap();
-        assert!(found.stages.iter().all(|stage| stage.weight_us == weight_us));
+        assert!(found.stages.iter().all(|stage| stage.weight_grad_us == weight_grad_us));
         assert!(found.lower_bound_us <= found.predicted.minibatch_us);
         if recomputed {
             found.stages.iter_mut().for_each(|stage| (stage.recompute, stage.bwd_us) = (true, 3.0));
         }
         let parts: Vec<f64> = pipeline(&found).unwrap().stages.iter().map(|stage| stage.weight).collect();
-        assert_eq!(parts, [weight_us.unwrap_or(1.0); 4], "what runs forward again is no part of it");
+        assert_eq!(parts, [weight_grad_us.unwrap_or(1.0); 4], "what runs forward again is no part of it");
         (found.predicted.minibatch_us, simulated(&found, 8))
     };
     // 3 m + (p - 1) (F + B - 2 W) with F = B = W; without a weight-gradient part it is 1F1B.

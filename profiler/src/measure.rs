@@ -189,7 +189,7 @@ pub fn measure(
             let weights = if apart > 0.0 { (1e3 * backward * weights / apart).round() / 1e3 } else { 0.0 };
             times = [forward, backward, weights];
         }
-        let [fwd_us, bwd_us, weight_us] = times;
+        let [fwd_us, bwd_us, weight_grad_us] = times;
         OpProfile {
             id: op.id,
             name: op.name,
@@ -197,14 +197,14 @@ pub fn measure(
             op: op.op,
             fwd_us,
             bwd_us,
-            weight_us: Some(weight_us),
+            weight_grad_us: Some(weight_grad_us),
             update_us: update_us(&parameters[i], &updates),
             spread: (1e4 * spread_ps as f64 / (total_ps as f64).max(1.0)).round() / 1e4,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
             out_bytes: op.out_bytes,
-            joint_bytes: joint[i][0],
-            joint_workspace_bytes: joint[i][1],
+            batched_grad_bytes: joint[i][0],
+            batched_grad_workspace_bytes: joint[i][1],
             workspace_bytes: all().map(|job| job.workspace).max().unwrap_or(0).max(chains[i]),
             flops: flops as u64,
             source: source(i, all().collect()),

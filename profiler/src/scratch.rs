@@ -4,7 +4,7 @@
 use compiler::graph::Graph;
 use compiler::op::NodeId;
 use compiler::pass::attribution::{Attribution, owner};
-use compiler::pass::batched_weight_grad::put_by;
+use compiler::pass::batched_weight_grad::batched_grads;
 use compiler::tensor::fact::Fact;
 use runtime::device::cpu::Kernel;
 use runtime::device::cpu::device::cpu;
@@ -50,7 +50,7 @@ pub fn of_joint(attribution: &Attribution) -> Vec<[u64; 2]> {
     let of = |graph: &Graph, id: &NodeId| -> Option<[u64; 2]> {
         let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|value| graph.fact(*value).clone()).collect();
         let kernel = joint(&*cpu(), &graph.node(*id).op, &inputs, &graph.node(*id).facts).ok()??;
-        Some([put_by(&inputs)?, kernel.workspace() as u64])
+        Some([batched_grads(&inputs)?, kernel.workspace() as u64])
     };
     let of_op = |nodes: &Vec<NodeId>| {
         let graph = attribution.backward.iter();

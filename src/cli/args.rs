@@ -56,7 +56,7 @@ pub struct Global {
     /// Print more detail on standard error
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
     pub verbose: u8,
-    /// Print only results, warnings and errors; given twice, only results and errors
+    /// Print only results, warnings and errors; -qq prints only results and errors
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
     pub quiet: u8,
 }

@@ -66,7 +66,7 @@ fn in_program(plan: &Plan) -> Option<String> {
     let us = step_time::step_us(kind, &pipeline, plan.schedule.microbatches).ok()??;
     waits(plan, us)?;
     Some(format!(
-        "{} per minibatch, {:.1} % above the estimate; raising in-flight limits uses memory and is done only for gains of {:.1} % or more",
+        "{} per minibatch, {:.1} % above the estimate; in-flight limits are raised only for gains of at least {:.1} %, because they cost memory",
         quantity::time(us),
         (us / plan.predicted.step_us - 1.0) * 100.0,
         (1.0 - ENOUGH) * 100.0
@@ -100,13 +100,13 @@ fn groups(plan: &Plan) -> Option<String> {
     let degree = plan.stages.first().map(Stage::degree).filter(|degree| *degree > 1)?;
     let (mut alone, mut shared, mut meetings) = (0.0, 0.0, 0.0);
     for stage in &plan.stages {
-        let sharing = stage.sharing.as_ref()?;
-        alone += sharing.alone_fwd_us + sharing.alone_bwd_us;
+        let sharing = stage.tensor_parallel.as_ref()?;
+        alone += sharing.unsharded_fwd_us + sharing.unsharded_bwd_us;
         meetings += sharing.collective_fwd_us + sharing.collective_bwd_us;
         shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
     }
     Some(format!(
-        "{degree}: all stages together take {} instead of {}; collectives take {:.1} % of it",
+        "{degree}: one micro-batch takes {} through all stages, {} on single devices; {:.1} % of that is collectives",
         quantity::time(shared),
         quantity::time(alone),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 }
@@ -296,7 +296,7 @@ fn bound(plan: &Plan) -> String {
     } else if gap < EQUAL {
         format!("no plan{which} is faster than {least}{unit}; this plan reaches the bound")
     } else {
-        format!("no plan{which} is faster than {least}{unit}; this plan is within {} %", short(gap))
+        format!("no plan{which} is faster than {least}{unit}; this plan is at most {} % slower", short(gap))
     }
 }
 
@@ -327,11 +327,11 @@ pub fn verdict(plan: &Plan) -> Option<String> {
                     (if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" }, only.degree());
                 let groups = plural(u64::from(replicas), "group", "groups");
                 return Some(format!(
-                    "Recommended{target}: {what} {groups} of {degree} devices (no faster pipeline was found).\n"
+                    "Recommended{target}: {what} {groups} of {degree} devices; no faster pipeline was found.\n"
                 ));
             }
             1 if plan.cluster.devices == 1 => {
-                return Some("There is only one device, so the whole model runs on it.\n".to_string());
+                return Some("The cluster has one device, which runs the complete model.\n".to_string());
             }
             1 if is_free => {
                 let why = match plan.proven_optimal {
@@ -343,7 +343,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
             }
             r if is_free => {
                 return Some(format!(
-                    "Recommended{target}: data parallelism over {r} devices (no faster pipeline was found).\n"
+                    "Recommended{target}: data parallelism over {r} devices; no faster pipeline was found.\n"
                 ));
             }
             _ => {}

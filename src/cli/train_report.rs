@@ -60,7 +60,7 @@ pub fn report(report: &TrainReport, screen: &Screen) {
         let rows = quantity::plural(score.rows as u64, "row", "rows");
         screen.text(&format!("evaluation on {rows}: loss {}{accuracy}", quantity::short(score.loss)));
     }
-    screen.note(&held(plan, report.memory_estimate.as_deref(), &done.trained.held_bytes));
+    screen.note(&held(plan, report.memory_estimate.as_deref(), &done.trained.peak_memory_bytes));
     if let Some(most) = done.trained.checkpoint_bytes.iter().max().filter(|most| **most > 0) {
         screen.note(&format!(
             "in addition, a worker used up to {} for checkpoints until they were written",

@@ -85,7 +85,7 @@ pub fn read_profile(path: &Path) -> Result<(String, Profile), Error> {
         let writes = "`pipec profile MODEL -o profile.json` writes one".to_string();
         let help = match other.as_deref() {
             Some(other) if other.starts_with("it is a cluster") => {
-                format!("`--cluster {}` takes it; {writes}", shown(&path.display().to_string()))
+                format!("pass it with `--cluster {}`; {writes}", shown(&path.display().to_string()))
             }
             _ => writes,
         };

@@ -77,12 +77,12 @@ pub fn protect(path: &Path, model: &Path, marks: &[(&str, &str)], kind: &str) ->
     let (what, other) = match file == name {
         true => (
             format!("another {} or an earlier version", shown(file)),
-            "`-o FILE` with another name keeps both".to_string(),
+            "`-o FILE` with another name keeps both files".to_string(),
         ),
-        false => (shown(file).into_owned(), format!("`-o {name}.{kind}.json` keeps both")),
+        false => (shown(file).into_owned(), format!("`-o {name}.{kind}.json` keeps both files")),
     };
     Err(Error::input(format!("{path} is the {kind} of another model"))
-        .because(format!("it was made from {what}, and would be lost"))
+        .because(format!("it was made from {what}, and pipec does not overwrite it"))
         .with_help(format!("{other}; `-o {path}` overwrites it")))
 }
 

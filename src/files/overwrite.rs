@@ -96,8 +96,8 @@ pub fn check(path: &Path, mark: &Mark) -> Result<(), Error> {
         (None, None) => String::new(),
     };
     let why = match mark.describe() {
-        Some(name) => format!("the existing file is not a {name} and would be lost{holds}"),
-        None => format!("the existing file is of another type and would be lost{holds}"),
+        Some(name) => format!("the existing file is not a {name} and pipec does not overwrite it{holds}"),
+        None => format!("the existing file is of another type and pipec does not overwrite it{holds}"),
     };
     let help = format!("choose another file, or remove this one first: `rm {}`", path.display());
     Err(Error::file("write", path, why).with_help(help))
@@ -278,7 +278,7 @@ mod tests {
         assert!(
             refusal(others[1], &Mark::plan())
                 .unwrap()
-                .contains("is not a plan and would be lost: it looks like an ONNX model")
+                .contains("is not a plan and pipec does not overwrite it: it looks like an ONNX model")
         );
         assert!(refusal(b"{\"schema\": \"pipec.profile/1\"}", &Mark::plan()).unwrap().contains("it is a profile"));
         assert_eq!(refusal(b"{\"schema\": \"pipec.plan/2\"}", &Mark::plan()), None);

@@ -37,7 +37,7 @@ pub fn describe(file: &Path, error: PlanError, schedule: Schedule) -> Error {
             );
             let least = quantity::at_least(*smallest_limit);
             Error::infeasible(format!("no feasible plan for {}", file.display())).because(why).with_help(format!(
-                "`--memory {least}` is the smallest limit with a plan found"
+                "`--memory {least}` is the smallest memory limit for which a plan was found"
             ))
         }
         PlanError::DeviceMemory(small) => too_small(file, small, schedule),
@@ -91,7 +91,7 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     let last: Vec<String> = ways.iter().filter_map(|way| Some(way.last()?.0.clone())).collect();
     match (found.is_empty(), last.is_empty()) {
         (false, _) => failure.with_more_help(format!("other changes that fit: {}", found.join(", "))),
-        (true, false) => failure.with_more_help(format!("none of {} alone is sufficient", last.join(", "))),
+        (true, false) => failure.with_more_help(format!("no single one of {} is sufficient", last.join(", "))),
         (true, true) => failure,
     }
 }

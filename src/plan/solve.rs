@@ -138,7 +138,7 @@ fn problem(
         return Err(Error::input(format!(
             "`--microbatches {microbatches}` cannot be combined with `--schedule {kind}`"
         ))
-        .because("it uses whole minibatches")
+        .because("it does not split minibatches into micro-batches")
         .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
     }
     if matches!(options.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {

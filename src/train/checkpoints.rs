@@ -150,7 +150,7 @@ pub fn begin(
                 };
                 events.warn(&format!("{} is skipped: {why}", path.display()));
             }
-            events.note(&format!("no complete checkpoint in {}: the run starts afresh", folder.display()));
+            events.note(&format!("no complete checkpoint in {}: the run starts from the beginning", folder.display()));
             Ok(None)
         }
     }

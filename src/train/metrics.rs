@@ -100,7 +100,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
             micro_batch: prepared.batch / u64::from(microbatches),
             microbatches,
         },
-        workers: done.trained.held_bytes.len() as u64,
+        workers: done.trained.peak_memory_bytes.len() as u64,
         cores: available_parallelism().map_or(1, |cores| cores.get() as u64),
         held_out: done.score.map(|score| HeldOut {
             rows: score.rows as u64,
@@ -114,7 +114,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
 fn measured(done: &Done) -> Vec<StageTotal> {
     let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
     for (at, track) in done.tracks.iter().enumerate() {
-        let both = [&done.trained.held_bytes, &done.trained.checkpoint_bytes];
+        let both = [&done.trained.peak_memory_bytes, &done.trained.checkpoint_bytes];
         let [held, given] = both.map(|bytes| bytes.get(at).copied().unwrap_or(0));
         let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
         for span in &track.spans {
@@ -137,12 +137,8 @@ fn measured(done: &Done) -> Vec<StageTotal> {
             *most = (most.0.max(forward), most.1.max(backward), [most_held.max(held), most_given.max(given)]);
         }
     }
-    let one = |(stage, (fwd_us, bwd_us, [held_bytes, checkpoint_bytes])): (u32, (f64, f64, [u64; 2]))| StageTotal {
-        stage,
-        fwd_us,
-        bwd_us,
-        held_bytes,
-        checkpoint_bytes,
+    let one = |(stage, (fwd_us, bwd_us, [peak_memory_bytes, checkpoint_bytes])): (u32, (f64, f64, [u64; 2]))| {
+        StageTotal { stage, fwd_us, bwd_us, peak_memory_bytes, checkpoint_bytes }
     };
     stages.into_iter().map(one).collect()
 }

@@ -114,7 +114,7 @@ fn once(
     };
     no_others(false)?;
     let Some(data) = &request.data else {
-        return Err(Error::input("no data given").with_help(
+        return Err(Error::input("no data specified").with_help(
             "pass arrays named after the model's inputs with `--data train.npz`, or use `--synthetic-data`",
         ));
     };
@@ -247,7 +247,7 @@ fn once(
         Some(why) if !differing.is_empty() => {
             return Err(Error::input("this run does not fit in the memory limit of the plan")
                 .because(why)
-                .with_help("`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` makes a plan that fits"));
+                .with_help("`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` writes a plan that fits"));
         }
         Some(why) => events.warn(&format!(
             "{why}: kernels on this machine need more workspace than the plan assumes; run `pipec profile` here, then `pipec partition --profile`"

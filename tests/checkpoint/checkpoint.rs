@@ -130,7 +130,7 @@ fn what_checkpoints_hold_is_counted_by_itself() {
         let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
         let kept = ready.run(None, tempfile::tempdir().unwrap().path(), None);
         assert!(plain.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
-        for (worker, (with, without)) in kept.held_bytes.iter().zip(&plain.held_bytes).enumerate() {
+        for (worker, (with, without)) in kept.peak_memory_bytes.iter().zip(&plain.peak_memory_bytes).enumerate() {
             // Message arrival times vary.
             assert!(
                 *with <= without + without / 10,

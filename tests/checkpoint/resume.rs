@@ -437,7 +437,7 @@ fn foreign_or_incomplete_checkpoints_are_rejected() {
         fs::write(folder.join("ck").join(name).join("manifest.json"), "{\"schema\": \"pipec.checkpoint/1\"").unwrap();
     }
     let said = ends(folder, 0, &last);
-    assert!(said.contains("the run starts afresh"), "{said}");
+    assert!(said.contains("the run starts from the beginning"), "{said}");
     assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
 }
 

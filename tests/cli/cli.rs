@@ -323,7 +323,10 @@ fn constraints_and_objectives_of_plans() {
         fails(at, 2, &[&flags[..], wrong].concat());
     }
     let none = fails(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
-    assert!(none.contains("more") && none.contains("is the smallest limit with a plan found"), "{none}");
+    assert!(
+        none.contains("more") && none.contains("is the smallest memory limit for which a plan was found"),
+        "{none}"
+    );
 }
 
 #[test]

@@ -180,7 +180,7 @@ fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
     for name in MODELS {
         let graph = zoo(name, 4);
         let profile = analytic(&graph, Training::Gradient, "h100");
-        let part = |op: &OpProfile| op.weight_us.unwrap();
+        let part = |op: &OpProfile| op.weight_grad_us.unwrap();
         // The first op with parameters has no input gradient.
         let first = profile.ops.iter().find(|op| op.param_bytes > 0).unwrap();
         assert!(first.bwd_us > 0.0 && part(first) == first.bwd_us, "{name}: {first:?}");
@@ -196,12 +196,12 @@ fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
         for op in others().filter(|op| plain.contains(&op.op.as_str())) {
             assert_eq!(part(op), 0.0, "{name}: {op:?}");
         }
-        let all = profile.weight_us().unwrap();
+        let all = profile.weight_grad_us().unwrap();
         assert!(all > 0.0 && all < 0.6 * profile.sum().bwd_us, "{name}: {all} of {:?}", profile.sum());
         let mut filled = costs(&graph, Training::Gradient);
         fill(&mut filled, &profile, Some("ab")).unwrap();
         assert_eq!(filled.check(), Ok(()));
-        assert!(filled.ops.iter().zip(&profile.ops).all(|(op, of)| op.weight_us == of.weight_us));
+        assert!(filled.ops.iter().zip(&profile.ops).all(|(op, of)| op.weight_grad_us == of.weight_grad_us));
     }
 }
 
@@ -283,7 +283,7 @@ fn what_was_measured_once_is_not_measured_again() {
         // Measured and analytic profiles agree on which ops have a weight gradient.
         let formula = analytic(&graph, CLASSES, "cpu");
         for (op, of) in first.profile.ops.iter().zip(&formula.ops) {
-            let [part, message] = [op, of].map(|op| op.weight_us.unwrap());
+            let [part, message] = [op, of].map(|op| op.weight_grad_us.unwrap());
             assert!(part <= op.bwd_us && (part > 0.0) == (message > 0.0), "{name}: {op:?}, {of:?}");
         }
         fill(&mut costs(&graph, CLASSES), &first.profile, Some("ab")).unwrap();

@@ -55,7 +55,7 @@ fn sums_and_masters_of_narrow_parameters_are_planned_as_they_are_held() {
             done(folder, &[&train[..], &["--metrics", "m.jsonl"], words].concat());
             let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
             let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
-            let held = last["total"]["stages"][0]["held_bytes"].as_f64().unwrap();
+            let held = last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
             let ratio = held / memory["total"].as_f64().unwrap();
             // Without panels, kernels copy transposed operands while the arena is below its peak.
             let least = if has_panels::<f32>(8, WIDTH) { 0.95 } else { 0.94 };

@@ -204,7 +204,8 @@ fn all_go_together() {
             let worst = errors.fold(0.0, f64::max);
             println!("{name} {of:?}: {worst:.1e}");
             assert!(worst <= 1e-5, "{name} {of:?}: {worst:.1e}");
-            let held = trained.held_bytes.chunks(of.replicas as usize).map(|of_stage| of_stage.iter().max().unwrap());
+            let held =
+                trained.peak_memory_bytes.chunks(of.replicas as usize).map(|of_stage| of_stage.iter().max().unwrap());
             for ((stage, held), arena) in plan.stages.iter().zip(held).zip(arenas) {
                 let said = stage.memory.total;
                 let message = format!("stage {} holds {held} B of {said} planned", stage.id.0);
@@ -242,7 +243,7 @@ fn two_rounds_are_open_without_a_flush() {
             let of = Combination { degree: 1, zero, replicas: 2, stages: 2 };
             let plan = set.plan(of).unwrap();
             let (trained, _) = set.trained(&plan);
-            for (stage, held) in plan.stages.iter().zip(trained.held_bytes.chunks(2)) {
+            for (stage, held) in plan.stages.iter().zip(trained.peak_memory_bytes.chunks(2)) {
                 let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
                 let message = format!("{:?} {of:?}: stage {} holds {held} B of {said} planned", order.1, stage.id.0);
                 println!("{message}: {:.3}", *held as f64 / said as f64);
@@ -264,7 +265,7 @@ fn sums_of_shared_parameters_are_planned_while_they_wait() {
     for stages in 2..=4 {
         let plan = set.plan(Combination { degree: 1, zero: 0, replicas: 1, stages }).unwrap();
         let (trained, _) = set.trained(&plan);
-        for (stage, held) in plan.stages.iter().zip(&trained.held_bytes) {
+        for (stage, held) in plan.stages.iter().zip(&trained.peak_memory_bytes) {
             let said = stage.memory.total;
             println!("stage {} of {stages} holds {held} B of {said} planned", stage.id.0);
             // Middle stages may have less in flight than allowed; the last one may have its own arena.

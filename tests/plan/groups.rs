@@ -42,7 +42,7 @@ fn on_groups(graph: &CostGraph, devices: u32, random: &mut Random) -> TensorPara
         let gain = 1.0 + (f64::from(devices) - 1.0) * random.below(5) as f64 / 4.0;
         let meeting = random.below(30) as f64;
         (op.fwd_us, op.bwd_us) = (op.fwd_us / gain + meeting, op.bwd_us / gain + meeting);
-        op.weight_us = op.weight_us.map(|us| us / gain);
+        op.weight_grad_us = op.weight_grad_us.map(|us| us / gain);
         op.saved_bytes /= 1 + random.below(u64::from(devices));
         meetings.push([meeting; 2]);
     }
@@ -204,7 +204,7 @@ fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
     let of_block = |block: usize| -> Vec<_> {
         let name = format!("blocks.{block}.");
         let ops = shared.graph.ops.iter().filter(|op| op.module.starts_with(&name));
-        ops.map(|op| (op.fwd_us, op.bwd_us, op.weight_us, op.saved_bytes, op.live, op.arriving_bytes)).collect()
+        ops.map(|op| (op.fwd_us, op.bwd_us, op.weight_grad_us, op.saved_bytes, op.live, op.arriving_bytes)).collect()
     };
     assert!(of_block(1).len() > 15);
     for block in 2..4 {
@@ -221,7 +221,7 @@ fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
     assert!(shared.graph.total_us() < 0.6 * alone.total_us());
     assert!(bytes(&shared.graph) < bytes(&alone) / 2);
     for (op, given) in shared.graph.ops.iter().zip(&alone.ops) {
-        assert!(op.weight_us.unwrap_or(0.0) <= op.bwd_us, "{}", op.name);
+        assert!(op.weight_grad_us.unwrap_or(0.0) <= op.bwd_us, "{}", op.name);
         assert_eq!((op.id, &op.name, op.out_bytes), (given.id, &given.name, given.out_bytes));
     }
     assert_eq!(shared, shared_costs(&graph, TRAINING, &alone, &machine).unwrap());
@@ -234,7 +234,7 @@ fn measured_times_are_scaled() {
     let mut slow = alone.clone();
     for op in &mut slow.ops {
         (op.fwd_us, op.bwd_us) = (2.0 * op.fwd_us, 2.0 * op.bwd_us);
-        op.weight_us = op.weight_us.map(|us| 2.0 * us);
+        op.weight_grad_us = op.weight_grad_us.map(|us| 2.0 * us);
     }
     let of = |alone: &CostGraph| shared_costs(&graph, TRAINING, alone, &machine).unwrap();
     let (fast, slow) = (of(&alone), of(&slow));
@@ -370,7 +370,7 @@ fn the_judge_refuses_other_groups() {
                 stage["replicas"] = json!(2 * stage["replicas"].as_u64().unwrap());
                 stage["hierarchy"][0]["replicas"] = stage["replicas"].clone();
                 stage.as_object_mut().unwrap().remove("tensor_degree");
-                stage.as_object_mut().unwrap().remove("sharing");
+                stage.as_object_mut().unwrap().remove("tensor_parallel");
             }
         }),
         ("apart", |plan| plan["stages"][0]["devices"] = json!([0, 2, 1, 3])),
@@ -378,8 +378,8 @@ fn the_judge_refuses_other_groups() {
             plan["stages"][0]["devices"] = json!([1, 2, 3, 4]);
             plan["stages"][1]["devices"] = json!([0, 5]);
         }),
-        ("gains", |plan| plan["stages"][1]["sharing"]["alone_bwd_us"] = json!(1.0)),
-        ("pains", |plan| plan["stages"][1]["sharing"]["collective_fwd_us"] = json!(0.5)),
+        ("gains", |plan| plan["stages"][1]["tensor_parallel"]["unsharded_bwd_us"] = json!(1.0)),
+        ("pains", |plan| plan["stages"][1]["tensor_parallel"]["collective_fwd_us"] = json!(0.5)),
         ("weights that are not split", |plan| {
             let memory = &mut plan["stages"][1]["memory"];
             let weights = memory["weights"].as_u64().unwrap();

@@ -239,9 +239,9 @@ fn batch_buffers_are_in_the_memory_plan() {
     let mut costs = cost_graph(&network.0, &attribution);
     for ((op, bytes), joint) in costs.ops.iter_mut().zip(scratch(&attribution)).zip(of_joint(&attribution)) {
         op.workspace_bytes = bytes;
-        [op.joint_bytes, op.joint_workspace_bytes] = joint;
+        [op.batched_grad_bytes, op.batched_grad_workspace_bytes] = joint;
     }
-    assert_eq!(costs.ops.iter().filter(|op| op.joint_bytes > 0).count(), 4);
+    assert_eq!(costs.ops.iter().filter(|op| op.batched_grad_bytes > 0).count(), 4);
     let passing = GradientBuffers::of(&levels("1:1GB/s").unwrap());
     let holdings = MemoryTerms::of(&costs, &costs.flows(), &vec![true; costs.ops.len()], &passing);
     for microbatches in [4, 8, 12] {
@@ -259,7 +259,7 @@ fn batch_buffers_are_in_the_memory_plan() {
         };
         let planned = holdings.held(&multiples);
         let run = prepared(&network, chain(&[1]), Schedule::OneFOneB, microbatches);
-        let held = trained(&network, &run, microbatches).held_bytes[0];
+        let held = trained(&network, &run, microbatches).peak_memory_bytes[0];
         let off = planned.total as f64 / held as f64 - 1.0;
         assert!(off.abs() < 0.02, "{microbatches} micro-batches: {held} held, {planned:?}");
     }

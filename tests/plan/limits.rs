@@ -56,7 +56,8 @@ fn random_graph(random: &mut Random) -> CostGraph {
         let weights = if random.below(3) == 0 { random.below(4_000_000) } else { random.below(20_000) };
         let op = add(&mut graph, "op", &reads, random.below(1000) as f64, random.below(400_000), weights);
         graph.ops[op as usize].workspace_bytes = random.below(100_000);
-        (graph.ops[op as usize].joint_bytes, graph.ops[op as usize].joint_workspace_bytes) = (weights / 2, weights / 3);
+        (graph.ops[op as usize].batched_grad_bytes, graph.ops[op as usize].batched_grad_workspace_bytes) =
+            (weights / 2, weights / 3);
         graph.ops[op as usize].saved_bytes = random.below(500_000);
         let live = Live::of((weights, [weights / 3, weights / 2]), (weights / 2, [weights / 4, weights / 4]));
         graph.ops[op as usize].live = live;

@@ -36,7 +36,7 @@ fn scratched_graph(random: &mut Random) -> CostGraph {
     let mut graph = random_graph(random, 8);
     for op in &mut graph.ops {
         op.workspace_bytes = random.below(300_000);
-        (op.joint_bytes, op.joint_workspace_bytes) = (op.saved_bytes / 2, op.saved_bytes);
+        (op.batched_grad_bytes, op.batched_grad_workspace_bytes) = (op.saved_bytes / 2, op.saved_bytes);
         op.unsaved = random.below(3) == 0;
         let bytes = op.saved_bytes / 2;
         op.live = Live::of((bytes, [op.out_bytes, bytes / 2]), (bytes / 2, [bytes / 5, bytes / 3]));

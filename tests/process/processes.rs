@@ -63,7 +63,9 @@ fn same(folder: &Path, what: &str, arguments: &[&str]) {
         let losses: Vec<u64> =
             lines.lines().filter_map(|line| value(line)["loss"].as_f64()).map(f64::to_bits).collect();
         let total = value(lines.lines().last().unwrap())["total"].clone();
-        assert!(total["stages"].as_array().unwrap().iter().all(|stage| stage["held_bytes"].as_u64().unwrap() > 0));
+        assert!(
+            total["stages"].as_array().unwrap().iter().all(|stage| stage["peak_memory_bytes"].as_u64().unwrap() > 0)
+        );
         let tracks = fs::read_to_string(folder.join(trace)).unwrap().matches("thread_name").count();
         let held_out = total["held_out"].to_string();
         let bytes = [weights, gradients].map(|file| fs::read(folder.join(file)).unwrap());

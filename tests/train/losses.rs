@@ -108,7 +108,7 @@ fn training_holds_what_was_planned() {
     let stages = last["total"]["stages"].as_array().unwrap();
     assert_eq!(stages.len(), 2);
     for (at, stage) in stages.iter().enumerate() {
-        let ratio = stage["held_bytes"].as_f64().unwrap() / total(&plan, at);
+        let ratio = stage["peak_memory_bytes"].as_f64().unwrap() / total(&plan, at);
         assert!((0.95..=1.05).contains(&ratio), "stage {at} held {ratio} of what was planned");
     }
     let first = |lines: &str| serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].clone();
@@ -214,7 +214,7 @@ fn little_models_hold_what_was_planned() {
         ends(folder, 0, &[&training[..], &["--metrics", "m.jsonl"]].concat());
         let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
         let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
-        let held = last["total"]["stages"][0]["held_bytes"].as_f64().unwrap();
+        let held = last["total"]["stages"][0]["peak_memory_bytes"].as_f64().unwrap();
         let ratio = held / total(&json(&folder.join("plan.json")), 0);
         assert!((0.97..=1.03).contains(&ratio), "batch {batch}: held {ratio} of what was planned");
     }

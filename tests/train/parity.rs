@@ -212,7 +212,7 @@ fn losses_of_replicas_that_share_are_those_of_pytorch() {
                     let count = StepCount { minibatches: 10, microbatches: 4 };
                     let trained = run_shared(&set, &stages, (replicas, zero), Schedule::OneFOneB, count, &optimizer);
                     let error = worst(&trained.losses, want);
-                    println!("{name} {key} {replicas:?} zero {zero}: {error:.1e}, {:?} B", trained.held_bytes);
+                    println!("{name} {key} {replicas:?} zero {zero}: {error:.1e}, {:?} B", trained.peak_memory_bytes);
                     assert!(error <= 1e-5, "{name} {key} {replicas:?} zero {zero}: {error:.2e}");
                 }
             }

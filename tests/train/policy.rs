@@ -343,7 +343,8 @@ fn weights_that_are_not_stashed_take_one_version() {
     let net = net(DType::F64, false, false);
     // The lifetime of a message depends on its receiver's timing; the minimum of several runs has the fewest.
     let held = |schedule| {
-        let once = || run(&net, chain(&[1; 5]), schedule, StepCount::minibatches(12), Policy::default()).held_bytes[0];
+        let once =
+            || run(&net, chain(&[1; 5]), schedule, StepCount::minibatches(12), Policy::default()).peak_memory_bytes[0];
         (0..8).map(|_| once()).min().unwrap()
     };
     let (stashed, newest) = (held(Schedule::OneFOneBRr), held(Schedule::OneFOneBRrNewest));

@@ -213,14 +213,14 @@ fn a_replica_holds_its_share() {
         let count = StepCount { minibatches: 3, microbatches: 4 };
         let (schedule, policy) = (Schedule::OneFOneB, Policy::default());
         let run = Run { model: &model, replicas: &[replicas], schedule, count, optimizer: adam(), buckets: 1, policy };
-        let whole = run.at(0).held_bytes;
+        let whole = run.at(0).peak_memory_bytes;
         let share = parameters / u64::from(replicas);
         // Two state tensors and a sum; from level 2 on also the replica's own sums, except one at a time.
         let sums = 3 * (parameters - share) + parameters - largest;
         // At level 3 also the weights, except those being read.
         let saved = [3 * (parameters - share), sums, sums + parameters - share];
         for (level, saved) in (1..).zip(saved) {
-            for (whole, shared) in whole.iter().zip(&run.at(level).held_bytes) {
+            for (whole, shared) in whole.iter().zip(&run.at(level).peak_memory_bytes) {
                 let found = whole - shared;
                 let what = format!("{replicas} replicas, level {level}: {found} saved of {whole}, expected {saved}");
                 assert!(found.abs_diff(saved) <= saved / 50, "{what}");

@@ -49,10 +49,10 @@ pub enum ClusterError {
     #[error("the level counts multiply to more than {MAX_DEVICES} devices")]
     TooMany,
     /// The host devices do not add up to the number of devices.
-    #[error("the hosts hold {hosts} devices, the levels multiply to {levels}")]
+    #[error("the hosts have {hosts} devices, but the levels describe {levels}")]
     Hosts { hosts: u64, levels: u32 },
     /// The device classes do not add up to the number of devices.
-    #[error("the device classes hold {classes} devices, the levels multiply to {levels}")]
+    #[error("the device classes have {classes} devices in total, but the levels describe {levels}")]
     Classes { classes: u64, levels: u32 },
     /// `count` or `speed` on a single device table, or several tables without a `count`.
     #[error("{place}: {what}")]
@@ -454,9 +454,9 @@ shared = true
         assert_eq!(cluster.classes[1].device.memory, Bytes(16_000_000_000));
         let plain = file("[[device]]\nkind = 'h200'\ncount = 16\n").unwrap();
         assert!(!plain.is_mixed());
-        assert_eq!(file(fast).unwrap_err(), "the device classes hold 4 devices, the levels multiply to 16");
+        assert_eq!(file(fast).unwrap_err(), "the device classes have 4 devices in total, but the levels describe 16");
         for (from, to, why) in [
-            ("count = 12", "count = 4294967295", "the device classes hold 4294967299 devices"),
+            ("count = 12", "count = 4294967295", "the device classes have 4294967299 devices"),
             ("count = 12", "count = 0", "device[1]: a class has at least one device"),
             ("count = 12\n", "", "device[1]: `count` is missing"),
             ("speed = 0.5", "speed = nan", "device[1]: speed is NaN; it must be from 1e-6 to 1e6"),

@@ -88,7 +88,7 @@ pub struct StageTotal {
     /// Microseconds of its backward pass, including recomputation and the optimizer step.
     pub bwd_us: f64,
     /// Peak memory of a replica in bytes.
-    pub held_bytes: u64,
+    pub peak_memory_bytes: u64,
     /// Peak additional bytes of a replica for checkpoints being written.
     pub checkpoint_bytes: u64,
 }

@@ -105,7 +105,7 @@ pub struct MeasuredStage {
     /// Microseconds of the backward pass of one micro-batch.
     pub bwd_us: f64,
     /// Peak memory.
-    pub held_bytes: u64,
+    pub peak_memory_bytes: u64,
 }
 
 /// A training run, from its metrics file. Optional fields may be missing in the file.

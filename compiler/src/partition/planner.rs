@@ -87,7 +87,7 @@ pub struct PlannerOptions<'a> {
     pub time_limit: Option<Duration>,
     /// Recorded in the plan; no partitioner here is random.
     pub seed: u64,
-    /// Simulates how stages run under in-flight caps, to choose the caps automatically. `None` uses the published rule
+    /// Simulates how stages run under in-flight limits, to choose the caps automatically. `None` uses the published rule
     /// and the cost model's closed-form times; nothing is simulated.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }

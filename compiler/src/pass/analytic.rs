@@ -51,7 +51,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
         let backward = &attribution.backward_nodes[i];
         let (bwd_us, _) = sum(attribution.backward.as_ref(), backward);
         let second: Vec<NodeId> = backward.iter().copied().filter(|id| attribution.second.contains(id)).collect();
-        let (weight_us, _) = sum(attribution.backward.as_ref(), &second);
+        let (weight_grad_us, _) = sum(attribution.backward.as_ref(), &second);
         OpProfile {
             id: op.id,
             name: op.name,
@@ -59,15 +59,15 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             op: op.op,
             fwd_us: picoseconds(fwd_us),
             bwd_us: picoseconds(bwd_us),
-            weight_us: Some(picoseconds(weight_us)),
+            weight_grad_us: Some(picoseconds(weight_grad_us)),
             update_us: (op.param_bytes > 0).then(|| picoseconds(update_us(device, op.param_bytes))),
             spread: 0.0,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
             out_bytes: op.out_bytes,
             workspace_bytes: 0,
-            joint_bytes: 0,
-            joint_workspace_bytes: 0,
+            batched_grad_bytes: 0,
+            batched_grad_workspace_bytes: 0,
             flops: flops as u64,
             source: "roofline".to_string(),
         }

@@ -27,14 +27,14 @@ pub fn joined(op: &Op, inputs: &[Fact], made: &Fact) -> Option<Vec<Fact>> {
         Op::MatMul(op) => op.transpose_a && !op.transpose_b && inputs.iter().all(|input| input.rank() == 2),
         _ => false,
     };
-    if !suits || !matches!(made.dtype, DType::F32 | DType::F64) || put_by(inputs)? > made.bytes()? {
+    if !suits || !matches!(made.dtype, DType::F32 | DType::F64) || batched_grads(inputs)? > made.bytes()? {
         return None;
     }
     inputs.iter().map(concatenated).collect()
 }
 
 /// Bytes of the buffered operands of [`ITEMS`] micro-batches.
-pub fn put_by(inputs: &[Fact]) -> Option<u64> {
+pub fn batched_grads(inputs: &[Fact]) -> Option<u64> {
     let one = |input: &Fact| u64::try_from(aligned(usize::try_from(concatenated(input)?.bytes()?).ok()?)).ok();
     inputs.iter().map(one).try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
 }

@@ -166,10 +166,11 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
     for (op, profiled) in costs.ops.iter_mut().zip(&profile.ops) {
         op.fwd_us = profiled.fwd_us;
         op.bwd_us = profiled.bwd_us;
-        op.weight_us = profiled.weight_us;
+        op.weight_grad_us = profiled.weight_grad_us;
         op.update_us = profiled.update_us.unwrap_or(0.0);
         op.workspace_bytes = profiled.workspace_bytes;
-        (op.joint_bytes, op.joint_workspace_bytes) = (profiled.joint_bytes, profiled.joint_workspace_bytes);
+        (op.batched_grad_bytes, op.batched_grad_workspace_bytes) =
+            (profiled.batched_grad_bytes, profiled.batched_grad_workspace_bytes);
     }
     Ok(())
 }

@@ -22,7 +22,7 @@
 //! | i_s | Σ t(e) over the incoming edges of s |
 //!
 //! The model assumes the runtime's overlap. Under 1F1B-RR the all-reduce of a round starts after the round's last
-//! backward and must end before the step. Later items run meanwhile, up to the in-flight caps. All-reduces of one stage
+//! backward and must end before the step. Later items run meanwhile, up to the in-flight limits. All-reduces of one stage
 //! run one after the other, so R_s is a separate resource. Messages are asynchronous and overlap with compute. Each
 //! edge costs both its stages one message out and one in per item (activations and gradients). With a flush, the
 //! all-reduce follows the last backward, and fill and drain take one item's forward and backward latency. For straight

@@ -65,7 +65,7 @@ pub struct MemoryTerms {
     pub sent: u64,
     pub arena: Arena,
     /// Buffers of batched weight gradients.
-    pub put_by: u64,
+    pub batched_grads: u64,
     /// Tensors that the weight-gradient pass reads from the input-gradient pass, per micro-batch.
     pub halves: u64,
 }
@@ -160,7 +160,7 @@ impl MemoryTerms {
             holdings.arena =
                 holdings.arena.max(op.arena(flows.place(graph.leader(OpId(at as u32)).index(), |op| inside[op])));
             forward_us += op.fwd_us;
-            holdings.put_by += op.joint_bytes;
+            holdings.batched_grads += op.batched_grad_bytes;
         }
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
@@ -190,8 +190,8 @@ impl MemoryTerms {
         let split_backward = halves.saturating_mul(pending).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
         let way = multiples.way(self.inputs);
-        let put_by = if way.is_joint { self.put_by } else { 0 };
-        let workspace = self.arena.of(way).saturating_add(put_by);
+        let batched_grads = if way.is_joint { self.batched_grads } else { 0 };
+        let workspace = self.arena.of(way).saturating_add(batched_grads);
         let parts = [weights, versions, gradients, optimizer, activations, split_backward, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, split_backward, messages, workspace, total }
@@ -282,7 +282,8 @@ mod tests {
         let two_rounds = MemoryMultipliers { schedule: Schedule::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
         // Batched weight gradients need 8 micro-batches per worker, and unsharded gradients if replicated.
-        let joint = MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), put_by: 50, ..tail };
+        let joint =
+            MemoryTerms { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), batched_grads: 50, ..tail };
         let of_round = |microbatches, replicas, zero| {
             let schedule = Schedule::OneFOneB;
             joint.held(&MemoryMultipliers { schedule, microbatches, replicas, zero, ..multiples }).workspace

@@ -185,7 +185,7 @@ pub enum ProblemError {
     TooManyStages { stages: usize, ops: usize },
     #[error("{cuts} cuts give {stages} stages, but there are {replicas} replica counts")]
     Disagree { cuts: usize, stages: usize, replicas: usize },
-    #[error("there are {caps} in-flight caps for {stages} stages")]
+    #[error("there are {caps} in-flight limits for {stages} stages")]
     Caps { caps: usize, stages: usize },
     #[error("`--pin` names stage {stage}, but there are at most {most} stages")]
     NoStage { stage: usize, most: usize },

@@ -13,8 +13,8 @@ pub enum PlanFileError {
     Schema { found: String },
     #[error("unknown field `{field}`; fields of other tools start with `x-`")]
     Unknown { field: String },
-    #[error("`stages[{stage}].weight_us` is {weight_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
-    Part { stage: usize, weight_us: f64, bwd_us: f64 },
+    #[error("`stages[{stage}].weight_grad_us` is {weight_grad_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
+    Part { stage: usize, weight_grad_us: f64, bwd_us: f64 },
     #[error("`{field}` is {value}; it must be finite and not negative")]
     Figure { field: String, value: f64 },
 }
@@ -71,10 +71,10 @@ fn check(plan: &Plan) -> Result<(), PlanFileError> {
     for (at, stage) in plan.stages.iter().enumerate() {
         figure(format!("stages[{at}].fwd_us"), stage.fwd_us)?;
         figure(format!("stages[{at}].bwd_us"), stage.bwd_us)?;
-        if let Some(weight_us) = stage.weight_us {
-            figure(format!("stages[{at}].weight_us"), weight_us)?;
-            if weight_us > stage.bwd_us {
-                return Err(PlanFileError::Part { stage: at, weight_us, bwd_us: stage.bwd_us });
+        if let Some(weight_grad_us) = stage.weight_grad_us {
+            figure(format!("stages[{at}].weight_grad_us"), weight_grad_us)?;
+            if weight_grad_us > stage.bwd_us {
+                return Err(PlanFileError::Part { stage: at, weight_grad_us, bwd_us: stage.bwd_us });
             }
         }
     }

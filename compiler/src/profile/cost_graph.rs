@@ -33,7 +33,7 @@ pub struct OpCost {
     /// Input and weight gradients.
     pub bwd_us: f64,
     /// Part of `bwd_us` for weight gradients, if known; see [`OpCost::weight_part_us`].
-    pub weight_us: Option<f64>,
+    pub weight_grad_us: Option<f64>,
     /// Time of one SGD step with momentum for the parameters in `param_bytes`; 0 if unknown.
     pub update_us: f64,
     /// Parameters whose first user is this op, so that tied weights count once; [`CostGraph::params`] lists all users.
@@ -45,9 +45,9 @@ pub struct OpCost {
     /// Scratch of the forward or backward kernels.
     pub workspace_bytes: u64,
     /// Buffered for batched weight gradients; see [`batched_weight_grad`](crate::pass::batched_weight_grad).
-    pub joint_bytes: u64,
+    pub batched_grad_bytes: u64,
     /// Scratch of the kernels that compute batched weight gradients.
-    pub joint_workspace_bytes: u64,
+    pub batched_grad_workspace_bytes: u64,
     /// Tensors alive while the op runs.
     pub live: Live,
     /// Needs of the individual ops, if this op is fused.
@@ -167,13 +167,13 @@ pub enum CostGraphError {
     #[error("op `{name}`: `{field}` is {value}; it must be finite and not negative")]
     Time {
         name: String,
-        /// `fwd_us`, `bwd_us`, `weight_us` or `update_us`.
+        /// `fwd_us`, `bwd_us`, `weight_grad_us` or `update_us`.
         field: &'static str,
         value: f64,
     },
-    /// `weight_us` exceeds `bwd_us`.
-    #[error("op `{name}`: `weight_us` is {weight_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
-    Part { name: String, weight_us: f64, bwd_us: f64 },
+    /// `weight_grad_us` exceeds `bwd_us`.
+    #[error("op `{name}`: `weight_grad_us` is {weight_grad_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
+    Part { name: String, weight_grad_us: f64, bwd_us: f64 },
     /// A tensor or parameter refers to an op that does not exist.
     #[error("`{name}` refers to op {op}, the model has {ops} ops")]
     UnknownOp { name: String, op: u32, ops: usize },
@@ -200,7 +200,7 @@ impl OpCost {
     /// Microseconds of the weight-gradient pass, which a split backward can delay. Half of the backward if unknown, as
     /// for matrix products.
     pub fn weight_part_us(&self) -> f64 {
-        self.weight_us.unwrap_or(self.bwd_us / 2.0)
+        self.weight_grad_us.unwrap_or(self.bwd_us / 2.0)
     }
 
     /// Bytes kept per micro-batch in flight.
@@ -216,7 +216,7 @@ impl OpCost {
     /// Arena bytes while the op runs.
     pub fn arena(&self, place: ArenaPosition) -> Arena {
         let own = Arena::by(|way| {
-            let joint = if way.is_joint { self.joint_workspace_bytes } else { 0 };
+            let joint = if way.is_joint { self.batched_grad_workspace_bytes } else { 0 };
             self.workspace_bytes.max(joint).saturating_add(self.live.at(place, way.is_split))
         });
         self.joined.as_ref().map_or(own, |joined| joined.needs.at(place).max(own))
@@ -239,7 +239,7 @@ impl CostGraph {
         let passes = 3.0 + 2.0 * state;
         for op in self.ops.iter_mut().filter(|op| op.update_us > 0.0) {
             let us = op.update_us * passes / MOMENTUM_PASSES / f64::from(items.max(1));
-            op.weight_us = Some(op.weight_part_us() + us);
+            op.weight_grad_us = Some(op.weight_part_us() + us);
             op.bwd_us += us;
             op.update_us = 0.0;
         }
@@ -327,16 +327,19 @@ impl CostGraph {
             if op.id as usize != index {
                 return Err(CostGraphError::Id { name: shown(&op.name), index, id: op.id });
             }
-            let weight_us = op.weight_us.unwrap_or(0.0);
-            for (field, value) in
-                [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("weight_us", weight_us), ("update_us", op.update_us)]
-            {
+            let weight_grad_us = op.weight_grad_us.unwrap_or(0.0);
+            for (field, value) in [
+                ("fwd_us", op.fwd_us),
+                ("bwd_us", op.bwd_us),
+                ("weight_grad_us", weight_grad_us),
+                ("update_us", op.update_us),
+            ] {
                 if !(value.is_finite() && value >= 0.0) {
                     return Err(CostGraphError::Time { name: shown(&op.name), field, value });
                 }
             }
-            if weight_us > op.bwd_us {
-                return Err(CostGraphError::Part { name: shown(&op.name), weight_us, bwd_us: op.bwd_us });
+            if weight_grad_us > op.bwd_us {
+                return Err(CostGraphError::Part { name: shown(&op.name), weight_grad_us, bwd_us: op.bwd_us });
             }
         }
         for op in &self.ops {
@@ -381,7 +384,7 @@ impl CostGraph {
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
         total("pending weight-gradient tensors", self.ops.iter().map(OpCost::pending_weight_grad_bytes))?;
         total("workspaces", self.ops.iter().map(OpCost::most_scratch))?;
-        total("batched weight-gradient buffers", self.ops.iter().map(|op| op.joint_bytes))?;
+        total("batched weight-gradient buffers", self.ops.iter().map(|op| op.batched_grad_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))?;
         let uses = |param: &ParamCost| u64::try_from(param.users.len()).unwrap_or(u64::MAX);
@@ -463,8 +466,8 @@ mod tests {
         assert!(matches!(broken(|g| g.ops[1].id = 5), CostGraphError::Id { .. }));
         assert!(matches!(broken(|g| g.ops[1].fwd_us = f64::NAN), CostGraphError::Time { .. }));
         assert!(matches!(broken(|g| g.ops[1].bwd_us = -1.0), CostGraphError::Time { .. }));
-        assert!(matches!(broken(|g| g.ops[1].weight_us = Some(f64::NAN)), CostGraphError::Time { .. }));
-        assert!(matches!(broken(|g| g.ops[1].weight_us = Some(2.5)), CostGraphError::Part { .. }));
+        assert!(matches!(broken(|g| g.ops[1].weight_grad_us = Some(f64::NAN)), CostGraphError::Time { .. }));
+        assert!(matches!(broken(|g| g.ops[1].weight_grad_us = Some(2.5)), CostGraphError::Part { .. }));
         assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(0)]), CostGraphError::Order { .. }));
         assert!(matches!(broken(|g| g.tensors[0].producer = OpId(9)), CostGraphError::UnknownOp { .. }));
         assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(1), OpId(1)]), CostGraphError::Unsorted { .. }));

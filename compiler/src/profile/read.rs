@@ -17,12 +17,12 @@ pub enum ProfileError {
     /// `model.ops` differs from the number of ops.
     #[error("model.ops is {stated}, the file lists {listed} ops")]
     Count { stated: u64, listed: usize },
-    /// `weight_us` exceeds `bwd_us`.
-    #[error("{place}: `weight_us` is {weight_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
+    /// `weight_grad_us` exceeds `bwd_us`.
+    #[error("{place}: `weight_grad_us` is {weight_grad_us}, but must not exceed `bwd_us`, which is {bwd_us}")]
     Part {
         /// For example `ops[3] (conv1)`.
         place: String,
-        weight_us: f64,
+        weight_grad_us: f64,
         bwd_us: f64,
     },
     /// A time or fraction is negative or not finite.
@@ -73,10 +73,10 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
         if let Some(update_us) = op.update_us {
             figure(place, "update_us", update_us)?;
         }
-        if let Some(weight_us) = op.weight_us {
-            figure(place, "weight_us", weight_us)?;
-            if weight_us > op.bwd_us {
-                return Err(ProfileError::Part { place: place(), weight_us, bwd_us: op.bwd_us });
+        if let Some(weight_grad_us) = op.weight_grad_us {
+            figure(place, "weight_grad_us", weight_grad_us)?;
+            if weight_grad_us > op.bwd_us {
+                return Err(ProfileError::Part { place: place(), weight_grad_us, bwd_us: op.bwd_us });
             }
         }
     }
@@ -107,14 +107,14 @@ mod tests {
         let profile = from_json(FILE).unwrap();
         let text = to_json(&profile).unwrap();
         assert_eq!(from_json(&text).unwrap(), profile);
-        assert_eq!((profile.sum().bwd_us, profile.weight_us()), (2.0, None));
+        assert_eq!((profile.sum().bwd_us, profile.weight_grad_us()), (2.0, None));
     }
 
     #[test]
     fn the_part_of_weights_is_optional() {
-        assert!(!to_json(&from_json(FILE).unwrap()).unwrap().contains("weight_us"));
-        let said = from_json(&FILE.replace("\"bwd_us\":2.0", "\"bwd_us\":2.0,\"weight_us\":0.5")).unwrap();
-        assert_eq!((said.ops[0].weight_us, said.weight_us()), (Some(0.5), Some(0.5)));
+        assert!(!to_json(&from_json(FILE).unwrap()).unwrap().contains("weight_grad_us"));
+        let said = from_json(&FILE.replace("\"bwd_us\":2.0", "\"bwd_us\":2.0,\"weight_grad_us\":0.5")).unwrap();
+        assert_eq!((said.ops[0].weight_grad_us, said.weight_grad_us()), (Some(0.5), Some(0.5)));
         assert_eq!(from_json(&to_json(&said).unwrap()).unwrap(), said);
     }
 
@@ -122,9 +122,9 @@ mod tests {
     fn refuses_wrong_figures() {
         let error = |from: &str, to: &str| from_json(&FILE.replace(from, to)).unwrap_err().to_string();
         assert!(error("\"fwd_us\":1.5", "\"fwd_us\":-1").contains("ops[0] (a): `fwd_us`"));
-        let weights = |us: &str| error("\"bwd_us\":2.0", &format!("\"bwd_us\":2.0,\"weight_us\":{us}"));
-        assert!(weights("-1").contains("ops[0] (a): `weight_us`"));
-        assert!(weights("2.5").contains("`weight_us` is 2.5, but must not exceed `bwd_us`, which is 2"));
+        let weights = |us: &str| error("\"bwd_us\":2.0", &format!("\"bwd_us\":2.0,\"weight_grad_us\":{us}"));
+        assert!(weights("-1").contains("ops[0] (a): `weight_grad_us`"));
+        assert!(weights("2.5").contains("`weight_grad_us` is 2.5, but must not exceed `bwd_us`, which is 2"));
         assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
         assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));
         assert!(error("\"id\":0,", "\"id\":0,\"id\":0,").contains("duplicate"));

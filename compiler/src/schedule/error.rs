@@ -30,13 +30,13 @@ pub enum ScheduleError {
     Table { what: String },
     #[error("program: {what}")]
     Foreign { what: String },
-    #[error("the plan has {stages} stages but {caps} in-flight caps")]
+    #[error("the plan has {stages} stages but {caps} in-flight limits")]
     CapsForOtherStages { stages: usize, caps: usize },
     #[error("unknown schedule `{name}`; known: {}", known())]
     UnknownName { name: String },
     #[error("a pipeline needs at least one stage")]
     NoStages,
-    #[error("stage {stage} has {replicas} replicas and an in-flight cap of {cap}; both must be at least 1")]
+    #[error("stage {stage} has {replicas} replicas and an in-flight limit of {cap}; both must be at least 1")]
     EmptyStage { stage: usize, replicas: u32, cap: u32 },
     #[error("{workers} workers; a program can have at most {most}")]
     TooManyWorkers { workers: u64, most: u64 },
@@ -51,7 +51,7 @@ pub enum ScheduleError {
         {microbatches}"
     )]
     NoWork { schedule: Schedule, minibatches: u32, microbatches: u32 },
-    #[error("schedule {schedule} runs whole minibatches; {microbatches} micro-batches are requested")]
+    #[error("schedule {schedule} does not split minibatches, and {microbatches} micro-batches are requested")]
     WholeMinibatches { schedule: Schedule, microbatches: u32 },
     #[error("the program of {items} micro-batches over {stages} stages is too long; run fewer minibatches at a time")]
     TooLong { items: u64, stages: usize },

@@ -15,7 +15,7 @@ pub fn fit(program: &Program, pipeline: &Pipeline) -> Result<Program, ScheduleEr
     let wrong = |what: String| Err(ScheduleError::Foreign { what });
     let Program { schedule, items, microbatches, .. } = *program;
     if microbatches == 0 || !items.is_multiple_of(microbatches) {
-        return wrong(format!("{items} micro-batches are not whole minibatches of {microbatches}"));
+        return wrong(format!("{items} micro-batches are not a multiple of {microbatches} per minibatch"));
     }
     Rule::new(schedule, pipeline, StepCount { minibatches: items / microbatches, microbatches })?;
     let own: Vec<(RankId, u32)> = program.stages.iter().map(|stage| (stage.rank, stage.replicas)).collect();

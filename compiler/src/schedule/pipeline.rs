@@ -16,7 +16,7 @@ use crate::plan::{Edge as PlannedEdge, Plan, Stage};
 use crate::schedule::{Bucket, Edge, Pipeline, RankId, ScheduleError, StageSpec};
 use std::collections::BTreeMap;
 
-/// The pipeline of a plan, with its in-flight caps. Fails if the plan is inconsistent.
+/// The pipeline of a plan, with its in-flight limits. Fails if the plan is inconsistent.
 pub fn pipeline(plan: &Plan) -> Result<Pipeline, ScheduleError> {
     let pipeline = pipeline_of(&plan.cluster.levels, &plan.stages, &plan.edges, &plan.schedule.in_flight)?;
     if pipeline.chunks() != plan.schedule.chunks {
@@ -51,7 +51,7 @@ pub fn pipeline_of(
         // precede each op and do not overlap.
         let half = all_reduce / 2.0;
         let (gather, scatter) = (if stage.zero >= 3 { half } else { 0.0 }, if stage.zero >= 2 { half } else { 0.0 });
-        let weight = stage.weight_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
+        let weight = stage.weight_grad_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
         let again = if recompute.is_some() { gather } else { 0.0 };
         let recompute = recompute.map(|us| us + gather);

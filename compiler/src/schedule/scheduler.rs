@@ -15,7 +15,7 @@ use crate::schedule::generators::zero_bubble::{zb_h1, zb_h2};
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program, ScheduleError};
 
-/// Builds the program that runs `count` minibatches, with the pipeline's in-flight caps if the schedule uses caps.
+/// Builds the program that runs `count` minibatches, with the pipeline's in-flight limits if the schedule uses caps.
 pub fn schedule(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     match schedule {
         Schedule::Gpipe => gpipe(pipeline, count),

@@ -1,4 +1,4 @@
-//! Steady-state efficiency of a pipeline, and the smallest in-flight caps that reach it.
+//! Steady-state efficiency of a pipeline, and the smallest in-flight limits that reach it.
 
 use crate::schedule::{Pipeline, published_caps};
 use crate::simulate::SimulateError;
@@ -14,7 +14,7 @@ pub fn steady_efficiency(pipeline: &Pipeline) -> Result<f64, SimulateError> {
     Ok(steady(pipeline)?.share)
 }
 
-/// In-flight caps per stage: at least the published ones, and as few more as reach [`TARGET`] or the best achievable
+/// In-flight limits per stage: at least the published ones, and as few more as reach [`TARGET`] or the best achievable
 /// efficiency.
 ///
 /// It first raises all stages together until the target is met. Then it lowers each as far as the target stays met, in

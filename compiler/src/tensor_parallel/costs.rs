@@ -434,11 +434,11 @@ impl<'a> Costs<'a> {
             (cost.fwd_us, cost.bwd_us) = (rounded(part(given.fwd_us, 0)), rounded(part(given.bwd_us, 1)));
             let [late, shared, met] = figures.second;
             let second = |us: f64| rounded(scaled(us, late, shared) + microseconds(met)).min(cost.bwd_us);
-            cost.weight_us = given.weight_us.map(second);
+            cost.weight_grad_us = given.weight_grad_us.map(second);
             (cost.saved_bytes, cost.live) = (figures.saved, figures.live);
             (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
             // Tensor-parallel stages do not batch weight gradients.
-            (cost.joint_bytes, cost.joint_workspace_bytes) = (0, 0);
+            (cost.batched_grad_bytes, cost.batched_grad_workspace_bytes) = (0, 0);
             cost.joins = leader.filter(|leader| *leader != op).map(OpId);
             self.meetings[op as usize] = meetings.map(rounded);
         }

@@ -37,7 +37,7 @@ pub enum CheckpointWriteError {
     Encode(#[from] FileError),
     #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error("`{name}` holds NaN or an infinity; no run could resume from it")]
+    #[error("`{name}` contains NaN or infinity, so no run can resume from it")]
     NotFinite { name: String },
 }
 

@@ -53,7 +53,7 @@ pub enum DeviceError {
     Cast { device: String, from: DType, to: DType },
     #[error("device {device} has no kernel for `{op}`")]
     NoKernel { device: String, op: &'static str },
-    #[error("bug in pipec: a device was given another device's {what}")]
+    #[error("bug in pipec: a {what} of another device was passed to this device")]
     Foreign { what: &'static str },
     #[error("device {device} failed: {what}")]
     Failed { device: String, what: String },

@@ -50,7 +50,7 @@ pub fn leave(program: &Program, worker: usize, outcome: WorkerResult) -> Vec<Out
         frames.push(Outbound::of(Kind::Spans, head));
     }
     let mut head = number.to_le_bytes().to_vec();
-    head.extend(outcome.held_bytes.to_le_bytes());
+    head.extend(outcome.peak_memory_bytes.to_le_bytes());
     head.extend(outcome.checkpoint_bytes.to_le_bytes());
     frames.push(Outbound::of(Kind::Left, head));
     frames
@@ -156,7 +156,7 @@ impl<'a> Leaving<'a> {
     }
 
     /// The complete result. Fails if anything is missing.
-    pub fn done(self, held_bytes: u64, checkpoint_bytes: u64) -> Result<WorkerResult, FrameError> {
+    pub fn done(self, peak_memory_bytes: u64, checkpoint_bytes: u64) -> Result<WorkerResult, FrameError> {
         let unfit = || FrameError::Field { what: "the worker's result" };
         let mut stages = Vec::new();
         for stage in self.stages {
@@ -166,7 +166,7 @@ impl<'a> Leaving<'a> {
             let gradients = stage.gradients.into_iter().map(own).collect::<Option<Vec<_>>>().ok_or_else(unfit)?;
             stages.push(StageResult { weights, states, gradients });
         }
-        Ok(WorkerResult { stages, spans: self.spans, held_bytes, checkpoint_bytes })
+        Ok(WorkerResult { stages, spans: self.spans, peak_memory_bytes, checkpoint_bytes })
     }
 }
 

@@ -130,7 +130,7 @@ pub struct WorkerResult {
     pub stages: Vec<StageResult>,
     pub spans: Vec<Span>,
     /// Peak bytes: weight versions, gradients, optimizer state, in-flight micro-batches, messages, arenas.
-    pub held_bytes: u64,
+    pub peak_memory_bytes: u64,
     /// Peak bytes of snapshots that were not yet written.
     pub checkpoint_bytes: u64,
 }
@@ -224,8 +224,8 @@ pub fn run(mut gear: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> {
     worker.send_snapshots();
     let stages = worker.stage_workers.into_iter().map(StageWorker::leave).collect::<Result<_, _>>();
     let stages = stages.map_err(|fault| failed(&worker.name, fault))?;
-    let (held_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
-    Ok(WorkerResult { stages, spans: worker.spans, held_bytes, checkpoint_bytes })
+    let (peak_memory_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
+    Ok(WorkerResult { stages, spans: worker.spans, peak_memory_bytes, checkpoint_bytes })
 }
 
 /// The error of a worker whose part in a collective, or whose device, failed.

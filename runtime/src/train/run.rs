@@ -161,7 +161,7 @@ pub struct Trained {
     /// Recorded activity, by worker.
     pub spans: Vec<Vec<Span>>,
     /// Peak bytes, by worker.
-    pub held_bytes: Vec<u64>,
+    pub peak_memory_bytes: Vec<u64>,
     /// Additional peak bytes of unwritten snapshots, by worker.
     pub checkpoint_bytes: Vec<u64>,
 }
@@ -562,7 +562,7 @@ fn collect(
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
-    let (mut held_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
+    let (mut peak_memory_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
     for (own, outcome) in training.program.workers.iter().zip(outcomes) {
         let stages = training.program.stages_of(own.rank).zip(outcome.stages);
         for (stage, left) in stages.filter(|_| own.replica == 0) {
@@ -584,10 +584,10 @@ fn collect(
             left.gradients.iter().try_for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b))?;
         }
         spans.push(outcome.spans);
-        held_bytes.push(outcome.held_bytes);
+        peak_memory_bytes.push(outcome.peak_memory_bytes);
         checkpoint_bytes.push(outcome.checkpoint_bytes);
     }
-    Ok(Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes })
+    Ok(Trained { weights, gradients, losses, seconds, spans, peak_memory_bytes, checkpoint_bytes })
 }
 
 /// The `f32` master weights of a 16-bit parameter.

@@ -20,7 +20,7 @@ pub struct CheckpointArguments {
     /// Number of checkpoints to keep; older ones are removed once a newer one is complete [default: all]
     #[arg(long, value_name = "K", requires = "checkpoint_dir", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub keep: Option<u32>,
-    /// Resume from a checkpoint: auto (the newest complete one of --checkpoint-dir, or start afresh if there is none), or its
+    /// Resume from a checkpoint: auto (the newest complete one of --checkpoint-dir, or start from the beginning if there is none), or its
     /// folder
     #[arg(long, value_name = "auto|FOLDER")]
     pub resume: Option<PathBuf>,

@@ -11,7 +11,7 @@ use std::{env, iter};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Processes and hosts")]
 pub struct ProcessArguments {
-    /// Run every worker in its own process on this machine; they end together
+    /// Run one process per worker on this machine; if one fails, all end
     #[arg(long, conflicts_with_all = ["hosts", "rank", "address"])]
     pub processes: bool,
     /// Run on the hosts of this cluster file ([[host]] address = "NAME:PORT", devices = WORKERS); start the same command on each

@@ -207,11 +207,11 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Error> {
             inside.to_string(),
             quantity::rate(level.bandwidth.0),
             quantity::time(level.latency.0 * 1e6),
-            if level.shared { "by all below" } else { "" }.to_string(),
+            if level.shared { "by its devices" } else { "" }.to_string(),
         ]
     };
     let rows: Vec<Vec<String>> = cluster.levels.iter().map(level).collect();
-    let heads = ["level", "count", "devices in it", "bandwidth", "latency", "shared"];
+    let heads = ["level", "count", "devices per group", "bandwidth", "latency", "shared"];
     screen.text(&format!("\n{}", stage_table::table(&heads, &[1, 2, 3, 4], rows)));
     if (2..=MOST_IN_MATRIX).contains(&cluster.devices()) {
         screen.text(&format!("\nbandwidth between two devices, GB/s\n{}", matrix(&cluster)));

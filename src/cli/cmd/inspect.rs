@@ -113,7 +113,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         quantity::bytes(parameter_bytes),
     ));
     if states > 0 {
-        screen.text(&format!("state       {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
+        screen.text(&format!("buffers     {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
     }
     screen.prose(&format!(
         "forward     {} per sample (a multiply-add counts as two)\nactivations {} per sample (outputs of all ops)\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",

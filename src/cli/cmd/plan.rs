@@ -152,7 +152,7 @@ fn check_file(
         };
         let programs = match plays {
             true => format!("its {} programs do not deadlock", plan.schedule.kind.name()),
-            false => "no program can run it, because tensors flow back and forth between its devices".to_string(),
+            false => "no program can run it, because its stages are not contiguous".to_string(),
         };
         screen.prose(&format!("{} is valid: {stages}, every op once, {figures}, and {programs}", path.display()));
         return Ok(());

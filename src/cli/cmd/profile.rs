@@ -123,7 +123,7 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
     if dearest.len() > LISTED {
         text += &format!("… and {} more\n", dearest.len() - LISTED);
     }
-    let weights = profile.weight_us().filter(|_| sum.bwd_us > 0.0);
+    let weights = profile.weight_grad_us().filter(|_| sum.bwd_us > 0.0);
     let weights = weights.map_or(String::new(), |us| format!(", of which {} for weight gradients", quantity::time(us)));
     let sums = format!(
         "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
@@ -137,7 +137,7 @@ pub fn show(profile: &Profile, width: Option<usize>) -> String {
     text += &folded(&sums, width);
     if let Some(whole) = &profile.whole {
         text += &format!(
-            "whole model  forward {}, backward {}\n",
+            "full model   forward {}, backward {}\n",
             quantity::time(whole.fwd_us),
             quantity::time(whole.bwd_us)
         );

@@ -46,7 +46,8 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
             SolveError::Unsound(_) => Error::bug(&error.to_string()),
             SolveError::Memory { smallest, .. } => {
                 let least = quantity::at_least(*smallest);
-                infeasible().with_help(format!("`--memory {least}` is the smallest limit with a plan found"))
+                infeasible()
+                    .with_help(format!("`--memory {least}` is the smallest memory limit for which a plan was found"))
             }
             SolveError::Devices { .. } => infeasible().with_help("add devices with `--gpus`"),
             SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),

@@ -49,7 +49,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
             let least = quantity::at_least(*smallest);
             Error::infeasible(format!("no feasible plan for {}", path.display()))
                 .because(&error)
-                .with_help(format!("`--memory {least}` is the smallest limit with a plan found"))
+                .with_help(format!("`--memory {least}` is the smallest memory limit for which a plan was found"))
         }
         SolveError::TooLarge { .. } | SolveError::Cluster(_) => {
             Error::input(format!("cannot plan {}", path.display())).because(&error)

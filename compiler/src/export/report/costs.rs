@@ -86,7 +86,7 @@ struct Row {
     ops: u64,
     fwd_us: f64,
     bwd_us: f64,
-    weight_us: f64,
+    weight_grad_us: f64,
     param_bytes: u64,
     saved_bytes: u64,
     out_bytes: u64,
@@ -126,7 +126,7 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
                 row.ops.to_string(),
                 quantity::duration(row.fwd_us),
                 quantity::duration(row.bwd_us),
-                quantity::duration(row.weight_us),
+                quantity::duration(row.weight_grad_us),
                 format!("{share:.1} %"),
                 quantity::bytes(row.param_bytes),
                 quantity::bytes(row.saved_bytes),
@@ -170,7 +170,7 @@ fn rows(stage: &Stage, modelled: &ModelInfo, depth: Option<usize>) -> Vec<Row> {
         row.ops += 1;
         row.fwd_us += op.fwd_us;
         row.bwd_us += op.bwd_us;
-        row.weight_us += op.weight_part_us();
+        row.weight_grad_us += op.weight_part_us();
         row.param_bytes = row.param_bytes.saturating_add(op.param_bytes);
         row.saved_bytes = row.saved_bytes.saturating_add(op.saved_bytes);
         row.out_bytes = op.out_bytes;

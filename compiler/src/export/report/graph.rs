@@ -146,7 +146,7 @@ pub fn table(plan: &Plan) -> String {
             short(&ranges(&stage.devices), 40).into_owned(),
             quantity::duration(stage.fwd_us),
             quantity::duration(stage.bwd_us),
-            stage.weight_us.map_or(String::new(), quantity::duration),
+            stage.weight_grad_us.map_or(String::new(), quantity::duration),
             quantity::bytes(stage.memory.total) + &sparing(stage),
             number(&plan.schedule.in_flight),
             number(&plan.schedule.weight_versions),

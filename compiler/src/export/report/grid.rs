@@ -95,10 +95,12 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
     let sends: Vec<String> = sent.iter().map(|edge| edge_text(&edge)).collect();
     picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &within(&sends, wide));
     let weights =
-        stage.weight_us.map_or(String::new(), |us| format!(" ({} for weight gradients)", quantity::duration(us)));
-    let shared = stage.sharing.as_ref().map_or(String::new(), |sharing| {
-        let (alone, meetings) =
-            (sharing.alone_fwd_us + sharing.alone_bwd_us, sharing.collective_fwd_us + sharing.collective_bwd_us);
+        stage.weight_grad_us.map_or(String::new(), |us| format!(" ({} for weight gradients)", quantity::duration(us)));
+    let shared = stage.tensor_parallel.as_ref().map_or(String::new(), |sharing| {
+        let (alone, meetings) = (
+            sharing.unsharded_fwd_us + sharing.unsharded_bwd_us,
+            sharing.collective_fwd_us + sharing.collective_bwd_us,
+        );
         let [alone, meetings] = [alone, meetings].map(quantity::duration);
         format!("tensor parallel, degree {}: {alone} on one device, {meetings} for collectives\n", stage.degree())
     });

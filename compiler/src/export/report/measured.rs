@@ -123,7 +123,7 @@ fn stages(total: &Value) -> Vec<MeasuredStage> {
             stage: u32::try_from(value.get("stage")?.as_u64()?).ok()?,
             fwd_us: time("fwd_us")?,
             bwd_us: time("bwd_us")?,
-            held_bytes: value.get("held_bytes")?.as_u64()?,
+            peak_memory_bytes: value.get("peak_memory_bytes")?.as_u64()?,
         })
     };
     list.map(|list| list.iter().filter_map(one).collect()).unwrap_or_default()
@@ -251,7 +251,7 @@ fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
             continue;
         }
         let held = measured.stages.iter().filter(|found| beside.clone().any(|other| other == found.stage as usize));
-        let Some(held) = held.map(|found| found.held_bytes).max() else { continue };
+        let Some(held) = held.map(|found| found.peak_memory_bytes).max() else { continue };
         let planned = beside.clone().fold(0u64, |sum, other| sum.saturating_add(plan.stages[other].memory.total));
         let names: Vec<String> = beside.by_ref().map(|other| other.to_string()).collect();
         let what = match &names[..] {
@@ -272,10 +272,10 @@ mod tests {
         let line = |loss: f64, seconds: f64| {
             format!("{{\"step\":0,\"loss\":{loss},\"seconds\":{seconds},\"samples_per_s\":1.0}}\n")
         };
-        let total = "{\"total\":{\"stages\":[{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"held_bytes\":7}]}}\n";
+        let total = "{\"total\":{\"stages\":[{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"peak_memory_bytes\":7}]}}\n";
         let read_back = read(&(line(2.0, 0.5) + &line(1.0, 0.75) + total)).unwrap();
         assert_eq!(read_back.steps, [(2.0, 0.5), (1.0, 0.75)]);
-        assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, held_bytes: 7 }]);
+        assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, peak_memory_bytes: 7 }]);
         assert_eq!(steps(&read_back), [0.5e6, 0.25e6]);
         assert_eq!(read(""), Err(MetricsError::Empty));
         assert_eq!(read("{\"loss\":1}"), Err(MetricsError::Field { line: 1, field: "seconds" }));

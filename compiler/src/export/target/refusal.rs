@@ -51,8 +51,9 @@ impl Refusal {
             "torchtitan" | "megatron" | "deepspeed" => target,
             _ => "torch",
         };
-        let made =
-            |flags: &str| Some(format!("`pipec partition MODEL --target {target}{flags}` makes a plan that fits"));
+        let made = |flags: &str| {
+            Some(format!("`pipec partition MODEL --target {target}{flags}` writes a plan that the target supports"))
+        };
         match self {
             Refusal::Instance | Refusal::Model { .. } => None,
             // A pipeline with a flush and a single micro-batch would be sequential.

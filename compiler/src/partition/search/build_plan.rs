@@ -96,7 +96,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         outputs: tensors,
         sent: tensors,
         arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
-        put_by: sum(&mut graph.ops.iter().map(|op| op.joint_bytes)),
+        batched_grads: sum(&mut graph.ops.iter().map(|op| op.batched_grad_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::pending_weight_grad_bytes)),
     };
     let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
@@ -186,7 +186,7 @@ pub fn pending_weight_grads(problem: &Problem, shape: &Shape, caps: &[u32]) -> V
     in_flight::pending_weight_grads(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
 }
 
-/// The memory of each stage; `holdings` are its memory terms, `caps` the in-flight caps, and `pending_weight_grads` the pending weight
+/// The memory of each stage; `holdings` are its memory terms, `caps` the in-flight limits, and `pending_weight_grads` the pending weight
 /// gradients.
 pub fn memory(
     problem: &Problem,
@@ -221,8 +221,8 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
         let pace = pace(problem, spot, leaf.replicas);
         let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
         let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
-        let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_us.is_some());
-        let weight_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
+        let is_known = leaf.ops.iter().any(|&op| ops[op as usize].weight_grad_us.is_some());
+        let weight_grad_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {
@@ -243,13 +243,13 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
             modules,
             replicas: leaf.replicas,
             tensor_degree: None,
-            sharing: None,
+            tensor_parallel: None,
             choices: Vec::new(),
             devices: (spot.first..spot.first + leaf.replicas).collect(),
             recompute: spot.recompute,
             fwd_us,
             bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
-            weight_us: is_known.then_some(weight_us),
+            weight_grad_us: is_known.then_some(weight_grad_us),
             buckets: match leaf.replicas > 1 && problem.schedule.trains() {
                 true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
                 false => Vec::new(),

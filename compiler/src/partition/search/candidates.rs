@@ -34,7 +34,7 @@ pub struct PlanCandidate {
     pub name: &'static str,
     pub shape: Shape,
     pub minibatch_us: f64,
-    /// In-flight caps, published or given.
+    /// In-flight limits, published or given.
     pub caps: Vec<u32>,
     /// Pending weight gradients per stage; empty if backwards are not split.
     pub pending_weight_grads: Vec<u32>,

@@ -24,7 +24,7 @@ pub struct Statement<'a> {
     pub partitioner: &'a str,
     pub budget: Option<u64>,
     pub seed: u64,
-    /// In-flight caps and simulated time of the chosen candidate.
+    /// In-flight limits and simulated time of the chosen candidate.
     pub played: &'a Played,
     pub is_played: bool,
     /// The problem over fused ops, as searched.
@@ -109,7 +109,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
     };
     let checked = verify::check(problem, &plan)?;
     plan.predicted.bottleneck = match held {
-        Some(held) => format!("{held}; without them {}", checked.bottleneck),
+        Some(held) => format!("{held}; with higher limits: {}", checked.bottleneck),
         None => checked.bottleneck,
     };
     if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + verify::TOLERANCE) {
@@ -189,7 +189,7 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     slowest_op_us(problem, &stage_cost::levels(&problem.cluster)[0]).max(spread)
 }
 
-/// Returns whether the simulated time equals the closed form, up to the loss that in-flight caps may cause.
+/// Returns whether the simulated time equals the closed form, up to the loss that in-flight limits may cause.
 fn is_near(played_us: f64, objective_us: f64) -> bool {
     played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
 }

@@ -1,10 +1,10 @@
-//! The best plan with a fixed number of stages, for users who fix replicas, cuts or in-flight caps.
+//! The best plan with a fixed number of stages, for users who fix replicas, cuts or in-flight limits.
 //!
 //! ```text
 //! H(t, i, w) = min over j, m of  max( T(i..j, m) if it fits,  H(t - 1, j, w - m) )
 //! ```
 //!
-//! t counts stages from the end, so the workers after a stage, and hence its in-flight cap and memory, are known.
+//! t counts stages from the end, so the workers after a stage, and hence its in-flight limit and memory, are known.
 //! Stages need not fill whole groups; a cluster of several levels counts as one level at its slowest bandwidth.
 
 use crate::partition::dp::nested_partition::Shape;

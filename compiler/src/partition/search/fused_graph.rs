@@ -95,8 +95,8 @@ impl<'a> FusedGraph<'a> {
                 sum.unsaved |= cost.unsaved && (goes[op] || members.len() == 1);
             }
             for op in members.iter().filter(|op| **op != self.leaders[at]).map(|&op| &self.full.ops[op as usize]) {
-                if sum.weight_us.is_some() || op.weight_us.is_some() {
-                    sum.weight_us = Some(sum.weight_part_us() + op.weight_part_us());
+                if sum.weight_grad_us.is_some() || op.weight_grad_us.is_some() {
+                    sum.weight_grad_us = Some(sum.weight_part_us() + op.weight_part_us());
                 }
                 sum.fwd_us += op.fwd_us;
                 sum.bwd_us += op.bwd_us;
@@ -105,7 +105,7 @@ impl<'a> FusedGraph<'a> {
                 sum.fed_bytes += op.fed_bytes;
                 sum.reads_as_it_makes |= op.reads_as_it_makes;
                 sum.is_view &= op.is_view;
-                sum.joint_bytes += op.joint_bytes;
+                sum.batched_grad_bytes += op.batched_grad_bytes;
             }
             if members.len() > 1 {
                 let needs = Needs::by(|place| {
@@ -114,7 +114,7 @@ impl<'a> FusedGraph<'a> {
                 });
                 let most = |bytes: &[u64]| members.iter().map(|&op| bytes[op as usize]).max().unwrap_or(0);
                 sum.joined = Some(Box::new(Members { needs, largest: most(&largest), needed: most(&needed) }));
-                (sum.workspace_bytes, sum.joint_workspace_bytes, sum.live) = (0, 0, Live::default());
+                (sum.workspace_bytes, sum.batched_grad_workspace_bytes, sum.live) = (0, 0, Live::default());
             }
             ops.push(sum);
         }

@@ -1,4 +1,4 @@
-//! Chooses in-flight caps: more micro-batches in flight reduce idle time but cost memory for saved activations and
+//! Chooses in-flight limits: more micro-batches in flight reduce idle time but cost memory for saved activations and
 //! weight versions, and increase staleness.
 //!
 //! The search starts from the published rule, or from the round-trip time of a micro-batch if transfers make that

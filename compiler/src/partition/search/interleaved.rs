@@ -43,7 +43,7 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
         || matches!(problem.in_flight, InFlight::Given(_))
     {
         return unmet(
-            "`--cut-after`, `--pin` and in-flight caps cannot be combined with a schedule of several stages per rank"
+            "`--cut-after`, `--pin` and in-flight limits cannot be combined with a schedule of several stages per rank"
                 .to_string(),
         );
     }

@@ -234,7 +234,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientB
                 let end = ArenaPosition { first: is_first[op], last: can_be[op].last };
                 run.arena = run.arena.max(needs[op].at(end));
                 forward_us += graph.ops[op].fwd_us;
-                run.put_by += graph.ops[op].joint_bytes;
+                run.batched_grads += graph.ops[op].batched_grad_bytes;
             }
             run.passed = passing.bytes(run.inputs, forward_us);
             table[from * places + to] = run;

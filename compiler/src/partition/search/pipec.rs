@@ -26,7 +26,7 @@ pub struct Rules {
     pub replicas: Option<Vec<u32>>,
     /// Replica count common to all stages.
     pub equal: Option<u32>,
-    /// In-flight caps of each stage; requires `stages`.
+    /// In-flight limits of each stage; requires `stages`.
     pub caps: Option<Vec<u32>>,
     /// Ops with the stage they are pinned to; requires `stages`.
     pub pins: Vec<(u32, usize)>,

@@ -48,7 +48,7 @@ pub struct RangeCosts<'a> {
     /// For each `Way`: ops ranked by their arena bytes inside a range.
     by_arena: [Ranking; 4],
     /// Bytes buffered for batched weight gradients.
-    put_by: Vec<u64>,
+    batched_grads: Vec<u64>,
 }
 
 /// The ops between two nested down-sets: a possible stage.
@@ -90,7 +90,7 @@ impl<'a> RangeCosts<'a> {
             summed: vec![0; count],
             masters: vec![0; count],
             terms: vec![0; count],
-            put_by: vec![0; count],
+            batched_grads: vec![0; count],
             saved: vec![0; count],
             halves: vec![0; count],
             passing,
@@ -137,7 +137,7 @@ impl<'a> RangeCosts<'a> {
             places.summed[set] = sum(places.summed[base], &|op| own[op][1]);
             places.masters[set] = sum(places.masters[base], &|op| own[op][2]);
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
-            places.put_by[set] = sum(places.put_by[base], &|op| graph.ops[op].joint_bytes);
+            places.batched_grads[set] = sum(places.batched_grads[base], &|op| graph.ops[op].batched_grad_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].pending_weight_grad_bytes());
             let time =
@@ -268,7 +268,7 @@ impl<'a> RangeCosts<'a> {
             sent,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
             arena: self.arena(from, to, &span),
-            put_by: self.put_by[to] - self.put_by[from],
+            batched_grads: self.batched_grads[to] - self.batched_grads[from],
         };
         Run {
             is_first: from == 0,

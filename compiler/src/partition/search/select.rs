@@ -1,6 +1,6 @@
 //! Final selection: simulates the best candidates and chooses the plan.
 //!
-//! The searches assume the in-flight caps of the schedule's rule. If these caps keep the busiest stage waiting and
+//! The searches assume the in-flight limits of the schedule's rule. If these caps keep the busiest stage waiting and
 //! memory does not allow higher ones, other partitions with more free memory may be faster. So the search is repeated
 //! with memory reserved for more in-flight micro-batches, while the estimate is below the simulated time.
 

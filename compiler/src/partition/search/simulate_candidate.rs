@@ -1,4 +1,4 @@
-//! Simulates a candidate: chooses its in-flight caps and runs its schedule.
+//! Simulates a candidate: chooses its in-flight limits and runs its schedule.
 //!
 //! The searches compare plans with the closed-form cost model. It ignores that caps may keep the busiest stage waiting,
 //! and it assumes the fill and drain time of 1F1B with equal stages. The predicted time T of a plan is therefore:
@@ -22,8 +22,8 @@ use crate::simulate::inference;
 use crate::simulate::one_f_one_b_rr::Steady;
 use crate::simulate::step_time;
 
-/// Text of the bottleneck if in-flight caps keep the busiest stage waiting.
-const HELD: &str = "the in-flight caps";
+/// Text of the bottleneck if in-flight limits keep the busiest stage waiting.
+const HELD: &str = "the in-flight limits";
 
 /// Text of the bottleneck if transfers do; a transfer waits until the buffer of an earlier one is free.
 const WAITS: &str = "waiting for transfers";
@@ -101,7 +101,7 @@ pub fn played(
     // A pipeline too large for a full simulation uses the steady-state result.
     let mut us = program.unwrap_or(by_steady);
     if is_auto && !is_starved && program.is_some() && objective_us < in_flight::ENOUGH * us {
-        // The schedule waits although the steady state did not; higher caps may help.
+        // The schedule waits although the steady state did not; higher limits may help.
         let programmed = |_: &[Stage], _: &[Edge], caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
         let more = in_flight::more(problem, shape, spots, &played.caps, &programmed);
         if more.share > 0.0 {
@@ -113,9 +113,9 @@ pub fn played(
         played.minibatch_us = us;
         if is_starved || played.lacks_memory {
             let (which, why) = match (is_auto, played.lacks_memory) {
-                (true, true) => ("with this memory limit, the", ", which memory keeps low"),
+                (true, true) => ("with this memory limit, the", ", restricted by memory"),
                 (true, false) => ("the", ""),
-                (false, _) => ("these", ", which are given"),
+                (false, _) => ("these", ", set by `--in-flight`"),
             };
             played.warning = Some(efficiency_warning(which, percent(us)));
             played.held = Some(format!("{HELD}{why}"));
@@ -131,7 +131,7 @@ pub fn played(
 }
 
 fn efficiency_warning(which: &str, percent: f64) -> String {
-    format!("{which} in-flight caps reach {percent:.0} % of the ideal throughput")
+    format!("{which} in-flight limits reach {percent:.0} % of the ideal throughput")
 }
 
 fn pipeline(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Option<Pipeline> {

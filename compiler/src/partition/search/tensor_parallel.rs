@@ -2,7 +2,7 @@
 //!
 //! A group of t devices is treated as one device with the per-device time and memory of its sharded ops
 //! (`profile/shared.rs`); the innermost level then has a t-th of its members (`plan/groups.rs`). All planning features
-//! apply unchanged: replicas, several servers, recomputation, in-flight caps, schedules. The result is expanded to all
+//! apply unchanged: replicas, several servers, recomputation, in-flight limits, schedules. The result is expanded to all
 //! devices and verified, and the best degree wins.
 //!
 //! All stages of a plan use the same degree, which is what the runtime and the export targets support.
@@ -150,7 +150,7 @@ fn of_groups(
     plan.cluster.levels = problem.cluster.levels.clone();
     plan.cluster.devices = problem.cluster.devices();
     for stage in &mut plan.stages {
-        *stage = Stage { sharing: Some(sharing(problem, costs, stage)), ..whole(stage, costs.devices) };
+        *stage = Stage { tensor_parallel: Some(sharing(problem, costs, stage)), ..whole(stage, costs.devices) };
     }
     plan.baselines = baselines(problem, options, plan.predicted.minibatch_us);
     plan.predicted.busiest_link = None;
@@ -171,8 +171,8 @@ fn sharing(problem: &Problem, costs: &TensorParallelCosts, stage: &Stage) -> Ten
     let sum = |us: &dyn Fn(usize) -> f64| stage.op_ids().map(|op| us(op as usize)).sum::<f64>();
     let ops = &problem.graph.ops;
     TensorParallelCost {
-        alone_fwd_us: sum(&|op| ops[op].fwd_us),
-        alone_bwd_us: sum(&|op| ops[op].bwd_us),
+        unsharded_fwd_us: sum(&|op| ops[op].fwd_us),
+        unsharded_bwd_us: sum(&|op| ops[op].bwd_us),
         collective_fwd_us: sum(&|op| costs.meetings[op][0]),
         collective_bwd_us: sum(&|op| costs.meetings[op][1]),
     }

@@ -174,7 +174,8 @@ fn classes(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let classes = &plan.cluster.classes;
     let held: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
     if !classes.is_empty() && held != u64::from(plan.cluster.devices) {
-        let what = format!("the device classes hold {held} devices, the cluster states {}", plan.cluster.devices);
+        let what =
+            format!("the device classes have {held} devices in total, the cluster states {}", plan.cluster.devices);
         faults.push(PlanFault::Schedule { what });
     }
     class_memory(classes, plan, faults);

@@ -6,13 +6,13 @@ pub enum PlanFault {
     NoStages,
     #[error("stages[{index}] has id {id}")]
     Id { index: usize, id: u32 },
-    #[error("stage {stage}: op range [{from}, {to}) is empty, out of order, or beyond the {ops} ops of the model")]
+    #[error("stage {stage}: op range [{from}, {to}) is empty, out of order, or exceeds the {ops} ops of the model")]
     Range { stage: usize, from: u32, to: u32, ops: usize },
     #[error("op {op} is in {count} stages")]
     Coverage { op: usize, count: u32 },
     #[error("op {op} is in stage {stage}, but op {with}, which must be in the same stage, is in stage {other}")]
     Apart { op: usize, stage: usize, with: u32, other: usize },
-    #[error("tensor `{tensor}` goes from stage {from} back to stage {to}")]
+    #[error("tensor `{tensor}` flows backward from stage {from} to stage {to}")]
     Backward { tensor: String, from: usize, to: usize },
     #[error("stage {stage}: {what}")]
     Devices { stage: usize, what: String },

@@ -157,9 +157,9 @@ fn single(plan: &Plan, faults: &mut Vec<PlanFault>) {
     let items = if is_whole { f64::from(plan.schedule.microbatches.max(1)) } else { 1.0 };
     let (mut forward, mut all) = (0.0, 0.0);
     for stage in &plan.stages {
-        if let Some(sharing) = &stage.sharing {
-            forward += sharing.alone_fwd_us;
-            all += sharing.alone_fwd_us + sharing.alone_bwd_us;
+        if let Some(sharing) = &stage.tensor_parallel {
+            forward += sharing.unsharded_fwd_us;
+            all += sharing.unsharded_fwd_us + sharing.unsharded_bwd_us;
             continue;
         }
         let again = if stage.recompute { stage.fwd_us } else { 0.0 };

@@ -241,24 +241,24 @@ fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Ve
         found[stage].iter_mut().zip(all).for_each(|(sum, us)| *sum += us);
     }
     for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
-        let said = match (&stage.sharing, stage.degree() > 1) {
+        let said = match (&stage.tensor_parallel, stage.degree() > 1) {
             (None, false) => continue,
             (Some(said), true) => {
-                [said.alone_fwd_us, said.alone_bwd_us, said.collective_fwd_us, said.collective_bwd_us]
+                [said.unsharded_fwd_us, said.unsharded_bwd_us, said.collective_fwd_us, said.collective_bwd_us]
             }
             (said, is_shared) => {
-                let describe = |is: bool| if is { "sharing times" } else { "none" }.to_string();
-                let what = format!("sharing of stage {at}");
+                let describe = |is: bool| if is { "tensor-parallel times" } else { "none" }.to_string();
+                let what = format!("tensor_parallel of stage {at}");
                 faults.push(PlanFault::Figure { what, said: describe(said.is_some()), found: describe(is_shared) });
                 continue;
             }
         };
-        for (name, (said, found)) in ["alone_fwd_us", "alone_bwd_us", "collective_fwd_us", "collective_bwd_us"]
+        for (name, (said, found)) in ["unsharded_fwd_us", "unsharded_bwd_us", "collective_fwd_us", "collective_bwd_us"]
             .into_iter()
             .zip(said.into_iter().zip(found))
         {
             if differs(said, found) {
-                let what = format!("sharing.{name} of stage {at}");
+                let what = format!("tensor_parallel.{name} of stage {at}");
                 faults.push(PlanFault::Figure { what, said: said.to_string(), found: found.to_string() });
             }
         }
@@ -450,8 +450,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let replicas = plan.stages[stage].replicas.max(1);
         let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
         let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
-        let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
-        batched_grad_bytes[stage] += if is_joint { op.joint_bytes } else { 0 };
+        let scratch =
+            if is_joint { op.workspace_bytes.max(op.batched_grad_workspace_bytes) } else { op.workspace_bytes };
+        batched_grad_bytes[stage] += if is_joint { op.batched_grad_bytes } else { 0 };
         let is_split =
             plan.schedule.pending_weight_grads.get(stage).is_some_and(|&pending| pending > 0) && received[stage] > 0;
         let live = if is_split { op.live.split } else { op.live.whole };
@@ -544,7 +545,7 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
         forward[stage] += op.fwd_us;
         backward[stage] += op.bwd_us;
         // Ops without a measured weight-gradient time count with half of their backward.
-        weights[stage] += match op.weight_us {
+        weights[stage] += match op.weight_grad_us {
             Some(part) => part,
             None => 0.5 * op.bwd_us,
         };
@@ -564,12 +565,12 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
                 faults.push(PlanFault::Schedule { what });
             }
         }
-        // `weight_us` is optional: older plans do not state it.
-        let said_of_weights = stage.weight_us.unwrap_or(weights[at]);
+        // `weight_grad_us` is optional: older plans do not state it.
+        let said_of_weights = stage.weight_grad_us.unwrap_or(weights[at]);
         for (name, said, found) in [
             ("fwd_us", stage.fwd_us, forward[at]),
             ("bwd_us", stage.bwd_us, backward[at]),
-            ("weight_us", said_of_weights, weights[at]),
+            ("weight_grad_us", said_of_weights, weights[at]),
         ] {
             if differs(said, found) {
                 let what = format!("{name} of stage {at}");

@@ -43,7 +43,7 @@ pub enum Fault {
     NoVersion(Version),
     #[error("slot {} is in use, or there is no Wait yet for a Send of its content", .0.0)]
     SlotTaken(Slot),
-    #[error("slot {} does not hold micro-batch {}", .slot.0, .item.0)]
+    #[error("slot {} does not contain micro-batch {}", .slot.0, .item.0)]
     SlotEmpty { slot: Slot, item: MicrobatchId },
     #[error("slot: the forward used slot {}, this backward uses {}", .forward.0, .found.0)]
     OtherSlot { found: Slot, forward: Slot },

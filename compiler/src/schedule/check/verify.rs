@@ -52,7 +52,7 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     }
     let is_empty = |stage: &ProgramStage| stage.replicas == 0 || stage.cap == 0 || stage.buckets == 0;
     if program.stages.is_empty() || program.stages.iter().any(is_empty) {
-        let expected = "at least one stage, each with replicas, an in-flight cap and buckets of at least 1";
+        let expected = "at least one stage, each with replicas, an in-flight limit and buckets of at least 1";
         return wrong(format!("expected {expected}"));
     }
     let ranks: Vec<RankId> = program.stages.iter().map(|stage| stage.rank).collect();

@@ -1,4 +1,4 @@
-//! Forward only, items round-robin over the replicas. The in-flight cap bounds outputs that are not received yet.
+//! Forward only, items round-robin over the replicas. The in-flight limit bounds outputs that are not received yet.
 
 use crate::plan::schedule::Schedule;
 use crate::schedule::list_scheduler::{Choice, play};

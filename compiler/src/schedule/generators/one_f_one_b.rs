@@ -2,7 +2,7 @@
 //!
 //! The gradient is exactly that of the unpipelined minibatch. On a straight pipeline of p stages, stage i starts with
 //! min(p − i − 1, M) forwards. It holds at most p − i items (Megatron-LM, Narayanan et al., SC 2021, section 2.2.1).
-//! The in-flight caps give the same, and also work for unequal replica counts.
+//! The in-flight limits give the same, and also work for unequal replica counts.
 
 use crate::plan::schedule::Schedule;
 use crate::schedule::list_scheduler::{Choice, play};

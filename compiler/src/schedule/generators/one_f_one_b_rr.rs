@@ -3,7 +3,7 @@
 //!
 //! The paper starts each stage with a closed-form number of warm-up forwards. With unequal replica counts that starves
 //! the pipeline (1-3-1 reaches half of the ideal throughput). Here the order comes from the list scheduler,
-//! work-conserving and with an in-flight cap per stage. The cap is part of the semantics: it determines the versions
+//! work-conserving and with an in-flight limit per stage. The cap is part of the semantics: it determines the versions
 //! (see [`semantics`](crate::schedule::semantics)). With [`published_caps`](crate::schedule::published_caps), a
 //! straight pipeline gets exactly the published program.
 
