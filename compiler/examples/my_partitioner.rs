@@ -9,7 +9,8 @@
 
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
-use compiler::partition::planner::{Partitioner, PlannerOptions, plan};
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::{PlannerOptions, plan};
 use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::profile::cost_graph::CostGraph;

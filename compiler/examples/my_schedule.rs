@@ -84,7 +84,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 mod tests {
     use super::*;
     use compiler::plan::schedule::Schedule;
-    use compiler::schedule::scheduler::schedule;
+    use compiler::schedule::generators::schedule;
 
     #[test]
     fn its_ends_are_the_published_schedules() {

@@ -21,7 +21,7 @@
 //! use compiler::profile::ProfiledModel;
 //! use compiler::schedule::pipeline::{pipeline, generated};
 //! use compiler::schedule::semantics::StepCount;
-//! use compiler::schedule::scheduler::schedule;
+//! use compiler::schedule::generators::schedule;
 //! use compiler::schedule::{check::verify::check, formats::chart::chart};
 //! use compiler::simulate::run::{Machine, simulate};
 //!

@@ -32,7 +32,6 @@ pub mod list_scheduler;
 pub mod lower;
 pub mod pipeline;
 pub mod resume;
-pub mod scheduler;
 pub mod semantics;
 pub mod shape;
 pub mod version_lifetime;

@@ -7,14 +7,15 @@ mod random;
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
-use compiler::partition::planner::{Partitioner, PlanError, PlannerOptions, plan};
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::{PlanError, PlannerOptions, plan};
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Edge, Plan, Stage};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline, pipeline_of};
-use compiler::schedule::scheduler::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
 use compiler::simulate::run::{Machine, simulate};

@@ -10,7 +10,7 @@ use crate::plan::optimizer::Optimizer;
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
-use compiler::partition::planner::Partitioner;
+use compiler::partition::partitioners::Partitioner;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::schedule::Schedule;

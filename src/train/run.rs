@@ -29,7 +29,7 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::import::import::Batch;
 use compiler::op::Op;
-use compiler::partition::planner::Partitioner;
+use compiler::partition::partitioners::Partitioner;
 use compiler::pass::loss::{IGNORED, attach};
 use compiler::plan::Plan;
 use compiler::plan::schedule::Schedule;

@@ -3,7 +3,7 @@
 
 use crate::support::shared::data;
 use assert_cmd::Command;
-use compiler::export::target::table::TARGETS;
+use compiler::export::target::TARGETS;
 use compiler::import::onnx::proto::ModelProto;
 use compiler::schedule::formats::csv::ComputeTable;
 use compiler::tensor::Tensor;

@@ -5,7 +5,8 @@ use crate::support::problems::{Random, chain, parallel, random_graph, transforme
 use compiler::cluster::read::levels;
 use compiler::import::onnx::proto::{ModelProto, NodeProto};
 use compiler::import::pipedream;
-use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::{Planned, PlannerOptions, plan};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::read::to_json;
 use compiler::profile::cost_graph::{CostGraph, OpId};
@@ -71,7 +72,7 @@ fn plans_on_two_and_three_levels_are_bounded() {
         let free = us(&with(&flat, Partitioner::Exhaustive));
         let best = whole_groups.min(free);
         assert!(same(us(&ours), best), "seed {seed}: {} of {best}", us(&ours));
-        for partitioner in Partitioner::ALL {
+        for partitioner in Partitioner::all() {
             let bound = with(&problem, partitioner).plan.lower_bound_us;
             assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound {bound} above {best}");
         }

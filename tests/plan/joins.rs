@@ -6,7 +6,8 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::graph::{Graph, Origin, Output};
 use compiler::op::{Binary, Input, MatMul, Op, Parameter, Transpose, Unary, Value};
-use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::{PlanError, Planned, PlannerOptions, plan};
 use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::cost_graph;
 use compiler::plan::check::error::PlanFault;
@@ -93,7 +94,7 @@ fn several_ways_in_and_out_are_planned() {
         for cost in [CostModel::Paper, CostModel::Pipedream] {
             let mut problem = Problem::new(graph.clone(), levels(cluster).unwrap(), cost);
             problem.activation_compression = Some(1.0);
-            for partitioner in Partitioner::ALL {
+            for partitioner in Partitioner::all() {
                 let found = with(&problem, partitioner).unwrap().plan;
                 let mut held: Vec<u32> = found.stages.iter().flat_map(|stage| stage.op_ids()).collect();
                 held.sort_unstable();
@@ -202,7 +203,7 @@ fn every_plan_keeps_what_joins_together_and_none_beats_exhaustive() {
         problem.in_flight = InFlight::Pipedream;
         let best = with(&problem, Partitioner::Exhaustive).unwrap().plan;
         assert!(best.proven_optimal);
-        for partitioner in Partitioner::ALL {
+        for partitioner in Partitioner::all() {
             let found = with(&problem, partitioner).unwrap().plan;
             let (us, least) = (found.predicted.minibatch_us, best.predicted.minibatch_us);
             assert!(us >= least * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");

@@ -6,7 +6,8 @@ use compiler::cluster::Bytes;
 use compiler::cluster::read::{gpus, levels};
 use compiler::cluster::unit::bandwidth;
 use compiler::import::pipedream;
-use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::{PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::Plan;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -102,7 +103,7 @@ fn nothing_beats_exhaustive_and_pipec_ties_it() {
         let problem = random_problem(&mut random, kind, 8, FLAT);
         let best = with(&problem, Partitioner::Exhaustive).unwrap();
         assert!(best.plan.proven_optimal);
-        for partitioner in Partitioner::ALL {
+        for partitioner in Partitioner::all() {
             let other = with(&problem, partitioner).unwrap();
             assert!(us(&other) >= us(&best) * (1.0 - 1e-9), "seed {seed}: {partitioner:?} beats exhaustive");
             assert!(other.plan.lower_bound_us <= us(&best) * (1.0 + 1e-9), "seed {seed}: {partitioner:?} bound");
@@ -443,7 +444,7 @@ fn edges_of_the_question_are_answered() {
     let one = |cluster: &str| Problem::new(chain(1 + 1), levels(cluster).unwrap(), CostModel::Pipedream);
     let mut idle = one("4:1GB/s");
     idle.graph.ops.iter_mut().for_each(|op| (op.fwd_us, op.bwd_us) = (0.0, 0.0));
-    for partitioner in Partitioner::ALL {
+    for partitioner in Partitioner::all() {
         let found = with(&idle, partitioner).unwrap().plan;
         assert!(found.predicted.throughput_per_s.is_finite());
         assert_eq!(with(&one("1:1GB/s"), partitioner).unwrap().plan.stages.len(), 1);

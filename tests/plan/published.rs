@@ -3,7 +3,7 @@
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::verify::check;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
-use compiler::schedule::scheduler::schedule;
+use compiler::schedule::generators::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, RankId, ScheduleError, StageSpec};
 use compiler::simulate::Timeline;

@@ -6,7 +6,8 @@ use crate::support::problems::{Random, random_graph};
 use compiler::cluster::device::find;
 use compiler::cluster::read::levels;
 use compiler::cluster::{Bytes, DeviceClass};
-use compiler::partition::planner::{Partitioner, PlanError, PlannerOptions, plan};
+use compiler::partition::partitioners::Partitioner;
+use compiler::partition::planner::{PlanError, PlannerOptions, plan};
 use compiler::plan::check::figures::figures;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
@@ -90,7 +91,7 @@ fn question(seed: u64) -> (Problem, Partitioner) {
         constraints.target = Some(Target::ALL[random.below(4) as usize]);
     }
     let partitioner = match random.below(3) {
-        0 => Partitioner::ALL[random.below(Partitioner::ALL.len() as u64) as usize],
+        0 => Partitioner::all().nth(random.below(Partitioner::all().count() as u64) as usize).unwrap(),
         _ => Partitioner::Pipec,
     };
     (problem, partitioner)

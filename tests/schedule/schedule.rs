@@ -10,7 +10,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::schedule::action::Phase;
 use compiler::schedule::check::error::CheckError;
 use compiler::schedule::check::verify::check;
-use compiler::schedule::scheduler::schedule;
+use compiler::schedule::generators::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{
     Bucket, Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Slot, StageSpec, Token, Version,

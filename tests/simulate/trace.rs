@@ -5,7 +5,7 @@ use compiler::export::trace::perfetto::{self, BEGIN, BYTES, COUNTER, END};
 use compiler::export::trace::{Form, Trace};
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::Pipeline;
-use compiler::schedule::scheduler::schedule;
+use compiler::schedule::generators::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{Activity, Span, Timeline, Track};

@@ -1,7 +1,7 @@
 //! Exports a plan to the formats of other tools.
 //!
 //! A target converts an [`ExportInput`] to a [`Bundle`] of files, or returns a `Refusal`: features that a tool does not
-//! support are never dropped silently. `table` lists the targets, one file each. `fit` has shared checks of a plan,
+//! support are never dropped silently. [`TARGETS`] lists the targets, one file each. `fit` has shared checks of a plan,
 //! `orders` the schedule as a table, `layers` the stages as module lists. Names come from untrusted files: they are
 //! written as escaped data and never used as file names.
 
@@ -17,7 +17,6 @@ pub mod orders;
 pub mod payloads;
 pub mod pipedream;
 pub mod refusal;
-pub mod table;
 pub mod torch;
 pub mod torchtitan;
 
@@ -26,6 +25,30 @@ use crate::plan::Plan;
 use crate::profile::cost_graph::CostGraph;
 use crate::schedule::formats::csv::ComputeTable;
 use std::path::Path;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    pub name: &'static str,
+    pub about: &'static str,
+    pub need: Need,
+    pub write: fn(&ExportInput<'_>) -> Result<Bundle, refusal::Refusal>,
+}
+
+#[rustfmt::skip]
+pub const TARGETS: [Entry; 8] = [
+    Entry { name: "deepspeed", about: "a file: the parts list of a PipelineModule", need: Need::Plan, write: deepspeed::write },
+    Entry { name: "dot", about: "a file: the stages as a Graphviz graph", need: Need::Plan, write: dot::write },
+    Entry { name: "megatron", about: "a file: the arguments with the pipeline layout string", need: Need::Plan, write: megatron::write },
+    Entry { name: "onnx", about: "a file, or a folder where weights are large: the model with the stage of every node", need: Need::Model, write: onnx::write },
+    Entry { name: "onnx-stages", about: "a folder: one ONNX model for each stage", need: Need::Model, write: onnx_stages::write },
+    Entry { name: "pipedream", about: "a folder: graph.txt with stages, and the runtime's configuration", need: Need::Costs, write: pipedream::write },
+    Entry { name: "torch", about: "a folder: a training script for torchrun and torch.distributed.pipelining", need: Need::Plan, write: torch::write },
+    Entry { name: "torchtitan", about: "a folder: module_fqns_per_model_part and the schedule as a table", need: Need::Plan, write: torchtitan::write },
+];
+
+pub fn find(name: &str) -> Option<&'static Entry> {
+    TARGETS.iter().find(|entry| entry.name == name)
+}
 
 #[derive(Clone, Copy, Debug)]
 pub struct ExportInput<'a> {

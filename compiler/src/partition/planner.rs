@@ -5,15 +5,12 @@
 //! missing bytes and the smallest limit that would be enough. If a graph has too many down-sets, or a linear order too
 //! many cuts, planning falls back to linear orders or groups of ops. The plan then has a warning.
 
-use crate::partition::baselines::enumerate;
 use crate::partition::bounds::lower_bound::Bounds;
-use crate::partition::bounds::min_memory;
 use crate::partition::explain::infeasible;
 use crate::partition::explain::infeasible::Infeasible;
 use crate::partition::heterogeneous::plan;
-use crate::partition::milp;
+use crate::partition::partitioners::{Partitioner, Request};
 use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchLimits, SearchResult, same};
-use crate::partition::search::downsets::Growth;
 use crate::partition::search::finish_plan;
 use crate::partition::search::finish_plan::Statement;
 use crate::partition::search::fused_graph::FusedGraph;
@@ -31,52 +28,6 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 pub const MAX_DEVICES: u32 = 4096;
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Partitioner {
-    /// The best of all searches: all down-sets, any number of devices, stages that need not fill whole groups.
-    #[default]
-    Pipec,
-    /// PipeDream's hierarchical partitioner; always uses all devices.
-    Pipedream,
-    /// Integer programs that improve the plan of `Pipec` or prove it optimal; one interconnect level only.
-    Milp,
-    /// Exhaustive enumeration, for small models.
-    Exhaustive,
-    /// One stage, replicated on every device.
-    DataParallel,
-    /// A straight pipeline with stages of about equal compute.
-    Uniform,
-    Single,
-}
-
-impl Partitioner {
-    pub const ALL: [Partitioner; 7] = [
-        Partitioner::Pipec,
-        Partitioner::Pipedream,
-        Partitioner::Milp,
-        Partitioner::Exhaustive,
-        Partitioner::DataParallel,
-        Partitioner::Uniform,
-        Partitioner::Single,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Partitioner::Pipec => "pipec",
-            Partitioner::Pipedream => "pipedream",
-            Partitioner::Milp => "milp",
-            Partitioner::Exhaustive => "exhaustive",
-            Partitioner::DataParallel => "data-parallel",
-            Partitioner::Uniform => "uniform",
-            Partitioner::Single => "single",
-        }
-    }
-
-    pub fn from_name(name: &str) -> Option<Partitioner> {
-        Partitioner::ALL.into_iter().find(|partitioner| partitioner.name() == name)
-    }
-}
 
 #[derive(Clone, Copy, Default)]
 pub struct PlannerOptions<'a> {
@@ -218,35 +169,9 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
     let problem = question.problem;
     let baselines = question.baselines();
     let is_pinned = is_pinned(problem);
-    let is_placed = problem.cost == CostModel::Pipec;
-    let ours = || match (is_placed, is_pinned) {
-        (true, _) => pipec_rules::found(question, &baselines),
-        (false, true) => question.pinned(),
-        (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
-    };
-    let mut found = match options.partitioner {
-        Partitioner::Milp | Partitioner::Exhaustive
-            if !problem.cluster.is_mixed() && min_memory::proves_none(problem) =>
-        {
-            ours()?
-        }
-        Partitioner::Milp => milp::solve::refine(question, ours()?, options.time_limit)?,
-        Partitioner::Exhaustive if is_placed && !is_pinned => {
-            let (candidate, states) = enumerate::every(question)?;
-            let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
-            let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
-            SearchResult { candidates: candidate.into_iter().collect(), states, proven_us, ..SearchResult::nothing() }
-        }
-        Partitioner::Pipec if problem.chunks > 1 => interleaved::found(question)?,
-        Partitioner::Pipec => ours()?,
-        _ if is_pinned => ours()?,
-        Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
-        Partitioner::Exhaustive => question.exhaustive()?,
-        Partitioner::Single => SearchResult::of(baselines[0].clone()),
-        Partitioner::DataParallel => SearchResult::of(baselines[1].clone()),
-        Partitioner::Uniform => SearchResult::of(baselines[2].clone()),
-    };
-    let is_ours = options.partitioner == Partitioner::Pipec && is_placed && !is_pinned;
+    let request = Request { question, baselines: &baselines, time_limit: options.time_limit, is_pinned };
+    let mut found = (options.partitioner.row().find)(&request)?;
+    let is_ours = options.partitioner == Partitioner::Pipec && problem.cost == CostModel::Pipec && !is_pinned;
     let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
     if is_ours && has_missed && question.among.is_alone() && !problem.constraints.no_replication {
         add_candidates_without_replication(question, &baselines, &mut found);

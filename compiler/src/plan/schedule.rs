@@ -1,7 +1,7 @@
 //! The schedules, one row of properties each. Costs, memory, checks and the simulator read properties, never names.
 //!
 //! To add a schedule: a variant and a row here, a generator in `schedule/generators/`, and its row in
-//! `schedule/scheduler.rs`.
+//! `schedule/generators.rs`.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

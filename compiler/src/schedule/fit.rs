@@ -75,7 +75,7 @@ mod tests {
     use crate::plan::schedule::Schedule;
     use crate::schedule::Edge;
     use crate::schedule::check::verify::check;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
 
     fn skipping() -> Pipeline {
         let mut pipeline = Pipeline::balanced(&[2, 1, 1], 2.0);

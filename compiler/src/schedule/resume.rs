@@ -108,7 +108,7 @@ mod tests {
     use super::*;
     use crate::plan::schedule::Schedule;
     use crate::schedule::Pipeline;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
     use crate::schedule::semantics::StepCount;
 
     fn program(name: Schedule, replicas: &[u32], minibatches: u32, microbatches: u32) -> Program {

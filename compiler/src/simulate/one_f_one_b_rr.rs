@@ -457,7 +457,7 @@ impl RuleSimulation {
 mod tests {
     use super::*;
     use crate::plan::schedule::Schedule;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
     use crate::schedule::semantics::StepCount;
     use crate::schedule::{Edge, published_caps};
     use crate::simulate::run::{Machine, simulate};

@@ -117,7 +117,7 @@ mod tests {
     use super::*;
     use crate::plan::schedule::Schedule;
     use crate::schedule::StageSpec;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
     use crate::schedule::semantics::StepCount;
     use crate::simulate::step_time::step_us;
 

@@ -8,7 +8,7 @@
 
 use crate::plan::schedule::Schedule;
 use crate::schedule::Pipeline;
-use crate::schedule::scheduler::schedule;
+use crate::schedule::generators::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::common_multiple;
 use crate::simulate::one_f_one_b_rr::Steady;

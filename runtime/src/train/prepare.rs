@@ -10,7 +10,7 @@ use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::check::error::CheckError;
 use compiler::schedule::check::verify::check;
-use compiler::schedule::scheduler::schedule;
+use compiler::schedule::generators::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, ScheduleError, StageSpec};
 use compiler::tensor::DType;

@@ -15,7 +15,7 @@ use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
 use crate::train::run::{RunOptions, StepDone, TrainError, TrainJob, Trained, run_tensor_parallel};
 use crate::train::tensor_shards::{ShardGatherer, dealt, joined, start_of};
 use compiler::graph::Graph;
-use compiler::schedule::scheduler::schedule;
+use compiler::schedule::generators::schedule;
 use compiler::schedule::{Pipeline, Program, ScheduleError};
 use compiler::tensor::Tensor;
 use compiler::tensor_parallel::cost::Machine;

@@ -4,7 +4,7 @@ use crate::cli::args::optimizer::{self, OptimizerName};
 use crate::cli::args::schedule;
 use clap::Args;
 use compiler::cluster::unit;
-use compiler::partition::planner::Partitioner;
+use compiler::partition::partitioners::Partitioner;
 use compiler::plan::groups::MOST as MAX_DEGREE;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::zero::{LEVELS, MOST};

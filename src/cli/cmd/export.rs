@@ -6,7 +6,7 @@ use crate::cli::screen::Screen;
 use clap::Args;
 use compiler::export::quantity;
 use compiler::export::target::refusal::Refusal;
-use compiler::export::target::table::{self, Entry, TARGETS};
+use compiler::export::target::{self, Entry, TARGETS};
 use compiler::export::target::{Bundle, ExportInput, File, Need};
 use compiler::import::import::Batch;
 use compiler::plan::Plan;
@@ -56,7 +56,7 @@ pub struct Arguments {
 
 fn named(text: &str) -> Result<&'static Entry, String> {
     let names: Vec<&str> = TARGETS.iter().map(|entry| entry.name).collect();
-    table::find(text).ok_or_else(|| format!("write one of {}{}", names.join(", "), hint(text, names.iter().copied())))
+    target::find(text).ok_or_else(|| format!("write one of {}{}", names.join(", "), hint(text, names.iter().copied())))
 }
 
 /// Help text: the targets, one per line, and examples.

@@ -2,8 +2,8 @@
 
 use crate::export::report::Played;
 use crate::plan::Plan;
+use crate::schedule::generators::schedule;
 use crate::schedule::pipeline::{generated, pipeline};
-use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::{Pipeline, Program};
 use crate::simulate::SimulateError;

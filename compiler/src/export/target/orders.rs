@@ -6,8 +6,8 @@ use super::fit;
 use super::refusal::Refusal;
 use crate::plan::schedule::Schedule;
 use crate::schedule::formats::csv::csv;
+use crate::schedule::generators::schedule;
 use crate::schedule::pipeline::{generated, pipeline};
-use crate::schedule::scheduler::schedule;
 use crate::schedule::semantics::StepCount;
 
 /// The schedule of one pipeline replica for one minibatch.

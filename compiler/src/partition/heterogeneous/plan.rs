@@ -13,7 +13,8 @@ use crate::partition::bounds::min_memory;
 use crate::partition::explain::infeasible;
 use crate::partition::heterogeneous::class_dp::ClassDp;
 use crate::partition::heterogeneous::device_orders::{DeviceOrder, Sequence, Units, is_alike};
-use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
+use crate::partition::partitioners::{OrderSearch, Partitioner};
+use crate::partition::planner::{Answer, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
 use crate::partition::search::candidates::{Depth, PlanCandidate, SearchContext, SearchLimits, same};
 use crate::partition::search::finish_plan;
 use crate::partition::search::in_flight::ENOUGH;
@@ -260,11 +261,11 @@ fn chosen(
     if is_alike(&question.problem.cluster) {
         return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
     }
-    let (most, searches) = match options.partitioner {
-        Partitioner::Exhaustive => (MOST_EXHAUSTIVE, false),
-        Partitioner::Milp | Partitioner::Pipedream => (MOST_WHOLE, true),
-        Partitioner::Pipec => (MOST_TABLES, true),
-        Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform => (MOST_TABLES, false),
+    let (most, searches) = match options.partitioner.row().orders {
+        OrderSearch::All => (MOST_EXHAUSTIVE, false),
+        OrderSearch::Complete => (MOST_WHOLE, true),
+        OrderSearch::Tables => (MOST_TABLES, true),
+        OrderSearch::Fixed => (MOST_TABLES, false),
     };
     if let Some(orders) = units.all(most) {
         let all = SearchContext { among: SearchLimits { orders: orders.len() as u32, ..question.among }, ..*question };

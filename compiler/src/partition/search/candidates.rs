@@ -3,11 +3,11 @@
 //! Work is bounded. A graph with more down-sets than the budget is searched along linear orders, and ops of a long
 //! order are grouped. The best cut of a linear order is always found first, because it prunes the down-set search.
 
-use crate::partition::baselines::{data_parallel, exhaustive, single, uniform};
 use crate::partition::bounds::local_search::LocalSearch;
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
+use crate::partition::partitioners::{data_parallel, exhaustive, single, uniform};
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::linear_dp::Lines;

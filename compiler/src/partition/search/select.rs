@@ -4,7 +4,8 @@
 //! memory does not allow higher ones, other partitions with more free memory may be faster. So the search is repeated
 //! with memory reserved for more in-flight micro-batches, while the estimate is below the simulated time.
 
-use crate::partition::planner::{Partitioner, PlannerOptions, order};
+use crate::partition::partitioners::Partitioner;
+use crate::partition::planner::{PlannerOptions, order};
 use crate::partition::search::build_plan;
 use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchLimits, SearchResult};
 use crate::partition::search::in_flight;

@@ -8,7 +8,8 @@
 //! All stages of a plan use the same degree, which is what the runtime and the export targets support.
 
 use crate::partition::explain::infeasible;
-use crate::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use crate::partition::partitioners::Partitioner;
+use crate::partition::planner::{PlanError, Planned, PlannerOptions, plan};
 use crate::partition::search::candidates::{SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::select::play_baselines;

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use crate::plan::schedule::Schedule;
     use crate::schedule::Pipeline;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
     use crate::schedule::semantics::StepCount;
 
     fn trimmed(text: &str) -> String {

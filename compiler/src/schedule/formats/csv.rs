@@ -258,7 +258,7 @@ fn number(digits: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
 
     #[test]
     fn one_row_for_each_worker() {

@@ -84,7 +84,7 @@ fn shown(text: &str) -> String {
 mod tests {
     use super::*;
     use crate::schedule::Pipeline;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
     use crate::schedule::semantics::StepCount;
 
     #[test]

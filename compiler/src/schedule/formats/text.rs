@@ -436,7 +436,7 @@ fn made(line: &Line<'_>, word: &str) -> Result<Work, ParseError> {
 mod tests {
     use super::*;
     use crate::schedule::Pipeline;
-    use crate::schedule::scheduler::schedule;
+    use crate::schedule::generators::schedule;
     use crate::schedule::semantics::StepCount;
 
     const TWO_ONE: &str = "\
