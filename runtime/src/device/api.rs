@@ -61,7 +61,7 @@ pub enum DeviceError {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// The name that [`open`](crate::device::open::open) knows, such as `cpu`.
+    /// The name that [`open`](crate::device::open) knows, such as `cpu`.
     pub name: String,
     /// The product name.
     pub model: String,
