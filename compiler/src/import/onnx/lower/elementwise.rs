@@ -209,8 +209,8 @@ pub fn hard_swish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-fn swished(scope: &mut Scope<'_>, alpha: f64) -> Result<Value, LowerReason> {
-    let (x, alpha) = (scope.value(0)?, scope.float("alpha", alpha)?);
+fn swished(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
+    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
     if alpha == 1.0 {
         return scope.unary(Unary::Silu, x);
     }
@@ -221,17 +221,12 @@ fn swished(scope: &mut Scope<'_>, alpha: f64) -> Result<Value, LowerReason> {
 
 /// `x·sigmoid(alpha·x)`
 pub fn swish(scope: &mut Scope<'_>) -> Outputs {
-    one(swished(scope, 1.0)?)
-}
-
-/// ONNX Runtime's `QuickGelu`: `x·sigmoid(alpha·x)`
-pub fn quick_gelu(scope: &mut Scope<'_>) -> Outputs {
-    one(swished(scope, 1.702)?)
+    one(swished(scope)?)
 }
 
 /// `a·sigmoid(alpha·a)·b`
 pub fn swi_glu(scope: &mut Scope<'_>) -> Outputs {
-    let (gate, x) = (swished(scope, 1.0)?, scope.value(1)?);
+    let (gate, x) = (swished(scope)?, scope.value(1)?);
     one(scope.binary(Binary::Mul, gate, x)?)
 }
 

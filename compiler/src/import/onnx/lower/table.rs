@@ -16,7 +16,6 @@ pub fn find_in(domain: &str, operator: &str) -> Option<Lower> {
     let lower: Lower = match (domain, operator) {
         ("" | "ai.onnx", _) => return find(operator),
         ("ai.onnx.preview", "FlexAttention") => attention::flex_attention,
-        ("com.microsoft", "QuickGelu") => each::quick_gelu,
         ("ai.onnx.preview.training", "Adagrad") => optimizer_ops::adagrad,
         ("ai.onnx.preview.training", "Adam") => optimizer_ops::adam,
         ("ai.onnx.preview.training", "Momentum") => optimizer_ops::momentum,
