@@ -34,7 +34,6 @@ pub mod pool;
 pub mod reduce;
 pub mod reshape;
 pub mod rnn;
-pub mod roll;
 pub mod rule;
 pub mod sample;
 pub mod scatter;
@@ -113,7 +112,6 @@ pub enum Op {
     Pad(Pad),
     Concat(Concat),
     Flip(Flip),
-    Roll(Roll),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
     BatchGather(BatchGather),
@@ -543,13 +541,6 @@ pub struct Concat {
 pub struct Flip {
     /// Sorted.
     pub axes: Vec<usize>,
-}
-
-/// Shifts the elements along `axis` by `shift`, with wrap-around.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Roll {
-    pub axis: usize,
-    pub shift: i64,
 }
 
 /// `x [A…, S, B…]`, integer indices `[I…]` → `[A…, I…, B…]`: selects slices of `x` along `axis` (0 for an embedding). A
