@@ -12,9 +12,6 @@ pub enum Schedule {
     /// All forwards, then all backwards.
     #[serde(rename = "gpipe")]
     Gpipe,
-    /// GPipe with backwards in reverse order.
-    #[serde(rename = "gpipe-reversed")]
-    GpipeReversed,
     /// One forward, one backward, with a flush at the end of a minibatch.
     #[serde(rename = "1f1b")]
     OneFOneB,
@@ -160,11 +157,10 @@ const fn round(schedule: Schedule, name: &'static str, versions: VersionRule) ->
 }
 
 /// One row for each schedule.
-const TABLE: [Properties; 15] = {
+const TABLE: [Properties; 14] = {
     use PendingWeightGrads::{InFlight, PerEarlierWorker};
     [
         flush(Schedule::Gpipe, "gpipe", InFlightRule::Minibatch),
-        flush(Schedule::GpipeReversed, "gpipe-reversed", InFlightRule::Minibatch),
         Properties { takes_caps: true, ..flush(Schedule::OneFOneB, "1f1b", InFlightRule::Depth) },
         Properties {
             chunks: Chunks::Looped,
@@ -196,9 +192,8 @@ const TABLE: [Properties; 15] = {
 
 impl Schedule {
     /// Every schedule that a plan may have.
-    pub const ALL: [Schedule; 14] = [
+    pub const ALL: [Schedule; 13] = [
         Schedule::Gpipe,
-        Schedule::GpipeReversed,
         Schedule::OneFOneB,
         Schedule::Interleaved,
         Schedule::Bfs,
@@ -214,9 +209,8 @@ impl Schedule {
     ];
 
     /// Every schedule with a generator, in documentation order.
-    pub const GENERATED: [Schedule; 14] = [
+    pub const GENERATED: [Schedule; 13] = [
         Schedule::Gpipe,
-        Schedule::GpipeReversed,
         Schedule::OneFOneB,
         Schedule::Interleaved,
         Schedule::Bfs,

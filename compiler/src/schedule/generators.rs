@@ -4,7 +4,6 @@
 pub mod bfs;
 pub mod dualpipev;
 pub mod gpipe;
-pub mod gpipe_reversed;
 pub mod inference;
 pub mod interleaved;
 pub mod one_f_one_b;
@@ -17,7 +16,6 @@ pub mod zero_bubble;
 use self::bfs::bfs;
 use self::dualpipev::dualpipev;
 use self::gpipe::gpipe;
-use self::gpipe_reversed::gpipe_reversed;
 use self::inference::inference;
 use self::interleaved::interleaved;
 use self::one_f_one_b::one_f_one_b;
@@ -34,7 +32,6 @@ use crate::schedule::{Pipeline, Program, ScheduleError};
 pub fn schedule(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     match schedule {
         Schedule::Gpipe => gpipe(pipeline, count),
-        Schedule::GpipeReversed => gpipe_reversed(pipeline, count),
         Schedule::OneFOneB => one_f_one_b(pipeline, count),
         Schedule::Interleaved => interleaved(pipeline, count),
         Schedule::Bfs => bfs(pipeline, count),
