@@ -5,7 +5,6 @@
 
 pub mod data_parallel;
 pub mod enumerate;
-pub mod equal_ops;
 pub mod exhaustive;
 pub mod single;
 pub mod uniform;
@@ -34,8 +33,6 @@ pub enum Partitioner {
     /// A straight pipeline with stages of about equal compute.
     Uniform,
     Single,
-    /// A straight pipeline with about as many ops in each stage.
-    EqualOps,
 }
 
 /// The input of a partitioner.
@@ -69,7 +66,7 @@ pub struct Row {
     pub find: fn(&Request<'_>) -> Result<SearchResult, ProblemError>,
 }
 
-const TABLE: [Row; 8] = [
+const TABLE: [Row; 7] = [
     Row { partitioner: Partitioner::Pipec, name: "pipec", orders: OrderSearch::Tables, find: pipec },
     Row { partitioner: Partitioner::Pipedream, name: "pipedream", orders: OrderSearch::Complete, find: pipedream },
     Row { partitioner: Partitioner::Milp, name: "milp", orders: OrderSearch::Complete, find: milp },
@@ -91,12 +88,6 @@ const TABLE: [Row; 8] = [
         name: "single",
         orders: OrderSearch::Fixed,
         find: |request| request.baseline(0),
-    },
-    Row {
-        partitioner: Partitioner::EqualOps,
-        name: "equal-ops",
-        orders: OrderSearch::Fixed,
-        find: equal_ops::equal_ops,
     },
 ];
 
