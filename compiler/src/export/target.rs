@@ -10,7 +10,6 @@ pub mod dot;
 pub mod fit;
 pub mod layers;
 pub mod megatron;
-pub mod mermaid;
 pub mod nodes;
 pub mod onnx;
 pub mod onnx_stages;
@@ -36,11 +35,10 @@ pub struct Entry {
 }
 
 #[rustfmt::skip]
-pub const TARGETS: [Entry; 9] = [
+pub const TARGETS: [Entry; 8] = [
     Entry { name: "deepspeed", about: "a file: the parts list of a PipelineModule", need: Need::Plan, write: deepspeed::write },
     Entry { name: "dot", about: "a file: the stages as a Graphviz graph", need: Need::Plan, write: dot::write },
     Entry { name: "megatron", about: "a file: the arguments with the pipeline layout string", need: Need::Plan, write: megatron::write },
-    Entry { name: "mermaid", about: "a file: the stages as a Mermaid flowchart", need: Need::Plan, write: mermaid::write },
     Entry { name: "onnx", about: "a file, or a folder where weights are large: the model with the stage of every node", need: Need::Model, write: onnx::write },
     Entry { name: "onnx-stages", about: "a folder: one ONNX model for each stage", need: Need::Model, write: onnx_stages::write },
     Entry { name: "pipedream", about: "a folder: graph.txt with stages, and the runtime's configuration", need: Need::Costs, write: pipedream::write },
