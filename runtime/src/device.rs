@@ -13,7 +13,6 @@ pub mod layout;
 pub mod optimizer;
 pub mod region;
 pub mod sanitizer;
-pub mod small;
 
 use crate::device::api::{Device, DeviceError};
 use std::sync::Arc;
@@ -22,8 +21,7 @@ use std::sync::Arc;
 type Open = fn(Option<usize>) -> Option<Result<Arc<dyn Device>, DeviceError>>;
 
 /// Kinds of devices.
-const KINDS: [(&str, Open); 3] = [
-    (small::NAME, |number| number.is_none().then(|| Ok(small::small()))),
+const KINDS: [(&str, Open); 2] = [
     (cpu::device::NAME, |number| number.is_none().then(|| Ok(cpu::device::cpu()))),
     (sanitizer::device::NAME, |number| number.is_none().then(|| Ok(sanitizer::device::sanitizer()))),
 ];
