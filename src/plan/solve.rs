@@ -12,11 +12,12 @@ use crate::plan::request_costs;
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::tied_weights;
 use compiler::cluster::Bytes;
+use compiler::export::target::{self as export, ExportInput, Need};
 use compiler::partition::planner::{Planned, PlannerOptions};
 use compiler::partition::search::bucket_size::{FIRST, best};
-use compiler::plan::problem::{CostModel, InFlight, Problem};
+use compiler::plan::problem::{CostModel, InFlight, Problem, Target};
 use compiler::plan::schedule::VersionRule;
-use compiler::plan::{Edge, PlannedModel, Stage};
+use compiler::plan::{Edge, Plan, PlannedModel, Stage};
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
@@ -96,10 +97,20 @@ pub fn solve_with_groups(
         let pipeline = pipeline(&planned.plan).map_err(|error| Error::bug(&error.to_string()))?;
         custom.program(&pipeline, 1)?;
     }
+    if let Some(refusal) = options.target.and_then(|target| refusal(target, &planned.plan)) {
+        planned.plan.warnings.push(refusal);
+    }
     if let Some(name) = source {
         planned.plan.options.insert(COSTS.to_string(), name.into());
     }
     Ok(planned)
+}
+
+/// Why the export to a target refuses the plan, if it can tell without the model.
+fn refusal(target: Target, plan: &Plan) -> Option<String> {
+    let entry = export::find(target.name()).filter(|entry| entry.need == Need::Plan)?;
+    let refusal = (entry.write)(&ExportInput { plan, costs: None, model: None, table: None }).err()?;
+    Some(format!("this plan cannot be exported to {}: {refusal}", target.name()))
 }
 
 /// The problem of the planner.

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use compiler::export::quantity;
+use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
 use runtime::train::losses::Diverged;
 use runtime::train::resume::ResumeError;
@@ -24,6 +25,10 @@ pub fn describe(error: &TrainError) -> Error {
         TrainError::NoPlace { .. } => {
             Error::input("cannot train").because(error).with_help("set it with `--checkpoint-dir FOLDER`")
         }
+        TrainError::NotFinite { name, .. } => Error::input("cannot train").because(error).with_help(format!(
+            "if it is a constant, such as an attention mask, exclude it from training: `--freeze {}`",
+            shown(name)
+        )),
         TrainError::NoVelocity => {
             Error::input("cannot train").because(error).with_help("use `--momentum 0.9` or `--optimizer adam`")
         }

@@ -435,6 +435,11 @@ fn plan_on_cpu(
     let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
     let cuts = request.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
     let workers = request.workers.or(needed).or(cuts).unwrap_or(1).max(1);
+    if let Some(needed) = needed.filter(|needed| *needed < workers) {
+        return Err(Error::input(format!("`--workers {workers}` cannot be combined with these `--stages`"))
+            .because(format!("the stages have {needed} replicas in total, one per worker"))
+            .with_help(format!("use `--workers {needed}`, or omit `--workers`")));
+    }
     if let Some(schedule) = schedule.filter(|schedule| workers == 1 && schedule.has_chunks()) {
         let what = format!("`--schedule {}` requires several workers, each with several stages", schedule.name());
         return Err(Error::input(what)
