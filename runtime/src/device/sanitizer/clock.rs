@@ -1,6 +1,6 @@
 //! Vector clocks of streams, and the accesses to a buffer that later ones must be ordered after.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// The work of each stream, by stream number, that is known to precede something: its first calls up to this count.
@@ -43,38 +43,47 @@ pub struct Access {
     pub is_write: bool,
 }
 
-impl Access {
-    fn conflicts(&self, other: &Access) -> bool {
-        let overlaps = self.range.start < other.range.end && other.range.start < self.range.end;
-        overlaps && (self.is_write || other.is_write)
-    }
-
-    /// True if everything that must follow `old` must also follow this access.
-    fn replaces(&self, old: &Access) -> bool {
-        self.stream == old.stream
-            && self.range.start <= old.range.start
-            && old.range.end <= self.range.end
-            && (self.is_write || !old.is_write)
-    }
-}
-
-/// The accesses to a buffer.
+/// The last access of each stream to each range of a buffer: its number, by start, end, stream and kind.
 #[derive(Debug, Default)]
-pub struct History(Vec<Access>);
+pub struct History {
+    last: BTreeMap<(usize, usize, u64, bool), u64>,
+    streams: BTreeSet<u64>,
+}
 
 impl History {
     /// Adds an access. Returns an earlier one that conflicts and does not precede it.
-    pub fn add(&mut self, access: Access, before: &Clock) -> Option<Access> {
-        let is_ordered = |old: &Access| old.stream == access.stream || before.has(old.stream, old.count);
-        let conflict = self.0.iter().find(|old| old.conflicts(&access) && !is_ordered(old)).cloned();
-        self.0.retain(|old| !access.replaces(old));
-        self.0.push(access);
+    pub fn add(&mut self, access: &Access, before: &Clock) -> Option<Access> {
+        let Access { stream, count, range, is_write } = access;
+        // Most buffers have one stream, whose verbs are in order.
+        let is_alone = self.streams.iter().all(|other| other == stream);
+        let conflict = if is_alone { None } else { self.accesses().find(|old| old.conflicts(access, before)) };
+        self.streams.insert(*stream);
+        self.last.insert((range.start, range.end, *stream, *is_write), *count);
         conflict
     }
 
     /// The first write that is not known to be done.
-    pub fn unfinished_write(&self, done: &Clock) -> Option<&Access> {
-        self.0.iter().find(|access| access.is_write && !done.has(access.stream, access.count))
+    pub fn unfinished_write(&self, done: &Clock) -> Option<Access> {
+        self.accesses().find(|access| access.is_write && !done.has(access.stream, access.count))
+    }
+
+    fn accesses(&self) -> impl Iterator<Item = Access> {
+        let access = |(&(start, end, stream, is_write), &count): (&(usize, usize, u64, bool), &u64)| Access {
+            stream,
+            count,
+            range: start..end,
+            is_write,
+        };
+        self.last.iter().map(access)
+    }
+}
+
+impl Access {
+    /// True if this earlier access and `later` conflict, and `before`, the work known to precede `later`, lacks it.
+    fn conflicts(&self, later: &Access, before: &Clock) -> bool {
+        let overlaps = self.range.start < later.range.end && later.range.start < self.range.end;
+        let is_ordered = self.stream == later.stream || before.has(self.stream, self.count);
+        overlaps && (self.is_write || later.is_write) && !is_ordered
     }
 }
 
@@ -88,7 +97,7 @@ mod tests {
         let (mut history, unknown) = (History::default(), Clock::default());
         let mut first = Clock::default();
         assert_eq!((first.tick(1), first.tick(1)), (1, 2));
-        let conflict = |history: &mut History, of, clock: &Clock| history.add(of, clock).map(|old| old.count);
+        let conflict = |history: &mut History, of, clock: &Clock| history.add(&of, clock).map(|old| old.count);
         assert_eq!(conflict(&mut history, access(1, 1, 0..8, true), &unknown), None);
         assert_eq!(conflict(&mut history, access(1, 2, 8..16, false), &unknown), None);
         // Two reads, or two ranges, do not conflict.

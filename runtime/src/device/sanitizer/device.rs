@@ -70,7 +70,7 @@ impl Shared {
         let mut before = clock.clone();
         before.merge(&self.done);
         let access = Access { stream, count, range: range.clone(), is_write };
-        let conflict = memory.history().add(access, &before);
+        let conflict = memory.history().add(&access, &before);
         match conflict {
             None => Ok(Held { memory, range }),
             Some(old) => Err(DeviceError::Failed {
