@@ -144,7 +144,7 @@ pub struct Devices {
     /// Number of devices, connected by one link
     #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices, help_heading = "Devices")]
     pub gpus: Option<u32>,
-    /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s
+    /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s [default: that of NVLink between H100s, 450GB/s]
     #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"], help_heading = "Devices")]
     pub bandwidth: Option<String>,
     /// Interconnect levels, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight devices
@@ -173,7 +173,8 @@ pub fn bandwidth(text: Option<&str>) -> Result<Option<BytesPerSecond>, Error> {
 
 /// Reads `--gpus`, or one of its numbers.
 pub fn devices(text: &str) -> Result<u32, String> {
-    text.trim().parse().map_err(|_| "write the number of devices, for example 8".to_string())
+    let known = text.trim().parse().ok().filter(|devices| *devices > 0);
+    known.ok_or_else(|| "write the number of devices, at least 1, for example 8".to_string())
 }
 
 /// Reads `--dim`.

@@ -72,15 +72,21 @@ fn size(bytes_: Bytes) -> String {
 }
 
 fn rate(rate: BytesPerSecond) -> String {
-    let text = |(unit, each): (&str, f64)| format!("{}{unit}", rate.0 / each);
-    let same = |text: &String| bandwidth(text).ok() == Some(rate);
-    [("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)].map(text).into_iter().find(same).unwrap_or_else(|| text(("B/s", 1.0)))
+    let same = |text: &str| bandwidth(text).ok() == Some(rate);
+    shortest(rate.0, &[("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3), ("B/s", 1.0)], &same)
 }
 
 fn time(time: Seconds) -> String {
-    let text = |(unit, each): (&str, f64)| format!("{}{unit}", time.0 / each);
-    let same = |text: &String| seconds(text).ok() == Some(time);
-    [("us", 1e-6), ("ms", 1e-3), ("ns", 1e-9)].map(text).into_iter().find(same).unwrap_or_else(|| text(("s", 1.0)))
+    let same = |text: &str| seconds(text).ok() == Some(time);
+    shortest(time.0, &[("us", 1e-6), ("ms", 1e-3), ("ns", 1e-9), ("s", 1.0)], &same)
+}
+
+/// The value with the fewest digits that reads back as the same, in the first unit that has one.
+fn shortest(value: f64, units: &[(&str, f64)], same: &dyn Fn(&str) -> bool) -> String {
+    let rounded = |digits: usize, each: f64| format!("{:.*e}", digits, value / each).parse().unwrap_or(value / each);
+    let texts =
+        units.iter().flat_map(|(unit, each)| (0..17).map(move |digits| format!("{}{unit}", rounded(digits, *each))));
+    texts.into_iter().find(|text| same(text)).unwrap_or_else(|| format!("{value}{}", units[units.len() - 1].0))
 }
 
 #[cfg(test)]

@@ -35,10 +35,10 @@ pub struct Arguments {
     dims: Dims,
     #[command(flatten)]
     loss: LossArguments,
-    /// Measured runs of each kernel
+    /// Measured runs of each kernel [default: 25]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     runs: Option<u32>,
-    /// Warm-up runs of each kernel
+    /// Warm-up runs of each kernel [default: 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10_000))]
     warmup: Option<u32>,
     /// Seed of the input values
