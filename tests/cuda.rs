@@ -11,9 +11,9 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::device::cuda::card::{self, Gpu, Memory, Operands};
 use runtime::device::cuda::compile::{Architecture, cubin};
+use runtime::device::cuda::launch_plan::{Fault, LaunchPlan};
 use runtime::device::cuda::library;
 use runtime::device::cuda::prelude::PRELUDE;
-use runtime::device::cuda::recipe::{Fault, LaunchPlan};
 use runtime::device::layout::TensorLayout;
 use std::collections::BTreeSet;
 
@@ -29,10 +29,10 @@ fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
     let facts = facts_of(inputs);
     let outputs = rule(op).infer(&facts.iter().collect::<Vec<_>>()).ok()?;
     let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
-    let recipe = LaunchPlan::new(op, &layouts(&facts), &layouts(&outputs))?;
+    let launch_plan = LaunchPlan::new(op, &layouts(&facts), &layouts(&outputs))?;
     let want = reference(op, inputs, &outputs);
     let sizes = outputs.iter().map(|f| f.bytes().unwrap() as usize).collect();
-    let case = Case { recipe, inputs: inputs.iter().map(|t| t.bytes().to_vec()).collect(), outputs: sizes };
+    let case = Case { launch_plan, inputs: inputs.iter().map(|t| t.bytes().to_vec()).collect(), outputs: sizes };
     Some(Question { what: what.to_string(), outputs, want, case })
 }
 
@@ -61,7 +61,9 @@ fn judge(question: &Question, played: Played) {
             return assert_eq!(played.fault, Fault { kind: 2, value: *label, size: *classes as u64 }, "{what}");
         }
         // Not possible without other devices.
-        Err(error @ (KernelError::Dim(_) | KernelError::Alone { .. } | KernelError::Gone)) => panic!("{what}: {error}"),
+        Err(error @ (KernelError::Dim(_) | KernelError::Alone { .. } | KernelError::Disconnected)) => {
+            panic!("{what}: {error}")
+        }
     };
     assert_eq!(played.fault, Fault::default(), "{what}");
     let outputs: Vec<&[u8]> = played.outputs.iter().map(Vec::as_slice).collect();
@@ -102,7 +104,7 @@ fn questions() -> Vec<Question> {
             }
         }
     }
-    println!("without a recipe: {}", without.into_iter().collect::<Vec<_>>().join(", "));
+    println!("without a launch_plan: {}", without.into_iter().collect::<Vec<_>>().join(", "));
     questions
 }
 
@@ -115,7 +117,11 @@ fn every_sample_gives_what_the_reference_gives() {
     let questions = questions();
     let cases: Vec<Case> = questions
         .iter()
-        .map(|q| Case { recipe: q.case.recipe.clone(), inputs: q.case.inputs.clone(), outputs: q.case.outputs.clone() })
+        .map(|q| Case {
+            launch_plan: q.case.launch_plan.clone(),
+            inputs: q.case.inputs.clone(),
+            outputs: q.case.outputs.clone(),
+        })
         .collect();
     let played = crate::support::emulator::play(compiler, &cases);
     println!("{} cases", cases.len());
@@ -133,7 +139,7 @@ fn every_text_compiles_for_devices_that_are_not_here() {
     };
     let questions = questions();
     let texts: BTreeSet<&str> =
-        questions.iter().flat_map(|q| &q.case.recipe.launches).map(|launch| &*launch.text).collect();
+        questions.iter().flat_map(|q| &q.case.launch_plan.launches).map(|launch| &*launch.text).collect();
     // Kernels that differ only in numbers compile alike; `PIPEC_LARGE` tests all.
     let all = std::env::var_os("PIPEC_LARGE").is_some();
     let mut seen: BTreeSet<String> = BTreeSet::new();
@@ -175,7 +181,7 @@ fn a_gpu_gives_what_the_reference_gives() {
         };
         let inputs: Vec<Memory> = case.inputs.iter().map(|bytes| place(bytes)).collect();
         let outputs: Vec<Memory> = case.outputs.iter().map(|&bytes| place(&vec![0xff; bytes])).collect();
-        let scratch = place(&vec![0xff; case.recipe.scratch]);
+        let scratch = place(&vec![0xff; case.launch_plan.scratch]);
         let fault = place(&[0; size_of::<Fault>()]);
         let addresses = |memories: &[Memory]| memories.iter().map(Memory::address).collect::<Vec<_>>();
         let operands = Operands {
@@ -184,7 +190,7 @@ fn a_gpu_gives_what_the_reference_gives() {
             scratch: scratch.address(),
             fault: fault.address(),
         };
-        stream.run(&case.recipe, &operands).unwrap_or_else(|fault| panic!("{}: {fault}", question.what));
+        stream.run(&case.launch_plan, &operands).unwrap_or_else(|fault| panic!("{}: {fault}", question.what));
         let read = |memory: &Memory| {
             let mut bytes = vec![0; memory.len()];
             stream.download(memory, &mut bytes).unwrap();

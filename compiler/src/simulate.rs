@@ -20,7 +20,7 @@ use std::fmt;
 
 use crate::plan::StageId;
 use crate::schedule::action::{Phase, Work};
-use crate::schedule::collective::{Collective, Meeting};
+use crate::schedule::collective::{Collective, CollectiveId};
 use crate::schedule::{MicrobatchId, Payload};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -56,7 +56,7 @@ impl Activity {
         }
     }
 
-    pub fn of_meeting(Meeting { kind, stage, number, bucket }: Meeting) -> Activity {
+    pub fn of_meeting(CollectiveId { kind, stage, number, bucket }: CollectiveId) -> Activity {
         match kind {
             Collective::AllReduce => Activity::AllReduce(stage, number, bucket),
             Collective::ReduceScatter => Activity::ReduceScatter(stage, number),

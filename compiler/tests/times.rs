@@ -158,8 +158,8 @@ fn round_robin_plans_take_what_is_predicted() {
         let starves = objective < (1.0 - WITHIN) * real;
         if starves {
             let memory =
-                found.predicted.bottleneck.contains("memory") && found.warnings.iter().any(|w| w.contains("caps"));
-            let is_reported = found.predicted.bottleneck.contains("; without them");
+                found.predicted.bottleneck.contains("memory") && found.warnings.iter().any(|w| w.contains("limits"));
+            let is_reported = found.predicted.bottleneck.contains("; with higher limits");
             let mut more = found.clone();
             more.schedule.in_flight.iter_mut().for_each(|cap| *cap += 8);
             if problem.memory_limit.is_some() && memory {

@@ -143,7 +143,7 @@ pub fn measure(
     let measured = jobs.iter().filter(|job| job.time.is_none()).count();
     let measured = measured + updates.values().filter(|time| time.is_none()).count();
     let total = measured + usize::from(measures_whole);
-    let mut keeper = Keeper { cache, fault: None };
+    let mut keeper = CheckpointWriter { cache, fault: None };
     let mut done = 0;
     for job in jobs.iter_mut().filter(|job| job.time.is_none()) {
         let name = &names[job.op];
@@ -235,12 +235,12 @@ pub fn measure(
 }
 
 /// Writes the cache. The first error is kept; the measurement goes on.
-struct Keeper<'a> {
+struct CheckpointWriter<'a> {
     cache: Option<&'a Cache>,
     fault: Option<String>,
 }
 
-impl Keeper<'_> {
+impl CheckpointWriter<'_> {
     fn keep(&mut self, key: &str, times: &[Time]) {
         if let (Some(cache), None) = (self.cache, &self.fault)
             && let Err(error) = cache.put(key, times)

@@ -28,7 +28,7 @@ use std::time::SystemTime;
 const LISTED: usize = 16;
 
 /// Settings of the checkpoints that a run writes.
-pub struct Keeping<'a> {
+pub struct CheckpointSettings<'a> {
     /// The folder.
     pub folder: &'a Path,
     /// Number of minibatches between checkpoints, besides the one at the end; only that one if absent.
@@ -73,7 +73,7 @@ pub fn resume_after_failure(request: &mut CheckpointRequest, before: &[(PathBuf,
 }
 
 /// The state that a run resumes from.
-pub struct Begun {
+pub struct ResumedState {
     /// The weights of the run, including those of the checkpoint.
     pub weights: BTreeMap<String, Tensor>,
     /// The rest of the state.
@@ -125,7 +125,7 @@ pub fn begin(
     task: &Task<'_>,
     prepared: &Prepared,
     events: &dyn EventSink,
-) -> Result<Option<Begun>, Error> {
+) -> Result<Option<ResumedState>, Error> {
     match resume {
         Resume::From(folder) => {
             let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
@@ -193,7 +193,7 @@ fn begun(
     task: &Task<'_>,
     prepared: &Prepared,
     events: &dyn EventSink,
-) -> Result<Result<Begun, String>, Error> {
+) -> Result<Result<ResumedState, String>, Error> {
     let Found { manifest, weights, mut start } = found;
     fits(folder, &manifest, task, prepared).map_err(|failure| match older(folder, task, prepared) {
         Some(older) => {
@@ -216,7 +216,7 @@ fn begun(
     report_resume(folder, &manifest, (is_same_plan, is_short, falls), prepared, events);
     let mut all = task.weights.clone();
     all.extend(weights);
-    Ok(Ok(Begun { weights: all, start }))
+    Ok(Ok(ResumedState { weights: all, start }))
 }
 
 /// Refuses the checkpoint of another run, or one at a step where this run has no checkpoint.
@@ -344,7 +344,7 @@ fn apart(before: &ShardLayout, now: &ShardLayout) -> String {
 }
 
 /// The configuration of the checkpoint writer.
-pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> WriterConfig<'a> {
+pub fn kept_of<'a>(keeping: &CheckpointSettings<'_>, task: &Task<'a>, prepared: &'a Prepared) -> WriterConfig<'a> {
     let training = prepared.whole(task);
     WriterConfig {
         folder: keeping.folder.to_path_buf(),
@@ -361,7 +361,7 @@ pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepare
 }
 
 /// Reports when checkpoints are written, if that differs from the request.
-pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, events: &dyn EventSink) {
+pub fn remarks(keeping: &CheckpointSettings<'_>, prepared: &Prepared, events: &dyn EventSink) {
     let cuts = prepared.cuts(keeping);
     if prepared.first() as u32 >= prepared.steps {
         return;

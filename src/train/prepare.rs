@@ -8,7 +8,7 @@ use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
 use crate::train::arrays;
-use crate::train::checkpoints::{Begun, Keeping, kept_of};
+use crate::train::checkpoints::{CheckpointSettings, ResumedState, kept_of};
 use crate::train::digest;
 use crate::train::evaluation::{Score, Subject};
 use crate::train::failures;
@@ -41,7 +41,7 @@ use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
 use runtime::checkpoint::manifest::ShardLayout;
 use runtime::checkpoint::points::Cuts;
-use runtime::checkpoint::writer::Keeper;
+use runtime::checkpoint::writer::CheckpointWriter;
 use runtime::data::synthetic::synthetic;
 use runtime::data::weights;
 use runtime::data::{Batches, DataError, Dataset, RowOrder};
@@ -143,7 +143,7 @@ pub struct Task<'a> {
     /// The folder for the checkpoints that a program writes, if any.
     pub checkpoints: Option<&'a Path>,
     /// Settings of resumable checkpoints, if any.
-    pub keeping: Option<Keeping<'a>>,
+    pub keeping: Option<CheckpointSettings<'a>>,
     /// Parameters that are not trained, by name or `prefix*`.
     pub frozen: &'a [String],
     /// The tensor-parallel degree.
@@ -170,7 +170,7 @@ pub struct Prepared {
     held_out: Option<Dataset>,
     data: OnceLock<[u8; 32]>,
     /// The state that the run resumes from, if any.
-    pub begun: Option<Begun>,
+    pub begun: Option<ResumedState>,
     /// Tensor parallelism, if the degree is above 1.
     pub sharing: Option<Sharing>,
 }
@@ -386,7 +386,7 @@ pub fn run(
     let gate = stop.map(|stop| MinibatchBarrier::new(stop.signal(), period(program), prepared.first() as u32));
     let (saved_sender, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
-        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
+        let mut keeper = CheckpointWriter::new(Disk, kept_of(keeping, task, prepared));
         move |part: StageSnapshot| {
             // The receiver lives as long as the run.
             keeper.take(part).into_iter().for_each(|saved| drop(saved_sender.send(saved)));
@@ -503,7 +503,7 @@ impl Prepared {
     }
 
     /// The steps at which the run writes checkpoints.
-    pub fn cuts(&self, keeping: &Keeping<'_>) -> Cuts {
+    pub fn cuts(&self, keeping: &CheckpointSettings<'_>) -> Cuts {
         Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
     }
 

@@ -14,7 +14,7 @@ use crate::plan::read::read_checked;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
 use crate::plan::solve::solve;
 use crate::train::arrays;
-use crate::train::checkpoints::{self, Keeping, WEIGHTS};
+use crate::train::checkpoints::{self, CheckpointSettings, WEIGHTS};
 use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
@@ -231,7 +231,7 @@ fn once(
         optimizer: &optimizer,
         keep_gradients: request.save_gradients.is_some(),
         checkpoints: folder,
-        keeping: folder.map(|folder| Keeping {
+        keeping: folder.map(|folder| CheckpointSettings {
             folder,
             every: request.checkpoints.every,
             keep: request.checkpoints.keep,

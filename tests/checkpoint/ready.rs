@@ -16,7 +16,7 @@ use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find::{self, Found};
 use runtime::checkpoint::manifest::ShardLayout;
 use runtime::checkpoint::points::Cuts;
-use runtime::checkpoint::writer::{Keeper, Saved, WriterConfig};
+use runtime::checkpoint::writer::{CheckpointWriter, Saved, WriterConfig};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::lr_schedule::{Rate, Shape};
@@ -165,7 +165,7 @@ impl Ready {
     pub fn run(&self, from: Option<&Found>, folder: &Path, gate: Option<&MinibatchBarrier<'_>>) -> Trained {
         let mut weights = self.weights.clone();
         weights.extend(from.iter().flat_map(|found| found.weights.clone()));
-        let mut keeper = Keeper::new(Disk, self.kept(folder, &weights));
+        let mut keeper = CheckpointWriter::new(Disk, self.kept(folder, &weights));
         let mut on_part = |part| match keeper.take(part) {
             None | Some(Saved::Done { left: None, .. }) => {}
             Some(other) => panic!("{other:?}"),

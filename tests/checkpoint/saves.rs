@@ -5,7 +5,7 @@ use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};
-use runtime::checkpoint::writer::{Keeper, Saved, WriterConfig};
+use runtime::checkpoint::writer::{CheckpointWriter, Saved, WriterConfig};
 use runtime::optim::policy::Policy;
 use runtime::train::run::{RunOptions, run};
 use std::cell::Cell;
@@ -66,8 +66,10 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
         for left in 0.. {
             let folder = tempfile::tempdir().unwrap();
             let files = Ending { left: Cell::new(left), is_killed };
-            let mut keeper =
-                Keeper::new(files, WriterConfig { keep: Some(1), ..ready.kept(folder.path(), &ready.weights) });
+            let mut keeper = CheckpointWriter::new(
+                files,
+                WriterConfig { keep: Some(1), ..ready.kept(folder.path(), &ready.weights) },
+            );
             let mut seen: Vec<Saved> = Vec::new();
             // After a kill the state is inspected immediately; with a full disk, after the run.
             let mut best: Option<u32> = None;
@@ -104,7 +106,7 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
             assert_eq!(bits(&rest.losses), bits(&whole.losses[best as usize..]));
             assert!(rest.weights == whole.weights);
             // The next run cleans up.
-            drop(Keeper::new(Disk, ready.kept(folder.path(), &ready.weights)));
+            drop(CheckpointWriter::new(Disk, ready.kept(folder.path(), &ready.weights)));
             let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
             assert!(names.iter().all(|name| !name.to_str().unwrap().starts_with('.')), "{names:?}");
             if failed == 0 && write_error.is_none() {
@@ -124,7 +126,7 @@ fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path();
         let save = |files: &dyn Fn() -> Ending| {
-            let mut keeper = Keeper::new(files(), ready.kept(at, &ready.weights));
+            let mut keeper = CheckpointWriter::new(files(), ready.kept(at, &ready.weights));
             let mut parts = Vec::new();
             let course = RunOptions {
                 cuts: Some(ready.cuts()),
@@ -145,7 +147,7 @@ fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
         assert_eq!(*minibatches, ready.every);
         assert!(contents(path) == expected, "killed after {left}");
         // The next run restores its name and cleans up.
-        drop(Keeper::new(Disk, ready.kept(at, &ready.weights)));
+        drop(CheckpointWriter::new(Disk, ready.kept(at, &ready.weights)));
         let names: Vec<_> = fs::read_dir(at).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(names, [find::name(ready.every).as_str()], "killed after {left}");
         assert!(contents(&at.join(find::name(ready.every))) == expected, "killed after {left}");

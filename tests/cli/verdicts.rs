@@ -129,7 +129,7 @@ fn placements_from_anywhere_are_judged_by_their_own_rules() {
     done(folder, &[&partition[..], &["--noncontiguous"]].concat());
     let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
     assert_eq!(plan["predicted"]["minibatch_us"], 10.2, "{plan}");
-    assert!(done(folder, &["plan", "check", "p.json"]).contains("back and forth"));
+    assert!(done(folder, &["plan", "check", "p.json"]).contains("its stages are not contiguous"));
     assert!(done(folder, &["plan", "check", "p.json", "--model", "i.json"]).contains("is valid"));
     assert!(ends(folder, 2, &["simulate", "p.json"]).1.contains("non-contiguous sets of nodes"));
     done(folder, &["report", "p.json", "--html", "p.html"]);

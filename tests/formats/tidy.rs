@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Modules by layer, lowest first; a module may import lower layers and itself.
-const FLOORS: [(&str, usize); 42] = [
+const LAYERS: [(&str, usize); 42] = [
     ("compiler::text", 1),
     ("compiler::tensor", 1),
     ("compiler::cluster", 2),
@@ -96,7 +96,7 @@ fn message(path: &Path) -> String {
 }
 
 /// The module of a file: `compiler/src/op/conv.rs` is in `compiler::op`.
-fn room(path: &Path) -> Option<(&'static str, usize)> {
+fn module_of(path: &Path) -> Option<(&'static str, usize)> {
     let name = message(path);
     let (package, rest) = match name.split_once("/src/") {
         // A package in the folder of another has its own name: `compiler/instances/src/lib.rs` is in `instances`.
@@ -105,7 +105,7 @@ fn room(path: &Path) -> Option<(&'static str, usize)> {
     };
     let first = rest.split(['/', '.']).next()?;
     let inner = format!("{package}::{first}");
-    FLOORS.iter().copied().find(|(r, _)| *r == inner).or_else(|| FLOORS.iter().copied().find(|(r, _)| *r == package))
+    LAYERS.iter().copied().find(|(r, _)| *r == inner).or_else(|| LAYERS.iter().copied().find(|(r, _)| *r == package))
 }
 
 /// The modules named in a file's `use` lines and paths.
@@ -134,21 +134,21 @@ fn imports(text: &str, own: &str) -> BTreeSet<String> {
 }
 
 fn floor(room: &str) -> Option<usize> {
-    let exact = FLOORS.iter().find(|(r, _)| *r == room);
+    let exact = LAYERS.iter().find(|(r, _)| *r == room);
     let package = room.split("::").next().unwrap();
-    exact.or_else(|| FLOORS.iter().find(|(r, _)| *r == package)).map(|(_, f)| *f)
+    exact.or_else(|| LAYERS.iter().find(|(r, _)| *r == package)).map(|(_, f)| *f)
 }
 
 #[test]
-fn no_room_imports_upward() {
+fn no_upward_imports() {
     let mut wrong = Vec::new();
     for path in sources() {
-        let Some((own, height)) = room(&path) else { continue };
+        let Some((own, height)) = module_of(&path) else { continue };
         let text = fs::read_to_string(&path).unwrap();
         for import in imports(&text, own) {
             let same_package = own.split("::").next() == import.split("::").next();
             // In a package without modules in the table, every file is in the same layer.
-            let other = match FLOORS.iter().find(|(r, _)| *r == import) {
+            let other = match LAYERS.iter().find(|(r, _)| *r == import) {
                 Some((_, f)) => *f,
                 None if same_package => continue,
                 None => floor(&import).unwrap_or(0),
@@ -166,7 +166,7 @@ fn the_head_of_a_folder_imports_nothing_from_it() {
     let mut wrong = Vec::new();
     for path in sources() {
         let folder = path.with_extension("");
-        let Some((own, _)) = room(&path) else { continue };
+        let Some((own, _)) = module_of(&path) else { continue };
         if !folder.is_dir() || !own.starts_with("compiler::") {
             continue;
         }

@@ -2,8 +2,8 @@
 //! geometry and arguments. Buffers end at a guard page, and threads of a block run in two orders.
 
 use runtime::device::cuda::card::fault;
+use runtime::device::cuda::launch_plan::{Base, Fault, LaunchPlan};
 use runtime::device::cuda::prelude::PRELUDE;
-use runtime::device::cuda::recipe::{Base, Fault, LaunchPlan};
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// A launch plan with its inputs.
 pub struct Case {
-    pub recipe: LaunchPlan,
+    pub launch_plan: LaunchPlan,
     pub inputs: Vec<Vec<u8>>,
     /// Bytes of each output.
     pub outputs: Vec<usize>,
@@ -36,7 +36,7 @@ pub fn play(compiler: &str, cases: &[Case]) -> Vec<Played> {
     let folder = tempfile::tempdir().unwrap();
     let mut kernels: Vec<Arc<str>> = Vec::new();
     let mut known: HashMap<Arc<str>, usize> = HashMap::new();
-    for launch in cases.iter().flat_map(|case| &case.recipe.launches) {
+    for launch in cases.iter().flat_map(|case| &case.launch_plan.launches) {
         known.entry(launch.text.clone()).or_insert_with(|| {
             kernels.push(launch.text.clone());
             kernels.len() - 1
@@ -85,7 +85,7 @@ fn build(compiler: &str, folder: &Path, kernels: &[Arc<str>]) -> std::path::Path
 
 fn sizes(case: &Case) -> Vec<usize> {
     let inputs = case.inputs.iter().map(Vec::len);
-    inputs.chain(case.outputs.iter().copied()).chain([case.recipe.scratch, size_of::<Fault>()]).collect()
+    inputs.chain(case.outputs.iter().copied()).chain([case.launch_plan.scratch, size_of::<Fault>()]).collect()
 }
 
 fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
@@ -104,11 +104,11 @@ fn written(cases: &[Case], known: &HashMap<Arc<str>, usize>) -> Vec<u8> {
         }
     }
     let mut put = |value: usize| job.write_all(&(value as u64).to_le_bytes()).unwrap();
-    put(cases.iter().map(|case| case.recipe.launches.len()).sum());
+    put(cases.iter().map(|case| case.launch_plan.launches.len()).sum());
     let mut first = 0;
     for case in cases {
         let (inputs, outputs) = (case.inputs.len(), case.outputs.len());
-        for launch in &case.recipe.launches {
+        for launch in &case.launch_plan.launches {
             put(known[&launch.text]);
             put(launch.blocks as usize);
             put(launch.threads as usize);

@@ -71,7 +71,7 @@ pub enum KernelError {
     #[error("{devices} devices must run this op together")]
     Alone { devices: usize },
     #[error("another device of the tensor-parallel group stopped")]
-    Gone,
+    Disconnected,
     #[error("label {label} is outside the {classes} classes")]
     Label { label: i64, classes: usize },
 }

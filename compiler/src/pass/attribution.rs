@@ -10,7 +10,7 @@ use super::backward::{Backward, Made, Read, ReceivedGradients, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
-use super::memory::{ALIGNMENT, Needs, Passage, tensors};
+use super::memory::{ALIGNMENT, Needs, SharedArena, tensors};
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Node, Origin, order};
 use crate::op::dropout::COUNTER;
@@ -172,7 +172,7 @@ pub fn of_stage(
     ops: Vec<NodeId>,
     seeded: Option<Value>,
     leaders: &[Option<usize>],
-    passages: [Option<&Passage>; 2],
+    passages: [Option<&SharedArena>; 2],
 ) -> Attribution {
     let forward_order = order::canonical(&fragment.graph);
     let forward_owners = owners(&fragment.graph, &forward_order);
@@ -374,7 +374,7 @@ struct Run<'a> {
     owners: &'a HashMap<NodeId, usize>,
     /// Per op, the representative of the ops that always share its stage.
     groups: &'a [usize],
-    passage: Option<&'a Passage>,
+    passage: Option<&'a SharedArena>,
     is_forward: bool,
 }
 

@@ -223,7 +223,7 @@ mod tests {
     use super::*;
     use crate::graph::{Origin, Output, order};
     use crate::op::{Input, MatMul};
-    use crate::pass::memory::{Home, plan};
+    use crate::pass::memory::{Location, plan};
     use crate::tensor::fact::Fact;
 
     struct Net(Graph);
@@ -262,7 +262,7 @@ mod tests {
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
             for value in graph.ids().flat_map(|id| graph.values(id)) {
                 assert_eq!(layout.locations.contains_key(&value), !chains.inner.contains(&value));
-                assert!(!kept.contains(&value) || matches!(layout.locations[&value], Home::Saved(_)));
+                assert!(!kept.contains(&value) || matches!(layout.locations[&value], Location::Saved(_)));
             }
             chains
         }

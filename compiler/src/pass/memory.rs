@@ -5,10 +5,10 @@
 //!
 //! | location | for | lifetime |
 //! | --- | --- | --- |
-//! | [`Home::Source`] | inputs, parameters, states, constants and views of them | decided by their owner |
-//! | [`Home::Own`] | values sent to other stages | in a separate buffer, shared with the receiver |
-//! | [`Home::Saved`] | values that the backward of the same minibatch reads | from forward to backward |
-//! | [`Home::Arena`] | everything else, and kernel workspaces | within the run |
+//! | [`Location::Source`] | inputs, parameters, states, constants and views of them | decided by their owner |
+//! | [`Location::Own`] | values sent to other stages | in a separate buffer, shared with the receiver |
+//! | [`Location::Saved`] | values that the backward of the same minibatch reads | from forward to backward |
+//! | [`Location::Arena`] | everything else, and kernel workspaces | within the run |
 //!
 //! Inner values of a fused chain ([`fuse`](super::fuse)) and gradients accumulated by their producer have no location.
 //!
@@ -25,7 +25,7 @@ use std::collections::{HashMap, HashSet};
 pub const ALIGNMENT: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Home {
+pub enum Location {
     Source(NodeId),
     /// In a separate buffer: index in [`Layout::own`].
     Own(usize),
@@ -37,7 +37,7 @@ pub enum Home {
 /// The locations of all values of a graph, and the sizes of its buffers.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
-    pub locations: HashMap<Value, Home>,
+    pub locations: HashMap<Value, Location>,
     /// The values with separate buffers, and the buffer sizes in bytes.
     pub own: Vec<(Value, usize)>,
     /// Bytes of the block saved for the backward, per minibatch in flight.
@@ -50,7 +50,7 @@ pub struct Layout {
 
 /// Tensors that a run within a longer one shares with the runs before and after it, in a common arena.
 #[derive(Clone, Debug, Default)]
-pub struct Passage {
+pub struct SharedArena {
     /// Sources made before the run.
     pub comes: HashSet<Value>,
     /// Values read after the run.
@@ -72,7 +72,7 @@ pub struct Needs<'a> {
     pub workspace: &'a HashMap<NodeId, usize>,
     pub chains: &'a Chains,
     /// Tensors shared with other runs, if this is part of a longer one.
-    pub passage: Option<&'a Passage>,
+    pub passage: Option<&'a SharedArena>,
 }
 
 /// Rounds up to [`ALIGNMENT`].
@@ -85,16 +85,16 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     let mut classes = classes(graph, order, needs);
     let mut layout = Layout::default();
     let mut transient: Vec<Block> = Vec::new();
-    let mut class_home: Vec<Option<Home>> = vec![None; classes.list.len()];
+    let mut class_home: Vec<Option<Location>> = vec![None; classes.list.len()];
     for (i, class) in classes.list.iter().enumerate().filter(|(_, class)| !class.inner) {
         class_home[i] = if is_source(graph, class.root.node) {
-            Some(Home::Source(class.root.node))
+            Some(Location::Source(class.root.node))
         } else if class.own {
             layout.own.push((class.root, class.bytes));
-            Some(Home::Own(layout.own.len() - 1))
+            Some(Location::Own(layout.own.len() - 1))
         } else if class.kept {
             layout.kept_bytes += aligned(class.bytes);
-            Some(Home::Saved(layout.kept_bytes - aligned(class.bytes)))
+            Some(Location::Saved(layout.kept_bytes - aligned(class.bytes)))
         } else {
             let last = if class.held { order.len() } else { class.last };
             transient.push(Block {
@@ -115,7 +115,7 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     layout.arena_bytes = arena_bytes;
     for (block, offset) in transient.iter().zip(offsets) {
         match block.of {
-            BlockOwner::AliasClass(i) => class_home[i] = Some(Home::Arena(offset)),
+            BlockOwner::AliasClass(i) => class_home[i] = Some(Location::Arena(offset)),
             BlockOwner::Workspace(id) => {
                 layout.workspace.insert(id, offset);
             }

@@ -39,7 +39,7 @@ pub enum Collective {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
-pub struct Meeting {
+pub struct CollectiveId {
     pub kind: Collective,
     pub stage: StageId,
     pub number: u32,
@@ -48,7 +48,7 @@ pub struct Meeting {
 
 impl Instruction {
     /// The collective that it posts and its token; `None` for other instructions.
-    pub fn meeting(&self) -> Option<(Meeting, Token)> {
+    pub fn meeting(&self) -> Option<(CollectiveId, Token)> {
         let (kind, stage, number, bucket, token) = match *self {
             Instruction::AllReduce { stage, round, bucket, token } => {
                 (Collective::AllReduce, stage, round, bucket, token)
@@ -61,6 +61,6 @@ impl Instruction {
             }
             _ => return None,
         };
-        Some((Meeting { kind, stage, number, bucket }, token))
+        Some((CollectiveId { kind, stage, number, bucket }, token))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::plan::StageId;
-use crate::schedule::collective::Meeting;
+use crate::schedule::collective::CollectiveId;
 use crate::schedule::{MicrobatchId, Token};
 
 pub struct StageMemoryState {
@@ -19,7 +19,7 @@ pub struct StageMemoryState {
     pub summed: u64,
     pub posted: u32,
     /// Posted buckets whose last backward has not run.
-    pub due: Vec<(Meeting, Token)>,
+    pub due: Vec<(CollectiveId, Token)>,
     /// Items that are recomputed and wait for their backward.
     pub again: BTreeSet<MicrobatchId>,
 }

@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use crate::op::dropout::mix;
 use crate::plan::StageId;
 use crate::schedule::channel::{Channel, Channels};
-use crate::schedule::collective::{Collective, Meeting};
+use crate::schedule::collective::{Collective, CollectiveId};
 use crate::schedule::dense_map::DenseMap;
 use crate::schedule::event_queue::EventQueue;
 use crate::schedule::semantics::{Rule, dealt};
@@ -93,14 +93,14 @@ struct Name {
 #[derive(Clone, Copy)]
 enum Arrival {
     Transfer(u32, Token, Token),
-    Part(Meeting, usize),
+    Part(CollectiveId, usize),
 }
 
 #[derive(Clone, Copy)]
 enum Progress {
     Computed(WorkerId),
     /// A running backward has produced the gradients of a collective.
-    Made(Meeting, Name),
+    Made(CollectiveId, Name),
 }
 
 /// A channel: operations posted at one end only, and completed transfers.
@@ -119,7 +119,7 @@ struct Reducing {
     /// The levels of an all-reduce: fraction of its time, and ports.
     parts: Vec<(f64, LinkRoute)>,
     /// Collectives that all replicas have joined, in order; the first is running.
-    met: VecDeque<Meeting>,
+    met: VecDeque<CollectiveId>,
     began: f64,
     spans: Vec<Span>,
 }
@@ -147,7 +147,7 @@ struct Simulation<'a> {
     channels: Channels,
     /// By channel number.
     lines: Vec<Line>,
-    joined: HashMap<Meeting, Vec<Name>>,
+    joined: HashMap<CollectiveId, Vec<Name>>,
     reductions: BTreeMap<StageId, Reducing>,
     flows: Flows<Arrival>,
     /// Running actions by their virtual end time, and their number.
@@ -473,7 +473,7 @@ impl<'a> Simulation<'a> {
     }
 
     /// Joins a collective, which starts when the last replica has joined.
-    fn join(&mut self, meeting: Meeting, name: Name) {
+    fn join(&mut self, meeting: CollectiveId, name: Name) {
         let stage = meeting.stage;
         let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
         let joined = self.joined.entry(meeting).or_default();
@@ -497,7 +497,7 @@ impl<'a> Simulation<'a> {
     }
 
     /// Starts one level of a collective. Reduce-scatter and all-gather each carry half of an all-reduce.
-    fn reduce(&mut self, meeting: Meeting, part: usize) {
+    fn reduce(&mut self, meeting: CollectiveId, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
         // Under ZeRO 3 the all-gather only synchronizes: the ops gather their weights themselves.
         let only_synchronizes = self.program.stages.get(meeting.stage.index()).is_some_and(|stage| stage.zero >= 3);

@@ -25,7 +25,7 @@ use crate::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradien
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
 use crate::pass::gradient_accumulation::root;
 use crate::pass::loss::LOSS;
-use crate::pass::memory::Passage;
+use crate::pass::memory::SharedArena;
 use crate::pass::pipeline::{self, PassBug};
 use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
@@ -387,17 +387,17 @@ impl Sharer<'_> {
 }
 
 /// The tensors that the forward and backward of a segment share with other segments of its stage.
-fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [Passage; 2] {
+fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [SharedArena; 2] {
     let whole = |node: NodeId| Value { node, output: 0 };
-    let forward = Passage {
+    let forward = SharedArena {
         comes: fragment.received.iter().map(|received| whole(received.local)).collect(),
         goes: fragment.sent.iter().map(|sent| sent.local).collect(),
     };
-    let Some(made) = backward else { return [forward, Passage::default()] };
+    let Some(made) = backward else { return [forward, SharedArena::default()] };
     let arrives = |read: &Read| matches!(read, Read::Gradient { .. });
     let leaves = |made: &Made| matches!(made, Made::Gradient { .. });
     let outputs = made.output_roles.iter().zip(&made.graph.outputs);
-    let backward = Passage {
+    let backward = SharedArena {
         comes: made.reads.iter().filter(|(_, read)| arrives(read)).map(|(id, _)| whole(*id)).collect(),
         goes: outputs.filter(|(made, _)| leaves(made)).map(|(_, output)| output.value).collect(),
     };

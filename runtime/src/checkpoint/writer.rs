@@ -76,7 +76,7 @@ pub enum Saved {
 }
 
 /// Writes the checkpoints of a run.
-pub struct Keeper<'a, F> {
+pub struct CheckpointWriter<'a, F> {
     files: F,
     of: WriterConfig<'a>,
     open: BTreeMap<u32, Open>,
@@ -94,10 +94,10 @@ struct Open {
     fault: Option<CheckpointWriteError>,
 }
 
-impl<'a, F: Files> Keeper<'a, F> {
+impl<'a, F: Files> CheckpointWriter<'a, F> {
     /// Cleans up after an earlier run. Incomplete checkpoints are removed. A complete one that was left under a hidden
     /// name during a replacement gets its name back, unless the checkpoint with that name is complete.
-    pub fn new(files: F, of: WriterConfig<'a>) -> Keeper<'a, F> {
+    pub fn new(files: F, of: WriterConfig<'a>) -> CheckpointWriter<'a, F> {
         for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
             let whole = of.folder.join(name(minibatches));
             let (is_there, is_lost) = (whole.symlink_metadata().is_ok(), read(&path).is_ok() && read(&whole).is_err());
@@ -108,7 +108,7 @@ impl<'a, F: Files> Keeper<'a, F> {
                 false => files.remove_folder(&path),
             };
         }
-        let keeper = Keeper { files, of, open: BTreeMap::new() };
+        let keeper = CheckpointWriter { files, of, open: BTreeMap::new() };
         // The earlier run may have ended before it removed old checkpoints.
         if let Some(begun) = keeper.of.begun {
             let _ = keeper.remove_older(begun);

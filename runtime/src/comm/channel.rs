@@ -29,11 +29,11 @@ pub struct Message {
 
 /// The other end of the channel was dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gone;
+pub struct Disconnected;
 
 /// The other end of a channel, in another process.
 pub trait RemoteEnd: Send {
-    fn send(&self, message: Message) -> Result<(), Gone>;
+    fn send(&self, message: Message) -> Result<(), Disconnected>;
 
     /// Reports a posted receive.
     fn post(&self);
@@ -82,9 +82,9 @@ pub fn incoming(remote: Box<dyn RemoteEnd>) -> (Incoming, Sender<Message>) {
 
 impl Outgoing {
     /// Sends a message and returns its number, from 1.
-    pub fn send(&mut self, message: Message) -> Result<u64, Gone> {
+    pub fn send(&mut self, message: Message) -> Result<u64, Disconnected> {
         match &self.messages {
-            Endpoint::Local(messages) => messages.send(message).map_err(|_| Gone)?,
+            Endpoint::Local(messages) => messages.send(message).map_err(|_| Disconnected)?,
             Endpoint::Remote(remote) => remote.send(message)?,
         }
         self.sent += 1;
@@ -92,9 +92,9 @@ impl Outgoing {
     }
 
     /// Blocks until the receive for message `number` is posted.
-    pub fn wait(&mut self, number: u64) -> Result<(), Gone> {
+    pub fn wait(&mut self, number: u64) -> Result<(), Disconnected> {
         while self.known < number {
-            self.posted.recv().map_err(|_| Gone)?;
+            self.posted.recv().map_err(|_| Disconnected)?;
             self.known += 1;
         }
         Ok(())
@@ -111,12 +111,12 @@ impl Incoming {
     }
 
     /// Blocks for the message of a micro-batch. Receives may complete in another order than they were posted.
-    pub fn take(&mut self, item: u32) -> Result<Message, Gone> {
+    pub fn take(&mut self, item: u32) -> Result<Message, Disconnected> {
         if let Some(message) = self.early.remove(&item) {
             return Ok(message);
         }
         loop {
-            let message = self.messages.recv().map_err(|_| Gone)?;
+            let message = self.messages.recv().map_err(|_| Disconnected)?;
             if message.item == item {
                 return Ok(message);
             }
@@ -141,7 +141,7 @@ mod tests {
         }
         assert_eq!([2, 4, 7].map(|item| into.take(item).map(|message| message.item)), [Ok(2), Ok(4), Ok(7)]);
         drop(out);
-        assert_eq!(into.take(1).map(|message| message.item), Err(Gone));
+        assert_eq!(into.take(1).map(|message| message.item), Err(Disconnected));
     }
 
     #[test]
@@ -155,6 +155,6 @@ mod tests {
         drop(into);
         assert_eq!((out.wait(2), out.wait(1)), (Ok(()), Ok(())));
         assert!(out.send(message(9)).is_err());
-        assert_eq!(out.wait(3), Err(Gone));
+        assert_eq!(out.wait(3), Err(Disconnected));
     }
 }

@@ -92,7 +92,7 @@ impl TensorRank {
         if let Op::Shard(shard) = op {
             return device.stream.upload(part_of(&own, shard.cut, self.devices, self.device).bytes(), output);
         }
-        let parts = self.gather_host(own).map_err(|_| KernelError::Gone)?;
+        let parts = self.gather_host(own).map_err(|_| KernelError::Disconnected)?;
         device.stream.upload_with(output, &mut |output| match op {
             Op::AllReduce(o) if o.kind == ReduceKind::Sum => sum_in_order(&parts, output),
             Op::ReduceScatter(o) => {
@@ -117,7 +117,7 @@ impl TensorRank {
         let mut term = device.take_staging(own.len())?;
         device.stream.copy(own, Buffer::exclusive(&mut term))?;
         device.release(&term)?;
-        let parts = self.gather(TensorPart::Device(term.clone())).map_err(|_| KernelError::Gone)?;
+        let parts = self.gather(TensorPart::Device(term.clone())).map_err(|_| KernelError::Disconnected)?;
         for (at, part) in parts.iter().enumerate() {
             let TensorPart::Device(part) = part else { unreachable!("all devices run the same op") };
             let part = device.receive(part.clone())?;
@@ -217,7 +217,7 @@ mod tests {
                 tensor_ranks[0].meet(&op, (&layout, own.region()), sum.region_mut(), &context)
             });
             tensor_ranks[1].abandon();
-            assert_eq!(waiter.join().unwrap(), Err(DeviceError::Kernel(KernelError::Gone)));
+            assert_eq!(waiter.join().unwrap(), Err(DeviceError::Kernel(KernelError::Disconnected)));
         });
     }
 }

@@ -60,11 +60,11 @@ pub struct MemoryCounter {
     now: AtomicU64,
     peak: AtomicU64,
     /// Used and allocated slots, by size.
-    places: Mutex<HashMap<usize, Places>>,
+    slots: Mutex<HashMap<usize, Slots>>,
 }
 
 #[derive(Clone, Copy, Default)]
-struct Places {
+struct Slots {
     taken: usize,
     all: usize,
 }
@@ -85,25 +85,25 @@ impl MemoryCounter {
     }
 
     // No code panics while it holds the lock with inconsistent state.
-    fn places(&self) -> MutexGuard<'_, HashMap<usize, Places>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slots(&self) -> MutexGuard<'_, HashMap<usize, Slots>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Occupies a slot of this size; allocates one if none is free.
-    pub fn take_place(&self, bytes: usize) {
-        let mut all = self.places();
-        let places = all.entry(bytes).or_default();
-        places.taken += 1;
-        if places.taken > places.all {
-            places.all = places.taken;
+    pub fn reserve_slot(&self, bytes: usize) {
+        let mut all = self.slots();
+        let slots = all.entry(bytes).or_default();
+        slots.taken += 1;
+        if slots.taken > slots.all {
+            slots.all = slots.taken;
             self.add(bytes);
         }
     }
 
     /// Frees a slot.
-    pub fn leave_place(&self, bytes: usize) {
-        if let Some(places) = self.places().get_mut(&bytes) {
-            places.taken = places.taken.saturating_sub(1);
+    pub fn free_slot(&self, bytes: usize) {
+        if let Some(slots) = self.slots().get_mut(&bytes) {
+            slots.taken = slots.taken.saturating_sub(1);
         }
     }
 }
@@ -207,7 +207,7 @@ impl Buffer {
     pub fn release_slot(&self) {
         if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
             match self.pool {
-                Some(_) => ledger.leave_place(self.bytes),
+                Some(_) => ledger.free_slot(self.bytes),
                 None => ledger.remove(self.bytes),
             }
         }
@@ -215,7 +215,7 @@ impl Buffer {
 
     fn reclaim_slot(&self) {
         if let (Some(ledger), true) = (&self.ledger, self.lent.swap(false, Ordering::Relaxed)) {
-            ledger.take_place(self.bytes);
+            ledger.reserve_slot(self.bytes);
         }
     }
 
@@ -346,7 +346,7 @@ impl Pool {
             }
             None => {
                 let mut buffer = self.device.allocate(bytes)?;
-                self.ledger.take_place(bytes);
+                self.ledger.reserve_slot(bytes);
                 (buffer.ledger, buffer.pool) = (Some(self.ledger.clone()), Some(self.own.clone()));
                 Ok(Arc::new(buffer))
             }
@@ -396,10 +396,10 @@ mod tests {
         assert_eq!(held(&pool), 200);
         [other, third].into_iter().for_each(|buffer| pool.give(buffer));
         drop(reader);
-        pool.ledger.take_place(100);
+        pool.ledger.reserve_slot(100);
         let again = pool.take(100).unwrap();
         assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
-        pool.ledger.leave_place(100);
+        pool.ledger.free_slot(100);
         drop(again);
         let once = pool.once(50).unwrap();
         assert_eq!(held(&pool), 250);

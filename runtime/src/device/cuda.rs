@@ -1,6 +1,6 @@
 //! NVIDIA GPUs: every core op as CUDA C++ kernels specialised to its shapes.
 //!
-//! A [`LaunchPlan`](recipe::LaunchPlan) is an op at concrete shapes: ordered launches, each with kernel source,
+//! A [`LaunchPlan`](launch_plan::LaunchPlan) is an op at concrete shapes: ordered launches, each with kernel source,
 //! geometry and argument locations. Sizes are literals in the source, so a kernel only takes addresses and the compiler
 //! sees every bound. The source needs no headers: NVRTC compiles it also on machines without a GPU.
 //!
@@ -18,6 +18,7 @@ pub mod elementwise;
 pub mod gather;
 pub mod grouped_matmul;
 pub mod gru;
+pub mod launch_plan;
 pub mod layer_norm;
 pub mod library;
 pub mod lstm;
@@ -27,7 +28,6 @@ pub mod offsets;
 pub mod ordering;
 pub mod pool;
 pub mod prelude;
-pub mod recipe;
 pub mod reduce;
 pub mod rnn;
 pub mod softmax;

@@ -16,7 +16,7 @@ use compiler::pass::fragment::{Fragment, FragmentError, fragments};
 use compiler::pass::fuse::{Chains, chains};
 use compiler::pass::gradient_accumulation::{accumulated_in_place, root, summed};
 use compiler::pass::loss::LOSS;
-use compiler::pass::memory::{Home, Layout, Needs};
+use compiler::pass::memory::{Layout, Location, Needs};
 use compiler::pass::pipeline::{self, PassBug};
 use compiler::pass::split_backward::parts;
 use compiler::tensor::fact::Fact;
@@ -419,10 +419,10 @@ impl<'a> Assembly<'a> {
     fn forward_place(&self, value: Value) -> TensorAddress {
         let bytes = bytes(self.fragment.graph.fact(value));
         let slot = match self.forward_layout.locations[&value] {
-            Home::Arena(offset) => Slot::Arena(offset),
-            Home::Saved(offset) => Slot::Saved(offset),
-            Home::Own(index) => Slot::Own(index),
-            Home::Source(node) => self.source(node),
+            Location::Arena(offset) => Slot::Arena(offset),
+            Location::Saved(offset) => Slot::Saved(offset),
+            Location::Own(index) => Slot::Own(index),
+            Location::Source(node) => self.source(node),
         };
         TensorAddress { slot, bytes }
     }
@@ -503,7 +503,7 @@ impl<'a> Assembly<'a> {
             .iter()
             .enumerate()
             .filter_map(|(i, (_, v))| match layout.locations[v] {
-                Home::Own(index) => Some((index, i)),
+                Location::Own(index) => Some((index, i)),
                 _ => None,
             })
             .collect();
@@ -514,11 +514,11 @@ impl<'a> Assembly<'a> {
         };
         let place = |value: &Value| {
             let slot = match (layout.locations.get(value), first_term(value)) {
-                (Some(&Home::Arena(offset)), Some(term)) => Slot::Gradient { term, offset },
-                (Some(&Home::Arena(offset)), None) => Slot::Arena(offset),
-                (Some(Home::Own(index)), _) => Slot::GradientOut(own_slot[index]),
-                (Some(Home::Source(node)), _) => sources[node],
-                (Some(&Home::Saved(offset)), _) => Slot::SplitBackward(offset),
+                (Some(&Location::Arena(offset)), Some(term)) => Slot::Gradient { term, offset },
+                (Some(&Location::Arena(offset)), None) => Slot::Arena(offset),
+                (Some(Location::Own(index)), _) => Slot::GradientOut(own_slot[index]),
+                (Some(Location::Source(node)), _) => sources[node],
+                (Some(&Location::Saved(offset)), _) => Slot::SplitBackward(offset),
                 (None, term) => Slot::Sum(term.expect("a value without a buffer is accumulated")),
             };
             TensorAddress { slot, bytes: bytes(graph.fact(*value)) }
@@ -572,7 +572,7 @@ impl<'a> Assembly<'a> {
         match self.forward_place(value).slot {
             // Constants belong to one sequence: the backward pass has its own copy.
             Slot::Constant(_) => {
-                let Home::Source(node) = self.forward_layout.locations[&value] else {
+                let Location::Source(node) = self.forward_layout.locations[&value] else {
                     unreachable!("a constant's buffer")
                 };
                 let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's buffer") };

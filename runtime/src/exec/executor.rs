@@ -31,7 +31,7 @@ pub struct ExecuteError {
 impl ExecuteError {
     fn of_collective(step: &Step, fault: CollectiveError) -> ExecuteError {
         let fault = match fault {
-            CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Gone),
+            CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Disconnected),
             CollectiveError::Device(fault) => fault,
         };
         ExecuteError { node: step.label().to_string(), fault }
@@ -239,7 +239,7 @@ impl<'a> Executor<'a> {
         for buffer in from_others {
             // Its owner may write it again after the reads of this stream.
             self.device.release(buffer)?;
-            ledger.leave_place(buffer.len());
+            ledger.free_slot(buffer.len());
         }
         item.own.iter().for_each(lend_to_readers);
         let buffers = item.kept.into_iter().chain(item.own).chain(item.between);

@@ -3,7 +3,7 @@
 //! A worker never waits for a connection: it queues, and the program bounds the queue. The writer sends a heartbeat
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
-use crate::comm::channel::{Gone, Message, RemoteEnd};
+use crate::comm::channel::{Disconnected, Message, RemoteEnd};
 use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::process::frame::{FrameWriter, Kind};
@@ -67,10 +67,10 @@ pub struct RemoteChannel {
 }
 
 impl RemoteEnd for RemoteChannel {
-    fn send(&self, message: Message) -> Result<(), Gone> {
+    fn send(&self, message: Message) -> Result<(), Disconnected> {
         let head = [self.channel.to_le_bytes(), message.item.to_le_bytes()].concat();
         let bodies = message.parcels.into_iter().map(|parcel| parcel.buffer).collect();
-        self.queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Gone)
+        self.queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Disconnected)
     }
 
     fn post(&self) {

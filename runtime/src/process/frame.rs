@@ -109,7 +109,7 @@ kinds! {
     /// Start no further minibatch, with the reason.
     Hold = 19,
     /// Number of minibatches that a process has started.
-    Begun = 20,
+    ResumedState = 20,
     /// Number of minibatches after which the run ends.
     End = 21,
     /// A snapshot was taken by process 0.

@@ -207,7 +207,7 @@ impl Routes<'_> {
                 let taken = self.taken.as_ref().ok_or(FrameError::Unexpected { kind })?;
                 let _ = taken.send(());
             }
-            Kind::Stop | Kind::Hold | Kind::Begun | Kind::End => {
+            Kind::Stop | Kind::Hold | Kind::ResumedState | Kind::End => {
                 let stopping = self.stopping.as_ref().ok_or(FrameError::Unexpected { kind })?;
                 stopping.take(self.process, kind, &mut fields)?;
             }

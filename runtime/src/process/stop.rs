@@ -101,7 +101,7 @@ impl<'a> StopAgreement<'a> {
         fields.end()?;
         match (kind, self.own, process) {
             (Kind::Stop, 0, _) => self.begin(number),
-            (Kind::Begun, 0, _) => {
+            (Kind::ResumedState, 0, _) => {
                 let mut begun = self.lock();
                 match begun.as_mut().map(|begun| begun.insert(process, number)) {
                     Some(None) => self.decide(&begun),
@@ -110,7 +110,7 @@ impl<'a> StopAgreement<'a> {
             }
             (Kind::Hold, _, 0) => {
                 let begun = self.gate.hold(number as usize);
-                self.send(0, Kind::Begun, begun);
+                self.send(0, Kind::ResumedState, begun);
             }
             (Kind::End, _, 0) => self.gate.end_at(Some(number).filter(|end| *end != NEVER)),
             _ => return Err(FrameError::Unexpected { kind }),
@@ -166,8 +166,8 @@ mod tests {
             }
         }
         assert_eq!(gates.each_ref().map(|gate| (gate.end(), gate.reason())), [(Some(8), 15); 3]);
-        let late = parts[0].take(1, Kind::Begun, &mut Fields::of(&9u32.to_le_bytes()));
-        assert_eq!(late, Err(FrameError::Unexpected { kind: Kind::Begun }));
+        let late = parts[0].take(1, Kind::ResumedState, &mut Fields::of(&9u32.to_le_bytes()));
+        assert_eq!(late, Err(FrameError::Unexpected { kind: Kind::ResumedState }));
         assert!(parts[1].take(2, Kind::End, &mut Fields::of(&9u32.to_le_bytes())).is_err());
         assert!(parts[1].take(0, Kind::End, &mut Fields::of(&[9])).is_err());
     }

@@ -68,7 +68,7 @@ impl StageWorker<'_> {
             if let Some(at) = at {
                 // On separate devices sender and receiver each hold a copy, so both count one here. The sender reads an
                 // activation again.
-                ledger.take_place(parcel.buffer.len());
+                ledger.reserve_slot(parcel.buffer.len());
                 if kind == Payload::Gradient {
                     parcel.buffer.release_slot();
                 }

@@ -395,7 +395,7 @@ impl<'a> StageWorker<'a> {
             self.gathered.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
             let failed = |fault: CollectiveError| {
                 let fault = match fault {
-                    CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Gone),
+                    CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Disconnected),
                     CollectiveError::Device(fault) => fault,
                 };
                 ExecuteError { node: "the gradients of parameters".to_string(), fault }

@@ -105,7 +105,7 @@ pub fn replicas(
 }
 
 /// The ZeRO communicators of a stage; all `None` without ZeRO.
-pub struct Boards {
+pub struct ZeroCommunicators {
     pub shard_comm: Option<Arc<ShardComm>>,
     /// For gradient norms, unless all workers share one norm.
     pub norms: Option<Arc<Communicator<Squares>>>,
@@ -118,11 +118,11 @@ pub fn shard_comms(
     training: &TrainJob<'_>,
     stage: usize,
     exchange: &mut Option<Exchange<'_>>,
-) -> Result<Boards, LinkError> {
+) -> Result<ZeroCommunicators, LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
     let known = &program.stages[stage];
     if known.zero == 0 {
-        return Ok(Boards { shard_comm: None, norms: None, gradient_shards: None });
+        return Ok(ZeroCommunicators { shard_comm: None, norms: None, gradient_shards: None });
     }
     let members = members(program, stage);
     let each = |named: &NamedTensor| gradient_bytes(named.fact.dtype, named.bytes);
@@ -134,7 +134,7 @@ pub fn shard_comms(
     let names = numbers(training);
     let norms = is_apart.then(|| meeting(exchange, &members, || SquaresForm { names }, rounds));
     let gradient_shards = (known.zero >= 2).then(|| Arc::new(GradientShards::new(known.replicas as usize)));
-    Ok(Boards { shard_comm: Some(shard_comm), norms: norms.transpose()?, gradient_shards })
+    Ok(ZeroCommunicators { shard_comm: Some(shard_comm), norms: norms.transpose()?, gradient_shards })
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.

@@ -27,7 +27,9 @@ use crate::stage::shard_exchange::ShardComm;
 use crate::stage::stage_worker::{StageSetup, TiedGradientComm};
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, Span, WorkerContext, WorkerError, WorkerResult};
-use crate::train::channels::{Boards, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties};
+use crate::train::channels::{
+    ZeroCommunicators, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties,
+};
 use crate::train::losses::{Diverged, LossTracker};
 use crate::train::resume::{ResumeError, check_states as check_read_states};
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_shares, check_states};
@@ -102,7 +104,7 @@ impl TrainError {
         match self {
             TrainError::Worker(WorkerError::PeerGone { .. }) => true,
             TrainError::Worker(WorkerError::Execute { fault, .. }) => {
-                fault.fault == DeviceError::Kernel(KernelError::Gone)
+                fault.fault == DeviceError::Kernel(KernelError::Disconnected)
             }
             _ => false,
         }
@@ -331,7 +333,7 @@ pub fn run_tensor_parallel(
     let replicas: Vec<_> =
         (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
     let shared = (0..program.stages.len()).map(|stage| shard_comms(training, stage, &mut exchange));
-    let shared: Vec<Boards> = shared.collect::<Result<_, _>>()?;
+    let shared: Vec<ZeroCommunicators> = shared.collect::<Result<_, _>>()?;
     let progress = match &exchange {
         Some(exchange) => exchange.progress(),
         None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),

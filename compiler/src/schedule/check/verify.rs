@@ -23,7 +23,7 @@ use crate::plan::zero::MOST;
 use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::check::error::{CheckError, Fault};
 use crate::schedule::check::state::CheckState;
-use crate::schedule::collective::{Collective, Meeting};
+use crate::schedule::collective::{Collective, CollectiveId};
 use crate::schedule::dense_map::DenseMap;
 use crate::schedule::list_scheduler::Layout;
 use crate::schedule::semantics::Rule;
@@ -133,7 +133,7 @@ impl ChannelEnds {
 enum Posted {
     Send { channel: u32, place: u32, item: MicrobatchId },
     Recv { channel: u32, place: u32, item: MicrobatchId },
-    Meeting(Meeting),
+    CollectiveId(CollectiveId),
 }
 
 struct WorkerProgress {
@@ -142,7 +142,7 @@ struct WorkerProgress {
     ledgers: Vec<CheckState>,
     /// Posted reductions and all-gathers, and those whose gradients are not complete.
     joined: [usize; 2],
-    due: Vec<Meeting>,
+    due: Vec<CollectiveId>,
     is_awake: bool,
 }
 
@@ -159,11 +159,11 @@ struct Checker<'a> {
     hands: Vec<WorkerProgress>,
     channels: Channels,
     ends: Vec<ChannelEnds>,
-    joined: HashMap<Meeting, u32>,
+    joined: HashMap<CollectiveId, u32>,
     /// For ZeRO 2 and 3: items whose gradients are accumulated, by stage and round.
     added: HashMap<(StageId, u32), u32>,
     /// For each rank, the order of its reductions and of its all-gathers, as first posted by any replica.
-    collectives: Vec<[Vec<Meeting>; 2]>,
+    collectives: Vec<[Vec<CollectiveId>; 2]>,
     awake: VecDeque<WorkerId>,
 }
 
@@ -268,7 +268,7 @@ impl<'a> Checker<'a> {
                 };
                 self.rest(from).iter().any(meets).then_some(from)
             }
-            Posted::Meeting(meeting) => {
+            Posted::CollectiveId(meeting) => {
                 let joins = |i: &Instruction| i.meeting().is_some_and(|(of, _)| of == meeting);
                 let mut holders = self.layout.holders(meeting.stage);
                 let is_due = |other: WorkerId| self.hands[other.index()].due.contains(&meeting);
@@ -299,10 +299,12 @@ impl<'a> Checker<'a> {
                 let Channel { from, .. } = self.channels.channel(channel);
                 format!("{} never sends micro-batch {}", self.program.worker_name(from), item.0)
             }
-            Some(&Posted::Meeting(Meeting { kind: Collective::AllGather, number, .. })) => {
+            Some(&Posted::CollectiveId(CollectiveId { kind: Collective::AllGather, number, .. })) => {
                 format!("not every replica gathers version {number}")
             }
-            Some(&Posted::Meeting(Meeting { number, .. })) => format!("not every replica joins round {number}"),
+            Some(&Posted::CollectiveId(CollectiveId { number, .. })) => {
+                format!("not every replica joins round {number}")
+            }
             None => match self.instruction(worker) {
                 Some(Instruction::Backward { .. } | Instruction::BackwardWeight { .. }) => {
                     "an earlier micro-batch of the round never adds its gradients".to_string()
@@ -450,7 +452,7 @@ impl<'a> Checker<'a> {
         let way = usize::from(meeting.kind == Collective::AllGather);
         let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()][way];
         match order.get(hands.joined[way]) {
-            Some(&expected @ Meeting { stage, number, bucket, .. }) if expected != meeting => {
+            Some(&expected @ CollectiveId { stage, number, bucket, .. }) if expected != meeting => {
                 return Err(Fault::CollectiveOrder { stage: stage.0, round: number, bucket });
             }
             Some(_) => {}
@@ -460,7 +462,7 @@ impl<'a> Checker<'a> {
         if !is_made {
             hands.due.push(meeting);
         }
-        self.post(worker, token, Posted::Meeting(meeting))?;
+        self.post(worker, token, Posted::CollectiveId(meeting))?;
         if is_made {
             self.join(meeting);
         }
@@ -475,11 +477,11 @@ impl<'a> Checker<'a> {
         }
         let (made, due) = std::mem::take(&mut hands.due).into_iter().partition(|meeting| meeting.stage == stage);
         hands.due = due;
-        let made: Vec<Meeting> = made;
+        let made: Vec<CollectiveId> = made;
         made.into_iter().for_each(|meeting| self.join(meeting));
     }
 
-    fn join(&mut self, meeting: Meeting) {
+    fn join(&mut self, meeting: CollectiveId) {
         let members = self.joined.entry(meeting).or_default();
         *members += 1;
         if *members == self.program.stages[meeting.stage.index()].replicas {
@@ -513,8 +515,8 @@ impl<'a> Checker<'a> {
                 let (here, _) = self.ends(edge, kind, false)?;
                 self.hands[worker.index()].of(here)?.received(edge, item)?;
             }
-            Posted::Meeting(meeting) => {
-                let Meeting { kind, stage, number, .. } = meeting;
+            Posted::CollectiveId(meeting) => {
+                let CollectiveId { kind, stage, number, .. } = meeting;
                 let joined = self.joined.get(&meeting).copied().unwrap_or(0);
                 if joined < self.program.stages[stage.index()].replicas {
                     return Ok(false);

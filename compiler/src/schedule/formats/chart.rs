@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::schedule::collective::Meeting;
+use crate::schedule::collective::CollectiveId;
 use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, Token, WorkerId};
 
 /// Draws the chart, one line per worker. Fails on a deadlock.
@@ -44,14 +44,14 @@ struct Drawing<'a> {
     /// Times of the Sends and Recvs of each channel, in order.
     sends: BTreeMap<Channel, Vec<usize>>,
     recvs: BTreeMap<Channel, Vec<usize>>,
-    joined: BTreeMap<Meeting, Vec<usize>>,
+    joined: BTreeMap<CollectiveId, Vec<usize>>,
 }
 
 #[derive(Clone, Copy)]
 enum Posted {
     Send(Channel, usize),
     Recv(Channel, usize),
-    Meeting(Meeting),
+    CollectiveId(CollectiveId),
 }
 
 impl<'a> Drawing<'a> {
@@ -119,7 +119,7 @@ impl<'a> Drawing<'a> {
             }
             Instruction::AllReduce { .. } | Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } => {
                 let Some((meeting, token)) = instruction.meeting() else { return false };
-                self.posted[index].insert(token, Posted::Meeting(meeting));
+                self.posted[index].insert(token, Posted::CollectiveId(meeting));
                 self.joined.entry(meeting).or_default().push(now);
             }
             Instruction::Recompute { stage, item, .. } => {
@@ -149,7 +149,7 @@ impl<'a> Drawing<'a> {
         match *self.posted[worker].get(&token)? {
             Posted::Send(channel, place) => self.recvs.get(&channel)?.get(place).copied(),
             Posted::Recv(channel, place) => self.sends.get(&channel)?.get(place).copied(),
-            Posted::Meeting(meeting) => {
+            Posted::CollectiveId(meeting) => {
                 let members = self.program.stages.get(meeting.stage.index())?.replicas as usize;
                 let joined = self.joined.get(&meeting)?;
                 joined.iter().max().copied().filter(|_| joined.len() == members)

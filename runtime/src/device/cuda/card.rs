@@ -1,9 +1,9 @@
 //! A GPU: memory, streams and loaded kernels.
 
 use super::compile::{Architecture, CompileFault, cubin};
+use super::launch_plan::{Base, Fault, Launch, LaunchPlan};
 use super::library::{self, FOLDERS};
 use super::prelude::ENTRY;
-use super::recipe::{Base, Fault, Launch, LaunchPlan};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -209,9 +209,9 @@ impl Stream {
     }
 
     /// Queues the launches of a plan. Operands must have at least the sizes that the plan was made for.
-    pub fn run(&self, recipe: &LaunchPlan, operands: &Operands<'_>) -> Result<(), CardFault> {
+    pub fn run(&self, launch_plan: &LaunchPlan, operands: &Operands<'_>) -> Result<(), CardFault> {
         self.card.context.bind_to_thread()?;
-        recipe.launches.iter().try_for_each(|launch| self.launch(launch, operands))
+        launch_plan.launches.iter().try_for_each(|launch| self.launch(launch, operands))
     }
 
     fn launch(&self, launch: &Launch, operands: &Operands<'_>) -> Result<(), CardFault> {

@@ -4,7 +4,7 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, LaunchPlan};
+use super::launch_plan::{At, LaunchPlan};
 use super::windows::{close, element, flat, seeing, seen, split};
 use crate::device::layout::TensorLayout;
 use compiler::op::Window;

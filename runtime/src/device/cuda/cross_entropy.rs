@@ -2,7 +2,7 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, Base, Launch, LaunchPlan};
+use super::launch_plan::{At, Base, Launch, LaunchPlan};
 use super::softmax::most_and_total;
 use crate::device::layout::TensorLayout;
 use compiler::op::{CrossEntropy, CrossEntropyGrad};
@@ -42,10 +42,10 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
     let sums = accumulator(logits.dtype);
     let kind = held(sums);
-    let mut recipe = LaunchPlan::default();
-    let counted = recipe.take(8);
-    let losses = recipe.take(target.len() * sums.size());
-    recipe.launches.push(count(target, 1, size, op.ignore, counted));
+    let mut launch_plan = LaunchPlan::default();
+    let counted = launch_plan.take(8);
+    let losses = launch_plan.take(target.len() * sums.size());
+    launch_plan.launches.push(count(target, 1, size, op.ignore, counted));
     let mut draft = KernelBuilder::new(logits.len());
     draft.reads("x", logits.dtype, At::input(0));
     draft.reads("target", target.dtype, At::input(1));
@@ -62,7 +62,7 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
         counts(op.ignore),
         load(logits.dtype, &format!("x[from + (at)t * (at){inner}]"))
     );
-    recipe.launches.push(draft.block_each(target.len(), size, &lines));
+    launch_plan.launches.push(draft.block_each(target.len(), size, &lines));
     let mut draft = KernelBuilder::new(target.len());
     draft.reads("losses", sums, losses);
     draft.reads("count", compiler::tensor::DType::U64, counted);
@@ -73,8 +73,8 @@ pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -
         target.len(),
         store(logits.dtype, &format!("sum / ({kind})(count[0] > 0 ? count[0] : 1)"))
     );
-    recipe.launches.push(draft.block_each(1, target.len(), &lines));
-    Some(recipe)
+    launch_plan.launches.push(draft.block_each(1, target.len(), &lines));
+    Some(launch_plan)
 }
 
 pub fn grad(
@@ -85,9 +85,9 @@ pub fn grad(
 ) -> Option<LaunchPlan> {
     let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
     let kind = held(accumulator(logits.dtype));
-    let mut recipe = LaunchPlan::default();
-    let counted = recipe.take(8);
-    recipe.launches.push(count(target, 2, size, op.ignore, counted));
+    let mut launch_plan = LaunchPlan::default();
+    let counted = launch_plan.take(8);
+    launch_plan.launches.push(count(target, 2, size, op.ignore, counted));
     let mut draft = KernelBuilder::new(logits.len());
     draft.reads("dloss", dloss.dtype, At::input(0));
     draft.reads("x", logits.dtype, At::input(1));
@@ -107,6 +107,6 @@ pub fn grad(
         load(logits.dtype, "lse[line]"),
         store(logits.dtype, "slope")
     );
-    recipe.launches.push(draft.each(logits.len(), &lines));
-    Some(recipe)
+    launch_plan.launches.push(draft.each(logits.len(), &lines));
+    Some(launch_plan)
 }

@@ -1,8 +1,8 @@
 //! A builder of kernel source and its argument list.
 
 use super::element::stored;
+use super::launch_plan::{At, Launch};
 use super::prelude::{ENTRY, PRELUDE};
-use super::recipe::{At, Launch};
 use compiler::tensor::DType;
 
 /// Threads per block for elementwise kernels.

@@ -2,8 +2,8 @@
 
 use super::draft::KernelBuilder;
 use super::element::{cast, held, load, store};
+use super::launch_plan::{At, LaunchPlan};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::{Binary, Compare, Op, Unary};
 use compiler::tensor::DType;

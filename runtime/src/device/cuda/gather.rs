@@ -5,7 +5,7 @@
 
 use super::draft::{KernelBuilder, threads_for};
 use super::element::{accumulator, bits, held, load, store};
-use super::recipe::{At, Base, Launch, LaunchPlan};
+use super::launch_plan::{At, Base, Launch, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::{BatchGather, BatchScatterAdd, Gather, Scatter, ScatterAdd, ScatterKind};
 use compiler::tensor::DType;
@@ -100,12 +100,12 @@ pub fn batch_gather(
 }
 
 /// The lists: `first` per target and `next` per index; `~0` ends a list.
-fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
+fn chains(launch_plan: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
     let (indices, size) = (rows.indices, rows.count());
-    let (first, next) = (recipe.take(size * 8), recipe.take(indices.len() * 8));
+    let (first, next) = (launch_plan.take(size * 8), launch_plan.take(indices.len() * 8));
     let mut draft = KernelBuilder::new(size);
     draft.writes("first", DType::U64, first);
-    recipe.launches.push(draft.each(size, "first[i] = ~0ull;"));
+    launch_plan.launches.push(draft.each(size, "first[i] = ~0ull;"));
     let mut draft = KernelBuilder::new(indices.len().max(size));
     draft.reads("indices", indices.dtype, At::input(1));
     draft.writes("first", DType::U64, first);
@@ -122,7 +122,7 @@ fn chains(recipe: &mut LaunchPlan, rows: Rows<'_>) -> (At, At) {
         rows.row("i"),
         rows.row("k"),
     );
-    recipe.launches.push(draft.block_each(count, threads_for(count) as usize, &lines));
+    launch_plan.launches.push(draft.block_each(count, threads_for(count) as usize, &lines));
     (first, next)
 }
 
@@ -158,9 +158,9 @@ fn join(
     y: &TensorLayout,
 ) -> Option<LaunchPlan> {
     let (indices, size) = (rows.indices, rows.count());
-    let mut recipe = LaunchPlan::default();
-    recipe.launches.push(check(rows, 1));
-    let (first, next) = chains(&mut recipe, rows);
+    let mut launch_plan = LaunchPlan::default();
+    launch_plan.launches.push(check(rows, 1));
+    let (first, next) = chains(&mut launch_plan, rows);
     let value = match y.dtype {
         d if d.is_float() => held(accumulator(d)),
         DType::Bool if kind != ScatterKind::Replace => "i64",
@@ -190,6 +190,6 @@ fn join(
         load(y.dtype, &format!("updates[(block * (at){} + (at)k) * (at){run} + within]", indices.len())),
         store(y.dtype, "a")
     );
-    recipe.launches.push(draft.each(y.len(), &lines));
-    Some(recipe)
+    launch_plan.launches.push(draft.each(y.len(), &lines));
+    Some(launch_plan)
 }

@@ -3,9 +3,9 @@
 
 use super::draft::KernelBuilder;
 use super::element::{held, load, store};
+use super::launch_plan::{At, LaunchPlan};
 use super::lstm::Sizes;
 use super::matmul::{Matrix, Product};
-use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::lstm::order;
 use compiler::op::{Gru, GruGrad};
@@ -15,8 +15,8 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
-    let mut recipe = LaunchPlan::default();
-    let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
+    let mut launch_plan = LaunchPlan::default();
+    let from_x = s.from_input(&mut launch_plan, At::input(0), At::input(1));
     let [y, last_h, gates] = [0, 1, 2].map(At::output);
     let place = format!("at j = i % (at){hidden}, n = i / (at){hidden}, to = n * (at){} + j;\n", 4 * hidden);
     // The recurrent pre-activation of a gate, from the state or its replacement.
@@ -71,9 +71,9 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
                 put(3, "h2"),
                 from_x_of(2)
             );
-            recipe.launches.push(draft.each(s.batch * hidden, &lines));
+            launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
         } else {
-            recipe
+            launch_plan
                 .launches
                 .push(draft().each(s.batch * hidden, &format!("{opening}{}", put(3, &format!("reset * {old}")))));
             let mut draft = draft();
@@ -85,11 +85,11 @@ pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
                 load(dtype, &format!("gates[to + (at){hidden}]")),
                 from_x_of(2)
             );
-            recipe.launches.push(draft.each(s.batch * hidden, &lines));
+            launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
         }
     }
-    s.last(&mut recipe, y, last_h);
-    Some(recipe)
+    s.last(&mut launch_plan, y, last_h);
+    Some(launch_plan)
 }
 
 /// Outputs dx, dw_ih, dw_hh, db_ih, db_hh, dh0.
@@ -100,9 +100,9 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
-    let mut recipe = LaunchPlan::default();
-    let (da, e) = (recipe.take(s.steps * s.kept(wide)), recipe.take(s.steps * s.kept(wide)));
-    let (dh, d) = (recipe.take(s.kept(hidden)), recipe.take(s.kept(hidden)));
+    let mut launch_plan = LaunchPlan::default();
+    let (da, e) = (launch_plan.take(s.steps * s.kept(wide)), launch_plan.take(s.steps * s.kept(wide)));
+    let (dh, d) = (launch_plan.take(s.kept(hidden)), launch_plan.take(s.kept(hidden)));
     let [dy, last_dh, x_in, w_ih, w_hh, h0, y, gates] = [0, 1, 2, 3, 4, 5, 6, 7].map(At::input);
     let [dx, dw_ih, dw_hh, db_ih, db_hh, dh0] = [0, 1, 2, 3, 4, 5].map(At::output);
     let place = format!(
@@ -139,7 +139,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
             gate(2),
             load(dtype, "h[i]"),
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
         // Gradient at the reset gate.
         let mut draft = KernelBuilder::new(max_elements);
         draft.reads("w", dtype, w_hh);
@@ -159,7 +159,7 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
             gate(0),
             load(dtype, &format!("w[(2 * (at){hidden} + k) * (at){hidden} + j]"))
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
         // Gradient of the previous state.
         let mut draft = KernelBuilder::new(max_elements);
         draft.reads("w", dtype, w_hh);
@@ -174,19 +174,19 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
             load(dtype, &format!("w[k * (at){hidden} + j]")),
             gate(1)
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
     }
     let mut draft = KernelBuilder::new(max_elements);
     draft.reads("dh", s.sums, dh);
     draft.writes("dh0", dtype, dh0);
-    recipe.launches.push(draft.each(s.batch * hidden, &format!("dh0[i] = {};", store(dtype, "dh[i]"))));
-    s.input_grads(&mut recipe, da, x_in, w_ih, [dx, dw_ih, db_ih]);
-    s.bias_grad(&mut recipe, e, db_hh);
+    launch_plan.launches.push(draft.each(s.batch * hidden, &format!("dh0[i] = {};", store(dtype, "dh[i]"))));
+    s.input_grads(&mut launch_plan, da, x_in, w_ih, [dx, dw_ih, db_ih]);
+    s.bias_grad(&mut launch_plan, e, db_hh);
     if op.reset_after {
-        s.state_weight_grad(&mut recipe, e, h0, y, dw_hh, [0, wide]);
-        return Some(recipe);
+        s.state_weight_grad(&mut launch_plan, e, h0, y, dw_hh, [0, wide]);
+        return Some(launch_plan);
     }
-    s.state_weight_grad(&mut recipe, e, h0, y, dw_hh, [0, 2 * hidden]);
+    s.state_weight_grad(&mut launch_plan, e, h0, y, dw_hh, [0, 2 * hidden]);
     // The candidate's weight multiplied the state after the reset gate.
     let (size, kept) = (dtype.size(), s.sums.size());
     let matrices = [
@@ -194,6 +194,6 @@ pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
         Matrix::rows(gates.after(3 * hidden * size), dtype, 4 * hidden),
         Matrix::rows(dw_hh.after(2 * hidden * hidden * size), dtype, hidden),
     ];
-    recipe.launches.push(Product::one([hidden, hidden, s.steps * s.batch], matrices, false).launch());
-    Some(recipe)
+    launch_plan.launches.push(Product::one([hidden, hidden, s.steps * s.batch], matrices, false).launch());
+    Some(launch_plan)
 }

@@ -2,7 +2,7 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
-use super::recipe::{At, LaunchPlan};
+use super::launch_plan::{At, LaunchPlan};
 use super::reduce::reduce;
 use crate::device::layout::TensorLayout;
 use compiler::op::{LayerNorm, ReduceKind};
@@ -40,8 +40,8 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
     let rows = x.len() / size;
     let sums = accumulator(x.dtype);
     let kind = held(sums);
-    let mut recipe = LaunchPlan::default();
-    let products = recipe.take(x.len() * sums.size());
+    let mut launch_plan = LaunchPlan::default();
+    let products = launch_plan.take(x.len() * sums.size());
     let mut draft = KernelBuilder::new(x.len());
     for (i, name) in ["dy", "x", "scale", "means", "rstds"].into_iter().enumerate() {
         draft.reads(name, x.dtype, At::input(i));
@@ -58,9 +58,9 @@ pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<LaunchPlan> {
          for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) dx[from + k] = {};",
         store(x.dtype, &format!("rstd * ({dy} * {scale} - g - ({v} - mean) * rstd * g_x)"))
     );
-    recipe.launches.push(draft.block_each(rows, size, &lines));
+    launch_plan.launches.push(draft.block_each(rows, size, &lines));
     let table = |dtype| TensorLayout { dtype, shape: vec![rows, size] };
-    reduce(&mut recipe, ReduceKind::Sum, &[0], (products, &table(sums)), (At::output(1), x.dtype));
-    reduce(&mut recipe, ReduceKind::Sum, &[0], (At::input(0), &table(x.dtype)), (At::output(2), x.dtype));
-    Some(recipe)
+    reduce(&mut launch_plan, ReduceKind::Sum, &[0], (products, &table(sums)), (At::output(1), x.dtype));
+    reduce(&mut launch_plan, ReduceKind::Sum, &[0], (At::input(0), &table(x.dtype)), (At::output(2), x.dtype));
+    Some(launch_plan)
 }

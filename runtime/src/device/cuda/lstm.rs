@@ -3,10 +3,10 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
+use super::launch_plan::{At, LaunchPlan};
 use super::matmul::{Matrix, Product};
 use super::movement::moved;
 use super::offsets::Walk;
-use super::recipe::{At, LaunchPlan};
 use super::reduce::reduce;
 use crate::device::layout::TensorLayout;
 use compiler::op::ReduceKind;
@@ -59,46 +59,48 @@ impl Sizes {
     }
 
     /// `x W_ihᵀ` for all steps, `[T, N, wide]`.
-    pub fn from_input(&self, recipe: &mut LaunchPlan, x: At, w_ih: At) -> At {
-        let sums = recipe.take(self.steps * self.kept(self.wide));
+    pub fn from_input(&self, launch_plan: &mut LaunchPlan, x: At, w_ih: At) -> At {
+        let sums = launch_plan.take(self.steps * self.kept(self.wide));
         let matrices = [
             Matrix::rows(x, self.dtype, self.width),
             Matrix::rows(w_ih, self.dtype, self.width).turned(),
             Matrix::rows(sums, self.sums, self.wide),
         ];
-        recipe.launches.push(Product::one([self.steps * self.batch, self.wide, self.width], matrices, false).launch());
+        launch_plan
+            .launches
+            .push(Product::one([self.steps * self.batch, self.wide, self.width], matrices, false).launch());
         sums
     }
 
     /// Copies the state of the last step from `y` to `to`.
-    pub fn last(&self, recipe: &mut LaunchPlan, y: At, to: At) {
+    pub fn last(&self, launch_plan: &mut LaunchPlan, y: At, to: At) {
         let t = if self.reverse { 0 } else { self.steps - 1 };
         let layout = TensorLayout { dtype: self.dtype, shape: vec![self.batch * self.hidden] };
         let from = y.after(t * self.step(self.hidden));
-        recipe.launches.push(moved((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
+        launch_plan.launches.push(moved((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
     }
 
     /// The gradients of x, W_ih and the bias from the pre-activation gradients `da` `[T, N, wide]`.
-    pub fn input_grads(&self, recipe: &mut LaunchPlan, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
+    pub fn input_grads(&self, launch_plan: &mut LaunchPlan, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
         let rows = self.steps * self.batch;
         let arrived = Matrix::rows(da, self.sums, self.wide);
         let matrices =
             [arrived.clone(), Matrix::rows(w_ih, self.dtype, self.width), Matrix::rows(dx, self.dtype, self.width)];
-        recipe.launches.push(Product::one([rows, self.width, self.wide], matrices, false).launch());
+        launch_plan.launches.push(Product::one([rows, self.width, self.wide], matrices, false).launch());
         let matrices =
             [arrived.turned(), Matrix::rows(x, self.dtype, self.width), Matrix::rows(dw, self.dtype, self.width)];
-        recipe.launches.push(Product::one([self.wide, self.width, rows], matrices, false).launch());
-        self.bias_grad(recipe, da, db);
+        launch_plan.launches.push(Product::one([self.wide, self.width, rows], matrices, false).launch());
+        self.bias_grad(launch_plan, da, db);
     }
 
     /// The bias gradient from `da`.
-    pub fn bias_grad(&self, recipe: &mut LaunchPlan, da: At, db: At) {
+    pub fn bias_grad(&self, launch_plan: &mut LaunchPlan, da: At, db: At) {
         let table = TensorLayout { dtype: self.sums, shape: vec![self.steps * self.batch, self.wide] };
-        reduce(recipe, ReduceKind::Sum, &[0], (da, &table), (db, self.dtype));
+        reduce(launch_plan, ReduceKind::Sum, &[0], (da, &table), (db, self.dtype));
     }
 
     /// `Σ daᵀ h` over all steps, with h the state before each. `parts` is the row range of the weight.
-    pub fn state_weight_grad(&self, recipe: &mut LaunchPlan, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
+    pub fn state_weight_grad(&self, launch_plan: &mut LaunchPlan, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
         let [from, to] = parts;
         let (size, kept) = (self.dtype.size(), self.sums.size());
         let product = |steps: [usize; 2], states: At, adds: bool| {
@@ -114,9 +116,9 @@ impl Sizes {
             true => (self.steps - 1, [0, self.steps - 1], y.after(self.step(self.hidden))),
             false => (0, [1, self.steps], y),
         };
-        recipe.launches.push(product([first, first + 1], h0, false));
+        launch_plan.launches.push(product([first, first + 1], h0, false));
         if self.steps > 1 {
-            recipe.launches.push(product(rest, states, true));
+            launch_plan.launches.push(product(rest, states, true));
         }
     }
 }
@@ -126,8 +128,8 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
     let s = Sizes::of(x, w_hh, reverse);
     let kind = held(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
-    let mut recipe = LaunchPlan::default();
-    let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
+    let mut launch_plan = LaunchPlan::default();
+    let from_x = s.from_input(&mut launch_plan, At::input(0), At::input(1));
     let [y, last_h, last_c, gates, cells] = [0, 1, 2, 3, 4].map(At::output);
     for t in order(s.steps, reverse) {
         let mut draft = KernelBuilder::new(s.batch * s.wide.max(s.width).max(s.wide * hidden));
@@ -161,11 +163,11 @@ pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<La
             store(dtype, "out * m_tanh(next)"),
             wide = s.wide,
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
     }
-    s.last(&mut recipe, y, last_h);
-    s.last(&mut recipe, cells, last_c);
-    Some(recipe)
+    s.last(&mut launch_plan, y, last_h);
+    s.last(&mut launch_plan, cells, last_c);
+    Some(launch_plan)
 }
 
 /// Outputs dx, dw_ih, dw_hh, db, dh0, dc0.
@@ -173,9 +175,9 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
     let s = Sizes::of(x, w_hh, reverse);
     let kind = held(s.sums);
     let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
-    let mut recipe = LaunchPlan::default();
-    let da = recipe.take(s.steps * s.kept(wide));
-    let dc = recipe.take(s.kept(hidden));
+    let mut launch_plan = LaunchPlan::default();
+    let da = launch_plan.take(s.steps * s.kept(wide));
+    let dc = launch_plan.take(s.kept(hidden));
     let [dy, last_dh, last_dc, x_in, w_ih, w_hh, h0, c0, y, gates, cells] =
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10].map(At::input);
     let through = format!(
@@ -221,7 +223,7 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
             load(dtype, "cells[i]"),
             load(dtype, "c[i]"),
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
         after = Some(t);
     }
     let [dx, dw_ih, dw_hh, db, dh0, dc0] = [0, 1, 2, 3, 4, 5].map(At::output);
@@ -233,8 +235,8 @@ pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Laun
     draft.writes("dh0", dtype, dh0);
     draft.writes("dc0", dtype, dc0);
     let lines = format!("{place}{through}dh0[i] = {};\ndc0[i] = {};", store(dtype, "dh"), store(dtype, "dc[i]"));
-    recipe.launches.push(draft.each(s.batch * hidden, &lines));
-    s.input_grads(&mut recipe, da, x_in, w_ih, [dx, dw_ih, db]);
-    s.state_weight_grad(&mut recipe, da, h0, y, dw_hh, [0, wide]);
-    Some(recipe)
+    launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
+    s.input_grads(&mut launch_plan, da, x_in, w_ih, [dx, dw_ih, db]);
+    s.state_weight_grad(&mut launch_plan, da, h0, y, dw_hh, [0, wide]);
+    Some(launch_plan)
 }

@@ -4,8 +4,8 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, load, store};
+use super::launch_plan::{At, Launch, LaunchPlan};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Launch, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::MatMul;
 use compiler::tensor::DType;

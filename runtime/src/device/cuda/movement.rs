@@ -2,8 +2,8 @@
 
 use super::draft::KernelBuilder;
 use super::element::{bits, held, literal, load, store};
+use super::launch_plan::{At, Launch, LaunchPlan};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Launch, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::slice::origin;
 use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose, Uniform};
@@ -57,7 +57,7 @@ pub fn flip(op: &Flip, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan>
 
 /// Concatenation: one launch per input.
 pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut recipe = LaunchPlan::default();
+    let mut launch_plan = LaunchPlan::default();
     let own = Walk::plain(&y.shape);
     let mut first = 0;
     for (k, x) in inputs.iter().enumerate() {
@@ -71,9 +71,9 @@ pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<
         draft.reads("x", dtype, At::input(k));
         draft.writes("y", dtype, At::output(0));
         let (lines, places) = offsets("d", "i", &x.shape, &[Walk { base, steps: own.steps.clone() }]);
-        recipe.launches.push(draft.each(x.len(), &format!("{lines}y[{}] = x[i];", places[0])));
+        launch_plan.launches.push(draft.each(x.len(), &format!("{lines}y[{}] = x[i];", places[0])));
     }
-    Some(recipe)
+    Some(launch_plan)
 }
 
 /// Edge and interior padding.

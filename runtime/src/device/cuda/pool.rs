@@ -3,7 +3,7 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, literal, load, store};
-use super::recipe::{At, LaunchPlan};
+use super::launch_plan::{At, LaunchPlan};
 use super::windows::{close, flat, seeing, seen, split};
 use crate::device::layout::TensorLayout;
 use compiler::op::{AvgPool, MaxPool, Window};

@@ -3,8 +3,8 @@
 
 use super::draft::{KernelBuilder, THREADS};
 use super::element::{accumulator, held, load, store};
+use super::launch_plan::{At, Launch, LaunchPlan};
 use super::offsets::{Walk, offsets};
-use super::recipe::{At, Launch, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::{Reduce, ReduceKind};
 use compiler::tensor::DType;
@@ -66,13 +66,13 @@ fn limits(dtype: DType) -> (&'static str, &'static str) {
 }
 
 pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<LaunchPlan> {
-    let mut recipe = LaunchPlan::default();
-    reduce(&mut recipe, op.kind, &op.axes, (At::input(0), x), (At::output(0), y.dtype));
-    Some(recipe)
+    let mut launch_plan = LaunchPlan::default();
+    reduce(&mut launch_plan, op.kind, &op.axes, (At::input(0), x), (At::output(0), y.dtype));
+    Some(launch_plan)
 }
 
 /// Appends a reduction of `x` over `axes` to a plan.
-pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
+pub fn reduce(launch_plan: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At, &TensorLayout), y: (At, DType)) {
     let (from, layout) = x;
     let own = strides(&layout.shape);
     let along = |reduced: bool| -> (Vec<usize>, Vec<isize>) {
@@ -94,13 +94,13 @@ pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At,
     let inner = (inner.as_slice(), Walk { base: 0, steps: inner_steps });
     let shape = Shape { outer, inner, results, each, parts, part, by_block, max_elements: layout.len() };
     if parts == 1 {
-        recipe.launches.push(join_parts(kind, (from, layout.dtype), y, &shape, divisor));
+        launch_plan.launches.push(join_parts(kind, (from, layout.dtype), y, &shape, divisor));
         return;
     }
     // Partial results keep the width of the compute type.
     let kept = if layout.dtype.is_float() { accumulator(layout.dtype) } else { wide(layout.dtype) };
-    let partials = recipe.take(results * parts * kept.size());
-    recipe.launches.push(join_parts(kind, (from, layout.dtype), (partials, kept), &shape, 1));
+    let partials = launch_plan.take(results * parts * kept.size());
+    launch_plan.launches.push(join_parts(kind, (from, layout.dtype), (partials, kept), &shape, 1));
     let joined = Shape {
         outer: (&[results], Walk { base: 0, steps: vec![parts as isize] }),
         inner: (&[parts], Walk { base: 0, steps: vec![1] }),
@@ -111,7 +111,7 @@ pub fn reduce(recipe: &mut LaunchPlan, kind: ReduceKind, axes: &[usize], x: (At,
         by_block: parts >= 32,
         max_elements: results * parts,
     };
-    recipe.launches.push(join_parts(kind, (partials, kept), y, &joined, divisor));
+    launch_plan.launches.push(join_parts(kind, (partials, kept), y, &joined, divisor));
 }
 
 fn wide(dtype: DType) -> DType {

@@ -2,8 +2,8 @@
 
 use super::draft::KernelBuilder;
 use super::element::{held, load, store};
+use super::launch_plan::{At, LaunchPlan};
 use super::lstm::Sizes;
-use super::recipe::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::op::lstm::order;
 use compiler::op::{Activation, Rnn, RnnGrad};
@@ -30,8 +30,8 @@ pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
-    let mut recipe = LaunchPlan::default();
-    let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
+    let mut launch_plan = LaunchPlan::default();
+    let from_x = s.from_input(&mut launch_plan, At::input(0), At::input(1));
     let (y, last_h) = (At::output(0), At::output(1));
     for t in order(s.steps, op.reverse) {
         let mut draft = KernelBuilder::new(s.batch * hidden * hidden);
@@ -50,10 +50,10 @@ pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<LaunchP
             load(dtype, &format!("w[j * (at){hidden} + l]")),
             store(dtype, &value(op.activation, "sum"))
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
     }
-    s.last(&mut recipe, y, last_h);
-    Some(recipe)
+    s.last(&mut launch_plan, y, last_h);
+    Some(launch_plan)
 }
 
 /// Outputs dx, dw_ih, dw_hh, db, dh0.
@@ -61,8 +61,8 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     let s = Sizes::of(x, w_hh, op.reverse);
     let kind = held(s.sums);
     let (dtype, hidden) = (s.dtype, s.hidden);
-    let mut recipe = LaunchPlan::default();
-    let da = recipe.take(s.steps * s.kept(hidden));
+    let mut launch_plan = LaunchPlan::default();
+    let da = launch_plan.take(s.steps * s.kept(hidden));
     let [dy, last_dh, x_in, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(At::input);
     let through = format!(
         "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} dh = 0;\n\
@@ -92,7 +92,7 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
             load(dtype, "dy[i]"),
             slope(op.activation, kind)
         );
-        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        launch_plan.launches.push(draft.each(s.batch * hidden, &lines));
         after = Some(t);
     }
     let [dx, dw_ih, dw_hh, db, dh0] = [0, 1, 2, 3, 4].map(At::output);
@@ -101,8 +101,8 @@ pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<Launc
     draft.reads("after", s.sums, da.after(first * s.kept(hidden)));
     draft.reads("w", dtype, w_hh);
     draft.writes("dh0", dtype, dh0);
-    recipe.launches.push(draft.each(s.batch * hidden, &format!("{through}dh0[i] = {};", store(dtype, "dh"))));
-    s.input_grads(&mut recipe, da, x_in, w_ih, [dx, dw_ih, db]);
-    s.state_weight_grad(&mut recipe, da, h0, y, dw_hh, [0, hidden]);
-    Some(recipe)
+    launch_plan.launches.push(draft.each(s.batch * hidden, &format!("{through}dh0[i] = {};", store(dtype, "dh"))));
+    s.input_grads(&mut launch_plan, da, x_in, w_ih, [dx, dw_ih, db]);
+    s.state_weight_grad(&mut launch_plan, da, h0, y, dw_hh, [0, hidden]);
+    Some(launch_plan)
 }

@@ -2,7 +2,7 @@
 
 use super::draft::KernelBuilder;
 use super::element::{accumulator, held, literal, load, store};
-use super::recipe::{At, LaunchPlan};
+use super::launch_plan::{At, LaunchPlan};
 use crate::device::layout::TensorLayout;
 use compiler::tensor::DType;
 

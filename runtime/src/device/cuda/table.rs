@@ -1,6 +1,6 @@
 //! Dispatch of core ops to launch plans.
 
-use super::recipe::LaunchPlan;
+use super::launch_plan::LaunchPlan;
 use super::*;
 use crate::device::layout::TensorLayout;
 use compiler::op::Op;

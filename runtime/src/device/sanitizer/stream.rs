@@ -19,7 +19,7 @@ pub struct SanitizerStream {
 }
 
 /// One call of a stream method.
-struct Verb<'a> {
+struct StreamCall<'a> {
     stream: &'a SanitizerStream,
     count: u64,
 }
@@ -29,12 +29,12 @@ impl SanitizerStream {
         SanitizerStream { number, shared, clock: RefCell::default() }
     }
 
-    fn verb(&self) -> Verb<'_> {
-        Verb { stream: self, count: self.clock.borrow_mut().tick(self.number) }
+    fn verb(&self) -> StreamCall<'_> {
+        StreamCall { stream: self, count: self.clock.borrow_mut().tick(self.number) }
     }
 }
 
-impl Verb<'_> {
+impl StreamCall<'_> {
     fn access(&self, region: Region<'_>, is_write: bool) -> Result<Held, DeviceError> {
         let clock = self.stream.clock.borrow();
         let by = (self.stream.number, self.count, &*clock);
