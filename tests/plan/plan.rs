@@ -228,7 +228,7 @@ fn the_judge_finds_every_change() {
         ("op 2 is in 2 stages", &|plan| plan.stages[0].ops[0].1 = 3),
         ("op range [9, 2)", &|plan| plan.stages[0].ops[0] = (9, 2)),
         ("op range [0, 4000000000)", &|plan| plan.stages[0].ops[0].1 = 4_000_000_000),
-        ("back to stage 0", &|plan| {
+        ("backward from stage 1 to stage 0", &|plan| {
             let ops = plan.stages[0].ops.clone();
             plan.stages[0].ops = std::mem::replace(&mut plan.stages[1].ops, ops);
         }),
