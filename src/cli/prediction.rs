@@ -106,10 +106,10 @@ fn groups(plan: &Plan) -> Option<String> {
         shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
     }
     Some(format!(
-        "{degree}: one micro-batch takes {} through all stages, {} on single devices; {:.1} % of that is collectives",
+        "{degree}: one micro-batch takes {} through all stages ({:.1} % collectives), {} on single devices",
         quantity::time(shared),
-        quantity::time(alone),
-        if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 }
+        if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 },
+        quantity::time(alone)
     ))
 }
 
