@@ -51,8 +51,8 @@ pub struct History {
 }
 
 impl History {
-    /// Adds an access. Returns an earlier one that conflicts and does not precede it.
-    pub fn add(&mut self, access: &Access, before: &Clock) -> Option<Access> {
+    /// Adds an access, which the work in `before` precedes. Returns an earlier one that conflicts and does not precede it.
+    pub fn add(&mut self, access: &Access, before: &[&Clock]) -> Option<Access> {
         let Access { stream, count, range, is_write } = access;
         // Most buffers have one stream, whose verbs are in order.
         let is_alone = self.streams.iter().all(|other| other == stream);
@@ -80,9 +80,9 @@ impl History {
 
 impl Access {
     /// True if this earlier access and `later` conflict, and `before`, the work known to precede `later`, lacks it.
-    fn conflicts(&self, later: &Access, before: &Clock) -> bool {
+    fn conflicts(&self, later: &Access, before: &[&Clock]) -> bool {
         let overlaps = self.range.start < later.range.end && later.range.start < self.range.end;
-        let is_ordered = self.stream == later.stream || before.has(self.stream, self.count);
+        let is_ordered = self.stream == later.stream || before.iter().any(|clock| clock.has(self.stream, self.count));
         overlaps && (self.is_write || later.is_write) && !is_ordered
     }
 }
@@ -97,7 +97,7 @@ mod tests {
         let (mut history, unknown) = (History::default(), Clock::default());
         let mut first = Clock::default();
         assert_eq!((first.tick(1), first.tick(1)), (1, 2));
-        let conflict = |history: &mut History, of, clock: &Clock| history.add(&of, clock).map(|old| old.count);
+        let conflict = |history: &mut History, of, clock: &Clock| history.add(&of, &[clock]).map(|old| old.count);
         assert_eq!(conflict(&mut history, access(1, 1, 0..8, true), &unknown), None);
         assert_eq!(conflict(&mut history, access(1, 2, 8..16, false), &unknown), None);
         // Two reads, or two ranges, do not conflict.

@@ -67,10 +67,8 @@ impl Shared {
             return Ok(Held { memory: EMPTY.clone(), range: 0..0 });
         }
         let (memory, range) = self.find(address, bytes).ok_or(DeviceError::Foreign { what: "memory" })?;
-        let mut before = clock.clone();
-        before.merge(&self.done);
         let access = Access { stream, count, range: range.clone(), is_write };
-        let conflict = memory.history().add(&access, &before);
+        let conflict = memory.history().add(&access, &[clock, &self.done]);
         match conflict {
             None => Ok(Held { memory, range }),
             Some(old) => Err(DeviceError::Failed {
@@ -118,8 +116,11 @@ impl DeviceMemory for Handle {
     }
 
     fn download(&self, to: &mut [u8]) -> Result<(), DeviceError> {
-        let done = lock(&self.0.shared).done.clone();
-        if let Some(write) = self.0.history().unfinished_write(&done) {
+        // Locked in the order of `Shared::access`.
+        let shared = lock(&self.0.shared);
+        let unfinished = self.0.history().unfinished_write(&shared.done);
+        drop(shared);
+        if let Some(write) = unfinished {
             let what = format!("the host reads a buffer before stream {} has written it", write.stream);
             return Err(DeviceError::Failed { device: NAME.to_string(), what });
         }
