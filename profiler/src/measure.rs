@@ -19,8 +19,8 @@ use compiler::pass::attribution::{Attribution, AttributionError, Training, attri
 use compiler::pass::costs::{cost_graph, dtype};
 use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
 use compiler::tensor::Tensor;
-use runtime::device::api::DeviceError;
 use runtime::device::cpu::device::cpu;
+use runtime::device::error::DeviceError;
 use runtime::exec::compile::CompileError;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};

@@ -28,7 +28,8 @@ pub mod points;
 pub mod resume_point;
 pub mod writer;
 
-use crate::device::buffer::{Buffer, CountedBytes};
+use crate::device::buffer::Buffer;
+use crate::device::memory_counter::CountedBytes;
 use crate::exec::executor::Weights;
 use crate::optim::state::ParameterState;
 use compiler::plan::StageId;

@@ -3,8 +3,8 @@
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::writer::CheckpointWriteError;
 use crate::data::weights::{Piece, encode};
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::optim::optimizer::Optimizer;

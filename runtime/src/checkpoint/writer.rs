@@ -18,7 +18,7 @@ use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
 use crate::checkpoint::merge_shards::join;
 use crate::data::weights::FileError;
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use crate::exec::compile::StageCode;
 use crate::optim::optimizer::Optimizer;
 use compiler::graph::hash::sha256;

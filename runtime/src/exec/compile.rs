@@ -2,8 +2,9 @@
 //!
 //! Stages are compiled from last to first, because a stage must know which gradients later stages send.
 
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
+use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
 use crate::exec::memory_limit::{check_memory, check_sizes};
 use crate::exec::moving_average::{StateUpdate, follows};

@@ -1,8 +1,9 @@
 //! Inference: runs a graph forward on given inputs.
 
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
+use crate::device::error::DeviceError;
 use crate::exec::compile::{CompileError, NamedTensor, compile};
 use crate::exec::executor::{ExecuteError, Executor};
 use compiler::graph::{Graph, order};

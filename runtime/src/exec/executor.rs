@@ -5,9 +5,12 @@
 
 use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
-use crate::device::api::{Device, DeviceError, OutputMode, Region, RegionMut};
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::api::{Device, OutputMode};
+use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::{Region, RegionMut};
 use crate::exec::compile::StageCode;
 use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Joint, Sequence, Slot, Step, TensorAddress};

@@ -9,8 +9,9 @@
 //! statistics of the micro-batch. A sample that is not a batch variance is averaged like a mean. The modes are equal
 //! under schedules that do not split minibatches.
 
-use crate::device::api::{DeviceError, Stream};
+use crate::device::api::Stream;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::exec::compile::NamedTensor;
 use crate::exec::sequence::TensorAddress;
 use compiler::graph::Graph;

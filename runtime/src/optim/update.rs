@@ -1,11 +1,13 @@
 //! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of
 //! updates.
 
-use crate::device::api::{DeviceError, Region, RegionMut, WeightRegions};
+use crate::device::api::WeightRegions;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::optimizer::{Prediction, StepArgs};
+use crate::device::region::{Region, RegionMut};
 use crate::exec::compile::StageCode;
 use crate::exec::executor::Weights;
 use crate::optim::optimizer::Optimizer;

@@ -4,8 +4,8 @@
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::{Executor, Item};

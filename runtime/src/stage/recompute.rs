@@ -4,7 +4,7 @@
 //! still be in transit; without that instruction, the backward pass does. Both use the weights of the backward pass, so both give
 //! the same bits.
 
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use crate::exec::executor::{ExecuteError, Item};
 use crate::exec::phase::RoundPosition;
 use crate::stage::stage_worker::StageWorker;

@@ -1,8 +1,9 @@
 //! The weights of a stage, saved at the `Checkpoint` instructions of its program.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::{DeviceError, Region};
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
+use crate::device::region::Region;
 use crate::exec::compile::NamedTensor;
 use crate::stage::stage_worker::StageWorker;
 use compiler::plan::StageId;

@@ -6,9 +6,9 @@
 
 use crate::checkpoint::ResumeState;
 use crate::comm::communicator::{CollectiveError, Communicator};
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
 use crate::exec::compile::StageCode;
 use crate::exec::executor::Weights;

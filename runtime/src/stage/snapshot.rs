@@ -8,8 +8,9 @@
 
 use crate::checkpoint::{ResumeState, StageSnapshot, StageState};
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::DeviceError;
-use crate::device::buffer::{Buffer, CountedBytes, MemoryCounter};
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::{CountedBytes, MemoryCounter};
 use crate::exec::executor::Weights;
 use crate::optim::state::ParameterState;
 use crate::stage::recompute::Lag;

@@ -7,9 +7,10 @@
 use crate::checkpoint::ResumeState;
 use crate::checkpoint::encode::{DRIFT, STEP};
 use crate::checkpoint::resume_point::ResumePoint;
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;

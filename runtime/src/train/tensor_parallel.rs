@@ -8,7 +8,7 @@
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use crate::exec::compile::{CompileError, compile_tensor_parallel};
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};

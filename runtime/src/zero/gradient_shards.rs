@@ -8,10 +8,11 @@
 //! The owner of a shard is charged for its memory.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::Region;
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::layout::accumulation_type;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::Region;
 use crate::zero::shard::ShardRange;
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;

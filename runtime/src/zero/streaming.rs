@@ -5,10 +5,12 @@
 //! does not read it.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::{DeviceError, Region};
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::Region;
 use crate::exec::compile::StageCode;
 use crate::exec::executor::{Item, Sum, Weights};
 use crate::exec::phase::{RoundPosition, RunPhase};
