@@ -19,6 +19,7 @@
 
 pub mod barrier;
 pub mod encode;
+pub mod error;
 pub mod files;
 pub mod find;
 pub mod lock;

@@ -1,7 +1,7 @@
 //! Encodes stage snapshots as files of named tensors, and decodes them.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::writer::CheckpointWriteError;
+use crate::checkpoint::error::CheckpointWriteError;
 use crate::data::weights::{Piece, encode};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
