@@ -21,7 +21,7 @@ use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, Profil
 use compiler::tensor::Tensor;
 use runtime::device::cpu::device::cpu;
 use runtime::device::error::DeviceError;
-use runtime::exec::compile::CompileError;
+use runtime::exec::compile_error::CompileError;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};
 use thiserror::Error;

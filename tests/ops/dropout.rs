@@ -109,7 +109,7 @@ fn items_have_counters_of_their_own() {
     // Without a feed there are no rows; only data determines the number of minibatches.
     assert!(batches().is_err());
     let fact = Fact::of(DType::F32, &[1, 1]);
-    let feed = runtime::exec::compile::NamedTensor { name: "x".into(), fact, bytes: 4 };
+    let feed = runtime::exec::stage_code::NamedTensor { name: "x".into(), fact, bytes: 4 };
     let data = || Dataset::new(x.clone(), std::slice::from_ref(&feed), 1).unwrap();
     let of = |seed: u64, item: u32| {
         let batches = Batches::new(data(), 2, 2, 2, RowOrder::InOrder).unwrap().with_seed(seed);

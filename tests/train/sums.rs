@@ -12,7 +12,7 @@ use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, RowOrder};
-use runtime::exec::compile::StageCode;
+use runtime::exec::stage_code::StageCode;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::prepare::{Settings, prepare};

@@ -6,7 +6,7 @@ use crate::data::weights::{Piece, encode};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::optimizer::Optimizer;
 use compiler::tensor::{DType, Tensor};
 use std::borrow::Cow;

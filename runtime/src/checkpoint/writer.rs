@@ -18,7 +18,7 @@ use crate::checkpoint::files::Files;
 use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
 use crate::checkpoint::merge_shards::join;
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;

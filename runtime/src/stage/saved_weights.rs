@@ -4,7 +4,7 @@ use crate::comm::communicator::CollectiveError;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::region::Region;
-use crate::exec::compile::NamedTensor;
+use crate::exec::stage_code::NamedTensor;
 use crate::stage::stage_worker::StageWorker;
 use compiler::plan::StageId;
 use compiler::tensor::Tensor;

@@ -6,8 +6,8 @@
 
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
-use crate::exec::compile::{NamedTensor, StageCode, Transfer};
 use crate::exec::sequence::Slot;
+use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use crate::optim::grad_norm::Squares;
 use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;

@@ -1,7 +1,7 @@
 //! Validation before a run: rejects unsupported combinations of program, policy and states.
 
 use crate::device::cpu::half::is_half;
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use crate::optim::policy::Staleness;
 use crate::train::run::{TrainError, TrainJob};
 use compiler::plan::StageId;

@@ -23,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Term {
     pub round: u32,
-    /// Index into [`crate::exec::compile::StageCode::gradient_terms`].
+    /// Index into [`crate::exec::stage_code::StageCode::gradient_terms`].
     pub term: usize,
 }
 

@@ -6,8 +6,8 @@
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
-use crate::exec::compile::NamedTensor;
 use crate::exec::executor::Weights;
+use crate::exec::stage_code::NamedTensor;
 use std::ops::Range;
 use std::sync::Arc;
 
