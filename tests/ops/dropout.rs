@@ -19,8 +19,9 @@ use runtime::data::{Batches, Dataset, RowOrder, mix};
 use runtime::exec::evaluate::evaluate;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds};
+use runtime::train::run::feeds;
 use std::collections::BTreeMap;
 
 const BATCH: usize = 8;

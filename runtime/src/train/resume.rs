@@ -17,7 +17,7 @@ use crate::exec::sequence::Slot;
 use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::policy::Staleness;
 use crate::optim::state::ParameterState;
-use crate::train::run::TrainJob;
+use crate::train::job::TrainJob;
 use compiler::plan::StageId;
 use compiler::plan::schedule::Schedule;
 use compiler::schedule::Program;
