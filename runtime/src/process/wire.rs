@@ -9,7 +9,7 @@ use crate::optim::grad_norm::Squares;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
-use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradient_buckets::ReplicaGradients;
 use crate::stage::gradients::{GradientTerms, gradient_bytes};
 use crate::zero::shard::Shares;
 use std::sync::Arc;

@@ -15,10 +15,11 @@ use crate::process::exchange::Exchange;
 use crate::process::process_group::Group;
 use crate::process::run_status::FailureCause;
 use crate::process::wire::SquaresForm;
-use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradient_buckets::ReplicaGradients;
 use crate::stage::saved_weights::{Checkpoint, tensor};
-use crate::stage::shard_exchange::ShardComm;
-use crate::stage::stage_worker::{StageSetup, TiedGradientComm};
+use crate::stage::shard_versions::ShardComm;
+use crate::stage::stage_worker::StageSetup;
+use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext, WorkerError, WorkerResult};
 use crate::train::channels::{
