@@ -23,8 +23,9 @@ use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::exec::evaluate::evaluate;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::{Policy, Staleness};
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{feeds, train};
 use std::collections::BTreeMap;
 
 const STAGES: usize = 8;

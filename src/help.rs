@@ -16,7 +16,7 @@ use compiler::plan::problem::ProblemError;
 use compiler::schedule::error::ScheduleError;
 use runtime::data::DataError;
 use runtime::data::weights::FileError;
-use runtime::exec::compile::CompileError;
+use runtime::exec::compile_error::CompileError;
 use runtime::process::run_status::LinkError;
 use runtime::train::prepare::PrepareError;
 use std::io::ErrorKind;

@@ -26,8 +26,9 @@ use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::stage::worker::Work;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{feeds, train};
 use std::collections::BTreeMap;
 
 const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);

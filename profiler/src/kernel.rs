@@ -11,8 +11,10 @@ use compiler::op::{BatchScatterAdd, NodeId, Op, ScatterAdd};
 use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use runtime::data::mix;
-use runtime::device::api::{Device, DeviceError, Kernel, OutputMode, Region, RegionMut, Stream};
+use runtime::device::api::{Device, Kernel, OutputMode, Stream};
 use runtime::device::buffer::Buffer;
+use runtime::device::error::DeviceError;
+use runtime::device::region::{Region, RegionMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

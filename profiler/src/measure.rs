@@ -19,9 +19,9 @@ use compiler::pass::attribution::{Attribution, AttributionError, Training, attri
 use compiler::pass::costs::{cost_graph, dtype};
 use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
 use compiler::tensor::Tensor;
-use runtime::device::api::DeviceError;
 use runtime::device::cpu::device::cpu;
-use runtime::exec::compile::CompileError;
+use runtime::device::error::DeviceError;
+use runtime::exec::compile_error::CompileError;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, UNIX_EPOCH};
 use thiserror::Error;

@@ -3,14 +3,14 @@
 
 use crate::cache::Time;
 use crate::kernel::{Runs, sampled};
-use compiler::graph::Graph;
-use compiler::graph::order;
+use compiler::graph::{Graph, order};
 use compiler::op::{Op, Value};
 use compiler::pass::attribution::Attribution;
 use compiler::tensor::DType;
-use runtime::device::api::{DeviceError, WeightRegions};
+use runtime::device::api::WeightRegions;
 use runtime::device::buffer::Buffer;
 use runtime::device::cpu::device::cpu;
+use runtime::device::error::DeviceError;
 use runtime::device::optimizer::{StepArgs, UpdateRule};
 use std::collections::HashMap;
 

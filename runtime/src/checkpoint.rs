@@ -19,6 +19,7 @@
 
 pub mod barrier;
 pub mod encode;
+pub mod error;
 pub mod files;
 pub mod find;
 pub mod lock;
@@ -28,7 +29,8 @@ pub mod points;
 pub mod resume_point;
 pub mod writer;
 
-use crate::device::buffer::{Buffer, CountedBytes};
+use crate::device::buffer::Buffer;
+use crate::device::memory_counter::CountedBytes;
 use crate::exec::executor::Weights;
 use crate::optim::state::ParameterState;
 use compiler::plan::StageId;

@@ -4,7 +4,7 @@ pub mod npz;
 pub mod synthetic;
 pub mod weights;
 
-use crate::exec::compile::NamedTensor;
+use crate::exec::stage_code::NamedTensor;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 pub use compiler::op::dropout::mix;

@@ -8,13 +8,18 @@ pub mod chain;
 pub mod context;
 pub mod cpu;
 pub mod cuda;
+pub mod error;
+pub mod event;
 pub mod host_memory;
 pub mod layout;
+pub mod memory_counter;
 pub mod optimizer;
+pub mod pool;
 pub mod region;
 pub mod sanitizer;
 
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
+use crate::device::error::DeviceError;
 use std::sync::Arc;
 
 /// Opens a device. The argument is the number in a name such as `cuda:0`. `None` if there is no such name.

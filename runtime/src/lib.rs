@@ -21,7 +21,8 @@
 //! use runtime::optim::optimizer::{Optimizer, Rule};
 //! use runtime::optim::policy::Policy;
 //! use runtime::train::prepare::{Settings, prepare};
-//! use runtime::train::run::{TrainJob, feeds, train};
+//! use runtime::train::job::TrainJob;
+//! use runtime::train::run::{feeds, train};
 //! use std::collections::BTreeMap;
 //!
 //! let graph = text::parse(r#"

@@ -1,6 +1,8 @@
 //! Training: builds workers and channels from a graph and a plan, and runs them.
 
 pub mod channels;
+pub mod error;
+pub mod job;
 pub mod losses;
 pub mod prepare;
 pub mod resume;

@@ -1,20 +1,18 @@
 //! The role of this process in a run, and how it connects to the others.
 
-use crate::cluster;
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
-use crate::help;
-use crate::launch::children;
 use crate::launch::children::Children;
 use crate::launch::environment::launched;
-use crate::launch::signals;
+use crate::launch::{children, signals};
+use crate::{cluster, help};
 use compiler::export::quantity;
 use runtime::process::handshake::Identity;
 use runtime::process::placement::WorkerPlacement;
 use runtime::process::process_group::{Group, JoinMode, Notice, ProcessConfig, join, listen};
 use runtime::process::run_status::{LinkError, RunStatus};
-use runtime::train::run::TrainJob;
+use runtime::train::job::TrainJob;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::ffi::OsString;

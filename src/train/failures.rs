@@ -4,9 +4,9 @@ use crate::error::Error;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
+use runtime::train::error::TrainError;
 use runtime::train::losses::Diverged;
 use runtime::train::resume::ResumeError;
-use runtime::train::run::TrainError;
 use std::collections::BTreeMap;
 
 /// The error for the user.

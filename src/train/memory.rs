@@ -9,7 +9,7 @@ use compiler::schedule::Program;
 use compiler::schedule::action::pending_weight_grads;
 use profiler::machine::available_bytes;
 use runtime::device::cpu::half::is_half;
-use runtime::exec::compile::{NamedTensor, StageCode, Transfer};
+use runtime::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use runtime::optim::optimizer::Optimizer;
 
 /// Refuses an allocation that does not fit.

@@ -11,7 +11,7 @@ use compiler::export::report::{MeasuredOrder, MeasuredPlace};
 use compiler::plan::{Plan, Stage};
 use compiler::simulate::Activity;
 use runtime::process::process_group::Group;
-use runtime::train::run::StepDone;
+use runtime::train::job::StepDone;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};

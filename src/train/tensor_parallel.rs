@@ -9,9 +9,9 @@ use compiler::plan::{Plan, Stage};
 use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
-use runtime::exec::compile::StageCode;
+use runtime::exec::stage_code::StageCode;
+use runtime::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use runtime::train::prepare::{PrepareError, Prepared, Settings};
-use runtime::train::run::{RunOptions, StepDone, TrainJob, Trained};
 use runtime::train::tensor_parallel::{Order, TensorParallelError, prepare_shared_with, run_shared};
 use runtime::train::tensor_shards::whole_codes;
 

@@ -16,9 +16,10 @@ use runtime::checkpoint::find::{self, Found};
 use runtime::exec::moving_average::Statistics;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::{Policy, Staleness};
+use runtime::train::job::RunOptions;
 use runtime::train::prepare::{Settings, prepare};
 use runtime::train::resume::check_states;
-use runtime::train::run::{RunOptions, run, train};
+use runtime::train::run::{run, train};
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -7,11 +7,11 @@ use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self};
 use runtime::checkpoint::writer::{CheckpointWriter, Saved, WriterConfig};
 use runtime::optim::policy::Policy;
-use runtime::train::run::{RunOptions, run};
+use runtime::train::job::RunOptions;
+use runtime::train::run::run;
 use std::cell::Cell;
-use std::fs;
-use std::io;
 use std::path::Path;
+use std::{fs, io};
 
 /// File operations that fail from operation `left` on: either a killed process, whose last write may be partial, or a
 /// full disk.

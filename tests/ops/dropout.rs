@@ -19,8 +19,9 @@ use runtime::data::{Batches, Dataset, RowOrder, mix};
 use runtime::exec::evaluate::evaluate;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds};
+use runtime::train::run::feeds;
 use std::collections::BTreeMap;
 
 const BATCH: usize = 8;
@@ -109,7 +110,7 @@ fn items_have_counters_of_their_own() {
     // Without a feed there are no rows; only data determines the number of minibatches.
     assert!(batches().is_err());
     let fact = Fact::of(DType::F32, &[1, 1]);
-    let feed = runtime::exec::compile::NamedTensor { name: "x".into(), fact, bytes: 4 };
+    let feed = runtime::exec::stage_code::NamedTensor { name: "x".into(), fact, bytes: 4 };
     let data = || Dataset::new(x.clone(), std::slice::from_ref(&feed), 1).unwrap();
     let of = |seed: u64, item: u32| {
         let batches = Batches::new(data(), 2, 2, 2, RowOrder::InOrder).unwrap().with_seed(seed);

@@ -22,8 +22,9 @@ use profiler::scratch::{of_joint, scratch};
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds};
+use runtime::train::run::feeds;
 use std::collections::BTreeMap;
 
 type Network = (Graph, BTreeMap<String, Tensor>);

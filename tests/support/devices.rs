@@ -2,7 +2,9 @@
 
 use compiler::tensor::Tensor;
 use runtime::device::sanitizer::device::sanitizer;
-use runtime::train::run::{RunOptions, TrainError, TrainJob, Trained, run, train};
+use runtime::train::error::TrainError;
+use runtime::train::job::{RunOptions, TrainJob, Trained};
+use runtime::train::run::{run, train};
 use std::collections::BTreeMap;
 
 /// Trains on the CPU and on the device that checks the order of streams. Returns the CPU's result.

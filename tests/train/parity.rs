@@ -14,8 +14,9 @@ use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{feeds, train};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -2,8 +2,9 @@
 //! a flush, running statistics of whole minibatches, mixed precision.
 
 use crate::support::devices::train_everywhere;
+use compiler::graph::bind::bind;
 use compiler::graph::evaluate::evaluate;
-use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, bind::bind, order};
+use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
 use compiler::op::{BatchNorm, Emit, Input, MatMul, NodeId, Op, Parameter, State, Unary, Value};
 use compiler::pass::backward::{Made, Read, ReceivedGradients, backward};
 use compiler::pass::fragment::fragments;
@@ -20,8 +21,9 @@ use runtime::data::{Batches, Dataset, RowOrder, mix};
 use runtime::exec::moving_average::Statistics;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::{DISCREPANCY, LossScaling, Policy, Staleness};
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds};
+use runtime::train::run::feeds;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 const BATCH: usize = 4;

@@ -12,11 +12,12 @@ use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, RowOrder};
-use runtime::exec::compile::StageCode;
+use runtime::exec::stage_code::StageCode;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds, train};
+use runtime::train::run::{feeds, train};
 use std::collections::BTreeMap;
 
 /// Rows per micro-batch: more than any product sums in registers.

@@ -23,8 +23,10 @@ use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::Work;
+use runtime::train::error::TrainError;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{TrainError, TrainJob, Trained, feeds, train, train_with_checkpoints};
+use runtime::train::run::{feeds, train, train_with_checkpoints};
 use std::collections::{BTreeMap, HashMap};
 
 const BATCH: usize = 4;

@@ -16,8 +16,9 @@ use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::job::{TrainJob, Trained};
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{TrainJob, Trained, feeds};
+use runtime::train::run::feeds;
 use std::collections::BTreeMap;
 
 const BATCH: usize = 12;

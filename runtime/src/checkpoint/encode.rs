@@ -1,12 +1,12 @@
 //! Encodes stage snapshots as files of named tensors, and decodes them.
 
 use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::writer::CheckpointWriteError;
+use crate::checkpoint::error::CheckpointWriteError;
 use crate::data::weights::{Piece, encode};
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::optimizer::Optimizer;
 use compiler::tensor::{DType, Tensor};
 use std::borrow::Cow;

@@ -4,7 +4,7 @@
 //! within bounds. Its own hash is computed with zeros in place of the hash.
 
 use crate::checkpoint::encode::Holds;
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use crate::optim::policy::Staleness;
 use compiler::graph::hash::sha256;
 use compiler::schedule::Program;

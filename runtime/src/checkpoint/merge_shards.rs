@@ -3,8 +3,8 @@
 //! Checkpoint files do not depend on ZeRO: a run resumes under any plan.
 
 use crate::checkpoint::StageSnapshot;
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::optim::state::ParameterState;
 
 /// Merges the shards of one stage's replicas into the first snapshot. Unsharded snapshots are returned unchanged.

@@ -13,33 +13,18 @@
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::encode::{files, not_finite};
+use crate::checkpoint::error::CheckpointWriteError;
 use crate::checkpoint::files::Files;
 use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
 use crate::checkpoint::merge_shards::join;
-use crate::data::weights::FileError;
-use crate::device::api::DeviceError;
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use thiserror::Error;
-
-#[derive(Debug, Error)]
-#[allow(missing_docs)]
-pub enum CheckpointWriteError {
-    #[error("cannot write {path}: {fault}")]
-    Write { path: PathBuf, fault: io::Error },
-    #[error(transparent)]
-    Encode(#[from] FileError),
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    #[error("`{name}` contains NaN or infinity, so no run can resume from it")]
-    NotFinite { name: String },
-}
 
 /// The run as the writer sees it.
 pub struct WriterConfig<'a> {

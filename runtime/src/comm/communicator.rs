@@ -4,7 +4,7 @@
 //! results without a leader. If members are in several processes, each process has its own copy and forwards its
 //! contributions.
 
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 

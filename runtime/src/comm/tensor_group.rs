@@ -5,10 +5,11 @@
 //! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed.
 
 use crate::comm::communicator::{Communicator, PeerLost};
-use crate::device::api::{DeviceError, Region, RegionMut};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::TensorLayout;
+use crate::device::region::{Region, RegionMut};
 use compiler::op::collective::met;
 use compiler::op::sharding::part_of;
 use compiler::op::{KernelError, Op, ReduceKind, Sharding};

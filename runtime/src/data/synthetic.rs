@@ -1,7 +1,7 @@
 //! Seeded synthetic data with the model's input shapes and in-range indices.
 
 use super::mix;
-use crate::exec::compile::NamedTensor;
+use crate::exec::stage_code::NamedTensor;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};

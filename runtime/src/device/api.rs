@@ -28,36 +28,16 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
+use crate::device::error::DeviceError;
+use crate::device::event::Event;
 use crate::device::layout::{TensorLayout, accumulation_type};
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
-use compiler::op::{KernelError, Op};
+use crate::device::region::{Region, RegionMut};
+use compiler::op::Op;
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 use std::any::Any;
 use std::sync::Arc;
-use thiserror::Error;
-
-pub use crate::device::region::{Region, RegionMut};
-
-#[derive(Debug, Error, Clone, PartialEq)]
-#[allow(missing_docs)]
-pub enum DeviceError {
-    /// A kernel rejects the values of its operands.
-    #[error(transparent)]
-    Kernel(#[from] KernelError),
-    #[error("there is no device `{name}`")]
-    Unknown { name: String },
-    #[error("device {device} has {free} bytes left, {needed} are needed")]
-    Memory { device: String, needed: u64, free: u64 },
-    #[error("device {device} cannot cast {from} to {to}")]
-    Cast { device: String, from: DType, to: DType },
-    #[error("device {device} has no kernel for `{op}`")]
-    NoKernel { device: String, op: &'static str },
-    #[error("bug in pipec: a {what} of another device was passed to this device")]
-    Foreign { what: &'static str },
-    #[error("device {device} failed: {what}")]
-    Failed { device: String, what: String },
-}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
@@ -253,40 +233,5 @@ pub trait Stream: Send {
             true => Ok(()),
             false => buffer.events().iter().try_for_each(|event| self.wait(event)),
         }
-    }
-}
-
-/// A point in a stream.
-#[derive(Clone)]
-pub struct Event(Option<Arc<dyn DeviceEvent>>);
-
-/// An event of a device whose streams run asynchronously.
-pub trait DeviceEvent: Any + Send + Sync {
-    fn has_occurred(&self) -> bool;
-
-    /// Waits on the host.
-    fn synchronize(&self) -> Result<(), DeviceError>;
-}
-
-impl Event {
-    /// An event that has occurred.
-    pub const OCCURRED: Event = Event(None);
-
-    pub fn new(event: Arc<dyn DeviceEvent>) -> Event {
-        Event(Some(event))
-    }
-
-    /// The device's event; `None` if it has occurred.
-    pub fn device_event(&self) -> Option<&dyn DeviceEvent> {
-        self.0.as_deref()
-    }
-
-    pub fn has_occurred(&self) -> bool {
-        self.device_event().is_none_or(DeviceEvent::has_occurred)
-    }
-
-    /// Waits on the host.
-    pub fn synchronize(&self) -> Result<(), DeviceError> {
-        self.device_event().map_or(Ok(()), DeviceEvent::synchronize)
     }
 }

@@ -1,14 +1,16 @@
-//! Buffers of device memory, and a pool that reuses them. Host memory is aligned for vector kernels.
+//! Buffers of device memory. Host memory is aligned for vector kernels.
 
-use crate::device::api::{Device, DeviceError, Event, Region, RegionMut};
+use crate::device::error::DeviceError;
+use crate::device::event::Event;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::{Region, RegionMut};
 use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::ptr::{NonNull, without_provenance_mut};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Page sizes. Buffers of at least a large page use huge pages if available: TLB misses on small pages take as long as
 /// the reads of some kernels. Buffers do not start on a page boundary, because equal low address bits would cause cache
@@ -21,9 +23,9 @@ const SMALL_PAGE: usize = 4096;
 pub struct Buffer {
     memory: Memory,
     bytes: usize,
-    ledger: Option<Arc<MemoryCounter>>,
+    pub(super) ledger: Option<Arc<MemoryCounter>>,
     lent: AtomicBool,
-    pool: Option<Arc<()>>,
+    pub(super) pool: Option<Arc<()>>,
     /// Work of other streams that may not be done: see [`Stream::release`](crate::device::api::Stream::release).
     events: Mutex<Vec<Event>>,
 }
@@ -48,83 +50,6 @@ pub trait DeviceMemory: Send + Sync {
 struct HostMemory {
     start: NonNull<u8>,
     bytes: usize,
-}
-
-/// Counts the bytes of buffers, independent of the thread that drops them.
-///
-/// Pooled buffers count in slots by size. A slot stays allocated when its buffer is returned, like the pool's buffers,
-/// so a free slot counts like a used one. On separate devices a received message would occupy such a slot too; in one
-/// process it is read from the sender's buffer.
-#[derive(Default)]
-pub struct MemoryCounter {
-    now: AtomicU64,
-    peak: AtomicU64,
-    /// Used and allocated slots, by size.
-    slots: Mutex<HashMap<usize, Slots>>,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Slots {
-    taken: usize,
-    all: usize,
-}
-
-impl MemoryCounter {
-    /// Maximum bytes at any time.
-    pub fn peak(&self) -> u64 {
-        self.peak.load(Ordering::Relaxed)
-    }
-
-    pub fn add(&self, bytes: usize) {
-        let now = self.now.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
-        self.peak.fetch_max(now, Ordering::Relaxed);
-    }
-
-    pub fn remove(&self, bytes: usize) {
-        self.now.fetch_sub(bytes as u64, Ordering::Relaxed);
-    }
-
-    // No code panics while it holds the lock with inconsistent state.
-    fn slots(&self) -> MutexGuard<'_, HashMap<usize, Slots>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Occupies a slot of this size; allocates one if none is free.
-    pub fn reserve_slot(&self, bytes: usize) {
-        let mut all = self.slots();
-        let slots = all.entry(bytes).or_default();
-        slots.taken += 1;
-        if slots.taken > slots.all {
-            slots.all = slots.taken;
-            self.add(bytes);
-        }
-    }
-
-    /// Frees a slot.
-    pub fn free_slot(&self, bytes: usize) {
-        if let Some(slots) = self.slots().get_mut(&bytes) {
-            slots.taken = slots.taken.saturating_sub(1);
-        }
-    }
-}
-
-/// Bytes counted until this is dropped.
-pub struct CountedBytes {
-    ledger: Arc<MemoryCounter>,
-    bytes: usize,
-}
-
-impl CountedBytes {
-    pub fn new(ledger: &Arc<MemoryCounter>, bytes: usize) -> CountedBytes {
-        ledger.add(bytes);
-        CountedBytes { ledger: ledger.clone(), bytes }
-    }
-}
-
-impl Drop for CountedBytes {
-    fn drop(&mut self) {
-        self.ledger.remove(self.bytes);
-    }
 }
 
 // SAFETY: it owns its bytes, like a boxed slice.
@@ -213,7 +138,7 @@ impl Buffer {
         }
     }
 
-    fn reclaim_slot(&self) {
+    pub(super) fn reclaim_slot(&self) {
         if let (Some(ledger), true) = (&self.ledger, self.lent.swap(false, Ordering::Relaxed)) {
             ledger.reserve_slot(self.bytes);
         }
@@ -282,7 +207,7 @@ impl Buffer {
     }
 
     /// The bytes of a host buffer. Panics for other memory.
-    pub(in crate::device) fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         self.region_mut().host().expect("the buffer is in host memory")
     }
 }
@@ -309,122 +234,3 @@ fn ask_for_large_pages(start: NonNull<u8>, bytes: usize) {
 
 #[cfg(not(target_os = "linux"))]
 fn ask_for_large_pages(_: NonNull<u8>, _: usize) {}
-
-/// Reuses buffers of a device, by size. In steady state a worker allocates none.
-pub struct Pool {
-    device: Arc<dyn Device>,
-    free: HashMap<usize, Vec<Arc<Buffer>>>,
-    /// Identity of the pool. It takes back only its own buffers; otherwise two pools would exchange and keep buffers
-    /// forever. An address is no identity, since it is reused after a free.
-    own: Arc<()>,
-    /// Counts the pool's buffers.
-    pub ledger: Arc<MemoryCounter>,
-}
-
-impl Pool {
-    pub fn new(device: Arc<dyn Device>, ledger: Arc<MemoryCounter>) -> Pool {
-        Pool { device, free: HashMap::new(), own: Arc::default(), ledger }
-    }
-
-    /// An unshared buffer with arbitrary content. The stream that writes it acquires it first.
-    pub fn take(&mut self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
-        let free = self.free.entry(bytes).or_default();
-        // A receiver may still read a returned buffer; it is skipped until released.
-        let mut found = None;
-        for (at, buffer) in free.iter_mut().enumerate() {
-            // The last reader since its return has released it.
-            if Arc::get_mut(buffer).is_some() {
-                buffer.release_slot();
-                found = found.or(Some(at));
-            }
-        }
-        match found {
-            Some(at) => {
-                let buffer = free.swap_remove(at);
-                buffer.reclaim_slot();
-                Ok(buffer)
-            }
-            None => {
-                let mut buffer = self.device.allocate(bytes)?;
-                self.ledger.reserve_slot(bytes);
-                (buffer.ledger, buffer.pool) = (Some(self.ledger.clone()), Some(self.own.clone()));
-                Ok(Arc::new(buffer))
-            }
-        }
-    }
-
-    /// A buffer that is freed, not pooled, after use.
-    pub fn once(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
-        let mut buffer = self.device.allocate(bytes)?;
-        buffer.count_in(&self.ledger);
-        Ok(Arc::new(buffer))
-    }
-
-    /// Returns a buffer. Others may still read it or return it too; it is listed once.
-    pub fn give(&mut self, buffer: Arc<Buffer>) {
-        if !buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own)) {
-            return;
-        }
-        let free = self.free.entry(buffer.len()).or_default();
-        if !free.iter().any(|b| Arc::ptr_eq(b, &buffer)) {
-            if Arc::strong_count(&buffer) == 1 {
-                buffer.release_slot();
-            }
-            free.push(buffer);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::device::cpu::device::cpu;
-
-    #[test]
-    fn the_place_of_what_is_lent_is_taken_again() {
-        let mut pool = Pool::new(cpu(), Arc::default());
-        let buffer = pool.take(100).unwrap();
-        let reader = buffer.clone();
-        let held = |pool: &Pool| pool.ledger.now.load(Ordering::Relaxed);
-        buffer.release_slot();
-        buffer.release_slot();
-        pool.give(buffer);
-        // A reader remains: a second buffer takes its slot, and a third needs a new slot.
-        let other = pool.take(100).unwrap();
-        assert_eq!(held(&pool), 100);
-        let third = pool.take(100).unwrap();
-        assert_eq!(held(&pool), 200);
-        [other, third].into_iter().for_each(|buffer| pool.give(buffer));
-        drop(reader);
-        pool.ledger.reserve_slot(100);
-        let again = pool.take(100).unwrap();
-        assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
-        pool.ledger.free_slot(100);
-        drop(again);
-        let once = pool.once(50).unwrap();
-        assert_eq!(held(&pool), 250);
-        drop(once);
-        assert_eq!((held(&pool), pool.ledger.peak()), (200, 250));
-    }
-
-    #[test]
-    fn a_pool_lists_what_it_made_once_and_nothing_else() {
-        let mut pool = Pool::new(cpu(), Arc::default());
-        let buffer = pool.take(100).unwrap();
-        assert_eq!(buffer.region().address() as usize % ALIGNMENT, 0);
-        let reader = buffer.clone();
-        pool.give(buffer.clone());
-        pool.give(buffer);
-        pool.give(Arc::new(Buffer::host(100)));
-        // Still in use: a new one is allocated.
-        assert!(!Arc::ptr_eq(&pool.take(100).unwrap(), &reader));
-        let address = reader.region().address();
-        drop(reader);
-        assert_eq!(pool.take(100).unwrap().region().address(), address);
-        // A buffer at the address of a freed one belongs to somebody else.
-        drop(pool.take(300).unwrap());
-        let others: Vec<Arc<Buffer>> = (0..100).map(|_| Arc::new(Buffer::host(300))).collect();
-        others.into_iter().for_each(|other| pool.give(other));
-        assert!(pool.free.get(&300).is_none_or(Vec::is_empty));
-    }
-}

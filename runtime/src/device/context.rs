@@ -1,7 +1,11 @@
 //! A worker's access to its device: a stream, and pools of memory.
 
-use crate::device::api::{Device, DeviceError, Region, Stream};
-use crate::device::buffer::{Buffer, MemoryCounter, Pool};
+use crate::device::api::{Device, Stream};
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::pool::Pool;
+use crate::device::region::Region;
 use std::cell::RefCell;
 use std::sync::Arc;
 

@@ -24,6 +24,7 @@ pub mod batch_norm;
 pub mod cast;
 pub mod chain;
 pub mod conv;
+pub mod conv_role;
 pub mod cross_entropy;
 pub mod depthwise;
 pub mod device;

@@ -4,7 +4,7 @@
 //! buffer, so safe code can neither outlive it nor write a range that it also reads. Only the device that owns the
 //! memory dereferences the address.
 
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ impl<'a> Region<'a> {
     ///
     /// The memory is allocated, and not written, for the lifetime. With `is_host`, the host may dereference `start` and
     /// the bytes are initialised.
-    pub(in crate::device) unsafe fn new(start: *mut u8, bytes: usize, is_host: bool) -> Region<'a> {
+    pub(super) unsafe fn new(start: *mut u8, bytes: usize, is_host: bool) -> Region<'a> {
         Region { start, bytes, is_host, memory: PhantomData }
     }
 
@@ -58,7 +58,7 @@ impl<'a> Region<'a> {
     }
 
     /// The bytes of host memory.
-    pub(in crate::device) fn host(self) -> Result<&'a [u8], DeviceError> {
+    pub(super) fn host(self) -> Result<&'a [u8], DeviceError> {
         match self.is_host {
             // SAFETY: the region borrows initialised host memory: see `new`.
             true => Ok(unsafe { std::slice::from_raw_parts(self.start, self.bytes) }),
@@ -96,7 +96,7 @@ impl<'a> RegionMut<'a> {
     }
 
     /// The bytes of host memory.
-    pub(in crate::device) fn host(self) -> Result<&'a mut [u8], DeviceError> {
+    pub(super) fn host(self) -> Result<&'a mut [u8], DeviceError> {
         match self.0.is_host {
             // SAFETY: the region borrows initialised host memory exclusively: see `Region::assume_exclusive`.
             true => Ok(unsafe { std::slice::from_raw_parts_mut(self.0.start, self.0.bytes) }),

@@ -2,138 +2,30 @@
 //!
 //! Stages are compiled from last to first, because a stage must know which gradients later stages send.
 
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
+use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
+use crate::exec::compile_error::CompileError;
 use crate::exec::memory_limit::{check_memory, check_sizes};
-use crate::exec::moving_average::{StateUpdate, follows};
+use crate::exec::moving_average::follows;
 use crate::exec::sequence::{Planned, Sequence, Slot, TensorAddress, tasks};
-use compiler::export::quantity;
+use crate::exec::stage_code::{GradientTerm, NamedTensor, StageCode, Transfer, bytes};
 use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op, Sharding as Split, Value};
-use compiler::pass::backward::{Backward, BackwardError, Made, Read, ReceivedGradients, backward};
-use compiler::pass::fragment::{Fragment, FragmentError, fragments};
+use compiler::pass::backward::{Backward, Made, Read, ReceivedGradients, backward};
+use compiler::pass::fragment::{Fragment, fragments};
 use compiler::pass::fuse::{Chains, chains};
 use compiler::pass::gradient_accumulation::{accumulated_in_place, root, summed};
 use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Layout, Location, Needs};
-use compiler::pass::pipeline::{self, PassBug};
+use compiler::pass::pipeline;
 use compiler::pass::split_backward::parts;
 use compiler::tensor::fact::Fact;
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::partition_stage::{Stage, share};
-use compiler::tensor_parallel::strategy_search::{ChooseError, choose};
+use compiler::tensor_parallel::strategy_search::choose;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use thiserror::Error;
-
-#[derive(Debug, Error)]
-#[allow(missing_docs)]
-pub enum CompileError {
-    #[error(transparent)]
-    Fragment(#[from] FragmentError),
-    #[error(transparent)]
-    Bug(#[from] PassBug),
-    #[error(transparent)]
-    Backward(Box<BackwardError>),
-    #[error("`{node}` needs {} for its inputs and outputs, the machine has {} free", quantity::bytes(*needed), quantity::bytes(*available))]
-    Memory { node: String, needed: u64, available: u64 },
-    #[error("a stage needs {}, the machine has {} free", quantity::bytes(*needed), quantity::bytes(*available))]
-    StageMemory { needed: u64, available: u64 },
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    #[error(transparent)]
-    Share(#[from] ChooseError),
-    #[error("the size of `{node}` is unknown: {fact}; give its symbols a size")]
-    Symbolic { node: String, fact: String },
-}
-
-/// A named input, parameter, state or result of a stage.
-#[derive(Clone, Debug, PartialEq)]
-pub struct NamedTensor {
-    pub name: String,
-    pub fact: Fact,
-    pub bytes: usize,
-}
-
-/// A tensor that this stage sends to, or receives from, another stage.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Transfer {
-    pub stage: usize,
-    /// The value in the unpartitioned graph.
-    pub value: Value,
-    /// The reader group, for gradients; 0 for activations.
-    pub group: usize,
-    pub place: TensorAddress,
-}
-
-/// One term of a parameter's gradient. Tied weights and repeated uses have several terms.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GradientTerm {
-    /// Index into [`StageCode::parameters`].
-    pub parameter: usize,
-    /// Position of the term in the parameter's gradient sum over all stages, which fixes the order of addition.
-    pub rank: usize,
-    /// Location of the term after the backward pass.
-    pub place: TensorAddress,
-    /// True if the backward pass accumulates the term into its sum itself.
-    pub is_summed: bool,
-}
-
-/// The compiled code of one stage.
-#[derive(Default)]
-pub struct StageCode {
-    pub forward: Sequence,
-    /// The backward pass, or its input-gradient pass if it is split; empty for inference.
-    pub backward: Sequence,
-    /// The weight-gradient pass of a split backward; empty otherwise.
-    pub weight: Sequence,
-    /// True if the backward is split into an input-gradient and a weight-gradient pass.
-    pub in_parts: bool,
-    /// True if the weight-gradient pass reads gradients that the stage also sends.
-    pub weight_reads_sent: bool,
-    /// Bytes per micro-batch kept from the input-gradient pass to the weight-gradient pass.
-    pub between_bytes: usize,
-    pub feeds: Vec<NamedTensor>,
-    pub parameters: Vec<NamedTensor>,
-    /// State tensors, such as running statistics of batch normalisation.
-    pub states: Vec<NamedTensor>,
-    /// Received activations, in message order: by producer stage, then value.
-    pub received: Vec<Transfer>,
-    /// Sent activations, one entry per receiving stage, by receiving stage, then value.
-    pub sent: Vec<Transfer>,
-    /// Buffer sizes for [`Slot::Own`].
-    pub own_bytes: Vec<usize>,
-    /// Received gradient terms, by sending stage, then value and group.
-    pub gradients_in: Vec<Transfer>,
-    /// Sent gradient terms, by receiving stage, then value and group.
-    pub gradients_out: Vec<Transfer>,
-    pub gradient_terms: Vec<GradientTerm>,
-    /// Gradient buckets: names of the parameters that replicas all-reduce together. Empty, or one entry per bucket of
-    /// the program.
-    pub buckets: Vec<Vec<String>>,
-    pub follows: Vec<StateUpdate>,
-    /// Graph results that this stage produces; in training only the loss.
-    pub results: Vec<(NamedTensor, TensorAddress)>,
-    /// True if activations are recomputed before the backward pass instead of saved.
-    pub recompute: bool,
-    /// Bytes saved per in-flight micro-batch for its backward pass.
-    pub kept_bytes: usize,
-    /// Bytes of the arena, which all passes of a worker share.
-    pub arena_bytes: usize,
-    /// Ops that run the reference kernel because the device has no fast one.
-    pub reference_ops: Vec<String>,
-}
-
-impl StageCode {
-    /// Locations that are read outside of kernel steps: sent tensors, results, moving-average samples and gradient
-    /// terms.
-    pub fn read_apart(&self) -> impl Iterator<Item = TensorAddress> + '_ {
-        let transfers = self.sent.iter().chain(&self.gradients_out).map(|transfer| transfer.place);
-        let results =
-            self.results.iter().map(|(_, place)| *place).chain(self.follows.iter().map(|follow| follow.sample));
-        transfers.chain(results).chain(self.gradient_terms.iter().map(|term| term.place))
-    }
-}
 
 /// Compiles a graph with concrete shapes. `place` maps every op that depends on a source to its stage. `loss` names the
 /// result to minimise; with it the backward passes are compiled too.
@@ -582,16 +474,6 @@ impl<'a> Assembly<'a> {
             slot => slot,
         }
     }
-}
-
-impl NamedTensor {
-    fn new(name: &str, fact: &Fact) -> NamedTensor {
-        NamedTensor { name: name.to_string(), fact: fact.clone(), bytes: bytes(fact) }
-    }
-}
-
-fn bytes(fact: &Fact) -> usize {
-    fact.bytes().expect("sizes were checked before compiling") as usize
 }
 
 fn position(list: &[(NodeId, NamedTensor)], node: NodeId) -> usize {

@@ -1,10 +1,13 @@
 //! Inference: runs a graph forward on given inputs.
 
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
-use crate::exec::compile::{CompileError, NamedTensor, compile};
+use crate::device::error::DeviceError;
+use crate::exec::compile::compile;
+use crate::exec::compile_error::CompileError;
 use crate::exec::executor::{ExecuteError, Executor};
+use crate::exec::stage_code::NamedTensor;
 use compiler::graph::{Graph, order};
 use compiler::op::dropout::COUNTER;
 use compiler::op::{NodeId, Op};

@@ -5,12 +5,15 @@
 
 use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
-use crate::device::api::{Device, DeviceError, OutputMode, Region, RegionMut};
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::api::{Device, OutputMode};
+use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
-use crate::exec::compile::StageCode;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::{Region, RegionMut};
 use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Joint, Sequence, Slot, Step, TensorAddress};
+use crate::exec::stage_code::StageCode;
 use crate::exec::step_hook::StepHook;
 use compiler::op::KernelError;
 use compiler::pass::batched_weight_grad::ITEMS;

@@ -1,7 +1,8 @@
 //! Rejects graphs and stages that do not fit in the memory of a device.
 
 use crate::device::api::Device;
-use crate::exec::compile::{CompileError, NamedTensor, StageCode};
+use crate::exec::compile_error::CompileError;
+use crate::exec::stage_code::{NamedTensor, StageCode};
 use compiler::graph::Graph;
 
 /// Rejects a stage that cannot run even one micro-batch in the device's memory; on the CPU a failed allocation would abort

@@ -9,10 +9,11 @@
 //! statistics of the micro-batch. A sample that is not a batch variance is averaged like a mean. The modes are equal
 //! under schedules that do not split minibatches.
 
-use crate::device::api::{DeviceError, Stream};
+use crate::device::api::Stream;
 use crate::device::buffer::Buffer;
-use crate::exec::compile::NamedTensor;
+use crate::device::error::DeviceError;
 use crate::exec::sequence::TensorAddress;
+use crate::exec::stage_code::{NamedTensor, StateUpdate, Variance};
 use compiler::graph::Graph;
 use compiler::op::{NodeId, Op, Value};
 use compiler::tensor::DType;
@@ -30,27 +31,6 @@ pub enum Statistics {
         /// True if running variances average the unbiased variance.
         unbiased: bool,
     },
-}
-
-/// A state that is the moving average of a value.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StateUpdate {
-    /// Index into [`StageCode::states`](crate::exec::compile::StageCode::states).
-    pub state: usize,
-    /// Location of the value after a forward pass.
-    pub sample: TensorAddress,
-    /// Weight of the old state: `state ← keep · state + (1 − keep) · sample`.
-    pub keep: f64,
-    /// Set if the sample is a batch variance.
-    pub variance: Option<Variance>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Variance {
-    /// Index of the mean of the same batch in [`StageCode::follows`](crate::exec::compile::StageCode::follows).
-    pub mean: usize,
-    /// Number of elements that the variance is over.
-    pub elements: usize,
 }
 
 /// Number and samples of a micro-batch, in the order of the stage's state updates.

@@ -1,7 +1,7 @@
 //! The passes of a micro-batch, and its position in a round of gradient accumulation.
 
-use crate::exec::compile::StageCode;
 use crate::exec::sequence::Sequence;
+use crate::exec::stage_code::StageCode;
 use compiler::pass::batched_weight_grad::ITEMS;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

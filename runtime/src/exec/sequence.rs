@@ -1,8 +1,9 @@
 //! The kernel sequence of a pass: ordered steps with the addresses of their inputs and outputs. A step runs the kernel
 //! of one op, or of a fused chain of elementwise ops.
 
-use crate::device::api::{Device, DeviceError, Kernel};
+use crate::device::api::{Device, Kernel};
 use crate::device::chain::{Link, Operand};
+use crate::device::error::DeviceError;
 use crate::device::layout::TensorLayout;
 use compiler::graph::Graph;
 use compiler::op::collective::is_meeting;

@@ -2,9 +2,9 @@
 
 use crate::comm::communicator::CollectiveError;
 use crate::device::context::DeviceContext;
-use crate::exec::compile::StageCode;
 use crate::exec::executor::Item;
 use crate::exec::phase::RunPhase;
+use crate::exec::stage_code::StageCode;
 
 pub trait StepHook: Send + Sync {
     /// True if any step of the pass has actions.

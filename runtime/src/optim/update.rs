@@ -1,13 +1,15 @@
 //! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of
 //! updates.
 
-use crate::device::api::{DeviceError, Region, RegionMut, WeightRegions};
+use crate::device::api::WeightRegions;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::optimizer::{Prediction, StepArgs};
-use crate::exec::compile::StageCode;
+use crate::device::region::{Region, RegionMut};
 use crate::exec::executor::Weights;
+use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{DISCREPANCY, Staleness};
 use crate::optim::state::ParameterState;

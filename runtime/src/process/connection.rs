@@ -4,8 +4,8 @@
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
 use crate::comm::channel::{Disconnected, Message, RemoteEnd};
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::process::frame::{FrameWriter, Kind};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::io::{self, ErrorKind, Read, Write};

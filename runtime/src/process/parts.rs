@@ -3,11 +3,11 @@
 //! A snapshot is written field by field, each buffer with a length prefix. A length must match the parameter or state.
 
 use crate::checkpoint::{StageSnapshot, StageState};
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::{NamedTensor, StageCode};
 use crate::exec::executor::Weights;
+use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::state::ParameterState;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;

@@ -1,6 +1,6 @@
 //! The placement of workers on processes.
 
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use compiler::schedule::{Instruction, Program, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 

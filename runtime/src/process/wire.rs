@@ -4,12 +4,12 @@
 //! the stage, and anything else is refused.
 
 use crate::device::buffer::Buffer;
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::Squares;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
-use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradient_buckets::ReplicaGradients;
 use crate::stage::gradients::{GradientTerms, gradient_bytes};
 use crate::zero::shard::Shares;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub struct ContributionForm {
 
 impl ContributionForm {
     pub fn of(code: &StageCode, items: u32, most_items: usize) -> ContributionForm {
-        let term = |term: &crate::exec::compile::GradientTerm| {
+        let term = |term: &crate::exec::stage_code::GradientTerm| {
             gradient_bytes(code.parameters[term.parameter].fact.dtype, term.place.bytes)
         };
         ContributionForm {

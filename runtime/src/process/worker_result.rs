@@ -2,7 +2,7 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::{NamedTensor, StageCode};
+use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::process::connection::Outbound;
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, Kind};
@@ -10,9 +10,8 @@ use crate::stage::gradients::GradientTerms;
 use crate::stage::stage_worker::StageResult;
 use crate::stage::worker::{MOST_SPANS, Span, Work, WorkerResult};
 use compiler::plan::StageId;
-use compiler::schedule::action;
 use compiler::schedule::action::Phase;
-use compiler::schedule::{MicrobatchId, Program};
+use compiler::schedule::{MicrobatchId, Program, action};
 use std::sync::Arc;
 
 /// Spans per frame.

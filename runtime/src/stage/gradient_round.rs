@@ -4,120 +4,14 @@
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::{NamedTensor, StageCode};
-use crate::exec::executor::{Executor, Item};
 use crate::exec::moving_average::Samples;
-use crate::stage::gradients::{GradientTerms, collect_sums, reduced};
+use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients};
+use crate::stage::gradients::{GradientTerms, reduced};
 use crate::stage::stage_worker::StageWorker;
-use crate::zero::streaming::ShardStream;
-use std::collections::HashMap;
 use std::sync::Arc;
-
-/// A replica's contribution to an all-reduce.
-pub struct ReplicaGradients {
-    /// Sum of each gradient term over this replica's micro-batches; none if it had none, or if the term is in another
-    /// bucket.
-    pub terms: Vec<Option<Arc<Buffer>>>,
-    /// Moving-average samples, by micro-batch.
-    pub samples: Vec<Samples>,
-}
-
-/// One gradient bucket of a round, posted for reduction.
-#[derive(Clone, Copy, Debug)]
-pub struct PostedBucket {
-    pub round: u32,
-    pub bucket: u32,
-    pub replica: usize,
-    /// Number of micro-batches of this replica in the round.
-    pub items: u64,
-}
-
-/// Gradient sums of one replica since its last step.
-pub struct RoundGradients {
-    /// Indexed by gradient term.
-    pub terms: Vec<Option<Arc<Buffer>>>,
-    pub samples: Vec<Samples>,
-    /// Number of micro-batches accumulated so far.
-    items: u64,
-    /// Bucket of each term and of each parameter.
-    bucket_of: Vec<u32>,
-    bucket_of_parameter: Vec<u32>,
-    buckets: u32,
-    /// Buckets posted before the round's last backward.
-    due: Vec<PostedBucket>,
-    replica: usize,
-}
-
-impl RoundGradients {
-    pub fn new(code: &StageCode, buckets: u32) -> RoundGradients {
-        let of_parameter = buckets_of(code, buckets);
-        RoundGradients {
-            terms: vec![None; code.gradient_terms.len()],
-            samples: Vec::new(),
-            items: 0,
-            bucket_of: code.gradient_terms.iter().map(|term| of_parameter[term.parameter]).collect(),
-            bucket_of_parameter: of_parameter,
-            buckets,
-            due: Vec::new(),
-            replica: 0,
-        }
-    }
-
-    pub fn buckets(&self) -> u32 {
-        self.buckets
-    }
-
-    pub fn items(&self) -> u64 {
-        self.items
-    }
-
-    pub fn bucket_of(&self, parameter: usize) -> u32 {
-        self.bucket_of_parameter[parameter]
-    }
-
-    /// Accumulates the gradients of a micro-batch after its backward pass.
-    pub fn add(
-        &mut self,
-        executor: &Executor<'_>,
-        shard_stream: Option<&ShardStream>,
-        item: &mut Item,
-    ) -> Result<(), CollectiveError> {
-        collect_sums(&mut self.terms, executor, shard_stream, item)?;
-        self.items += 1;
-        Ok(())
-    }
-
-    /// Removes one bucket; the last one ends the round.
-    fn take(&mut self, bucket: u32) -> ReplicaGradients {
-        let own = self.terms.iter_mut().zip(&self.bucket_of);
-        let terms = own.map(|(sum, of)| if *of == bucket { sum.take() } else { None }).collect();
-        let is_last = bucket + 1 >= self.buckets;
-        let samples = if is_last { std::mem::take(&mut self.samples) } else { Vec::new() };
-        if is_last {
-            self.items = 0;
-        }
-        ReplicaGradients { terms, samples }
-    }
-}
-
-fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
-    if code.buckets.len() == buckets as usize {
-        let named = (0..).zip(&code.buckets).flat_map(|(at, names)| names.iter().map(move |name| (name.as_str(), at)));
-        let named: HashMap<&str, u32> = named.collect();
-        code.parameters.iter().map(|known| named.get(known.name.as_str()).copied().unwrap_or(buckets - 1)).collect()
-    } else {
-        let whole = code.parameters.iter().map(|parameter| parameter.bytes as u64).sum::<u64>().max(1);
-        let mut before = whole;
-        let even = |parameter: &NamedTensor| {
-            before -= parameter.bytes as u64;
-            ((u128::from(before) * u128::from(buckets) / u128::from(whole)) as u32).min(buckets.saturating_sub(1))
-        };
-        code.parameters.iter().map(even).collect()
-    }
-}
 
 impl StageWorker<'_> {
     /// Posts one bucket of a round. It is contributed to the all-reduce once all backward passes of the round are done.

@@ -2,12 +2,12 @@
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::GradientTerm;
 use crate::exec::executor::{Executor, Item, Sum};
+use crate::exec::stage_code::GradientTerm;
 use crate::zero::streaming::ShardStream;
 use compiler::tensor::DType;
 use std::ops::Range;

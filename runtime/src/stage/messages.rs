@@ -1,7 +1,7 @@
 //! The tensors that a stage sends to, and receives from, other stages.
 
 use crate::comm::channel::TensorMessage;
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use crate::exec::phase::RunPhase;
 use crate::stage::stage_worker::StageWorker;
 use compiler::plan::StageId;

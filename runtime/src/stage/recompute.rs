@@ -4,22 +4,10 @@
 //! still be in transit; without that instruction, the backward pass does. Both use the weights of the backward pass, so both give
 //! the same bits.
 
-use crate::device::api::DeviceError;
+use crate::device::error::DeviceError;
 use crate::exec::executor::{ExecuteError, Item};
-use crate::exec::phase::RoundPosition;
+use crate::stage::lag::Lag;
 use crate::stage::stage_worker::StageWorker;
-
-/// Staleness of a micro-batch: its distance to the update that applies its gradients.
-#[derive(Clone, Copy)]
-pub struct Lag {
-    /// Updates between the forward's weight version and that update.
-    pub updates: u32,
-    /// Learning-rate scale at the micro-batch's minibatch.
-    pub rate: f64,
-    /// True if the backward uses the stashed weights of the forward.
-    pub is_stashed: bool,
-    pub turn: RoundPosition,
-}
 
 impl StageWorker<'_> {
     /// Recomputes the activations with the weights of the backward pass, if they were freed.

@@ -1,9 +1,10 @@
 //! The weights of a stage, saved at the `Checkpoint` instructions of its program.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::{DeviceError, Region};
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::NamedTensor;
+use crate::device::region::Region;
+use crate::exec::stage_code::NamedTensor;
 use crate::stage::stage_worker::StageWorker;
 use compiler::plan::StageId;
 use compiler::tensor::Tensor;

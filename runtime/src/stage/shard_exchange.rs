@@ -4,47 +4,17 @@
 //! version before they do. A parameter without a gradient, or a skipped step, leaves the values unchanged on all replicas. With
 //! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
 
-use crate::checkpoint::ResumeState;
-use crate::comm::communicator::{CollectiveError, Communicator};
-use crate::device::api::DeviceError;
+use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
-use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
-use crate::exec::compile::StageCode;
 use crate::exec::executor::Weights;
 use crate::stage::stage_worker::StageWorker;
-use crate::zero::shard::{ShardRange, Shares};
+use crate::zero::shard::Shares;
 use std::sync::Arc;
-
-/// Gathers shards among the replicas of a stage.
-pub type ShardComm = Communicator<Shares>;
 
 /// Sequence number of the final gather to the first replica. Version 0 is never gathered, so 0 is free.
 const LAST: u64 = 0;
-
-/// A version that this replica has stepped but not yet gathered completely.
-pub struct Stepped {
-    /// Parameters that the step changed.
-    pub parameters: Vec<usize>,
-    /// Buckets not gathered yet.
-    pub buckets: u32,
-}
-
-/// The initial shards of a replica under ZeRO 3; older versions of a resumed run stay unsharded.
-pub(super) fn begin(
-    share: &ShardRange,
-    code: &StageCode,
-    whole: Weights,
-    begin: Option<&mut ResumeState>,
-    device: &DeviceContext,
-) -> Result<Weights, DeviceError> {
-    let own = share.kept(&code.parameters, &whole, device)?;
-    if let Some(begin) = begin {
-        let alike = std::mem::take(&mut begin.alike);
-        begin.versions.extend(alike.into_iter().map(|version| (version, whole.clone())));
-    }
-    Ok(own)
-}
 
 impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.

@@ -8,42 +8,16 @@
 
 use crate::checkpoint::{ResumeState, StageSnapshot, StageState};
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::DeviceError;
-use crate::device::buffer::{Buffer, CountedBytes, MemoryCounter};
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
+use crate::device::memory_counter::CountedBytes;
 use crate::exec::executor::Weights;
 use crate::optim::state::ParameterState;
-use crate::stage::recompute::Lag;
+use crate::stage::lag::Lag;
+use crate::stage::pending_snapshots::Held;
 use crate::stage::stage_worker::StageWorker;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// The snapshots of a stage that are not written yet.
-#[derive(Default)]
-pub struct PendingSnapshots {
-    /// Number of tied-weight versions to keep; 0 without checkpoints.
-    pub window: u32,
-    held: Vec<Held>,
-    /// Snapshots waiting for a tied weight to reach a version, and complete ones.
-    waiting: Vec<(u32, StageSnapshot)>,
-    ready: Vec<StageSnapshot>,
-    /// Restored weights of forward passes that are repeated after a resume.
-    pub forwards: BTreeMap<u32, Weights>,
-    ledger: Arc<MemoryCounter>,
-}
-
-impl PendingSnapshots {
-    pub fn new(window: u32, ledger: &Arc<MemoryCounter>) -> PendingSnapshots {
-        PendingSnapshots { window, ledger: ledger.clone(), ..PendingSnapshots::default() }
-    }
-}
-
-/// The weights of a micro-batch's forward pass.
-struct Held {
-    item: u32,
-    version: u32,
-    weights: Weights,
-    is_version: bool,
-}
 
 /// A checkpoint position on one worker.
 pub struct CheckpointPoint {

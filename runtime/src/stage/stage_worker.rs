@@ -8,24 +8,28 @@ use crate::checkpoint::ResumeState;
 use crate::comm::communicator::{CollectiveError, Communicator};
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
-use crate::device::api::{Device, DeviceError, Region};
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::api::Device;
+use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
+use crate::device::memory_counter::MemoryCounter;
 use crate::device::optimizer::StepArgs;
-use crate::exec::compile::StageCode;
+use crate::device::region::Region;
 use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, follow};
 use crate::exec::phase::RoundPosition;
+use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::{NormAllReduce, Squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
 use crate::optim::update::{Ahead, ParameterUpdater};
-use crate::stage::gradient_round::{ReplicaGradients, RoundGradients};
+use crate::stage::gradient_buckets::{ReplicaGradients, RoundGradients};
 use crate::stage::gradients::{GradientTerms, lend_sums, scaled, total};
-use crate::stage::recompute::Lag;
-use crate::stage::shard_exchange::{ShardComm, Stepped};
-use crate::stage::snapshot::PendingSnapshots;
-use crate::stage::tied_weights::LateTiedWeight;
+use crate::stage::lag::Lag;
+use crate::stage::optimizer_step::OptimizerStep;
+use crate::stage::pending_snapshots::PendingSnapshots;
+use crate::stage::shard_versions::{ShardComm, Stepped};
+use crate::stage::tied_parameter::{LateTiedWeight, TiedParameter};
 use crate::zero::gradient_shards::GradientShards;
 use crate::zero::shard::ShardRange;
 use crate::zero::streaming::ShardStream;
@@ -38,38 +42,6 @@ use compiler::tensor::view::{View, ViewMut};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
-
-/// Exchanges gradient terms of a tied parameter among its stages.
-pub type TiedGradientComm = Communicator<GradientTerms>;
-
-/// A tied parameter of this stage.
-pub struct TiedParameter {
-    /// Index into this stage's parameters.
-    pub parameter: usize,
-    /// This worker's rank in `place`.
-    pub member: usize,
-    /// Communicator of all workers of those stages. If the stages step together, each stage's first replica contributes
-    /// the sums over replicas; otherwise every worker contributes its own.
-    pub place: Arc<TiedGradientComm>,
-    /// The stages holding it, if they step at different times. The parameter then has its own versions, and a
-    /// micro-batch sees the newest one that needs no waiting. Empty if all stages step together.
-    pub holders: Vec<StageId>,
-}
-
-#[derive(Clone, Copy)]
-pub struct OptimizerStep {
-    pub round: u32,
-    /// Number of micro-batches to average over.
-    pub count: u32,
-    /// Learning-rate scale.
-    pub rate: f64,
-    /// The version to update.
-    pub from: u32,
-    /// True if nothing uses version `from` after this step.
-    pub in_place: bool,
-    /// Factor on the averaged gradients (clipping and loss scale); `None` skips the step.
-    pub factor: Option<f64>,
-}
 
 pub struct StageSetup<'a> {
     pub stage: StageId,
@@ -211,7 +183,7 @@ impl<'a> StageWorker<'a> {
         let updater = ParameterUpdater::new(code, optimizer, masters, staleness, share.clone(), &executor.device)?;
         ledger.add(updater.bytes() + kept + code.arena_bytes);
         if share.keeps() {
-            first = crate::stage::shard_exchange::begin(&share, code, first, begin.as_mut(), &executor.device)?;
+            first = crate::stage::shard_versions::begin(&share, code, first, begin.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
         let mut late = Vec::new();

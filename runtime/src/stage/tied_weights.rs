@@ -8,23 +8,10 @@ use crate::device::buffer::Buffer;
 use crate::device::layout::accumulation_type;
 use crate::optim::grad_norm::factor;
 use crate::stage::gradients::total;
-use crate::stage::stage_worker::{OptimizerStep, StageWorker};
+use crate::stage::optimizer_step::OptimizerStep;
+use crate::stage::stage_worker::StageWorker;
 use compiler::plan::StageId;
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-
-pub(super) struct LateTiedWeight {
-    /// Index into the stage's tied parameters; `parameter` indexes all its parameters.
-    pub(super) tied: usize,
-    pub(super) parameter: usize,
-    pub(super) weight: Arc<Buffer>,
-    pub(super) version: u32,
-    /// Steps still to run, oldest first.
-    pub(super) waiting: VecDeque<OptimizerStep>,
-    /// Later versions restored from a checkpoint (`given`), and recent ones that a checkpoint may need (`kept`).
-    pub(super) given: BTreeMap<u32, Arc<Buffer>>,
-    pub(super) kept: BTreeMap<u32, Arc<Buffer>>,
-}
 
 impl StageWorker<'_> {
     /// Runs the remaining steps of tied weights. Blocks.

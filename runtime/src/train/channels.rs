@@ -6,18 +6,19 @@
 
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
-use crate::exec::compile::{NamedTensor, StageCode, Transfer};
 use crate::exec::sequence::Slot;
+use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use crate::optim::grad_norm::Squares;
 use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
 use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
-use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradient_buckets::ReplicaGradients;
 use crate::stage::gradients::gradient_bytes;
-use crate::stage::shard_exchange::ShardComm;
-use crate::stage::stage_worker::{TiedGradientComm, TiedParameter};
+use crate::stage::shard_versions::ShardComm;
+use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
-use crate::train::run::{TrainError, TrainJob};
+use crate::train::error::TrainError;
+use crate::train::job::TrainJob;
 use crate::zero::gradient_shards::GradientShards;
 use crate::zero::shard::ShardRange;
 use compiler::op::Value;

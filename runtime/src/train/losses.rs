@@ -4,7 +4,7 @@
 //! a step with overflowing gradients is skipped. Such a run has diverged when many consecutive minibatches, or all,
 //! have no finite loss.
 
-use crate::train::run::StepDone;
+use crate::train::job::StepDone;
 use compiler::schedule::Program;
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,6 +1,8 @@
 //! Prepares a run: binds symbolic dimensions, attaches the loss, compiles stages, generates and checks the program.
 
-use crate::exec::compile::{CompileError, StageCode, compile_parts};
+use crate::exec::compile::compile_parts;
+use crate::exec::compile_error::CompileError;
+use crate::exec::stage_code::StageCode;
 use crate::train::run::{placement, with_edges};
 use compiler::graph::bind::{BindError, bind, symbols};
 use compiler::graph::{Graph, order};

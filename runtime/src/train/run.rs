@@ -1,172 +1,48 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
-use crate::checkpoint::StageSnapshot;
-use crate::checkpoint::barrier::MinibatchBarrier;
-use crate::checkpoint::points::Cuts;
-use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::TensorRank;
-use crate::data::Batches;
-use crate::device::api::{Device, DeviceError};
+use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::cpu;
-use crate::device::layout::accumulation_type;
-use crate::device::layout::is_half;
-use crate::exec::compile::{NamedTensor, StageCode};
-use crate::exec::evaluate::{EvaluateError, buffers};
+use crate::device::error::DeviceError;
+use crate::device::layout::{accumulation_type, is_half};
+use crate::exec::evaluate::buffers;
+use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::optim::grad_norm::{NormAllReduce, Squares, share_number};
-use crate::optim::optimizer::{Optimizer, trains};
-use crate::optim::policy::Policy;
+use crate::optim::optimizer::trains;
 use crate::process::exchange::Exchange;
 use crate::process::process_group::Group;
-use crate::process::run_status::{FailureCause, LinkError};
+use crate::process::run_status::FailureCause;
 use crate::process::wire::SquaresForm;
-use crate::stage::gradient_round::ReplicaGradients;
+use crate::stage::gradient_buckets::ReplicaGradients;
 use crate::stage::saved_weights::{Checkpoint, tensor};
-use crate::stage::shard_exchange::ShardComm;
-use crate::stage::stage_worker::{StageSetup, TiedGradientComm};
+use crate::stage::shard_versions::ShardComm;
+use crate::stage::stage_worker::StageSetup;
+use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
-use crate::stage::worker::{CheckpointPlan, Event, Span, WorkerContext, WorkerError, WorkerResult};
+use crate::stage::worker::{CheckpointPlan, Event, WorkerContext, WorkerError, WorkerResult};
 use crate::train::channels::{
     ZeroCommunicators, channels, meeting, most_shares, replicas, shard_comms, share, tied_of, ties,
 };
-use crate::train::losses::{Diverged, LossTracker};
-use crate::train::resume::{ResumeError, check_states as check_read_states};
+use crate::train::error::TrainError;
+use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
+use crate::train::losses::LossTracker;
+use crate::train::resume::check_states as check_read_states;
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_shares, check_states};
 use crate::zero::gradient_shards::GradientShards;
 use compiler::graph::{Graph, order};
-use compiler::op::{KernelError, NodeId};
+use compiler::op::NodeId;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
-use compiler::plan::schedule::Schedule;
 use compiler::schedule::resume::rest;
 use compiler::schedule::semantics::Rule;
 use compiler::schedule::{Edge, MicrobatchId, Pipeline, Program, WorkerId};
-use compiler::tensor::{DType, Tensor};
+use compiler::tensor::Tensor;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
-use thiserror::Error;
-
-#[derive(Debug, Error)]
-#[allow(missing_docs)]
-pub enum TrainError {
-    #[error(transparent)]
-    Worker(#[from] WorkerError),
-    #[error(transparent)]
-    Weights(#[from] EvaluateError),
-    #[error("parameter `{name}` is {value} before the first step")]
-    NotFinite { name: String, value: f64 },
-    #[error(
-        "parameter `{name}` is tied between stages {first} and {second}, whose copies would diverge under {schedule}"
-    )]
-    TiedParameter { name: String, first: usize, second: usize, schedule: Schedule },
-    #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
-    SharedState { name: String, first: usize, second: usize },
-    #[error("parameter `{name}` is {dtype}; only float parameters can be trained")]
-    ElementType { name: String, dtype: DType },
-    #[error("gradients in f16 need one loss scale for all stages after every minibatch, but {schedule} does not flush")]
-    LossScale { schedule: Schedule },
-    #[error("weight prediction needs an optimizer with momentum")]
-    NoVelocity,
-    #[error("weight prediction and correction need f32 or f64 weights; parameter `{name}` is {dtype}")]
-    Narrow { name: String, dtype: DType },
-    #[error(
-        "weight prediction and correction need the whole optimizer state, which ZeRO shards over the replicas of \
-         stage {stage}; use {schedule} without `--staleness`, or a schedule with weight stashing"
-    )]
-    Shares { stage: usize, schedule: Schedule },
-    #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no checkpoint folder")]
-    NoPlace { worker: String, at: usize, instruction: String },
-    #[error(
-        "ZeRO stage {level} does not work across processes (stage {stage}): its replicas accumulate into shared \
-         memory; use ZeRO 1 or one process"
-    )]
-    Apart { stage: usize, level: u32 },
-    #[error(transparent)]
-    Resume(#[from] ResumeError),
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    #[error("bug in pipec: the program splits the backward of stage {stage}, which is compiled as one")]
-    Parts { stage: u32 },
-    #[error("bug in pipec: worker {worker} panicked: {what}")]
-    Panic { worker: String, what: String },
-    #[error(transparent)]
-    Link(#[from] LinkError),
-    #[error("training diverged: {0}")]
-    Diverged(Diverged),
-}
-
-impl TrainError {
-    /// True if the error only reports that another worker stopped.
-    pub fn lost_another(&self) -> bool {
-        match self {
-            TrainError::Worker(WorkerError::PeerGone { .. }) => true,
-            TrainError::Worker(WorkerError::Execute { fault, .. }) => {
-                fault.fault == DeviceError::Kernel(KernelError::Disconnected)
-            }
-            _ => false,
-        }
-    }
-}
-
-/// The inputs of a training run.
-pub struct TrainJob<'a> {
-    pub codes: &'a [StageCode],
-    pub program: &'a Program,
-    /// Initial parameters and states, by name.
-    pub weights: &'a BTreeMap<String, Tensor>,
-    pub batches: &'a Batches,
-    pub optimizer: &'a Optimizer,
-    pub policy: Policy,
-    /// Return the gradients of the last step.
-    pub keep_gradients: bool,
-}
-
-/// Resume and checkpoint options. The default starts from the beginning and makes no checkpoints.
-#[derive(Default)]
-pub struct RunOptions<'a> {
-    /// The checkpoint to resume from; its weights are in [`TrainJob::weights`].
-    pub start: Option<&'a ResumePoint>,
-    /// Minibatches after which checkpoints are made.
-    pub cuts: Option<Cuts>,
-    pub gate: Option<&'a MinibatchBarrier<'a>>,
-    /// The device of all workers; the CPU if `None`. It must accept the kernels of [`TrainJob::codes`].
-    pub device: Option<Arc<dyn Device>>,
-    /// Receives snapshots, on a separate thread.
-    pub on_part: Option<&'a mut (dyn FnMut(StageSnapshot) + Send)>,
-    /// Receives the weights of `Checkpoint` instructions while the run continues; those of one worker in order.
-    pub on_checkpoint: Option<&'a mut dyn FnMut(Checkpoint)>,
-}
-
-/// Progress report of a finished minibatch.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepDone {
-    /// Counted from 0.
-    pub step: usize,
-    /// Mean loss over the micro-batches.
-    pub loss: f64,
-    /// Seconds since the start of the run.
-    pub seconds: f64,
-}
-
-/// The result of a training run.
-pub struct Trained {
-    /// Parameters and states, by name.
-    pub weights: BTreeMap<String, Tensor>,
-    /// Averaged gradients of the last step, if requested.
-    pub gradients: BTreeMap<String, Tensor>,
-    pub losses: Vec<f64>,
-    /// Wall time of the workers.
-    pub seconds: f64,
-    /// Recorded activity, by worker.
-    pub spans: Vec<Vec<Span>>,
-    /// Peak bytes, by worker.
-    pub peak_memory_bytes: Vec<u64>,
-    /// Additional peak bytes of unwritten snapshots, by worker.
-    pub checkpoint_bytes: Vec<u64>,
-}
 
 /// Maps every op that depends on a source to its stage. Op `i` of `graph` (without loss) is in stage `stages[i]`; loss
 /// ops are in the stage of the loss's input.

@@ -8,11 +8,14 @@
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::{Layouts, TensorComm, TensorRank};
-use crate::device::api::DeviceError;
-use crate::exec::compile::{CompileError, compile_tensor_parallel};
+use crate::device::error::DeviceError;
+use crate::exec::compile::compile_tensor_parallel;
+use crate::exec::compile_error::CompileError;
 use crate::stage::saved_weights::Checkpoint;
+use crate::train::error::TrainError;
+use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::prepare::{PrepareError, Prepared, Settings, prepare_by};
-use crate::train::run::{RunOptions, StepDone, TrainError, TrainJob, Trained, run_tensor_parallel};
+use crate::train::run::run_tensor_parallel;
 use crate::train::tensor_shards::{ShardGatherer, dealt, joined, start_of};
 use compiler::graph::Graph;
 use compiler::schedule::generators::schedule;

@@ -1,9 +1,10 @@
 //! Validation before a run: rejects unsupported combinations of program, policy and states.
 
 use crate::device::cpu::half::is_half;
-use crate::exec::compile::StageCode;
+use crate::exec::stage_code::StageCode;
 use crate::optim::policy::Staleness;
-use crate::train::run::{TrainError, TrainJob};
+use crate::train::error::TrainError;
+use crate::train::job::TrainJob;
 use compiler::plan::StageId;
 use compiler::schedule::{Instruction, Program, ProgramStage, WorkerId};
 use std::collections::BTreeSet;

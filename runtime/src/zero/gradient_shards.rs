@@ -8,10 +8,11 @@
 //! The owner of a shard is charged for its memory.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::Region;
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::layout::accumulation_type;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::Region;
 use crate::zero::shard::ShardRange;
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
@@ -22,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Term {
     pub round: u32,
-    /// Index into [`crate::exec::compile::StageCode::gradient_terms`].
+    /// Index into [`crate::exec::stage_code::StageCode::gradient_terms`].
     pub term: usize,
 }
 

@@ -3,11 +3,11 @@
 //! Every parameter is divided by elements into contiguous ranges, one per replica and as even as possible. Gradients, optimizer
 //! state and master weights of a range are buffers of its size. A parameter shared with other stages is not sharded.
 
-use crate::device::api::DeviceError;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
-use crate::exec::compile::NamedTensor;
+use crate::device::error::DeviceError;
 use crate::exec::executor::Weights;
+use crate::exec::stage_code::NamedTensor;
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -5,14 +5,16 @@
 //! does not read it.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::{DeviceError, Region};
-use crate::device::buffer::{Buffer, MemoryCounter};
+use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
-use crate::exec::compile::StageCode;
+use crate::device::memory_counter::MemoryCounter;
+use crate::device::region::Region;
 use crate::exec::executor::{Item, Sum, Weights};
 use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Sequence, Slot, Step, TensorAddress};
+use crate::exec::stage_code::StageCode;
 use crate::exec::step_hook::StepHook;
 use crate::zero::gradient_shards::{GradientShards, Term};
 use crate::zero::shard::ShardRange;

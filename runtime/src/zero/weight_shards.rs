@@ -5,9 +5,9 @@
 //! memory. A read waits only for a shard that is about to be published, because programs gather a version before they use it.
 
 use crate::comm::communicator::CollectiveError;
-use crate::device::api::RegionMut;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::region::RegionMut;
 use crate::exec::executor::Weights;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

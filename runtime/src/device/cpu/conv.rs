@@ -4,6 +4,7 @@
 //! back into `dx`. Patches are built one `Tile` at a time to stay in the cache: some rows of windows of a large image,
 //! or several small images side by side, which avoids thin products.
 
+use super::conv_role::Role;
 use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
 use super::real::Real;
@@ -20,17 +21,6 @@ use std::ops::Range;
 const TILE_ELEMENTS: usize = 256 * 1024;
 /// Minimum columns of a tile, if the data has as many.
 const MIN_COLUMNS: usize = 384;
-
-/// The convolution pass.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// Computes `y` from `x` and `w`.
-    Forward,
-    /// Computes `dx` from `dy` and `w`.
-    InputGrad,
-    /// Computes `dw` from `dy` and `x`.
-    WeightGrad,
-}
 
 /// Layouts are those of x, w and y, or of their gradients.
 pub fn kernel(

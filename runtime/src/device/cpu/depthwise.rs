@@ -2,11 +2,12 @@
 //!
 //! For each tap, the windows of a plane read one contiguous run of the rearranged data; see [`planes`](super::planes).
 
+use super::FastKernel;
+use super::conv_role::Role;
 use super::patches::Grid;
 use super::planes::{LANES, Planes, Seen, lay, take};
 use super::real::Real;
 use super::wide::wide;
-use super::{FastKernel, conv::Role};
 use bytemuck::{cast_slice, cast_slice_mut};
 
 /// Vectors computed together, to hide the addition latency.

@@ -4,14 +4,15 @@ use super::chain::Chain;
 use super::half::{is_half, narrow, widen};
 use super::update::WeightBytes;
 use super::{arithmetic, update};
-use crate::device::api::{
-    Device, DeviceError, DeviceInfo, Event, Kernel, OutputMode, Region, RegionMut, Stream, WeightRegions,
-};
+use crate::device::api::{Device, DeviceInfo, Kernel, OutputMode, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
+use crate::device::error::DeviceError;
+use crate::device::event::Event;
 use crate::device::host_memory;
 use crate::device::layout::TensorLayout;
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use crate::device::region::{Region, RegionMut};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::Op;
 use compiler::tensor::DType;

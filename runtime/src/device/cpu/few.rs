@@ -7,7 +7,7 @@
 //! t  [window, in·tap] = dyᵀ [window, out]    w [out, in·tap]       then dx sums up the terms of each element
 //! ```
 
-use super::conv::Role;
+use super::conv_role::Role;
 use super::implicit::Sizes;
 use super::panels::dots::{self, dots};
 use super::panels::images::{Patches, PatchesTurned, Results, Terms};

@@ -9,7 +9,7 @@
 //! The windows of all images are the columns of one product, so small images share tiles.
 
 use super::FastKernel;
-use super::conv::Role;
+use super::conv_role::Role;
 use super::panels::images::{Flipped, Patches, PatchesTurned, Results};
 use super::panels::matrix::Plain;
 use super::panels::product::product;

@@ -1,6 +1,6 @@
 //! Dispatch of core ops to fast kernels.
 
-use super::conv::Role;
+use super::conv_role::Role;
 use super::*;
 
 impl Kernel {

@@ -11,7 +11,7 @@
 //! digits.
 
 use super::FastKernel;
-use super::conv::Role;
+use super::conv_role::Role;
 use super::implicit::Sizes;
 use super::panels::matrix::Plain;
 use super::panels::product::product;

@@ -7,11 +7,13 @@
 
 use super::clock::{Access, Clock, History};
 use super::stream::SanitizerStream;
-use crate::device::api::{Device, DeviceError, DeviceInfo, Kernel, Region, RegionMut, Stream};
+use crate::device::api::{Device, DeviceInfo, Kernel, Stream};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::chain::Link;
 use crate::device::cpu::device::cpu;
+use crate::device::error::DeviceError;
 use crate::device::layout::TensorLayout;
+use crate::device::region::{Region, RegionMut};
 use compiler::op::Op;
 use compiler::pass::memory::ALIGNMENT;
 use compiler::tensor::fact::Fact;

@@ -2,11 +2,12 @@
 
 use super::clock::Clock;
 use super::device::{Held, Shared, lock};
-use crate::device::api::{
-    DeviceError, DeviceEvent, Event, Kernel, OutputMode, Region, RegionMut, Stream, WeightRegions,
-};
+use crate::device::api::{Kernel, OutputMode, Stream, WeightRegions};
 use crate::device::cpu::device::CpuStream;
+use crate::device::error::DeviceError;
+use crate::device::event::{DeviceEvent, Event};
 use crate::device::optimizer::{Prediction, StepArgs, UpdateRule};
+use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
 use std::any::Any;
 use std::cell::RefCell;

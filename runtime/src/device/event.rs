@@ -1,0 +1,40 @@
+//! Events mark points in the work of a stream.
+
+use crate::device::error::DeviceError;
+use std::any::Any;
+use std::sync::Arc;
+
+/// A point in a stream.
+#[derive(Clone)]
+pub struct Event(Option<Arc<dyn DeviceEvent>>);
+
+/// An event of a device whose streams run asynchronously.
+pub trait DeviceEvent: Any + Send + Sync {
+    fn has_occurred(&self) -> bool;
+
+    /// Waits on the host.
+    fn synchronize(&self) -> Result<(), DeviceError>;
+}
+
+impl Event {
+    /// An event that has occurred.
+    pub const OCCURRED: Event = Event(None);
+
+    pub fn new(event: Arc<dyn DeviceEvent>) -> Event {
+        Event(Some(event))
+    }
+
+    /// The device's event; `None` if it has occurred.
+    pub fn device_event(&self) -> Option<&dyn DeviceEvent> {
+        self.0.as_deref()
+    }
+
+    pub fn has_occurred(&self) -> bool {
+        self.device_event().is_none_or(DeviceEvent::has_occurred)
+    }
+
+    /// Waits on the host.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.device_event().map_or(Ok(()), DeviceEvent::synchronize)
+    }
+}

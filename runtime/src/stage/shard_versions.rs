@@ -1,0 +1,36 @@
+//! Shard versions say which weights a replica has stepped and not gathered yet (ZeRO).
+
+use crate::checkpoint::ResumeState;
+use crate::comm::communicator::Communicator;
+use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
+use crate::exec::executor::Weights;
+use crate::exec::stage_code::StageCode;
+use crate::zero::shard::{ShardRange, Shares};
+
+/// Gathers shards among the replicas of a stage.
+pub type ShardComm = Communicator<Shares>;
+
+/// A version that this replica has stepped but not yet gathered completely.
+pub struct Stepped {
+    /// Parameters that the step changed.
+    pub parameters: Vec<usize>,
+    /// Buckets not gathered yet.
+    pub buckets: u32,
+}
+
+/// The initial shards of a replica under ZeRO 3; older versions of a resumed run stay unsharded.
+pub(super) fn begin(
+    share: &ShardRange,
+    code: &StageCode,
+    whole: Weights,
+    begin: Option<&mut ResumeState>,
+    device: &DeviceContext,
+) -> Result<Weights, DeviceError> {
+    let own = share.kept(&code.parameters, &whole, device)?;
+    if let Some(begin) = begin {
+        let alike = std::mem::take(&mut begin.alike);
+        begin.versions.extend(alike.into_iter().map(|version| (version, whole.clone())));
+    }
+    Ok(own)
+}
