@@ -22,6 +22,7 @@ pub mod memory_dp;
 pub mod module_boundaries;
 pub mod pipec;
 pub mod pipec_rules;
+pub mod placement;
 pub mod range_costs;
 pub mod select;
 pub mod simulate_candidate;

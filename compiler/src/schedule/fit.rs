@@ -110,7 +110,9 @@ mod tests {
             refused(&made, &Pipeline::balanced(&[1, 1], 2.0)),
             "program: its stages have replicas 2, 1, 1, those of the pipeline 1, 1"
         );
-        assert!(refused(&Program { items: 3, ..made.clone() }, &pipeline).contains("not a multiple of 2 per minibatch"));
+        assert!(
+            refused(&Program { items: 3, ..made.clone() }, &pipeline).contains("not a multiple of 2 per minibatch")
+        );
         assert!(refused(&Program { items: 0, ..made.clone() }, &pipeline).contains("at least one"));
         let endless = Program { items: u32::MAX - 1, ..made.clone() };
         assert!(refused(&endless, &pipeline).contains("too long"), "bounded before it is played");

@@ -13,7 +13,7 @@ use crate::cluster::DeviceClass;
 use crate::partition::heterogeneous::device_ranges::{DeviceRanges, first_alike};
 use crate::partition::planner::PlanError;
 use crate::partition::search::candidates::{PlanCandidate, SearchContext};
-use crate::partition::search::pipec::{MemoryScope, PlacementQuery, StagePlacement};
+use crate::partition::search::placement::{MemoryScope, PlacementQuery, StagePlacement};
 use crate::plan::check::error::PlanFault;
 use crate::plan::problem::Problem;
 use std::error::Error;
