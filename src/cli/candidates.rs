@@ -3,7 +3,7 @@
 use crate::cli::prediction;
 use crate::cli::table::{Give, fitted, folded};
 use compiler::export::quantity;
-use compiler::partition::planner::{ComparedPlan, Planned};
+use compiler::partition::planned::{ComparedPlan, Planned};
 use compiler::plan::problem::Objective;
 use pipec::plan::batch_search::Tried;
 use std::collections::BTreeMap;

@@ -11,7 +11,7 @@ use crate::plan::request_costs;
 use crate::plan::solve::{PlanResult, cost_name, protect_output, solve_with_groups};
 use crate::plan::tied_weights;
 use compiler::export::sweep::Figures;
-use compiler::partition::planner::Planned;
+use compiler::partition::planned::Planned;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::shared::TensorParallelCosts;
