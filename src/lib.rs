@@ -4,7 +4,7 @@
 //!
 //! | request | function | result |
 //! | --- | --- | --- |
-//! | [`plan::request::PlanRequest`] | [`plan::solve::plan`] | [`plan::solve::PlanResult`] |
+//! | [`plan::request::PlanRequest`] | [`plan::solve::plan`] | [`plan::result::PlanResult`] |
 //! | [`profile::ProfileRequest`] | [`profile::profile`] | `compiler::profile::Profile` |
 //! | [`train::request::TrainRequest`] | [`train::run::train`] | [`train::run::TrainReport`] |
 //!

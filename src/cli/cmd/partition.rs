@@ -17,7 +17,8 @@ use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
 use pipec::plan::request::{PlanRequest, ScheduleChoice};
-use pipec::plan::solve::{self, PlanResult};
+use pipec::plan::result::PlanResult;
+use pipec::plan::solve;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -151,7 +152,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         return Ok(());
     }
     // Another run may have written the file in the meantime.
-    solve::protect_output(&request, &plan.model)?;
+    request.protect_output(&plan.model)?;
     let wrote = if path.is_file() { "replaced" } else { "wrote" };
     output::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
