@@ -12,7 +12,7 @@
 //! use models::zoo;
 //! use pipec::events::Silent;
 //! use pipec::plan::{request::PlanRequest, solve::plan};
-//! use pipec::train::prepare::Length;
+//! use pipec::train::task::Length;
 //! use pipec::train::request::{DataInput, PlanInput, TrainRequest};
 //! use pipec::train::run::train;
 //!

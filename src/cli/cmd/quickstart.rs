@@ -35,7 +35,7 @@ use pipec::plan::request::PlanOptions;
 use pipec::profile::measure_model;
 use pipec::train::metrics::watched;
 use pipec::train::prepare;
-use pipec::train::prepare::{Data, HeldOut, Length, Task};
+use pipec::train::task::{Data, HeldOut, Length, Task};
 use profiler::machine;
 use profiler::measure::Settings;
 use runtime::data::RowOrder;
