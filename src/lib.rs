@@ -4,7 +4,7 @@
 //!
 //! | request | function | result |
 //! | --- | --- | --- |
-//! | [`plan::request::PlanRequest`] | [`plan::solve::plan`] | [`plan::solve::PlanResult`] |
+//! | [`plan::request::PlanRequest`] | [`plan::solve::plan`] | [`plan::result::PlanResult`] |
 //! | [`profile::ProfileRequest`] | [`profile::profile`] | `compiler::profile::Profile` |
 //! | [`train::request::TrainRequest`] | [`train::run::train`] | [`train::run::TrainReport`] |
 //!
@@ -12,7 +12,7 @@
 //! use models::zoo;
 //! use pipec::events::Silent;
 //! use pipec::plan::{request::PlanRequest, solve::plan};
-//! use pipec::train::prepare::Length;
+//! use pipec::train::task::Length;
 //! use pipec::train::request::{DataInput, PlanInput, TrainRequest};
 //! use pipec::train::run::train;
 //!

@@ -2,6 +2,7 @@
 
 pub mod arrays;
 pub mod checkpoints;
+pub mod data_digest;
 pub mod digest;
 pub mod evaluation;
 pub mod failures;
@@ -11,8 +12,10 @@ pub mod interrupted;
 pub mod memory;
 pub mod metrics;
 pub mod prepare;
+pub mod prepared;
 pub mod request;
 pub mod run;
 pub mod run_memory;
 pub mod run_settings;
+pub mod task;
 pub mod tensor_parallel;

@@ -9,8 +9,9 @@
 
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
+use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
-use compiler::partition::planner::{PlannerOptions, plan};
+use compiler::partition::planner::plan;
 use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::profile::cost_graph::CostGraph;

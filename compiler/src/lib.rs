@@ -13,7 +13,8 @@
 //! ```
 //! use compiler::cluster::read::gpus;
 //! use compiler::graph::text;
-//! use compiler::partition::planner::{PlannerOptions, plan};
+//! use compiler::partition::options::PlannerOptions;
+//! use compiler::partition::planner::plan;
 //! use compiler::pass::analytic::{Subject, profile};
 //! use compiler::pass::attribution::{Training, attribute};
 //! use compiler::pass::costs::{cost_graph, fill};

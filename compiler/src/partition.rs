@@ -4,11 +4,17 @@
 //! `plan::check`. A partitioner searches for a `Shape`: groups of ops nested by cluster level, with a replica count for
 //! each group.
 
+pub mod answer;
 pub mod bounds;
 pub mod dp;
+pub mod error;
 pub mod explain;
 pub mod heterogeneous;
 pub mod milp;
+pub mod options;
 pub mod partitioners;
+pub mod planned;
 pub mod planner;
 pub mod search;
+pub mod single_degree;
+pub mod support;

@@ -7,8 +7,10 @@ mod random;
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
+use compiler::partition::error::PlanError;
+use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
-use compiler::partition::planner::{PlanError, PlannerOptions, plan};
+use compiler::partition::planner::plan;
 use compiler::plan::check::verify::check;
 use compiler::plan::problem::{CostModel, InFlight, Problem};
 use compiler::plan::schedule::Schedule;

@@ -12,6 +12,7 @@ use std::path::PathBuf;
 pub mod checkpoints;
 pub mod loss;
 pub mod optimizer;
+pub mod partition;
 pub mod plan;
 pub mod policy;
 pub mod processes;
@@ -78,7 +79,7 @@ pub enum Verb {
     /// Measure the cost of every op of a model, and write a profile
     Profile(cmd::profile::Arguments),
     /// Partition a model into pipeline stages over the devices of a cluster, and write the plan
-    Partition(Box<cmd::partition::Arguments>),
+    Partition(Box<partition::Arguments>),
     /// Show a plan, check it, or compare two
     Plan(cmd::plan::Arguments),
     /// Simulate a plan's programs with its costs, and predict throughput and memory

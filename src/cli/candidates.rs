@@ -3,9 +3,9 @@
 use crate::cli::prediction;
 use crate::cli::table::{Give, fitted, folded};
 use compiler::export::quantity;
-use compiler::partition::planner::{ComparedPlan, Planned};
+use compiler::partition::planned::{ComparedPlan, Planned};
 use compiler::plan::problem::Objective;
-use pipec::plan::batch_search::Tried;
+use pipec::plan::result::Tried;
 use std::collections::BTreeMap;
 
 /// Lists every candidate once; candidates with equal columns share a row. The chosen one comes first and is marked.

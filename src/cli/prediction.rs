@@ -19,7 +19,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::Machine;
 use compiler::simulate::steady_throughput::Run;
 use compiler::simulate::step_time;
-use pipec::plan::solve::cost_name;
+use pipec::plan::request::cost_name;
 use std::collections::BTreeSet;
 
 /// Fewest simulated minibatches for a throughput on shared cores.

@@ -13,7 +13,7 @@ use compiler::schedule::StageSpec;
 use compiler::schedule::pipeline::pipeline;
 use pipec::cluster;
 use pipec::costs::COSTS;
-use pipec::plan::solve;
+use pipec::plan::request::cost_name;
 
 /// Characters of a full load bar.
 const BAR: usize = 10;
@@ -51,7 +51,7 @@ pub fn heading(plan: &Plan) -> String {
         shown(model),
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
-        solve::cost_name(plan.cost),
+        cost_name(plan.cost),
         plan.dtype,
         plan.schedule.micro_batch,
         quantity::plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
@@ -187,8 +187,8 @@ mod tests {
     use models::zoo;
     use pipec::costs::cost_source::CostSource;
     use pipec::model;
+    use pipec::plan::from_costs::solve;
     use pipec::plan::request::PlanOptions;
-    use pipec::plan::solve::solve;
     use std::path::Path;
 
     #[test]

@@ -6,12 +6,13 @@
 use crate::costs::{CostInput, Costs};
 use crate::error::{Error, ErrorKind};
 use crate::events::{Event, EventSink, Silent};
-use crate::plan::request::{PlanRequest, ScheduleChoice};
+use crate::plan::from_costs::solve_with_groups;
+use crate::plan::request::{PlanRequest, ScheduleChoice, cost_name};
 use crate::plan::request_costs;
-use crate::plan::solve::{PlanResult, cost_name, protect_output, solve_with_groups};
+use crate::plan::result::{PlanResult, Tried};
 use crate::plan::tied_weights;
 use compiler::export::sweep::Figures;
-use compiler::partition::planner::Planned;
+use compiler::partition::planned::Planned;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::schedule::Schedule;
 use compiler::profile::shared::TensorParallelCosts;
@@ -33,19 +34,6 @@ const BEST: usize = 3;
 
 /// The smallest ratio between planned numbers of micro-batches.
 const STEP: f64 = 1.5;
-
-/// One combination of micro-batch size and schedule, and its result.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Tried {
-    /// Samples per micro-batch.
-    pub micro_batch: u64,
-    /// Micro-batches per minibatch.
-    pub microbatches: u32,
-    /// The schedule.
-    pub schedule: Schedule,
-    /// Samples per second and peak bytes of a device, or the reason why there is no plan.
-    pub answer: Result<(f64, u64), String>,
-}
 
 /// True if a request leaves the number of micro-batches or the schedule open.
 pub fn is_requested(request: &PlanRequest) -> bool {
@@ -77,7 +65,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
         };
         // The model is the same at every size.
         if known.is_empty() {
-            protect_output(request, &costs.model)?;
+            request.protect_output(&costs.model)?;
         }
         let shared = request.options.tensor_parallel.costs(&costs)?;
         let sized = Sized { size, costs, shared };

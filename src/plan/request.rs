@@ -3,6 +3,7 @@
 use crate::cluster::ClusterRequest;
 use crate::costs::{CostInput, ModelFormat};
 use crate::error::Error;
+use crate::files::output;
 use crate::loss::CountedLoss;
 use crate::model::ImportRequest;
 use crate::plan::custom_schedule::{self, CustomSchedule};
@@ -11,6 +12,7 @@ use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::cluster::Bytes;
 use compiler::partition::partitioners::Partitioner;
+use compiler::plan::PlannedModel;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::schedule::Schedule;
@@ -50,6 +52,15 @@ impl PlanRequest {
             model: model.as_ref().to_path_buf(),
             cluster: ClusterRequest { gpus: Some(count), ..ClusterRequest::default() },
             ..PlanRequest::default()
+        }
+    }
+
+    /// Refuses to overwrite the plan of another model.
+    pub fn protect_output(&self, model: &PlannedModel) -> Result<(), Error> {
+        let marks = [("sha256", &*model.sha256), ("graph_hash", &*model.graph_hash)];
+        match &self.protected_output {
+            Some(path) => output::protect(path, &self.model, &marks, "plan"),
+            None => Ok(()),
         }
     }
 }
@@ -260,5 +271,16 @@ impl PlanOptions {
             .with_help("omit `--schedule`, or use `--schedule inference`"));
         }
         self.zero.validate(kind.trains())
+    }
+}
+
+/// The name of a cost model.
+pub fn cost_name(cost: CostModel) -> &'static str {
+    match cost {
+        CostModel::Paper => "paper",
+        CostModel::Pipedream => "pipedream",
+        CostModel::Pipec => "pipec",
+        CostModel::Load => "load",
+        CostModel::Hybrid => "hybrid",
     }
 }

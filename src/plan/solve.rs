@@ -1,38 +1,15 @@
-//! Computes a plan from costs and options.
+//! Computes the plan of a request.
 
-use crate::costs::{COSTS, Costs};
 use crate::error::Error;
 use crate::events::EventSink;
-use crate::files::output;
-use crate::plan::batch_search::{self, Tried};
-use crate::plan::custom_schedule::{self, CustomSchedule};
-use crate::plan::infeasible::{Size, describe, with_remedies};
-use crate::plan::request::{BucketSize, PlanOptions, PlanRequest, ScheduleChoice};
+use crate::plan::batch_search;
+use crate::plan::custom_schedule;
+use crate::plan::from_costs::solve;
+use crate::plan::remedies::{Size, with_remedies};
+use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs;
-use crate::plan::tensor_parallel::TensorParallel;
+use crate::plan::result::PlanResult;
 use crate::plan::tied_weights;
-use compiler::cluster::Bytes;
-use compiler::export::target::{self as export, ExportInput, Need};
-use compiler::partition::planner::{Planned, PlannerOptions};
-use compiler::partition::search::bucket_size::{FIRST, best};
-use compiler::plan::problem::{CostModel, InFlight, Problem, Target};
-use compiler::plan::schedule::VersionRule;
-use compiler::plan::{Edge, Plan, PlannedModel, Stage};
-use compiler::profile::shared::TensorParallelCosts;
-use compiler::schedule::pipeline::{pipeline, pipeline_of};
-use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
-use std::path::Path;
-
-/// The result of a request.
-#[derive(Clone, Debug)]
-pub struct PlanResult {
-    /// The plan and its candidates.
-    pub planned: Planned,
-    /// Why the runtime of pipec cannot train the plan, if it cannot.
-    pub untrainable: Option<String>,
-    /// Searched combinations of micro-batch size and schedule, if more than one.
-    pub tried: Vec<Tried>,
-}
 
 /// Plans a model.
 pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
@@ -42,7 +19,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     request.options.validate()?;
     custom_schedule::open(request.options.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
     let costs = request_costs::costs(request, events)?;
-    protect_output(request, &costs.model)?;
+    request.protect_output(&costs.model)?;
     let params = costs.graph.params.clone();
     let size = Size { ops: costs.graph.ops.len(), devices: costs.cluster.devices(), micro_batch: costs.micro_batch };
     let planned =
@@ -50,163 +27,4 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
     let untrainable = tied_weights::refused(&params, &planned.plan);
     tied_weights::aged(&params, &planned.plan).iter().for_each(|note| events.note(note));
     Ok(PlanResult { planned, untrainable, tried: Vec::new() })
-}
-
-/// Refuses to overwrite the plan of another model.
-pub fn protect_output(request: &PlanRequest, model: &PlannedModel) -> Result<(), Error> {
-    let marks = [("sha256", &*model.sha256), ("graph_hash", &*model.graph_hash)];
-    match &request.protected_output {
-        Some(path) => output::protect(path, &request.model, &marks, "plan"),
-        None => Ok(()),
-    }
-}
-
-/// The plan for these costs.
-pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
-    let shared = options.tensor_parallel.costs(&costs)?;
-    solve_with_groups(file, costs, shared, options)
-}
-
-/// The plan for these costs, and the costs of the model on tensor-parallel groups.
-pub fn solve_with_groups(
-    file: &Path,
-    costs: Costs,
-    shared: Vec<TensorParallelCosts>,
-    options: &PlanOptions,
-) -> Result<Planned, Error> {
-    let source = costs.source.clone();
-    let custom = options.custom_schedule()?;
-    let problem = problem(costs, shared, options, custom.as_ref())?;
-    let finds_bucket = options.bucket == BucketSize::Auto;
-    let planner = PlannerOptions {
-        partitioner: options.partitioner,
-        budget: options.budget,
-        time_limit: options.time_limit,
-        seed: options.seed,
-        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
-    };
-    let once = |problem: &Problem| options.zero.plan(problem, &planner);
-    let search = |problem: &Problem| if finds_bucket { best(problem, &once) } else { once(problem) };
-    // A schedule that the user requests is kept, even if its plan cannot be trained.
-    let planned = search(&problem).and_then(|planned| match options.schedule {
-        None => tied_weights::trained(&problem, planned, &search),
-        Some(_) => Ok(planned),
-    });
-    let mut planned = planned.map_err(|error| describe(file, error, problem.schedule))?;
-    if let Some(custom) = &custom {
-        let pipeline = pipeline(&planned.plan).map_err(|error| Error::bug(&error.to_string()))?;
-        custom.program(&pipeline, 1)?;
-    }
-    if let Some(refusal) = options.target.and_then(|target| refusal(target, &planned.plan)) {
-        planned.plan.warnings.push(refusal);
-    }
-    if let Some(name) = source {
-        planned.plan.options.insert(COSTS.to_string(), name.into());
-    }
-    Ok(planned)
-}
-
-/// Why the export to a target refuses the plan, if it can tell without the model.
-fn refusal(target: Target, plan: &Plan) -> Option<String> {
-    let entry = export::find(target.name()).filter(|entry| entry.need == Need::Plan)?;
-    let refusal = (entry.write)(&ExportInput { plan, costs: None, model: None, table: None }).err()?;
-    Some(format!("this plan cannot be exported to {}: {refusal}", target.name()))
-}
-
-/// The problem of the planner.
-fn problem(
-    costs: Costs,
-    shared: Vec<TensorParallelCosts>,
-    options: &PlanOptions,
-    custom: Option<&CustomSchedule>,
-) -> Result<Problem, Error> {
-    let has_memory = costs.has_memory;
-    let mut problem = costs.problem(options.cost);
-    problem.shared = shared;
-    problem.constraints.tensor = matches!(options.tensor_parallel, TensorParallel::Degree(_));
-    problem.activation_compression = options.activation_compression;
-    problem.memory_limit = match options.memory_limit {
-        Some(limit) => Some(limit),
-        // The limit of each device class is its memory.
-        None if problem.cluster.is_mixed() => None,
-        None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
-    };
-    problem.objective = options.objective;
-    let optimizer = options.optimizer()?;
-    problem.optimizer_state = optimizer.state();
-    problem.optimizer = optimizer.name().to_string();
-    problem.schedule = options.schedule_kind(custom);
-    let microbatches = options.microbatches;
-    if microbatches > 1 && !problem.schedule.trains() {
-        return Err(Error::input(format!(
-            "`--microbatches {microbatches}` cannot be combined with a plan for inference"
-        ))
-        .because("inference has no minibatches")
-        .with_help("use `--micro-batch` to set the samples per inference"));
-    }
-    if microbatches > 1 && problem.schedule.is_round_robin() {
-        let kind = problem.schedule.name();
-        return Err(Error::input(format!(
-            "`--microbatches {microbatches}` cannot be combined with `--schedule {kind}`"
-        ))
-        .because("it does not split minibatches into micro-batches")
-        .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
-    }
-    if matches!(options.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {
-        return Err(Error::input(format!(
-            "`--in-flight` cannot be combined with `--schedule {}`",
-            problem.schedule.name()
-        ))
-        .because("the schedule sets the number of in-flight micro-batches")
-        .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
-    }
-    // The default, 1, agrees with every custom schedule.
-    let given = Some(microbatches).filter(|given| *given > 1);
-    custom.map_or(Ok(()), |custom| custom.agrees(given))?;
-    problem.chunks = options.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
-    problem.recompute = options.recompute;
-    problem.microbatches = custom.map_or(microbatches, CustomSchedule::microbatches);
-    problem.in_flight = match custom.and_then(CustomSchedule::caps) {
-        Some(caps) if options.in_flight == InFlight::Auto => InFlight::Given(caps),
-        _ => options.in_flight.clone(),
-    };
-    problem.bucket = match options.bucket {
-        BucketSize::Auto => Bytes(FIRST),
-        BucketSize::Bytes(bytes) => bytes,
-    };
-    problem.zero = options.zero.level();
-    problem.count_updates();
-    problem.constraints.replicas = match (&options.replicas, custom) {
-        (None, Some(custom)) => Some(custom.replicas()?),
-        (replicas, _) => replicas.clone(),
-    };
-    problem.constraints.cut_after = options.cut_after.clone();
-    problem.constraints.pins = options.pins.clone();
-    problem.constraints.most_stages = options.max_stages;
-    problem.constraints.no_replication = options.no_replication;
-    problem.constraints.target = options.target;
-    Ok(problem)
-}
-
-/// The steady state of stages under in-flight limits, by simulation. A pipeline that cannot be simulated gains nothing from higher
-/// limits.
-fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
-    let levels = &problem.cluster.levels;
-    let simulated = |pipeline| match problem.schedule.versions() {
-        VersionRule::Synchronised => steady_in_sync(&pipeline).ok(),
-        _ => steady(&pipeline).ok(),
-    };
-    let unknown = || Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 };
-    pipeline_of(levels, stages, edges, caps).ok().and_then(simulated).unwrap_or_else(unknown)
-}
-
-/// The name of a cost model.
-pub fn cost_name(cost: CostModel) -> &'static str {
-    match cost {
-        CostModel::Paper => "paper",
-        CostModel::Pipedream => "pipedream",
-        CostModel::Pipec => "pipec",
-        CostModel::Load => "load",
-        CostModel::Hybrid => "hybrid",
-    }
 }

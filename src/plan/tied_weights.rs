@@ -2,7 +2,8 @@
 
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
-use compiler::partition::planner::{PlanError, Planned};
+use compiler::partition::error::PlanError;
+use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
 use compiler::plan::problem::{CostModel, Objective, Problem, Target};
 use compiler::plan::schedule::Schedule;

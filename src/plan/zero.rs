@@ -1,7 +1,10 @@
 //! The ZeRO stage of a plan.
 
 use crate::error::Error;
-use compiler::partition::planner::{self, PlanError, Planned, PlannerOptions};
+use compiler::partition::error::PlanError;
+use compiler::partition::options::PlannerOptions;
+use compiler::partition::planned::Planned;
+use compiler::partition::planner;
 use compiler::partition::search::zero::least;
 use compiler::plan::problem::Problem;
 

@@ -5,9 +5,10 @@ use crate::events::EventSink;
 use crate::files::detect;
 use crate::files::missing;
 use crate::train::initial_weights::listed;
-use crate::train::prepare::{Prepared, Task};
-use crate::train::request::CheckpointRequest;
+use crate::train::prepared::{Prepared, ResumedState};
+use crate::train::request::{CheckpointRequest, Resume};
 use crate::train::run_settings::{differences, terms};
+use crate::train::task::{CheckpointSettings, Task};
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::plan::schedule::Schedule;
@@ -27,29 +28,8 @@ use std::time::SystemTime;
 /// Maximum number of differences listed.
 const LISTED: usize = 16;
 
-/// Settings of the checkpoints that a run writes.
-pub struct CheckpointSettings<'a> {
-    /// The folder.
-    pub folder: &'a Path,
-    /// Number of minibatches between checkpoints, besides the one at the end; only that one if absent.
-    pub every: Option<u32>,
-    /// Number of checkpoints to keep; all if absent.
-    pub keep: Option<u32>,
-    /// Called for each checkpoint that was written or failed.
-    pub tell: &'a dyn Fn(&Saved),
-}
-
 /// The file of trained weights in the folder of checkpoints.
 pub const WEIGHTS: &str = "weights.safetensors";
-
-/// The checkpoint that a run resumes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Resume<'a> {
-    /// The newest complete checkpoint in this folder.
-    Newest(&'a Path),
-    /// This checkpoint.
-    From(&'a Path),
-}
 
 /// The existing checkpoints of a request, newest first, with the time when each was written.
 pub fn existing(request: &CheckpointRequest) -> Vec<(PathBuf, Option<SystemTime>)> {
@@ -70,14 +50,6 @@ pub fn resume_after_failure(request: &mut CheckpointRequest, before: &[(PathBuf,
         true => found.find(|one| !before.contains(one)).map(|(path, _)| path).or(request.resume.take()),
         false => found.next().map(|_| PathBuf::from("auto")).or(request.resume.take()),
     };
-}
-
-/// The state that a run resumes from.
-pub struct ResumedState {
-    /// The weights of the run, including those of the checkpoint.
-    pub weights: BTreeMap<String, Tensor>,
-    /// The rest of the state.
-    pub start: ResumePoint,
 }
 
 /// Refuses to write checkpoints into a folder with checkpoints of another run. `is_held`: this run holds the lock of the folder.

@@ -1,8 +1,9 @@
 //! Digests of everything that all processes of a run must have in common.
 
-use crate::train::prepare::{Prepared, Task};
+use crate::train::data_digest::named;
+use crate::train::prepared::Prepared;
+use crate::train::task::Task;
 use compiler::graph::hash::hash;
-use runtime::data::Batches;
 use sha2::{Digest, Sha256};
 
 /// Digests by name; the name is the subject of the message `… differ`.
@@ -30,18 +31,4 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
         of("the checkpoints", &text(prepared.first().to_string())),
         ("the data".to_string(), *prepared.data_digest()),
     ]
-}
-
-/// A digest of all rows that a run is trained on, features and labels.
-pub fn data(batches: &Batches) -> [u8; 32] {
-    let mut sha = Sha256::new();
-    batches.bytes().for_each(|(name, bytes)| named(&mut sha, name, bytes));
-    sha.finalize().into()
-}
-
-fn named(sha: &mut Sha256, name: &str, bytes: &[u8]) {
-    sha.update((name.len() as u64).to_le_bytes());
-    sha.update(name.as_bytes());
-    sha.update((bytes.len() as u64).to_le_bytes());
-    sha.update(bytes);
 }

@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 use crate::launch::stop_signal;
-use crate::train::prepare::Prepared;
 use std::path::PathBuf;
 
 /// A run stopped by a signal.
@@ -16,9 +15,9 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// The error for the user.
-    pub fn error(&self, prepared: &Prepared) -> Error {
-        let (done, of) = (self.minibatches, prepared.steps);
+    /// The error for the user; `steps` is the length of the run.
+    pub fn error(&self, steps: u32) -> Error {
+        let (done, of) = (self.minibatches, steps);
         let failure = Error::interrupted(
             self.signal,
             format!("stopped by {} after step {done} of {of}", stop_signal::name(self.signal)),

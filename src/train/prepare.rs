@@ -7,12 +7,16 @@ use crate::launch::stop_signal::Stop;
 use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
-use crate::train::checkpoints::{CheckpointSettings, ResumedState, kept_of};
+use crate::train::arrays;
+use crate::train::checkpoints::kept_of;
 use crate::train::evaluation::{Score, Subject};
+use crate::train::failures;
 use crate::train::freeze::freeze;
 use crate::train::interrupted::Ended;
-use crate::train::tensor_parallel::Sharing;
-use crate::train::{arrays, digest, failures, memory, tensor_parallel};
+use crate::train::memory;
+use crate::train::prepared::Prepared;
+use crate::train::task::{Data, HeldOut, Length, Task};
+use crate::train::tensor_parallel;
 use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
@@ -27,28 +31,27 @@ use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::resume::period;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
-use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
+use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
-use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::StageSnapshot;
 use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
-use runtime::checkpoint::manifest::ShardLayout;
-use runtime::checkpoint::points::Cuts;
+use runtime::checkpoint::find;
 use runtime::checkpoint::writer::CheckpointWriter;
-use runtime::checkpoint::{StageSnapshot, find};
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, DataError, Dataset, RowOrder, weights};
+use runtime::data::weights;
+use runtime::data::{Batches, DataError, Dataset, RowOrder};
 use runtime::device::cpu::half::is_half;
 use runtime::exec::moving_average::Statistics;
-use runtime::optim::optimizer::Optimizer;
-use runtime::optim::policy::{Policy, Staleness};
+use runtime::optim::policy::Staleness;
 use runtime::process::process_group::Group;
 use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::{Span, Work};
-use runtime::train::job::{RunOptions, StepDone, TrainJob, Trained};
+use runtime::train::job::{RunOptions, StepDone, Trained};
+use runtime::train::prepare;
 use runtime::train::prepare::{PrepareError, Settings};
-use runtime::train::{prepare, run};
+use runtime::train::run;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{OnceLock, mpsc};
@@ -58,115 +61,6 @@ const SYNTHETIC_MINIBATCHES: usize = 8;
 
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
 const ANNEALED: u32 = 4;
-
-/// Maximum number of minibatches simulated for a prediction.
-const PREDICTED: u32 = 2000;
-
-/// The length of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Length {
-    /// A number of minibatches.
-    Steps(u32),
-    /// A number of epochs.
-    Epochs(u32),
-}
-
-/// The source of the data.
-pub enum Data {
-    /// Arrays by name.
-    Arrays(BTreeMap<String, Tensor>),
-    /// Synthetic data from this seed.
-    Synthetic(u64),
-}
-
-/// Held-out rows.
-pub enum HeldOut {
-    /// None.
-    Nothing,
-    /// The last rows of the data: this fraction.
-    Share(f64),
-    /// Separate arrays.
-    Arrays(BTreeMap<String, Tensor>),
-}
-
-/// A training task.
-pub struct Task<'a> {
-    /// The model.
-    pub loaded: &'a LoadedModel,
-    /// Its initial weights.
-    pub weights: &'a BTreeMap<String, Tensor>,
-    /// The plan.
-    pub plan: &'a Plan,
-    /// The schedule.
-    pub schedule: Schedule,
-    /// The custom schedule, if it is in a file.
-    pub own: Option<&'a CustomSchedule>,
-    /// In-flight limits, if not the plan's.
-    pub in_flight: InFlight,
-    /// The loss function.
-    pub loss: Option<Loss>,
-    /// The class axis.
-    pub class_dim: Option<i64>,
-    /// The type of all floats, if not the model's own.
-    pub dtype: Option<DType>,
-    /// True if running variances use the unbiased variance, as in PyTorch.
-    pub unbiased: bool,
-    /// Clipping, running statistics, loss scaling and weight staleness.
-    pub policy: Policy,
-    /// True if each forward and backward uses the newest weights instead of stashed ones.
-    pub newest: bool,
-    /// Samples per minibatch.
-    pub batch: u64,
-    /// Micro-batches per minibatch.
-    pub microbatches: u32,
-    /// The length of the run.
-    pub length: Length,
-    /// The data.
-    pub data: Data,
-    /// Held-out rows for the evaluation at the end.
-    pub held_out: HeldOut,
-    /// The order of rows.
-    pub order: RowOrder,
-    /// The seed of dropout masks.
-    pub seed: u64,
-    /// The optimizer.
-    pub optimizer: &'a Optimizer,
-    /// True to return the gradients of the last minibatch.
-    pub keep_gradients: bool,
-    /// The folder for the checkpoints that a program writes, if any.
-    pub checkpoints: Option<&'a Path>,
-    /// Settings of resumable checkpoints, if any.
-    pub keeping: Option<CheckpointSettings<'a>>,
-    /// Parameters that are not trained, by name or `prefix*`.
-    pub frozen: &'a [String],
-    /// The tensor-parallel degree.
-    pub tensor: usize,
-}
-
-/// A prepared run, compiled and checked.
-pub struct Prepared {
-    made: prepare::Prepared,
-    batches: Batches,
-    policy: Policy,
-    /// Total number of minibatches.
-    pub steps: u32,
-    /// Samples per minibatch.
-    pub batch: u64,
-    /// Minibatches per epoch.
-    pub per_epoch: usize,
-    /// Training rows of the data.
-    pub rows: usize,
-    /// Training rows with only ignored labels.
-    pub ignored: usize,
-    /// The loss function.
-    loss: Loss,
-    held_out: Option<Dataset>,
-    data: OnceLock<[u8; 32]>,
-    /// The state that the run resumes from, if any.
-    pub begun: Option<ResumedState>,
-    /// Tensor parallelism, if the degree is above 1.
-    pub sharing: Option<Sharing>,
-}
 
 /// The result of a run.
 pub struct Done {
@@ -419,7 +313,7 @@ pub fn run(
     if ended.is_none() {
         stop.into_iter().for_each(Stop::unanswered);
     }
-    let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared))) };
+    let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.error(prepared.steps))) };
     Ok(Some(done(task, prepared, trained, ended)?))
 }
 
@@ -443,93 +337,6 @@ fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
     let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
     let floats = task.dtype.filter(|dtype| !is_half(*dtype));
     Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows }
-}
-
-impl Prepared {
-    /// The job of the workers.
-    pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
-        TrainJob {
-            codes: &self.made.codes,
-            program: &self.made.program,
-            weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
-            batches: &self.batches,
-            optimizer: task.optimizer,
-            policy: self.policy,
-            keep_gradients: task.keep_gradients,
-        }
-    }
-
-    /// The job with unsharded tensors, as in checkpoints.
-    pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
-        let training = self.training(task);
-        TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
-    }
-
-    /// The number of workers.
-    pub fn workers(&self) -> usize {
-        self.made.program.workers.len()
-    }
-
-    /// The trained graph, with fixed sizes and its loss.
-    pub fn graph(&self) -> &Graph {
-        &self.made.graph
-    }
-
-    /// Minibatches completed before a resumed run.
-    pub fn first(&self) -> usize {
-        self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
-    }
-
-    /// The digest of the data, computed on first use.
-    pub fn data_digest(&self) -> &[u8; 32] {
-        self.data.get_or_init(|| digest::data(&self.batches))
-    }
-
-    /// The programs of the workers.
-    pub fn program(&self) -> &Program {
-        &self.made.program
-    }
-
-    /// The distribution of parameters and work over workers.
-    pub fn dealt(&self) -> ShardLayout {
-        ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
-    }
-
-    /// The steps at which the run writes checkpoints.
-    pub fn cuts(&self, keeping: &CheckpointSettings<'_>) -> Cuts {
-        Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
-    }
-
-    /// The names of all parameters and states.
-    pub fn names(&self) -> Vec<String> {
-        let named = self.made.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
-        named.map(|named| named.name.clone()).collect()
-    }
-
-    /// The loss function.
-    pub fn loss(&self) -> Loss {
-        self.loss
-    }
-
-    /// The schedule's name, and the micro-batches per minibatch.
-    pub fn order(&self) -> (&'static str, u32) {
-        (self.made.program.schedule.name(), self.made.program.microbatches.max(1))
-    }
-
-    /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
-    pub fn memory_estimate(&self, optimizer: &Optimizer) -> Vec<u64> {
-        memory::of_stages(&self.made.codes, &self.made.program, optimizer)
-    }
-
-    /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.
-    pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
-        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };
-        let program = schedule(self.made.program.schedule, &self.made.pipeline, count).ok()?;
-        let machine = Machine { cores, ..Machine::of(&self.made.pipeline) };
-        let timeline = simulate(&program, &self.made.pipeline, &machine).ok()?;
-        let samples = f64::from(count.minibatches) * self.batch as f64;
-        (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
-    }
 }
 
 /// The stage of every op, by op id.

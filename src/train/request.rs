@@ -6,8 +6,7 @@ use crate::loss::Loss;
 use crate::model::ImportRequest;
 use crate::plan::optimizer::Optimizer;
 use crate::plan::request::ScheduleChoice;
-use crate::train::checkpoints::Resume;
-use crate::train::prepare::Length;
+use crate::train::task::Length;
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
@@ -250,6 +249,15 @@ impl PolicyRequest {
         let statistics = if self.deferred_statistics { Statistics::Deferred { unbiased } } else { Statistics::Batch };
         Policy { clip_norm: self.clip_norm, statistics, staleness, ..Policy::default() }
     }
+}
+
+/// The checkpoint that a run resumes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resume<'a> {
+    /// The newest complete checkpoint in this folder.
+    Newest(&'a Path),
+    /// This checkpoint.
+    From(&'a Path),
 }
 
 /// Checkpoints of a run.

@@ -10,17 +10,19 @@ use crate::launch::role::ProcessRole;
 use crate::loss::CountedLoss;
 use crate::model::{self, DEFAULT_MICRO_BATCH, LoadedModel};
 use crate::plan::custom_schedule::{self, CustomSchedule};
+use crate::plan::from_costs::solve;
 use crate::plan::read::read_checked;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
-use crate::plan::solve::solve;
 use crate::train::arrays;
-use crate::train::checkpoints::{self, CheckpointSettings, WEIGHTS};
+use crate::train::checkpoints::{self, WEIGHTS};
 use crate::train::digest;
 use crate::train::initial_weights::initial;
 use crate::train::metrics::{self, watched};
-use crate::train::prepare::{self, Data, Done, HeldOut, Length, Prepared, Task};
+use crate::train::prepare::{self, Done};
+use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
 use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan};
+use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
 use compiler::export::metrics::Total;
 use compiler::export::quantity;
@@ -283,7 +285,7 @@ fn once(
         return Ok(None);
     };
     if let Some(ended) = &done.ended {
-        return Err(ended.error(&prepared));
+        return Err(ended.error(prepared.steps));
     }
     write_results(request, &done, newest.take(), events)?;
     let mut remarks = Vec::new();

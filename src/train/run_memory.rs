@@ -3,8 +3,8 @@
 use crate::costs::CPU;
 use crate::loss::CountedLoss;
 use crate::train::metrics::of_device;
-use crate::train::prepare::Task;
 use crate::train::request::TrainRequest;
+use crate::train::task::Task;
 use crate::train::tensor_parallel::degree;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;

@@ -1,7 +1,8 @@
 //! Settings that determine the result of a run, besides its plan. A checkpoint records them as text, and a resumed run must match.
 
 use crate::loss::CountedLoss;
-use crate::train::prepare::{Prepared, Task};
+use crate::train::prepared::Prepared;
+use crate::train::task::Task;
 use compiler::graph::hash::hash;
 use compiler::import::onnx::name::shown;
 use runtime::data::RowOrder;

@@ -5,8 +5,10 @@ use crate::support::problems::{Random, chain, parallel, random_graph, transforme
 use compiler::cluster::read::levels;
 use compiler::import::onnx::proto::{ModelProto, NodeProto};
 use compiler::import::pipedream;
+use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
-use compiler::partition::planner::{Planned, PlannerOptions, plan};
+use compiler::partition::planned::Planned;
+use compiler::partition::planner::plan;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::read::to_json;
 use compiler::profile::cost_graph::{CostGraph, OpId};

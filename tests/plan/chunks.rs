@@ -2,7 +2,10 @@
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
-use compiler::partition::planner::{PlanError, Planned, PlannerOptions, plan};
+use compiler::partition::error::PlanError;
+use compiler::partition::options::PlannerOptions;
+use compiler::partition::planned::Planned;
+use compiler::partition::planner::plan;
 use compiler::plan::check::consistency::sound;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::schedule::Schedule;

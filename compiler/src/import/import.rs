@@ -20,8 +20,9 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::decode;
 use crate::import::onnx::error::{DecodeError, FormatError};
 use crate::import::onnx::file;
+use crate::import::onnx::lower::error::LowerError;
 use crate::import::onnx::lower::input::{self, InputError, Inputs};
-use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
+use crate::import::onnx::lower::lower_model::{self, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel, ValueInfo};
 use crate::import::onnx::name::shown;
 use crate::import::onnx::training::{TrainModeError, train_mode};
@@ -165,7 +166,7 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
 
 /// Imports a decoded ONNX model; `file` is its name.
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
-    walk::check(source)?;
+    lower_model::check(source)?;
     let doubts = training_warnings::doubts(source);
     if let Some(folded) = doubts.iter().find(|d| options.train_mode && d.finding == Finding::FoldedBatchNorm) {
         return Err(TrainModeError::Folded(folded.clone()).into());
@@ -174,8 +175,8 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     let doubts = turned.as_ref().map_or(doubts, training_warnings::doubts);
     let source = turned.as_ref().unwrap_or(source);
     let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
-        (false, Some(fixed)) => walk::lower(source, fixed, &Bindings::new(), &options.known),
-        _ => walk::lower(source, &inputs.facts, &inputs.frozen, &options.known),
+        (false, Some(fixed)) => lower_model::lower(source, fixed, &Bindings::new(), &options.known),
+        _ => lower_model::lower(source, &inputs.facts, &inputs.frozen, &options.known),
     };
     let differs = |graph: &Graph, inputs: &Inputs| differs(source, graph, inputs);
     let found = lower(&source.inputs, options, with, differs, Exporter::Onnx)?;
@@ -239,7 +240,7 @@ fn finish(found: LoweredWithBatch, about: FileMetadata) -> Result<Model, ImportE
         Ok(tensor) => Weight::Given(tensor),
         Err(path) => Weight::Missing { path },
     };
-    let weights = walk::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
+    let weights = lower_model::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
     Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
 }
 

@@ -22,6 +22,7 @@ pub mod order;
 pub mod payload;
 pub mod proto;
 pub mod signature;
+pub mod tensor_error;
 pub mod training;
 pub mod training_warnings;
 pub mod warning;

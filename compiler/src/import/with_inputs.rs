@@ -8,8 +8,8 @@
 use crate::import::import::{ImportError, Model, Options, Source};
 use crate::import::known_inputs::Known;
 use crate::import::lower_error::LowerReason;
+use crate::import::onnx::lower::error::LowerError;
 use crate::import::onnx::lower::input::InputError;
-use crate::import::onnx::lower::walk::LowerError;
 use crate::tensor::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

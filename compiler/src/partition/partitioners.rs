@@ -11,8 +11,9 @@ pub mod uniform;
 
 use crate::partition::bounds::min_memory;
 use crate::partition::milp;
-use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchResult};
+use crate::partition::search::context::SearchContext;
 use crate::partition::search::downsets::Growth;
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::{interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, ProblemError};
 use std::time::Duration;

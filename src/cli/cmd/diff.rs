@@ -16,7 +16,7 @@ use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
 use compiler::plan::{Plan, Stage};
 use pipec::error::Error;
 use pipec::plan::read::read_checked;
-use pipec::plan::solve;
+use pipec::plan::request::cost_name;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -114,7 +114,7 @@ fn name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
 fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
     let of = |plan: &Plan| {
         [
-            ("cost model", solve::cost_name(plan.cost).to_string()),
+            ("cost model", cost_name(plan.cost).to_string()),
             ("schedule", plan.schedule.kind.name().to_string()),
             ("micro-batch", plan.schedule.micro_batch.to_string()),
             ("micro-batches", plan.schedule.microbatches.to_string()),

@@ -26,12 +26,12 @@ use pipec::files::input;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
 use pipec::plan::custom_schedule;
+use pipec::plan::from_costs::solve;
 use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
 use pipec::plan::replan;
 use pipec::plan::request::PlanOptions;
 use pipec::plan::schedule_memory;
 use pipec::plan::schedule_memory::beyond;
-use pipec::plan::solve::solve;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 

@@ -15,9 +15,9 @@ use compiler::plan::problem::InFlight;
 use pipec::error::Error;
 use pipec::loss::Loss;
 use pipec::plan::request::ScheduleChoice;
-use pipec::train::prepare::Length;
 use pipec::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
 use pipec::train::run::train;
+use pipec::train::task::Length;
 use std::path::PathBuf;
 use std::process;
 

@@ -1,6 +1,6 @@
 //! Piper instances, whose layers have several configurations, from file to plan: `pipec partition FILE --from piper`.
 
-use crate::cli::cmd::partition::Arguments;
+use crate::cli::args::partition::Arguments;
 use crate::cli::instances::placement;
 use crate::cli::screen::Screen;
 use compiler::cluster::unit;

@@ -1,6 +1,6 @@
 //! Device-placement instances, from file to plan: `pipec partition FILE --from dnn-partitioning`.
 
-use crate::cli::cmd::partition::Arguments;
+use crate::cli::args::partition::Arguments;
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use compiler::cluster::unit;

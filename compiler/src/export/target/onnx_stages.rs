@@ -17,7 +17,7 @@ use super::refusal::Refusal;
 use super::{Bundle, ExportInput, File, Imported, fit};
 use crate::graph::{Graph, Output};
 use crate::import::import::{Batch, ImportError, from_onnx};
-use crate::import::onnx::lower::walk::LowerError;
+use crate::import::onnx::lower::error::LowerError;
 use crate::import::onnx::lower::weight::dtype_of;
 use crate::import::onnx::model::{OnnxModel, ValueInfo};
 use crate::import::onnx::name::{shown, unique_names};

@@ -7,7 +7,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use crate::import::onnx::name::shown;
-use crate::import::onnx::payload::TensorError;
+use crate::import::onnx::tensor_error::TensorError;
 
 /// Maximum number of faults listed in one message; the rest is only counted.
 const LISTED: usize = 20;

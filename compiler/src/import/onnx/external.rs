@@ -27,6 +27,7 @@ use bytes::Bytes;
 use crate::import::onnx::file::{kind_name, map_file};
 use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::StringStringEntryProto;
+use crate::import::onnx::tensor_error::ExternalError;
 use crate::import::onnx::warning::Warning;
 
 /// The external data files of one model, each opened at most once.
@@ -167,32 +168,6 @@ impl Files {
         }
         Ok(None)
     }
-}
-
-/// Errors in a reference to an external file. The messages continue a sentence after "external data".
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ExternalError {
-    #[error("in a file, but the model itself was not read from a file")]
-    NoFolder,
-    #[error("without a location")]
-    NoLocation,
-    #[error("at location `{}`, which {why}: it must be inside the model's folder", shown(location))]
-    Escapes { location: String, why: &'static str },
-    /// The location resolves, through links, to a path outside the model's folder.
-    #[error("at location `{}`, a link that leads outside the model's folder", shown(location))]
-    LinkEscapes { location: String },
-    #[error("at location `{}`, which is {kind}, not a regular file", shown(location))]
-    NotRegular { location: String, kind: &'static str },
-    #[error("at location `{}`, which cannot be read: {error}", shown(location))]
-    Unreadable { location: String, error: String },
-    #[error("with {key} `{}`, which is not a number of bytes", shown(value))]
-    Number { key: &'static str, value: String },
-    #[error("with two different values for `{key}`")]
-    TwoValues { key: &'static str },
-    #[error("with length {length} bytes, but its type and dims need {expected}")]
-    Length { length: u64, expected: u64 },
-    #[error("at offset {offset} with length {length} of `{}`, whose size is {size} bytes", shown(location))]
-    PastEnd { offset: u64, length: u64, size: u64, location: String },
 }
 
 struct Keys<'a> {

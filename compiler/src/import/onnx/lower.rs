@@ -5,8 +5,8 @@
 //! is evaluated here on [`Dim`]s and never reaches the graph.
 //!
 //! Each operator is lowered by one short function that reads inputs and attributes from a [`Scope`], adds core ops to
-//! it and returns the outputs. `table` lists these functions, the other files group them by family, and `walk` calls
-//! them.
+//! it and returns the outputs. `table` lists these functions, the other files group them by family, and
+//! `lower_model` calls them.
 
 pub mod arithmetic;
 pub mod attention;
@@ -22,6 +22,7 @@ pub mod data_dependent;
 pub mod determinant;
 pub mod einsum;
 pub mod elementwise;
+pub mod error;
 pub mod flex;
 pub mod fold;
 pub mod frame;
@@ -34,6 +35,7 @@ pub mod lengths;
 pub mod linear;
 pub mod loop_scan;
 pub mod loss;
+pub mod lower_model;
 pub mod movement;
 pub mod ngram;
 pub mod norm;

@@ -5,11 +5,12 @@
 
 use bytes::Bytes;
 
-use crate::import::onnx::element::{self, STRING, SizeError, element_name};
-use crate::import::onnx::external::{ExternalError, Files};
+use crate::import::onnx::element::{self, STRING, SizeError};
+use crate::import::onnx::external::Files;
 use crate::import::onnx::model::{Payload, Tensor};
 use crate::import::onnx::proto::TensorProto;
 use crate::import::onnx::proto::tensor_proto::{DataLocation, DataType};
+use crate::import::onnx::tensor_error::TensorError;
 
 /// Checks `tensor` and moves its values to `raw_data` (strings stay in `string_data`). If its external file does not
 /// exist, the tensor keeps its reference to the file.
@@ -70,30 +71,6 @@ pub fn tensor(tensor: &TensorProto) -> Tensor {
         Payload::Bytes(tensor.raw_data.clone().unwrap_or_default())
     };
     Tensor { name: tensor.name().to_owned(), elem_type: tensor.data_type(), dims: tensor.dims.clone(), payload }
-}
-
-/// Errors in the values of one tensor. The messages continue a sentence after the tensor's name.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum TensorError {
-    #[error("has an unknown data type, code {0}")]
-    DataType(i32),
-    #[error("has an invalid shape: {0}")]
-    Size(#[from] SizeError),
-    #[error("has data in both {first} and {second}")]
-    TwoSources { first: &'static str, second: &'static str },
-    #[error("of type {} has its data in {field}, which is not valid for that type", element_name(*elem_type))]
-    WrongField { elem_type: i32, field: &'static str },
-    #[error("of type {} and dims {dims:?} needs {expected} bytes, but {source_name} has {found}", element_name(*elem_type))]
-    Bytes { elem_type: i32, dims: Vec<i64>, expected: u64, found: u64, source_name: &'static str },
-    #[error("of type {} and dims {dims:?} needs {expected} entries, but {field} has {found}", element_name(*elem_type))]
-    Entries { elem_type: i32, dims: Vec<i64>, expected: u64, found: u64, field: &'static str },
-    /// An entry of `int32_data` or `uint64_data` exceeds the range of its type.
-    #[error("has {value} at {index}, which is out of range for {}", element_name(*elem_type))]
-    Range { elem_type: i32, index: usize, value: String },
-    #[error("is stored in segments, which is not supported")]
-    Segment,
-    #[error("has external data {0}")]
-    External(#[from] ExternalError),
 }
 
 /// The name of the field that has the values; `None` if there are none.

@@ -6,8 +6,8 @@
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
-use crate::partition::search::candidates::same;
 use crate::partition::search::downsets::DownSets;
+use crate::partition::search::numbers::same;
 use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
 use std::collections::{BTreeSet, VecDeque};

@@ -162,8 +162,9 @@ fn charges_cuts(problem: &Problem) -> bool {
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
+    use crate::partition::options::PlannerOptions;
     use crate::partition::partitioners::Partitioner;
-    use crate::partition::planner::{PlannerOptions, plan};
+    use crate::partition::planner::plan;
     use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
 
     /// splitmix64; a seed always gives the same graph.

@@ -7,10 +7,10 @@
 
 use crate::partition::heterogeneous::device_ranges;
 use crate::partition::search::build_plan;
-use crate::partition::search::candidates::largest;
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::first_stage;
-use crate::partition::search::pipec::{PlacementQuery, Rules};
+use crate::partition::search::numbers::largest;
+use crate::partition::search::placement::{PlacementQuery, Rules};
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::suffix_dp::{Measure, Table};
 use crate::plan::gradient_buffers::GradientBuffers;

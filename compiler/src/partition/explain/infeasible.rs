@@ -10,58 +10,16 @@
 //! ```
 
 use crate::cluster::DeviceClass;
+use crate::partition::error::{Infeasible, PlanError};
 use crate::partition::heterogeneous::device_ranges::{DeviceRanges, first_alike};
-use crate::partition::planner::PlanError;
-use crate::partition::search::candidates::{PlanCandidate, SearchContext};
-use crate::partition::search::pipec::{MemoryScope, PlacementQuery, StagePlacement};
+use crate::partition::search::context::SearchContext;
+use crate::partition::search::placement::{MemoryScope, PlacementQuery, StagePlacement};
+use crate::partition::search::result::PlanCandidate;
 use crate::plan::check::error::PlanFault;
 use crate::plan::problem::Problem;
-use std::error::Error;
-use std::fmt;
 
 /// Number of classes, largest memory first, for which the required memory is computed.
 pub const MOST_CLASSES: usize = 4;
-
-/// No plan fits at any limit: device memory is too small.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Infeasible {
-    /// Index in the cluster of the class that needs more memory; `None` if several do.
-    pub class: Option<u32>,
-    pub kind: String,
-    /// Bytes per device of that class; of the smallest class if several are too small.
-    pub memory: u64,
-    pub missing: u64,
-    /// Fewest bytes per device (of that class, or of all) for which a partition was found.
-    pub smallest: u64,
-    /// Smallest limit that also has to be granted, if the given one is lower.
-    pub limit: Option<u64>,
-    pub stage: usize,
-    pub stages: usize,
-    pub replicas: u32,
-    pub first_op: String,
-    pub last_op: String,
-}
-
-impl fmt::Display for Infeasible {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Infeasible { kind, memory, missing, smallest, stage, stages, replicas, first_op, last_op, .. } = self;
-        write!(f, "no plan fits: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas} replicas) ")?;
-        match self.class {
-            Some(class) => write!(
-                f,
-                "exceeds the memory of device class {class} (`{kind}`, {memory} bytes) by {missing} bytes; {smallest} \
-                 bytes on each of its devices are enough"
-            )?,
-            None => write!(
-                f,
-                "needs {smallest} bytes, more than several device classes have; that memory on every device is enough"
-            )?,
-        }
-        self.limit.map_or(Ok(()), |limit| write!(f, ", with a limit of {limit} bytes or more"))
-    }
-}
-
-impl Error for Infeasible {}
 
 /// The requirement of an infeasible plan; smaller requirements compare less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

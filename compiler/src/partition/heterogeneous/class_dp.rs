@@ -16,7 +16,7 @@
 use crate::cluster::DeviceClass;
 use crate::partition::heterogeneous::device_orders::Sequence;
 use crate::partition::heterogeneous::device_ranges::first_alike;
-use crate::partition::search::pipec::{MemoryScope, PlacementQuery};
+use crate::partition::search::placement::{MemoryScope, PlacementQuery};
 use crate::partition::search::range_costs::Run;
 use crate::partition::search::suffix_dp::Measure;
 use std::collections::BTreeMap;

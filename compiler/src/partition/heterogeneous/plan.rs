@@ -9,17 +9,22 @@
 //! holds for all plans; otherwise the bound is all compute spread over all devices.
 
 use crate::cluster::Cluster;
+use crate::partition::answer::{Answer, answer, conclude};
 use crate::partition::bounds::min_memory;
+use crate::partition::error::{PlanError, Refused};
 use crate::partition::explain::infeasible;
 use crate::partition::heterogeneous::class_dp::ClassDp;
 use crate::partition::heterogeneous::device_orders::{DeviceOrder, Sequence, Units, is_alike};
+use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::{OrderSearch, Partitioner};
-use crate::partition::planner::{Answer, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
-use crate::partition::search::candidates::{Depth, PlanCandidate, SearchContext, SearchLimits, same};
+use crate::partition::planned::Planned;
+use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
 use crate::partition::search::finish_plan;
 use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::numbers::same;
 use crate::partition::search::pipec_rules;
 use crate::partition::search::pipec_rules::AllOrdersResult;
+use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::simulate_candidate;
 use crate::plan::Plan;
 use crate::plan::check::error::PlanFault;

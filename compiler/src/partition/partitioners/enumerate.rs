@@ -10,7 +10,8 @@ use crate::partition::explain::infeasible::Need;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::StagePosition;
-use crate::partition::search::candidates::{PlanCandidate, SearchContext};
+use crate::partition::search::context::SearchContext;
+use crate::partition::search::result::PlanCandidate;
 use crate::plan::problem::{Objective, ProblemError};
 
 pub const MAX_OPS: usize = 12;

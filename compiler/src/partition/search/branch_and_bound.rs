@@ -4,7 +4,7 @@
 //! Going forward, both ends of a message are known, tensors with several reader stages are charged correctly, and
 //! traffic on shared ports is summed. The tables of `suffix_dp` bound the remaining stages.
 
-use crate::partition::search::pipec::{PlacementQuery, StagePlacement};
+use crate::partition::search::placement::{PlacementQuery, StagePlacement};
 use crate::partition::search::suffix_dp::Table;
 use crate::plan::cost_estimate::{PlacedStage, outlook};
 use crate::plan::{Edge, StageId};

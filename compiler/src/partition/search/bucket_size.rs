@@ -5,7 +5,8 @@
 //! default size, then to the largest, which gives the fewest buckets.
 
 use crate::cluster::Bytes;
-use crate::partition::planner::{PlanError, Planned};
+use crate::partition::error::PlanError;
+use crate::partition::planned::Planned;
 use crate::plan::buckets::buckets;
 use crate::plan::problem::Problem;
 use crate::plan::{GradientBucket, Plan, Stage};

@@ -7,162 +7,36 @@ use crate::partition::bounds::local_search::LocalSearch;
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
-use crate::partition::partitioners::{data_parallel, exhaustive, single, uniform};
+use crate::partition::partitioners::data_parallel::data_parallel;
+use crate::partition::partitioners::exhaustive;
+use crate::partition::partitioners::single::single;
+use crate::partition::partitioners::uniform::uniform;
+use crate::partition::search::context::{DEFAULT_BUDGET, SearchContext};
 use crate::partition::search::downsets::{DownSets, Growth};
-use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::linear_dp::Lines;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_order::LinearOrder;
 use crate::partition::search::memory_dp;
 use crate::partition::search::memory_dp::{Fit, FitObjective};
+use crate::partition::search::numbers::largest;
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::{build_plan, fixed_stages, linear_search};
-use crate::plan::StageMemory;
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
+use crate::plan::problem::{Objective, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
 use crate::profile::cost_graph::CostGraph;
-use std::collections::BTreeMap;
-
-/// Down-sets to explore if `--budget` is not set.
-pub const DEFAULT_BUDGET: u64 = 10_000;
 
 /// Largest number of down-sets per round of local search around a plan's cuts.
 const MOST_MOVED: usize = 1500;
 
-#[derive(Clone, Debug)]
-pub struct PlanCandidate {
-    pub name: &'static str,
-    pub shape: Shape,
-    pub minibatch_us: f64,
-    /// In-flight limits, published or given.
-    pub caps: Vec<u32>,
-    /// Pending weight gradients per stage; empty if backwards are not split.
-    pub pending_weight_grads: Vec<u32>,
-    pub spots: Vec<build_plan::StagePosition>,
-    pub memory: Vec<StageMemory>,
-    pub fits: bool,
-}
-
-impl PlanCandidate {
-    pub fn peak(&self) -> u64 {
-        fullest(&self.spots, &self.memory)
-    }
-
-    /// Number of distinct devices; interleaved chunks of one rank share devices.
-    pub fn devices(&self) -> u32 {
-        let ranks: BTreeMap<u32, u32> =
-            self.spots.iter().zip(self.shape.replicas()).map(|(spot, replicas)| (spot.first, replicas)).collect();
-        ranks.into_values().fold(0, u32::saturating_add)
-    }
-}
-
-/// Peak memory of any device, in bytes; interleaved chunks of one rank add up.
-pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u64 {
-    let mut held: BTreeMap<u32, u64> = BTreeMap::new();
-    for (spot, memory) in spots.iter().zip(memory) {
-        let sum = held.entry(spot.first).or_default();
-        *sum = sum.saturating_add(memory.total);
-    }
-    held.into_values().max().unwrap_or(0)
-}
-
-pub struct SearchResult {
-    pub candidates: Vec<PlanCandidate>,
-    pub states: u64,
-    pub fallback: Option<String>,
-    /// The optimum, if a complete search proved it.
-    pub proven_us: Option<f64>,
-    /// Lower bound on the time of every partition; 0 if none was computed.
-    pub bound_us: f64,
-}
-
-impl SearchResult {
-    pub fn of(candidate: PlanCandidate) -> SearchResult {
-        SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::nothing() }
-    }
-
-    pub fn nothing() -> SearchResult {
-        SearchResult { candidates: Vec::new(), states: 0, fallback: None, proven_us: None, bound_us: 0.0 }
-    }
-}
-
-/// A problem with the search budget.
-pub struct SearchContext<'a> {
-    /// The problem over fused ops.
-    pub problem: &'a Problem,
-    pub joined: &'a FusedGraph<'a>,
-    pub budget: Option<u64>,
-    pub among: SearchLimits,
-}
-
-/// Limits for one of several searches over different device orders.
-#[derive(Clone, Copy, Debug)]
-pub struct SearchLimits {
-    /// Number of device orders that share the work.
-    pub orders: u32,
-    /// A time that some plan is known to reach, or infinity.
-    pub known_us: f64,
-    pub depth: Depth,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Depth {
-    /// One coarse linear order, to rank device orders.
-    Glance,
-    /// All down-sets, with tables only; their bounds prune device orders.
-    Tables,
-    Whole,
-}
-
-impl SearchLimits {
-    /// A single search without a known plan.
-    pub const ALONE: SearchLimits = SearchLimits { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
-
-    pub fn is_alone(&self) -> bool {
-        self.orders == 1 && self.known_us.is_infinite() && self.depth == Depth::Whole
-    }
-}
-
 impl SearchContext<'_> {
-    /// The same search for a problem with another device order.
-    pub fn about<'b>(&'b self, problem: &'b Problem) -> SearchContext<'b> {
-        SearchContext { problem, joined: self.joined, budget: self.budget, among: self.among }
-    }
-
-    /// Prices a shape whose stages are placed side by side.
-    pub fn candidate(&self, name: &'static str, shape: Shape) -> PlanCandidate {
-        let spots = build_plan::side_by_side(&shape);
-        self.placed(name, shape, spots)
-    }
-
-    /// Prices a shape with the given stage positions.
-    pub fn placed(&self, name: &'static str, shape: Shape, spots: Vec<build_plan::StagePosition>) -> PlanCandidate {
-        let problem = self.problem;
-        let caps = match &problem.in_flight {
-            InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
-            _ => build_plan::published_caps(problem, &shape),
-        };
-        let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
-        let memory = build_plan::memory(
-            problem,
-            &shape,
-            &spots,
-            &build_plan::holdings(problem, &shape),
-            &caps,
-            &pending_weight_grads,
-        );
-        let fits = build_plan::fits(problem, &shape, &spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
-        PlanCandidate { name, shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
-    }
-
     pub fn baselines(&self) -> [PlanCandidate; 3] {
         let (graph, cluster) = (&self.problem.graph, &self.problem.cluster);
         let order: Vec<u32> = (0..graph.ops.len() as u32).collect();
         [
-            self.candidate("single", single::single(graph.ops.len(), cluster)),
-            self.candidate("data-parallel", data_parallel::data_parallel(graph.ops.len(), cluster)),
-            self.candidate("uniform", uniform::uniform(graph, cluster, &order)),
+            self.candidate("single", single(graph.ops.len(), cluster)),
+            self.candidate("data-parallel", data_parallel(graph.ops.len(), cluster)),
+            self.candidate("uniform", uniform(graph, cluster, &order)),
         ]
     }
 
@@ -394,24 +268,9 @@ struct Searched {
     bound_us: f64,
 }
 
-/// Equality up to rounding.
-pub fn same(left: f64, right: f64) -> bool {
-    (left - right).abs() <= 1e-9 * left.abs().max(right.abs())
-}
-
 /// Returns whether the gap to the bound is too small to search further.
 fn is_near(us: f64, bound_us: f64) -> bool {
     us <= bound_us * (1.0 + 3e-5)
-}
-
-/// The largest number from 2 to `most` that is `affordable`; the predicate must be monotonic.
-pub fn largest(most: usize, affordable: impl Fn(usize) -> bool) -> usize {
-    let (mut low, mut high) = (2, most.max(2));
-    while low < high {
-        let middle = low + (high - low).div_ceil(2);
-        if affordable(middle) { low = middle } else { high = middle - 1 }
-    }
-    low
 }
 
 fn sources(graph: &CostGraph) -> usize {

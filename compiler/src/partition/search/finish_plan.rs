@@ -3,8 +3,9 @@
 use crate::cluster::class;
 use crate::partition::bounds::lower_bound::slowest_op_us;
 use crate::partition::search::build_plan;
-use crate::partition::search::candidates::{PlanCandidate, SearchResult, same};
 use crate::partition::search::in_flight::ENOUGH;
+use crate::partition::search::numbers::same;
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::simulate_candidate::Played;
 use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;

@@ -8,10 +8,10 @@
 //! Stages need not fill whole groups; a cluster of several levels counts as one level at its slowest bandwidth.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::candidates::largest;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_order::LinearOrder;
+use crate::partition::search::numbers::largest;
 use crate::partition::search::{build_plan, constraints, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};

@@ -8,8 +8,9 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::StagePosition;
-use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchResult, fullest};
+use crate::partition::search::context::SearchContext;
 use crate::partition::search::module_boundaries::Borders;
+use crate::partition::search::result::{PlanCandidate, SearchResult, fullest};
 use crate::partition::search::{finish_plan, linear_search};
 use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;

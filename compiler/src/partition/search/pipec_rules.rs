@@ -11,18 +11,19 @@ use crate::partition::heterogeneous::device_orders::Sequence;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
 use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::StagePosition;
-use crate::partition::search::candidates::{
-    DEFAULT_BUDGET, Depth, PlanCandidate, SearchContext, SearchLimits, SearchResult, largest, same,
-};
 use crate::partition::search::constraints;
+use crate::partition::search::context::{DEFAULT_BUDGET, Depth, SearchContext, SearchLimits};
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::finish_plan;
 use crate::partition::search::first_stage;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_search;
 use crate::partition::search::module_boundaries::Borders;
-use crate::partition::search::pipec::{MemoryScope, PlacedPipeline, PlacementQuery, Rules, StagePlacement};
+use crate::partition::search::numbers::{largest, same};
+use crate::partition::search::pipec::PlacedPipeline;
+use crate::partition::search::placement::{MemoryScope, PlacementQuery, Rules, StagePlacement};
 use crate::partition::search::range_costs::RangeCosts;
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};

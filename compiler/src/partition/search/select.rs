@@ -4,13 +4,15 @@
 //! memory does not allow higher ones, other partitions with more free memory may be faster. So the search is repeated
 //! with memory reserved for more in-flight micro-batches, while the estimate is below the simulated time.
 
+use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
-use crate::partition::planner::{PlannerOptions, order};
 use crate::partition::search::build_plan;
-use crate::partition::search::candidates::{PlanCandidate, SearchContext, SearchLimits, SearchResult};
+use crate::partition::search::context::{SearchContext, SearchLimits};
 use crate::partition::search::in_flight;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::pipec_rules;
+use crate::partition::search::result::order;
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::simulate_candidate::{Played, played};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 

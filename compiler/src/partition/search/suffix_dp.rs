@@ -9,7 +9,7 @@
 //! bounds, because they omit costs that depend on other stages: a tensor read by two later stages, the interconnect
 //! level of a neighbour, other traffic on a shared port.
 
-use crate::partition::search::pipec::{PlacementQuery, StagePlacement};
+use crate::partition::search::placement::{PlacementQuery, StagePlacement};
 use crate::partition::search::range_costs::Run;
 use crate::plan::cost_estimate::{Message, PlacedStage, StageLoad};
 use crate::plan::links::Wire;

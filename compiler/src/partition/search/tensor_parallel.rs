@@ -7,13 +7,16 @@
 //!
 //! All stages of a plan use the same degree, which is what the runtime and the export targets support.
 
+use crate::partition::error::PlanError;
 use crate::partition::explain::infeasible;
+use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
-use crate::partition::planner::{PlanError, Planned, PlannerOptions, plan};
-use crate::partition::search::candidates::{SearchContext, SearchLimits};
+use crate::partition::planned::Planned;
+use crate::partition::search::context::{SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::select::play_baselines;
 use crate::partition::search::simulate_candidate::Played;
+use crate::partition::single_degree;
 use crate::plan::check::verify;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
 use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
@@ -75,7 +78,7 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
 /// The best plan, also among plans with equal replicas in all stages. With flushes the closed form underestimates the
 /// cost of unequal replicas, so an equal plan may be faster in simulation.
 fn best_also_with_equal_replicas(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
-    let free = plan(problem, options);
+    let free = single_degree::plan(problem, options);
     let constraints = &problem.constraints;
     let is_free =
         constraints.replicas.is_none() && constraints.cut_after.is_none() && !constraints.require_pipec_cost();
@@ -85,7 +88,7 @@ fn best_also_with_equal_replicas(problem: &Problem, options: &PlannerOptions<'_>
     }
     let mut even = problem.clone();
     even.constraints.target = Some(Target::Torch);
-    let Ok(mut even) = plan(&even, options) else { return free };
+    let Ok(mut even) = single_degree::plan(&even, options) else { return free };
     even.plan.options.remove("target");
     let Ok(free) = free else { return Ok(even) };
     match order(problem.objective, &even.plan, &free.plan) {

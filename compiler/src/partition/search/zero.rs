@@ -4,7 +4,10 @@
 //! wins; ties go to the lowest stage. A higher stage is never faster by itself, but may free memory for a faster
 //! partition.
 
-use crate::partition::planner::{PlanError, Planned, PlannerOptions, plan};
+use crate::partition::error::PlanError;
+use crate::partition::options::PlannerOptions;
+use crate::partition::planned::Planned;
+use crate::partition::planner::plan;
 use crate::partition::search::build_plan;
 use crate::plan::check::verify::TOLERANCE;
 use crate::plan::device_memory::fullest;

@@ -1,0 +1,136 @@
+//! Runs the requested partitioner with the devices in a given order, and turns its answer into a plan.
+
+use crate::partition::bounds::lower_bound::Bounds;
+use crate::partition::error::{PlanError, Refused};
+use crate::partition::explain::infeasible;
+use crate::partition::options::PlannerOptions;
+use crate::partition::partitioners::{Partitioner, Request};
+use crate::partition::planned::{ComparedPlan, Planned};
+use crate::partition::search::context::SearchContext;
+use crate::partition::search::finish_plan;
+use crate::partition::search::finish_plan::Statement;
+use crate::partition::search::memory_dp::FitObjective;
+use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::select::{best, play_baselines};
+use crate::partition::search::{constraints, interleaved, pipec_rules};
+use crate::plan::problem::{CostModel, InFlight, Problem};
+use crate::plan::stage_cost;
+use serde_json::json;
+
+/// The result of a partitioner, before it becomes a plan.
+pub struct Answer {
+    /// The other candidates, and how complete the search was.
+    pub found: SearchResult,
+    pub chosen: PlanCandidate,
+    /// Single device, data parallelism, uniform pipeline.
+    pub baselines: [PlanCandidate; 3],
+}
+
+fn is_pinned(problem: &Problem) -> bool {
+    problem.constraints.replicas.is_some()
+        || problem.constraints.cut_after.is_some()
+        || problem.constraints.require_pipec_cost()
+        || matches!(problem.in_flight, InFlight::Given(_))
+}
+
+/// Runs a partitioner with the devices in the order of the problem's cluster.
+pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
+    let problem = question.problem;
+    let baselines = question.baselines();
+    let is_pinned = is_pinned(problem);
+    let request = Request { question, baselines: &baselines, time_limit: options.time_limit, is_pinned };
+    let mut found = (options.partitioner.row().find)(&request)?;
+    let is_ours = options.partitioner == Partitioner::Pipec && problem.cost == CostModel::Pipec && !is_pinned;
+    let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
+    if is_ours && has_missed && question.among.is_alone() && !problem.constraints.no_replication {
+        add_candidates_without_replication(question, &baselines, &mut found);
+    }
+    found.candidates.sort_by(|left, right| order(problem.objective, left, right));
+    let best = found.candidates.iter().position(|candidate| candidate.fits);
+    let Some(at) = best else {
+        let error = infeasible(question, &found, options.partitioner, is_pinned);
+        return Err(Refused { error, bound_us: found.proven_us.unwrap_or(0.0) });
+    };
+    let chosen = found.candidates.remove(at);
+    if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
+        // PipeDream's search ignores device classes, so its bounds do not hold here.
+        (found.bound_us, found.proven_us) = (0.0, None);
+    }
+    if found.bound_us == 0.0 && Bounds::are_valid_for(problem) {
+        found.bound_us = Bounds::of(problem).of_any_plan(chosen.minibatch_us);
+    }
+    Ok(Answer { found, chosen, baselines })
+}
+
+/// Adds the candidates found without replication: an incomplete search over all plans may miss them.
+fn add_candidates_without_replication(
+    question: &SearchContext<'_>,
+    baselines: &[PlanCandidate; 3],
+    found: &mut SearchResult,
+) {
+    let mut narrower = question.problem.clone();
+    narrower.constraints.no_replication = true;
+    let narrower = question.about(&narrower);
+    let more = match narrower.problem.chunks {
+        1 => pipec_rules::found(&narrower, baselines),
+        _ => interleaved::found(&narrower),
+    };
+    let Ok(more) = more else { return };
+    let fitting = more.candidates.iter().filter(|candidate| candidate.fits);
+    let best_us = fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+    // The proof covers all plans, unless one of the new ones is faster.
+    found.proven_us = found.proven_us.filter(|proven_us| *proven_us <= best_us);
+    found.states += more.states;
+    found.candidates.extend(more.candidates.into_iter().filter(|candidate| candidate.name == "pipec"));
+}
+
+/// Turns an answer into a plan and verifies it; `question` holds `problem` over fused ops.
+pub fn conclude(
+    problem: &Problem,
+    question: &SearchContext<'_>,
+    options: &PlannerOptions<'_>,
+    answer: Answer,
+) -> Result<Planned, PlanError> {
+    let Answer { mut found, chosen, mut baselines } = answer;
+    let (mut chosen, played) = best(problem, question, &mut found, chosen, options);
+    play_baselines(problem, question, &mut baselines, &played, options);
+    chosen.shape = question.joined.spread(&chosen.shape);
+    let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
+    let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
+    let statement = Statement {
+        found: &found,
+        baselines: &baselines,
+        method: if is_pinned { "pinned" } else { options.partitioner.name() },
+        partitioner: options.partitioner.name(),
+        budget: options.budget,
+        seed: options.seed,
+        played: &played,
+        is_played: options.efficiency.is_some(),
+        asked: question.problem,
+        notes: constraints::moved(question.joined, names),
+    };
+    let mut plan = finish_plan::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    if let Some(limit) = options.time_limit {
+        plan.options.insert("time_limit".to_string(), json!(limit.as_secs_f64()));
+    }
+    let rest = found.candidates.iter().chain(&baselines);
+    let compared = std::iter::once(&chosen).chain(rest).map(ComparedPlan::of).collect();
+    Ok(Planned { plan, compared })
+}
+
+/// The infeasibility report, based on the candidate that needs the least memory.
+fn infeasible(
+    question: &SearchContext<'_>,
+    found: &SearchResult,
+    partitioner: Partitioner,
+    is_pinned: bool,
+) -> PlanError {
+    let problem = question.problem;
+    let mut candidates = found.candidates.clone();
+    // The other searches already looked for the least memory; the enumeration only keeps what fits.
+    if partitioner == Partitioner::Exhaustive && !is_pinned && problem.cost != CostModel::Pipec {
+        let shapes = question.fitting(&stage_cost::levels(&problem.cluster), FitObjective::Memory);
+        candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
+    }
+    infeasible::error(question, &candidates)
+}

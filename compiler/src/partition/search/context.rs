@@ -1,0 +1,81 @@
+//! What a search is given: the problem over fused ops, its budget, and its share of the work.
+
+use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::build_plan;
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::result::PlanCandidate;
+use crate::plan::problem::{InFlight, Problem};
+
+/// Down-sets to explore if `--budget` is not set.
+pub const DEFAULT_BUDGET: u64 = 10_000;
+
+/// A problem with the search budget.
+pub struct SearchContext<'a> {
+    /// The problem over fused ops.
+    pub problem: &'a Problem,
+    pub joined: &'a FusedGraph<'a>,
+    pub budget: Option<u64>,
+    pub among: SearchLimits,
+}
+
+/// Limits for one of several searches over different device orders.
+#[derive(Clone, Copy, Debug)]
+pub struct SearchLimits {
+    /// Number of device orders that share the work.
+    pub orders: u32,
+    /// A time that some plan is known to reach, or infinity.
+    pub known_us: f64,
+    pub depth: Depth,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// One coarse linear order, to rank device orders.
+    Glance,
+    /// All down-sets, with tables only; their bounds prune device orders.
+    Tables,
+    Whole,
+}
+
+impl SearchLimits {
+    /// A single search without a known plan.
+    pub const ALONE: SearchLimits = SearchLimits { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
+
+    pub fn is_alone(&self) -> bool {
+        self.orders == 1 && self.known_us.is_infinite() && self.depth == Depth::Whole
+    }
+}
+
+impl SearchContext<'_> {
+    /// The same search for a problem with another device order.
+    pub fn about<'b>(&'b self, problem: &'b Problem) -> SearchContext<'b> {
+        SearchContext { problem, joined: self.joined, budget: self.budget, among: self.among }
+    }
+
+    /// Prices a shape whose stages are placed side by side.
+    pub fn candidate(&self, name: &'static str, shape: Shape) -> PlanCandidate {
+        let spots = build_plan::side_by_side(&shape);
+        self.placed(name, shape, spots)
+    }
+
+    /// Prices a shape with the given stage positions.
+    pub fn placed(&self, name: &'static str, shape: Shape, spots: Vec<build_plan::StagePosition>) -> PlanCandidate {
+        let problem = self.problem;
+        let caps = match &problem.in_flight {
+            InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
+            _ => build_plan::published_caps(problem, &shape),
+        };
+        let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
+        let memory = build_plan::memory(
+            problem,
+            &shape,
+            &spots,
+            &build_plan::holdings(problem, &shape),
+            &caps,
+            &pending_weight_grads,
+        );
+        let fits = build_plan::fits(problem, &shape, &spots, &memory);
+        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots);
+        PlanCandidate { name, shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
+    }
+}

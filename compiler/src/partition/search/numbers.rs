@@ -1,0 +1,16 @@
+//! Comparison of times up to rounding, and the largest affordable size of a search.
+
+/// Equality up to rounding.
+pub fn same(left: f64, right: f64) -> bool {
+    (left - right).abs() <= 1e-9 * left.abs().max(right.abs())
+}
+
+/// The largest number from 2 to `most` that is `affordable`; the predicate must be monotonic.
+pub fn largest(most: usize, affordable: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (2, most.max(2));
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if affordable(middle) { low = middle } else { high = middle - 1 }
+    }
+    low
+}

@@ -1,0 +1,28 @@
+//! Planning with one tensor-parallel degree: each device holds whole ops.
+
+use crate::partition::answer::{answer, conclude};
+use crate::partition::error::PlanError;
+use crate::partition::heterogeneous;
+use crate::partition::options::PlannerOptions;
+use crate::partition::planned::Planned;
+use crate::partition::search::context::{SearchContext, SearchLimits};
+use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::support;
+use crate::plan::problem::Problem;
+
+/// The plan of a problem without tensor parallelism.
+pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+    support::check(problem, options)?;
+    let joined = FusedGraph::of(&problem.graph);
+    let asked = joined.problem(problem);
+    let question =
+        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
+    let mut planned = if problem.cluster.is_mixed() {
+        heterogeneous::plan::plan(problem, &question, options)?
+    } else {
+        let answer = answer(&question, options).map_err(|refused| refused.error)?;
+        conclude(problem, &question, options, answer)?
+    };
+    planned.set_idle(problem);
+    Ok(planned)
+}

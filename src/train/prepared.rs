@@ -1,0 +1,151 @@
+//! A prepared run: its compiled stages, programs and data, before training.
+
+use crate::loss::Loss;
+use crate::train::data_digest;
+use crate::train::memory;
+use crate::train::task::{CheckpointSettings, Task};
+use crate::train::tensor_parallel::Sharing;
+use compiler::graph::Graph;
+use compiler::schedule::Program;
+use compiler::schedule::generators::schedule;
+use compiler::schedule::resume::period;
+use compiler::schedule::semantics::StepCount;
+use compiler::simulate::run::{Machine, simulate};
+use compiler::tensor::Tensor;
+use runtime::checkpoint::manifest::ShardLayout;
+use runtime::checkpoint::points::Cuts;
+use runtime::checkpoint::resume_point::ResumePoint;
+use runtime::data::{Batches, Dataset};
+use runtime::optim::optimizer::Optimizer;
+use runtime::optim::policy::Policy;
+use runtime::train::job::TrainJob;
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+
+/// Maximum number of minibatches simulated for a prediction.
+const PREDICTED: u32 = 2000;
+
+/// A prepared run, compiled and checked.
+pub struct Prepared {
+    /// The compiled stages and the programs.
+    pub made: runtime::train::prepare::Prepared,
+    /// The minibatches of training data.
+    pub batches: Batches,
+    /// Clipping, running statistics, loss scaling and weight staleness.
+    pub policy: Policy,
+    /// Total number of minibatches.
+    pub steps: u32,
+    /// Samples per minibatch.
+    pub batch: u64,
+    /// Minibatches per epoch.
+    pub per_epoch: usize,
+    /// Training rows of the data.
+    pub rows: usize,
+    /// Training rows with only ignored labels.
+    pub ignored: usize,
+    /// The loss function.
+    pub loss: Loss,
+    /// Held-out rows, if any.
+    pub held_out: Option<Dataset>,
+    /// The digest of the data, once it is computed.
+    pub data: OnceLock<[u8; 32]>,
+    /// The state that the run resumes from, if any.
+    pub begun: Option<ResumedState>,
+    /// Tensor parallelism, if the degree is above 1.
+    pub sharing: Option<Sharing>,
+}
+
+/// The state that a run resumes from.
+pub struct ResumedState {
+    /// The weights of the run, including those of the checkpoint.
+    pub weights: BTreeMap<String, Tensor>,
+    /// The rest of the state.
+    pub start: ResumePoint,
+}
+
+impl Prepared {
+    /// The job of the workers.
+    pub fn training<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        TrainJob {
+            codes: &self.made.codes,
+            program: &self.made.program,
+            weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
+            batches: &self.batches,
+            optimizer: task.optimizer,
+            policy: self.policy,
+            keep_gradients: task.keep_gradients,
+        }
+    }
+
+    /// The job with unsharded tensors, as in checkpoints.
+    pub fn whole<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
+        let training = self.training(task);
+        TrainJob { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
+    }
+
+    /// The number of workers.
+    pub fn workers(&self) -> usize {
+        self.made.program.workers.len()
+    }
+
+    /// The trained graph, with fixed sizes and its loss.
+    pub fn graph(&self) -> &Graph {
+        &self.made.graph
+    }
+
+    /// Minibatches completed before a resumed run.
+    pub fn first(&self) -> usize {
+        self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
+    }
+
+    /// The digest of the data, computed on first use.
+    pub fn data_digest(&self) -> &[u8; 32] {
+        self.data.get_or_init(|| data_digest::data(&self.batches))
+    }
+
+    /// The programs of the workers.
+    pub fn program(&self) -> &Program {
+        &self.made.program
+    }
+
+    /// The distribution of parameters and work over workers.
+    pub fn dealt(&self) -> ShardLayout {
+        ShardLayout::of(&self.made.program, &self.made.codes, self.policy.staleness)
+    }
+
+    /// The steps at which the run writes checkpoints.
+    pub fn cuts(&self, keeping: &CheckpointSettings<'_>) -> Cuts {
+        Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
+    }
+
+    /// The names of all parameters and states.
+    pub fn names(&self) -> Vec<String> {
+        let named = self.made.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
+        named.map(|named| named.name.clone()).collect()
+    }
+
+    /// The loss function.
+    pub fn loss(&self) -> Loss {
+        self.loss
+    }
+
+    /// The schedule's name, and the micro-batches per minibatch.
+    pub fn order(&self) -> (&'static str, u32) {
+        (self.made.program.schedule.name(), self.made.program.microbatches.max(1))
+    }
+
+    /// Estimated peak bytes of one replica of each stage, from the compiled code and the program.
+    pub fn memory_estimate(&self, optimizer: &Optimizer) -> Vec<u64> {
+        memory::of_stages(&self.made.codes, &self.made.program, optimizer)
+    }
+
+    /// Simulated samples per second with workers sharing this number of cores; `None` if it cannot be simulated.
+    pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
+        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };
+        let program = schedule(self.made.program.schedule, &self.made.pipeline, count).ok()?;
+        let machine = Machine { cores, ..Machine::of(&self.made.pipeline) };
+        let timeline = simulate(&program, &self.made.pipeline, &machine).ok()?;
+        let samples = f64::from(count.minibatches) * self.batch as f64;
+        (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
+    }
+}

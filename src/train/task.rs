@@ -1,0 +1,108 @@
+//! A training task: what is trained, on which data, and how.
+
+use crate::loss::Loss;
+use crate::model::LoadedModel;
+use crate::plan::custom_schedule::CustomSchedule;
+use compiler::plan::Plan;
+use compiler::plan::problem::InFlight;
+use compiler::plan::schedule::Schedule;
+use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::writer::Saved;
+use runtime::data::RowOrder;
+use runtime::optim::optimizer::Optimizer;
+use runtime::optim::policy::Policy;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The length of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    /// A number of minibatches.
+    Steps(u32),
+    /// A number of epochs.
+    Epochs(u32),
+}
+
+/// The source of the data.
+pub enum Data {
+    /// Arrays by name.
+    Arrays(BTreeMap<String, Tensor>),
+    /// Synthetic data from this seed.
+    Synthetic(u64),
+}
+
+/// Held-out rows.
+pub enum HeldOut {
+    /// None.
+    Nothing,
+    /// The last rows of the data: this fraction.
+    Share(f64),
+    /// Separate arrays.
+    Arrays(BTreeMap<String, Tensor>),
+}
+
+/// A training task.
+pub struct Task<'a> {
+    /// The model.
+    pub loaded: &'a LoadedModel,
+    /// Its initial weights.
+    pub weights: &'a BTreeMap<String, Tensor>,
+    /// The plan.
+    pub plan: &'a Plan,
+    /// The schedule.
+    pub schedule: Schedule,
+    /// The custom schedule, if it is in a file.
+    pub own: Option<&'a CustomSchedule>,
+    /// In-flight limits, if not the plan's.
+    pub in_flight: InFlight,
+    /// The loss function.
+    pub loss: Option<Loss>,
+    /// The class axis.
+    pub class_dim: Option<i64>,
+    /// The type of all floats, if not the model's own.
+    pub dtype: Option<DType>,
+    /// True if running variances use the unbiased variance, as in PyTorch.
+    pub unbiased: bool,
+    /// Clipping, running statistics, loss scaling and weight staleness.
+    pub policy: Policy,
+    /// True if each forward and backward uses the newest weights instead of stashed ones.
+    pub newest: bool,
+    /// Samples per minibatch.
+    pub batch: u64,
+    /// Micro-batches per minibatch.
+    pub microbatches: u32,
+    /// The length of the run.
+    pub length: Length,
+    /// The data.
+    pub data: Data,
+    /// Held-out rows for the evaluation at the end.
+    pub held_out: HeldOut,
+    /// The order of rows.
+    pub order: RowOrder,
+    /// The seed of dropout masks.
+    pub seed: u64,
+    /// The optimizer.
+    pub optimizer: &'a Optimizer,
+    /// True to return the gradients of the last minibatch.
+    pub keep_gradients: bool,
+    /// The folder for the checkpoints that a program writes, if any.
+    pub checkpoints: Option<&'a Path>,
+    /// Settings of resumable checkpoints, if any.
+    pub keeping: Option<CheckpointSettings<'a>>,
+    /// Parameters that are not trained, by name or `prefix*`.
+    pub frozen: &'a [String],
+    /// The tensor-parallel degree.
+    pub tensor: usize,
+}
+
+/// Settings of the checkpoints that a run writes.
+pub struct CheckpointSettings<'a> {
+    /// The folder.
+    pub folder: &'a Path,
+    /// Number of minibatches between checkpoints, besides the one at the end; only that one if absent.
+    pub every: Option<u32>,
+    /// Number of checkpoints to keep; all if absent.
+    pub keep: Option<u32>,
+    /// Called for each checkpoint that was written or failed.
+    pub tell: &'a dyn Fn(&Saved),
+}
