@@ -48,6 +48,13 @@ impl DeviceContext {
         self.pool.borrow_mut().give(buffer);
     }
 
+    /// Returns a buffer after this stream's reads. Other workers may hold it, or its pool may be another worker's.
+    pub fn give_shared(&self, buffer: Arc<Buffer>) -> Result<(), DeviceError> {
+        self.stream.release(&buffer)?;
+        self.give(buffer);
+        Ok(())
+    }
+
     /// An unshared buffer for an operand of a collective, with arbitrary content.
     pub fn take_staging(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
         let buffer = self.staging.borrow_mut().take(bytes)?;

@@ -516,7 +516,7 @@ impl<'a> StageWorker<'a> {
     ) -> Result<Arc<Buffer>, DeviceError> {
         let dtype = self.code.parameters[p].fact.dtype;
         let Some(factor) = step.factor else {
-            self.executor.device.give(gradient);
+            self.executor.device.give_shared(gradient)?;
             return Ok(weight);
         };
         let scale = factor / f64::from(step.count.max(1));
@@ -530,7 +530,7 @@ impl<'a> StageWorker<'a> {
         if self.keeps_gradients {
             self.gradients.push((p, scaled(&self.executor.device, dtype, &gradient, scale)?));
         }
-        self.executor.device.give(gradient);
+        self.executor.device.give_shared(gradient)?;
         Ok(next)
     }
 }
