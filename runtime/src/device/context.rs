@@ -5,7 +5,7 @@ use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::pool::Pool;
-use crate::device::region::Region;
+use crate::device::region::{Region, RegionMut};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -92,6 +92,14 @@ impl DeviceContext {
     /// Hands a buffer over to other threads.
     pub fn release(&self, buffer: &Buffer) -> Result<(), DeviceError> {
         self.stream.release(buffer)
+    }
+
+    /// The memory of a buffer that nobody else holds any more, after the reads of its earlier holders. `None` if it is
+    /// shared.
+    pub fn try_exclusive<'b>(&self, buffer: &'b mut Arc<Buffer>) -> Result<Option<RegionMut<'b>>, DeviceError> {
+        let Some(sole) = Arc::get_mut(buffer) else { return Ok(None) };
+        self.stream.acquire(sole)?;
+        Ok(Some(sole.region_mut()))
     }
 
     /// Takes a buffer over from another thread: itself if the device can read it, else a copy on the device.

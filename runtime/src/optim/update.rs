@@ -102,19 +102,18 @@ impl<'a> ParameterUpdater<'a> {
         if let Some(master) = &mut self.masters[p] {
             let in_place = WeightRegions::InPlace(master.region_mut());
             stream.optimizer_step(rule, args, in_place, gradient.region(), &mut state)?;
-            match Arc::get_mut(&mut weight) {
-                // Replicas may have read the shard.
-                Some(only) => stream.acquire(only)?,
-                None => weight = device.take(weight.len())?,
+            if device.try_exclusive(&mut weight)?.is_none() {
+                weight = device.take(weight.len())?;
             }
             let rounded = Buffer::exclusive(&mut weight).slice(own);
             stream.cast((DType::F32, master.region()), (self.dtypes[p], rounded))?;
             return Ok(weight);
         }
         // PipeMare's `δ` needs the difference of two versions.
-        if let (true, Some(only)) = (self.drift.is_empty(), Arc::get_mut(&mut weight)) {
-            stream.acquire(only)?;
-            let in_place = WeightRegions::InPlace(only.region_mut().slice(own));
+        if self.drift.is_empty()
+            && let Some(sole) = device.try_exclusive(&mut weight)?
+        {
+            let in_place = WeightRegions::InPlace(sole.slice(own));
             stream.optimizer_step(rule, args, in_place, gradient.region(), &mut state)?;
             return Ok(weight);
         }

@@ -136,12 +136,8 @@ pub fn total(
     let mut total = device.receive(first)?;
     for term in terms {
         let term = device.receive(term)?;
-        match Arc::get_mut(&mut total) {
-            Some(sum) => {
-                // Another stage may have read it since it was received.
-                device.stream.acquire(sum)?;
-                device.stream.accumulate(dtype, term.region(), sum.region_mut())?;
-            }
+        match device.try_exclusive(&mut total)? {
+            Some(sum) => device.stream.accumulate(dtype, term.region(), sum)?,
             // Other stages sum the same terms, so they must not change.
             None => {
                 let mut sum = new_sum(device, total.len(), stays)?;

@@ -56,8 +56,9 @@ impl StageWorker<'_> {
                     self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(CollectiveError::PeerLost)?;
                 let range = self.share.range_of(*p, weight.len(), named.fact.dtype.size(), member);
                 // The step made this the only reference. A wrong length means that it is not this parameter's shard.
-                let to = Arc::get_mut(weight).filter(|to| range.end <= to.len() && range.len() == part.len());
-                let to = to.ok_or(CollectiveError::PeerLost)?.region_mut().slice(range);
+                let to = device.try_exclusive(weight)?;
+                let to = to.filter(|to| range.end <= to.len() && range.len() == part.len());
+                let to = to.ok_or(CollectiveError::PeerLost)?.slice(range);
                 let part = device.receive(part.clone())?;
                 device.stream.copy(part.region(), to)?;
                 device.release(&part)?;
