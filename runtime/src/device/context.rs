@@ -33,7 +33,11 @@ impl DeviceContext {
 
     /// An unshared buffer of the pool, with arbitrary content.
     pub fn take(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
-        let buffer = self.pool.borrow_mut().take(bytes)?;
+        self.take_from(&self.pool, bytes)
+    }
+
+    fn take_from(&self, pool: &RefCell<Pool>, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
+        let buffer = pool.borrow_mut().take(bytes)?;
         self.stream.acquire(&buffer)?;
         Ok(buffer)
     }
@@ -57,9 +61,7 @@ impl DeviceContext {
 
     /// An unshared buffer for an operand of a collective, with arbitrary content.
     pub fn take_staging(&self, bytes: usize) -> Result<Arc<Buffer>, DeviceError> {
-        let buffer = self.staging.borrow_mut().take(bytes)?;
-        self.stream.acquire(&buffer)?;
-        Ok(buffer)
+        self.take_from(&self.staging, bytes)
     }
 
     pub fn give_staging(&self, buffer: Arc<Buffer>) {

@@ -49,19 +49,7 @@ pub fn compile_parts(
     splits: bool,
     joins: &dyn Fn(usize) -> bool,
 ) -> Result<Vec<StageCode>, CompileError> {
-    compile_for(&*cpu(), graph, place, stages, loss, (splits, joins))
-}
-
-/// Like [`compile_parts`], for the streams of a kind of device.
-pub fn compile_for(
-    device: &dyn Device,
-    graph: &Graph,
-    place: &HashMap<NodeId, usize>,
-    stages: usize,
-    loss: Option<&str>,
-    (splits, joins): (bool, &dyn Fn(usize) -> bool),
-) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(device, graph, place, stages, loss, (splits, joins), None)?.0)
+    Ok(compile_with(&*cpu(), graph, place, stages, loss, (splits, joins), None)?.0)
 }
 
 /// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest

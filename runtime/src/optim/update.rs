@@ -17,17 +17,6 @@ use crate::zero::shard::ShardRange;
 use compiler::tensor::DType;
 use std::sync::Arc;
 
-/// The distance of a weight prediction.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ahead {
-    /// Updates to predict.
-    pub steps: u32,
-    /// Updates made so far.
-    pub made: u32,
-    /// Learning-rate scale of the predicted updates.
-    pub rate: f64,
-}
-
 /// Updates the parameters of a stage.
 pub struct ParameterUpdater<'a> {
     optimizer: &'a Optimizer,
@@ -160,16 +149,14 @@ impl<'a> ParameterUpdater<'a> {
     pub fn ahead(
         &self,
         weights: &Weights,
-        ahead: impl Fn(usize) -> Ahead,
+        prediction: impl Fn(usize) -> Prediction,
         device: &DeviceContext,
     ) -> Result<Weights, DeviceError> {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = device.take(weight.len())?;
-            let Ahead { steps, made, rate } = ahead(p);
-            let prediction = Prediction { dtype: self.dtypes[p], steps, made, rate };
             let state: Vec<Region<'_>> = self.state[p].iter().map(Buffer::region).collect();
             let (rule, to_region) = (&self.optimizer.rule, Buffer::exclusive(&mut to));
-            device.stream.predict_weights(rule, &prediction, weight.region(), &state, to_region)?;
+            device.stream.predict_weights(rule, &prediction(p), weight.region(), &state, to_region)?;
             Ok(to)
         };
         weights.iter().enumerate().map(one).collect()

@@ -13,7 +13,7 @@ use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::memory_counter::MemoryCounter;
-use crate::device::optimizer::StepArgs;
+use crate::device::optimizer::{Prediction, StepArgs};
 use crate::device::region::Region;
 use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, follow};
@@ -22,7 +22,7 @@ use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::{NormAllReduce, Squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
-use crate::optim::update::{Ahead, ParameterUpdater};
+use crate::optim::update::ParameterUpdater;
 use crate::stage::gradient_buckets::{ReplicaGradients, RoundGradients};
 use crate::stage::gradients::{GradientTerms, lend_sums, scaled, total};
 use crate::stage::lag::Lag;
@@ -303,8 +303,11 @@ impl<'a> StageWorker<'a> {
         let predicts = self.policy.staleness == Staleness::Predict && lag.updates > 0;
         if predicts {
             let made = |p: usize| u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
-            let ahead = |p: usize| Ahead { steps: lag.updates, made: made(p), rate: lag.rate };
-            weights = self.updater.ahead(&weights, ahead, &self.executor.device)?;
+            let prediction = |p: usize| {
+                let dtype = self.code.parameters[p].fact.dtype;
+                Prediction { dtype, steps: lag.updates, made: made(p), rate: lag.rate }
+            };
+            weights = self.updater.ahead(&weights, prediction, &self.executor.device)?;
         }
         Ok((weights, predicts))
     }
