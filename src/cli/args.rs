@@ -145,7 +145,7 @@ pub struct Devices {
     /// Number of devices, connected by one link
     #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices, help_heading = "Devices")]
     pub gpus: Option<u32>,
-    /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s [default: that of NVLink between H100s, 450GB/s]
+    /// Link bandwidth per device and direction, for example 1.25GB/s or 10Gbit/s [default: that of the device type's usual link, 450GB/s for h100]
     #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"], help_heading = "Devices")]
     pub bandwidth: Option<String>,
     /// Interconnect levels, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight devices

@@ -8,13 +8,12 @@ use crate::plan::request::{BucketSize, PlanOptions};
 use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::tied_weights;
 use compiler::cluster::Bytes;
-use compiler::export::target::{self as export, ExportInput, Need};
 use compiler::partition::options::PlannerOptions;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::bucket_size::{FIRST, best};
-use compiler::plan::problem::{InFlight, Problem, Target};
+use compiler::plan::problem::{InFlight, Problem};
 use compiler::plan::schedule::VersionRule;
-use compiler::plan::{Edge, Plan, Stage};
+use compiler::plan::{Edge, Stage};
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::one_f_one_b_rr::{Steady, steady, steady_in_sync};
@@ -56,20 +55,10 @@ pub fn solve_with_groups(
         let pipeline = pipeline(&planned.plan).map_err(|error| Error::bug(&error.to_string()))?;
         custom.program(&pipeline, 1)?;
     }
-    if let Some(refusal) = options.target.and_then(|target| refusal(target, &planned.plan)) {
-        planned.plan.warnings.push(refusal);
-    }
     if let Some(name) = source {
         planned.plan.options.insert(COSTS.to_string(), name.into());
     }
     Ok(planned)
-}
-
-/// Why the export to a target refuses the plan, if it can tell without the model.
-fn refusal(target: Target, plan: &Plan) -> Option<String> {
-    let entry = export::find(target.name()).filter(|entry| entry.need == Need::Plan)?;
-    let refusal = (entry.write)(&ExportInput { plan, costs: None, model: None, table: None }).err()?;
-    Some(format!("this plan cannot be exported to {}: {refusal}", target.name()))
 }
 
 /// The problem of the planner.

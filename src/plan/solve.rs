@@ -10,12 +10,36 @@ use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs;
 use crate::plan::result::PlanResult;
 use crate::plan::tied_weights;
+use compiler::export::target::{self, ExportInput, Need};
+use compiler::plan::Plan;
+use compiler::plan::problem::Target;
 
 /// Plans a model.
 pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
-    if batch_search::is_requested(request) {
-        return batch_search::plan(request, events);
+    let mut result = match batch_search::is_requested(request) {
+        true => batch_search::plan(request, events)?,
+        false => plan_once(request, events)?,
+    };
+    let plan = &mut result.planned.plan;
+    if let Some(refusal) = request.options.target.and_then(|target| refusal(target, plan)) {
+        plan.warnings.push(refusal);
     }
+    Ok(result)
+}
+
+/// Why the export to a target refuses the plan. `None` if it does not, or if it needs more than the plan to tell: the
+/// model, or the table of a custom schedule.
+fn refusal(target: Target, plan: &Plan) -> Option<String> {
+    let entry = target::find(target.name()).filter(|entry| entry.need == Need::Plan)?;
+    if plan.schedule.kind.is_custom() {
+        return None;
+    }
+    let refusal = (entry.write)(&ExportInput { plan, costs: None, model: None, table: None }).err()?;
+    Some(format!("this plan cannot be exported to {}: {refusal}", target.name()))
+}
+
+/// Plans with one batch size and schedule.
+fn plan_once(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
     request.options.validate()?;
     custom_schedule::open(request.options.schedule.as_ref().and_then(ScheduleChoice::file), events)?;
     let costs = request_costs::costs(request, events)?;

@@ -35,12 +35,12 @@ pub struct Arguments {
     dims: Dims,
     #[command(flatten)]
     loss: LossArguments,
-    /// Measured runs of each kernel [default: 25]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    runs: Option<u32>,
-    /// Warm-up runs of each kernel [default: 3]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10_000))]
-    warmup: Option<u32>,
+    /// Measured runs of each kernel
+    #[arg(long, value_name = "N", default_value_t = Settings::default().runs, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    runs: u32,
+    /// Warm-up runs of each kernel
+    #[arg(long, value_name = "N", default_value_t = Settings::default().warmup, value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    warmup: u32,
     /// Seed of the input values
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -66,7 +66,6 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
                 .with_help("`--device cpu` measures on this machine, `--device analytic:h200` uses a data sheet"));
         }
     };
-    let default = Settings::default();
     let profile = profile(
         &ProfileRequest {
             model: arguments.file,
@@ -75,10 +74,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             micro_batch: arguments.dims.micro_batch,
             loss: arguments.loss.counted().unwrap_or_default(),
             settings: Settings {
-                warmup: arguments.warmup.unwrap_or(default.warmup),
-                runs: arguments.runs.unwrap_or(default.runs),
+                warmup: arguments.warmup,
+                runs: arguments.runs,
                 seed: arguments.seed,
-                ..default
+                ..Settings::default()
             },
             uses_cache: !arguments.no_cache,
             protected_output: arguments.output.is_none().then(|| path.clone()),
