@@ -131,12 +131,13 @@ fn played(page: &str, folder: &Path, variables: &[(&str, String)]) -> (String, V
 /// Runs a page in `folder` and fails on differences, or rewrites the page under `PIPEC_BLESS`. Returns the page.
 pub fn play(path: &Path, folder: &Path, variables: &[(&str, String)]) -> String {
     let page = fs::read_to_string(path).unwrap();
-    let (blessed, wrong) = played(&page, folder, variables);
+    let (blessed, mut wrong) = played(&page, folder, variables);
     if env::var_os("PIPEC_BLESS").is_some() {
         fs::write(path, blessed).unwrap();
-    } else {
-        assert!(wrong.is_empty(), "{}:\n{}", path.display(), wrong.join("\n"));
+        wrong.retain(|part| part.lines().any(|line| line == "…"));
     }
+    // A part with `…` is not rewritten: only a person knows which lines vary.
+    assert!(wrong.is_empty(), "{}:\n{}", path.display(), wrong.join("\n"));
     page
 }
 
