@@ -15,10 +15,12 @@ use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::AttributionError;
 use compiler::pass::attribution::Training;
 use compiler::pass::costs::{cost_graph, dtype, fill};
+use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{PlannedModel, PlannedProfile};
 use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::precision::Precision;
 use compiler::profile::{Method, Profile};
 use compiler::tensor::DType;
 use profiler::scratch::{of_joint, scratch};
@@ -104,6 +106,8 @@ pub struct Costs {
     pub micro_batch: u64,
     /// Element type.
     pub dtype: String,
+    /// The precision, if it is not that of the model file.
+    pub precision: Option<Precision>,
     /// The device whose costs these are, if known.
     pub source: Option<String>,
     /// Input of tensor-parallel planning, if the ops are known.
@@ -129,6 +133,7 @@ impl Costs {
         problem.profile = self.profile;
         problem.micro_batch = self.micro_batch;
         problem.dtype = self.dtype;
+        problem.precision = self.precision;
         problem
     }
 }
@@ -154,6 +159,7 @@ pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str
         model,
         micro_batch,
         dtype: dtype.to_string(),
+        precision: None,
         source: None,
         shareable: None,
     })
@@ -167,19 +173,58 @@ pub enum Times {
     Profile(PathBuf, String, Box<Profile>),
 }
 
-/// The costs of a model at this micro-batch size, with floats of the given type or the model's own.
+/// The precision of a plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PrecisionChoice {
+    /// That of the profile; without one, bf16 for an f32 model on devices with bf16 tensor cores, else that of the model.
+    #[default]
+    Usual,
+    /// That of the model file.
+    Model,
+    /// This one.
+    Given(Precision),
+}
+
+impl PrecisionChoice {
+    /// The precision, if it is not that of the model, whose floats are of type `own`.
+    fn precision(self, own: DType, times: &Times) -> Option<Precision> {
+        match (self, times) {
+            (PrecisionChoice::Given(precision), _) => Some(precision),
+            (PrecisionChoice::Model, _) => None,
+            (PrecisionChoice::Usual, Times::Profile(_, _, profile)) => {
+                let profiled = Precision::from_name(&profile.settings.dtype);
+                profiled.filter(|precision| precision.dtype() != own)
+            }
+            (PrecisionChoice::Usual, Times::Analytic(device)) => {
+                Some(Precision::usual(device)).filter(|usual| own == DType::F32 && *usual != Precision::Fp32)
+            }
+        }
+    }
+}
+
+/// The graph in this precision.
+pub fn in_precision(graph: &Graph, chosen: Precision, file: &str) -> Result<Graph, Error> {
+    let made = match chosen.is_mixed() {
+        true => mixed(graph, chosen.dtype()),
+        false => precision(graph, chosen.dtype()),
+    };
+    made.map_err(|error| Error::input(format!("cannot use {file} in {}", chosen.name())).because(error))
+}
+
+/// The costs of a model at this micro-batch size.
 pub fn assemble(
     loaded: &LoadedModel,
     micro_batch: u64,
     mut cluster: Cluster,
     times: Times,
-    floats: Option<DType>,
+    choice: PrecisionChoice,
     counted: CountedLoss,
 ) -> Result<Costs, Error> {
     let mut graph = loaded.at(micro_batch)?;
-    if let Some(floats) = floats {
-        graph = precision(&graph, floats)
-            .map_err(|error| Error::input(format!("cannot plan {} in {floats}", loaded.model.file)).because(error))?;
+    let own = dtype(&graph);
+    let precision = choice.precision(own, &times);
+    if let Some(precision) = precision {
+        graph = in_precision(&graph, precision, &loaded.model.file)?;
     }
     let Attributed { attribution, counted, training, untrainable } = attributed(&graph, counted).map_err(|error| {
         let failure = Error::input(format!("cannot compute the costs of {}", loaded.model.file)).because(&error);
@@ -202,6 +247,7 @@ pub fn assemble(
     let profile = match times {
         Times::Analytic(device) => {
             let subject = Subject { model: loaded.profiled(), micro_batch, loss: counted.written() };
+            let device = precision.map_or_else(|| device.clone(), |precision| precision.on(&device));
             let profile = analytic::profile(&graph, &attribution, &device, &subject);
             fill(&mut costs, &profile, None).map_err(|error| Error::bug(&error.to_string()))?;
             // The workspace of kernels is known only for CPUs.
@@ -224,7 +270,7 @@ pub fn assemble(
             PlannedProfile { sha256, method: profile.method }
         }
     };
-    let dtype = dtype(&graph).name().to_string();
+    let dtype = precision.map_or(own, Precision::dtype).name().to_string();
     cluster::relate(&mut cluster, &source, &dtype);
     Ok(Costs {
         graph: costs,
@@ -235,7 +281,12 @@ pub fn assemble(
         untrainable,
         micro_batch,
         dtype,
+        precision,
         source: Some(source),
-        shareable: Some(ShardableModel { graph, training, device: sheet }),
+        shareable: Some(ShardableModel {
+            graph,
+            training,
+            device: precision.map_or_else(|| sheet.clone(), |precision| precision.on(&sheet)),
+        }),
     })
 }

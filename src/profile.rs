@@ -1,6 +1,7 @@
 //! Profiles a model: measures its ops on this machine, or computes them from the data sheet of a device.
 
 use crate::cluster;
+use crate::costs::in_precision;
 use crate::error::Error;
 use crate::events::{Event, EventSink};
 use crate::files::output;
@@ -8,10 +9,14 @@ use crate::loss::{CountedLoss, attributed};
 use crate::model::{self, ImportRequest, LoadedModel};
 use crate::train::memory;
 use compiler::export::quantity;
+use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::AttributionError;
+use compiler::pass::costs::dtype;
 use compiler::profile::Profile;
+use compiler::profile::precision::Precision;
+use compiler::tensor::DType;
 use profiler::cache::Cache;
 use profiler::measure::{MeasureError, Model, Settings, measure};
 use std::path::PathBuf;
@@ -36,6 +41,8 @@ pub struct ProfileRequest {
     pub import: ImportRequest,
     /// Samples per micro-batch; the model's or 32 if absent.
     pub micro_batch: Option<u64>,
+    /// The precision. If absent, measurements have that of the model; data sheets have the usual one of the device.
+    pub precision: Option<Precision>,
     /// The loss whose costs are included.
     pub loss: CountedLoss,
     /// Measured runs and warm-up runs of each kernel.
@@ -52,13 +59,18 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
         ProfileDevice::Cpu => {
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
-            measure_model(&loaded, micro_batch, request.loss, &request.settings, request.uses_cache, events)
+            let graph = graph(&loaded, micro_batch, request.precision)?;
+            measure_graph(&loaded, &graph, micro_batch, request.loss, &request.settings, request.uses_cache, events)
         }
         ProfileDevice::Analytic(kind) => {
             let device = cluster::kind(kind)?.device();
             let loaded = load(request, events)?;
             let micro_batch = loaded.micro_batch(None, events);
-            let graph = loaded.at(micro_batch)?;
+            let own = dtype(&loaded.at(micro_batch)?);
+            let usual = Precision::usual(&device);
+            let precision = request.precision.or((own == DType::F32 && usual.is_mixed()).then_some(usual));
+            let graph = graph(&loaded, micro_batch, precision)?;
+            let device = precision.map_or_else(|| device.clone(), |precision| precision.on(&device));
             let known = attributed(&graph, request.loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
             let subject = Subject { model: loaded.profiled(), micro_batch, loss: known.counted.written() };
             Ok(analytic::profile(&graph, &known.attribution, &device, &subject))
@@ -75,21 +87,27 @@ fn load(request: &ProfileRequest, events: &dyn EventSink) -> Result<LoadedModel,
     Ok(loaded)
 }
 
+/// The graph at this micro-batch size, in this precision.
+fn graph(loaded: &LoadedModel, micro_batch: u64, precision: Option<Precision>) -> Result<Graph, Error> {
+    let graph = loaded.at(micro_batch)?;
+    precision.map_or(Ok(graph.clone()), |precision| in_precision(&graph, precision, &loaded.model.file))
+}
+
 /// Measures every kernel of a model on this machine.
-pub fn measure_model(
+pub fn measure_graph(
     loaded: &LoadedModel,
+    graph: &Graph,
     micro_batch: u64,
     loss: CountedLoss,
     settings: &Settings,
     uses_cache: bool,
     events: &dyn EventSink,
 ) -> Result<Profile, Error> {
-    let graph = loaded.at(micro_batch)?;
-    memory::check("profiling this model", memory::of_graph(&graph), "use a smaller `--micro-batch N`")?;
+    memory::check("profiling this model", memory::of_graph(graph), "use a smaller `--micro-batch N`")?;
     let weights = loaded.known_weights();
-    let known = attributed(&graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+    let known = attributed(graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
     let model = Model {
-        graph: &graph,
+        graph,
         training: known.training,
         loss: known.counted.written(),
         model: loaded.profiled(),

@@ -80,6 +80,12 @@ pub struct Device {
     pub peak_flops: Peak,
     /// Time to start one kernel, in seconds.
     pub launch: Seconds,
+    /// Multiprocessors (compute units), each of which computes one tile of a matrix product at a time; for GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub multiprocessors: Option<u32>,
+    /// Fraction of the peak that a large matrix product sustains; for GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub matmul_efficiency: Option<f64>,
     /// Cores of one host, shared by its workers; for CPU devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cores: Option<u32>,

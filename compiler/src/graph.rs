@@ -41,6 +41,8 @@ pub struct Node {
     /// Element type and shape of each output.
     pub facts: Vec<Fact>,
     pub origin: Origin,
+    /// The op that this node is a part of, for nodes that a pass adds to an op, such as casts. Plans do not number it.
+    pub part_of: Option<NodeId>,
 }
 
 impl Node {
@@ -110,7 +112,7 @@ impl Graph {
             .infer(&facts.iter().collect::<Vec<_>>())
             .map_err(|fault| AddError { op: rule(&op).name().to_string(), fault })?;
         let name = String::new();
-        let node = self.dag.add_node(Node { name, op, facts, origin: origin.clone() });
+        let node = self.dag.add_node(Node { name, op, facts, origin: origin.clone(), part_of: None });
         self.dag[node].name = format!("{}{}", rule(&self.dag[node].op).name(), node.index());
         for (slot, value) in inputs.iter().enumerate() {
             self.dag.add_edge(index(value.node), node, Edge { output: value.output, input: slot as u32 });
@@ -143,6 +145,11 @@ impl Graph {
     /// A mutable node. The caller must keep the facts consistent with the op.
     pub fn node_mut(&mut self, node: NodeId) -> &mut Node {
         &mut self.dag[index(node)]
+    }
+
+    /// The op that a node belongs to: itself, or the op that it is a part of.
+    pub fn op_of(&self, node: NodeId) -> NodeId {
+        self.node(node).part_of.unwrap_or(node)
     }
 
     pub fn fact(&self, value: Value) -> &Fact {

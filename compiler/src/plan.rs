@@ -26,6 +26,7 @@ pub mod zero;
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::plan::schedule::Schedule;
 use crate::profile::Method;
+use crate::profile::precision::ElementTypes;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -363,6 +364,9 @@ pub struct Plan {
     pub model: PlannedModel,
     /// Element type of weights and activations.
     pub dtype: String,
+    /// The element type of each kind of tensor; absent if all are `dtype`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub element_types: Option<ElementTypes>,
     /// Optimizer, as the command line names it.
     pub optimizer: String,
     /// Source of the costs.

@@ -84,7 +84,7 @@ pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Re
             graph.node_mut(id).origin.source = STAND_IN.to_string();
         }
     }
-    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let place: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
     let code = compile(&graph, &place, 1, loss.map(|_| LOSS))?.pop();
     Ok(code.map(|code| Whole { ops: attribution.ops.len(), code, graph }))
 }

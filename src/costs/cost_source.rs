@@ -2,7 +2,7 @@
 
 use crate::cluster::{self, ClusterRequest};
 use crate::costs::model_match;
-use crate::costs::{self, COSTS, CostInput, Costs, ModelFormat, Times};
+use crate::costs::{self, COSTS, CostInput, Costs, ModelFormat, PrecisionChoice, Times};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::{input, output};
@@ -111,18 +111,16 @@ impl CostSource {
 
     /// The costs on a cluster with this many samples per micro-batch.
     pub fn on(&self, cluster: Cluster, micro_batch: u64) -> Result<Costs, Error> {
-        self.with(cluster, micro_batch, None)
+        self.with(cluster, micro_batch, PrecisionChoice::Usual)
     }
 
-    /// The costs with floats of this type.
-    fn with(&self, cluster: Cluster, micro_batch: u64, floats: Option<DType>) -> Result<Costs, Error> {
+    /// The costs in this precision.
+    fn with(&self, cluster: Cluster, micro_batch: u64, precision: PrecisionChoice) -> Result<Costs, Error> {
         match &self.origin {
-            Origin::Published => {
-                costs::published_on(&self.path, cluster, micro_batch, floats.unwrap_or(DType::F32).name())
-            }
+            Origin::Published => costs::published_on(&self.path, cluster, micro_batch, DType::F32.name()),
             Origin::Analytic(loaded, device) => {
                 let device = device.clone().unwrap_or_else(|| cluster.device.clone());
-                costs::assemble(loaded, micro_batch, cluster, Times::Analytic(device), floats, self.counted)
+                costs::assemble(loaded, micro_batch, cluster, Times::Analytic(device), precision, self.counted)
             }
             Origin::Measured(loaded, path) => {
                 let (sha256, profile) = input::read_profile(path)?;
@@ -132,7 +130,7 @@ impl CostSource {
                     micro_batch,
                     cluster,
                     Times::Profile(path.clone(), sha256, Box::new(profile)),
-                    floats,
+                    precision,
                     counted,
                 )
             }
@@ -141,11 +139,9 @@ impl CostSource {
 
     /// The costs on the plan's cluster. Refuses a model that is not the plan's.
     pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Error> {
-        let mut costs = self.on(planned_cluster(plan), micro_batch)?;
-        // The plan may use another float type than the model.
-        if let (false, Some(floats)) = (costs.dtype == plan.dtype, DType::parse(&plan.dtype)) {
-            costs = self.with(planned_cluster(plan), micro_batch, Some(floats))?;
-        }
+        let precision = plan.element_types.as_ref().map(|types| types.precision);
+        let choice = precision.map_or(PrecisionChoice::Model, PrecisionChoice::Given);
+        let costs = self.with(planned_cluster(plan), micro_batch, choice)?;
         model_match::check(plan, &costs.model)?;
         Ok(costs)
     }

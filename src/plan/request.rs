@@ -1,6 +1,7 @@
 //! Plan requests: the model, its costs, the devices, and the constraints of the search.
 
 use crate::cluster::ClusterRequest;
+use crate::costs::PrecisionChoice;
 use crate::costs::{CostInput, ModelFormat};
 use crate::error::Error;
 use crate::files::output;
@@ -16,7 +17,7 @@ use compiler::plan::PlannedModel;
 use compiler::plan::buckets::USUAL_BYTES;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::schedule::Schedule;
-use compiler::tensor::DType;
+use compiler::profile::precision::Precision;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -136,8 +137,8 @@ pub struct PlanOptions {
     pub optimizer: Optimizer,
     /// The momentum that training will use.
     pub momentum: Option<f64>,
-    /// The type of all floats; the model's own if absent.
-    pub dtype: Option<DType>,
+    /// The precision.
+    pub precision: PrecisionChoice,
     /// The largest number of states that a search visits.
     pub budget: Option<u64>,
     /// The time limit of the MILP partitioner.
@@ -173,7 +174,7 @@ impl Default for PlanOptions {
             recompute: true,
             optimizer: Optimizer::Sgd,
             momentum: None,
-            dtype: None,
+            precision: PrecisionChoice::Usual,
             budget: None,
             time_limit: None,
             in_flight: InFlight::Auto,
@@ -210,6 +211,8 @@ impl PlanOptions {
             (Some(_), _) => Schedule::OneFOneB,
             // Round-robin schedules need whole minibatches.
             (None, _) if self.microbatches > 1 => Schedule::OneFOneB,
+            // The loss scale needs a flush.
+            (None, _) if self.precision == PrecisionChoice::Given(Precision::Fp16) => Schedule::OneFOneB,
             (None, _) => Schedule::OneFOneBRr,
         };
         let named = self.schedule.as_ref().and_then(ScheduleChoice::named);

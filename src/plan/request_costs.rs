@@ -1,7 +1,7 @@
 //! The costs that a planning request names.
 
 use crate::cluster;
-use crate::costs::{self, CostInput, Costs, ModelFormat, Times};
+use crate::costs::{self, CostInput, Costs, ModelFormat, PrecisionChoice, Times};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::input;
@@ -76,8 +76,11 @@ fn published(request: &PlanRequest) -> Result<Costs, Error> {
     }
     let cluster = cluster::cluster(&request.cluster, None)?;
     let micro_batch = request.micro_batch.unwrap_or(1);
-    let dtype = request.options.dtype.unwrap_or(DType::F32).name();
-    let costs = costs::published_on(&request.model, cluster, micro_batch, dtype)?;
+    let dtype = match request.options.precision {
+        PrecisionChoice::Given(precision) => precision.dtype(),
+        PrecisionChoice::Usual | PrecisionChoice::Model => DType::F32,
+    };
+    let costs = costs::published_on(&request.model, cluster, micro_batch, dtype.name())?;
     Ok(Costs { has_memory: request.cluster.file.is_some(), ..costs })
 }
 
@@ -118,7 +121,7 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Erro
         OpenedCosts::Profile(path, sha256, profile) => Times::Profile(path, sha256, profile),
     };
     let counted = counted(request, &times)?;
-    let costs = costs::assemble(&loaded, micro_batch, cluster, times, request.options.dtype, counted)?;
+    let costs = costs::assemble(&loaded, micro_batch, cluster, times, request.options.precision, counted)?;
     if let Some(why) = &costs.untrainable {
         events.warn(&format!("the model cannot be trained: {}; it is planned with its forward costs only", shown(why)));
     }

@@ -18,7 +18,7 @@ pub fn describe(error: &TrainError) -> Error {
             .with_help("use `--schedule 1f1b`, or 1f1b-rr with equal numbers of replicas of these stages"),
         TrainError::LossScale { .. } => Error::input("cannot train")
             .because(error)
-            .with_help("use `--schedule 1f1b`, which has a flush, or `--dtype bf16`, which needs no loss scaling"),
+            .with_help("use `--schedule 1f1b`, which has a flush, or `--precision bf16`, which needs no loss scaling"),
         TrainError::Resume(ResumeError::Reads { .. }) => Error::input("cannot train with checkpoints")
             .because(error)
             .with_help("use `--schedule 1f1b`, which has a flush"),
@@ -72,8 +72,8 @@ pub fn lost(name: &str, steps: u32) -> Error {
 const LARGE: f64 = 1e6;
 
 /// Help against divergence, most likely remedy first.
-const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--dtype f32`, or \
-    `--dtype f16`, which uses loss scaling";
+const TRY: &str = "try a smaller `--lr`, `--lr-schedule warmup:100,constant` or `--clip-norm 1`; with half precision, `--precision fp32`, or \
+    `--precision fp16`, which uses loss scaling";
 
 /// The first tensor that contains NaN or an infinity and differs from its initial value.
 pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, given: &BTreeMap<String, Tensor>) -> Option<&'a str> {

@@ -18,9 +18,9 @@ use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel;
 use compiler::graph::{Graph, order};
-use compiler::op::{NodeId, Op};
+use compiler::op::Op;
 use compiler::pass::loss::{TARGET, class_axis};
-use compiler::pass::mixed_precision::{Mixed, mixed};
+use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased_variance::unbiased;
 use compiler::plan::Plan;
@@ -52,7 +52,7 @@ use runtime::train::job::{RunOptions, StepDone, Trained};
 use runtime::train::prepare;
 use runtime::train::prepare::{PrepareError, Settings};
 use runtime::train::run;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{OnceLock, mpsc};
 
@@ -90,16 +90,12 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
     }
     freeze(&mut graph, task.frozen)?;
-    let mut stages = stages(task.loaded, &graph, task.plan)?;
+    let stages = stages(task.loaded, &graph, task.plan)?;
     if let Some(dtype) = narrow {
-        let Mixed { graph: made, added } = mixed(&graph, dtype).map_err(|error| fail(&error))?;
-        stages = with_added(&graph, &made, &stages, added);
-        graph = made;
+        graph = mixed(&graph, dtype).map_err(|error| fail(&error))?;
     }
     if task.unbiased && task.policy.statistics == Statistics::Batch {
-        let before = graph.clone();
-        let added = unbiased(&mut graph);
-        stages = with_added(&before, &graph, &stages, added);
+        unbiased(&mut graph);
     }
     let all_rows = match &task.data {
         Data::Arrays(arrays) => rows(&graph, arrays),
@@ -348,18 +344,6 @@ fn stages(loaded: &LoadedModel, graph: &Graph, plan: &Plan) -> Result<Vec<usize>
         stage.op_ids().for_each(|op| stage_of[op as usize] = at);
     }
     Ok(stage_of)
-}
-
-/// The stages of a graph with added ops; each gets the stage of an existing op.
-fn with_added(before: &Graph, graph: &Graph, stages: &[usize], added: Vec<(NodeId, NodeId)>) -> Vec<usize> {
-    let mut stage_of: HashMap<NodeId, usize> =
-        order::numbered(before).into_iter().zip(stages.iter().copied()).collect();
-    for (added, beside) in added {
-        if let Some(&stage) = stage_of.get(&beside) {
-            stage_of.insert(added, stage);
-        }
-    }
-    order::numbered(graph).iter().map(|id| stage_of.get(id).copied().unwrap_or(0)).collect()
 }
 
 /// The number of rows of the data: the largest first dimension of its inputs.

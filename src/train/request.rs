@@ -10,7 +10,7 @@ use crate::train::task::Length;
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
-use compiler::tensor::DType;
+use compiler::profile::precision::Precision;
 use runtime::exec::moving_average::Statistics;
 use runtime::optim::lr_schedule::Rate;
 use runtime::optim::optimizer::{Optimizer as UpdateRule, Rule};
@@ -201,8 +201,8 @@ pub enum Staleness {
 /// Precision, clipping, running statistics and stale weights.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PolicyRequest {
-    /// The type of all floats; the model's own if absent.
-    pub dtype: Option<DType>,
+    /// The precision; the plan's, else the model's, if absent.
+    pub precision: Option<Precision>,
     /// The gradient norm to clip to.
     pub clip_norm: Option<f64>,
     /// True to update running statistics once per minibatch.
@@ -214,7 +214,7 @@ pub struct PolicyRequest {
 impl PolicyRequest {
     /// True if the default schedule may be asynchronous.
     pub fn allows_continuous(&self) -> bool {
-        self.dtype != Some(DType::F16)
+        self.precision != Some(Precision::Fp16)
     }
 
     /// True if only the newest weight version is kept.

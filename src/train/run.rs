@@ -1,5 +1,6 @@
 //! Trains a model: plans if no plan is given, prepares the run, trains, and writes the results.
 
+use crate::costs::PrecisionChoice;
 use crate::costs::{self, Costs, ModelFormat, Times};
 use crate::error::Error;
 use crate::events::{Event, EventSink, Silent};
@@ -35,10 +36,9 @@ use compiler::partition::partitioners::Partitioner;
 use compiler::pass::loss::{IGNORED, attach};
 use compiler::plan::Plan;
 use compiler::plan::schedule::Schedule;
-use compiler::tensor::DType;
+use compiler::profile::precision::Precision;
 use profiler::machine;
 use runtime::data::RowOrder;
-use runtime::device::cpu::half::is_half;
 use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -210,7 +210,7 @@ fn once(
         in_flight: request.in_flight.clone(),
         loss,
         class_dim,
-        dtype: floats(request, Some(&plan)),
+        dtype: precision(request, &plan).map(Precision::dtype),
         unbiased,
         policy: request.policy.build(unbiased),
         newest: request.policy.is_newest(),
@@ -249,7 +249,7 @@ fn once(
         Some(why) if !differing.is_empty() => {
             return Err(Error::input("this run does not fit in the memory limit of the plan")
                 .because(why)
-                .with_help("`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` writes a plan that fits"));
+                .with_help("`pipec partition` with the same `--precision`, `--optimizer` and `--schedule` writes a plan that fits"));
         }
         Some(why) => events.warn(&format!(
             "{why}: kernels on this machine need more workspace than the plan assumes; run `pipec profile` here, then `pipec partition --profile`"
@@ -290,13 +290,8 @@ fn once(
     write_results(request, &done, newest.take(), events)?;
     let mut remarks = Vec::new();
     if request.plan.is_some() && !differing.is_empty() && !done.trained.losses.is_empty() {
-        // A plan has only one float type.
-        let next = match task.dtype.is_some_and(is_half) {
-            true => "",
-            false => "; `pipec partition` with the same flags makes a plan for it",
-        };
         remarks.push(format!(
-            "the plan was made for a different {}; the memory estimate is for this run{next}",
+            "the plan was made for a different {}; the memory estimate is for this run; `pipec partition` with the same flags makes a plan for it",
             differing.join(", a different ")
         ));
     }
@@ -343,9 +338,9 @@ fn write_results(
     Ok(())
 }
 
-/// The type of all floats, if it is not the model's own: the requested one, or the plan's.
-fn floats(request: &TrainRequest, plan: Option<&Plan>) -> Option<DType> {
-    request.policy.dtype.or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
+/// The precision, if it is not that of the model: the requested one, or the plan's.
+fn precision(request: &TrainRequest, plan: &Plan) -> Option<Precision> {
+    request.policy.precision.or(plan.element_types.as_ref().map(|types| types.precision))
 }
 
 /// Loads the model; fails if it differs from the framework's training model and the request does not accept that.
@@ -452,8 +447,7 @@ fn plan_on_cpu(
         .map_err(|error| Error::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
     let device = cluster.device.clone();
-    // Plans use f32 or f64.
-    let floats = floats(request, None).filter(|dtype| *dtype == DType::F64);
+    let precision = request.policy.precision.map_or(PrecisionChoice::Model, PrecisionChoice::Given);
     let times = Times::Analytic(device);
     let counted = request.loss.map_or(CountedLoss::Default, |loss| CountedLoss::One(loss, request.class_dim));
     if let Some(loss) = request.loss {
@@ -461,7 +455,8 @@ fn plan_on_cpu(
         attach(&mut loaded.at(micro_batch)?, loss.of(), request.class_dim)
             .map_err(|error| Error::input("cannot train").because(&error).with_help(help::loss(&error)))?;
     }
-    let costs = Costs { has_memory: false, ..costs::assemble(loaded, micro_batch, cluster, times, floats, counted)? };
+    let costs =
+        Costs { has_memory: false, ..costs::assemble(loaded, micro_batch, cluster, times, precision, counted)? };
     let options = PlanOptions {
         schedule: request.schedule.clone().or(schedule.map(ScheduleChoice::Named)),
         microbatches,

@@ -22,7 +22,7 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
     let is_other_optimizer = request.plan.is_some() && request.optimizer.optimizer.name() != plan.optimizer;
     let all = [
-        ("float type", task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)),
+        ("precision", task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)),
         ("schedule", task.schedule != plan.schedule.kind || task.own.is_some()),
         ("tensor-parallel degree", task.tensor != degree(plan)),
         ("in-flight limit", task.in_flight != InFlight::Auto),

@@ -479,7 +479,7 @@ fn deferred_statistics_are_those_of_the_whole_minibatch() {
 fn narrow(dtype: DType, tied: bool, normed: bool) -> Net {
     let wide = net(DType::F32, tied, normed);
     let mut graph = bind(&wide.graph, &Bindings::from([("batch".to_string(), BATCH as i64)])).unwrap();
-    graph = mixed(&graph, dtype).unwrap().graph;
+    graph = mixed(&graph, dtype).unwrap();
     Net { graph, weights: wide.weights, dtype: DType::F32 }
 }
 

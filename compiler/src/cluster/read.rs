@@ -63,6 +63,8 @@ pub enum ClusterError {
     /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
     #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
     LevelText { text: String },
+    #[error("{key} is {value}; it must be above 0 and at most 1")]
+    Fraction { key: String, value: f64 },
     /// A figure that is not finite and positive.
     #[error("{key} must be finite and positive, found {value}")]
     Figure { key: String, value: f64 },
@@ -183,6 +185,13 @@ fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
     {
         positive(&format!("{place}.peak_flops.{name}"), value)?;
     }
+    let fraction = device.matmul_efficiency.unwrap_or(1.0);
+    if !(fraction > 0.0 && fraction <= 1.0) {
+        return Err(ClusterError::Fraction { key: format!("{place}.matmul_efficiency"), value: fraction });
+    }
+    if device.multiprocessors == Some(0) {
+        return Err(ClusterError::Figure { key: format!("{place}.multiprocessors"), value: 0.0 });
+    }
     Ok(())
 }
 
@@ -237,6 +246,8 @@ fn device_of(file: DeviceFile, place: &str) -> Result<Device, ClusterError> {
                 memory_bandwidth,
                 peak_flops: zero,
                 launch: Seconds(0.0),
+                multiprocessors: None,
+                matmul_efficiency: None,
                 cores: None,
                 threads_per_worker: None,
             }
@@ -246,6 +257,8 @@ fn device_of(file: DeviceFile, place: &str) -> Result<Device, ClusterError> {
     device.memory = memory.unwrap_or(device.memory);
     device.memory_bandwidth = bandwidth.unwrap_or(device.memory_bandwidth);
     device.launch = launch.unwrap_or(device.launch);
+    device.multiprocessors = file.multiprocessors.or(device.multiprocessors);
+    device.matmul_efficiency = file.matmul_efficiency.or(device.matmul_efficiency);
     device.cores = file.cores.or(device.cores);
     device.threads_per_worker = file.threads_per_worker.or(device.threads_per_worker);
     if let Some(flops) = file.peak_flops {
@@ -289,6 +302,10 @@ struct DeviceFile {
     peak_flops: Option<PeakFile>,
     /// Time to start one kernel, "5us".
     launch: Option<Quantity>,
+    /// Multiprocessors (compute units); for GPUs.
+    multiprocessors: Option<u32>,
+    /// Fraction of the peak that large matrix products sustain, above 0 and at most 1; for GPUs.
+    matmul_efficiency: Option<f64>,
     /// Cores of one host; for CPU devices.
     cores: Option<u32>,
     /// Kernel threads per worker; for CPU devices.

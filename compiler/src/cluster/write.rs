@@ -49,7 +49,15 @@ fn device(text: &mut String, device: &Device) {
     if device.launch.0 > 0.0 {
         let _ = writeln!(text, "launch = \"{}\"", time(device.launch));
     }
-    for (key, value) in [("cores", device.cores), ("threads_per_worker", device.threads_per_worker)] {
+    if let Some(fraction) = device.matmul_efficiency {
+        let _ = writeln!(text, "matmul_efficiency = {fraction:?}");
+    }
+    let counts = [
+        ("multiprocessors", device.multiprocessors),
+        ("cores", device.cores),
+        ("threads_per_worker", device.threads_per_worker),
+    ];
+    for (key, value) in counts {
         if let Some(value) = value {
             let _ = writeln!(text, "{key} = {value}");
         }

@@ -1,6 +1,7 @@
 //! The canonical topological order: of all nodes whose inputs are placed, the smallest id comes first.
 //!
-//! It depends on ids and edges only, so equal graphs have equal orders. Plans identify ops by their position in it.
+//! It depends on ids and edges only, so equal graphs have equal orders. Plans identify ops by their position in it. A
+//! part of an op ([`Node::part_of`](super::Node)) has the id of that op, so parts leave the order of the ops unchanged.
 
 use super::Graph;
 use crate::op::{NodeId, Op};
@@ -10,16 +11,17 @@ use std::collections::{BinaryHeap, HashMap, HashSet};
 /// All nodes in canonical topological order. Nodes on or after a cycle are missing; [`super::verify`] reports cycles.
 pub fn canonical(graph: &Graph) -> Vec<NodeId> {
     let mut waiting: HashMap<NodeId, usize> = graph.ids().map(|id| (id, distinct_producers(graph, id))).collect();
-    let mut ready: BinaryHeap<Reverse<NodeId>> =
-        waiting.iter().filter(|(_, n)| **n == 0).map(|(id, _)| Reverse(*id)).collect();
+    let key = |id: NodeId| Reverse((graph.op_of(id), id));
+    let mut ready: BinaryHeap<Reverse<(NodeId, NodeId)>> =
+        waiting.iter().filter(|(_, n)| **n == 0).map(|(id, _)| key(*id)).collect();
     let mut order = Vec::with_capacity(graph.len());
-    while let Some(Reverse(id)) = ready.pop() {
+    while let Some(Reverse((_, id))) = ready.pop() {
         order.push(id);
         for next in graph.successors(id) {
             let left = waiting.get_mut(&next).expect("successors are nodes of the graph");
             *left -= 1;
             if *left == 0 {
-                ready.push(Reverse(next));
+                ready.push(key(next));
             }
         }
     }
@@ -33,18 +35,49 @@ fn distinct_producers(graph: &Graph, id: NodeId) -> usize {
     producers.len()
 }
 
-/// The numbered ops of plans: op `i` is the `i`th node of the canonical order that depends on an input, parameter or
-/// state. These sources and constant expressions are not numbered; every stage has copies of those it needs.
+/// The numbered ops of plans: op `i` is the `i`th node of [`executed`] that is not a part of another op.
 pub fn numbered(graph: &Graph) -> Vec<NodeId> {
+    let mut ops = executed(graph);
+    ops.retain(|id| graph.node(*id).part_of.is_none());
+    ops
+}
+
+/// The nodes that depend on an input, parameter or state, in canonical order. These sources and constant expressions
+/// are left out; every stage has copies of those it needs.
+pub fn executed(graph: &Graph) -> Vec<NodeId> {
     let mut moving: HashSet<NodeId> = HashSet::new();
-    let mut ops = Vec::new();
+    let mut nodes = Vec::new();
     for id in canonical(graph) {
         if matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_)) {
             moving.insert(id);
         } else if graph.inputs(id).iter().any(|v| moving.contains(&v.node)) {
             moving.insert(id);
-            ops.push(id);
+            nodes.push(id);
         }
     }
-    ops
+    nodes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{Origin, Writer};
+    use crate::op::{Cast, Emit, Input, Unary};
+    use crate::tensor::DType;
+    use crate::tensor::fact::Fact;
+
+    #[test]
+    fn parts_leave_the_order_of_ops_unchanged() {
+        let mut graph = Graph::new("net");
+        let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+        let x = out.emit(Op::Input(Input { name: "x".into(), fact: Fact::of(DType::F32, &[2]) }), &[]);
+        let [a, b] = [Unary::Exp, Unary::Neg].map(|unary| out.emit(Op::Unary(unary), &[x]));
+        let c = out.emit(Op::Unary(Unary::Abs), &[a]);
+        let before = numbered(&graph);
+        let cast = graph.add(Op::Cast(Cast { to: DType::F32 }), &[x], &Origin::default()).unwrap();
+        graph.node_mut(cast).part_of = Some(a.node);
+        graph.set_input(a.node, 0, crate::op::Value { node: cast, output: 0 });
+        assert_eq!(numbered(&graph), before);
+        assert_eq!(executed(&graph), [cast, a.node, b.node, c.node]);
+    }
 }

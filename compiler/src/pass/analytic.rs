@@ -3,21 +3,28 @@
 //! The roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009) takes the longer of arithmetic and memory
 //! traffic at a fraction of the device's peak. A launch overhead is added per kernel. All forward and backward kernels
 //! count; views are free. The weight-gradient part of a backward consists of the kernels that no other op waits for.
-//! The model ignores caches, fusion and partially filled devices. It ranks ops well; their sum is approximate.
+//!
+//! On GPUs, matrix products depend on their shape ([`matmul`]), and elementwise ops are fused ([`fusion`]). The model
+//! ignores caches. It ranks ops well; their sum is approximate.
 
 use super::attribution::Attribution;
 use super::costs::{cost_graph, dtype};
-use crate::cluster::{Device, Peak};
+use crate::cluster::Device;
 use crate::graph::Graph;
 use crate::op::table::rule;
-use crate::op::{Cost, NodeId, Op};
+use crate::op::{Cost, NodeId, Op, Value};
+use crate::pass::analytic::fusion::{Traffic, is_free, traffic};
+use crate::pass::analytic::matmul::Product;
 use crate::profile::cost_graph::MOMENTUM_PASSES;
 use crate::profile::{Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA, Settings};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
+use std::collections::{HashMap, HashSet};
 
-/// Fraction of peak arithmetic of large matrix products and convolutions. Vendor libraries reach 0.6 to 0.8 of the data
-/// sheet on shapes that fill the device. Megatron-LM reports 0.45 to 0.55 for whole models (Narayanan et al., SC 2021).
+pub mod fusion;
+pub mod matmul;
+
+/// Fraction of peak arithmetic of large matrix products, for devices that give no `matmul_efficiency`.
 const CONTRACTION: f64 = 0.6;
 
 /// Fraction of peak arithmetic of elementwise kernels.
@@ -39,19 +46,28 @@ pub struct Subject {
 /// The profile of a graph of fixed sizes, from the device's data sheet. Deterministic.
 pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subject: &Subject) -> Profile {
     let costs = cost_graph(graph, attribution);
-    let sum = |graph: Option<&Graph>, nodes: &[NodeId]| -> (f64, f64) {
-        let each = nodes.iter().filter_map(|id| graph.map(|g| (g, *id)));
-        each.fold((0.0, 0.0), |(time, flops), (graph, id)| {
-            let cost = node_cost(graph, id);
-            (time + node_us(device, graph, id, cost), flops + cost.flops)
+    let forward = Run::new(device, &attribution.forward, &attribution.saved);
+    let backward = attribution.backward.as_ref().map(|graph| Run::new(device, graph, &HashSet::new()));
+    let sum = |run: Option<&Run<'_>>, nodes: &[NodeId]| -> (f64, f64) {
+        let each = nodes.iter().filter_map(|id| run.map(|run| (run, *id)));
+        each.fold((0.0, 0.0), |(time, flops), (run, id)| {
+            let cost = node_cost(run.graph, id);
+            (time + run.node_us(id, cost), flops + cost.flops)
         })
     };
+    // Steps work on gradient sums, which may be wider than the weights.
+    let mut stepped = vec![0u64; costs.ops.len()];
+    for param in &costs.params {
+        if let Some(first) = param.users.first() {
+            stepped[first.index()] += param.sum_bytes;
+        }
+    }
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
-        let (fwd_us, flops) = sum(Some(&attribution.forward), &attribution.forward_nodes[i]);
-        let backward = &attribution.backward_nodes[i];
-        let (bwd_us, _) = sum(attribution.backward.as_ref(), backward);
-        let second: Vec<NodeId> = backward.iter().copied().filter(|id| attribution.second.contains(id)).collect();
-        let (weight_grad_us, _) = sum(attribution.backward.as_ref(), &second);
+        let (fwd_us, flops) = sum(Some(&forward), &attribution.forward_nodes[i]);
+        let nodes = &attribution.backward_nodes[i];
+        let (bwd_us, _) = sum(backward.as_ref(), nodes);
+        let second: Vec<NodeId> = nodes.iter().copied().filter(|id| attribution.second.contains(id)).collect();
+        let (weight_grad_us, _) = sum(backward.as_ref(), &second);
         OpProfile {
             id: op.id,
             name: op.name,
@@ -60,7 +76,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             fwd_us: picoseconds(fwd_us),
             bwd_us: picoseconds(bwd_us),
             weight_grad_us: Some(picoseconds(weight_grad_us)),
-            update_us: (op.param_bytes > 0).then(|| picoseconds(update_us(device, op.param_bytes))),
+            update_us: (stepped[i] > 0).then(|| picoseconds(update_us(device, stepped[i]))),
             spread: 0.0,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
@@ -107,34 +123,65 @@ pub fn node_cost(graph: &Graph, id: NodeId) -> Cost {
     rule(&node.op).cost(&inputs, &node.facts)
 }
 
-fn node_us(device: &Device, graph: &Graph, id: NodeId, cost: Cost) -> f64 {
-    let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
-    let node = graph.node(id);
-    kernel_us(device, &node.op, &inputs, &node.facts, cost)
+/// A graph on a device.
+struct Run<'a> {
+    device: &'a Device,
+    graph: &'a Graph,
+    /// The traffic of fused kernels; `None` for a device that runs every op by itself.
+    fused: Option<HashMap<NodeId, Traffic>>,
 }
 
-/// Kernel time in microseconds of an op with the given cost.
+impl Run<'_> {
+    fn new<'a>(device: &'a Device, graph: &'a Graph, kept: &HashSet<Value>) -> Run<'a> {
+        let fused = device.multiprocessors.map(|_| traffic(graph, kept));
+        Run { device, graph, fused }
+    }
+
+    fn node_us(&self, id: NodeId, cost: Cost) -> f64 {
+        let inputs: Vec<&Fact> = self.graph.inputs(id).into_iter().map(|v| self.graph.fact(v)).collect();
+        let node = self.graph.node(id);
+        let Some(fused) = &self.fused else { return kernel_us(self.device, &node.op, &inputs, &node.facts, cost) };
+        let Some(traffic) = fused.get(&id) else { return 0.0 };
+        let cost = Cost { bytes: traffic.bytes, ..cost };
+        let launch = if traffic.launches { self.device.launch.0 * 1e6 } else { 0.0 };
+        execution_us(self.device, &node.op, &inputs, &node.facts, cost) + launch
+    }
+}
+
+/// Kernel time in microseconds of an op with the given cost, if it is not fused with others.
 pub fn kernel_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], cost: Cost) -> f64 {
+    if device.multiprocessors.is_some() && is_free(op) {
+        return 0.0;
+    }
+    execution_us(device, op, inputs, outputs, cost) + device.launch.0 * 1e6
+}
+
+/// The longer of arithmetic and memory traffic, in microseconds.
+fn execution_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], cost: Cost) -> f64 {
     let facts = inputs.iter().copied().chain(outputs);
     let dtype = facts.map(|fact| fact.dtype).find(|d| d.is_float()).unwrap_or(DType::F32);
-    let contracts = matches!(op, Op::MatMul(_) | Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_));
-    let rate = match contracts {
-        true => CONTRACTION * contraction_peak(&device.peak_flops, dtype),
-        // Matrix units only do contractions; other arithmetic on narrower types runs in f32.
-        false if dtype == DType::F64 => ELEMENTWISE * device.peak_flops.f64,
-        false => ELEMENTWISE * device.peak_flops.f32,
-    };
-    let arithmetic = cost.flops / rate;
     let memory = cost.bytes / (STREAMING * device.memory_bandwidth.0);
-    (arithmetic.max(memory) + device.launch.0) * 1e6
+    if !contracts(op) {
+        // Matrix units only do contractions; other arithmetic on narrower types runs in f32.
+        let peak = if dtype == DType::F64 { device.peak_flops.f64 } else { device.peak_flops.f32 };
+        return (cost.flops / (ELEMENTWISE * peak)).max(memory) * 1e6;
+    }
+    let rate = device.matmul_efficiency.unwrap_or(CONTRACTION) * matmul::peak(device, dtype);
+    let product = device.multiprocessors.zip(Product::of(op, inputs, outputs, cost.flops));
+    let seconds = match product {
+        Some((multiprocessors, product)) => product.seconds(device, multiprocessors, rate, cost.bytes),
+        None => (cost.flops / rate).max(memory),
+    };
+    seconds * 1e6
 }
 
-/// f32 uses the f32 peak: frameworks do not use TF32 for matrix products by default.
-fn contraction_peak(peak: &Peak, dtype: DType) -> f64 {
-    match dtype {
-        DType::F64 => peak.f64,
-        DType::Bf16 => peak.bf16,
-        DType::F16 => peak.f16,
-        _ => peak.f32,
+/// Ops whose arithmetic is mostly matrix products.
+fn contracts(op: &Op) -> bool {
+    use Op::{Gru, GruGrad, Lstm, LstmGrad, Rnn, RnnGrad};
+    match op {
+        Op::MatMul(_) | Op::GroupedMatMul(_) | Op::GroupedMatMulGrad(_) => true,
+        Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_) => true,
+        Lstm(_) | LstmGrad(_) | Gru(_) | GruGrad(_) | Rnn(_) | RnnGrad(_) => true,
+        _ => false,
     }
 }

@@ -71,6 +71,8 @@ pub struct Attribution {
     pub chains: [Chains; 2],
     /// Per op, the bytes of the targets that its loss reads; the original graph has no targets.
     pub target_bytes: Vec<u64>,
+    /// Values of `forward` saved for the backward.
+    pub saved: HashSet<Value>,
     /// Per op, the bytes of its outputs saved for the backward.
     pub saved_bytes: Vec<u64>,
     /// Per op, the peak of transient bytes during its forward or backward nodes. Saved tensors, parameters and gradient
@@ -135,7 +137,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         arriving.insert((value, 1, 0));
     }
     let stages = 1 + place.len();
-    for id in order::numbered(&whole) {
+    for id in order::executed(&whole) {
         place.entry(id).or_insert(0);
     }
     let mut fragment = fragments(&whole, &place, stages)?.swap_remove(0);
@@ -219,6 +221,7 @@ pub fn of_stage(
         second,
         chains,
         target_bytes,
+        saved: kept,
         saved_bytes,
         live: alive.0,
         between_bytes,
@@ -279,7 +282,7 @@ pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     let number: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
     let mut leaders = vec![None; ops.len()];
     for (at, id) in ops.iter().enumerate().rev() {
-        let readers = graph.successors(*id).into_iter().filter_map(|reader| number.get(&reader).copied());
+        let readers = graph.successors(*id).into_iter().filter_map(|reader| number.get(&graph.op_of(reader)).copied());
         let first = readers.filter_map(|reader| leaders[reader]).min();
         leaders[at] = if data.contains(id) { Some(at) } else { first };
     }
@@ -295,7 +298,9 @@ fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
             learned.insert(id);
         }
     }
-    let fits = |v: &Value| graph.fact(*v).dtype.is_float() && learned.contains(&v.node) && numbered.contains(&v.node);
+    let fits = |v: &Value| {
+        graph.fact(*v).dtype.is_float() && learned.contains(&v.node) && numbered.contains(&graph.op_of(v.node))
+    };
     graph.outputs.iter().map(|o| o.value).find(fits)
 }
 
@@ -304,6 +309,11 @@ fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
 pub fn tag(graph: &mut Graph, ops: &[NodeId]) {
     let mut owner: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(i, id)| (*id, i)).collect();
     let order = order::canonical(graph);
+    for &id in &order {
+        if let Some(own) = graph.node(id).part_of.and_then(|op| owner.get(&op).copied()) {
+            owner.insert(id, own);
+        }
+    }
     let source = |op: &Op| matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
     // Nodes after the ops: the loss.
     for &id in &order {

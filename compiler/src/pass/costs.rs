@@ -6,7 +6,7 @@
 use super::attribution::{Attribution, of_data};
 use crate::graph::Graph;
 use crate::op::table::rule;
-use crate::op::{NodeId, Op, Value};
+use crate::op::{NodeId, Op, Value, elements};
 use crate::profile::Profile;
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use crate::tensor::DType;
@@ -38,9 +38,12 @@ pub enum FillError {
 pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     let number: HashMap<NodeId, OpId> =
         attribution.ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
+    let parts = parts(graph, &number);
     let readers = |value: Value| -> Vec<OpId> {
-        let mut ops: Vec<OpId> =
-            graph.consumers(value).iter().filter_map(|(node, _)| number.get(node).copied()).collect();
+        let op = |node: NodeId| number.get(&graph.op_of(node)).copied();
+        let own = op(value.node);
+        let readers = graph.consumers(value).into_iter().filter_map(|(node, _)| op(node));
+        let mut ops: Vec<OpId> = readers.filter(|reader| Some(*reader) != own).collect();
         ops.sort_unstable();
         ops.dedup();
         ops
@@ -71,7 +74,8 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).max().unwrap_or(0),
             ..OpCost::default()
         });
-        for value in values {
+        let made = values.into_iter().chain(parts.get(&id).into_iter().flatten().flat_map(|part| graph.values(*part)));
+        for value in made {
             let consumers = readers(value);
             if consumers.is_empty() && !results.contains(&value) {
                 continue;
@@ -105,6 +109,17 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     costs
 }
 
+/// The parts of each op.
+fn parts(graph: &Graph, number: &HashMap<NodeId, OpId>) -> HashMap<NodeId, Vec<NodeId>> {
+    let mut parts: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
+    for id in graph.ids() {
+        if let Some(op) = graph.node(id).part_of.filter(|op| number.contains_key(op)) {
+            parts.entry(op).or_default().push(id);
+        }
+    }
+    parts
+}
+
 /// For each op of parameters, random numbers and constants alone, the op it joins: the first data-dependent reader,
 /// also through other such ops. All its consumers then come after that op. In a graph without inputs no op joins
 /// another.
@@ -125,13 +140,21 @@ fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Ve
     joins
 }
 
-/// The model's element type: that of its first float parameter, or else of its first float value.
+/// The model's element type: that of most elements of its float parameters, or else of its first float value.
 pub fn dtype(graph: &Graph) -> DType {
-    let floats = |parameters: bool| {
-        let of = graph.ids().filter(move |id| !parameters || matches!(graph.node(*id).op, Op::Parameter(_)));
-        of.flat_map(|id| graph.node(id).facts.iter().map(|f| f.dtype)).find(|d| d.is_float())
-    };
-    floats(true).or_else(|| floats(false)).unwrap_or(DType::F32)
+    let mut sizes: Vec<(DType, f64)> = Vec::new();
+    for id in graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_))) {
+        let fact = &graph.node(id).facts[0];
+        match sizes.iter_mut().find(|(dtype, _)| *dtype == fact.dtype) {
+            Some((_, size)) => *size += elements(fact),
+            None => sizes.push((fact.dtype, elements(fact))),
+        }
+    }
+    // The first of equals.
+    let floats = sizes.into_iter().rev().filter(|(dtype, _)| dtype.is_float());
+    let most = floats.max_by(|a, b| a.1.total_cmp(&b.1)).map(|(dtype, _)| dtype);
+    let first = || graph.ids().flat_map(|id| graph.node(id).facts.iter().map(|f| f.dtype)).find(|d| d.is_float());
+    most.or_else(first).unwrap_or(DType::F32)
 }
 
 /// Copies times and workspaces from a profile, after checking that it belongs to this model at these sizes. Without

@@ -15,20 +15,14 @@ use crate::pass::precision::{PrecisionError, precision};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 
-pub struct Mixed {
-    pub graph: Graph,
-    /// The added casts, each with the op whose stage it must share.
-    pub added: Vec<(NodeId, NodeId)>,
-}
-
-/// Converts floats to the two-byte type `to`. Node ids are unchanged.
-pub fn mixed(graph: &Graph, to: DType) -> Result<Mixed, PrecisionError> {
-    let mut pass = Pass { graph: precision(graph, to)?, added: Vec::new(), to };
+/// Converts floats to the two-byte type `to`. Node ids are unchanged; each added cast is a part of the op that needs it.
+pub fn mixed(graph: &Graph, to: DType) -> Result<Graph, PrecisionError> {
+    let mut pass = Pass { graph: precision(graph, to)?, to };
     pass.states();
     for id in order::canonical(graph).into_iter().filter(|id| is_whole(&graph.node(*id).op)) {
         pass.widen(id)?;
     }
-    Ok(Mixed { graph: pass.graph, added: pass.added })
+    Ok(pass.graph)
 }
 
 /// Tests for normalisations, which save statistics for the backward.
@@ -38,16 +32,15 @@ fn is_whole(op: &Op) -> bool {
 
 struct Pass {
     graph: Graph,
-    added: Vec<(NodeId, NodeId)>,
     to: DType,
 }
 
 impl Pass {
-    /// Adds a cast of a value, in the stage of `beside`.
+    /// Adds a cast of a value, as a part of `beside`.
     fn cast(&mut self, value: Value, to: DType, beside: NodeId) -> Value {
         let origin = self.graph.node(beside).origin.clone();
         let cast = Writer { graph: &mut self.graph, origin }.emit(Op::Cast(Cast { to }), &[value]);
-        self.added.push((cast.node, beside));
+        self.graph.node_mut(cast.node).part_of = Some(beside);
         cast
     }
 
@@ -143,10 +136,11 @@ mod tests {
         graph.outputs.push(Output { name: "y".into(), value: y });
         graph.averages.push(MovingAverage { state: state.node, sample: norm[1], keep: 0.9 });
         let made = mixed(&graph, DType::Bf16).unwrap();
-        verify(&made.graph).unwrap();
-        assert_eq!(made.added.len(), 2, "one cast before the normalisation, one behind it");
-        for id in made.graph.ids() {
-            let node = made.graph.node(id);
+        verify(&made).unwrap();
+        let casts = made.ids().filter(|id| made.node(*id).part_of == Some(norm[0].node));
+        assert_eq!(casts.count(), 2, "one cast before the normalisation, one behind it");
+        for id in made.ids() {
+            let node = made.node(id);
             let expected = match &node.op {
                 Op::Parameter(p) => p.name != "w",
                 Op::State(_) | Op::BatchNorm(_) => true,
@@ -155,6 +149,6 @@ mod tests {
             };
             assert_eq!(node.facts[0].dtype == DType::F32, expected, "{}", rule(&node.op).name());
         }
-        assert_eq!(made.graph.fact(made.graph.averages[0].sample).dtype, DType::F32);
+        assert_eq!(made.fact(made.averages[0].sample).dtype, DType::F32);
     }
 }

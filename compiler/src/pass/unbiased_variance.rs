@@ -4,12 +4,11 @@
 
 use crate::graph::{Graph, Writer};
 use crate::op::unary::scalar;
-use crate::op::{Binary, Emit, NodeId, Op, Value};
+use crate::op::{Binary, Emit, Op, Value};
 
-/// Makes every running variance average the unbiased batch variance, in a graph of fixed sizes. Returns the added ops,
-/// each with the normalisation whose stage it must share.
-pub fn unbiased(graph: &mut Graph) -> Vec<(NodeId, NodeId)> {
-    let mut added = Vec::new();
+/// Makes every running variance average the unbiased batch variance, in a graph of fixed sizes. The added ops are parts
+/// of the normalisations.
+pub fn unbiased(graph: &mut Graph) {
     for at in 0..graph.averages.len() {
         let sample = graph.averages[at].sample;
         let norm = sample.node;
@@ -28,7 +27,8 @@ pub fn unbiased(graph: &mut Graph) -> Vec<(NodeId, NodeId)> {
         let factor = out.emit(scalar(x.dtype, n as f64 / (n - 1) as f64), &[]);
         let Value { node, output } = out.emit(Op::Binary(Binary::Mul), &[sample, factor]);
         graph.averages[at].sample = Value { node, output };
-        added.extend([(factor.node, norm), (node, norm)]);
+        for part in [factor.node, node] {
+            graph.node_mut(part).part_of = Some(norm);
+        }
     }
-    added
 }

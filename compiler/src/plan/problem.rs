@@ -7,6 +7,7 @@ use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
+use crate::profile::precision::Precision;
 use crate::profile::shared::TensorParallelCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -142,6 +143,8 @@ pub struct Problem {
     pub model: PlannedModel,
     pub profile: PlannedProfile,
     pub dtype: String,
+    /// The precision, if it is not that of the model file.
+    pub precision: Option<Precision>,
     pub optimizer: String,
 }
 
@@ -227,6 +230,7 @@ impl Problem {
             model,
             profile: PlannedProfile { sha256: String::new(), method: Method::Imported },
             dtype: "f32".to_string(),
+            precision: None,
             optimizer: "sgd".to_string(),
         }
     }

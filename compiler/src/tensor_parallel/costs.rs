@@ -70,7 +70,7 @@ pub fn shared_costs(
         whole.graph.outputs.retain(|output| output.name == LOSS);
     }
     let pieces = pieces(alone);
-    let placed: Vec<NodeId> = order::numbered(&whole.graph);
+    let placed: Vec<NodeId> = order::executed(&whole.graph);
     let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
     let all: HashSet<NodeId> = placed.iter().copied().collect();
     let (learned, needed) = (learned(&whole.graph), needed(&whole));

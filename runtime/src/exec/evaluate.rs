@@ -59,7 +59,7 @@ pub fn evaluate_each(
         inference(&mut graph);
     }
     pipeline::concrete(&mut graph).map_err(CompileError::from)?;
-    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let place: HashMap<NodeId, usize> = order::executed(&graph).into_iter().map(|id| (id, 0)).collect();
     if place.is_empty() {
         return given.into_iter().try_for_each(|given| sources(&graph, &given, weights).map(&mut *on_results));
     }

@@ -48,13 +48,18 @@ use std::time::Instant;
 /// ops are in the stage of the loss's input.
 pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<NodeId, usize> {
     let mut place: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
+    for part in order::executed(graph) {
+        if let Some(stage) = place.get(&graph.op_of(part)).copied() {
+            place.insert(part, stage);
+        }
+    }
     let loss = with_loss.outputs.iter().rev().find(|output| output.name == LOSS);
     let mut maker = loss.or(with_loss.outputs.first()).map(|output| output.value.node);
     while let Some(node) = maker.filter(|node| !place.contains_key(node)) {
         maker = with_loss.inputs(node).first().map(|input| input.node);
     }
     let last = maker.and_then(|node| place.get(&node)).copied().unwrap_or(0);
-    for id in order::numbered(with_loss) {
+    for id in order::executed(with_loss) {
         place.entry(id).or_insert(last);
     }
     place

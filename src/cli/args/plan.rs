@@ -8,7 +8,8 @@ use compiler::partition::partitioners::Partitioner;
 use compiler::plan::groups::MOST as MAX_DEGREE;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::zero::{LEVELS, MOST};
-use compiler::tensor::DType;
+use compiler::profile::precision::Precision;
+use pipec::costs::PrecisionChoice;
 use pipec::error::Error;
 use pipec::plan::request::{BucketSize, PlanOptions, ScheduleChoice};
 use pipec::plan::tensor_parallel::TensorParallel;
@@ -82,9 +83,9 @@ pub struct PlanArguments {
     /// sgd, rmsprop: momentum used in training; a non-zero value adds one optimizer-state value per weight
     #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Costs and memory")]
     pub momentum: Option<f64>,
-    /// Element type of all floats in the plan [default: the model's own]
-    #[arg(long, value_name = "f32|f64", value_parser = floats, help_heading = "Model")]
-    pub dtype: Option<String>,
+    /// Precision of training: fp64, fp32, tf32, bf16 or fp16 (mixed, with f32 master weights) [default: that of the profile; bf16 on devices with bf16 tensor cores; else the model's]
+    #[arg(long, alias = "dtype", value_name = "NAME", value_parser = precision, help_heading = "Model")]
+    pub precision: Option<Precision>,
     /// Maximum number of states a search may visit [default: limits the search to seconds]
     #[arg(long, value_name = "STATES", help_heading = "Search")]
     pub budget: Option<u64>,
@@ -141,7 +142,7 @@ impl PlanArguments {
             recompute: of.recompute == "auto" && !of.no_recompute,
             optimizer: of.optimizer.into(),
             momentum: of.momentum,
-            dtype: of.dtype.as_deref().and_then(DType::parse),
+            precision: of.precision.map_or(PrecisionChoice::Usual, PrecisionChoice::Given),
             budget: of.budget,
             time_limit: of.time_limit,
             in_flight: of.in_flight,
@@ -174,16 +175,12 @@ pub fn pin(text: &str) -> Result<(String, u32), String> {
         .ok_or_else(|| "write a node, a module or an op id and its stage, for example encoder=0".to_string())
 }
 
-/// Reads `--dtype`.
-pub fn floats(text: &str) -> Result<String, String> {
-    match text {
-        "f32" | "f64" => Ok(text.to_string()),
-        "bf16" | "f16" => Err(format!(
-            "a plan assumes one size for all floats, but with `{text}` weights, gradient sums and statistics stay in f32. Omit it: \
-             `pipec train --plan FILE --dtype {text}` estimates memory again and keeps to the plan's limit"
-        )),
-        _ => Err("write f32 or f64".to_string()),
-    }
+/// Reads `--precision`.
+pub fn precision(text: &str) -> Result<Precision, String> {
+    Precision::from_name(text).ok_or_else(|| {
+        let names: Vec<&str> = Precision::ALL.into_iter().map(Precision::name).collect();
+        format!("write one of {}", names.join(", "))
+    })
 }
 
 /// Reads `--time-limit`.

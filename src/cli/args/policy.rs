@@ -1,7 +1,8 @@
 //! The precision, clipping, running-statistics and weight-staleness flags of `pipec train`.
 
+use crate::cli::args::plan::precision;
 use clap::{Args, ValueEnum};
-use compiler::tensor::DType;
+use compiler::profile::precision::Precision;
 use pipec::error::Error;
 use pipec::train::request::{self, PolicyRequest};
 
@@ -9,9 +10,9 @@ use pipec::train::request::{self, PolicyRequest};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Optimizer")]
 pub struct PolicyArguments {
-    /// Element type of all floats [default: the model's own]; bf16 and f16 keep weights, gradient sums and statistics in f32
-    #[arg(long, value_enum, value_name = "TYPE")]
-    dtype: Option<Type>,
+    /// Precision: fp64, fp32, bf16 or fp16; the last two keep master weights, gradient sums and statistics in f32 [default: the plan's; without a plan, the model's]
+    #[arg(long, alias = "dtype", value_name = "NAME", value_parser = precision)]
+    precision: Option<Precision>,
     /// Clip gradients to this norm: global under synchronous schedules, per stage otherwise
     #[arg(long, value_name = "X", value_parser = norm)]
     clip_norm: Option<f64>,
@@ -24,19 +25,6 @@ pub struct PolicyArguments {
     /// pipemare: minibatches until the full learning rate is reached [default: a quarter of all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     anneal: Option<u32>,
-}
-
-/// An element type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Type {
-    /// 8 bytes
-    F64,
-    /// 4 bytes
-    F32,
-    /// 2 bytes with the range of f32
-    Bf16,
-    /// 2 bytes, with loss scaling
-    F16,
 }
 
 /// Update rule of running statistics.
@@ -70,12 +58,7 @@ impl PolicyArguments {
             return Err(Error::input("`--anneal` requires `--staleness pipemare`"));
         }
         Ok(PolicyRequest {
-            dtype: self.dtype.map(|name| match name {
-                Type::F64 => DType::F64,
-                Type::F32 => DType::F32,
-                Type::Bf16 => DType::Bf16,
-                Type::F16 => DType::F16,
-            }),
+            precision: self.precision,
             clip_norm: self.clip_norm,
             deferred_statistics: self.bn == Bn::Deferred,
             staleness: self.staleness.map(|name| match name {

@@ -2,11 +2,13 @@
 
 use crate::cli::args::Dims;
 use crate::cli::args::loss::LossArguments;
+use crate::cli::args::plan::precision;
 use crate::cli::screen::Screen;
 use crate::cli::table::{Give, fitted, folded};
 use clap::Args;
 use compiler::export::quantity;
 use compiler::import::onnx::name::shown;
+use compiler::profile::precision::Precision;
 use compiler::profile::read::to_json;
 use compiler::profile::{OpProfile, Profile};
 use pipec::error::Error;
@@ -35,6 +37,9 @@ pub struct Arguments {
     dims: Dims,
     #[command(flatten)]
     loss: LossArguments,
+    /// Precision: fp64, fp32, tf32, bf16 or fp16 [default: the model's when measured; bf16 for device types with bf16 tensor cores]
+    #[arg(long, value_name = "NAME", value_parser = precision)]
+    precision: Option<Precision>,
     /// Measured runs of each kernel
     #[arg(long, value_name = "N", default_value_t = Settings::default().runs, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     runs: u32,
@@ -72,6 +77,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
             device,
             import: arguments.dims.import.into(),
             micro_batch: arguments.dims.micro_batch,
+            precision: arguments.precision,
             loss: arguments.loss.counted().unwrap_or_default(),
             settings: Settings {
                 warmup: arguments.warmup,

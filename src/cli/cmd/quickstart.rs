@@ -23,6 +23,7 @@ use compiler::tensor::Tensor;
 use models::digits::{self, SAMPLE, Split};
 use models::zoo;
 use pipec::costs;
+use pipec::costs::PrecisionChoice;
 use pipec::costs::{Costs, Times};
 use pipec::error::Error;
 use pipec::files::output;
@@ -32,7 +33,7 @@ use pipec::model::{self, LoadedModel};
 use pipec::plan::from_costs::solve;
 use pipec::plan::optimizer;
 use pipec::plan::request::PlanOptions;
-use pipec::profile::measure_model;
+use pipec::profile::measure_graph;
 use pipec::train::metrics::watched;
 use pipec::train::prepare;
 use pipec::train::task::{Data, HeldOut, Length, Task};
@@ -122,7 +123,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         let cluster = machine::cluster_of_this_cpu(WORKERS)
             .map_err(|error| Error::input("cannot use this CPU").because(error))?;
         let times = Times::Profile(profile_file.clone(), sha256.clone(), Box::new(measured.clone()));
-        costs::assemble(&loaded, BATCH, cluster, times, None, CountedLoss::Default)
+        costs::assemble(&loaded, BATCH, cluster, times, PrecisionChoice::Usual, CountedLoss::Default)
     };
     let model_file = at("model.onnx");
     let plan_with = |options: &PlanOptions| solve(&model_file, costs()?, options).map(|planned| planned.plan);
@@ -230,7 +231,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
 }
 
 fn profiled(loaded: &LoadedModel, path: &Path, screen: &Screen) -> Result<(Profile, String), Error> {
-    let measured = measure_model(loaded, BATCH, CountedLoss::Default, &Settings::default(), true, screen)?;
+    let measured =
+        measure_graph(loaded, &loaded.at(BATCH)?, BATCH, CountedLoss::Default, &Settings::default(), true, screen)?;
     let json = to_json(&measured).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(path, json.as_bytes())?;
     Ok((measured, sha256(json.as_bytes())))

@@ -113,6 +113,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         schema: SCHEMA.to_string(),
         model: request.model.clone(),
         dtype: "f32".to_string(),
+        element_types: None,
         optimizer: "sgd".to_string(),
         profile: PlannedProfile { sha256: request.sha256.clone(), method: Method::Imported },
         cluster: PlannedCluster {

@@ -141,6 +141,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         schema: SCHEMA.to_string(),
         model: request.model.clone(),
         dtype: "f32".to_string(),
+        element_types: None,
         optimizer: "sgd".to_string(),
         profile: PlannedProfile { sha256: request.sha256.clone(), method: Method::Imported },
         cluster: cluster(placement, bytes)?,

@@ -14,6 +14,7 @@ use crate::plan::cost_estimate::{CostEstimate, FlowQuery};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost;
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
+use crate::profile::precision::Precision;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -69,6 +70,7 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         schema: SCHEMA.to_string(),
         model: problem.model.clone(),
         dtype: problem.dtype.clone(),
+        element_types: problem.precision.map(Precision::types),
         optimizer: problem.optimizer.clone(),
         profile: problem.profile.clone(),
         cluster: PlannedCluster {
