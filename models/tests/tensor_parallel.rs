@@ -50,7 +50,7 @@ impl Stage {
 fn machine(kind: &str, devices: usize, gigabytes: f64, latency: f64) -> Machine {
     let device = device::find(kind).unwrap().device();
     let (bandwidth, latency) = (BytesPerSecond(gigabytes * 1e9), Seconds(latency));
-    Machine { device, devices, bandwidth, latency }
+    Machine { device, devices, bandwidth, latency, keeps_weights: false }
 }
 
 /// An almost free link and no kernel launch time, so that everything shardable is sharded.

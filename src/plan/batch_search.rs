@@ -67,7 +67,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
         if known.is_empty() {
             request.protect_output(&costs.model)?;
         }
-        let shared = request.options.tensor_parallel.costs(&costs)?;
+        let shared = request.options.tensor_parallel.costs(&costs, request.options.target)?;
         let sized = Sized { size, costs, shared };
         let score = search.solve(&sized, schedules[0].clone())?;
         progress("");

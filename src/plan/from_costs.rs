@@ -21,7 +21,7 @@ use std::path::Path;
 
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
-    let shared = options.tensor_parallel.costs(&costs)?;
+    let shared = options.tensor_parallel.costs(&costs, options.target)?;
     solve_with_groups(file, costs, shared, options)
 }
 

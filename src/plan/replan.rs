@@ -14,7 +14,7 @@ use serde_json::Value;
 
 /// The problem whose solution is this plan, for evaluating other cuts.
 pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
-    let shared = TensorParallel::in_plan(plan).costs(&costs)?;
+    let shared = TensorParallel::in_plan(plan).costs(&costs, target(plan))?;
     let mut problem = costs.problem(plan.cost);
     problem.shared = shared;
     problem.objective = plan.objective;
@@ -30,6 +30,11 @@ pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Error> {
     Ok(problem)
 }
 
+/// The framework that a plan was made for.
+pub fn target(plan: &Plan) -> Option<Target> {
+    plan.options.get("target").and_then(Value::as_str).and_then(Target::from_name)
+}
+
 /// The options that a plan was made with, without constraints on its stages.
 pub fn options(plan: &Plan) -> PlanOptions {
     let text = |name: &str| plan.options.get(name).and_then(Value::as_str);
@@ -41,7 +46,7 @@ pub fn options(plan: &Plan) -> PlanOptions {
         microbatches: plan.schedule.microbatches,
         schedule: Some(ScheduleChoice::Named(plan.schedule.kind)),
         objective: plan.objective,
-        target: text("target").and_then(Target::from_name),
+        target: target(plan),
         bucket: BucketSize::Bytes(bucket(plan)),
         zero: match plan.options.get("zero") {
             Some(Value::String(_)) => ZeroStage::Auto,

@@ -3,11 +3,17 @@
 use crate::costs::Costs;
 use crate::error::Error;
 use compiler::plan::groups::MOST;
+use compiler::plan::problem::Target;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
 use serde_json::Value;
+
+/// True if the framework shards matrices of weights and never gathers them.
+pub fn keeps_weights(target: Option<Target>) -> bool {
+    matches!(target, Some(Target::Megatron | Target::Torchtitan))
+}
 
 /// The tensor-parallel degree of each replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,8 +69,8 @@ impl TensorParallel {
         }
     }
 
-    /// The costs of the model on such groups.
-    pub fn costs(self, costs: &Costs) -> Result<Vec<TensorParallelCosts>, Error> {
+    /// The costs of the model on such groups, for a target framework if there is one.
+    pub fn costs(self, costs: &Costs, target: Option<Target>) -> Result<Vec<TensorParallelCosts>, Error> {
         let sizes = self.sizes(costs)?;
         let Some(level) = costs.cluster.levels.first().filter(|_| !sizes.is_empty()) else { return Ok(Vec::new()) };
         let fail = |why: &dyn std::fmt::Display| {
@@ -81,6 +87,7 @@ impl TensorParallel {
                 devices: devices as usize,
                 bandwidth: level.bandwidth,
                 latency: level.latency,
+                keeps_weights: keeps_weights(target),
             };
             shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
         };

@@ -10,9 +10,9 @@ use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
+use runtime::data::DataError;
 use runtime::data::weights;
 use runtime::data::weights::FileError;
-use runtime::data::{DataError, refuse_not_finite};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -112,14 +112,18 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
     }
 }
 
-/// Refuses inputs that contain NaN or an infinity.
-pub fn check_finite(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Error> {
-    for (name, array) in inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array))) {
-        let Err(DataError::NotFinite { row, value, .. }) = refuse_not_finite(&name, array) else { continue };
-        let why = format!("array `{}` contains {value} in row {row}", shown(&name));
-        return Err(Error::input("the data does not match the model")
-            .because(why)
-            .with_help("clean the array, for example with `numpy.nan_to_num`"));
+/// Refuses inputs that contain NaN. An infinity may be a mask, which one stage of a model sends to the next.
+pub fn check_numbers(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Error> {
+    let floats = inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array)));
+    for (name, array) in floats.filter(|(_, array)| array.dtype().is_float()) {
+        let view = array.view();
+        if let Some(at) = (0..view.len()).find(|at| view.f64(*at).is_nan()) {
+            let per_row = array.len() / array.shape().first().copied().unwrap_or(1).max(1);
+            let why = format!("array `{}` contains NaN in row {}", shown(&name), at / per_row.max(1));
+            return Err(Error::input("the data does not match the model")
+                .because(why)
+                .with_help("clean the array, for example with `numpy.nan_to_num`"));
+        }
     }
     Ok(())
 }

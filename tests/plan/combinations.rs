@@ -65,7 +65,13 @@ struct Set {
 
 fn group(devices: u32) -> Machine {
     let device = device::find("cpu").unwrap().device();
-    Machine { device, devices: devices as usize, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6) }
+    Machine {
+        device,
+        devices: devices as usize,
+        bandwidth: BytesPerSecond(100e9),
+        latency: Seconds(1e-6),
+        keeps_weights: false,
+    }
 }
 
 /// A parity model; `microbatches` splits its minibatches.

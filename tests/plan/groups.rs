@@ -183,7 +183,7 @@ fn gpt(layers: usize, batch: i64) -> Graph {
 
 fn group(devices: usize) -> Machine {
     let device = device::find("cpu").unwrap().device();
-    Machine { device, devices, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6) }
+    Machine { device, devices, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6), keeps_weights: false }
 }
 
 const TRAINING: Training = Training::Loss(Loss::CrossEntropy, None);

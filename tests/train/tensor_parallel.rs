@@ -48,7 +48,7 @@ fn set(root: &Path, name: &str) -> Set {
 fn group(devices: usize) -> Machine {
     let mut device = device::find("cpu").unwrap().device();
     device.launch = Seconds(0.0);
-    Machine { device, devices, bandwidth: BytesPerSecond(1e15), latency: Seconds(0.0) }
+    Machine { device, devices, bandwidth: BytesPerSecond(1e15), latency: Seconds(0.0), keeps_weights: false }
 }
 
 fn adam() -> Optimizer {

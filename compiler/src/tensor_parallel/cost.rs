@@ -35,6 +35,9 @@ pub struct Machine {
     pub bandwidth: BytesPerSecond,
     /// Per message.
     pub latency: Seconds,
+    /// Matrices of weights are sharded and never gathered, as in Megatron-LM. Otherwise a group may also gather them, or
+    /// replicate them and divide the batch, if that is faster.
+    pub keeps_weights: bool,
 }
 
 impl Machine {

@@ -13,7 +13,7 @@ use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, NEVER, Time, sum};
 use crate::tensor_parallel::variable_elimination::{Factors, MOST_ENTRIES};
 use crate::tensor_parallel::{Choice, End, SpmdTask, blocks};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -48,6 +48,8 @@ pub struct Model<'a> {
     task: &'a SpmdTask,
     machine: &'a Machine,
     nodes: Vec<NodeId>,
+    /// Matrices of weights that are sharded and never gathered, and what is computed from them alone.
+    kept: HashSet<NodeId>,
     states: Vec<Vec<State>>,
     /// Costs of states and of pairs of states.
     pub factors: Factors,
@@ -66,6 +68,32 @@ pub fn choose_within(task: &SpmdTask, machine: &Machine, most_entries: usize) ->
     Ok(Chosen { choice: model.choice(&found.states), cost: found.cost, bound: found.bound, alone })
 }
 
+/// The parameters that matrix products read, and the nodes between the two. Tied weights stay replicated.
+fn matrices(task: &SpmdTask, nodes: &[NodeId]) -> HashSet<NodeId> {
+    let graph = &task.graph;
+    let mut of_weights: HashSet<NodeId> = HashSet::new();
+    for &id in nodes {
+        let inputs = graph.inputs(id);
+        let is_weight = match &graph.node(id).op {
+            Op::Parameter(_) => !task.whole.contains(&id),
+            Op::Cast(_) | Op::Transpose(_) | Op::Reshape(_) => inputs.iter().all(|v| of_weights.contains(&v.node)),
+            _ => false,
+        };
+        if is_weight {
+            of_weights.insert(id);
+        }
+    }
+    let mut kept = HashSet::new();
+    for &id in nodes.iter().rev().filter(|id| of_weights.contains(id)) {
+        let readers = graph.successors(id);
+        let is_product = |id: &NodeId| matches!(graph.node(*id).op, Op::MatMul(_) | Op::GroupedMatMul(_));
+        if readers.iter().any(|reader| is_product(reader) || kept.contains(reader)) {
+            kept.insert(id);
+        }
+    }
+    kept
+}
+
 impl<'a> Model<'a> {
     pub fn of(task: &'a SpmdTask, machine: &'a Machine) -> Result<Model<'a>, ChooseError> {
         if !(2..=64).contains(&machine.devices) {
@@ -79,7 +107,8 @@ impl<'a> Model<'a> {
         }
         let group = blocks::group(&task.graph, machine.devices);
         let nodes = order::canonical(&task.graph);
-        let mut model = Model { task, machine, nodes, states: Vec::new(), factors: Factors::default() };
+        let kept = if machine.keeps_weights { matrices(task, &nodes) } else { HashSet::new() };
+        let mut model = Model { task, machine, nodes, kept, states: Vec::new(), factors: Factors::default() };
         let readers = model.readers();
         for at in 0..model.nodes.len() {
             let states = model.states_of(model.nodes[at], &group, &readers);
@@ -119,6 +148,11 @@ impl<'a> Model<'a> {
         let facts: Vec<&Fact> = inputs.iter().map(|v| graph.fact(*v)).collect();
         let mut ways = match &node.op {
             Op::Parameter(_) if self.task.whole.contains(&id) => parameter(&node.facts[0], group)[..1].to_vec(),
+            Op::Parameter(_) if self.kept.contains(&id) => {
+                let ways = parameter(&node.facts[0], group);
+                // The first one replicates.
+                ways[usize::from(ways.len() > 1)..].to_vec()
+            }
             Op::Parameter(_) => parameter(&node.facts[0], group),
             _ => strategies(&node.op, &facts, &node.facts, group),
         };
@@ -154,6 +188,9 @@ impl<'a> Model<'a> {
     fn bring(&self, value: Value, state: &State, to: Sharding) -> Time {
         let output = value.output as usize;
         let fact = self.task.graph.fact(value);
+        if self.kept.contains(&value.node) && state.way.outputs[output] != to {
+            return NEVER;
+        }
         let direct = self.machine.conversion(fact, state.way.outputs[output], to);
         let second = state.kept[output].map_or(NEVER, |kept| self.machine.conversion(fact, kept, to));
         direct.min(second)
@@ -284,7 +321,13 @@ mod tests {
     fn machine(seed: u64) -> Machine {
         let device = device::find("cpu").unwrap().device();
         let bandwidth = BytesPerSecond([1e8, 1e9, 1e10, 1e12][seed as usize % 4]);
-        Machine { device, devices: [2, 4][seed as usize / 4 % 2], bandwidth, latency: Seconds(1e-7) }
+        Machine {
+            device,
+            devices: [2, 4][seed as usize / 4 % 2],
+            bandwidth,
+            latency: Seconds(1e-7),
+            keeps_weights: false,
+        }
     }
 
     #[test]

@@ -55,7 +55,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         return Err(Error::input("`pipec eval` requires MODEL, --inputs and -o"));
     };
     output::check_tensors(output)?;
-    let answer = one(file, inputs, arguments.weights.as_deref(), output, arrays::check_finite, screen)?;
+    let answer = one(file, inputs, arguments.weights.as_deref(), output, arrays::check_numbers, screen)?;
     let mut text = String::new();
     for (name, tensor) in &answer.outputs {
         text += &format!("{} {}{:?}\n", shown(name), tensor.dtype(), tensor.shape());

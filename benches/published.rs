@@ -1,0 +1,248 @@
+//! Predictions against published training runs.
+//!
+//! ```text
+//! cargo bench --bench published                    the tables on standard output
+//! PIPEC_TABLES=1 cargo bench --bench published     also into benches/results/published.md
+//! cargo bench --bench published -- sc21            only rows with "sc21" in their name
+//! ```
+//!
+//! Each row pins the published configuration: stages, replicas, tensor-parallel degree, chunks, micro-batch and
+//! recomputation. What a source leaves open (micro-batch, chunks) takes the fastest prediction. The error is that of the
+//! predicted time against the measured one.
+//!
+//! | column | |
+//! | --- | --- |
+//! | configuration | stages × replicas × tensor-parallel degree, chunks, samples per micro-batch |
+//! | regret | measured time of the configuration predicted fastest, over the best measured time |
+
+#[path = "published/rows.rs"]
+mod rows;
+
+use compiler::cluster::{Bytes, Cluster, Device, device};
+use compiler::plan::problem::Target;
+use compiler::plan::schedule::Schedule;
+use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::precision::Precision;
+use models::choice::Setting;
+use models::zoo::{self, Options};
+use pipec::cluster::{self, ClusterRequest};
+use pipec::costs::{Costs, PrecisionChoice, Times, assemble};
+use pipec::loss::CountedLoss;
+use pipec::model;
+use pipec::plan::from_costs::solve_with_groups;
+use pipec::plan::optimizer::Optimizer;
+use pipec::plan::request::{PlanOptions, ScheduleChoice};
+use pipec::plan::tensor_parallel::TensorParallel;
+use rows::{Recompute, Row, runs, vtrain};
+use std::fmt::Write;
+use std::path::Path;
+
+/// Bus bandwidth of NCCL's all-reduce over NVLink, as a fraction of the rated bandwidth: 235 of 300 GB/s on eight A100
+/// (nccl-tests).
+const NVLINK: f64 = 0.78;
+
+/// The same over InfiniBand: 21 of 25 GB/s with HDR.
+const NETWORK: f64 = 0.85;
+
+/// Devices of a server.
+const SERVER: u64 = 8;
+
+/// Hardware of a run: the device, and the rated bandwidth per device of NVLink and of the network, in GB/s.
+struct Hardware {
+    device: Device,
+    nvlink: f64,
+    network: f64,
+    /// Attention as one kernel, as libraries have it since FlashAttention (2022).
+    is_flash: bool,
+}
+
+fn hardware(row: &Row) -> Option<Hardware> {
+    let known = |kind: &str| device::find(kind).map(device::Kind::device);
+    match row.gpu.as_str() {
+        // vTrain's cluster has 800 Gbit/s per server; that of Megatron-LM 1,600.
+        "a100-80" => {
+            let network = if row.id.starts_with("vtm") { 12.5 } else { 25.0 };
+            Some(Hardware { device: known("a100")?, nvlink: 300.0, network, is_flash: false })
+        }
+        "h100-sxm" => Some(Hardware { device: known("h100")?, nvlink: 450.0, network: 50.0, is_flash: true }),
+        _ => None,
+    }
+}
+
+/// The levels of a run. A tensor-parallel group larger than a server makes a level of its own: its ring crosses the
+/// network over all ports of a server at the same time.
+fn levels(row: &Row, hardware: &Hardware) -> String {
+    let (nvlink, network) = (hardware.nvlink * NVLINK, hardware.network * NETWORK);
+    let inner = row.tensor.max(SERVER).min(row.gpus);
+    let bandwidth = if row.tensor > SERVER { nvlink.min(network * SERVER as f64) } else { nvlink };
+    match row.gpus / inner {
+        1 => format!("{inner}:{bandwidth}GB/s"),
+        servers => format!("{inner}:{bandwidth}GB/s,{servers}:{network}GB/s"),
+    }
+}
+
+/// Adds the forward of recomputed ops to their backward.
+fn recompute(graph: &mut CostGraph, of: Recompute) {
+    for op in &mut graph.ops {
+        let is_core = op.module.ends_with(".attn")
+            && matches!(op.op.as_str(), "matmul" | "mul" | "add" | "softmax" | "dropout" | "attention");
+        if of == Recompute::Full || (of == Recompute::Attention && is_core) {
+            op.weight_grad_us = Some(op.weight_part_us());
+            op.bwd_us += op.fwd_us;
+        }
+    }
+}
+
+/// Predicted seconds per iteration of one configuration.
+fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Option<f64> {
+    let dropout = if hardware.is_flash { 0.0 } else { 0.1 };
+    let options = Options { structure: true, ..Options::default() }
+        .number("layers", row.layers as usize)
+        .number("hidden", row.hidden as usize)
+        .number("heads", row.heads as usize)
+        .number("context", row.sequence as usize)
+        .number("vocabulary", row.vocabulary as usize)
+        // Weights that several stages share are replicated in a group, where Megatron-LM shards them.
+        .with("tied", Setting::Truth(row.tensor == 1))
+        .with("dropout", Setting::Fraction(dropout));
+    let built = zoo::build("gpt", &options).expect("the zoo has such a model");
+    let loaded = model::of_zoo("gpt", zoo::to_bytes(&built.model)).expect("what the zoo writes can be read");
+    let request = ClusterRequest { levels: Some(levels(row, hardware)), ..ClusterRequest::default() };
+    let mut cluster: Cluster = cluster::cluster(&request, None).expect("the levels can be read");
+    cluster.device = hardware.device.clone();
+    let precision = Precision::from_name(&row.precision).expect("the precision is known");
+    let choice = PrecisionChoice::Given(precision);
+    let times = Times::Analytic(hardware.device.clone());
+    let mut costs: Costs =
+        assemble(&loaded, micro_batch, cluster, times, choice, CountedLoss::Default).expect("the model has costs");
+    // Megatron-LM's layout: weights are never gathered, and stages are whole blocks.
+    let target = Some(Target::Megatron);
+    let degree = u32::try_from(row.tensor).expect("a degree is small");
+    let tensor_parallel = if degree > 1 { TensorParallel::Degree(degree) } else { TensorParallel::Never };
+    let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
+    recompute(&mut costs.graph, row.recompute);
+    shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, row.recompute));
+    let options = PlanOptions {
+        schedule: Some(ScheduleChoice::Named(if chunks > 1 { Schedule::Interleaved } else { Schedule::OneFOneB })),
+        chunks: (chunks > 1).then_some(chunks as u32),
+        microbatches: u32::try_from(row.batch / micro_batch).expect("a batch has few micro-batches"),
+        replicas: Some(vec![row.data as u32; (row.pipeline * chunks) as usize]),
+        tensor_parallel,
+        target,
+        optimizer: Optimizer::Adam,
+        recompute: false,
+        // The runs fitted; memory is not compared here.
+        memory_limit: Some(Bytes(1 << 50)),
+        ..PlanOptions::default()
+    };
+    let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
+    planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
+}
+
+/// The fastest prediction over what the source leaves open.
+fn best(row: &Row, hardware: &Hardware) -> Option<(f64, u64, u64)> {
+    let micro_batches = row.micro_batch.map_or(vec![1, 2, 4], |known| vec![known]);
+    let chunks = match row.chunks {
+        Some(known) => vec![known],
+        None if row.pipeline == 1 => vec![1],
+        None => vec![1, 2, 4],
+    };
+    let mut found: Option<(f64, u64, u64)> = None;
+    for micro_batch in micro_batches.into_iter().filter(|size| row.batch.is_multiple_of(row.data * size)) {
+        for &chunks in &chunks {
+            if let Some(seconds) = predict(row, hardware, micro_batch, chunks)
+                && found.is_none_or(|(known, ..)| seconds < known)
+            {
+                found = Some((seconds, micro_batch, chunks));
+            }
+        }
+    }
+    found
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Ranks from 0; equal values keep their order.
+fn ranks(values: &[f64]) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
+    let mut ranks = vec![0.0; values.len()];
+    order.into_iter().enumerate().for_each(|(rank, at)| ranks[at] = rank as f64);
+    ranks
+}
+
+/// Spearman's rank correlation.
+fn correlation(left: &[f64], right: &[f64]) -> f64 {
+    let n = left.len() as f64;
+    let squares: f64 = ranks(left).iter().zip(ranks(right)).map(|(a, b)| (a - b) * (a - b)).sum();
+    1.0 - 6.0 * squares / (n * (n * n - 1.0))
+}
+
+/// Pairs of predicted and measured seconds, with lines of the table.
+fn compare(rows: &[Row], filter: &str, text: &mut String) -> Vec<(f64, f64)> {
+    let _ = writeln!(text, "| run | configuration | predicted | measured | error |\n| --- | --- | --- | --- | --- |");
+    let mut pairs = Vec::new();
+    for row in rows.iter().filter(|row| row.id.contains(filter)) {
+        let (Some(measured), true) = (row.seconds, row.model.to_lowercase().starts_with("gpt ") || row.model == "gpt")
+        else {
+            continue;
+        };
+        let Some(hardware) = hardware(row) else { continue };
+        let Some((predicted, micro_batch, chunks)) = best(row, &hardware) else {
+            let _ = writeln!(
+                text,
+                "| {} | {} × {} × {} | no plan | {measured:.3} s | |",
+                row.id, row.pipeline, row.data, row.tensor
+            );
+            continue;
+        };
+        let _ = writeln!(
+            text,
+            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % |",
+            row.id,
+            row.pipeline,
+            row.data,
+            row.tensor,
+            100.0 * (predicted / measured - 1.0)
+        );
+        pairs.push((predicted, measured));
+    }
+    let errors: Vec<f64> = pairs.iter().map(|(predicted, measured)| (predicted / measured - 1.0).abs()).collect();
+    let within = errors.iter().filter(|error| **error <= 0.2).count();
+    let _ =
+        writeln!(text, "\n{} rows: median error {:.1} %, {within} within 20 %", pairs.len(), 100.0 * median(errors));
+    pairs
+}
+
+fn main() {
+    let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let mut text = String::from("# Predictions against published runs\n\n## Papers and repositories\n\n");
+    compare(&runs(include_str!("published/runs.tsv")), &filter, &mut text);
+    let rows = vtrain(include_str!("published/vtrain.tsv"));
+    let mut models: Vec<String> = rows.iter().map(|row| row.model.clone()).collect();
+    models.dedup();
+    for model in models {
+        let _ = writeln!(text, "\n## vTrain: {model}\n");
+        let rows: Vec<Row> = rows.iter().filter(|row| row.model == model).cloned().collect();
+        let pairs = compare(&rows, &filter, &mut text);
+        let (predicted, measured): (Vec<f64>, Vec<f64>) = pairs.iter().copied().unzip();
+        let chosen = pairs.iter().min_by(|a, b| a.0.total_cmp(&b.0)).map_or(f64::NAN, |(_, measured)| *measured);
+        let fastest = measured.iter().copied().fold(f64::INFINITY, f64::min);
+        let _ = writeln!(
+            text,
+            "Spearman's rank correlation {:.2}, regret {:.1} %",
+            correlation(&predicted, &measured),
+            100.0 * (chosen / fastest - 1.0)
+        );
+    }
+    print!("{text}");
+    if std::env::var_os("PIPEC_TABLES").is_some() {
+        let path = Path::new("benches/results/published.md");
+        std::fs::create_dir_all("benches/results")
+            .and_then(|()| std::fs::write(path, text))
+            .expect("the table can be written");
+    }
+}

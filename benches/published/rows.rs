@@ -1,0 +1,150 @@
+//! The published runs: one row per configuration of a model on a cluster.
+
+use std::collections::BTreeMap;
+
+/// A published run.
+#[derive(Clone, Debug)]
+pub struct Row {
+    pub id: String,
+    pub model: String,
+    pub layers: u64,
+    pub hidden: u64,
+    pub heads: u64,
+    pub sequence: u64,
+    pub vocabulary: u64,
+    pub gpu: String,
+    pub gpus: u64,
+    pub tensor: u64,
+    pub pipeline: u64,
+    pub data: u64,
+    /// Chunks per device; `None` if not published.
+    pub chunks: Option<u64>,
+    /// Samples per micro-batch; `None` if not published.
+    pub micro_batch: Option<u64>,
+    pub batch: u64,
+    pub precision: String,
+    pub recompute: Recompute,
+    /// Measured seconds per iteration; `None` for a row about memory.
+    pub seconds: Option<f64>,
+}
+
+/// Activation recomputation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recompute {
+    None,
+    /// The products and the softmax of attention.
+    Attention,
+    /// Every block.
+    Full,
+}
+
+/// Vocabulary of the models whose source does not state it: GPT-2's, padded as Megatron-LM does.
+const VOCABULARY: u64 = 51_200;
+
+fn table(text: &str) -> Vec<BTreeMap<&str, &str>> {
+    let mut lines = text.lines();
+    let head: Vec<&str> = lines.next().unwrap_or_default().split('\t').collect();
+    lines.map(|line| head.iter().copied().zip(line.split('\t')).collect()).collect()
+}
+
+fn recompute(text: &str) -> Recompute {
+    match text {
+        text if text.starts_with("full") => Recompute::Full,
+        text if text.starts_with("attention") || text == "selective" => Recompute::Attention,
+        _ => Recompute::None,
+    }
+}
+
+/// The rows of `runs.tsv`.
+pub fn runs(text: &str) -> Vec<Row> {
+    let row = |fields: BTreeMap<&str, &str>| {
+        let number = |name: &str| fields[name].parse::<u64>().ok();
+        let known = |name: &str| number(name).unwrap_or_else(|| panic!("`{name}` of {} is a number", fields["id"]));
+        let mut row = Row {
+            id: fields["id"].to_string(),
+            model: fields["model"].to_string(),
+            layers: known("layers"),
+            hidden: known("hidden"),
+            heads: known("heads"),
+            sequence: known("seq"),
+            vocabulary: known("vocab"),
+            gpu: fields["gpu"].to_string(),
+            gpus: known("gpus"),
+            tensor: known("tp"),
+            pipeline: known("pp"),
+            data: known("dp"),
+            chunks: number("chunks"),
+            micro_batch: number("micro_batch"),
+            batch: known("global_batch"),
+            precision: fields["precision"].split(' ').next().unwrap_or_default().to_string(),
+            recompute: recompute(fields["recompute"]),
+            seconds: None,
+        };
+        let measured = fields["measured"].split(' ').next().and_then(|text| text.parse::<f64>().ok());
+        row.seconds = measured.and_then(|measured| row.seconds_of(measured, fields["unit"]));
+        row
+    };
+    table(text).into_iter().map(row).collect()
+}
+
+/// The rows of `vtrain.tsv`.
+pub fn vtrain(text: &str) -> Vec<Row> {
+    let row = |fields: BTreeMap<&str, &str>| {
+        let known = |name: &str| fields[name].parse::<u64>().unwrap_or_else(|_| panic!("`{name}` is a number"));
+        let hidden = known("hidden");
+        Row {
+            id: fields["id"].to_string(),
+            model: fields["model"].to_string(),
+            layers: known("layers"),
+            hidden,
+            heads: known("heads"),
+            sequence: known("seq"),
+            vocabulary: VOCABULARY,
+            gpu: "a100-80".to_string(),
+            gpus: known("gpus"),
+            tensor: known("tp"),
+            pipeline: known("pp"),
+            data: known("dp"),
+            chunks: Some(known("vpp/chunks")),
+            micro_batch: Some(known("microbatch")),
+            batch: known("global_batch"),
+            precision: "fp16".to_string(),
+            recompute: recompute(fields["recompute"]),
+            seconds: fields["measured"].parse::<f64>().ok().map(|ms| ms / 1e3),
+        }
+    };
+    table(text).into_iter().map(row).collect()
+}
+
+impl Row {
+    /// Operations of one iteration without recomputation, as Megatron-LM counts them (Narayanan et al., SC 2021,
+    /// equation 3, with 72 in place of 96).
+    fn operations(&self) -> f64 {
+        let [b, s, l, h, v] =
+            [self.batch, self.sequence, self.layers, self.hidden, self.vocabulary].map(|size| size as f64);
+        72.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (12.0 * l * h))
+    }
+
+    /// The same with the forward repeated: the paper's equation 3.
+    fn operations_with_recomputation(&self) -> f64 {
+        let [b, s, l, h, v] =
+            [self.batch, self.sequence, self.layers, self.hidden, self.vocabulary].map(|size| size as f64);
+        96.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (16.0 * l * h))
+    }
+
+    /// Seconds per iteration of a figure in this unit.
+    fn seconds_of(&self, measured: f64, unit: &str) -> Option<f64> {
+        let gpus = self.gpus as f64;
+        match unit {
+            unit if unit.starts_with("TFLOP/s per GPU, recomputation counted") => {
+                Some(self.operations_with_recomputation() / (measured * 1e12 * gpus))
+            }
+            unit if unit.starts_with("model TFLOP/s per GPU") => Some(self.operations() / (measured * 1e12 * gpus)),
+            unit if unit.starts_with("seconds per iteration") => Some(measured),
+            unit if unit.starts_with("tokens/s per GPU") => {
+                Some((self.batch * self.sequence) as f64 / (measured * gpus))
+            }
+            _ => None,
+        }
+    }
+}
