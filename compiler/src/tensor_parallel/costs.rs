@@ -34,7 +34,7 @@ use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, Time, sum};
 use crate::tensor_parallel::dedup::KeyContext;
 use crate::tensor_parallel::partition_stage::{Shared, Stage, share};
-use crate::tensor_parallel::segments::{cheapest, pieces};
+use crate::tensor_parallel::segments::{cheapest, layer_starts, pieces};
 use crate::tensor_parallel::strategy_search::{ChooseError, Chosen, choose_within};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
@@ -91,7 +91,9 @@ pub fn shared_costs(
         surroundings,
         known: HashMap::new(),
     };
-    let runs = cheapest(&pieces, |start, end| sharer.price(start, end))?;
+    // A framework that keeps weights in place also keeps layers whole.
+    let starts = if machine.keeps_weights { layer_starts(alone, &pieces) } else { vec![false; pieces.len()] };
+    let runs = cheapest(&pieces, &starts, |start, end| sharer.price(start, end))?;
     let mut costs = Costs::new(alone, &whole, machine);
     for (start, end) in runs {
         costs.add(&sharer.run(start, end)?);

@@ -85,9 +85,22 @@ fn is_narrow(crossing: &[i64], at: usize) -> bool {
     at > 0 && crossing[near].iter().all(|other| crossing[at] <= *other)
 }
 
-/// The cheapest segments as half-open piece ranges; `price` gives the cost of one.
+/// For each piece, whether it starts a layer: a module that is named by a number, such as `blocks.3`, or is outside such
+/// modules.
+pub fn layer_starts(graph: &CostGraph, pieces: &[Vec<u32>]) -> Vec<bool> {
+    let layer = |op: u32| -> Vec<&str> {
+        let parts: Vec<&str> = graph.ops[op as usize].module.split('.').collect();
+        let number = parts.iter().position(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()));
+        parts[..number.map_or(1, |at| at + 1)].to_vec()
+    };
+    let ends = pieces.iter().map(|ops| (layer(ops[0]), layer(ops[ops.len() - 1]))).collect::<Vec<_>>();
+    (0..pieces.len()).map(|at| at == 0 || ends[at - 1].1 != ends[at].0).collect()
+}
+
+/// The cheapest segments as half-open piece ranges; `price` gives the cost of one. A segment starts at each of `starts`.
 pub fn cheapest<E>(
     pieces: &[Vec<u32>],
+    starts: &[bool],
     mut price: impl FnMut(usize, usize) -> Result<Time, E>,
 ) -> Result<Vec<(usize, usize)>, E> {
     // Per number of pieces: the least cost, and the start of the last segment.
@@ -96,7 +109,7 @@ pub fn cheapest<E>(
         let mut least = (sum(best[end - 1].0, price(end - 1, end)?), end - 1);
         for start in (end.saturating_sub(MOST_PIECES)..end - 1).rev() {
             let ops: usize = pieces[start..end].iter().map(Vec::len).sum();
-            if ops > MOST_OPS {
+            if ops > MOST_OPS || starts[start + 1..end].contains(&true) {
                 break;
             }
             let price = price(start, end)?;
@@ -149,12 +162,22 @@ mod tests {
     }
 
     #[test]
+    fn layers_are_numbered_modules() {
+        let mut graph = blocks(2);
+        for (op, module) in graph.ops.iter_mut().zip(["wte", "h.0.ln", "h.0", "h.0.mlp.fc", "h.1", "head"]) {
+            op.module = module.to_string();
+        }
+        let pieces = [vec![0, 1], vec![2], vec![3], vec![4], vec![5]];
+        assert_eq!(layer_starts(&graph, &pieces), [true, false, false, true, true]);
+    }
+
+    #[test]
     fn runs_are_the_cheapest() {
         let pieces = vec![vec![0]; 5];
         // Cost `two` for a segment of two pieces, and 200 per piece for all others.
         let runs = |two: Time| {
             let price = |start: usize, end: usize| if end - start == 2 { two } else { 200 * (end - start) as Time };
-            let runs = cheapest(&pieces, |start, end| Ok::<_, ()>(price(start, end))).unwrap();
+            let runs = cheapest(&pieces, &[false; 5], |start, end| Ok::<_, ()>(price(start, end))).unwrap();
             assert_eq!((runs[0].0, runs[runs.len() - 1].1), (0, 5));
             assert!(runs.windows(2).all(|pair| pair[0].1 == pair[1].0), "{runs:?}");
             (runs.iter().map(|(start, end)| price(*start, *end)).sum::<Time>(), runs.len())
