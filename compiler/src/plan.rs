@@ -220,6 +220,9 @@ pub struct Stage {
     /// Bytes of all parameters of the stage, if each replica holds a shard (ZeRO 3); otherwise absent.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub parameter_bytes: u64,
+    /// Bytes of the gradients that replicas all-reduce, if they are not as many as those of the parameters.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub gradient_bytes: u64,
     /// Memory per device.
     pub memory: StageMemory,
     /// The stage's position in the cluster levels, innermost first. One entry on a cluster of several levels means that
@@ -413,6 +416,11 @@ impl Stage {
     /// Bytes of all parameters of the stage; under ZeRO 3 a replica holds only its shard of them.
     pub fn all_weights(&self) -> u64 {
         if self.zero >= 3 { self.parameter_bytes } else { self.memory.weights }
+    }
+
+    /// Bytes of the gradients that replicas all-reduce.
+    pub fn reduced_bytes(&self) -> u64 {
+        if self.gradient_bytes > 0 { self.gradient_bytes } else { self.all_weights() }
     }
 
     /// All op ids of the stage, ascending.

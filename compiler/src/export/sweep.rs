@@ -98,7 +98,7 @@ impl Figures {
         };
         let ways = if trains { 2.0 } else { 1.0 };
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
-        let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.all_weights())).sum();
+        let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.reduced_bytes())).sum();
         // The baseline is the time of a minibatch, or of a micro-batch if there is no flush.
         let of_items = plan.cost != CostModel::Pipec || !schedule.kind.trains();
         let samples = if of_items { item } else { minibatch };

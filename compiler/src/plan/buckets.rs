@@ -35,7 +35,7 @@ pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket>
         }
         let Some(bucket) = buckets.last_mut() else { continue };
         bucket.parameters.push(graph.params[number].name.clone());
-        bucket.bytes = bucket.bytes.saturating_add(graph.params[number].bytes);
+        bucket.bytes = bucket.bytes.saturating_add(graph.params[number].sum_bytes);
         bucket.ready = if whole > 0.0 { (spent / whole).min(1.0) } else { 1.0 };
         is_closed = bucket.bytes >= size;
     }
@@ -63,8 +63,8 @@ pub fn contradiction(stage: &Stage) -> Option<String> {
         return Some("a bucket has no parameter, or two buckets share one".to_string());
     }
     let sum = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.bytes));
-    if sum != stage.all_weights() {
-        return Some(format!("the buckets have {sum} B, the stage's parameters {} B", stage.all_weights()));
+    if sum != stage.reduced_bytes() {
+        return Some(format!("the buckets have {sum} B, the stage's gradients {} B", stage.reduced_bytes()));
     }
     let mut before = 0.0;
     for bucket in buckets {

@@ -60,7 +60,7 @@ pub fn outlook(asked: &FlowQuery, levels: &[Level], stages: &[PlacedStage], edge
         busiest = busiest.max(items(replicas) * load);
         most = most.max(items(replicas) * work);
         let rings =
-            |at: usize| links::rings_of_range(levels, stages[at].first, stages[at].replicas, stages[at].weight_bytes);
+            |at: usize| links::rings_of_range(levels, stages[at].first, stages[at].replicas, stages[at].gradient_bytes);
         let all_reduce = |&at: &usize| if stages[at].replicas > 1 { links::all_reduce_us(&rings(at)) } else { 0.0 };
         reduce = reduce.max(held.iter().map(all_reduce).sum());
     }
@@ -90,7 +90,7 @@ mod tests {
             let stage = |at: u32| {
                 let first = rank_of(schedule, 4, at);
                 let forward_us = 1.0 / f64::from(chunks);
-                PlacedStage { forward_us, backward_us: 2.0 * forward_us, weight_bytes: 0.0, first, replicas: 1 }
+                PlacedStage { forward_us, backward_us: 2.0 * forward_us, gradient_bytes: 0.0, first, replicas: 1 }
             };
             let stages: Vec<PlacedStage> = (0..4 * chunks).map(stage).collect();
             outlook(&FlowQuery { schedule, microbatches: 8, latency: false }, &cluster, &stages, &[]).minibatch_us

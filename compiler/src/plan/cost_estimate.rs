@@ -42,8 +42,8 @@ pub struct PlacedStage {
     pub forward_us: f64,
     /// Microseconds per item, recomputation included.
     pub backward_us: f64,
-    /// Each parameter counts once.
-    pub weight_bytes: f64,
+    /// Gradient sums that replicas all-reduce; each parameter counts once.
+    pub gradient_bytes: f64,
     pub first: u32,
     pub replicas: u32,
 }
@@ -150,7 +150,7 @@ impl StageLoad {
     /// stages contribute to it.
     pub fn of(asked: &FlowQuery, levels: &[Level], stage: &PlacedStage, messages: &[Message]) -> StageLoad {
         let rings = match asked.trains() && stage.replicas > 1 {
-            true => links::rings_of_range(levels, stage.first, stage.replicas, stage.weight_bytes),
+            true => links::rings_of_range(levels, stage.first, stage.replicas, stage.gradient_bytes),
             false => Vec::new(),
         };
         let compute = stage.forward_us + if asked.trains() { stage.backward_us } else { 0.0 };
@@ -237,7 +237,7 @@ pub fn shared(
             for (stage, messages) in stages.iter().zip(messages) {
                 let r = f64::from(stage.replicas);
                 let rings = match asked.trains() {
-                    true => links::rings_of_range(levels, stage.first, stage.replicas, stage.weight_bytes),
+                    true => links::rings_of_range(levels, stage.first, stage.replicas, stage.gradient_bytes),
                     false => Vec::new(),
                 };
                 let reduce: f64 = rings.iter().filter(|ring| ring.level == at).map(|ring| ring.us).sum();
@@ -270,8 +270,8 @@ mod tests {
     use crate::cluster::read::levels;
     use crate::plan::StageId;
 
-    fn stage(first: u32, replicas: u32, us: f64, weight_bytes: f64) -> PlacedStage {
-        PlacedStage { forward_us: us, backward_us: 2.0 * us, weight_bytes, first, replicas }
+    fn stage(first: u32, replicas: u32, us: f64, gradient_bytes: f64) -> PlacedStage {
+        PlacedStage { forward_us: us, backward_us: 2.0 * us, gradient_bytes, first, replicas }
     }
 
     fn edge(from: u32, to: u32, bytes: u64) -> Edge {

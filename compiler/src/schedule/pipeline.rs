@@ -41,7 +41,7 @@ pub fn pipeline_of(
     if let Some((levels, stages)) = groups::led(levels, planned) {
         return pipeline_of(&levels, &stages, planned_edges, caps);
     }
-    let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.all_weights() as f64));
+    let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.reduced_bytes() as f64));
     let rings: Vec<Vec<Ring>> = rings.collect();
     let shape = |((stage, &cap), rings): ((&Stage, &u32), &Vec<Ring>)| {
         // Published cost models count all time as forward, so there may be no backward to subtract from.

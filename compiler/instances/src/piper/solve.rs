@@ -344,6 +344,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             tensor_degree: Some(span.degree),
             zero: 0,
             parameter_bytes: 0,
+            gradient_bytes: 0,
             tensor_parallel: None,
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),

@@ -346,6 +346,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Part]) -> Vec<Stage> {
             tensor_degree: None,
             zero: 0,
             parameter_bytes: 0,
+            gradient_bytes: 0,
             tensor_parallel: None,
             choices: Vec::new(),
             devices: vec![devices[at]],

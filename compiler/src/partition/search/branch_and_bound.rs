@@ -27,7 +27,7 @@ impl Prefix {
         self.stages.push(PlacedStage {
             forward_us: run.forward_us,
             backward_us: run.backward_us + again,
-            weight_bytes: run.holdings.weights as f64,
+            gradient_bytes: run.holdings.summed as f64,
             first: placement.first,
             replicas: placement.replicas,
         });

@@ -49,7 +49,7 @@ pub fn placed(problem: &Problem, shape: &Shape, spots: &[StagePosition]) -> Vec<
         PlacedStage {
             forward_us,
             backward_us: sum(|op| op.bwd_us) / pace + if spot.recompute { forward_us } else { 0.0 },
-            weight_bytes: holdings.weights as f64,
+            gradient_bytes: holdings.summed as f64,
             first: spot.first,
             replicas: leaf.replicas,
         }
@@ -255,7 +255,8 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
                 false => Vec::new(),
             },
             zero,
-            parameter_bytes: if zero >= 3 { parameter_bytes(problem, leaf.ops) } else { 0 },
+            parameter_bytes: if zero >= 3 { parameter_bytes(problem, leaf.ops, |param| param.bytes) } else { 0 },
+            gradient_bytes: gradient_bytes(problem, leaf.ops),
             memory: *memory,
             hierarchy: leaf.hierarchy,
         });
@@ -264,10 +265,17 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory:
 }
 
 /// Bytes of the parameters used by these ops; `ops` must be sorted.
-fn parameter_bytes(problem: &Problem, ops: &[u32]) -> u64 {
+fn parameter_bytes(problem: &Problem, ops: &[u32], bytes: impl Fn(&ParamCost) -> u64) -> u64 {
     let is_used = |users: &[OpId]| users.iter().any(|user| ops.binary_search(&user.0).is_ok());
     let used = problem.graph.params.iter().filter(|param| is_used(&param.users));
-    used.fold(0, |sum: u64, param| sum.saturating_add(param.bytes))
+    used.fold(0, |sum: u64, param| sum.saturating_add(bytes(param)))
+}
+
+/// Bytes of the gradient sums of these ops; 0 if they are as many as those of the parameters.
+fn gradient_bytes(problem: &Problem, ops: &[u32]) -> u64 {
+    let (weights, sums) =
+        (parameter_bytes(problem, ops, |param| param.bytes), parameter_bytes(problem, ops, |param| param.sum_bytes));
+    if sums == weights { 0 } else { sums }
 }
 
 /// The tensors sent between stages, each directly from its producer to every stage that reads it.

@@ -293,7 +293,7 @@ impl PlacementQuery<'_> {
         let stage = PlacedStage {
             forward_us: run.forward_us,
             backward_us: run.backward_us + again,
-            weight_bytes: run.holdings.weights as f64,
+            gradient_bytes: run.holdings.summed as f64,
             first,
             replicas,
         };

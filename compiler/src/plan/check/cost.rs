@@ -27,7 +27,7 @@ pub struct Loads {
     /// As `forward`, plus backward and recomputation.
     pub compute: Vec<f64>,
     /// Weight bytes; each parameter counts once.
-    pub weights: Vec<f64>,
+    pub gradients: Vec<f64>,
     /// Forward bytes per item between stages.
     pub sent: BTreeMap<(usize, usize), f64>,
 }
@@ -49,10 +49,10 @@ impl Loads {
             compute[at] = (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace;
             forward[at] /= pace;
         }
-        let mut weights = vec![0.0; count];
+        let mut gradients = vec![0.0; count];
         for param in &problem.graph.params {
             let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
-            users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
+            users.into_iter().for_each(|stage| gradients[stage] += param.sum_bytes as f64);
         }
         let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
         for tensor in &problem.graph.tensors {
@@ -63,7 +63,7 @@ impl Loads {
                 .filter(|&to| to != from)
                 .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
         }
-        Loads { forward, compute, weights, sent }
+        Loads { forward, compute, gradients, sent }
     }
 
     pub fn stated(plan: &Plan) -> Loads {
@@ -76,7 +76,7 @@ impl Loads {
         Loads {
             forward: all(&|stage| stage.fwd_us),
             compute: all(&|stage| stage.fwd_us + if trains { stage.bwd_us } else { 0.0 }),
-            weights: all(&|stage| stage.all_weights() as f64),
+            gradients: all(&|stage| stage.reduced_bytes() as f64),
             sent,
         }
     }
@@ -89,7 +89,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
 
 /// [`time`] for given loads.
 pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
-    let Loads { forward, compute, weights, sent } = loads;
+    let Loads { forward, compute, gradients, sent } = loads;
     // One device represents each tensor-parallel group.
     if let Some((levels, stages)) = groups::led(levels, &plan.stages) {
         return under(&levels, objective, &Plan { stages, ..plan.clone() }, loads);
@@ -113,7 +113,7 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
     }
     let mut reduce = vec![0.0; count];
     for (at, stage) in plan.stages.iter().enumerate().filter(|(_, stage)| trains && stage.replicas > 1) {
-        for (level, us) in rings(levels, stage, weights[at]) {
+        for (level, us) in rings(levels, stage, gradients[at]) {
             over[at][level].reduces = us;
             reduce[at] += us;
         }

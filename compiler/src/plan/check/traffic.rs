@@ -91,7 +91,7 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
         let mut weights = vec![0.0; plan.stages.len()];
         for param in &problem.graph.params {
             let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
-            users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
+            users.into_iter().for_each(|stage| weights[stage] += param.sum_bytes as f64);
         }
         for (stage, weights) in plan.stages.iter().zip(weights) {
             let is_round_robin = plan.schedule.kind.is_round_robin();
