@@ -157,6 +157,10 @@ pub struct StageMemory {
     pub total: u64,
 }
 
+fn is_zero(number: &f64) -> bool {
+    *number == 0.0
+}
+
 fn is_nothing(bytes: &u64) -> bool {
     *bytes == 0
 }
@@ -271,7 +275,7 @@ pub struct Edge {
 }
 
 /// Predicted performance of the plan.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Predicted {
     /// Time of one minibatch, in microseconds. Under cost `pipec` it is the simulated time of a whole minibatch,
@@ -290,6 +294,13 @@ pub struct Predicted {
     pub bubble: f64,
     /// The bottleneck that determines `minibatch_us`.
     pub bottleneck: String,
+    /// Operations of a minibatch: forward, and in training a backward of twice as many; 0 if unknown. Recomputation does
+    /// not count.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub flops: f64,
+    /// Operations of a minibatch that recomputation repeats.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub recomputed_flops: f64,
     /// The busiest link of a group of devices; absent on clusters of one level.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busiest_link: Option<BusiestLink>,

@@ -11,14 +11,17 @@ use compiler::export::quantity::plural;
 use compiler::export::quantity::{self, short};
 use compiler::export::stage_name::ranges;
 use compiler::partition::search::in_flight::ENOUGH;
+use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, Stage};
+use compiler::profile::precision::Precision;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::pipeline::{generated, pipeline};
 use compiler::schedule::semantics::StepCount;
 use compiler::simulate::run::Machine;
 use compiler::simulate::steady_throughput::Run;
 use compiler::simulate::step_time;
+use compiler::tensor::DType;
 use pipec::plan::request::cost_name;
 use std::collections::BTreeSet;
 
@@ -113,6 +116,34 @@ fn groups(plan: &Plan) -> Option<String> {
     ))
 }
 
+/// Operations per second of each device of a stage, and their share of the peak: model flops utilisation (MFU; Chowdhery
+/// et al., "PaLM", 2022, appendix B), and hardware flops utilisation (HFU) with recomputation.
+fn utilisation(plan: &Plan) -> Option<String> {
+    let predicted = &plan.predicted;
+    let device = &plan.cluster.device;
+    let precision = plan.element_types.as_ref().map(|types| types.precision);
+    let dtype =
+        DType::parse(&plan.dtype).filter(|_| device.multiprocessors.is_some() && plan.cluster.classes.is_empty())?;
+    let peak = matmul::peak(&precision.map_or_else(|| device.clone(), |precision| precision.on(device)), dtype);
+    let used: BTreeSet<u32> = plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
+    let rate = predicted.throughput_per_s / (plan.schedule.micro_batch as f64 * f64::from(plan.schedule.microbatches));
+    let each = |flops: f64| flops * rate / used.len() as f64;
+    (predicted.flops > 0.0 && rate > 0.0).then(|| {
+        let hardware = each(predicted.flops + predicted.recomputed_flops) / peak * 100.0;
+        let again = match predicted.recomputed_flops > 0.0 {
+            true => format!("; {} % with recomputation (HFU)", short(hardware)),
+            false => String::new(),
+        };
+        let model = each(predicted.flops);
+        format!(
+            "{} Tflop/s per device, {} % of its {} peak (MFU){again}",
+            short(model / 1e12),
+            short(model / peak * 100.0),
+            precision.map_or(dtype.name(), Precision::name)
+        )
+    })
+}
+
 /// True if there is one micro-batch between flushes, so that no two devices work at the same time.
 fn leaves_nothing(plan: &Plan) -> bool {
     let has_costs = !matches!(plan.cost, CostModel::Load | CostModel::Hybrid);
@@ -144,6 +175,9 @@ pub fn prediction(plan: &Plan) -> String {
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
+    if let Some(line) = utilisation(plan) {
+        text += &format!("compute        {line}\n");
+    }
     if let Some(line) = in_program(plan) {
         text += &format!("simulated      {line}\n");
     }

@@ -41,7 +41,9 @@ fn buckets_hide_the_all_reduce_and_change_no_bits() {
         buckets.len() > 1 && whole["stages"][0].get("buckets").is_none() && parts["stages"][1].get("buckets").is_none()
     );
     let bytes: u64 = buckets.iter().map(|bucket| bucket["bytes"].as_u64().unwrap()).sum();
-    assert_eq!(bytes, first["memory"]["weights"].as_u64().unwrap());
+    // Gradients are added and sent in f32, weights have two bytes.
+    assert_eq!(bytes, 2 * first["memory"]["weights"].as_u64().unwrap());
+    assert_eq!(bytes, first["gradient_bytes"].as_u64().unwrap());
     let us = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
     assert!(us(parts) < us(whole), "{} and {}", us(parts), us(whole));
     assert!(trained == trained_whole);
@@ -100,7 +102,7 @@ fn buckets_of_another_stage_are_reported() {
         let [_, message] = ends(folder, 1, &[&["plan", "check", "other.json"], model].concat());
         message
     };
-    assert!(message(&|buckets| buckets[0]["bytes"] = 7.into(), false).contains("the stage's parameters"));
+    assert!(message(&|buckets| buckets[0]["bytes"] = 7.into(), false).contains("the stage's gradients"));
     assert!(message(&|buckets| buckets[0]["ready"] = 1.5.into(), false).contains("ascending numbers"));
     assert!(message(&|buckets| _ = buckets.as_array_mut().unwrap().drain(1..), false).contains("at least 2"));
     let swapped = |buckets: &mut Value| {

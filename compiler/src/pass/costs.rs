@@ -192,6 +192,7 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
         op.weight_grad_us = profiled.weight_grad_us;
         op.update_us = profiled.update_us.unwrap_or(0.0);
         op.workspace_bytes = profiled.workspace_bytes;
+        op.flops = profiled.flops as f64;
         (op.batched_grad_bytes, op.batched_grad_workspace_bytes) =
             (profiled.batched_grad_bytes, profiled.batched_grad_workspace_bytes);
     }

@@ -65,6 +65,8 @@ pub struct OpCost {
     pub unsaved: bool,
     /// All outputs.
     pub out_bytes: u64,
+    /// Operations of the forward; 0 if unknown.
+    pub flops: f64,
     /// The op it is fused with because it has no placement of its own, such as a weight transpose; `None` for leaders.
     pub joins: Option<OpId>,
 }

@@ -165,6 +165,8 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
             bubble: 0.0,
             bottleneck: bottleneck(placement, &units, &answer.stages),
             busiest_link: None,
+            flops: 0.0,
+            recomputed_flops: 0.0,
         },
         stages,
         lower_bound_us,

@@ -197,9 +197,24 @@ fn is_near(played_us: f64, objective_us: f64) -> bool {
     played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
 }
 
+/// The operations of a minibatch. Matrix products, which are nearly all of them, have two gradients of the same size.
+fn operations(problem: &Problem, chosen: &PlanCandidate) -> Predicted {
+    let passes = if problem.schedule.trains() { 3.0 } else { 1.0 };
+    let items = f64::from(problem.microbatches);
+    let of = |op: &u32| problem.graph.ops[*op as usize].flops;
+    let leaves = chosen.shape.leaves();
+    let stages = leaves.iter().map(|leaf| leaf.ops.iter().map(of).sum::<f64>());
+    let (mut flops, mut recomputed_flops) = (0.0, 0.0);
+    for (forward, spot) in stages.zip(&chosen.spots) {
+        flops += passes * items * forward;
+        recomputed_flops += if spot.recompute { items * forward } else { 0.0 };
+    }
+    Predicted { flops, recomputed_flops, ..Predicted::default() }
+}
+
 fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stages: usize) -> Predicted {
     let objective_us = Some(chosen.minibatch_us).filter(|us| *us != minibatch_us);
-    let (bottleneck, busiest_link) = (String::new(), None);
+    let operations = operations(problem, chosen);
     let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
     let rate = |us: f64| if us > 0.0 { samples * 1e6 / us } else { 0.0 };
     if problem.cost == CostModel::Pipec {
@@ -210,28 +225,20 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
         let following = looked(&FlowQuery { latency: false, ..asked }).step_us;
         let Some(objective) = objective_us else {
             let throughput_per_s = rate(following);
-            return Predicted {
-                minibatch_us,
-                objective_us,
-                step_us,
-                throughput_per_s,
-                bubble,
-                bottleneck,
-                busiest_link,
-            };
+            return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations };
         };
         // Busy time is unchanged; only the total differs.
         let busy_us = (1.0 - bubble) * objective;
         let flushes = !problem.schedule.is_continuous();
         let bubble = if flushes && minibatch_us > 0.0 { (1.0 - busy_us / minibatch_us).max(0.0) } else { bubble };
         let (step_us, throughput_per_s) = (minibatch_us, rate(minibatch_us));
-        return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, bottleneck, busiest_link };
+        return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations };
     }
     let (m, p) = (f64::from(problem.microbatches), stages as f64);
     let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
     let step_us = minibatch_us * (m + fill);
     let (throughput_per_s, bubble) = (rate(step_us), fill / (m + fill));
-    Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, bottleneck, busiest_link }
+    Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations }
 }
 
 fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {
