@@ -13,6 +13,7 @@
 //! | column | |
 //! | --- | --- |
 //! | configuration | stages × replicas × tensor-parallel degree, chunks, samples per micro-batch |
+//! | own plan | predicted time of pipec's own plan for the same model, batch and devices, which fits in memory |
 //! | regret | measured time of the configuration predicted fastest, over the best measured time |
 
 #[path = "published/rows.rs"]
@@ -93,8 +94,8 @@ fn recompute(graph: &mut CostGraph, of: Recompute) {
     }
 }
 
-/// Predicted seconds per iteration of one configuration.
-fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Option<f64> {
+/// The costs of a row's model on its cluster.
+fn costs(row: &Row, hardware: &Hardware, micro_batch: u64, is_tied: bool) -> Costs {
     let dropout = if hardware.is_flash { 0.0 } else { 0.1 };
     let options = Options { structure: true, ..Options::default() }
         .number("layers", row.layers as usize)
@@ -102,20 +103,23 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
         .number("heads", row.heads as usize)
         .number("context", row.sequence as usize)
         .number("vocabulary", row.vocabulary as usize)
-        // Weights that several stages share are replicated in a group, where Megatron-LM shards them.
-        .with("tied", Setting::Truth(row.tensor == 1))
+        .with("tied", Setting::Truth(is_tied))
         .with("dropout", Setting::Fraction(dropout));
     let built = zoo::build("gpt", &options).expect("the zoo has such a model");
     let loaded = model::of_zoo("gpt", zoo::to_bytes(&built.model)).expect("what the zoo writes can be read");
     let request = ClusterRequest { levels: Some(levels(row, hardware)), ..ClusterRequest::default() };
     let mut cluster: Cluster = cluster::cluster(&request, None).expect("the levels can be read");
     cluster.device = hardware.device.clone();
-    let precision = Precision::from_name(&row.precision).expect("the precision is known");
-    let choice = PrecisionChoice::Given(precision);
+    let choice = PrecisionChoice::Given(Precision::from_name(&row.precision).expect("the precision is known"));
     let times = Times::Analytic(hardware.device.clone());
-    let mut costs: Costs =
-        assemble(&loaded, micro_batch, cluster, times, choice, CountedLoss::Default).expect("the model has costs");
-    // Megatron-LM's layout: weights are never gathered, and stages are whole blocks.
+    assemble(&loaded, micro_batch, cluster, times, choice, CountedLoss::Default).expect("the model has costs")
+}
+
+/// Predicted seconds per iteration of one configuration, in Megatron-LM's layout: weights are never gathered, and stages
+/// are whole blocks.
+fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Option<f64> {
+    // Weights that several stages share are replicated in a group, where Megatron-LM shards them.
+    let mut costs = costs(row, hardware, micro_batch, row.tensor == 1);
     let target = Some(Target::Megatron);
     let degree = u32::try_from(row.tensor).expect("a degree is small");
     let tensor_parallel = if degree > 1 { TensorParallel::Degree(degree) } else { TensorParallel::Never };
@@ -125,18 +129,40 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
     let options = PlanOptions {
         schedule: Some(ScheduleChoice::Named(if chunks > 1 { Schedule::Interleaved } else { Schedule::OneFOneB })),
         chunks: (chunks > 1).then_some(chunks as u32),
-        microbatches: u32::try_from(row.batch / micro_batch).expect("a batch has few micro-batches"),
         replicas: Some(vec![row.data as u32; (row.pipeline * chunks) as usize]),
         tensor_parallel,
         target,
-        optimizer: Optimizer::Adam,
         recompute: false,
         // The runs fitted; memory is not compared here.
         memory_limit: Some(Bytes(1 << 50)),
-        ..PlanOptions::default()
+        ..options(row, micro_batch)
     };
     let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
     planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
+}
+
+fn options(row: &Row, micro_batch: u64) -> PlanOptions {
+    PlanOptions {
+        schedule: Some(ScheduleChoice::Named(Schedule::OneFOneB)),
+        microbatches: u32::try_from(row.batch / micro_batch).expect("a batch has few micro-batches"),
+        optimizer: Optimizer::Adam,
+        ..PlanOptions::default()
+    }
+}
+
+/// Predicted seconds per iteration of pipec's own plan that fits in memory: any stages, replicas, degree and recomputation
+/// under 1F1B, for the best of three micro-batch sizes.
+fn own(row: &Row, hardware: &Hardware) -> Option<f64> {
+    let of_size = |micro_batch: u64| {
+        let costs = costs(row, hardware, micro_batch, true);
+        let tensor_parallel = TensorParallel::Auto;
+        let shared = tensor_parallel.costs(&costs, None).expect("the model can be sharded");
+        let options = PlanOptions { tensor_parallel, ..options(row, micro_batch) };
+        let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
+        planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
+    };
+    let sizes = [1, 2, 4].into_iter().filter(|size| row.batch.is_multiple_of(*size));
+    sizes.filter_map(of_size).min_by(f64::total_cmp)
 }
 
 /// The fastest prediction over what the source leaves open.
@@ -181,9 +207,15 @@ fn correlation(left: &[f64], right: &[f64]) -> f64 {
     1.0 - 6.0 * squares / (n * (n * n - 1.0))
 }
 
-/// Pairs of predicted and measured seconds, with lines of the table.
-fn compare(rows: &[Row], filter: &str, text: &mut String) -> Vec<(f64, f64)> {
-    let _ = writeln!(text, "| run | configuration | predicted | measured | error |\n| --- | --- | --- | --- | --- |");
+/// Pairs of predicted and measured seconds, with lines of the table. With `plans`, also pipec's own plan of each row.
+fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f64, f64)> {
+    let more = if plans { [" own plan |", " --- |"] } else { ["", ""] };
+    let _ = writeln!(
+        text,
+        "| run | configuration | predicted | measured | error |{}\n| --- | --- | --- | --- | --- |{}",
+        more[0], more[1]
+    );
+    let mut slower = 0;
     let mut pairs = Vec::new();
     for row in rows.iter().filter(|row| row.id.contains(filter)) {
         let (Some(measured), true) = (row.seconds, row.model.to_lowercase().starts_with("gpt ") || row.model == "gpt")
@@ -199,9 +231,16 @@ fn compare(rows: &[Row], filter: &str, text: &mut String) -> Vec<(f64, f64)> {
             );
             continue;
         };
+        let own = plans.then(|| own(row, &hardware)).flatten();
+        slower += usize::from(own.is_some_and(|own| own > predicted));
+        let own = match (plans, own) {
+            (false, _) => String::new(),
+            (true, None) => " none fits |".to_string(),
+            (true, Some(own)) => format!(" {own:.3} s |"),
+        };
         let _ = writeln!(
             text,
-            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % |",
+            "| {} | {} × {} × {}, {chunks}, {micro_batch} | {predicted:.3} s | {measured:.3} s | {:+.1} % |{own}",
             row.id,
             row.pipeline,
             row.data,
@@ -214,20 +253,24 @@ fn compare(rows: &[Row], filter: &str, text: &mut String) -> Vec<(f64, f64)> {
     let within = errors.iter().filter(|error| **error <= 0.2).count();
     let _ =
         writeln!(text, "\n{} rows: median error {:.1} %, {within} within 20 %", pairs.len(), 100.0 * median(errors));
+    if plans {
+        let _ =
+            writeln!(text, "pipec's own plan is predicted slower than the published configuration in {slower} rows");
+    }
     pairs
 }
 
 fn main() {
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
     let mut text = String::from("# Predictions against published runs\n\n## Papers and repositories\n\n");
-    compare(&runs(include_str!("published/runs.tsv")), &filter, &mut text);
+    compare(&runs(include_str!("published/runs.tsv")), &filter, true, &mut text);
     let rows = vtrain(include_str!("published/vtrain.tsv"));
     let mut models: Vec<String> = rows.iter().map(|row| row.model.clone()).collect();
     models.dedup();
     for model in models {
         let _ = writeln!(text, "\n## vTrain: {model}\n");
         let rows: Vec<Row> = rows.iter().filter(|row| row.model == model).cloned().collect();
-        let pairs = compare(&rows, &filter, &mut text);
+        let pairs = compare(&rows, &filter, false, &mut text);
         let (predicted, measured): (Vec<f64>, Vec<f64>) = pairs.iter().copied().unzip();
         let chosen = pairs.iter().min_by(|a, b| a.0.total_cmp(&b.0)).map_or(f64::NAN, |(_, measured)| *measured);
         let fastest = measured.iter().copied().fold(f64::INFINITY, f64::min);

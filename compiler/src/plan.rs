@@ -157,6 +157,10 @@ pub struct StageMemory {
     pub total: u64,
 }
 
+fn is_false(flag: &bool) -> bool {
+    !*flag
+}
+
 fn is_zero(number: &f64) -> bool {
     *number == 0.0
 }
@@ -238,6 +242,9 @@ pub struct Stage {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TensorParallelCost {
+    /// True if matrices of weights are sharded and never gathered.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub keeps_weights: bool,
     /// Forward time on one device.
     pub unsharded_fwd_us: f64,
     /// Backward time on one device, without recomputation.

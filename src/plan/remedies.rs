@@ -1,11 +1,12 @@
 //! Remedies for infeasible requests: which change of the request gives a plan.
 
-use crate::costs::CostInput;
+use crate::costs::{CostInput, ModelFormat};
 use crate::error::{Error, ErrorKind};
 use crate::events::Silent;
 use crate::plan::from_costs::solve;
 use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs;
+use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::zero::ZeroStage;
 use compiler::export::quantity;
 use compiler::plan::device_memory::fullest;
@@ -19,10 +20,22 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     if failure.kind() != ErrorKind::Infeasible {
         return failure;
     }
-    if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
-        return failure.with_more_help("use a smaller micro-batch or more devices");
-    }
     let options = &request.options;
+    let may_shard =
+        options.cost == CostModel::Pipec && options.tensor_parallel == TensorParallel::Never && size.devices > 1;
+    let may_zero = options.zero == ZeroStage::Level(0) && !options.is_inference() && options.cost == CostModel::Pipec;
+    let may_recompute = !options.recompute && !options.is_inference();
+    if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
+        let advice = [
+            (may_recompute, "allow recomputation (`--recompute auto`)"),
+            (may_zero, "shard with `--zero auto`"),
+            (may_shard, "use tensor parallelism (`--tensor auto`)"),
+            (size.micro_batch > 1, "use a smaller micro-batch"),
+            (true, "use more devices"),
+        ];
+        let ways: Vec<&str> = advice.into_iter().filter(|(applies, _)| *applies).map(|(_, way)| way).collect();
+        return failure.with_more_help(ways.join(", or "));
+    }
     let changed = |change: &dyn Fn(&mut PlanRequest)| {
         let mut other = request.clone();
         change(&mut other);
@@ -41,7 +54,15 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
         let way = |count| (format!("`--gpus {count}`"), changed(&|other| other.cluster.gpus = Some(count)));
         ways.push(more.into_iter().map(way).collect());
     }
-    if options.zero == ZeroStage::Level(0) && !options.is_inference() && options.cost == CostModel::Pipec {
+    if may_recompute {
+        ways.push(vec![("`--recompute auto`".to_string(), changed(&|other| other.options.recompute = true))]);
+    }
+    let format = request.format.unwrap_or_else(|| ModelFormat::of(&request.model));
+    if may_shard && format != ModelFormat::Pipedream {
+        let shards = changed(&|other| other.options.tensor_parallel = TensorParallel::Auto);
+        ways.push(vec![("`--tensor auto`".to_string(), shards)]);
+    }
+    if may_zero {
         let way = |level| (format!("`--zero {level}`"), changed(&|other| other.options.zero = ZeroStage::Level(level)));
         ways.push((1..=MOST).map(way).collect());
     }

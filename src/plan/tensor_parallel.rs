@@ -81,16 +81,27 @@ impl TensorParallel {
                 fail(&"a published profile does not describe the computation of its ops").with_help("omit `--tensor`")
             );
         };
-        let of = |devices: u32| {
+        let of = |devices: u32, keeps_weights: bool| {
             let machine = Machine {
                 device: known.device.clone(),
                 devices: devices as usize,
                 bandwidth: level.bandwidth,
                 latency: level.latency,
-                keeps_weights: keeps_weights(target),
+                keeps_weights,
             };
             shared_costs(&known.graph, known.training, &costs.graph, &machine).map_err(|error| fail(&error))
         };
-        sizes.into_iter().map(of).collect()
+        let mut all: Vec<TensorParallelCosts> = Vec::new();
+        for devices in sizes {
+            if !keeps_weights(target) {
+                all.push(of(devices, false)?);
+            }
+            let kept = of(devices, true)?;
+            // Layouts without gathered weights are the same.
+            if all.last().is_none_or(|free| free.devices != devices || free.graph != kept.graph) {
+                all.push(kept);
+            }
+        }
+        Ok(all)
     }
 }

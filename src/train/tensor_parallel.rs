@@ -1,8 +1,6 @@
 //! Tensor-parallel training: `--tensor N`.
 
 use crate::error::Error;
-use crate::plan::replan::target;
-use crate::plan::tensor_parallel::keeps_weights;
 use crate::train::failures;
 use compiler::cluster::{Seconds, device};
 use compiler::graph::Graph;
@@ -39,7 +37,10 @@ fn machine(plan: &Plan, devices: usize) -> Machine {
             devices,
             bandwidth: level.bandwidth,
             latency: level.latency,
-            keeps_weights: keeps_weights(target(plan)),
+            keeps_weights: plan
+                .stages
+                .iter()
+                .any(|stage| stage.tensor_parallel.as_ref().is_some_and(|of| of.keeps_weights)),
         };
     }
     let kind = device::find("cpu").expect("the table of devices has CPUs");

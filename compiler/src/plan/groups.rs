@@ -7,8 +7,16 @@
 
 use crate::cluster::{BytesPerSecond, Level};
 use crate::plan::{Plan, Stage};
+use crate::profile::shared::TensorParallelCosts;
 
 pub const MOST: u32 = 64;
+
+/// The costs at the degree and with the weight layout of a plan.
+pub fn costs<'a>(all: &'a [TensorParallelCosts], plan: &Plan) -> Option<&'a TensorParallelCosts> {
+    let first = plan.stages.first()?;
+    let keeps_weights = first.tensor_parallel.as_ref().is_some_and(|of| of.keeps_weights);
+    all.iter().find(|costs| (costs.devices, costs.keeps_weights) == (first.degree(), keeps_weights))
+}
 
 /// The first device of each group of a stage; all devices at degree 1.
 pub fn leads(stage: &Stage) -> Vec<u32> {

@@ -10,6 +10,8 @@ use super::cost_graph::CostGraph;
 pub struct TensorParallelCosts {
     /// Tensor-parallel degree, at least 2.
     pub devices: u32,
+    /// True if matrices of weights are sharded and never gathered.
+    pub keeps_weights: bool,
     /// Times and bytes per device; tensors between stages are not sharded.
     pub graph: CostGraph,
     /// For each op: microseconds of collectives in forward and in backward.

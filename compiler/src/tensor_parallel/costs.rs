@@ -484,7 +484,12 @@ impl<'a> Costs<'a> {
             op.update_us = rounded(alone.update_us * (op.param_bytes as f64 / alone.param_bytes as f64));
         }
         let devices = self.machine.devices as u32;
-        TensorParallelCosts { devices, graph: self.graph, meetings: self.meetings }
+        TensorParallelCosts {
+            devices,
+            keeps_weights: self.machine.keeps_weights,
+            graph: self.graph,
+            meetings: self.meetings,
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use crate::cluster::Bytes;
 use crate::partition::error::PlanError;
 use crate::partition::planned::Planned;
 use crate::plan::buckets::buckets;
+use crate::plan::groups;
 use crate::plan::problem::Problem;
 use crate::plan::{GradientBucket, Plan, Stage};
 use crate::profile::cost_graph::CostGraph;
@@ -40,7 +41,7 @@ pub fn best(problem: &Problem, ask: &dyn Fn(&Problem) -> Result<Planned, PlanErr
 /// The size with the fastest simulated step; `None` if no stage is replicated or the schedule cannot be simulated.
 pub fn fastest(problem: &Problem, plan: &Plan) -> Option<u64> {
     let degree = plan.stages.first().map_or(1, Stage::degree);
-    let of_groups = problem.shared.iter().find(|costs| costs.devices == degree).map(|costs| &costs.graph);
+    let of_groups = groups::costs(&problem.shared, plan).map(|costs| &costs.graph);
     let graph = if degree > 1 { of_groups? } else { &problem.graph };
     let kind = generated(plan.schedule.kind).ok().filter(|kind| kind.trains())?;
     if plan.stages.iter().all(|stage| stage.replicas < 2) {

@@ -18,6 +18,7 @@ use crate::partition::search::select::play_baselines;
 use crate::partition::search::simulate_candidate::Played;
 use crate::partition::single_degree;
 use crate::plan::check::verify;
+use crate::plan::device_memory::fullest;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
 use crate::plan::{Baselines, Edge, Fits, Plan, Stage, TensorParallelCost, groups};
 use crate::profile::shared::TensorParallelCosts;
@@ -47,9 +48,16 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     if !problem.constraints.tensor {
         took(best_also_with_equal_replicas(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
     }
+    // A group that may gather weights is at least as fast, so weights are kept in place only if that saves needed memory.
+    let mut roomy = None;
     for costs in &problem.shared {
+        if costs.keeps_weights && roomy == Some(costs.devices) {
+            continue;
+        }
         if let Some(asked) = asked(problem, costs) {
-            took(of_groups(problem, costs, &asked, options))?;
+            let found = of_groups(problem, costs, &asked, options);
+            roomy = found.as_ref().ok().filter(|found| has_room(problem, &found.plan)).map(|_| costs.devices);
+            took(found)?;
         }
     }
     let least = planned.iter().map(|found| found.plan.lower_bound_us).fold(f64::INFINITY, f64::min);
@@ -63,7 +71,8 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     best.plan.proven_optimal = is_proven;
     best.plan.lower_bound_us = best.plan.lower_bound_us.min(least);
     (best.plan.search.states, best.plan.search.fallback) = (states, best.plan.search.fallback.or(missed));
-    let sizes: Vec<u32> = problem.shared.iter().map(|costs| costs.devices).collect();
+    let mut sizes: Vec<u32> = problem.shared.iter().map(|costs| costs.devices).collect();
+    sizes.dedup();
     best.plan
         .options
         .insert("tensor".to_string(), if problem.constraints.tensor { json!(sizes) } else { json!("auto") });
@@ -101,6 +110,13 @@ fn best_also_with_equal_replicas(problem: &Problem, options: &PlannerOptions<'_>
         }
         _ => Ok(free),
     }
+}
+
+/// True if less memory could not make the plan faster.
+fn has_room(problem: &Problem, plan: &Plan) -> bool {
+    let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+    let is_pressed = fullest(plan) > limit / 10 * 9;
+    problem.objective != Objective::Memory && !is_pressed && plan.stages.iter().all(|stage| !stage.recompute)
 }
 
 /// The error if no degree divides the innermost level.
@@ -175,6 +191,7 @@ fn sharing(problem: &Problem, costs: &TensorParallelCosts, stage: &Stage) -> Ten
     let sum = |us: &dyn Fn(usize) -> f64| stage.op_ids().map(|op| us(op as usize)).sum::<f64>();
     let ops = &problem.graph.ops;
     TensorParallelCost {
+        keeps_weights: costs.keeps_weights,
         unsharded_fwd_us: sum(&|op| ops[op].fwd_us),
         unsharded_bwd_us: sum(&|op| ops[op].bwd_us),
         collective_fwd_us: sum(&|op| costs.meetings[op][0]),

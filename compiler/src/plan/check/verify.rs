@@ -223,7 +223,7 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
     if degree == 1 {
         return Cow::Borrowed(problem);
     }
-    let Some(costs) = problem.shared.iter().find(|costs| costs.devices == degree) else {
+    let Some(costs) = groups::costs(&problem.shared, plan) else {
         let what = format!("tensor-parallel degree {degree}, for which there are no costs");
         faults.push(PlanFault::Devices { stage: 0, what });
         return Cow::Borrowed(problem);
@@ -232,8 +232,7 @@ fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<PlanFault>) ->
 }
 
 fn sharing(unsharded: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<PlanFault>) {
-    let costs =
-        unsharded.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
+    let costs = groups::costs(&unsharded.shared, plan);
     let mut found = vec![[0.0; 4]; plan.stages.len()];
     for (op, &stage) in stage_of.iter().enumerate() {
         let (cost, meetings) = (&unsharded.graph.ops[op], costs.map_or([0.0; 2], |costs| costs.meetings[op]));
