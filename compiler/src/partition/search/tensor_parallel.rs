@@ -48,7 +48,7 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     if !problem.constraints.tensor {
         took(best_also_with_equal_replicas(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
     }
-    // A group that may gather weights is at least as fast, so weights are kept in place only if that saves needed memory.
+    // Keeping weights in place saves memory, and rarely time. It is tried where memory is short.
     let mut roomy = None;
     for costs in &problem.shared {
         if costs.keeps_weights && roomy == Some(costs.devices) {
