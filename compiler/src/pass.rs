@@ -5,6 +5,7 @@
 //! computed bit or depends on the stage cuts, so gradients are equal across plans.
 
 pub mod analytic;
+pub mod attention;
 pub mod attribution;
 pub mod backward;
 pub mod batched_weight_grad;

@@ -117,7 +117,15 @@ fn node_us(device: &Device, graph: &Graph, id: NodeId, cost: Cost) -> f64 {
 pub fn kernel_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], cost: Cost) -> f64 {
     let facts = inputs.iter().copied().chain(outputs);
     let dtype = facts.map(|fact| fact.dtype).find(|d| d.is_float()).unwrap_or(DType::F32);
-    let contracts = matches!(op, Op::MatMul(_) | Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_));
+    let contracts = matches!(
+        op,
+        Op::MatMul(_)
+            | Op::Conv(_)
+            | Op::ConvInputGrad(_)
+            | Op::ConvWeightGrad(_)
+            | Op::Attention(_)
+            | Op::AttentionGrad(_)
+    );
     let rate = match contracts {
         true => CONTRACTION * contraction_peak(&device.peak_flops, dtype),
         // Matrix units only do contractions; other arithmetic on narrower types runs in f32.
