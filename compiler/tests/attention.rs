@@ -333,11 +333,36 @@ fn empty_rows_are_those_of_the_source() {
         net.matmul(weights, v, false)
     });
     assert_eq!(nan.unwrap().empty, EmptyRow::Zero);
-    // A finite causal mask beside another one stays a mask: a row may see no key but those of both.
+    // As ATen's `_safe_softmax` is decomposed.
+    let safe = |every: bool| {
+        found(|net| {
+            let [q, k, v] = net.operands();
+            let scores = net.scores(q, k);
+            let mask = net.padding(true);
+            let mask = net.where_zero_or(mask, f64::NEG_INFINITY);
+            let scores = net.binary(Binary::Add, scores, mask);
+            let weights = net.softmax(scores);
+            let never = net.add(scalar(DType::F32, f64::NEG_INFINITY), &[]);
+            let hidden = net.add(Op::Compare(Compare::Equal), &[scores, never]);
+            let visible = net.add(Op::Unary(Unary::Not), &[hidden]);
+            let visible = net.add(Op::Cast(Cast { to: DType::I64 }), &[visible]);
+            let kind = if every { ReduceKind::Min } else { ReduceKind::Max };
+            let any = net.add(Op::Reduce(Reduce { kind, axes: vec![3], keep: true }), &[visible]);
+            let zero = net.add(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[0]) }), &[]);
+            let none = net.add(Op::Compare(Compare::Equal), &[any, zero]);
+            let zero = net.add(scalar(DType::F32, 0.0), &[]);
+            let weights = net.select(none, zero, weights);
+            net.matmul(weights, v, false)
+        })
+    };
+    assert_eq!(safe(false).unwrap().empty, EmptyRow::Zero);
+    // Rows with a hidden key.
+    assert_eq!(safe(true), None);
+    // A finite causal mask beside another one stays a mask: in an empty row, the sums of both count.
     let both = found(|net| {
         let [q, k, v] = net.operands();
         let scores = net.scores(q, k);
-        let (mask, lower) = (net.padding(true), net.lower(0));
+        let (mask, lower) = (net.padding(false), net.lower(0));
         let (mask, lower) = (net.where_zero_or(mask, -1e9), net.where_zero_or(lower, -1e9));
         let scores = net.binary(Binary::Add, scores, mask);
         let scores = net.binary(Binary::Add, scores, lower);

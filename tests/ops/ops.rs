@@ -202,7 +202,7 @@ fn attention_of_several_blocks() {
     let plain = Attention { scale: 1.5, causal: false, empty: EmptyRow::Zero, dropout: None, part: None };
     let causal = Attention { causal: true, ..plain };
     // Neither number of queries or keys is a multiple of a block.
-    for sizes in [[2, 300, 150, 5, 3], [1, 130, 300, 16, 24], [3, 1, 200, 4, 4], [2, 70, 1, 3, 2]] {
+    for sizes in [[2, 300, 150, 5, 3], [1, 130, 300, 16, 24], [3, 2, 200, 4, 4], [2, 70, 2, 3, 2]] {
         ask_attention("plain", plain, sizes, 1, &[]);
         ask_attention("causal", causal, sizes, 1, &[]);
     }

@@ -139,7 +139,8 @@ impl Attention {
         heads * seen * (2.0 * (size(query, 1) + size(value, 1)) + SOFTMAX_FLOPS)
     }
 
-    /// Shardings, where `wide` inputs and outputs follow the query and `shared` ones the key.
+    /// Shardings. The first inputs and the outputs are tensors of the query, or of the keys if `shared`; of the others,
+    /// only the mask is given.
     fn ways(
         &self,
         rank: usize,
@@ -158,6 +159,9 @@ impl Attention {
             Some(_) => Some(axis),
         };
         let mut ways = Vec::new();
+        if self.part.is_some() {
+            return ways;
+        }
         // Examples and heads.
         for axis in 0..=rank - 3 {
             let split: Vec<Option<usize>> = (0..inputs.len()).map(|at| own(at, axis)).collect();

@@ -15,14 +15,13 @@
 //! A mask is causal if [`index_function`] proves it. Beside another mask that holds only for -∞: with finite numbers, a
 //! row whose causal keys are all hidden by the other mask would attend to later keys.
 
+mod empty_row;
 pub mod index_function;
 mod operand;
 
 use super::Changed;
 use crate::graph::{Graph, Writer, order};
-use crate::op::{
-    Attention, Binary, Compare, Dropout, Emit, EmptyRow, MatMul, NodeId, Op, ReduceKind, Reshape, Softmax, Unary, Value,
-};
+use crate::op::{Attention, Binary, Dropout, Emit, EmptyRow, MatMul, NodeId, Op, Reshape, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use index_function::IndexFunctions;
@@ -87,8 +86,8 @@ enum Mask {
 enum Zeroed {
     /// Weights where the condition has this value.
     Where { condition: Value, hidden: bool },
-    /// Weights that are NaN.
-    Nan,
+    /// Weights that are NaN, or rows whose scores are all -∞.
+    Empty,
 }
 
 /// The weights of a product: a softmax, and what follows it.
@@ -97,6 +96,8 @@ struct Weights {
     scores: Value,
     dropout: Option<(Dropout, Value)>,
     zeroed: Option<Zeroed>,
+    /// The node that reads the scores for a test of empty rows.
+    test: Option<NodeId>,
 }
 
 /// The ops between a product and a softmax, from the softmax on.
@@ -107,6 +108,8 @@ struct Scores {
     masks: Vec<Mask>,
     /// A condition under which rows are set to 0 before the softmax.
     cleared: Option<Value>,
+    /// A node that may read the first value too.
+    test: Option<NodeId>,
     steps: usize,
 }
 
@@ -138,7 +141,8 @@ impl Pass {
         if lead.is_empty() {
             return None;
         }
-        let start = Scores { product: id, factor: 1.0, masks: Vec::new(), cleared: None, steps: STEPS };
+        let start =
+            Scores { product: id, factor: 1.0, masks: Vec::new(), cleared: None, test: weights.test, steps: STEPS };
         let scores = self.scores(graph, weights.scores, start)?;
         let Op::MatMul(inner) = graph.node(scores.product).op else { return None };
         let [query, key] = graph.inputs(scores.product)[..] else { return None };
@@ -163,19 +167,21 @@ impl Pass {
 
     /// Follows the left operand of the last product back to its softmax.
     fn weights(&mut self, graph: &Graph, mut value: Value) -> Option<Weights> {
-        let (mut dropout, mut zeroed, mut asked) = (None, None, None);
+        let (mut dropout, mut zeroed, mut tested) = (None, None, None);
+        // The nodes of a test of the softmax for NaN.
+        let mut asked: [NodeId; 3] = [value.node; 3];
         for _ in 0..STEPS {
             let node = graph.node(value.node);
             let inputs = graph.inputs(value.node);
             if let Op::Softmax(Softmax { axis }) = node.op {
-                // A test for NaN reads the softmax too.
-                let readers = graph.successors(value.node);
-                let own = |reader: &NodeId| asked.is_some_and(|nodes: [NodeId; 3]| nodes.contains(reader));
-                let alone = graph.consumers(value).len() == 1 || readers.iter().all(own);
-                if axis + 1 != graph.fact(value).rank() || !alone || is_result(graph, value) {
-                    return None;
-                }
-                return Some(Weights { scores: inputs[0], dropout, zeroed });
+                let is_asked = graph.successors(value.node).iter().all(|reader| asked.contains(reader));
+                let is_read_here = !is_result(graph, value) && (is_asked || graph.consumers(value).len() == 1);
+                let test = match tested {
+                    Some((scores, test)) => (scores == inputs[0]).then_some(Some(test))?,
+                    None => None,
+                };
+                let is_last = axis + 1 == graph.fact(value).rank();
+                return (is_last && is_read_here).then_some(Weights { scores: inputs[0], dropout, zeroed, test });
             }
             if !is_sole(graph, value) {
                 return None;
@@ -196,13 +202,15 @@ impl Pass {
                     } else {
                         return None;
                     };
-                    zeroed = match nan_test(graph, inputs[0], rest) {
-                        Some((nodes, is_nan)) if is_nan == hidden => {
-                            asked = Some([nodes[0], nodes[1], value.node]);
-                            Some(Zeroed::Nan)
-                        }
-                        _ => Some(Zeroed::Where { condition: inputs[0], hidden }),
-                    };
+                    zeroed = Some(Zeroed::Where { condition: inputs[0], hidden });
+                    if let Some((nodes, is_nan)) = empty_row::nan_test(graph, inputs[0], rest) {
+                        asked = [nodes[0], nodes[1], value.node];
+                        zeroed = (is_nan == hidden).then_some(Zeroed::Empty);
+                    } else if let Some((scores, test)) = empty_row::of_all(graph, &mut self.functions, inputs[0]) {
+                        tested = Some((scores, test));
+                        zeroed = hidden.then_some(Zeroed::Empty);
+                    }
+                    zeroed?;
                     rest
                 }
                 _ => return None,
@@ -215,7 +223,9 @@ impl Pass {
     fn scores(&mut self, graph: &Graph, mut value: Value, mut at: Scores) -> Option<Scores> {
         loop {
             at.steps = at.steps.checked_sub(1)?;
-            if !is_sole(graph, value) {
+            let test = at.test.take();
+            let readers = graph.consumers(value).into_iter().filter(|(reader, _)| Some(*reader) != test).count();
+            if readers != 1 || is_result(graph, value) {
                 return None;
             }
             let inputs = graph.inputs(value.node);
@@ -350,7 +360,7 @@ impl Pass {
         let empty = match weights.zeroed {
             Some(zeroed) => {
                 let fits = match zeroed {
-                    Zeroed::Nan => is_endless && scores.cleared.is_none(),
+                    Zeroed::Empty => is_endless && scores.cleared.is_none(),
                     Zeroed::Where { condition, hidden } => match (&masks[..], scores.cleared) {
                         (&[Mask::Where { condition: own, hidden: sense, .. }], None) if !causal => {
                             own == condition && sense == hidden
@@ -398,22 +408,12 @@ impl Pass {
         }
     }
 
-    /// Tests for `max(bias) = -∞` over the keys, where `bias` is the sum of these masks.
+    /// Tests whether a condition holds for the rows that these masks, added up, leave without a key.
     fn is_of_empty_rows(&mut self, graph: &Graph, condition: Value, masks: &[Mask]) -> bool {
-        let Op::Compare(Compare::Equal) = graph.node(condition.node).op else { return false };
-        let [most, number] = graph.inputs(condition.node)[..] else { return false };
-        if self.functions.number(graph, number) != Some(f64::NEG_INFINITY) {
-            return false;
-        }
-        let Op::Reduce(reduce) = &graph.node(most.node).op else { return false };
-        let bias = graph.inputs(most.node)[0];
-        let last = graph.fact(bias).rank().checked_sub(1);
-        let over_keys = reduce.kind == ReduceKind::Max && reduce.keep && reduce.axes.first().copied() == last;
+        let Some(bias) = empty_row::of_maximum(graph, &mut self.functions, condition) else { return false };
         let mut terms = Vec::new();
         let same = |(a, b): (&Mask, &Mask)| matches!((a, b), (Mask::Add(a), Mask::Add(b)) if a == b);
-        over_keys
-            && reduce.axes.len() == 1
-            && self.add(graph, bias, &mut terms, 1.0).is_some()
+        self.add(graph, bias, &mut terms, 1.0).is_some()
             && terms.len() == masks.len()
             && terms.iter().zip(masks).all(same)
     }
@@ -472,16 +472,6 @@ fn is_result(graph: &Graph, value: Value) -> bool {
 /// True if one op reads the value.
 fn is_sole(graph: &Graph, value: Value) -> bool {
     graph.consumers(value).len() == 1 && !is_result(graph, value)
-}
-
-/// The nodes of a test for NaN of `value`, and whether it is true for NaN.
-fn nan_test(graph: &Graph, condition: Value, value: Value) -> Option<([NodeId; 2], bool)> {
-    let (equal, is_nan) = match graph.node(condition.node).op {
-        Op::Unary(Unary::Not) => (graph.inputs(condition.node)[0], true),
-        _ => (condition, false),
-    };
-    let compares = matches!(graph.node(equal.node).op, Op::Compare(Compare::Equal));
-    (compares && graph.inputs(equal.node) == [value, value]).then_some(([equal.node, condition.node], is_nan))
 }
 
 /// True if the mask has no leading axes, or only of size 1.

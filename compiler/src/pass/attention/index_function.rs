@@ -357,7 +357,8 @@ mod tests {
         assert_eq!(compared(Compare::LessEqual, false, 0), Some((1.0, 0.0)));
         assert_eq!(compared(Compare::Less, true, 0), Some((0.0, 1.0)));
         assert_eq!(compared(Compare::Less, false, 1), Some((1.0, 0.0)));
-        assert_eq!(compared(Compare::LessEqual, true, 1), None);
+        assert_eq!(compared(Compare::LessEqual, true, 1), Some((0.0, 1.0)));
+        assert_eq!(compared(Compare::LessEqual, true, 0), None);
         assert_eq!(compared(Compare::Less, false, 0), None);
         assert_eq!(compared(Compare::LessEqual, false, 2), None);
     }

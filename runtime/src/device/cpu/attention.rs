@@ -173,11 +173,14 @@ struct Block {
 }
 
 impl<T: Real> Rule<'_, T> {
-    /// Scales the products of a query, adds the mask, and returns the number of keys up to the diagonal.
+    /// Scales the products of a query, adds the mask, and returns the number of keys up to the diagonal, rounded up to
+    /// whole lanes where there are more. Scores above the diagonal are -∞.
     #[inline(always)]
     fn score(&self, row: &mut [T], block: &Block, query: usize) -> usize {
         let seen = if self.causal { (query + 1).saturating_sub(block.keys[0]).min(row.len()) } else { row.len() };
-        let row = &mut row[..seen];
+        let wide = seen.next_multiple_of(LANES).min(row.len());
+        let (row, above) = row[..wide].split_at_mut(seen);
+        above.fill(T::LOWEST);
         let from = block.mask + query * self.strides[0] + block.keys[0] * self.strides[1];
         match (self.mask, self.strides[1]) {
             (Sight::All, _) => {
@@ -201,7 +204,7 @@ impl<T: Real> Rule<'_, T> {
                 }
             }
         }
-        seen
+        wide
     }
 }
 
@@ -323,18 +326,20 @@ wide! {
             let row = &mut scores[r * block.row..r * block.row + block.keys[1]];
             let seen = rule.score(row, block, query);
             row[seen..].fill(T::ZERO);
-            let new = most.larger(largest(&row[..seen]));
+            let row = &mut row[..seen];
+            let new = most.larger(largest(row));
             // While no key is seen, all weights are e^-∞.
             let shift = if new == T::LOWEST { T::ZERO } else { new };
             let mut lanes = [T::ZERO; LANES];
-            let mut chunks = row[..seen].chunks_exact_mut(LANES);
-            for chunk in &mut chunks {
-                for (lane, s) in lanes.iter_mut().zip(chunk) {
-                    *s = (*s - shift).exp();
-                    *lane = *lane + *s;
+            let whole = row.len() / LANES * LANES;
+            for at in (0..whole).step_by(LANES) {
+                let row = &mut row[at..at + LANES];
+                for lane in 0..LANES {
+                    row[lane] = (row[lane] - shift).exp();
+                    lanes[lane] = lanes[lane] + row[lane];
                 }
             }
-            for (lane, s) in lanes.iter_mut().zip(chunks.into_remainder()) {
+            for (lane, s) in lanes.iter_mut().zip(&mut row[whole..]) {
                 *s = (*s - shift).exp();
                 *lane = *lane + *s;
             }
@@ -351,7 +356,7 @@ wide! {
             *most = new;
             if let Some(kept) = rule.dropout {
                 let from = (block.head * block.all + query) * rule.keys + block.keys[0];
-                for (j, p) in row[..seen].iter_mut().enumerate() {
+                for (j, p) in row.iter_mut().enumerate() {
                     *p = T::of(p.wide() * kept.factor(from + j));
                 }
             }
@@ -470,20 +475,29 @@ wide! {
             // All scores of an empty row are -∞, and all weights 0.
             let shift = if log_sums[r] == T::LOWEST { T::ZERO } else { log_sums[r] };
             let share = shares[r];
+            let (row, slopes) = (&mut row[..seen], &mut slopes[..seen]);
+            let whole = seen / LANES * LANES;
+            for at in (0..whole).step_by(LANES) {
+                let row = &mut row[at..at + LANES];
+                for lane in 0..LANES {
+                    row[lane] = (row[lane] - shift).exp();
+                }
+            }
+            for p in &mut row[whole..] {
+                *p = (*p - shift).exp();
+            }
             match rule.dropout {
                 None => {
-                    for (p, slope) in row[..seen].iter_mut().zip(&mut slopes[..seen]) {
-                        *p = (*p - shift).exp();
+                    for (p, slope) in row.iter().zip(slopes) {
                         *slope = *p * (*slope - share) * rule.scale;
                     }
                 }
                 Some(kept) => {
                     let from = (block.head * block.all + query) * rule.keys + block.keys[0];
-                    for (j, (p, slope)) in row[..seen].iter_mut().zip(&mut slopes[..seen]).enumerate() {
+                    for (j, (p, slope)) in row.iter_mut().zip(slopes).enumerate() {
                         let factor = T::of(kept.factor(from + j));
-                        let weight = (*p - shift).exp();
-                        *slope = weight * (factor * *slope - share) * rule.scale;
-                        *p = weight * factor;
+                        *slope = *p * (factor * *slope - share) * rule.scale;
+                        *p = *p * factor;
                     }
                 }
             }
