@@ -216,11 +216,37 @@ fn attention_of_several_blocks() {
     ask_attention("keys", causal, [2, 270, 140, 4, 3], 2, &[keys]);
     ask_attention("added", causal, [2, 270, 140, 4, 3], 1, &[random(&[2, 270, 140], 5)]);
     ask_attention("added per query", plain, [2, 270, 140, 4, 3], 1, &[random(&[270, 1], 5)]);
+    // The lowest number for all keys of a query: its log-sum-exp does not contain the number of keys.
+    let lowest: Vec<f32> = (0..270).map(|i| if i % 90 == 7 { f32::MIN } else { 0.5 }).collect();
+    ask_attention("lowest", plain, [2, 270, 140, 4, 3], 1, &[Tensor::from_f32(&[270, 1], &lowest)]);
     let dropped = Attention { dropout: Some(Dropout { ratio: 0.4, stream: 2 }), ..causal };
     ask_attention("dropout", dropped, [2, 270, 140, 4, 3], 1, &[Tensor::from_i64(&[], &[11])]);
     let part = Attention { part: Some(DropoutShard { run: 2 * 270 * 140, devices: 3 }), ..dropped };
     let extras = [mask, Tensor::from_i64(&[], &[11]), Tensor::from_i64(&[], &[2])];
     ask_attention("a part of a dropout", part, [2, 270, 140, 4, 3], 1, &extras);
+}
+
+/// In 16 bits, the log-sum-exp stays wide, and sums have the precision of `f32`.
+#[test]
+fn attention_in_two_bytes_sums_in_four() {
+    let op = Attention { scale: 0.5, causal: true, empty: EmptyRow::Nan, dropout: None, part: None };
+    let narrow = |t: Tensor| t.cast(DType::Bf16);
+    let inputs = [[2, 4, 150, 8], [2, 2, 150, 8], [2, 2, 150, 8]];
+    let inputs: Vec<Tensor> = (1..).zip(inputs).map(|(seed, shape)| narrow(random(&shape, seed))).collect();
+    let saved = sample::run(&op, &inputs);
+    assert_eq!(saved[1].dtype(), DType::F32);
+    let dy = narrow(random(saved[0].shape(), 4));
+    let given = [&[dy], &inputs[..], &saved[..]].concat();
+    for (op, inputs) in [(Op::Attention(op), inputs), (Op::AttentionGrad(AttentionGrad { forward: op }), given)] {
+        let outputs = infer(&op, &inputs);
+        let kernel = Kernel::new(&op, &facts_of(&inputs), &outputs);
+        assert!(!kernel.is_reference());
+        let got = run(&kernel, &inputs, &outputs).unwrap();
+        for (got, want) in got.iter().zip(reference(&op, &inputs, &outputs)) {
+            // Half a unit in the last place of the result.
+            assert_close(rule(&op).name(), got, &want, 1.0 / 128.0, 1e-4);
+        }
+    }
 }
 
 /// The dropout of attention is that of its weights.

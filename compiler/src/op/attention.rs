@@ -18,6 +18,10 @@ use super::layer_norm::same;
 use super::sample::{ramp, run};
 use super::*;
 
+/// Magnitude of a log-sum-exp from which the gradient divides weights by their sum: `e^(s - lse)` inherits the rounding of
+/// the log-sum-exp, which in `f32` is 10⁻³ here and loses the sum of many keys that are masked by the lowest number.
+pub const COARSE: f64 = (1u64 << 14) as f64;
+
 /// Per score: as in [`Softmax`].
 const SOFTMAX_FLOPS: f64 = 20.0;
 
@@ -314,8 +318,13 @@ impl OpRule for AttentionGrad {
             let is_empty = sum == f64::NEG_INFINITY;
             let out = |c: usize| dy.f64(row * scores.width + c);
             let share: f64 = (0..scores.width).map(|c| out(c) * y.f64(row * scores.width + c)).sum();
+            // See [`COARSE`].
+            let norm = match sum.is_finite() {
+                true => weights.iter().map(|score| scores.weight(*score, sum)).sum::<f64>(),
+                false => 1.0,
+            };
             for (j, score) in weights.into_iter().enumerate() {
-                let (p, kept) = (scores.weight(score, sum), scores.kept(row, j));
+                let (p, kept) = (scores.weight(score, sum) / norm, scores.kept(row, j));
                 let dp: f64 = (0..scores.width).map(|c| out(c) * value.f64(scores.value(row, j, c))).sum();
                 // A mean of all values does not depend on the scores.
                 let flat = is_empty && self.forward.empty != EmptyRow::Nan;

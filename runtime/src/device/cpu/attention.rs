@@ -10,11 +10,12 @@
 
 use super::matmul::{Matrix, product};
 use super::real::Real;
-use super::sum::{largest, sum_of_pairs};
+use super::sum::{largest, sum_of_pairs, tree};
 use super::walk::{Walk, stretched};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::attention::COARSE;
 use compiler::op::dropout::Mask as KeptMask;
 use compiler::op::{Attention, AttentionGrad, EmptyRow, KernelError};
 use compiler::tensor::DType;
@@ -343,7 +344,7 @@ wide! {
                 *s = (*s - shift).exp();
                 *lane = *lane + *s;
             }
-            let added = lanes.iter().fold(0.0, |sum, lane| sum + lane.wide());
+            let added = tree(lanes, |a, b| a + b).wide();
             if block.keys[0] > 0 {
                 let old = (*most - shift).exp();
                 *sum = *sum * old.wide() + added;
@@ -366,19 +367,21 @@ wide! {
 
 wide! {
     fn finish[T: Real](y: &mut [T], log_sums: &mut [T], most: &[T], sums: &[f64], width: usize) {
-        for (r, log_sum) in log_sums.iter_mut().enumerate() {
-            let share = T::of(1.0 / sums[r]);
+        for ((log_sum, &most), &sum) in log_sums.iter_mut().zip(most).zip(sums) {
+            *log_sum = if most == T::LOWEST { T::LOWEST } else { most + T::of(sum).ln() };
+        }
+        for (r, sum) in sums.iter().enumerate() {
+            let share = T::of(1.0 / sum);
             for y in &mut y[r * width..(r + 1) * width] {
                 *y = *y * share;
             }
-            *log_sum = if most[r] == T::LOWEST { T::LOWEST } else { T::of(most[r].wide() + sums[r].ln()) };
         }
     }
 }
 
 fn backward<T: Real>(shape: Shape) -> Option<FastKernel> {
     let [most_queries, most_keys] = shape.block();
-    let scratch = 2 * room::<T>(most_queries * most_keys) + room::<T>(shape.queries);
+    let scratch = 2 * room::<T>(most_queries * most_keys) + 2 * room::<T>(shape.queries);
     let kernel = FastKernel::new(move |inputs, outputs, mut workspace| {
         let rule = shape.rule::<T>(inputs)?;
         let [dy, q, k, v, y, log_sums] = [0, 1, 2, 3, 4, 5].map(|at: usize| cast_slice::<u8, T>(inputs[at]));
@@ -387,13 +390,26 @@ fn backward<T: Real>(shape: Shape) -> Option<FastKernel> {
         let Shape { queries, keys, depth, width, each, .. } = shape;
         let scores = take::<T>(&mut workspace, most_queries * most_keys);
         let slopes = take::<T>(&mut workspace, most_queries * most_keys);
-        let shares = take::<T>(&mut workspace, queries);
+        let (shares, norms) = (take::<T>(&mut workspace, queries), take::<T>(&mut workspace, queries));
         dq.fill(T::ZERO);
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
         for (head, mask) in shape.each_head() {
             let (from, shared) = (head * queries, head / each * keys);
             products_of_rows(rows(dy, from, queries, width), rows(y, from, queries, width), shares);
+            norms.fill(T::ONE);
+            for query in (0..queries).filter(|query| is_coarse(log_sums[from + query])) {
+                let q = rows(q, from + query, 1, depth);
+                let mut sum = 0.0;
+                for [key, size] in blocks(0, keys, most_keys) {
+                    let k = rows(k, shared + key, size, depth);
+                    product([1, size, depth], matrix(q, depth), turned(k, depth), scores, size, false);
+                    let block = Block { head, mask, queries: [query, 1], keys: [key, size], row: size, all: queries };
+                    let seen = rule.score(&mut scores[..size], &block, query);
+                    sum += scores[..seen].iter().map(|s| (*s - log_sums[from + query]).exp().wide()).sum::<f64>();
+                }
+                norms[query] = T::of(1.0 / sum);
+            }
             for [key, size] in blocks(0, keys, most_keys) {
                 let k = rows(k, shared + key, size, depth);
                 let v = rows(v, shared + key, size, width);
@@ -408,7 +424,8 @@ fn backward<T: Real>(shape: Shape) -> Option<FastKernel> {
                     let block =
                         Block { head, mask, queries: [first, count], keys: [key, size], row: size, all: queries };
                     let log_sums = &log_sums[at..at + count];
-                    differentiate(scores, slopes, &block, &rule, log_sums, &shares[first..first + count]);
+                    let of_rows = [log_sums, &shares[first..first + count], &norms[first..first + count]];
+                    differentiate(scores, slopes, &block, &rule, of_rows);
                     if shape.op.empty != EmptyRow::Zero {
                         for r in (0..count).filter(|r| log_sums[*r] == T::LOWEST) {
                             let from = (at + r) * keys + key;
@@ -454,17 +471,24 @@ wide! {
     }
 }
 
+/// True for a log-sum-exp that is too large to contain the logarithm of the sum, as of a query of which all keys have the
+/// lowest number as mask. Its weights are divided by their sum.
+fn is_coarse<T: Real>(log_sum: T) -> bool {
+    let size = log_sum.wide().abs();
+    size > COARSE && size.is_finite()
+}
+
 wide! {
     // Turns products of queries and keys into weights, and products of output gradients and values into the gradients of
-    // those products.
+    // those products. Each query has a log-sum-exp, the product of its output and the gradient, and a factor of its weights.
     fn differentiate[T: Real](
         scores: &mut [T],
         slopes: &mut [T],
         block: &Block,
         rule: &Rule<'_, T>,
-        log_sums: &[T],
-        shares: &[T],
+        of_rows: [&[T]; 3],
     ) {
+        let [log_sums, shares, norms] = of_rows;
         for r in 0..log_sums.len() {
             let (query, at) = (block.queries[0] + r, r * block.row);
             let row = &mut scores[at..at + block.keys[1]];
@@ -474,17 +498,17 @@ wide! {
             slopes[seen..].fill(T::ZERO);
             // All scores of an empty row are -∞, and all weights 0.
             let shift = if log_sums[r] == T::LOWEST { T::ZERO } else { log_sums[r] };
-            let share = shares[r];
+            let (share, norm) = (shares[r], norms[r]);
             let (row, slopes) = (&mut row[..seen], &mut slopes[..seen]);
             let whole = seen / LANES * LANES;
             for at in (0..whole).step_by(LANES) {
                 let row = &mut row[at..at + LANES];
                 for lane in 0..LANES {
-                    row[lane] = (row[lane] - shift).exp();
+                    row[lane] = (row[lane] - shift).exp() * norm;
                 }
             }
             for p in &mut row[whole..] {
-                *p = (*p - shift).exp();
+                *p = (*p - shift).exp() * norm;
             }
             match rule.dropout {
                 None => {

@@ -6,7 +6,7 @@ use super::element::{accumulator, held, literal, load, store};
 use super::launch_plan::{At, LaunchPlan};
 use super::offsets::{Walk, offsets};
 use crate::device::layout::TensorLayout;
-use compiler::op::attention::Extras;
+use compiler::op::attention::{COARSE, Extras};
 use compiler::op::{Attention, AttentionGrad, EmptyRow};
 use compiler::tensor::DType;
 
@@ -131,7 +131,7 @@ impl<'a> Pairs<'a> {
         let flat = if self.op.empty == EmptyRow::Nan { "" } else { "if (is_empty) ds = 0;\n" };
         format!(
             "{}{kind} sum = ({kind}){}, kept = {};\nbool is_empty = sum == {};\n\
-             {kind} p = is_empty ? {} : m_exp(s - sum), dp = 0;\n\
+             {kind} p = is_empty ? {} : m_exp(s - sum) * norms[row], dp = 0;\n\
              for (at c = 0; c < (at){width}; c++) dp += ({kind}){} * ({kind}){};\n\
              {kind} ds = {} * p * (kept * dp - shares[row]);\n{flat}",
             self.score(),
@@ -220,15 +220,23 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
     let (kind, keys, queries, rows) = (pairs.kind(), pairs.keys(), pairs.queries(), pairs.rows());
     let (depth, width) = (pairs.depth, pairs.width);
     let mut launch_plan = LaunchPlan::default();
-    let shares = launch_plan.take(rows * pairs.sums().size());
-    let mut draft = KernelBuilder::new(pairs.most);
+    let [shares, norms] = [(); 2].map(|()| launch_plan.take(rows * pairs.sums().size()));
+    let mut draft = pairs.draft(1);
     draft.reads("dy", pairs.dtype, At::input(0));
     draft.reads("y", pairs.dtype, At::input(4));
+    draft.reads("log_sums", pairs.sums(), At::input(5));
     draft.writes("shares", pairs.sums(), shares);
+    draft.writes("norms", pairs.sums(), norms);
     let lines = format!(
-        "{kind} sum = 0;\nfor (at c = 0; c < (at){width}; c++) sum += ({kind}){} * ({kind}){};\nshares[i] = sum;",
+        "at row = i;\n{kind} share = 0, norm = 1, size = m_fabs(log_sums[i]);\n\
+         for (at c = 0; c < (at){width}; c++) share += ({kind}){} * ({kind}){};\nshares[i] = share;\n\
+         if (size > {} && size < {}) {{\nnorm = 0;\n\
+         for (at j = 0; j < (at){keys}; j++) {{\n{}norm += m_exp(s - log_sums[i]);\n}}\nnorm = 1 / norm;\n}}\nnorms[i] = norm;",
         load(pairs.dtype, &format!("dy[i * (at){width} + c]")),
-        load(pairs.dtype, &format!("y[i * (at){width} + c]"))
+        load(pairs.dtype, &format!("y[i * (at){width} + c]")),
+        pairs.number(COARSE),
+        pairs.number(f64::INFINITY),
+        pairs.score(),
     );
     launch_plan.launches.push(draft.each(rows, &lines));
     let draft = |outputs: &[(&str, usize)], shared: &str| {
@@ -236,6 +244,7 @@ pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<LaunchPlan> {
         draft.reads("dy", pairs.dtype, At::input(0));
         draft.reads("log_sums", pairs.sums(), At::input(5));
         draft.reads("shares", pairs.sums(), shares);
+        draft.reads("norms", pairs.sums(), norms);
         for (name, output) in outputs {
             draft.writes(name, pairs.dtype, At::output(*output));
         }
