@@ -318,8 +318,7 @@ impl OpRule for AttentionGrad {
             let is_empty = sum == f64::NEG_INFINITY;
             let out = |c: usize| dy.f64(row * scores.width + c);
             let share: f64 = (0..scores.width).map(|c| out(c) * y.f64(row * scores.width + c)).sum();
-            // See [`COARSE`].
-            let norm = match sum.is_finite() {
+            let norm = match sum.is_finite() && sum.abs() > COARSE {
                 true => weights.iter().map(|score| scores.weight(*score, sum)).sum::<f64>(),
                 false => 1.0,
             };
