@@ -502,9 +502,8 @@ wide! {
             let (row, slopes) = (&mut row[..seen], &mut slopes[..seen]);
             let whole = seen / LANES * LANES;
             for at in (0..whole).step_by(LANES) {
-                let row = &mut row[at..at + LANES];
-                for lane in 0..LANES {
-                    row[lane] = (row[lane] - shift).exp() * norm;
+                for p in &mut row[at..at + LANES] {
+                    *p = (*p - shift).exp() * norm;
                 }
             }
             for p in &mut row[whole..] {
