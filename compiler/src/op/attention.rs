@@ -254,13 +254,12 @@ impl OpRule for Attention {
         let [y, sums] = outputs else { unreachable!("infer gives two outputs") };
         let scores = Scores::new(self, 3, [&inputs[0], &inputs[1], &inputs[2]], inputs)?;
         for row in 0..scores.rows {
-            let weights = scores.of(row);
-            let sum = scores.log_sum_exp(&weights);
+            let own = scores.of(row);
+            let sum = scores.log_sum_exp(&own);
+            let weights = scores.weights(own, sum);
             sums.set_f64(row, sum);
             for c in 0..scores.width {
-                let term = |j: usize| {
-                    scores.kept(row, j) * scores.weight(weights[j], sum) * inputs[2].f64(scores.value(row, j, c))
-                };
+                let term = |j: usize| scores.kept(row, j) * weights[j] * inputs[2].f64(scores.value(row, j, c));
                 y.set_f64(row * scores.width + c, (0..scores.keys).map(term).sum());
             }
         }
@@ -314,16 +313,13 @@ impl OpRule for AttentionGrad {
         let scale = self.forward.scale;
         let mut made = [query, key, value].map(|x| vec![0.0; x.len()]);
         for row in 0..scores.rows {
-            let (weights, sum) = (scores.of(row), sums.f64(row));
+            let sum = sums.f64(row);
+            let weights = scores.weights(scores.of(row), sum);
             let is_empty = sum == f64::NEG_INFINITY;
             let out = |c: usize| dy.f64(row * scores.width + c);
             let share: f64 = (0..scores.width).map(|c| out(c) * y.f64(row * scores.width + c)).sum();
-            let norm = match sum.is_finite() && sum.abs() > COARSE {
-                true => weights.iter().map(|score| scores.weight(*score, sum)).sum::<f64>(),
-                false => 1.0,
-            };
-            for (j, score) in weights.into_iter().enumerate() {
-                let (p, kept) = (scores.weight(score, sum) / norm, scores.kept(row, j));
+            for (j, p) in weights.into_iter().enumerate() {
+                let kept = scores.kept(row, j);
                 let dp: f64 = (0..scores.width).map(|c| out(c) * value.f64(scores.value(row, j, c))).sum();
                 // A mean of all values does not depend on the scores.
                 let flat = is_empty && self.forward.empty != EmptyRow::Nan;
@@ -417,9 +413,17 @@ impl<'a> Scores<'a> {
         most + scores.iter().map(|s| (s - most).exp()).sum::<f64>().ln()
     }
 
-    /// The weight of a key before dropout.
-    fn weight(&self, score: f64, sum: f64) -> f64 {
-        if sum == f64::NEG_INFINITY { self.op.empty.weight(self.keys) } else { (score - sum).exp() }
+    /// The weights of a row of scores, before dropout.
+    fn weights(&self, scores: Vec<f64>, sum: f64) -> Vec<f64> {
+        if sum == f64::NEG_INFINITY {
+            return vec![self.op.empty.weight(self.keys); self.keys];
+        }
+        let mut weights: Vec<f64> = scores.into_iter().map(|score| (score - sum).exp()).collect();
+        if sum.is_finite() && sum.abs() > COARSE {
+            let all: f64 = weights.iter().sum();
+            weights.iter_mut().for_each(|weight| *weight /= all);
+        }
+        weights
     }
 
     /// The dropout factor.
