@@ -123,6 +123,13 @@ fn others(c: &mut Criterion) {
         time(c, "64x1024", Op::Unary(op), &[&[64, 1024]], false);
     }
     time(c, "4096x128", Op::Softmax(Softmax { axis: 1 }), &[&[4096, 128]], false);
+    let attention = Attention { scale: 0.125, causal: true, empty: EmptyRow::Nan, dropout: None, part: None };
+    for (title, shape) in [("48 of 128x64", [4, 12, 128, 64]), ("4 of 2048x64", [1, 4, 2048, 64])] {
+        let heads: &[usize] = &shape;
+        time(c, title, Op::Attention(attention), &[heads; 3], true);
+        let grad = Op::AttentionGrad(AttentionGrad { forward: attention });
+        time(c, title, grad, &[heads, heads, heads, heads, heads, &shape[..3]], true);
+    }
     time(c, "1024x768", Op::LayerNorm(LayerNorm { axis: 1, epsilon: 1e-5 }), &[&[1024, 768], &[768], &[768]], false);
     let grad: [&[usize]; 5] = [&[1024, 768], &[1024, 768], &[768], &[1024, 1], &[1024, 1]];
     time(c, "1024x768", Op::LayerNormGrad(LayerNormGrad { axis: 1 }), &grad, false);

@@ -20,10 +20,13 @@
 mod rows;
 
 use compiler::cluster::{Bytes, Cluster, Device, device};
+use compiler::pass::analytic::STREAMING;
+use compiler::pass::analytic::matmul::Product;
 use compiler::plan::problem::Target;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::precision::Precision;
+use compiler::profile::shared::TensorParallelCosts;
 use models::choice::Setting;
 use models::zoo::{self, Options};
 use pipec::cluster::{self, ClusterRequest};
@@ -82,11 +85,47 @@ fn levels(row: &Row, hardware: &Hardware) -> String {
     }
 }
 
+/// Replaces attention in one kernel by its parts, as software before FlashAttention ran it: two batched products, a fused
+/// softmax with scale and mask, and dropout. Scores have two bytes, the dropout mask one.
+fn in_parts(graph: &mut CostGraph, row: &Row, device: &Device, micro_batch: u64, degree: u64) {
+    let (heads, sequence) = ((micro_batch * row.heads / degree) as f64, row.sequence as f64);
+    let width = row.hidden as f64 / row.heads as f64;
+    let multiprocessors = device.multiprocessors.expect("the device is a GPU");
+    let rate = device.matmul_efficiency.expect("the device is a GPU") * device.peak_flops.f16;
+    let product = |n: f64, k: f64| {
+        let bytes = 2.0 * heads * sequence * (n + k) + 2.0 * heads * n * k;
+        Product { batch: heads, m: sequence, n, k }.seconds(device, multiprocessors, rate, bytes) + device.launch.0
+    };
+    let scores = heads * sequence * sequence;
+    let stream = |bytes: f64| bytes * scores / (STREAMING * device.memory_bandwidth.0) + device.launch.0;
+    let products = product(sequence, width) + product(width, sequence);
+    for op in graph.ops.iter_mut().filter(|op| op.op == "attention") {
+        op.fwd_us = (products + stream(4.0) + stream(5.0)) * 1e6;
+        op.bwd_us = (2.0 * products + stream(5.0) + stream(6.0)) * 1e6;
+        op.weight_grad_us = Some(0.0);
+    }
+}
+
+/// The costs with the attention that the software of the run had.
+fn of_software(
+    costs: &mut Costs,
+    shared: &mut [TensorParallelCosts],
+    row: &Row,
+    hardware: &Hardware,
+    micro_batch: u64,
+) {
+    if !hardware.is_flash {
+        in_parts(&mut costs.graph, row, &hardware.device, micro_batch, 1);
+        for shared in shared {
+            in_parts(&mut shared.graph, row, &hardware.device, micro_batch, u64::from(shared.devices));
+        }
+    }
+}
+
 /// Adds the forward of recomputed ops to their backward.
 fn recompute(graph: &mut CostGraph, of: Recompute) {
     for op in &mut graph.ops {
-        let is_core = op.module.ends_with(".attn")
-            && matches!(op.op.as_str(), "matmul" | "mul" | "add" | "softmax" | "dropout" | "attention");
+        let is_core = op.op == "attention";
         if of == Recompute::Full || (of == Recompute::Attention && is_core) {
             op.weight_grad_us = Some(op.weight_part_us());
             op.bwd_us += op.fwd_us;
@@ -124,6 +163,7 @@ fn predict(row: &Row, hardware: &Hardware, micro_batch: u64, chunks: u64) -> Opt
     let degree = u32::try_from(row.tensor).expect("a degree is small");
     let tensor_parallel = if degree > 1 { TensorParallel::Degree(degree) } else { TensorParallel::Never };
     let mut shared = tensor_parallel.costs(&costs, target).expect("the model can be sharded");
+    of_software(&mut costs, &mut shared, row, hardware, micro_batch);
     recompute(&mut costs.graph, row.recompute);
     shared.iter_mut().for_each(|shared| recompute(&mut shared.graph, row.recompute));
     let options = PlanOptions {
@@ -154,9 +194,10 @@ fn options(row: &Row, micro_batch: u64) -> PlanOptions {
 /// under 1F1B, for the best of three micro-batch sizes.
 fn own(row: &Row, hardware: &Hardware) -> Option<f64> {
     let of_size = |micro_batch: u64| {
-        let costs = costs(row, hardware, micro_batch, true);
+        let mut costs = costs(row, hardware, micro_batch, true);
         let tensor_parallel = TensorParallel::Auto;
-        let shared = tensor_parallel.costs(&costs, None).expect("the model can be sharded");
+        let mut shared = tensor_parallel.costs(&costs, None).expect("the model can be sharded");
+        of_software(&mut costs, &mut shared, row, hardware, micro_batch);
         let options = PlanOptions { tensor_parallel, ..options(row, micro_batch) };
         let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
         planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)

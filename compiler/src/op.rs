@@ -8,6 +8,7 @@
 //! NumPy. `N` is the batch, `C` channels, `D…` the spatial axes. An op computes in the element type of its inputs
 //! unless it says otherwise.
 
+pub mod attention;
 pub mod batch_gather;
 pub mod batch_norm;
 pub mod binary;
@@ -92,6 +93,9 @@ pub enum Op {
     Conv(Conv),
     ConvInputGrad(ConvInputGrad),
     ConvWeightGrad(ConvWeightGrad),
+    // Attention.
+    Attention(Attention),
+    AttentionGrad(AttentionGrad),
     // Recurrent layers.
     Lstm(Lstm),
     LstmGrad(LstmGrad),
@@ -362,6 +366,54 @@ pub struct GroupedMatMul {
 /// N]`, the end of each group's rows (`i64[G]`). Output: `[G, M, N]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupedMatMulGrad {}
+
+/// Scaled dot-product attention, `softmax(scale·q kᵀ + mask)·v`, without a stored score matrix; see [`attention`].
+/// Inputs: query `[…, H, S, D]`, key `[…, G, T, D]`, value `[…, G, T, V]`; an optional mask that broadcasts to `[…, H, S,
+/// T]`, of `bool` (true where a query sees a key) or added to the scores; with dropout, the counter (`i64`, one value);
+/// with a part of it, the device's rank (`i64`, one value). H is a multiple of G: consecutive query heads share a key
+/// head. Outputs: y `[…, H, S, V]`; log Σ e^score `[…, H, S]`, in `f32` for 16-bit inputs. The mask has no gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Attention {
+    pub scale: f64,
+    /// Query `i` sees the keys `j ≤ i` only.
+    pub causal: bool,
+    /// The result of a query whose scores are all -∞.
+    pub empty: EmptyRow,
+    /// Dropout of the weights, with the mask of [`Dropout`] over `[…, H, S, T]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropout: Option<Dropout>,
+    /// The weights are a device's part of those that the dropout is defined for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<DropoutShard>,
+}
+
+/// The result of an attention query that sees no key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EmptyRow {
+    /// Zeros, as of `scaled_dot_product_attention` with a boolean mask.
+    Zero,
+    /// The mean of all values, as of a softmax over equal finite scores. Not for causal attention.
+    Mean,
+    /// NaN, as of a softmax over -∞.
+    Nan,
+}
+
+/// A device's shard of dropped-out weights, in the runs of [`DropoutPart`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DropoutShard {
+    /// Number of contiguous elements per run of a shard.
+    pub run: usize,
+    /// Size of the group; runs are assigned round-robin.
+    pub devices: usize,
+}
+
+/// Gradient of [`Attention`]. Inputs: dy, query, key, value, y, log-sum-exp, then the optional inputs of the forward.
+/// Outputs: gradients of query, key and value.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionGrad {
+    pub forward: Attention,
+}
 
 /// LSTM over a sequence, with gate order i, f, g, o; see [`lstm`]. Inputs: x `[T, N, I]`, w_ih `[4H, I]`, w_hh `[4H,
 /// H]`, b_ih and b_hh `[4H]`, h0 and c0 `[N, H]`. Outputs: y `[T, N, H]`; final h and c, `[N, H]`; gates `[T, N, 4H]`

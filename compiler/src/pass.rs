@@ -1,10 +1,11 @@
 //! Graph passes; [`pipeline`] defines their order.
 //!
-//! `canonicalise`, `cse` and `dce` run once over the imported graph, before ops are numbered for plans. `fold`,
-//! `fragment`, `backward`, `concat_of_pads`, `fuse` and `memory` run per stage, at fixed sizes. No pass changes any
-//! computed bit or depends on the stage cuts, so gradients are equal across plans.
+//! `canonicalise`, `cse`, `attention` and `dce` run once over the imported graph, before ops are numbered for plans.
+//! `fold`, `fragment`, `backward`, `concat_of_pads`, `fuse` and `memory` run per stage, at fixed sizes. Only
+//! `attention` changes computed bits, and no pass depends on the stage cuts, so gradients are equal across plans.
 
 pub mod analytic;
+pub mod attention;
 pub mod attribution;
 pub mod backward;
 pub mod batched_weight_grad;

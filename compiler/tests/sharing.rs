@@ -192,6 +192,18 @@ fn divisible() -> Vec<Sample> {
         list.push(of(Op::MatMul(op), vec![x(&a), ramp(&b, 6)]));
         list.push(of(Op::MatMul(op), vec![x(&a), ramp(&b[1..], 6)]));
     }
+    for dropout in [None, Some(Dropout { ratio: 0.5, stream: 3 })] {
+        let op = Attention { scale: 0.7, causal: true, empty: EmptyRow::Nan, dropout, part: None };
+        let mut inputs = vec![x(&[4, 8, 3, 2]), ramp(&[4, 4, 3, 2], 6), ramp(&[4, 4, 3, 2], 7)];
+        inputs.extend(dropout.map(|_| Tensor::from_i64(&[], &[9])));
+        let saved = run(&op, &inputs);
+        let mut given = vec![ramp(saved[0].shape(), 8)];
+        given.extend_from_slice(&inputs[..3]);
+        given.extend(saved);
+        given.extend_from_slice(&inputs[3..]);
+        list.push(of(Op::Attention(op), inputs));
+        list.push(of(Op::AttentionGrad(AttentionGrad { forward: op }), given));
+    }
     for (begin, end) in [(0, 8), (8, 16), (8, 24), (0, 24)] {
         let op = Slice { begin: dims(&[0, begin]), end: dims(&[4, end]), step: vec![1, 1] };
         list.push(of(Op::Slice(op), vec![x(&[4, 24])]));

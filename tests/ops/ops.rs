@@ -178,6 +178,97 @@ fn products_of_many_shapes() {
     }
 }
 
+/// Attention and its gradient on `[heads, queries, keys, depth, width]`, with one key head for every `each`.
+fn ask_attention(what: &str, op: Attention, sizes: [usize; 5], each: usize, extras: &[Tensor]) {
+    let [heads, queries, keys, depth, width] = sizes;
+    let mut inputs = vec![
+        random(&[2, heads, queries, depth], 1),
+        random(&[2, heads / each, keys, depth], 2),
+        random(&[2, heads / each, keys, width], 3),
+    ];
+    inputs.extend_from_slice(extras);
+    let what = format!("{what} {sizes:?}");
+    ask_both(&what, Op::Attention(op), &inputs);
+    let saved = sample::run(&op, &inputs);
+    let mut given = vec![random(saved[0].shape(), 4)];
+    given.extend_from_slice(&inputs[..3]);
+    given.extend(saved);
+    given.extend_from_slice(extras);
+    ask_both(&what, Op::AttentionGrad(AttentionGrad { forward: op }), &given);
+}
+
+#[test]
+fn attention_of_several_blocks() {
+    let plain = Attention { scale: 1.5, causal: false, empty: EmptyRow::Zero, dropout: None, part: None };
+    let causal = Attention { causal: true, ..plain };
+    // Neither number of queries or keys is a multiple of a block.
+    for sizes in [[2, 300, 150, 5, 3], [1, 130, 300, 16, 24], [3, 2, 200, 4, 4], [2, 70, 2, 3, 2]] {
+        ask_attention("plain", plain, sizes, 1, &[]);
+        ask_attention("causal", causal, sizes, 1, &[]);
+    }
+    ask_attention("grouped", causal, [4, 270, 140, 4, 3], 2, &[]);
+    let bools: Vec<bool> = (0..2 * 270 * 140).map(|i| i / 140 % 90 != 7 && i * 7 % 11 > 3).collect();
+    let mask = Tensor::from_bool(&[2, 1, 270, 140], &bools);
+    for empty in [EmptyRow::Zero, EmptyRow::Mean, EmptyRow::Nan] {
+        ask_attention("boolean", Attention { empty, ..plain }, [2, 270, 140, 4, 3], 1, std::slice::from_ref(&mask));
+    }
+    let keys = Tensor::from_bool(&[2, 1, 1, 140], &bools[..280]);
+    ask_attention("keys", causal, [2, 270, 140, 4, 3], 2, &[keys]);
+    ask_attention("added", causal, [2, 270, 140, 4, 3], 1, &[random(&[2, 270, 140], 5)]);
+    ask_attention("added per query", plain, [2, 270, 140, 4, 3], 1, &[random(&[270, 1], 5)]);
+    // The lowest number for all keys of a query: its log-sum-exp does not contain the number of keys.
+    let lowest: Vec<f32> = (0..270).map(|i| if i % 90 == 7 { f32::MIN } else { 0.5 }).collect();
+    ask_attention("lowest", plain, [2, 270, 140, 4, 3], 1, &[Tensor::from_f32(&[270, 1], &lowest)]);
+    let dropped = Attention { dropout: Some(Dropout { ratio: 0.4, stream: 2 }), ..causal };
+    ask_attention("dropout", dropped, [2, 270, 140, 4, 3], 1, &[Tensor::from_i64(&[], &[11])]);
+    let part = Attention { part: Some(DropoutShard { run: 2 * 270 * 140, devices: 3 }), ..dropped };
+    let extras = [mask, Tensor::from_i64(&[], &[11]), Tensor::from_i64(&[], &[2])];
+    ask_attention("a part of a dropout", part, [2, 270, 140, 4, 3], 1, &extras);
+}
+
+/// In 16 bits, the log-sum-exp stays wide, and sums have the precision of `f32`.
+#[test]
+fn attention_in_two_bytes_sums_in_four() {
+    let op = Attention { scale: 0.5, causal: true, empty: EmptyRow::Nan, dropout: None, part: None };
+    let narrow = |t: Tensor| t.cast(DType::Bf16);
+    let inputs = [[2, 4, 150, 8], [2, 2, 150, 8], [2, 2, 150, 8]];
+    let inputs: Vec<Tensor> = (1..).zip(inputs).map(|(seed, shape)| narrow(random(&shape, seed))).collect();
+    let saved = sample::run(&op, &inputs);
+    assert_eq!(saved[1].dtype(), DType::F32);
+    let dy = narrow(random(saved[0].shape(), 4));
+    let given = [&[dy], &inputs[..], &saved[..]].concat();
+    for (op, inputs) in [(Op::Attention(op), inputs), (Op::AttentionGrad(AttentionGrad { forward: op }), given)] {
+        let outputs = infer(&op, &inputs);
+        let kernel = Kernel::new(&op, &facts_of(&inputs), &outputs);
+        assert!(!kernel.is_reference());
+        let got = run(&kernel, &inputs, &outputs).unwrap();
+        for (got, want) in got.iter().zip(reference(&op, &inputs, &outputs).unwrap()) {
+            // Half a unit in the last place of the result.
+            assert_close(rule(&op).name(), got, &want, 1.0 / 128.0, 1e-4);
+        }
+    }
+}
+
+/// The dropout of attention is that of its weights.
+#[test]
+fn attention_drops_what_a_dropout_of_its_weights_drops() {
+    let (q, k) = (random(&[2, 3, 20, 8], 1), random(&[2, 3, 30, 8], 2));
+    // With the identity as values, the output is the weights.
+    let unit: Vec<f32> = (0..6 * 900).map(|i| if i / 30 % 30 == i % 30 { 1.0 } else { 0.0 }).collect();
+    let v = Tensor::from_f32(&[2, 3, 30, 30], &unit);
+    let counter = Tensor::from_i64(&[], &[5]);
+    let plain = Attention { scale: 0.5, causal: false, empty: EmptyRow::Nan, dropout: None, part: None };
+    let dropout = Dropout { ratio: 0.3, stream: 6 };
+    let weights = sample::run(&plain, &[q.clone(), k.clone(), v.clone()]).remove(0);
+    let want = sample::run(&dropout, &[weights, counter.clone()]).remove(0);
+    let inputs = [q, k, v, counter];
+    let op = Op::Attention(Attention { dropout: Some(dropout), ..plain });
+    let outputs = infer(&op, &inputs);
+    let got = run(&Kernel::new(&op, &facts_of(&inputs), &outputs), &inputs, &outputs).unwrap().remove(0);
+    assert_close("dropout", &got, &want, 1e-5, 1e-6);
+    assert!(got.to_f64().iter().filter(|v| **v == 0.0).count() > 900);
+}
+
 /// Inputs of a recurrent layer: x, both weights, both biases, initial states.
 fn layer(gates: usize, states: usize, [steps, batch, width, hidden]: [usize; 4]) -> Vec<Tensor> {
     let weight = |columns: usize, seed| {

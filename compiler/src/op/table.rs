@@ -28,6 +28,8 @@ pub fn rule(op: &Op) -> &dyn OpRule {
         Op::Conv(o) => o,
         Op::ConvInputGrad(o) => o,
         Op::ConvWeightGrad(o) => o,
+        Op::Attention(o) => o,
+        Op::AttentionGrad(o) => o,
         Op::Lstm(o) => o,
         Op::LstmGrad(o) => o,
         Op::Gru(o) => o,
@@ -72,6 +74,7 @@ pub fn rule(op: &Op) -> &dyn OpRule {
 /// The test cases of all ops, which every device must pass.
 pub fn samples() -> Vec<Sample> {
     [
+        attention::samples(),
         batch_gather::samples(),
         batch_norm::samples(),
         binary::samples(),

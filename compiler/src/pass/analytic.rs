@@ -27,11 +27,15 @@ pub mod matmul;
 /// Fraction of peak arithmetic of large matrix products, for devices that give no `matmul_efficiency`.
 const CONTRACTION: f64 = 0.6;
 
+/// Rate of attention, as a share of that of large matrix products: FlashAttention-2 reaches 0.5 to 0.73 of the A100's
+/// peak (Dao, 2023, section 4.1).
+const ATTENTION: f64 = 0.75;
+
 /// Fraction of peak arithmetic of elementwise kernels.
 const ELEMENTWISE: f64 = 0.5;
 
 /// Fraction of peak memory bandwidth of streaming kernels.
-const STREAMING: f64 = 0.8;
+pub const STREAMING: f64 = 0.8;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Subject {
@@ -166,7 +170,8 @@ fn execution_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], co
         let peak = if dtype == DType::F64 { device.peak_flops.f64 } else { device.peak_flops.f32 };
         return (cost.flops / (ELEMENTWISE * peak)).max(memory) * 1e6;
     }
-    let rate = device.matmul_efficiency.unwrap_or(CONTRACTION) * matmul::peak(device, dtype);
+    let share = if matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) { ATTENTION } else { 1.0 };
+    let rate = share * device.matmul_efficiency.unwrap_or(CONTRACTION) * matmul::peak(device, dtype);
     let product = device.multiprocessors.zip(Product::of(op, inputs, outputs, cost.flops));
     let seconds = match product {
         Some((multiprocessors, product)) => product.seconds(device, multiprocessors, rate, cost.bytes),
@@ -181,6 +186,7 @@ fn contracts(op: &Op) -> bool {
     match op {
         Op::MatMul(_) | Op::GroupedMatMul(_) | Op::GroupedMatMulGrad(_) => true,
         Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_) => true,
+        Op::Attention(_) | Op::AttentionGrad(_) => true,
         Lstm(_) | LstmGrad(_) | Gru(_) | GruGrad(_) | Rnn(_) | RnnGrad(_) => true,
         _ => false,
     }

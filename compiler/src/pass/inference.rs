@@ -4,11 +4,12 @@ use super::Changed;
 use crate::graph::{Graph, Origin, Writer, order};
 use crate::op::dropout::COUNTER;
 use crate::op::unary::scalar;
-use crate::op::{BatchNorm, Binary, Emit, NodeId, Op, Reshape, Unary, Value};
+use crate::op::{Attention, BatchNorm, Binary, Emit, NodeId, Op, Reshape, Unary, Value};
 use crate::tensor::dim::Dim;
 
 /// Replaces every [`BatchNorm`] with running averages by the formula over those averages. One without averages keeps
-/// batch statistics. Every [`Dropout`](crate::op::Dropout) becomes its input, and the counter input is removed.
+/// batch statistics. Every [`Dropout`](crate::op::Dropout) becomes its input, attention keeps all weights, and the
+/// counter input is removed.
 pub fn inference(graph: &mut Graph) -> Changed {
     let mut changed = remove_dropouts(graph);
     let mut replaced = false;
@@ -34,9 +35,14 @@ pub fn inference(graph: &mut Graph) -> Changed {
 
 fn remove_dropouts(graph: &mut Graph) -> bool {
     let (mut dropouts, mut counters) = (Vec::new(), Vec::new());
+    let mut changed = false;
     for id in order::canonical(graph) {
         match &graph.node(id).op {
             Op::Dropout(_) => dropouts.push(id),
+            Op::Attention(op) if op.dropout.is_some() => {
+                keep_weights(graph, id, *op);
+                changed = true;
+            }
             Op::Input(input) if input.name == COUNTER => counters.push(id),
             _ => {}
         }
@@ -48,7 +54,21 @@ fn remove_dropouts(graph: &mut Graph) -> bool {
     }
     counters.retain(|id| graph.successors(*id).is_empty() && graph.outputs.iter().all(|o| o.value.node != *id));
     counters.iter().for_each(|id| graph.remove(*id));
-    !dropouts.is_empty() || !counters.is_empty()
+    changed || !dropouts.is_empty() || !counters.is_empty()
+}
+
+/// Replaces attention with dropout by attention without.
+fn keep_weights(graph: &mut Graph, id: NodeId, op: Attention) {
+    let mut inputs = graph.inputs(id);
+    let extras = op.extras(3, inputs.len()).expect("the op was checked when it was added");
+    inputs.truncate(extras.counter.unwrap_or(inputs.len()));
+    let origin = graph.node(id).origin.clone();
+    let plain = Op::Attention(Attention { dropout: None, part: None, ..op });
+    let made = Writer { graph, origin }.emit_all(plain, &inputs);
+    for (old, new) in graph.values(id).into_iter().zip(made) {
+        graph.replace_uses(old, new);
+    }
+    graph.remove(id);
 }
 
 /// Tests whether `to` is `from` or an elementwise scaling of it.

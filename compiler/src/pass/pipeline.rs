@@ -1,7 +1,7 @@
 //! The order of the passes; the verifier runs after each.
 
 use super::fragment::Fragment;
-use super::{Changed, canonicalise, cse, dce, fold};
+use super::{Changed, attention, canonicalise, cse, dce, fold};
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
 use crate::pass::concat_of_pads;
@@ -18,7 +18,13 @@ pub struct PassBug {
 type Pass = (&'static str, fn(&mut Graph) -> Changed);
 
 /// Passes after import, before ops are numbered.
-const CANONICAL: [Pass; 3] = [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
+/// Attention is recognised after equal masks are merged.
+const CANONICAL: [Pass; 4] = [
+    ("canonicalise", canonicalise::canonicalise),
+    ("cse", cse::cse),
+    ("attention", attention::attention),
+    ("dce", dce::dce),
+];
 
 /// Passes for a backward graph at fixed sizes.
 const CONCRETE: [Pass; 4] =

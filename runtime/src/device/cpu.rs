@@ -19,6 +19,7 @@
 //! ```
 
 pub mod arithmetic;
+pub mod attention;
 pub mod batch_gather;
 pub mod batch_norm;
 pub mod cast;

@@ -7,6 +7,7 @@
 //! Results depend only on shapes and inputs. There are no atomic additions: a block reduces as a tree, blocks are added
 //! in order, and scattered slices with equal targets are added in index order.
 
+pub mod attention;
 pub mod batch_norm;
 pub mod card;
 pub mod compile;

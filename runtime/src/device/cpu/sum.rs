@@ -91,8 +91,9 @@ pub fn smallest<T: Real>(x: &[T]) -> T {
     tree(lanes, T::smaller)
 }
 
+/// Joins lanes in halves.
 #[inline(always)]
-fn tree<T: Copy, const N: usize>(mut lanes: [T; N], join: impl Fn(T, T) -> T) -> T {
+pub fn tree<T: Copy, const N: usize>(mut lanes: [T; N], join: impl Fn(T, T) -> T) -> T {
     let mut width = N / 2;
     while width > 0 {
         for lane in 0..width {

@@ -32,6 +32,8 @@ pub(super) fn fast(op: &Op, inputs: &[TensorLayout], outputs: &[TensorLayout]) -
         (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::kernel(Role::WeightGrad, &op.window, op.groups, x, dw, dy),
         (Op::GroupedMatMul(op), [x, w, ends], _) => grouped_matmul::kernel(op, x, w, ends),
         (Op::GroupedMatMulGrad(_), [a, b, ends], _) => grouped_matmul::grad(a, b, ends),
+        (Op::Attention(op), inputs, _) => attention::kernel(op, inputs),
+        (Op::AttentionGrad(op), inputs, _) => attention::grad(op, inputs),
         (Op::Lstm(op), [x, _, w_hh, ..], _) => lstm::kernel(op.reverse, x, w_hh),
         (Op::LstmGrad(op), [_, _, _, x, _, w_hh, ..], _) => lstm::grad(op.reverse, x, w_hh),
         (Op::Gru(op), [x, _, w_hh, ..], _) => gru::kernel(op, x, w_hh),

@@ -28,6 +28,8 @@ impl LaunchPlan {
             (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::weight_grad(&op.window, dy, x, dw),
             (Op::GroupedMatMul(op), [x, w, ends], [y]) => grouped_matmul::kernel(op, x, w, ends, y),
             (Op::GroupedMatMulGrad(_), [a, b, ends], [c]) => grouped_matmul::grad(a, b, ends, c),
+            (Op::Attention(op), inputs, _) => attention::kernel(op, inputs),
+            (Op::AttentionGrad(op), inputs, _) => attention::grad(op, inputs),
             (Op::Lstm(op), [x, _, w_hh, ..], _) => lstm::kernel(op.reverse, x, w_hh),
             (Op::LstmGrad(op), [_, _, _, x, _, w_hh, ..], _) => lstm::grad(op.reverse, x, w_hh),
             (Op::Gru(op), [x, _, w_hh, ..], _) => gru::kernel(op, x, w_hh),
