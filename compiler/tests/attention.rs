@@ -1,4 +1,4 @@
-//! The attention pass: every form of attention becomes one op with the same values and gradients, and what only looks
+//! The attention pass: every form of attention becomes one op with the same values, and what only looks
 //! like attention stays.
 
 use compiler::graph::evaluate::evaluate;
