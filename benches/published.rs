@@ -191,8 +191,8 @@ fn options(row: &Row, micro_batch: u64) -> PlanOptions {
 }
 
 /// Predicted seconds per iteration of pipec's own plan that fits in memory: any stages, replicas, degree and recomputation
-/// under 1F1B, for the best of three micro-batch sizes.
-fn own(row: &Row, hardware: &Hardware) -> Option<f64> {
+/// under 1F1B, with the micro-batch of the run or with one sample.
+fn own(row: &Row, hardware: &Hardware, micro_batch: u64) -> Option<f64> {
     let of_size = |micro_batch: u64| {
         let mut costs = costs(row, hardware, micro_batch, true);
         let tensor_parallel = TensorParallel::Auto;
@@ -202,8 +202,8 @@ fn own(row: &Row, hardware: &Hardware) -> Option<f64> {
         let planned = solve_with_groups(Path::new("gpt"), costs, shared, &options);
         planned.ok().map(|planned| planned.plan.predicted.minibatch_us / 1e6)
     };
-    let sizes = [1, 2, 4].into_iter().filter(|size| row.batch.is_multiple_of(*size));
-    sizes.filter_map(of_size).min_by(f64::total_cmp)
+    let sizes = std::collections::BTreeSet::from([1, micro_batch]);
+    sizes.into_iter().filter_map(of_size).min_by(f64::total_cmp)
 }
 
 /// The fastest prediction over what the source leaves open.
@@ -272,7 +272,7 @@ fn compare(rows: &[Row], filter: &str, plans: bool, text: &mut String) -> Vec<(f
             );
             continue;
         };
-        let own = plans.then(|| own(row, &hardware)).flatten();
+        let own = plans.then(|| own(row, &hardware, micro_batch)).flatten();
         slower += usize::from(own.is_some_and(|own| own > predicted));
         let own = match (plans, own) {
             (false, _) => String::new(),

@@ -48,10 +48,10 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     if !problem.constraints.tensor {
         took(best_also_with_equal_replicas(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
     }
-    // Keeping weights in place saves memory, and rarely time. It is tried where memory is short.
+    // Keeping weights in place saves memory, and sometimes time. Among many degrees it is tried where memory is short.
     let mut roomy = None;
     for costs in &problem.shared {
-        if costs.keeps_weights && roomy == Some(costs.devices) {
+        if costs.keeps_weights && roomy == Some(costs.devices) && !problem.constraints.tensor {
             continue;
         }
         if let Some(asked) = asked(problem, costs) {
